@@ -1,0 +1,206 @@
+"""What a user may choose: `ZeroConfig`, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.errors import nearest
+
+MIN_SHARD_BYTES = 16 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One row of the ZeRO table: which of the model states is split over the ZeRO axis."""
+
+    params: bool
+    grads: bool
+    state: bool
+    text: str
+
+
+STAGES = {
+    0: Stage(False, False, False, "plain data parallelism"),
+    1: Stage(False, False, True, "P_os: optimizer state split"),
+    2: Stage(False, True, True, "P_os+g: optimizer state and gradients split"),
+    3: Stage(True, True, True, "P_os+g+p: optimizer state, gradients and params split"),
+}
+
+_LATER = {
+    "offload": (None, "the optimizer state in host memory"),
+    "moment_dtype": (None, "moments stored in another dtype"),
+    "reduce_dtype": (None, "the dtype of the gradient reduction"),
+    "bucket_bytes": (None, "the bytes that one fused collective carries"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """How a train state is split over a mesh. Immutable and hashable; every field is checked here.
+
+    Args:
+      stage: 0 (data parallelism), 1 (optimizer state split), 2 (and gradients), 3 (and params).
+      axis: mesh axis, or tuple of axes, that shares optimizer state and gradients.
+      batch_axis: mesh axes that split the batch; gradients are reduced over all of them. None: `axis`.
+      param_axis: stage 3: mesh axes that share params, a part of `axis` (params within the node, state
+        over all). None: `axis`.
+      master_dtype: dtype of the master copy of 16-bit params kept in the optimizer state. "auto": float32
+        for 16-bit params, no master for wider ones. None: never a master.
+      compute_dtype: stage 3: params are cast to it on the shard, before they are gathered.
+      reduce_dtype: not there yet; None.
+      moment_dtype: not there yet; None.
+      updates: what the wrapped `update` returns: "land", leaves that land on the new param when they are
+        added to the old one; "delta", plain arrays to add.
+      offload: not there yet; None.
+      uneven: a leaf that no dim divides: "replicate" (whole, recorded with its bytes) or "error".
+        "pad" is not there yet.
+      min_shard_bytes: bytes; leaves smaller than this stay whole and are recorded. 0 splits all.
+      bucket_bytes: not there yet; None.
+      prefetch: stage 3: how many uses ahead a weight is gathered in unrolled code; at least 1.
+
+    Raises:
+      TypeError: a field of the wrong kind (a bool is not an int).
+      ValueError: a field out of its range.
+      NotImplementedError: a field whose work is not there yet, set to anything but its default.
+    """
+
+    stage: int = 2
+    axis: str | tuple[str, ...] = "data"
+    batch_axis: str | tuple[str, ...] | None = None
+    param_axis: str | tuple[str, ...] | None = None
+    master_dtype: Any = "auto"
+    compute_dtype: Any = None
+    reduce_dtype: Any = None
+    moment_dtype: Any = None
+    updates: str = "land"
+    offload: Any = None
+    uneven: str = "replicate"
+    min_shard_bytes: int = MIN_SHARD_BYTES
+    bucket_bytes: int | None = None
+    prefetch: int = 1
+
+    def __post_init__(self):
+        _check_int(self.stage, "stage", low=0, high=3, remedy="Pass stage=0, 1, 2 or 3.")
+        for name in ("axis", "batch_axis", "param_axis"):
+            object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
+        for name in ("master_dtype", "compute_dtype"):
+            object.__setattr__(self, name, _dtype(getattr(self, name), name))
+        _check_choice(self.updates, "updates", ("land", "delta"))
+        _check_choice(self.uneven, "uneven", ("pad", "replicate", "error"))
+        _check_int(self.min_shard_bytes, "min_shard_bytes", low=0)
+        _check_int(self.prefetch, "prefetch", low=1)
+        self._refuse_what_is_not_there()
+
+    def _refuse_what_is_not_there(self):
+        for name, (default, what) in _LATER.items():
+            if getattr(self, name) != default:
+                raise NotImplementedError(f"ZeroConfig({name}=): {what} is not there yet. Leave it out ({default!r}).")
+        if self.uneven == "pad":
+            raise NotImplementedError(
+                'ZeroConfig(uneven="pad") is not there yet. Pass uneven="replicate" (leaves that no dim divides '
+                'stay whole and are recorded with their bytes) or uneven="error".'
+            )
+        if self.param_axis is not None and not set(self.param_axes) <= set(self.axes):
+            raise ValueError(
+                f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
+                "over a part of the axes that share the optimizer state."
+            )
+        if self.compute_dtype is not None and self.stage != 3:
+            raise ValueError(
+                f"ZeroConfig(compute_dtype=) has no effect at stage {self.stage}: it casts a param on its shard "
+                "before it is gathered, and only stage 3 gathers on use. Leave it out or pass stage=3."
+            )
+
+    @property
+    def row(self) -> Stage:
+        """The stage's row in the table."""
+        return STAGES[self.stage]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that share optimizer state and gradients."""
+        return _as_tuple(self.axis)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the batch."""
+        return self.axes if self.batch_axis is None else _as_tuple(self.batch_axis)
+
+    @property
+    def param_axes(self) -> tuple[str, ...]:
+        """Mesh axes that share params at stage 3."""
+        return self.axes if self.param_axis is None else _as_tuple(self.param_axis)
+
+    def master_for(self, dtype) -> np.dtype | None:
+        """The dtype of the master copy of a param of `dtype`, or None where it needs none."""
+        dtype = jnp.dtype(dtype)
+        if self.master_dtype is None:
+            return None
+        wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
+        return wanted if wanted.itemsize > dtype.itemsize else None
+
+
+def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str) -> ZeroConfig:
+    """The config that `config=` or the loose fields of a call mean.
+
+    Raises:
+      TypeError: both are given, `config` is no ZeroConfig, or a field has an unknown name.
+    """
+    known = [f.name for f in dataclasses.fields(ZeroConfig)]
+    for name in fields:
+        if name not in known:
+            raise TypeError(
+                f"{where}: unknown config field {name!r}.{nearest(name, known)} The fields are {', '.join(known)}."
+            )
+    if config is None:
+        return ZeroConfig(**fields)
+    if not isinstance(config, ZeroConfig):
+        raise TypeError(f"{where}: config must be a jzero.ZeroConfig, not {type(config).__name__}.")
+    if fields:
+        raise TypeError(f"{where}: pass config= or its fields ({', '.join(fields)}), not both.")
+    return config
+
+
+def _as_tuple(axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _check_int(value, name: str, *, low: int, high: int | None = None, remedy: str = ""):
+    span = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"ZeroConfig({name}={value!r}): {name} must be {span}, not {type(value).__name__}. {remedy}".rstrip())
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"ZeroConfig({name}={value!r}): {name} must be {span}. {remedy}".rstrip())
+
+
+def _check_choice(value, name: str, choices: tuple[str, ...]):
+    if value not in choices:
+        raise ValueError(f"ZeroConfig({name}={value!r}): {name} must be one of {', '.join(map(repr, choices))}.{nearest(value, choices)}")
+
+
+def _axes(value, name: str, *, optional: bool):
+    if value is None and optional:
+        return None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (tuple, list)) and value and all(isinstance(v, str) for v in value):
+        if len(set(value)) != len(value):
+            raise ValueError(f"ZeroConfig({name}={value!r}): an axis is named twice.")
+        return tuple(value)
+    raise TypeError(f"ZeroConfig({name}={value!r}): {name} must be the name of a mesh axis or a tuple of names.")
+
+
+def _dtype(value, name: str):
+    if value is None or (name == "master_dtype" and isinstance(value, str) and value == "auto"):
+        return value
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"ZeroConfig({name}={value!r}): {name} must be a dtype or None.") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"ZeroConfig({name}={value!r}): {name} must be a floating dtype.")
+    return dtype

@@ -1,0 +1,52 @@
+"""How jzero words its errors: where, what with a count, every leaf with its arithmetic, the rule, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+MOST_LEAVES = 8
+
+_SHORT_DTYPES = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool",
+    "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
+    "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64",
+}  # fmt: skip
+
+
+def short_dtype(dtype) -> str:
+    """The HLO-like name of a dtype: `bf16`, `f32`, `key<fry>`."""
+    name = dtype.name if hasattr(dtype, "name") else str(np.dtype(dtype))
+    return _SHORT_DTYPES.get(name, name)
+
+
+def typed_shape(leaf) -> str:
+    """`bf16[50257,768]` for anything with a shape and a dtype."""
+    return f"{short_dtype(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in decimal units, as GPU vendors and the ZeRO paper count them (1 GB = 1e9 bytes)."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def listing(rows: Iterable[Sequence[str]], *, most: int = MOST_LEAVES) -> str:
+    """Rows as an indented table, capped at `most` with a count of what was left out."""
+    rows = [tuple(row) for row in rows]
+    shown = rows[:most]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))] if shown else []
+    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
+    if len(rows) > most:
+        lines.append(f"  ... and {len(rows) - most} more")
+    return "\n".join(lines)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'data'?` when a known name is close, else an empty string."""
+    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

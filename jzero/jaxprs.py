@@ -1,0 +1,143 @@
+"""All that touches JAX's jaxpr API, which moves between versions: open one, bind one equation, read its parts.
+
+Tested on the oldest and the newest supported jax. From 0.11 on an open and a closed jaxpr are one class, and
+`scan` carries trees of counts instead of `num_consts` and `num_carry`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import source_info_util
+from jax.extend.core import Literal
+
+INLINE = ("jit", "pjit", "closed_call", "core_call")
+REMAT = ("remat2", "remat", "checkpoint")
+
+
+def trace(fn: Callable, *args) -> tuple[Any, list[Any]]:
+    """The closed jaxpr of a function of flat arrays to a flat list of arrays, and its consts."""
+    closed = jax.make_jaxpr(fn)(*args)
+    return closed.jaxpr, list(closed.consts)
+
+
+def opened(closed) -> tuple[Any, list[Any]]:
+    """A jaxpr in an equation's params, open or closed, as (jaxpr, consts)."""
+    return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
+
+
+def is_literal(atom) -> bool:
+    """True for a constant written into the jaxpr."""
+    return isinstance(atom, Literal)
+
+
+@contextlib.contextmanager
+def scope_of(eqn) -> Iterator[None]:
+    """The name stack and context of an equation, so that what is bound again keeps its names in a profile."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def bind(eqn, args: Sequence[Any]) -> list[Any]:
+    """The equation's primitive on other arguments; always a list of results."""
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def scan_counts(params) -> tuple[int, int]:
+    """Number of loop constants and of carries among a scan's arguments."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def constant_zero_outputs(fn: Callable, *trees) -> list[bool]:
+    """For each output of `fn`, whether it is zero whatever the inputs are; read from the jaxpr, nothing runs.
+
+    Args:
+      fn: a function of trees to a flat list.
+      *trees: arrays or ShapeDtypeStructs.
+    """
+    leaves, tree = jax.tree.flatten(trees)
+    jaxpr, _ = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
+    return _zeros(jaxpr, [False] * len(jaxpr.invars))
+
+
+_KEEPS_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze", "transpose")
+
+
+def _zeros(jaxpr, known: Sequence[bool]) -> list[bool]:
+    env = dict(zip(jaxpr.invars, known, strict=True))
+
+    def is_zero(atom) -> bool:
+        if is_literal(atom):
+            return not np.any(np.asarray(atom.val)) if not _is_key(atom.val) else False
+        return env.get(atom, False)
+
+    for eqn in jaxpr.eqns:
+        inputs = [is_zero(a) for a in eqn.invars]
+        name = eqn.primitive.name
+        if name in INLINE:
+            outs = _zeros(opened(eqn.params["jaxpr"])[0], inputs)
+        elif name in _KEEPS_ZERO:
+            outs = [inputs[0]]
+        elif name in ("add", "sub", "select_n"):
+            outs = [all(inputs[1:] if name == "select_n" else inputs)]
+        else:
+            outs = [False] * len(eqn.outvars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [is_zero(a) for a in jaxpr.outvars]
+
+
+def _is_key(value) -> bool:
+    return hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def wide_sources(fn: Callable[[], Sequence[Any]], count: int, dtype_of: Callable[[int], Any]) -> Callable[[], list[Any]]:
+    """A function like `fn` that returns, besides its outputs, the wider values that its first `count` were cast from.
+
+    A creation function that makes fp32 weights and casts them ends in `convert_element_type`; what goes into
+    that cast is the better master. Output i of the extra list is the value in `dtype_of(i)`, or None where
+    the output was made in its own dtype.
+    """
+    jaxpr, consts = trace(lambda: list(fn()))
+
+    def both():
+        outs, wide = _eval_with_sources(jaxpr, consts, [])
+        picked = [w if w is not None and dtype_of(i) == w.dtype else None for i, w in enumerate(wide[:count])]
+        return outs, picked
+
+    return both
+
+
+def _eval_with_sources(jaxpr, consts, args) -> tuple[list[Any], list[Any]]:
+    """Evaluate a jaxpr; beside each output, the operand of the cast that made it, or None."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    source: dict[Any, Any] = {}
+
+    def read(atom):
+        return atom.val if is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values, name = [read(a) for a in eqn.invars], eqn.primitive.name
+        with scope_of(eqn):
+            if name in INLINE:
+                outs, wide = _eval_with_sources(*opened(eqn.params["jaxpr"]), values)
+                origins = [source.get(eqn.invars[i]) for i in range(len(eqn.invars)) if not is_literal(eqn.invars[i])]
+                passed = {id(v): o for v, o in zip((v for v, a in zip(values, eqn.invars, strict=True) if not is_literal(a)), origins, strict=True)}
+                wide = [passed.get(id(o)) if w is None else w for o, w in zip(outs, wide, strict=True)]
+            else:
+                outs, wide = bind(eqn, values), [None] * len(eqn.outvars)
+                if name == "convert_element_type" and values[0].dtype.itemsize > outs[0].dtype.itemsize:
+                    wide = [values[0]] if jnp.issubdtype(values[0].dtype, jnp.floating) else [None]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        source.update((v, w) for v, w in zip(eqn.outvars, wide, strict=True) if w is not None)
+    return [read(a) for a in jaxpr.outvars], [None if is_literal(a) else source.get(a) for a in jaxpr.outvars]

@@ -1,0 +1,339 @@
+"""`zero(tx, plan)`: an optax transformation whose state is sharded and whose updates land on sharded masters.
+
+[Note: an update knows where it lands]
+With 16-bit params and an fp32 master the new param is `cast(master)`, a value and not a difference. A
+difference would cost fp32 on the wire and, in 16 bits, be wrong. So the leaf that `update` returns answers
+`param + leaf` with the new param: the master is updated on its shard, cast there, and the 16-bit result is
+gathered. `optax.apply_updates` and Flax's `apply_gradients` need not know. Old params die as soon as their
+own sum is taken, so their donated buffers take the new ones: on an H200 compile of a 0.2B GPT the temp is
+0.16 bytes per parameter, against 2.1 for a returned fp32 difference.
+
+[Note: the master follows the param]
+A param that is not `cast(master)` was replaced by the user (a loaded checkpoint, pruning). The master takes
+it over, element by element, at the next update. The comparison reads the shard alone.
+
+[Note: old params die early]
+A donated param's buffer can hold its own gradient once nothing reads the old param any more. The update
+reads it (its shard is compared with the master, or is what the difference is added to), and XLA schedules
+that read as late as it can, so that the buffer stays taken through the whole backward pass. Barriers make
+every gradient wait for all those reads, which costs nothing: the masters are compared in place. Without
+them the temp of the stage-2 step named above is 1.4 to 1.8 bytes per parameter, with them 0.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jzero.errors import listing, typed_shape
+from jzero.identity import same_key
+from jzero.jaxprs import constant_zero_outputs
+from jzero.sharding import Layout, P, Plan, check_context_mesh
+
+
+class ZeroState(NamedTuple):
+    """Optimizer state of a run with master weights.
+
+    Attributes:
+      inner: the state of the wrapped transformation, made for the fp32 masters.
+      master: the tree of params in the master dtype; None where a param needs none. Sharded like the moments.
+    """
+
+    inner: Any
+    master: Any
+
+
+def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransformationExtraArgs:
+    """Any optax transformation with its state sharded as the plan says; optax in, optax out.
+
+    The gradient is constrained to its shard (XLA makes that a reduce-scatter), the wrapped update runs on
+    shards, and the new params are gathered to their stored layout in their own dtype (an all-gather at
+    stages 1 and 2, nothing at stage 3).
+
+    Args:
+      tx: the whole chain. It sees gradients and params in the master dtype, in their logical shapes.
+      plan: from `jzero.make_plan`.
+
+    Returns:
+      A transformation. `init(params)` pins the layout of every leaf; without masters its structure is that
+      of `tx.init(params)`, with them it is `ZeroState(inner, master)`. `update(grads, state, params)`
+      returns leaves to add to the params by `optax.apply_updates` or `p + u`, and nothing else; with
+      `updates="delta"` plain arrays of the master dtype.
+
+    Raises:
+      TypeError: `tx` is no optax transformation, or already wrapped.
+      ValueError: from `init` and `update`: params that the plan was not made for; `update` without params.
+
+    Layout:
+      grads: any layout in, used as `Layout.grad`; state and masters: `Layout.state`; params: `Layout.stored`.
+
+    Cost:
+      Per device and step, Psi_b = bytes of the params: (N-1)/N Psi_b for the reduce-scatter and as much for
+      the all-gather (stages 1, 2). Memory: (state + master bytes) / N.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jzero
+      >>> params = {"w": jnp.ones((1024, 512))}
+      >>> tx = jzero.zero(optax.adam(1e-3), jzero.make_plan(params, stage=1))
+      >>> tx.init(params)[0].mu["w"].sharding.spec
+      PartitionSpec('data',)
+
+    References:
+      Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"jzero.zero: tx must be an optax transformation, not {type(tx).__name__}.")
+    if is_wrapped(tx):
+        raise TypeError("jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx).")
+    key = same_key(tx)
+    return optax.GradientTransformationExtraArgs(_Init(tx, plan, key), _Update(tx, plan, key))
+
+
+def is_wrapped(tx: Any) -> bool:
+    """True for what `zero` returns."""
+    return isinstance(getattr(tx, "init", None), _Init)
+
+
+def init_state(tx: optax.GradientTransformation, params: Any) -> Any:
+    """The state of a wrapped transformation, inside a trace."""
+    return tx.init.trace(params)
+
+
+def unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The plain transformation inside a wrapped one; a plain one is returned as it is."""
+    return tx.init.tx if is_wrapped(tx) else tx
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wrapped:
+    """Compares and hashes by what the transformation computes (`same_key`) and by the plan."""
+
+    tx: Any = dataclasses.field(compare=False, repr=False)
+    plan: Plan
+    key: Any
+
+
+class _Init(_Wrapped):
+    def __call__(self, params):
+        pairs = self.plan.match(params, where="jzero.zero: init")
+        _check_devices([x for x, _ in pairs], self.plan)
+        return jax.jit(self.trace)(params)
+
+    def trace(self, params, masters=None):
+        """Init inside a trace; `masters` are better initial values than the params, where they are known."""
+        wide = widen(params if masters is None else masters, params, self.plan)
+        frozen = self.frozen(params)
+        inner = pin_state(self.tx.init(wide), self.plan)
+        return with_master(inner, wide, params, frozen, self.plan)
+
+    def frozen(self, params) -> list[bool]:
+        """For each param, whether the transformation never moves it: its update is a constant zero."""
+        return frozen_leaves(self.tx, widen_abstract(params, self.plan))
+
+
+class _Update(_Wrapped):
+    def __call__(self, updates, state, params=None, **extra):
+        check_context_mesh()
+        if params is None:
+            raise ValueError("jzero.zero: update needs the params: tx.update(grads, state, params).")
+        pairs = self.plan.match(params, where="jzero.zero: update")
+        grads = align(updates, params, where="jzero.zero: update")
+        layouts = [x for _, x in pairs]
+        inner, master = split_master(state, params)
+        with jax.named_scope("jzero.master"):
+            wide = [take_over(p, m, x, self.plan) for (p, x), m in zip(pairs, master, strict=True)]
+            wide, grads = read_params_first(wide, grads, self.plan)
+        with jax.named_scope("jzero.reduce_grads"):
+            grads = [reduce_grad(g, x, self.plan) for g, x in zip(grads, layouts, strict=True)]
+        tree = jax.tree.structure(params)
+        with jax.named_scope("jzero.update"):
+            grads = [g if g is None else g.astype(w.dtype) for g, w in zip(grads, wide, strict=True)]
+            extra = {k: self._on_params(v, layouts, tree) if k == "value_fn" else v for k, v in extra.items()}
+            update = optax.with_extra_args_support(self.tx).update
+            deltas, inner = update(tree.unflatten(grads), inner, tree.unflatten(wide), **extra)
+            inner = pin_state(inner, self.plan)
+            deltas = align(deltas, params, where="jzero.zero: the wrapped update")
+        with jax.named_scope("jzero.gather_params"):
+            rows = zip(pairs, wide, master, deltas, strict=True)
+            landed = [self._land(p, w, m, d, x) for (p, x), w, m, d in rows]
+        out = tree.unflatten([leaf for leaf, _ in landed])
+        new_master = [m for _, m in landed]
+        has_master = isinstance(state, ZeroState)
+        return out, ZeroState(inner, tree_with_none(tree, new_master)) if has_master else inner
+
+    def _land(self, param, wide, master, delta, x: Layout):
+        """The leaf to return, and the new master."""
+        if delta is None:
+            return None, master
+        if master is None:
+            delta = self.plan.constrain(delta, x.state)
+            if self.plan.config.updates == "delta":
+                return self.plan.constrain(delta, x.stored), None
+            return _land_on_sum(delta, x, self.plan), None
+        new = self.plan.constrain((wide + delta).astype(wide.dtype), x.state)
+        if self.plan.config.updates == "delta":
+            return self.plan.constrain(new - self.plan.constrain(param, x.state).astype(new.dtype), x.stored), new
+        value = self.plan.constrain(self.plan.constrain(new.astype(x.dtype), x.state), x.stored)
+        return landing(lambda _: value, x), new
+
+    def _on_params(self, value_fn, layouts, tree):
+        """A line search evaluates the loss at candidate masters: hand it params as the model knows them."""
+
+        def on_params(wide, *args, **kwargs):
+            leaves = zip(jax.tree.leaves(wide), layouts, strict=True)
+            params = [self.plan.constrain(w.astype(x.dtype), x.stored) for w, x in leaves]
+            return value_fn(tree.unflatten(params), *args, **kwargs)
+
+        return on_params
+
+
+def _land_on_sum(delta, x: Layout, plan: Plan):
+    def add(param):
+        new = plan.constrain(param, x.state) + delta
+        return plan.constrain(plan.constrain(new.astype(x.dtype), x.state), x.stored)
+
+    return landing(add, x)
+
+
+class UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_arrays:
+    """A leaf of updates: `param + leaf` is the new param. Opaque on purpose; its name is all that JAX prints."""
+
+    __array_ufunc__ = None  # numpy params: let __radd__ answer
+
+    def __init__(self, add, shape, dtype):
+        self._add, self.shape, self.dtype = add, shape, dtype
+
+    def __radd__(self, param):
+        fits = hasattr(param, "dtype") and tuple(np.shape(param)) == self.shape and param.dtype == self.dtype
+        if not fits:
+            got = typed_shape(param) if hasattr(param, "dtype") else repr(param)
+            raise TypeError(
+                f"jzero: this update lands on a param {typed_shape(self)} and cannot be added to {got}. Add it to "
+                'its param by optax.apply_updates, or pass ZeroConfig(updates="delta") for plain arrays.'
+            )
+        return self._add(param)
+
+    def __add__(self, other):
+        raise TypeError(
+            "jzero: an update stands on the right of the sum, param + update, as in optax.apply_updates; "
+            'pass ZeroConfig(updates="delta") for plain arrays.'
+        )
+
+    def __repr__(self):
+        return f"<jzero update of a param {typed_shape(self)}>"
+
+
+def landing(add, x: Layout):
+    """An update leaf that answers `param + leaf` with `add(param)`."""
+    return UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_arrays(add, x.shape, x.dtype)
+
+
+def reduce_grad(grad, x: Layout, plan: Plan):
+    """The gradient on its shard. A stage that keeps whole gradients says so first: an all-reduce, then a slice."""
+    if grad is None:
+        return None
+    return plan.constrain(plan.constrain(grad, x.grad), x.state)
+
+
+def take_over(param, master, x: Layout, plan: Plan):
+    """The master on its shard, with what the user has changed in the param since; without master, the param."""
+    shard = plan.constrain(param, x.state)
+    if master is None:
+        return shard
+    kept = jnp.where(master.astype(x.dtype) == shard, master, shard.astype(master.dtype))
+    return plan.constrain(kept, x.state)
+
+
+def read_params_first(wide: list, grads: list, plan: Plan):
+    """See [Note: old params die early]: no gradient is used before every old param has been read."""
+    split = [i for i, x in enumerate(plan.layouts) if x.state != x.stored]
+    if not split or not plan.config.row.grads:
+        return wide, grads
+    wide = list(jax.lax.optimization_barrier(tuple(wide)))
+    smallest = wide[min(split, key=lambda i: plan.layouts[i].size)]
+    token = jnp.signbit(smallest.reshape(-1)[0]).astype(jnp.int32)
+    return wide, [g if g is None else jax.lax.optimization_barrier((g, token))[0] for g in grads]
+
+
+def widen(values, params, plan: Plan):
+    """Initial masters: `values` in the master dtype on their shards; leaves without master as they are."""
+    pairs = zip(jax.tree.leaves(values), [x for _, x in plan.match(params, where="jzero.zero: init")], strict=True)
+    leaves = [plan.constrain(v.astype(plan.config.master_for(x.dtype) or x.dtype), x.state) for v, x in pairs]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def widen_abstract(params, plan: Plan):
+    """Shapes of the params in the dtype that the wrapped transformation sees."""
+    leaves = [jax.ShapeDtypeStruct(x.shape, plan.config.master_for(x.dtype) or x.dtype) for x in plan.layouts]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def frozen_leaves(tx, params) -> list[bool]:
+    """For each param, whether `tx.update` answers a constant zero whatever the gradient; read from its jaxpr."""
+
+    def deltas(grads, params):
+        return jax.tree.leaves(tx.update(grads, tx.init(params), params)[0])
+
+    try:
+        return constant_zero_outputs(deltas, params, params)
+    except TypeError:  # needs extra arguments (value=, value_fn=): a line search freezes nothing
+        return [False] * len(jax.tree.leaves(params))
+
+
+def with_master(inner, wide, params, frozen, plan: Plan):
+    """`ZeroState(inner, master)` where any param needs a master, else `inner`."""
+    rows = zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
+    masters = [w if plan.config.master_for(x.dtype) and not f else None for w, x, f in rows]
+    if all(m is None for m in masters):
+        return inner
+    return ZeroState(inner, tree_with_none(jax.tree.structure(params), masters))
+
+
+def split_master(state, params):
+    """The inner state, and one master or None per param."""
+    if isinstance(state, ZeroState):
+        return state.inner, align(state.master, params, where="jzero.zero: the master")
+    return state, [None] * len(jax.tree.leaves(params))
+
+
+def tree_with_none(tree, leaves):
+    """A tree whose leaves may be None."""
+    return jax.tree.unflatten(tree, leaves)
+
+
+def pin_state(state, plan: Plan):
+    """Every leaf of an optimizer state constrained to its layout, scalars included."""
+    leaves, tree = jax.tree.flatten(state)
+    pinned = [plan.constrain(x, s) for x, s in zip(leaves, plan.state_specs(state), strict=True)]
+    return jax.tree.unflatten(tree, pinned)
+
+
+def align(updates, params, *, where: str) -> list:
+    """The leaves of `updates` in the order of `params`; None where a leaf is missing."""
+    tree = jax.tree.structure(params)
+    try:
+        return tree.flatten_up_to(updates)
+    except ValueError as error:
+        raise ValueError(f"{where}: the updates are not a tree like the params: {error}") from None
+
+
+def _check_devices(leaves, plan: Plan) -> None:
+    mesh = set(plan.mesh.devices.flat)
+    bad = [
+        (x.name, typed_shape(a), ", ".join(sorted(map(str, a.sharding.device_set))[:3]))
+        for a, x in zip(leaves, plan.layouts, strict=True)
+        if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) and a.committed and a.sharding.device_set != mesh
+    ]  # fmt: skip
+    if bad:
+        raise ValueError(
+            f"jzero.zero: init: {len(bad)} params are committed to other devices than the plan's mesh of "
+            f"{len(mesh)}:\n{listing(bad)}\nPlace them first: params = plan.place(params)."
+        )
+
+
+__all__ = ["P", "ZeroState", "unwrap", "zero"]
