@@ -46,6 +46,14 @@ def listing(rows: Iterable[Sequence[str]], *, most: int = MOST_LEAVES) -> str:
     return "\n".join(lines)
 
 
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """An aligned plain-text table with a header line."""
+    body = [tuple(map(str, row)) for row in rows]
+    widths = [max(len(r[i]) for r in [tuple(header), *body]) for i in range(len(header))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [tuple(header), *body]]
+    return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'data'?` when a known name is close, else an empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)

@@ -31,7 +31,8 @@ from jax.sharding import PartitionSpec
 
 from jzero import jaxprs
 from jzero.identity import same_key
-from jzero.sharding import Layout, P, Plan, path_keys, spec_axes
+from jzero.layout import Layout, P, path_keys, spec_axes
+from jzero.sharding import Plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
+from jzero.layout import metadata_spec
 from jzero.optim import ZeroState
-from jzero.sharding import metadata_spec
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +156,7 @@ def _pair_rebuilder(model: Any, optimizer: Any) -> Callable[[Parts], Any]:
     from flax import nnx
 
     graph, leaves = nnx.split((model, optimizer))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), leaves)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(leaves))
 
     def rebuild(parts: Parts) -> Any:
         pair = nnx.merge(graph, shapes)

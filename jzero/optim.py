@@ -33,7 +33,9 @@ import optax
 from jzero.errors import listing, typed_shape
 from jzero.identity import same_key
 from jzero.jaxprs import constant_zero_outputs
-from jzero.sharding import Layout, P, Plan, check_context_mesh
+from jzero.layout import Layout
+from jzero.mesh import check_context_mesh
+from jzero.sharding import Plan
 
 
 class ZeroState(NamedTuple):
@@ -234,10 +236,16 @@ def landing(add, x: Layout):
 
 
 def reduce_grad(grad, x: Layout, plan: Plan):
-    """The gradient on its shard. A stage that keeps whole gradients says so first: an all-reduce, then a slice."""
+    """The gradient on its shard.
+
+    A stage that keeps whole gradients says so first: an all-reduce, then a slice. So do vectors (biases,
+    norm scales): the layout of their gradient would spread back into what they are computed with, and batch
+    statistics would come out of the step split. XLA joins the two into a reduce-scatter where it can.
+    """
     if grad is None:
         return None
-    return plan.constrain(plan.constrain(grad, x.grad), x.state)
+    vector = len(x.shape) - x.scanned <= 1
+    return plan.constrain(plan.constrain(grad, x.used if vector else x.grad), x.state)
 
 
 def take_over(param, master, x: Layout, plan: Plan):
@@ -336,4 +344,4 @@ def _check_devices(leaves, plan: Plan) -> None:
         )
 
 
-__all__ = ["P", "ZeroState", "unwrap", "zero"]
+__all__ = ["ZeroState", "unwrap", "zero"]

@@ -26,8 +26,10 @@ from jzero.errors import listing, typed_shape
 from jzero.gather import GatherOnUse, gather_on_use
 from jzero.identity import SameFunction
 from jzero.kinds import Parts
+from jzero.layout import P
 from jzero.optim import ZeroState, align, init_state, is_wrapped, unwrap, zero
-from jzero.sharding import P, Plan, make_plan, put
+from jzero.placement import put
+from jzero.sharding import Plan, make_plan
 
 
 def shard(
