@@ -267,6 +267,23 @@ def _master(param, known, dtype, sharding, place):
 
 def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
+    born, finish = _creation(create, config, mesh, param_specs)
+    return finish(born())
+
+
+def lower_creation(
+    create: Callable[[], Any], config: ZeroConfig, *, mesh: Mesh | None = None, param_specs: Any = None
+) -> jax.stages.Lowered:
+    """The program by which `shard` creates a state, lowered: compile it to read what creation holds at once.
+
+    Args:
+      create, config, mesh, param_specs: as for `shard`.
+    """
+    return _creation(create, config, mesh, param_specs)[0].lower()
+
+
+def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """The jitted creation of all leaves in their layout, and what makes a state of them."""
     shapes, rebuild = _trace_creator(create)
     plan = _plan(shapes, config, mesh, param_specs)
     tx = zero(unwrap(shapes.tx), plan)
@@ -287,8 +304,8 @@ def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spe
 
     target = shapes.replace(opt_state=jax.eval_shape(lambda p: init_state(tx, p), shapes.params))
     out = target.replace(tx=tx, apply_fn=_wrap_apply(shapes, plan))
-    leaves = jax.jit(born, out_shardings=jax.tree.leaves(_layout(out, plan)))()
-    return rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves))
+    jitted = jax.jit(born, out_shardings=jax.tree.leaves(_layout(out, plan)))
+    return jitted, lambda leaves: rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves))
 
 
 def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any]]:

@@ -1,0 +1,122 @@
+"""The arguments of a program: giving them shardings before a compile, weighing them after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.errors import listing, typed_shape
+
+
+def fill_shardings(args, plan, *, devices):
+    """Arguments whose array leaves all say where they are: the batch by the plan, the rest as it was.
+
+    An argument in which nothing changes is passed on as the same object, so that objects whose identity
+    matters (an nnx module) survive. Arrays without a NamedSharding become abstract: they sit on a device that
+    is not of the pod. Without a plan such leaves stay open, and XLA chooses as it does under a plain `jit`.
+
+    Args:
+      args: positional arguments and keyword arguments, a pair of a tuple and a dict.
+      plan: has `.batch`, a NamedSharding; or None.
+      devices: those of the pod.
+
+    Returns:
+      The same pair.
+
+    Raises:
+      ValueError: leaves that lie on other devices, or that `plan.batch` does not divide.
+    """
+    elsewhere: list[tuple[str, ...]] = []
+    uneven: list[tuple[str, ...]] = []
+
+    def fill(name, arg):
+        paths, tree = jax.tree_util.tree_flatten_with_path(arg)
+        new = [_placed(leaf, plan) for _, leaf in paths]
+        for (path, old), leaf in zip(paths, new, strict=True):
+            where = name + jax.tree_util.keystr(path)
+            if leaf is None:
+                split = f"{plan.batch.spec} over {dict(plan.batch.mesh.shape)}"
+                uneven.append((where, typed_shape(old), split))
+            elif not _on(leaf, devices):
+                elsewhere.append((where, typed_shape(old), f"on {old.sharding.mesh.devices.flat[0]!r}"))
+        same = all(old is leaf for (_, old), leaf in zip(paths, new, strict=True))
+        return arg if same else jax.tree_util.tree_unflatten(tree, new)
+
+    positional = tuple(fill(f"args[{i}]", arg) for i, arg in enumerate(args[0]))
+    named = {name: fill(name, arg) for name, arg in args[1].items()}
+    _refuse(elsewhere, uneven, count=len(jax.tree.leaves(args)))
+    return positional, named
+
+
+def _placed(leaf, plan):
+    """The leaf with a sharding; itself if it has one or is no array; None where the plan cannot divide it."""
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, np.generic):
+        return leaf
+    if isinstance(getattr(leaf, "sharding", None), NamedSharding):
+        return leaf
+    sharding = None
+    if plan is not None and (leaf.ndim == 0 or _is_key(leaf)):
+        sharding = NamedSharding(plan.batch.mesh, PartitionSpec())
+    elif plan is not None:
+        sharding = plan.batch
+        try:
+            sharding.shard_shape(leaf.shape)
+        except ValueError:
+            return None
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+
+def _is_key(leaf) -> bool:
+    """True for a random key, typed or as the two or four uint32 words of the older kind."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return True
+    return leaf.dtype == np.uint32 and tuple(leaf.shape) in ((2,), (4,))
+
+
+def _on(leaf, devices) -> bool:
+    """False for a leaf that a NamedSharding ties to devices outside the pod."""
+    mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+    return not isinstance(mesh, Mesh) or set(devices).issuperset(mesh.devices.flat)
+
+
+def _refuse(elsewhere, uneven, *, count: int) -> None:
+    if elsewhere:
+        raise ValueError(
+            f"pod.compile: {len(elsewhere)} of {count} leaves are not laid out on this pod:\n"
+            f"{listing(elsewhere)}\nLay them out on a mesh of the pod, as in jzero.abstract(create_state, "
+            "mesh=pod.mesh(...))."
+        )
+    if uneven:
+        raise ValueError(
+            f"pod.compile: {len(uneven)} of {count} leaves have no sharding that plan.batch can give:\n"
+            f"{listing(uneven)}\nThe size of a split dim must be a multiple of the devices along its axes. "
+            "Change the batch size, or give a leaf that is no batch a sharding of its own: "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))."
+        )
+
+
+def argument_bytes(compiled: jax.stages.Compiled, kind_of: Callable[[str], str]) -> dict[str, int]:
+    """Device bytes of the arguments by kind.
+
+    Args:
+      compiled: a compiled program.
+      kind_of: `params`, `opt_state` or `rest` for the path of an argument's leaf, as
+        `jax.tree_util.keystr` prints it (`[0][0].params['w']`: args, first argument, ...).
+
+    Returns:
+      Bytes by kind, leaves in host memory and arguments the program does not use left out.
+    """
+    totals = {"params": 0, "opt_state": 0, "rest": 0}
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: s is None)
+    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
+    for (path, info), sharding in zip(infos, shardings, strict=True):
+        if sharding is not None and sharding.memory_kind != "pinned_host":
+            size = math.prod(sharding.shard_shape(info.shape))
+            totals[kind_of(jax.tree_util.keystr(path))] += size * info.dtype.itemsize
+    return totals

@@ -1,0 +1,197 @@
+"""What a compiled program sends: every collective with its bytes, its devices, how often it runs, and when.
+
+[Note: bytes]
+`bytes` is the tensor a collective works on: the whole one for all-gather (its result), reduce-scatter (its
+input) and all-reduce; what each device holds for all-to-all and collective-permute. `wire_bytes` is what one
+device sends in one execution with the ring algorithms, n devices in a group: (n-1)/n of `bytes` for
+all-gather, reduce-scatter and all-to-all, twice that for all-reduce, `bytes` for collective-permute. NCCL
+may choose another algorithm; the bandwidth-optimal ones send the same.
+
+[Note: forms of one collective]
+Depending on the version and on its size, XLA prints a plain `reduce-scatter` with `"is_sync":true`, a pair
+`reduce-scatter-start` / `-done` (whose start may hold inputs and outputs, or outputs alone), an `async-start`
+that calls a computation with the collective in it, or a tuple of several tensors that were combined into one.
+The result of the `-done`, or of the plain form, is the same in all of them, so all is computed from that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from jzero.proof.groups import GROUPS, PAIRS, Groups, parse_groups, parse_pairs
+from jzero.proof.hlo import Instruction, Module, Shape
+from jzero.proof.places import Place, name_stack, phase_of, scope_of, walk, work_before
+from jzero.proof.slices import only_sliced
+
+SENDS = {
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "all-reduce": 2,
+    "all-to-all": 1,
+    "ragged-all-to-all": 1,
+    "collective-permute": 1,
+    "collective-broadcast": 1,
+}
+POINT_TO_POINT = ("collective-permute", "collective-broadcast")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One collective at one place of the program.
+
+    Attributes:
+      op: its kind, such as `all-gather`, however it is printed.
+      name: of the instruction.
+      computation: where it stands.
+      dtype: of its tensors; joined with `+` when combined tensors differ.
+      parts: number of tensors combined in it.
+      bytes, wire_bytes: of one execution; see the note at the top of this file.
+      groups: the devices that join, as positions in the mesh; pairs for a collective-permute.
+      group_size: devices in one group.
+      loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
+      phase: `forward`, `backward`, `update` or empty.
+      scope: the `jzero.` named scope it comes from, without the prefix.
+      asynchronous: True where the program goes on between start and done.
+      compute_ops, compute_bytes: instructions that compute between start and done, and their output bytes.
+      sliced: True for an all-reduce of which each device uses its own slice alone: an unfused reduce-scatter.
+    """
+
+    op: str
+    name: str
+    computation: str
+    dtype: str
+    parts: int
+    bytes: int
+    wire_bytes: int
+    groups: Groups
+    group_size: int
+    loops: tuple[int, ...]
+    phase: str
+    scope: str
+    asynchronous: bool
+    compute_ops: int
+    compute_bytes: int
+    sliced: bool
+
+    @property
+    def trips(self) -> int:
+        """Executions per step; an unknown loop counts once."""
+        return math.prod(n or 1 for n in self.loops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A copy between host and device memory: `to` is `device` or `host`, the rest as in `Site`."""
+
+    to: str
+    name: str
+    computation: str
+    bytes: int
+    loops: tuple[int, ...]
+    asynchronous: bool
+
+    @property
+    def trips(self) -> int:
+        """Executions per step; an unknown loop counts once."""
+        return math.prod(n or 1 for n in self.loops)
+
+
+def find_collectives(module: Module) -> tuple[Site, ...]:
+    """Every collective of a program, once for each place it is called from.
+
+    Args:
+      module: a parsed program.
+
+    Returns:
+      The sites in the order of the schedule, a loop's body where the loop stands.
+
+    Raises:
+      ValueError: replica groups in an unknown notation.
+    """
+    work = functools.cache(work_before)  # once for each computation
+    every = ((place, i) for place in walk(module) for i in place.computation.schedule)
+    return tuple(_site(module, place, i, work) for place, i in every if kind(i))
+
+
+def find_transfers(module: Module) -> tuple[Transfer, ...]:
+    """Every copy between pinned host memory and the device, in the order of the schedule."""
+    every = ((place, i) for place in walk(module) for i in place.computation.schedule)
+    return tuple(transfer for place, i in every for transfer in _transfers(place, i))
+
+
+def kind(i: Instruction) -> str:
+    """The collective that an instruction starts, empty for any other (a `-done` included)."""
+    base = i.opcode.removesuffix("-start")
+    return base if base in SENDS else ""
+
+
+def _site(module: Module, place: Place, i: Instruction, work) -> Site:
+    op, (home, start) = kind(i), place.pair or (place.computation, i)
+    done = next((u for u in home.users.get(start.name, ()) if u.opcode.endswith("-done")), None)
+    shapes = _result(i, done if start is i else None)
+    groups, size = _groups(i, module.partitions)
+    total = sum(s.nbytes for s in shapes) * (size if op == "reduce-scatter" else 1)
+    paired = start.opcode.endswith("-start")
+    ops, written = work(home) if paired else ([0], [0])
+    first, last = (home.order[start.name], home.order[done.name] if done else -1) if paired else (0, 0)
+    stack = name_stack(place, i)
+    return Site(
+        op=op,
+        name=i.name,
+        computation=place.computation.name,
+        dtype="+".join(sorted({s.dtype for s in shapes})),
+        parts=1 if op == "all-to-all" else len(i.operands),
+        bytes=total,
+        wire_bytes=_wire(op, total, groups, size),
+        groups=groups,
+        group_size=size,
+        loops=place.loops,
+        phase=phase_of(stack, module.has_backward),
+        scope=scope_of(stack),
+        asynchronous=paired and '"is_sync":true' not in start.attrs,
+        compute_ops=ops[last] - ops[first],
+        compute_bytes=written[last] - written[first],
+        sliced=op == "all-reduce" and only_sliced(module, place.computation, done or i, size),
+    )
+
+
+def _result(i: Instruction, done: Instruction | None) -> tuple[Shape, ...]:
+    """The arrays a collective results in, on one device."""
+    if done is not None:
+        return done.shapes
+    count = len(i.operands)
+    if i.opcode.endswith("-start") and len(i.shapes) >= 2 * count:
+        return i.shapes[count : 2 * count]  # its done is out of sight: (inputs, outputs, contexts)
+    return i.shapes
+
+
+def _groups(i: Instruction, devices: int) -> tuple[Groups, int]:
+    pairs = PAIRS.search(i.attrs)
+    if pairs:
+        return parse_pairs(pairs[1]), 2
+    found = GROUPS.search(i.attrs)
+    if not found:
+        raise ValueError(f"jzero.explain: cannot read the replica groups of %{i.name}: {i.attrs[:160]}")
+    groups = parse_groups(found[1], devices)
+    return groups, max(len(g) for g in groups)
+
+
+def _wire(op: str, total: int, groups: Groups, size: int) -> int:
+    if op in POINT_TO_POINT:
+        return total if any(a != b for a, *rest in groups for b in rest) else 0
+    return SENDS[op] * total * (size - 1) // size
+
+
+def _transfers(place: Place, i: Instruction) -> Iterator[Transfer]:
+    if i.opcode == "copy-start":
+        target, source = i.shapes[0], i.shapes[1]
+    elif i.opcode == "copy" and i.operands and i.operands[0] in place.computation.instructions:
+        target, source = i.shapes[0], place.computation.instructions[i.operands[0]].shapes[0]
+    else:
+        return
+    if target.on_host != source.on_host:
+        to, paired = "host" if target.on_host else "device", i.opcode == "copy-start"
+        yield Transfer(to, i.name, place.computation.name, target.nbytes, place.loops, paired)

@@ -1,0 +1,229 @@
+"""Compiling for GPUs that are not there: everything here that jax does not promise to keep, in one file.
+
+[Note: pod devices]
+The compile-only devices of a PJRT topology know no memories: a `NamedSharding` made on them forgets its
+`memory_kind`, and offloaded state would be compiled as device state. A mesh may hold any Python object that
+answers like a device, so jzero puts a thin `PodDevice` before each real one. It names the memories of a
+GPU (`device`, `pinned_host`) and passes every other question on. Tracing and lowering then work with a
+concrete mesh of any size, whatever number of CPU devices the process has, and only the last step, XLA's
+compile of the StableHLO, gets the real devices back (`compile_lowered`). The annotations that reach XLA are
+those a real GPU would give, so this is the way for programs with and without host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import compiler, stages
+from jax._src.interpreters import pxla
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.named_sharding import UnspecifiedValue
+from jax._src.sharding_impls import GSPMDSharding
+from jax.experimental import topologies
+
+INSTALL = 'pip install "jzero[pod]"'
+SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+_REFUSED = (
+    "jzero.pod: the CUDA plugin of jax {} does not start.\nSet JAX_PLATFORMS=cpu (or "
+    + SKIP_CHECK
+    + "=1) before "
+    "Python starts, and check that jax-cuda12-plugin has the version of jax; " + INSTALL + " installs it."
+)
+PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+
+
+class MemoryKind(str):
+    """A memory of a device, as jax asks for it: by `.kind` and by comparison with a plain string."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> str:
+        """The kind as a plain string."""
+        return str(self)
+
+
+class PodDevice:
+    """One compile-only GPU that also knows its memories; every other attribute is the real device's."""
+
+    def __init__(self, target):
+        self.target = target
+        self._memories = (MemoryKind("device"), MemoryKind("pinned_host"))
+
+    def addressable_memories(self) -> tuple[MemoryKind, ...]:
+        """The memories a GPU program can name."""
+        return self._memories
+
+    def default_memory(self) -> MemoryKind:
+        """Where an array is unless its sharding says otherwise."""
+        return self._memories[0]
+
+    def memory(self, kind: str) -> MemoryKind:
+        """The memory of that kind."""
+        return next(m for m in self._memories if m == kind)
+
+    def __getattr__(self, name: str):
+        if name == "target":  # only while a copy is being built: no real device to ask yet
+            raise AttributeError(name)
+        return getattr(self.target, name)
+
+    def __repr__(self) -> str:
+        return f"PodDevice({self.target!r})"
+
+
+def pod_devices(config: str, hosts: int, gpus_per_host: int) -> tuple[PodDevice, ...]:
+    """Compile-only devices, host by host, for a target config in text-proto form.
+
+    Raises:
+      ImportError: no CUDA plugin for this jax is installed.
+      RuntimeError: the plugin is there and refused the topology.
+    """
+    wanted = {"target_config": config, "topology": f"1x{hosts}x{gpus_per_host}"}
+    with _without_cuda_libraries():
+        try:
+            topology = topologies.get_topology_desc(platform="cuda", **wanted)
+        except NotImplementedError:
+            _start_plugin()
+            topology = topologies.get_topology_desc(platform="cuda", **wanted)
+        except Exception as error:
+            raise RuntimeError(_REFUSED.format(jax.__version__)) from error
+    return tuple(PodDevice(d) for d in topology.devices)
+
+
+def compile_lowered(lowered: Any, compiler_options: Mapping[str, Any] | None) -> jax.stages.Compiled:
+    """XLA's compile of a program lowered on pod devices: a `jax.stages.Compiled` that can be read, not run.
+
+    Raises:
+      ValueError: nothing in the program says on which pod it runs.
+      ImportError: XLA found no `ptxas`.
+    """
+    while not isinstance(lowered, jax.stages.Lowered):  # flax.nnx and equinox wrap it in their own stages
+        lowered = lowered.lowered
+    lowering: Any = lowered._lowering
+    with _missing_ptxas_named():
+        loaded = _xla_compile(lowering, dict(lowering._compiler_options_kvs) | dict(compiler_options or {}))
+    stand_in: Any = _Swapped(lowered, _Executable(lowering, loaded))
+    return jax.stages.Lowered.compile(stand_in)
+
+
+def _xla_compile(lowering, options: dict[str, Any]):
+    """The private calls: what `jax.stages.Lowered.compile` does from StableHLO on, with the real devices."""
+    args, devices = lowering.compile_args, list(lowering._device_list or ())
+    if not devices or not all(isinstance(d, PodDevice) for d in devices):
+        raise ValueError(
+            "pod.compile: no argument and no output is laid out on this pod's mesh: nothing to compile for.\n"
+            "Give the arguments shardings: with mesh = pod.mesh(...), jax.ShapeDtypeStruct(shape, dtype, "
+            "sharding=NamedSharding(mesh, spec)),\na state from jzero.abstract(create_state, mesh=mesh), or "
+            "plan= for a batch."
+        )
+    real = np.array([d.target for d in devices], dtype=object)
+    effects = len(args["ordered_effects"])
+    propagate = pxla.get_prop_to_input_output(args["in_shardings"], args["out_shardings"], effects)
+    module, client = lowering.stablehlo(), real[0].client
+    built = pxla.create_compile_options(module, args["tuple_args"], *propagate, client, real, options)
+    device_list = xla_client.DeviceList(tuple(real))
+    return compiler.backend_compile_and_load(client, module, device_list, built, list(args["host_callbacks"]))
+
+
+class _Swapped:
+    """A `jax.stages.Lowered` whose compile step is already done; jax builds its `Compiled` from it."""
+
+    def __init__(self, lowered, executable):
+        self._lowered, self._executable = lowered, executable
+
+    def __getattr__(self, name: str):
+        return self if name == "_lowering" else getattr(self._lowered, name)
+
+    @property
+    def const_args(self):
+        return self._lowered._lowering.const_args
+
+    def compile(self, **_):
+        return self._executable
+
+
+class _Executable(stages.Executable):
+    """What a `jax.stages.Compiled` asks of its executable, short of running it."""
+
+    def __init__(self, lowering, loaded):
+        args = lowering.compile_args
+        self._loaded = loaded
+        self._kept_var_idx, self._all_args_info = args["kept_var_idx"], args["all_args_info"]
+        self.in_avals, self.out_avals = args["global_in_avals"], args["global_out_avals"]
+        in_ops, out_ops = pxla.get_op_sharding_from_executable(loaded)
+        self._in_shardings = _resolve(args["in_shardings"], in_ops, self.in_avals, lowering._device_list)
+        self._out_shardings = _resolve(args["out_shardings"], out_ops, self.out_avals, lowering._device_list)
+
+    def xla_extension_executable(self):
+        return self._loaded
+
+    def input_shardings(self):
+        return self._in_shardings
+
+    def output_shardings(self):
+        return self._out_shardings
+
+    def call(self, *args_flat):
+        raise NotImplementedError("compiled for a pod that is not attached: read this program, do not run it")
+
+
+def _resolve(shardings, ops, avals, devices) -> list:
+    """The shardings of a program, with XLA's own choice where the user left it open."""
+
+    def choice(i):
+        on_host = getattr(avals[i], "memory_space", None) == jax.memory.Space.Host
+        return GSPMDSharding(devices, ops[i], memory_kind="pinned_host" if on_host else "device")
+
+    left_open = [isinstance(s, UnspecifiedValue) and len(ops) == len(shardings) for s in shardings]
+    return [choice(i) if left_open[i] else s for i, s in enumerate(shardings)]
+
+
+def _start_plugin() -> None:
+    """Register the CUDA plugin by hand, after jax tried it and found no CUDA libraries.
+
+    Raises:
+      ImportError: none is installed.
+    """
+    for name in PLUGINS:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name).initialize()
+            return
+    raise ImportError(
+        f"jzero.pod: jax {jax.__version__} has no CUDA plugin here, without which XLA knows no GPU.\n"
+        f"{INSTALL} installs what it needs (no driver, no GPU). The plugin must have the version of jax:\n"
+        f'  pip install "jax-cuda12-plugin=={jax.__version__}" "jax-cuda12-pjrt=={jax.__version__}"'
+    )
+
+
+@contextlib.contextmanager
+def _without_cuda_libraries() -> Iterator[None]:
+    """Let the plugin start where there is no GPU: it asks for cuDNN then, which a compile does not need."""
+    if glob.glob("/dev/nvidia[0-9]*") or SKIP_CHECK in os.environ:
+        yield
+        return
+    os.environ[SKIP_CHECK] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[SKIP_CHECK]
+
+
+@contextlib.contextmanager
+def _missing_ptxas_named() -> Iterator[None]:
+    """Name the wheel: XLA looks for `ptxas` on PATH, in /usr/local/cuda, in the wheels beside the plugin."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "PTX compilation provider" not in str(error) and "ptxas" not in str(error):
+            raise
+        raise ImportError(
+            "pod.compile: XLA found no ptxas (NVIDIA's assembler) on PATH, in /usr/local/cuda or a wheel.\n"
+            f"{INSTALL} installs it (nvidia-cuda-nvcc-cu12 and nvidia-nvjitlink-cu12; no driver, no GPU)."
+        ) from error

@@ -1,0 +1,228 @@
+"""The text of a compiled program (optimized HLO, GPU or CPU) as computations and instructions.
+
+Only what is asked for is parsed: the text is cut into computations by line, and a computation's instructions
+are read when first wanted. Most of a program is the inside of fusions, which nobody asks about, so a 10 MB
+text is read in half a second. `jzero.proof.collectives` reads meaning into what is found here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLEES = re.compile(
+    r"\b(body|condition|calls|to_apply|(?:branch|called)_computations|(?:true|false)_computation)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+_PARENTHESIS = re.compile(r"[()]")
+_HOST_SPACE = "S(5)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """One array in the type of an instruction.
+
+    Attributes:
+      dtype: HLO name, such as `bf16`.
+      dims: its sizes, on one device.
+      on_host: True where the layout names host memory.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    on_host: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one device; dtypes below a byte are packed."""
+        return -(-self.size * dtype_bits(self.dtype) // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: without `%`.
+      opcode: such as `all-gather-start`.
+      shapes: arrays of the result, tuples flattened.
+      operands: names of the operands.
+      attrs: what stands behind the operands, as text.
+      is_root: True for the computation's result.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    attrs: str
+    is_root: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result on one device."""
+        return sum(s.nbytes for s in self.shapes)
+
+    @property
+    def op_name(self) -> str:
+        """The jax name stack it comes from, empty when the compiler made it without one."""
+        found = _OP_NAME.search(self.attrs)
+        return found[1] if found else ""
+
+    @property
+    def trips(self) -> int | None:
+        """How often a `while` runs, None when the compiler does not know."""
+        found = _TRIPS.search(self.attrs)
+        return int(found[1]) if found else None
+
+    def callees(self, *roles: str) -> tuple[str, ...]:
+        """Names of the computations it calls, in the given roles (`body`, `calls`, ...) or in any."""
+        found = (m for m in _CALLEES.finditer(self.attrs) if not roles or m[1] in roles)
+        return tuple(name for m in found for name in re.findall(r"[\w.\-]+", m[2]))
+
+
+@dataclasses.dataclass(eq=False)
+class Computation:
+    """A computation; `lines` is its text, `instructions` reads it on first use."""
+
+    name: str
+    lines: list[str] = dataclasses.field(default_factory=list)
+    communicates: bool = False
+
+    @functools.cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """Its instructions by name, in schedule order where the program is scheduled."""
+        parsed = (parse_instruction(line) for line in self.lines)
+        return {i.name: i for i in parsed if i is not None}
+
+    @functools.cached_property
+    def schedule(self) -> list[Instruction]:
+        """Its instructions in the order of the text."""
+        return list(self.instructions.values())
+
+    @functools.cached_property
+    def order(self) -> dict[str, int]:
+        """Position of each instruction in `schedule`."""
+        return {i.name: k for k, i in enumerate(self.schedule)}
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that read each instruction."""
+        table: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                table.setdefault(operand, []).append(instruction)
+        return table
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Its parameters by number."""
+        found = (i for i in self.instructions.values() if i.opcode == "parameter")
+        return {int(i.attrs.partition(")")[0]): i for i in found}
+
+
+@dataclasses.dataclass(eq=False)
+class Module:
+    """A compiled program.
+
+    Attributes:
+      computations: all of them, by name.
+      entry: name of the one that runs.
+      partitions: number of devices it was partitioned for.
+      has_backward: True where some instruction comes from the transpose of a differentiated function.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+    partitions: int
+    has_backward: bool
+
+
+def parse(text: str) -> Module:
+    """Cut the text of a compiled program into computations.
+
+    Args:
+      text: what `compiled.as_text()` returns.
+
+    Returns:
+      A `Module`, whose instructions are parsed when first read.
+
+    Raises:
+      ValueError: the text is not that of a compiled program (a lowered one is StableHLO).
+
+    Cost:
+      Less than 0.1 s for 10 MB.
+    """
+    if not text.startswith("HloModule"):
+        raise ValueError(
+            "not the text of a compiled program, which starts with HloModule: call .compile() first."
+        )
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if line[:1] in ("%", "E") and line.endswith("{"):
+            current = Computation(line.removeprefix("ENTRY ").split(" ", 1)[0].lstrip("%"))
+            computations[current.name] = current
+            entry = current.name if line.startswith("ENTRY") else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            current.lines.append(line)
+            current.communicates |= "replica_groups=" in line or "source_target_pairs=" in line
+    partitions = _PARTITIONS.search(text[: text.find("\n")])
+    return Module(computations, entry, int(partitions[1]) if partitions else 1, "transpose(jvp(" in text)
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    """One instruction from its line, None for a line that holds none."""
+    head, equals, rest = line.partition(" = ")
+    if not equals:
+        return None
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    opcode, _, tail = rest[end:].lstrip().partition("(")
+    if opcode == "parameter":
+        operands, attrs = "", tail
+    else:
+        close = _closing(tail, -1)
+        operands, attrs = tail[:close], tail[close + 1 :]
+    names = tuple(_NAME.findall(operands)) if opcode != "constant" else ()
+    *root, name = head.split()
+    return Instruction(name.lstrip("%"), opcode, tuple(_shapes(rest[:end])), names, attrs, bool(root))
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of one element: `bf16` 16, `f8e4m3fn` 8, `s4` 4, `pred` 8."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(digits[1]) if digits else 0
+
+
+def _shapes(text: str) -> Iterator[Shape]:
+    """The arrays in a type, tuples flattened; `<=8` (a bound of a dynamic size) counts as 8."""
+    for dtype, dims, layout in _SHAPE.findall(text):
+        yield Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), _HOST_SPACE in layout)
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start` (-1: one that stood before the text)."""
+    depth = 0 if start >= 0 else 1
+    for match in _PARENTHESIS.finditer(text, max(start, 0)):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(text)

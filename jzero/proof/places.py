@@ -1,0 +1,139 @@
+"""Where in a program an instruction stands: its loops, its phase of the step, what runs beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from jzero.proof.hlo import Computation, Instruction, Module
+
+CALLERS = frozenset(("while", "call", "conditional"))
+IDLE = frozenset(
+    (
+        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+        "replica-id", "add-dependency", "optimization-barrier", "iota", "async", "copy-start", "copy-done",
+        "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute",
+        "collective-broadcast",
+    )
+)  # fmt: skip
+_SCOPE = re.compile(r"\bjzero\.(\w+)")
+_DEPTH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A computation as reached by one path of the call graph.
+
+    Attributes:
+      computation: what is reached.
+      loops: trip counts of the loops on the path, outermost first; 0 where the compiler does not know one.
+      callers: name stacks of the calling instructions, the nearest first.
+      pair: the computation and the `async-start` whose body this is, else None.
+    """
+
+    computation: Computation
+    loops: tuple[int, ...] = ()
+    callers: tuple[str, ...] = ()
+    pair: tuple[Computation, Instruction] | None = None
+
+
+def walk(module: Module) -> Iterator[Place]:
+    """The entry and all it calls, depth first; of fusions and async bodies those that communicate."""
+    pending = [Place(module.computations[module.entry])]
+    while pending:
+        place = pending.pop()
+        yield place
+        called = [(i, c) for i in place.computation.schedule for c in _followed(module, i)]
+        pending += [_enter(place, i, module.computations[c]) for i, c in reversed(called)]
+
+
+def _followed(module: Module, i: Instruction) -> list[str]:
+    if i.opcode in CALLERS:
+        return [c for c in i.callees() if c in module.computations]
+    if "calls=" not in i.attrs and "called_computations=" not in i.attrs:
+        return []
+    names = i.callees("calls", "called_computations")
+    return [c for c in names if c in module.computations and module.computations[c].communicates]
+
+
+def _enter(place: Place, i: Instruction, callee: Computation) -> Place:
+    loops = (*place.loops, i.trips or 0) if i.opcode == "while" else place.loops
+    pair = (place.computation, i) if i.opcode == "async-start" else place.pair
+    return Place(callee, loops, (i.op_name, *place.callers), pair)
+
+
+def work_before(home: Computation) -> tuple[list[int], list[int]]:
+    """For each position of the schedule, how many instructions before it compute, and their output bytes.
+
+    Scalars are left out. A `fusion-start` (jaxlib 0.12 has slices and copies on streams of their own) counts
+    where it stands, with the bytes of its `fusion-done`. Two positions differ by what runs between them.
+    """
+    ops, written = [0], [0]
+    for i in home.schedule:
+        idle = i.opcode in IDLE or i.opcode.removesuffix("-start") in IDLE
+        size = 0 if idle else _written(home, i)
+        ops.append(ops[-1] + (size > 0 or i.opcode in CALLERS))
+        written.append(written[-1] + size)
+    return ops, written
+
+
+def _written(home: Computation, i: Instruction) -> int:
+    """Bytes an instruction writes, 0 for scalars, for what only waits, and for loops (theirs are state)."""
+    if i.opcode.endswith("-done") or i.opcode == "while":
+        return 0
+    if i.opcode.endswith("-start"):
+        done = next((u for u in home.users.get(i.name, ()) if u.opcode.endswith("-done")), None)
+        return done.nbytes if done and any(s.size > 1 for s in done.shapes) else 0
+    return i.nbytes if any(s.size > 1 for s in i.shapes) else 0
+
+
+def phase_of(name_stack: str, has_backward: bool) -> str:
+    """The part of a training step that a jax name stack belongs to, empty when it does not tell.
+
+    Transposed and rematerialised code is `backward`, other differentiated code `forward`; what is not
+    differentiated is `update` in a program that has a backward pass, `forward` in one that has none.
+
+    Example:
+      >>> phase_of("jit(step)/transpose(jvp(mlp))/dot_general", True)
+      'backward'
+      >>> phase_of("jit(step)/jzero.gather_params/sharding_constraint", True)
+      'update'
+    """
+    if "/" not in name_stack:
+        return ""
+    if "transpose(" in name_stack or "rematted_computation" in name_stack:
+        return "backward"
+    if "jvp(" in name_stack:
+        return "forward"
+    return "update" if has_backward or scope_of(name_stack) else "forward"
+
+
+def scope_of(name_stack: str) -> str:
+    """The first `jzero.` scope in a name stack, without the prefix; empty when there is none."""
+    found = _SCOPE.search(name_stack)
+    return found[1] if found else ""
+
+
+def name_stack(place: Place, i: Instruction) -> str:
+    """The jax name stack of an instruction: its own, else of what feeds it, of what reads it, of its loop.
+
+    XLA makes some collectives without metadata (on jaxlib 0.10 every fused reduce-scatter).
+    """
+    users = place.computation.users
+    readers = list(users.get(i.name, ()))
+    readers += [further for user in readers for further in users.get(user.name, ())]
+    stacks = (*_fed_by(place.computation, i), *(r.op_name for r in readers), *place.callers)
+    return next((stack for stack in stacks if "/" in stack), "")
+
+
+def _fed_by(computation: Computation, i: Instruction) -> Iterator[str]:
+    """Name stacks of an instruction and of what it is computed from, the nearest first."""
+    instructions, seen, level = computation.instructions, {i.name}, [i]
+    for _ in range(_DEPTH):
+        yield from (found.op_name for found in level if found.opcode != "parameter")
+        names = dict.fromkeys(
+            o for found in level for o in found.operands if o in instructions and o not in seen
+        )
+        seen.update(names)
+        level = [instructions[n] for n in names]

@@ -1,0 +1,196 @@
+"""A pod of GPUs to compile for, without one: `pod`, `Pod.mesh`, `Pod.compile`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jzero.errors import nearest
+from jzero.proof.arguments import fill_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Pod:
+    """Compile-only GPUs of one kind; `pod` makes them.
+
+    Attributes:
+      gpu: its name, as `gpus()` lists it.
+      hosts: number of hosts.
+      gpus_per_host: GPUs in each.
+      memory_bytes: memory of one GPU, in bytes.
+      devices: all of them, host by host.
+    """
+
+    gpu: str
+    hosts: int
+    gpus_per_host: int
+    memory_bytes: int
+    devices: tuple[Any, ...] = dataclasses.field(repr=False)
+
+    def mesh(self, axes: Mapping[str, int]) -> Mesh:
+        """A mesh over all devices of the pod, with Auto axes; the last axis runs inside a host first.
+
+        Args:
+          axes: size by axis name, from the outermost axis to the innermost.
+
+        Returns:
+          A `jax.sharding.Mesh` of compile-only devices that keep memory kinds. Arrays cannot be put on it:
+          give its shardings to `jax.ShapeDtypeStruct`, and the program to `compile`.
+
+        Raises:
+          TypeError: a size is not an int.
+          ValueError: the sizes do not multiply to the number of devices.
+
+        Example:
+          >>> import jzero
+          >>> jzero.pod("h200", hosts=2).mesh({"replica": 2, "data": 8}).shape  # doctest: +SKIP
+          OrderedDict({'replica': 2, 'data': 8})
+        """
+        for name, size in axes.items():
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"pod.mesh: the size of axis {name!r} must be an int, got {size!r}.")
+        if not axes or math.prod(axes.values()) != len(self.devices):
+            sizes = " x ".join(f"{size} ({name})" for name, size in axes.items()) or "no axes"
+            raise ValueError(
+                f"pod.mesh: {sizes} = {math.prod(axes.values())} devices, but this pod has {self.hosts} "
+                f"hosts x {self.gpus_per_host} {self.gpu} = {len(self.devices)}.\nThe sizes must multiply to "
+                f'{len(self.devices)}, as in pod.mesh({{"data": {len(self.devices)}}}).'
+            )
+        devices = np.array(self.devices, dtype=object).reshape(tuple(axes.values()))
+        return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+    def compile(
+        self,
+        fn: Callable[..., Any],
+        *args,
+        donate_argnums: int | tuple[int, ...] = (),
+        compiler_options: Mapping[str, Any] | None = None,
+        plan: Any = None,
+        **kwargs,
+    ) -> jax.stages.Compiled:
+        """The program XLA makes of `fn` for this pod: its text and memory as on the GPUs, without running it.
+
+        Args:
+          fn: a function, or one that is jitted already (`jax.jit`, `nnx.jit`) and keeps its own options.
+          *args: its arguments, as `jax.ShapeDtypeStruct` leaves with shardings on a mesh of this pod.
+          donate_argnums: as in `jax.jit`, for a plain function.
+          compiler_options: XLA options by name, as in `jax.jit`.
+          plan: gives leaves without a sharding their layout: `plan.batch` where it divides them, scalars and
+            random keys whole. Without a plan XLA chooses their layout.
+          **kwargs: keyword arguments of `fn`.
+
+        Returns:
+          A `jax.stages.Compiled` with `as_text()`, `memory_analysis()`, `args_info`, `input_shardings` and
+          `output_shardings`; calling it raises NotImplementedError.
+
+        Raises:
+          ImportError: `ptxas` is not installed.
+          NotImplementedError: the program needs cuDNN attention, which wants a real GPU.
+          ValueError: leaves laid out elsewhere, a batch that the plan does not divide, no leaf on the pod's
+            mesh, or options for a function that has its own.
+
+        Cost:
+          No device memory. A scanned 7.5B GPT for 64 GPUs: 6 to 10 s and 0.5 GB of host memory on two cores.
+        """
+        from jzero.proof import compile_only  # private jax API: should a jax move it, only this may break
+
+        jitted: Any = _jitted(fn, donate_argnums)
+        args, kwargs = fill_shardings((args, kwargs), plan, devices=self.devices)
+        try:
+            traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
+            lowered = traced.lower(lowering_platforms=("cuda",)) if traced else jitted.lower(*args, **kwargs)
+        except RuntimeError as error:
+            if "cudnn" not in str(error).lower():
+                raise
+            raise NotImplementedError(
+                "pod.compile: this program asks for cuDNN (attention), which wants a real GPU.\n"
+                'Use jax.nn.dot_product_attention(..., implementation="xla") for the proof: the collectives '
+                "are the same; temp holds the attention scores, which cuDNN would not keep."
+            ) from error
+        return compile_only.compile_lowered(lowered, compiler_options)
+
+
+def gpus() -> tuple[str, ...]:
+    """Names of the GPUs that `pod` knows.
+
+    Example:
+      >>> gpus()
+      ('a100-80gb', 'b200', 'h100', 'h200')
+    """
+    files = resources.files("jzero.proof").joinpath("pods").iterdir()
+    return tuple(sorted(f.name.removesuffix(".txtpb") for f in files if f.name.endswith(".txtpb")))
+
+
+def pod(gpu: str, *, hosts: int = 1, gpus_per_host: int = 8) -> Pod:
+    """Compile-only devices of a GPU pod: what a step becomes there, before anyone rents it.
+
+    The same arguments give the same pod, so that meshes made from it compare equal.
+
+    Args:
+      gpu: one of `gpus()`.
+      hosts: number of hosts.
+      gpus_per_host: GPUs in each.
+
+    Returns:
+      A frozen `Pod`.
+
+    Raises:
+      TypeError: `gpu` is not a string or a count is not an int.
+      ValueError: unknown GPU, or a count below 1.
+      ImportError: jax has no CUDA plugin here; `pip install "jzero[pod]"`.
+      RuntimeError: the plugin does not start.
+
+    Cost:
+      0.5 s and no device memory.
+
+    Example:
+      >>> import jzero
+      >>> jzero.pod("h200", hosts=8).memory_bytes  # doctest: +SKIP
+      151397597184
+    """
+    if not isinstance(gpu, str):
+        raise TypeError(f"jzero.pod: gpu must be a name such as 'h200', got {gpu!r}.")
+    if gpu not in gpus():
+        begins = next((known for known in gpus() if gpu and known.startswith(gpu.lower())), gpu.lower())
+        raise ValueError(
+            f"jzero.pod: unknown gpu {gpu!r}.{nearest(begins, gpus())} Known: {', '.join(gpus())}."
+        )
+    for name, count in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"jzero.pod: {name} must be an int, got {count!r}.")
+        if count < 1:
+            raise ValueError(f"jzero.pod: {name}={count}; a pod has at least one.")
+    return _pod(gpu, hosts, gpus_per_host)
+
+
+@functools.cache
+def _pod(gpu: str, hosts: int, gpus_per_host: int) -> Pod:
+    from jzero.proof import compile_only  # as above
+
+    config = resources.files("jzero.proof").joinpath("pods", f"{gpu}.txtpb").read_text()
+    memory = re.search(r"device_memory_size: (\d+)", config)
+    assert memory, f"pods/{gpu}.txtpb names no device_memory_size"
+    devices = compile_only.pod_devices(config, hosts, gpus_per_host)
+    return Pod(gpu, hosts, gpus_per_host, int(memory[1]), devices)
+
+
+def _jitted(fn, donate_argnums):
+    """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is."""
+    if not callable(fn):
+        raise TypeError(f"pod.compile: fn must be a function, got {type(fn).__name__}.")
+    if not (hasattr(fn, "trace") or hasattr(fn, "lower")):
+        return jax.jit(fn, donate_argnums=donate_argnums)
+    if donate_argnums not in ((), None):
+        raise ValueError(
+            "pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile."
+        )
+    return fn

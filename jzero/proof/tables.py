@@ -1,0 +1,118 @@
+"""How a report looks: rich tables as plain text, 110 columns wide."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jzero.errors import human_bytes
+
+if TYPE_CHECKING:
+    from jzero.proof.report import Collective, Memory, Report
+
+WIDTH = 110
+MOST_ROWS = 40
+NO_MEMORY = "memory: this backend tells nothing"
+
+
+def render(report: Report) -> str:
+    """A report as text: collectives, totals, host traffic, memory."""
+    mesh = " x ".join(f"{size} {name}" for name, size in (report.mesh_shape or {}).items())
+    hidden = len(report.collectives) - MOST_ROWS
+    lines = [f"{report.devices} devices" + (f" ({mesh})" if mesh else "")]
+    lines += [
+        "",
+        "collectives (tensor and wire: of one execution; overlap: output of the compute in between)",
+    ]
+    lines += _text(_collectives(report)) if report.collectives else [" none"]
+    lines += [f" ... and {hidden} rows with less traffic"] if hidden > 0 else []
+    lines += ["", "sent by one device in a step", *_text(_wire(report))] if report.collectives else []
+    lines += ["", "host memory", *_transfers(report)] if report.transfers else []
+    lines += ["", "memory per device", *_text(_memory(report.memory))] if report.memory else ["", NO_MEMORY]
+    return "\n".join(lines)
+
+
+def _text(table: Table) -> list[str]:
+    """The lines of a table without its blank ones and its rule."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, color_system=None, highlight=False, emoji=False, markup=False).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip(" ─")]
+
+
+def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in columns:
+        number = name in right
+        table.add_column(name, justify="right" if number else "left", no_wrap=number)
+    return table
+
+
+def _collectives(report: Report) -> Table:
+    columns = ("collective", "tensor", "wire", "axes", "where", "phase", "overlap", "per step")
+    table = _table(*columns, right=("tensor", "wire", "per step"))
+    for c in report.collectives[:MOST_ROWS]:
+        name = f"{c.count} x {c.op}" + (" + slice" if c.sliced else "")
+        tensor = f"{c.dtype} {human_bytes(c.bytes)}"
+        wire, total = human_bytes(c.wire_bytes), human_bytes(c.total_wire_bytes)
+        phase = f"{c.phase or '?'} {c.scope}"
+        table.add_row(name, tensor, wire, _axes(c, report), _where(c), phase, _overlap(c), total)
+    return table
+
+
+def _axes(c: Collective, report: Report) -> str:
+    """`data`, or `data (8 of 64)` when a group covers part of its axes."""
+    if not c.axes or report.mesh_shape is None:
+        return f"? ({c.group_size})"
+    whole = math.prod(report.mesh_shape[name] for name in c.axes)
+    partial = c.group_size != whole and c.op != "collective-permute"
+    return "+".join(c.axes) + (f" ({c.group_size} of {whole})" if partial else "")
+
+
+def _where(c: Collective) -> str:
+    """`once`, or the loops round it: `loop 4 x 3`."""
+    return "loop " + " x ".join(str(n or "?") for n in c.loops) if c.loops else "once"
+
+
+def _overlap(c: Collective) -> str:
+    if not c.asynchronous:
+        return "sync"
+    return human_bytes(c.compute_bytes) if c.overlapped else "nothing"
+
+
+def _wire(report: Report) -> Table:
+    wire = report.wire
+    table = _table("", "bytes", "Psi", right=("bytes", "Psi"))
+    over = {f"over {axis}": count for axis, count in wire.by_axis.items()}
+    rows = [*wire.by_op.items(), *over.items(), ("total", wire.total)]
+    for name, count in rows:
+        table.add_row(name, human_bytes(count), f"{count / wire.psi_bytes:.3f}" if wire.psi_bytes else "-")
+    return table
+
+
+def _transfers(report: Report) -> Iterator[str]:
+    """One line per direction of host traffic."""
+    for to in ("device", "host"):
+        moves = [t for t in report.transfers if t.to == to]
+        if moves:
+            total, paired = sum(t.bytes * t.trips for t in moves), sum(t.asynchronous for t in moves)
+            yield f" to {to}: {human_bytes(total)} in {len(moves)} copies, {paired} asynchronous"
+
+
+def _memory(m: Memory) -> Table:
+    table = _table("", "device", "host", right=("device", "host"))
+    rows = [("arguments", m.arguments, m.host_arguments), ("outputs", m.outputs, m.host_outputs)]
+    if m.params is not None and m.opt_state is not None and m.rest is not None:
+        rows[1:1] = [("  params", m.params, 0), ("  optimizer state", m.opt_state, 0), ("  rest", m.rest, 0)]
+    rows += [("aliased", -m.aliased, -m.host_aliased), ("temp", m.temp, m.host_temp)]
+    rows += [("total", m.total, m.host_total)]
+    for name, device, host in rows:
+        table.add_row(name, human_bytes(device), human_bytes(host) if host else "-")
+    if m.peak:
+        table.add_row("peak, by the compiler", human_bytes(m.peak), "in it" if m.host_total else "-")
+    return table

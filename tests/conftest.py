@@ -1,0 +1,32 @@
+"""Eight simulated CPU devices for every test; without them the suite fails, it does not skip."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+jax.config.update("jax_num_cpu_devices", 8)
+# steps in flight together can starve each other of threads on two cores, and XLA then aborts the process
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def pytest_sessionstart(session):
+    if len(jax.devices()) != 8:
+        pytest.exit(f"the tests need 8 simulated CPU devices, jax has {len(jax.devices())}", returncode=3)
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+@pytest.fixture
+def mesh_2x4():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("model", "data"))
