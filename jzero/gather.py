@@ -13,8 +13,9 @@ computed again as a whole, and a second checkpoint in it would gather a third ti
 
 [Note: prefetch]
 In straight-line code nothing keeps XLA from gathering every weight at the start. An optimization barrier
-ties each gather to the output of an earlier use, `prefetch` uses before; the barrier's result is
-constrained to the stored layout again, or the partitioner would move the gather in front of it.
+ties each gather to the output of an earlier use: with `prefetch=1` a weight (or all weights of a remat
+region) can be gathered while the use before it runs, and not earlier. The barrier's result is constrained to
+the stored layout again, or the partitioner would move the gather in front of it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jax.sharding import PartitionSpec
 
 from jzero import jaxprs
 from jzero.identity import same_key
-from jzero.layout import Layout, P, path_keys, spec_axes
+from jzero.layout import Layout, P, path_keys
 from jzero.sharding import Plan
 
 
@@ -55,7 +56,7 @@ class _Walk:
 
     def __init__(self, plan: Plan, *, in_remat: bool = False):
         self.plan, self.in_remat = plan, in_remat
-        self.recent: collections.deque[Any] = collections.deque(maxlen=plan.config.prefetch)
+        self.recent: collections.deque[Any] = collections.deque(maxlen=plan.config.prefetch + 1)
 
     def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Outputs of the jaxpr; a weight that is passed through stays a weight."""
@@ -90,39 +91,55 @@ class _Walk:
 
     def use(self, eqn, values: list[Any]) -> list[Any]:
         """Gather the weights that the equation reads, bind it, and let go of them."""
-        tie = self.recent[0] if len(self.recent) == self.recent.maxlen else None
-        flat, rewrap = _unwrap(values)
+        flat, rewrap = _unwrap(self.tied(values))
 
         def on_gathered(*flat):
-            return jaxprs.bind(eqn, [self.gathered(v, tie) for v in rewrap(flat)])
+            return jaxprs.bind(eqn, [self.gathered(v) for v in rewrap(flat)])
 
         outs = on_gathered(*flat) if self.in_remat else jax.checkpoint(on_gathered)(*flat)
-        if outs and np.ndim(outs[0]):
-            self.recent.append(outs[0])
+        self.remember(outs)
         return list(outs)
 
-    def gathered(self, value: Any, tie: Any = None) -> Any:
+    def tied(self, values: list[Any]) -> list[Any]:
+        """See [Note: prefetch]: weights that cannot be gathered before an earlier use is done."""
+        if self.in_remat or len(self.recent) < self.plan.config.prefetch + 1:
+            return values
+        shards, rewrap = _unwrap(values)
+        split = [i for i, v in enumerate(values) if isinstance(v, _Weight) and v.stored != v.used]
+        if not split:
+            return values
+        *late, _ = jax.lax.optimization_barrier((*(shards[i] for i in split), self.recent[0]))
+        for i, shard in zip(split, late, strict=True):
+            shards[i] = self.plan.constrain(shard, values[i].stored)
+        return rewrap(shards)
+
+    def remember(self, outs: Sequence[Any]) -> None:
+        """An output that says when this use is done."""
+        done = [o for o in outs if not isinstance(o, _Weight) and np.ndim(o)]
+        if done and not self.in_remat:
+            self.recent.append(done[0])
+
+    def gathered(self, value: Any) -> Any:
         """The used layout of a weight; anything else as it is."""
         if not isinstance(value, _Weight):
             return value
-        shard = value.shard
-        if set(spec_axes(value.stored)) == set(spec_axes(value.used)):
-            return shard
-        if tie is not None and not self.in_remat:
-            shard, _ = jax.lax.optimization_barrier((shard, tie))
+        if value.stored == value.used:
+            return value.shard
         with jax.named_scope("jzero.gather_weight"):
-            return self.plan.constrain(self.plan.constrain(shard, value.stored), value.used)
+            return self.plan.constrain(self.plan.constrain(value.shard, value.stored), value.used)
 
     def remat(self, eqn, values: list[Any]) -> list[Any]:
         """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
-        flat, rewrap = _unwrap(values)
+        flat, rewrap = _unwrap(self.tied(values))
         inner = _Walk(self.plan, in_remat=True)
 
         def region(*flat):
             return inner.plain(inner.run(*jaxprs.opened(eqn.params["jaxpr"]), rewrap(flat)))
 
         policy = never_save_gathered(eqn.params["policy"])
-        return list(jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat))
+        outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat)
+        self.remember(outs)
+        return list(outs)
 
     def plain(self, outs: Sequence[Any]) -> list[Any]:
         """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""

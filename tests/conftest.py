@@ -6,6 +6,9 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# XLA:CPU takes its number of threads from here. With fewer threads than simulated devices a collective can wait
+# for a device that no thread is left to run, and after 40 s XLA aborts the process (seen on two cores).
+os.environ.setdefault("NPROC", "32")
 
 import jax
 import numpy as np

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from jzero.errors import nearest
 from jzero.proof.arguments import fill_shardings
+from jzero.state import plan_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Pod:
           donate_argnums: as in `jax.jit`, for a plain function.
           compiler_options: XLA options by name, as in `jax.jit`.
           plan: gives leaves without a sharding their layout: `plan.batch` where it divides them, scalars and
-            random keys whole. Without a plan XLA chooses their layout.
+            random keys whole. None: the plan of the first sharded state among the arguments; where there is
+            none either, XLA chooses their layout.
           **kwargs: keyword arguments of `fn`.
 
         Returns:
@@ -103,6 +105,7 @@ class Pod:
         """
         from jzero.proof import compile_only  # private jax API: should a jax move it, only this may break
 
+        plan = find_plan((*args, *kwargs.values())) if plan is None else plan
         jitted: Any = _jitted(fn, donate_argnums)
         args, kwargs = fill_shardings((args, kwargs), plan, devices=self.devices)
         try:
@@ -117,6 +120,16 @@ class Pod:
                 "are the same; temp holds the attention scores, which cuDNN would not keep."
             ) from error
         return compile_only.compile_lowered(lowered, compiler_options)
+
+
+def find_plan(args: tuple[Any, ...]) -> Any:
+    """The plan of the first argument that jzero has sharded, or None."""
+    for arg in args:
+        try:
+            return plan_of(arg)
+        except TypeError:
+            continue
+    return None
 
 
 def gpus() -> tuple[str, ...]:
