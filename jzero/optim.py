@@ -226,6 +226,12 @@ class UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_array
             'pass ZeroConfig(updates="delta") for plain arrays.'
         )
 
+    def __getattr__(self, name):
+        raise AttributeError(
+            f"jzero: an update has no {name!r}: it is no array, and only lands on its param. Take norms of the "
+            'gradients, or pass ZeroConfig(updates="delta") for plain arrays.'
+        )
+
     def __repr__(self):
         return f"<jzero update of a param {typed_shape(self)}>"
 

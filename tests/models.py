@@ -99,11 +99,15 @@ def assert_laid_out(state, plan):
         assert bool(split) == (plan.config.stage > 0)
 
 
+def is_key(x) -> bool:
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def max_error(tree, reference):
     """Largest difference of two trees in units of each leaf's largest value."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        a, b = (np.asarray(jax.random.key_data(x) if is_key(x) else x, np.float64) for x in (a, b))
         assert a.shape == b.shape
         scale = np.max(np.abs(b)) if b.size else 0.0
         worst = max(worst, float(np.max(np.abs(a - b)) / scale) if scale else float(np.max(np.abs(a), initial=0.0)))

@@ -1,0 +1,220 @@
+"""Bad input: a clear error before anything is compiled; the text is part of the contract."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh
+from models import batch, create_state, train_step
+
+import jzero
+
+F32 = jnp.float32
+
+
+def raises(kind, *parts):
+    """`pytest.raises` whose message holds every part, in order."""
+    return pytest.raises(kind, match="(?s)" + ".*".join(map(_escaped, parts)))
+
+
+def _escaped(text):
+    import re
+
+    return re.escape(text)
+
+
+@pytest.mark.parametrize("stage", [4, -1])
+def test_a_stage_out_of_range(stage):
+    with raises(ValueError, f"ZeroConfig(stage={stage})", "an integer from 0 to 3", "Pass stage=0, 1, 2 or 3."):
+        jzero.ZeroConfig(stage=stage)
+
+
+@pytest.mark.parametrize("stage", [True, False, 2.0, "2", None])
+def test_a_stage_that_is_no_integer(stage):
+    with raises(TypeError, "ZeroConfig(stage=", "an integer from 0 to 3", type(stage).__name__):
+        jzero.shard(create_state, stage=stage)
+
+
+def test_an_axis_that_the_mesh_has_not(mesh_2x4):
+    with raises(ValueError, "axis 'dta' is not in the mesh {'model': 2, 'data': 4}", "Did you mean 'data'?"):
+        jzero.shard(create_state, stage=2, axis="dta", mesh=mesh_2x4)
+
+
+def test_an_unknown_config_field():
+    with raises(TypeError, "jzero.shard: unknown config field 'stag'", "Did you mean 'stage'?", "min_shard_bytes"):
+        jzero.shard(create_state, stag=2)
+
+
+def test_config_and_fields_together():
+    with raises(TypeError, "pass config= or its fields (stage), not both"):
+        jzero.shard(create_state, jzero.ZeroConfig(), stage=2)
+
+
+def test_a_config_of_another_kind():
+    with raises(TypeError, "config must be a jzero.ZeroConfig, not dict"):
+        jzero.shard(create_state, {"stage": 2})
+
+
+@pytest.mark.parametrize("field", ["offload", "moment_dtype", "reduce_dtype", "bucket_bytes"])
+def test_what_is_not_there_yet_is_refused(field):
+    with raises(NotImplementedError, f"ZeroConfig({field}=)", "is not there yet"):
+        jzero.ZeroConfig(**{field: "host"})
+
+
+def test_padding_is_refused_as_not_there_yet():
+    with raises(NotImplementedError, 'uneven="pad"', 'Pass uneven="replicate"'):
+        jzero.ZeroConfig(uneven="pad")
+
+
+def test_choices_and_dtypes():
+    with raises(ValueError, "updates must be one of 'land', 'delta'", "Did you mean 'delta'?"):
+        jzero.ZeroConfig(updates="deltas")
+    with raises(ValueError, "min_shard_bytes must be an integer of at least 0"):
+        jzero.ZeroConfig(min_shard_bytes=-1)
+    with raises(TypeError, "master_dtype must be a dtype or None"):
+        jzero.ZeroConfig(master_dtype="float31")
+    with raises(ValueError, "master_dtype must be a floating dtype"):
+        jzero.ZeroConfig(master_dtype="int32")
+    with raises(ValueError, "compute_dtype=) has no effect at stage 2"):
+        jzero.ZeroConfig(compute_dtype="bfloat16")
+    with raises(ValueError, "param_axis='x'", "is not within axis='data'"):
+        jzero.ZeroConfig(stage=3, param_axis="x")
+    with raises(ValueError, "an axis is named twice"):
+        jzero.ZeroConfig(axis=("data", "data"))
+    with raises(TypeError, "axis must be the name of a mesh axis"):
+        jzero.ZeroConfig(axis=3)
+
+
+def test_a_state_of_an_unknown_kind():
+    with raises(TypeError, "jzero.shard: a state of type dict is not known", "TrainState", "nnx.Module", "jzero.zero(tx"):
+        jzero.shard({"params": 1}, stage=2)
+    with raises(TypeError, "the creation function make", "a state of type list is not known"):
+        jzero.shard(make, stage=2)
+
+
+def make():
+    return [jnp.ones(3)]
+
+
+def test_a_creation_function_that_needs_arguments():
+    def create(config, seed=0):
+        return create_state()
+
+    with raises(TypeError, "'create' needs arguments (config)", "lambda: create(config)"):
+        jzero.shard(create, stage=2)
+    with raises(TypeError, "jzero.abstract:", "needs arguments (config)"):
+        jzero.abstract(create, stage=2)
+
+
+def test_an_optimizer_state_that_does_not_belong_to_the_params(mesh):
+    state = create_state(optax.adam(1e-3))
+    other = {"w": jnp.ones((8, 8))}
+    with raises(ValueError, "the optimizer state does not belong to the params", "absent", "tx.init(params)"):
+        jzero.shard(state.replace(opt_state=state.tx.init(other)), stage=1, mesh=mesh)
+    with raises(ValueError, "does not belong", "(8, 8)", "(8, 9)"):
+        wrong = state.tx.init({"w": jnp.ones((8, 9))})
+        jzero.shard(TrainState(0, None, other, state.tx, wrong), stage=1, mesh=mesh)
+
+
+def test_integer_and_empty_params(mesh):
+    with raises(ValueError, "1 of 2 params are not floating-point", "['table']", "i32[8]", "Keep them outside"):
+        jzero.make_plan({"w": jnp.ones((8, 8)), "table": jnp.arange(8)}, stage=2, mesh=mesh)
+    with raises(ValueError, "the params are empty"):
+        jzero.make_plan({}, stage=2, mesh=mesh)
+    with raises(TypeError, "leaves of the params are no arrays", "['act']", "eqx.filter"):
+        jzero.make_plan({"w": jnp.ones((8, 8)), "act": jax.nn.relu}, stage=2, mesh=mesh)
+
+
+def test_uneven_leaves_as_an_error(mesh):
+    shapes = {"embed": jax.ShapeDtypeStruct((50257, 769), jnp.bfloat16), "ok": jax.ShapeDtypeStruct((1024, 64), F32)}
+    with raises(
+        ValueError, "1 of 2 leaves cannot be split over mesh axis 'data' (size 8)", "['embed']", "bf16[50257,769]",
+        "no dim divisible by 8", 'uneven="replicate"', "more per device",
+    ):  # fmt: skip
+        jzero.make_plan(shapes, stage=2, mesh=mesh, uneven="error")
+    plan = jzero.make_plan(shapes, stage=2, mesh=mesh)
+    assert "no dim divisible by 8" in plan.describe()
+    assert "77.30 MB" in plan.describe()  # what stays whole, in bytes
+
+
+def test_a_mesh_of_one_device_works_and_says_so():
+    one = Mesh(np.array(jax.devices()[:1]), ("data",))
+    state = jzero.shard(create_state, stage=3, mesh=one)
+    plan = jzero.plan_of(state)
+    assert "nothing is shared" in plan.describe()
+    state, loss = jax.jit(train_step)(state, plan.place_batch(batch()))
+    np.testing.assert_allclose(loss, jax.jit(train_step)(create_state(), batch())[1], rtol=1e-6)
+
+
+def test_arrays_committed_to_devices_outside_of_the_mesh():
+    four = Mesh(np.array(jax.devices()[:4]), ("data",))
+    state = jax.device_put(create_state(), jax.devices()[7])
+    with raises(ValueError, "arrays are committed to devices that are not in the mesh of 4", "jax.device_get(state)"):
+        jzero.shard(state, stage=2, mesh=four)
+    params = jax.device_put({"w": jnp.ones((64, 64))}, jax.devices()[7])
+    tx = jzero.zero(optax.adam(1e-3), jzero.make_plan({"w": jnp.ones((64, 64))}, stage=1, mesh=four))
+    with raises(ValueError, "1 params are committed to other devices", "params = plan.place(params)"):
+        tx.init(params)
+
+
+def test_zero_refuses_what_is_no_transformation(mesh):
+    plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=1, mesh=mesh)
+    with raises(TypeError, "tx must be an optax transformation, not int"):
+        jzero.zero(3, plan)
+    tx = jzero.zero(optax.sgd(1e-3), plan)
+    with raises(TypeError, "wrapped already"):
+        jzero.zero(tx, plan)
+    with raises(ValueError, "update needs the params"):
+        tx.update({"w": jnp.ones((64, 64))}, tx.init({"w": jnp.ones((64, 64))}))
+    with raises(ValueError, "not the one that the plan was made for", "['w']", "[64,64]", "[8,8]"):
+        tx.init({"w": jnp.ones((8, 8))})
+    with raises(TypeError, "this TrainState was not sharded by jzero"):
+        jzero.plan_of(create_state())
+
+
+def test_a_batch_given_to_place_and_uneven_batches(mesh):
+    plan = jzero.plan_of(jzero.shard(create_state, stage=2, mesh=mesh))
+    with raises(ValueError, "plan.place:", "if it is a batch, use plan.place_batch(batch)"):
+        plan.place(batch())
+    with raises(
+        ValueError, "1 leaves cannot be split over batch axes ('data',) (8 parts)", "['x']", "f32[12,3]",
+        "12 = 1 x 8 + 4", "a multiple of 8",
+    ):  # fmt: skip
+        plan.place_batch({"x": np.ones((12, 3), np.float32), "scale": 1.0})
+
+
+def test_updates_only_land_on_their_own_params(mesh):
+    state = jzero.shard(create_state, stage=2, mesh=mesh)
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    updates, _ = state.tx.update(grads, state.opt_state, state.params)
+    leaf = updates["Dense_0"]["kernel"]
+    with raises(TypeError, "lands on a param f32[24,40] and cannot be added to 0", 'updates="delta"'):
+        sum([leaf])
+    with raises(TypeError, "cannot be added to f32[3]"):
+        jnp.ones(3) + leaf
+    with raises(TypeError, "stands on the right of the sum"):
+        leaf + jnp.ones((24, 40))
+    with raises(AttributeError, "an update has no 'real'", 'updates="delta"'):
+        optax.global_norm(updates)
+    with raises(TypeError, "use_ZeroConfig_updates_delta_for_plain_arrays"):
+        jax.jit(state.tx.update)(grads, state.opt_state, state.params)
+
+
+def test_explicit_axes_as_the_context_mesh_are_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh), raises(ValueError, "Explicit axes ['data']", "axis_types=(jax.sharding.AxisType.Auto,)"):
+        jzero.shard(create_state, stage=2, mesh=mesh)
+
+
+def test_layouts_that_do_not_fit_the_mesh(mesh_2x4):
+    shapes = {"w": jax.ShapeDtypeStruct((9, 64), F32)}
+    with raises(ValueError, "['w']", "'modl' is no axis of the mesh", "Did you mean 'model'?"):
+        jzero.make_plan(shapes, stage=2, mesh=mesh_2x4, param_specs={"w": jax.P(None, "modl")})
+    with raises(ValueError, "['w']", "9 is not divisible by 2"):
+        jzero.make_plan(shapes, stage=2, mesh=mesh_2x4, param_specs={"w": jax.P("model")})
+    with raises(TypeError, "mesh must be a jax.sharding.Mesh, not list"):
+        jzero.make_plan(shapes, stage=2, mesh=[1])

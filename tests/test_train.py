@@ -1,0 +1,358 @@
+"""train/: the GPT learns, resumes bitwise, and refuses what cannot run; the digits pass 95 %."""
+
+import dataclasses
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train import config as flags
+from train import digits, gpt
+from train.config import PRESETS
+from train.log import read_metrics
+from train.model import GPT, Model
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = {
+    "steps": 40,
+    "log_every": 10,
+    "eval_every": 20,
+    "save_every": 20,
+    "eval_windows": 64,
+    "sample_bytes": 16,
+}
+TINY = dataclasses.replace(PRESETS["tiny"], **SHORT)
+
+
+SMALL = dataclasses.replace(TINY, model=Model(width=32, layers=2, heads=1, seq=16))
+
+
+def run(config):
+    return gpt.train(config, gpt.prepare(config))
+
+
+def exactly(text):
+    return f"^{re.escape(text)}$"
+
+
+def with_model(config=TINY, **fields):
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **fields))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run from start to end."""
+    config = with_model(dataclasses.replace(TINY, out=tmp_path_factory.mktemp("gpt") / "run"), dropout=0.1)
+    return config, run(config)
+
+
+def copied(finished, tmp_path):
+    """The same run, stopped at step 20 with the files of the later steps lost."""
+    config = dataclasses.replace(finished[0], out=tmp_path / "run", resume=True)
+    shutil.copytree(finished[0].out, config.out)
+    shutil.rmtree(config.out / "checkpoints" / "40")
+    return config
+
+
+def new_state(config):
+    """Under jit: eager initialisation compiles one op at a time."""
+    return jax.jit(lambda: gpt.create_state(config))()
+
+
+def leaves(state):
+    plain = state.replace(key=jax.random.key_data(state.key))
+    return [np.asarray(x) for x in jax.tree.leaves(plain)]
+
+
+# -- a run
+
+
+def test_the_loss_falls(finished):
+    _, result = finished
+    losses = [loss for _, loss in result.losses]
+    assert [step for step, _ in result.losses] == list(range(1, 41))
+    assert 5 < losses[0] < 7
+    assert np.mean(losses[-5:]) < 3.3
+    assert [step for step, _ in result.heldout] == [20, 40]
+    assert result.heldout[-1][1] < result.heldout[0][1]
+    assert 2 < result.bigram < 3
+
+
+def test_what_a_run_leaves_behind(finished):
+    config, result = finished
+    rows = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if "loss" in r] == [10, 20, 30, 40]
+    assert all(r["tokens_per_second"] > 0 for r in rows if "loss" in r)
+    assert rows[-1]["margin"] == pytest.approx(result.bigram - result.heldout[-1][1])
+    assert (config.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((config.out / "tensorboard").iterdir())
+    assert gpt.saved_steps(config.out) == [20, 40]
+    assert (config.out / "sample.txt").read_text() == result.text
+    assert result.text.startswith(config.prompt)
+
+
+def test_the_batch_is_split_and_the_state_is_sharded(finished):
+    config, result = finished
+    plan = gpt.jzero.plan_of(result.state)
+    tokens = plan.place_batch({"tokens": np.zeros((config.batch, 33), np.int32)})["tokens"]
+    assert tokens.sharding.shard_shape(tokens.shape) == (config.batch // 8, 33)
+    moments = [x for x in jax.tree.leaves(result.state.opt_state) if x.size >= 64 * 192]
+    assert moments
+    for x in moments:
+        assert np.prod(x.sharding.shard_shape(x.shape)) == x.size // 8
+
+
+# -- resuming
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(finished, tmp_path):
+    config = copied(finished, tmp_path)
+    again = run(config)
+    whole = finished[1]
+    for got, wanted in zip(leaves(again.state), leaves(whole.state), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert [x for x in again.losses if x[0] > 20] == whole.losses[20:]
+    assert again.heldout == whole.heldout
+    assert again.text == whole.text
+    rows = [json.loads(line)["step"] for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [10, 20, 20, 30, 40, 40, 40]
+
+
+def test_a_run_resumes_at_another_stage(finished, tmp_path):
+    config = dataclasses.replace(copied(finished, tmp_path), stage=3)
+    again = run(config)
+    for (step, got), (_, wanted) in zip(again.losses[-20:], finished[1].losses[20:], strict=True):
+        assert got == pytest.approx(wanted, rel=1e-3), step
+
+
+def test_resume_without_a_checkpoint(tmp_path):
+    text = f"--resume: no checkpoint in {tmp_path}. Pass the run's --out, or leave out --resume."
+    with pytest.raises(ValueError, match=exactly(text)):
+        gpt.prepare(dataclasses.replace(TINY, out=tmp_path, resume=True))
+
+
+def test_resume_with_other_settings(finished):
+    config = dataclasses.replace(with_model(finished[0], layers=3), batch=24, resume=True)
+    text = (
+        f"--resume: the run in {config.out} was started with other settings:\n"
+        "  layers: 2 in the checkpoint, 3 now\n"
+        "  batch: 16 in the checkpoint, 24 now\n"
+        "Pass the same flags again (the stage and the devices may change), or another --out."
+    )
+    with pytest.raises(ValueError, match=exactly(text)):
+        gpt.prepare(config)
+
+
+def test_a_finished_run_is_not_overwritten_unasked(finished):
+    text = (
+        f"--out {finished[0].out} holds a run that reached step 40. Pass --resume to continue it, "
+        "--overwrite to delete it, or another --out."
+    )
+    with pytest.raises(ValueError, match=exactly(text)):
+        gpt.prepare(finished[0])
+
+
+# -- several processes
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.long
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    def start(out, *more):
+        command = [
+            sys.executable,
+            ROOT / "train" / "gpt.py",
+            "--preset",
+            "tiny",
+            "--steps",
+            "20",
+            "--dropout",
+            "0.1",
+        ]
+        command = [*map(str, command), "--log-every", "1", "--out", str(tmp_path / out), *more]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    group = [
+        "--devices",
+        "4",
+        "--coordinator",
+        f"localhost:{free_port()}",
+        "--processes",
+        "2",
+        "--process-id",
+    ]
+    for process in [start("two", *group, "0"), start("two", *group, "1"), start("one")]:
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert len(one) == 22
+    for a, b in zip(one, two, strict=True):
+        for name in {"loss", "heldout_loss"} & a.keys():
+            assert b[name] == pytest.approx(a[name], abs=1e-6), (a["step"], name)
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            dataclasses.replace(TINY, batch=20),
+            "--batch 20: 8 devices cannot split 20 windows evenly (20 = 2 x 8 + 4). Pass --batch 16 or 24.",
+        ),
+        (
+            dataclasses.replace(TINY, batch=3),
+            "--batch 3: 8 devices cannot split 3 windows evenly (3 = 0 x 8 + 3). Pass --batch 8.",
+        ),
+        (
+            with_model(heads=3),
+            "--width 64 --heads 3: rotary positions need an even number of features per head, not 64/3.",
+        ),
+        (dataclasses.replace(TINY, save_every=0), "--save-every 0: must be at least 1."),
+    ],
+)
+def test_bad_sizes(config, text):
+    with pytest.raises(ValueError, match=exactly(text)):
+        flags.check(config, devices=8, processes=1)
+
+
+def test_the_command_line_ends_with_the_error_alone(tmp_path):
+    """From another folder, as a script; nothing is compiled before it ends."""
+    command = [sys.executable, str(ROOT / "train" / "gpt.py"), "--preset", "tiny", "--data", "nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: --data nowhere: no such file or folder.")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_flags_go_on_top_of_a_preset():
+    config = flags.parse(["--preset=tiny", "--stage=3", "--dtype=bfloat16", "--lr=0.5", "--resume"])
+    assert config == dataclasses.replace(
+        PRESETS["tiny"],
+        stage=3,
+        resume=True,
+        model=dataclasses.replace(PRESETS["tiny"].model, dtype="bfloat16"),
+        optim=dataclasses.replace(PRESETS["tiny"].optim, lr=0.5),
+    )
+    assert flags.parse([]) == PRESETS["default"]
+
+
+def test_several_processes_only_when_asked():
+    config = PRESETS["tiny"]
+    assert flags.group(config, {}) is None
+    environ = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}
+    assert flags.group(config, environ) == ("a:1", 2, None)
+    asked = dataclasses.replace(config, coordinator="b:2", processes=4, process_id=3)
+    assert flags.group(asked, environ) == ("b:2", 4, 3)
+
+
+# -- the model
+
+
+def batch_of(config, rows=4):
+    tokens = np.random.default_rng(0).integers(0, 256, (rows, config.model.seq + 1))
+    return {"tokens": jnp.asarray(tokens, jnp.int32)}
+
+
+def loss_and_grads(model, params, batch):
+    def loss_of(params):
+        logits: Any = GPT(model).apply({"params": params}, batch["tokens"][:, :-1])
+        return gpt.cross_entropy(logits, batch)
+
+    return jax.jit(jax.value_and_grad(loss_of))(params)
+
+
+def test_create_state_needs_no_arguments():
+    state = jax.eval_shape(gpt.create_state)
+    assert state.params["embed"]["embedding"].shape == (256, PRESETS["default"].model.width)
+    assert sum(x.size for x in jax.tree.leaves(state.params)) < 2_000_000
+
+
+def test_only_kernels_decay():
+    for scan in (False, True):
+        params = jax.eval_shape(lambda scan=scan: gpt.create_state(with_model(scan=scan))).params
+        decays = jax.tree_util.tree_leaves_with_path(gpt.is_matrix(params))
+        assert all(decay == (path[-1].key == "kernel") for path, decay in decays)
+        assert 0 < sum(decay for _, decay in decays) < len(decays)
+
+
+def test_remat_changes_no_number():
+    batch = batch_of(SMALL)
+    params = new_state(SMALL).params
+    plain = loss_and_grads(SMALL.model, params, batch)
+    again = loss_and_grads(dataclasses.replace(SMALL.model, remat=True), params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
+
+
+def test_a_scan_over_layers_is_the_same_model():
+    batch = batch_of(SMALL)
+    params = dict(new_state(SMALL).params)
+    stacked = {k: v for k, v in params.items() if not k.startswith("layer_")}
+    stacked["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *[params[f"layer_{i}"] for i in range(2)])
+    plain, _ = loss_and_grads(SMALL.model, params, batch)
+    scanned, _ = loss_and_grads(dataclasses.replace(SMALL.model, scan=True, remat=True), stacked, batch)
+    assert float(scanned) == pytest.approx(float(plain), rel=1e-6)
+
+
+def test_tied_embedding_has_no_head():
+    params = jax.eval_shape(lambda: gpt.create_state(with_model(tied=True))).params
+    assert "head" not in params
+
+
+def test_no_byte_sees_the_ones_after_it():
+    state = new_state(SMALL)
+    tokens = batch_of(SMALL, rows=1)["tokens"][:, :-1]
+    later = tokens.at[0, 10:].set(0)
+    one, two = (jax.jit(state.apply_fn)({"params": state.params}, x)[0, :10] for x in (tokens, later))
+    np.testing.assert_array_equal(one, two)
+
+
+def test_dropout_is_drawn_from_the_key_and_the_step():
+    config = with_model(SMALL, dropout=0.5)
+    state, batch = new_state(config), batch_of(config)
+    step = jax.jit(lambda state: gpt.train_step(state, batch)[1]["loss"])
+    same, other = step(state), step(state.replace(step=1))
+    assert float(step(state)) == float(same) != float(other)
+    assert float(gpt.eval_step(state, batch)) == float(gpt.eval_step(state.replace(step=1), batch))
+
+
+def test_bfloat16_params_and_float32_logits():
+    config = with_model(SMALL, dtype="bfloat16")
+    state = jax.eval_shape(lambda: gpt.create_state(config))
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
+    logits = jax.eval_shape(state.apply_fn, {"params": state.params}, batch_of(config)["tokens"])
+    assert logits.dtype == jnp.float32
+
+
+def test_sample_goes_past_the_window_and_repeats_with_its_key():
+    from train.model import sample
+
+    model = GPT(Model(width=32, layers=1, heads=1, seq=8))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    prompt = jnp.asarray([1, 2, 3], jnp.int32)
+    one, two = (sample(model, params, prompt, jax.random.key(1), count=20, temperature=1.0) for _ in range(2))
+    assert one.shape == (20,)
+    np.testing.assert_array_equal(one, two)
+
+
+# -- digits
+
+
+def test_digits_pass_95_percent():
+    assert digits.train(digits.Config()) > digits.PASS
