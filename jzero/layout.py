@@ -180,7 +180,7 @@ def base_specs(params, flat, param_specs, mesh: Mesh) -> list[PartitionSpec]:
         )  # fmt: skip
         specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
     else:
-        boxed = jax.tree.leaves(params, is_leaf=metadata_spec)
+        boxed = jax.tree.leaves(params, is_leaf=lambda x: metadata_spec(x) is not None)
         specs = [s for box in boxed for s in [metadata_spec(box)] for _ in jax.tree.leaves(box)]
     out = [_array_spec(x, mesh) if s is None else s for (_, x), s in zip(flat, specs, strict=True)]
     return [_checked_base(k, x, s, mesh) for (k, x), s in zip(flat, out, strict=True)]

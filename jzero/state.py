@@ -239,22 +239,39 @@ def _convert(parts: Parts, tx, plan: Plan, *, place, masters=None) -> Any:
     """
     _check_belongs(parts, tx)
     target = jax.eval_shape(lambda p: init_state(tx, p), parts.params)
-    has_master = isinstance(target, ZeroState)
-    target_inner = target.inner if has_master else target
-    inner = parts.opt_state.inner if isinstance(parts.opt_state, ZeroState) else parts.opt_state
+    has_master, target_inner, inner = isinstance(target, ZeroState), _inner(target), _inner(parts.opt_state)
     old = parts.opt_state.master if isinstance(parts.opt_state, ZeroState) else None
-    specs = plan.state_specs(target_inner)
-    rows = zip(jax.tree.leaves(inner), jax.tree.leaves(target_inner), specs, strict=True)
-    leaves = [_as_dtype(place(_array(x), plan.sharding(s)), t.dtype) for x, t, s in rows]
+    wanted = jax.tree.leaves(target_inner)
+    placed = [place(_array(x), plan.sharding(s)) for x, s in zip(jax.tree.leaves(inner), plan.state_specs(target_inner), strict=True)]
+    if any(x.dtype.itemsize < t.dtype.itemsize for x, t in zip(placed, wanted, strict=True)):
+        fresh = _fresh_inner(parts, tx, plan, place, masters)
+        placed = [_widened(x, f) for x, f in zip(placed, fresh, strict=True)]
+    leaves = [_as_dtype(x, t.dtype) for x, t in zip(placed, wanted, strict=True)]
     inner = jax.tree.unflatten(jax.tree.structure(target_inner), leaves)
     if not has_master:
         return inner
     count = len(plan.layouts)
     known = align(old, parts.params, where="jzero.shard: the master") if old is not None else masters or [None] * count
-    wanted = align(target.master, parts.params, where="jzero.shard: the master")
-    rows = zip(jax.tree.leaves(parts.params), known, wanted, plan.layouts, strict=True)
+    needs = align(target.master, parts.params, where="jzero.shard: the master")
+    rows = zip(jax.tree.leaves(parts.params), known, needs, plan.layouts, strict=True)
     new = [None if w is None else _master(p, m, w.dtype, plan.sharding(x.state), place) for p, m, w, x in rows]
     return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new))
+
+
+def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
+    """The leaves of a fresh inner state, made for the masters: what a 16-bit `tx.init` rounded, unrounded."""
+    params = [place(_array(p), plan.sharding(x.state)) for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)]
+    params = jax.tree.unflatten(jax.tree.structure(parts.params), params)
+    known = None
+    if masters is not None:
+        best = [p if m is None else m for p, m in zip(jax.tree.leaves(params), masters, strict=True)]
+        known = jax.tree.unflatten(jax.tree.structure(params), best)
+    return jax.tree.leaves(jax.jit(lambda p, m: _inner(tx.init.trace(p, m)))(params, known))
+
+
+def _widened(value, fresh):
+    """The wider fresh value where the given one is its rounding (a hyper-parameter, a copy of a param)."""
+    return value if value.dtype == fresh.dtype else jnp.where(fresh.astype(value.dtype) == value, fresh, value.astype(fresh.dtype))
 
 
 def _master(param, known, dtype, sharding, place):
@@ -346,7 +363,7 @@ def _params_first(parts: Parts):
 
 def _check_belongs(parts: Parts, tx) -> None:
     """Raises ValueError where the optimizer state is not what `tx.init` gives for these params."""
-    state = parts.opt_state.inner if isinstance(parts.opt_state, ZeroState) else parts.opt_state
+    state = _inner(parts.opt_state)
     want = jax.eval_shape(unwrap(tx).init, parts.params)
     if _outline(want) == _outline(state):
         return
@@ -379,6 +396,10 @@ def _check_devices(parts: Parts, plan: Plan) -> None:
             f"jzero.shard: {len(bad)} arrays are committed to devices that are not in the mesh of {len(mesh)}:\n"
             f"{listing(bad)}\nPass a mesh with these devices, or move the state first: jax.device_get(state)."
         )
+
+
+def _inner(opt_state):
+    return opt_state.inner if isinstance(opt_state, ZeroState) else opt_state
 
 
 def _array(x):

@@ -224,11 +224,20 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
             "--width 64 --heads 3: rotary positions need an even number of features per head, not 64/3.",
         ),
         (dataclasses.replace(TINY, save_every=0), "--save-every 0: must be at least 1."),
+        (
+            dataclasses.replace(TINY, prompt=""),
+            "--prompt: must not be empty; the sample needs a byte to start from.",
+        ),
     ],
 )
 def test_bad_sizes(config, text):
     with pytest.raises(ValueError, match=exactly(text)):
         flags.check(config, devices=8, processes=1)
+
+
+def test_unknown_stage():
+    with pytest.raises(ValueError, match="stage must be an integer from 0 to 3"):
+        gpt.prepare(dataclasses.replace(TINY, stage=4))
 
 
 def test_the_command_line_ends_with_the_error_alone(tmp_path):
