@@ -98,7 +98,9 @@ class ZeroConfig:
     def _refuse_what_is_not_there(self):
         for name, (default, what) in _LATER.items():
             if getattr(self, name) != default:
-                raise NotImplementedError(f"ZeroConfig({name}=): {what} is not there yet. Leave it out ({default!r}).")
+                raise NotImplementedError(
+                    f"ZeroConfig({name}=): {what} is not there yet. Leave it out ({default!r})."
+                )
         if self.uneven == "pad":
             raise NotImplementedError(
                 'ZeroConfig(uneven="pad") is not there yet. Pass uneven="replicate" (leaves that no dim divides '
@@ -172,14 +174,19 @@ def _as_tuple(axis) -> tuple[str, ...]:
 def _check_int(value, name: str, *, low: int, high: int | None = None, remedy: str = ""):
     span = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"ZeroConfig({name}={value!r}): {name} must be {span}, not {type(value).__name__}. {remedy}".rstrip())
+        raise TypeError(
+            f"ZeroConfig({name}={value!r}): {name} must be {span}, not {type(value).__name__}. {remedy}".rstrip()
+        )
     if value < low or (high is not None and value > high):
         raise ValueError(f"ZeroConfig({name}={value!r}): {name} must be {span}. {remedy}".rstrip())
 
 
 def _check_choice(value, name: str, choices: tuple[str, ...]):
     if value not in choices:
-        raise ValueError(f"ZeroConfig({name}={value!r}): {name} must be one of {', '.join(map(repr, choices))}.{nearest(value, choices)}")
+        known = ", ".join(map(repr, choices))
+        raise ValueError(
+            f"ZeroConfig({name}={value!r}): {name} must be one of {known}.{nearest(value, choices)}"
+        )
 
 
 def _axes(value, name: str, *, optional: bool):
@@ -191,7 +198,9 @@ def _axes(value, name: str, *, optional: bool):
         if len(set(value)) != len(value):
             raise ValueError(f"ZeroConfig({name}={value!r}): an axis is named twice.")
         return tuple(value)
-    raise TypeError(f"ZeroConfig({name}={value!r}): {name} must be the name of a mesh axis or a tuple of names.")
+    raise TypeError(
+        f"ZeroConfig({name}={value!r}): {name} must be the name of a mesh axis or a tuple of names."
+    )
 
 
 def _dtype(value, name: str):

@@ -40,7 +40,9 @@ def listing(rows: Iterable[Sequence[str]], *, most: int = MOST_LEAVES) -> str:
     rows = [tuple(row) for row in rows]
     shown = rows[:most]
     widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))] if shown else []
-    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
+    lines = [
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown
+    ]
     if len(rows) > most:
         lines.append(f"  ... and {len(rows) - most} more")
     return "\n".join(lines)
@@ -50,7 +52,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """An aligned plain-text table with a header line."""
     body = [tuple(map(str, row)) for row in rows]
     widths = [max(len(r[i]) for r in [tuple(header), *body]) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [tuple(header), *body]]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [tuple(header), *body]
+    ]
     return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
 
 

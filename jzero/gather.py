@@ -149,7 +149,11 @@ class _Walk:
         """A scan: constants and stacked weights stay stored; a weight in the carry is gathered before it."""
         p = eqn.params
         consts, carry = jaxprs.scan_counts(p)
-        flat, rewrap = _unwrap(values[:consts] + [self.gathered(v) for v in values[consts : consts + carry]] + values[consts + carry :])
+        flat, rewrap = _unwrap(
+            values[:consts]
+            + [self.gathered(v) for v in values[consts : consts + carry]]
+            + values[consts + carry :]
+        )
 
         def body(state, xs):
             inner = _Walk(self.plan, in_remat=self.in_remat)
@@ -174,7 +178,9 @@ class _Walk:
             return inner.plain(inner.run(*jaxprs.opened(jaxpr), [*consts, *state]))
 
         return jax.lax.while_loop(
-            lambda s: run(p["cond_jaxpr"], values[:a], s)[0], lambda s: run(p["body_jaxpr"], values[a:b], s), carry
+            lambda s: run(p["cond_jaxpr"], values[:a], s)[0],
+            lambda s: run(p["body_jaxpr"], values[a:b], s),
+            carry,
         )
 
     def cond_(self, eqn, values: list[Any]) -> list[Any]:
@@ -223,7 +229,9 @@ def _transpose(walk: _Walk, eqn, weight: _Weight):
 def _squeeze(walk: _Walk, eqn, weight: _Weight):
     gone = eqn.params["dimensions"]
     keep = [i for i in range(np.ndim(weight.shard)) if i not in gone]
-    stored, used = (P(*(_padded(s, np.ndim(weight.shard))[i] for i in keep)) for s in (weight.stored, weight.used))
+    stored, used = (
+        P(*(_padded(s, np.ndim(weight.shard))[i] for i in keep)) for s in (weight.stored, weight.used)
+    )
     return _Weight(jaxprs.bind(eqn, [weight.shard])[0], stored, used)
 
 
@@ -259,6 +267,7 @@ class GatherOnUse:
     key: Any
 
     def __call__(self, params, *args, **kwargs):
+        """Trace the function, and evaluate it again with every stored weight gathered where it is used."""
         leaves, tree = jax.tree.flatten((params, args, kwargs))
         layouts = self._layouts(params) + [None] * (len(leaves) - len(jax.tree.leaves(params)))
         warn_whole_batch(jax.tree.leaves(args), self.plan, where="jzero.gather_on_use")
@@ -345,7 +354,7 @@ def warn_whole_batch(leaves: Sequence[Any], plan: Plan, *, where: str) -> None:
     """Warns where concrete batch arrays are not split over the batch axes: every device would compute all of it."""
     parts = plan.batch_parts
     for x in leaves:
-        if isinstance(x, jax.core.Tracer) or not isinstance(x, (jax.Array, np.ndarray)) or not np.ndim(x) or parts == 1:
+        if jaxprs.is_tracer(x) or not isinstance(x, (jax.Array, np.ndarray)) or not np.ndim(x) or parts == 1:
             continue
         if not isinstance(x, jax.Array) or x.sharding.shard_shape(x.shape)[0] * parts > x.shape[0] >= parts:
             warnings.warn(

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero.jaxprs import is_tracer
+
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), np.dtype, types.BuiltinFunctionType, type)
 
 
@@ -57,7 +59,7 @@ def _key(value: Any, above: tuple[int, ...]) -> Any:
         return _function_key(value, above)
     if isinstance(value, (np.ndarray, np.generic)) and value.nbytes <= 4096:
         return ("array", str(value.dtype), value.shape, value.tobytes())
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_fully_addressable:
+    if isinstance(value, jax.Array) and not is_tracer(value) and value.is_fully_addressable:
         return _key(np.asarray(value), above) if value.nbytes <= 4096 and not _is_key(value) else _ById(value)
     return _hashable(value)
 
@@ -99,6 +101,7 @@ class SameFunction:
         self.fn, self.key = fn, same_key(fn) if key is None else key
 
     def __call__(self, *args, **kwargs):
+        """Call the function."""
         return self.fn(*args, **kwargs)
 
     def __eq__(self, other):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
+from jax._src.core import Tracer
 from jax.extend.core import Literal
 
 INLINE = ("jit", "pjit", "closed_call", "core_call")
@@ -29,6 +30,11 @@ def trace(fn: Callable, *args) -> tuple[Any, list[Any]]:
 def opened(closed) -> tuple[Any, list[Any]]:
     """A jaxpr in an equation's params, open or closed, as (jaxpr, consts)."""
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
+
+
+def is_tracer(value) -> bool:
+    """True for an abstract value inside of a trace."""
+    return isinstance(value, Tracer)
 
 
 def is_literal(atom) -> bool:
@@ -100,7 +106,9 @@ def _is_key(value) -> bool:
     return hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def wide_sources(fn: Callable[[], Sequence[Any]], count: int, dtype_of: Callable[[int], Any]) -> Callable[[], list[Any]]:
+def wide_sources(
+    fn: Callable[[], Sequence[Any]], count: int, dtype_of: Callable[[int], Any]
+) -> Callable[[], tuple[list[Any], list[Any]]]:
     """A function like `fn` that returns, besides its outputs, the wider values that its first `count` were cast from.
 
     A creation function that makes fp32 weights and casts them ends in `convert_element_type`; what goes into
@@ -131,8 +139,9 @@ def _eval_with_sources(jaxpr, consts, args) -> tuple[list[Any], list[Any]]:
         with scope_of(eqn):
             if name in INLINE:
                 outs, wide = _eval_with_sources(*opened(eqn.params["jaxpr"]), values)
-                origins = [source.get(eqn.invars[i]) for i in range(len(eqn.invars)) if not is_literal(eqn.invars[i])]
-                passed = {id(v): o for v, o in zip((v for v, a in zip(values, eqn.invars, strict=True) if not is_literal(a)), origins, strict=True)}
+                passed = {
+                    id(v): source.get(a) for v, a in zip(values, eqn.invars, strict=True) if not is_literal(a)
+                }
                 wide = [passed.get(id(o)) if w is None else w for o, w in zip(outs, wide, strict=True)]
             else:
                 outs, wide = bind(eqn, values), [None] * len(eqn.outvars)

@@ -88,7 +88,9 @@ def rebuilder(state: Any) -> Callable[[Parts], Any]:
 
 
 def _is_train_state(state: Any) -> bool:
-    return all(hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")) and dataclasses.is_dataclass(state)
+    return all(
+        hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")
+    ) and dataclasses.is_dataclass(state)
 
 
 def _rest_fields(state: Any) -> list[str]:
@@ -148,7 +150,9 @@ def _opt_variables(old: Any, new: Any) -> Any:
     old_inner = old.inner if isinstance(old, ZeroState) else old
     new_inner = new.inner if isinstance(new, ZeroState) else new
     olds, news = jax.tree.leaves(old_inner, is_leaf=is_variable), jax.tree.leaves(new_inner)
-    inner = jax.tree.unflatten(jax.tree.structure(new_inner), [v.replace(x) for v, x in zip(olds, news, strict=True)])
+    inner = jax.tree.unflatten(
+        jax.tree.structure(new_inner), [v.replace(x) for v, x in zip(olds, news, strict=True)]
+    )
     return ZeroState(inner, jax.tree.map(OptArray, new.master)) if isinstance(new, ZeroState) else inner
 
 

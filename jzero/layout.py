@@ -123,6 +123,7 @@ def make_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def make_layout(path, leaf, base, config: ZeroConfig, mesh: Mesh, scanned: bool) -> Layout:
+    """The layouts of one param, its gradient and its state, from its shape and what it brings along."""
     leaf = as_abstract(leaf)
     shape, row = tuple(leaf.shape), config.row
     over, reason = _split(shape, leaf.dtype, base, config.axes, config, mesh, scanned)
@@ -217,14 +218,18 @@ def _checked_base(path, leaf, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
         raise ValueError(f"{where}: the layout has more dims than the array.")
     for size, entry in zip(np.shape(leaf), spec, strict=False):
         if size % axis_size(mesh, entry_axes(entry)):
-            raise ValueError(f"{where}: {size} is not divisible by {axis_size(mesh, entry_axes(entry))} ({entry!r}).")
+            raise ValueError(
+                f"{where}: {size} is not divisible by {axis_size(mesh, entry_axes(entry))} ({entry!r})."
+            )
     return make_spec([entry_axes(e) for e in spec])
 
 
 def path_keys(path: KeyPath) -> tuple[str, ...]:
     """A key path as plain strings; a box's own attribute (`.value`) is not part of it."""
     keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    return tuple(keys[:-1] if keys and isinstance(path[-1], jax.tree_util.GetAttrKey) and keys[-1] == "value" else keys)
+    return tuple(
+        keys[:-1] if keys and isinstance(path[-1], jax.tree_util.GetAttrKey) and keys[-1] == "value" else keys
+    )
 
 
 def path_name(path: KeyPath) -> str:

@@ -38,7 +38,9 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
 def check_context_mesh() -> None:
     """Raises ValueError where `jax.set_mesh` has made axes Explicit: constraints would be types there."""
     context = jax.sharding.get_abstract_mesh()
-    explicit = [n for n, t in zip(context.axis_names, context.axis_types, strict=True) if t == AxisType.Explicit]
+    explicit = [
+        n for n, t in zip(context.axis_names, context.axis_types, strict=True) if t == AxisType.Explicit
+    ]
     if explicit:
         raise ValueError(
             f"jzero: the context mesh (jax.set_mesh) has Explicit axes {explicit}; jzero needs Auto axes, where "

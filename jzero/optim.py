@@ -32,7 +32,7 @@ import optax
 
 from jzero.errors import listing, typed_shape
 from jzero.identity import same_key
-from jzero.jaxprs import constant_zero_outputs
+from jzero.jaxprs import constant_zero_outputs, is_tracer
 from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
 from jzero.sharding import Plan
@@ -91,7 +91,9 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"jzero.zero: tx must be an optax transformation, not {type(tx).__name__}.")
     if is_wrapped(tx):
-        raise TypeError("jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx).")
+        raise TypeError(
+            "jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx)."
+        )
     key = same_key(tx)
     return optax.GradientTransformationExtraArgs(_Init(tx, plan, key), _Update(tx, plan, key))
 
@@ -101,12 +103,12 @@ def is_wrapped(tx: Any) -> bool:
     return isinstance(getattr(tx, "init", None), _Init)
 
 
-def init_state(tx: optax.GradientTransformation, params: Any) -> Any:
+def init_state(tx: Any, params: Any) -> Any:
     """The state of a wrapped transformation, inside a trace."""
     return tx.init.trace(params)
 
 
-def unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def unwrap(tx: Any) -> optax.GradientTransformation:
     """The plain transformation inside a wrapped one; a plain one is returned as it is."""
     return tx.init.tx if is_wrapped(tx) else tx
 
@@ -179,7 +181,9 @@ class _Update(_Wrapped):
             return _land_on_sum(delta, x, self.plan), None
         new = self.plan.constrain((wide + delta).astype(wide.dtype), x.state)
         if self.plan.config.updates == "delta":
-            return self.plan.constrain(new - self.plan.constrain(param, x.state).astype(new.dtype), x.stored), new
+            return self.plan.constrain(
+                new - self.plan.constrain(param, x.state).astype(new.dtype), x.stored
+            ), new
         value = self.plan.constrain(self.plan.constrain(new.astype(x.dtype), x.state), x.stored)
         return landing(lambda _: value, x), new
 
@@ -276,7 +280,9 @@ def read_params_first(wide: list, grads: list, plan: Plan):
 
 def widen(values, params, plan: Plan):
     """Initial masters: `values` in the master dtype on their shards; leaves without master as they are."""
-    pairs = zip(jax.tree.leaves(values), [x for _, x in plan.match(params, where="jzero.zero: init")], strict=True)
+    pairs = zip(
+        jax.tree.leaves(values), [x for _, x in plan.match(params, where="jzero.zero: init")], strict=True
+    )
     leaves = [plan.constrain(v.astype(plan.config.master_for(x.dtype) or x.dtype), x.state) for v, x in pairs]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
@@ -341,8 +347,8 @@ def _check_devices(leaves, plan: Plan) -> None:
     bad = [
         (x.name, typed_shape(a), ", ".join(sorted(map(str, a.sharding.device_set))[:3]))
         for a, x in zip(leaves, plan.layouts, strict=True)
-        if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) and a.committed and a.sharding.device_set != mesh
-    ]  # fmt: skip
+        if isinstance(a, jax.Array) and not is_tracer(a) and a.committed and a.sharding.device_set != mesh
+    ]
     if bad:
         raise ValueError(
             f"jzero.zero: init: {len(bad)} params are committed to other devices than the plan's mesh of "

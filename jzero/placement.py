@@ -23,4 +23,5 @@ def put(leaf, sharding: NamedSharding) -> jax.Array:
 
 
 def is_global(leaf) -> bool:
+    """True for an array that spans several processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

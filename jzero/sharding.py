@@ -79,7 +79,9 @@ class Plan:
     @property
     def shapes(self) -> Any:
         """The params as a tree of `jax.ShapeDtypeStruct` with their stored shardings."""
-        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(x.stored)) for x in self.layouts]
+        leaves = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(x.stored)) for x in self.layouts
+        ]
         return jax.tree.unflatten(self.tree, leaves)
 
     @property
@@ -114,7 +116,10 @@ class Plan:
         raise ValueError(self._mismatch(params, where))
 
     def _mismatch(self, tree: Any, where: str) -> str:
-        got = {jax.tree_util.keystr(k): typed_shape(as_abstract(v)) for k, v in jax.tree_util.tree_leaves_with_path(tree)}
+        got = {
+            jax.tree_util.keystr(k): typed_shape(as_abstract(v))
+            for k, v in jax.tree_util.tree_leaves_with_path(tree)
+        }
         want = {x.name: typed_shape(x) for x in self.layouts}
         rows = [(name, want.get(name, "absent"), got.get(name, "absent")) for name in {**want, **got}]
         rows = [r for r in rows if r[1].split("[")[-1] != r[2].split("[")[-1]]
@@ -153,11 +158,13 @@ class Plan:
         """
         parts = self.batch_parts
         local = parts if jax.process_count() == 1 else self._local_parts()
-        bad = [
-            (jax.tree_util.keystr(k) or "batch", typed_shape(as_abstract(x)), f"{np.shape(x)[0]} = {np.shape(x)[0] // local} x {local} + {np.shape(x)[0] % local}")
-            for k, x in jax.tree_util.tree_leaves_with_path(batch)
-            if np.ndim(x) and np.shape(x)[0] % (parts if is_global(x) else local)
-        ]  # fmt: skip
+        bad = []
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            into = parts if is_global(x) else local
+            if np.ndim(x) and np.shape(x)[0] % into:
+                whole, rest = divmod(np.shape(x)[0], into)
+                sum_of = f"{np.shape(x)[0]} = {whole} x {into} + {rest}"
+                bad.append((jax.tree_util.keystr(path) or "batch", typed_shape(as_abstract(x)), sum_of))
         if bad:
             raise ValueError(
                 f"plan.place_batch: {len(bad)} leaves cannot be split over batch axes {self.batch_axes} "
@@ -168,8 +175,8 @@ class Plan:
 
     def _local_parts(self) -> int:
         """How many different parts of the batch the devices of this process hold."""
-        index = self.batch.addressable_devices_indices_map((self.batch_parts,))
-        return len({i[0].start for i in index.values()}) if index else 1
+        index: Any = self.batch.addressable_devices_indices_map((self.batch_parts,))
+        return len({i[0].start for i in index.values()})
 
     def _place_batch_leaf(self, leaf):
         sharding = self.batch if np.ndim(leaf) else self.sharding(P())
@@ -187,7 +194,9 @@ class Plan:
         out from its own shape.
         """
         by_keys = {x.keys: x for x in self.layouts}
-        return [self._state_spec(path_keys(k), x, by_keys) for k, x in jax.tree_util.tree_leaves_with_path(state)]
+        return [
+            self._state_spec(path_keys(k), x, by_keys) for k, x in jax.tree_util.tree_leaves_with_path(state)
+        ]
 
     def _state_spec(self, keys, leaf, by_keys) -> PartitionSpec:
         shape = tuple(np.shape(leaf))
@@ -200,11 +209,13 @@ class Plan:
         return self.own_spec(shape, leaf.dtype)
 
     def copy_specs(self, tree: Any) -> list[PartitionSpec]:
-        """The layout of every leaf of what is neither params nor optimizer state: copies of params split, else whole."""
+        """The layout of every leaf of the rest of a state: copies of params as the moments, anything else whole."""
         copies = {x.keys: x for x in self.layouts}
         flat = [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
         found = [next((copies[k[i:]] for i in range(len(k)) if k[i:] in copies), None) for k, _ in flat]
-        return [x.state if x is not None and x.shape == s else P() for x, (_, s) in zip(found, flat, strict=True)]
+        return [
+            x.state if x is not None and x.shape == s else P() for x, (_, s) in zip(found, flat, strict=True)
+        ]
 
     def own_spec(self, shape: tuple[int, ...], dtype) -> PartitionSpec:
         """The layout of a state leaf that is no copy of a param, from its shape alone."""
@@ -227,7 +238,12 @@ class Plan:
 
 
 def make_plan(
-    params: Any, config: ZeroConfig | None = None, *, mesh: Mesh | None = None, param_specs: Any = None, **fields
+    params: Any,
+    config: ZeroConfig | None = None,
+    *,
+    mesh: Mesh | None = None,
+    param_specs: Any = None,
+    **fields,
 ) -> Plan:
     """The layout of every param, gradient and optimizer-state leaf, from shapes.
 
@@ -260,16 +276,23 @@ def make_plan(
     _check_params(flat)
     bases = base_specs(params, flat, param_specs, mesh)
     scanned = scanned_paths([(path_keys(k), tuple(np.shape(x))) for k, x in flat])
-    layouts = [make_layout(k, x, b, config, mesh, path_keys(k) in scanned) for (k, x), b in zip(flat, bases, strict=True)]
+    layouts = [
+        make_layout(k, x, b, config, mesh, path_keys(k) in scanned)
+        for (k, x), b in zip(flat, bases, strict=True)
+    ]
     _check_uneven(layouts, config, mesh)
     if axis_size(mesh, config.axes) == 1:
-        notes.append(f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state.")
+        notes.append(
+            f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."
+        )
     return Plan(config, mesh, tuple(layouts), tuple(notes), jax.tree.structure(params))
 
 
 def _check_params(flat) -> None:
     if not flat:
-        raise ValueError("jzero.make_plan: the params are empty. Pass the tree of params, e.g. variables['params'].")
+        raise ValueError(
+            "jzero.make_plan: the params are empty. Pass the tree of params, e.g. variables['params']."
+        )
     rows, odd = [], []
     for path, leaf in flat:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -333,7 +356,12 @@ def _state_rows(plan: Plan, tx: Any) -> list[list[str]]:
     state = jax.eval_shape(tx.init, plan.shapes)
     flat = zip(jax.tree_util.tree_leaves_with_path(state), plan.state_specs(state), strict=True)
     return [
-        [jax.tree_util.keystr(k), typed_shape(x), _text(s), human_bytes(leaf_bytes(x) // shard_factor(s, plan.mesh))]
+        [
+            jax.tree_util.keystr(k),
+            typed_shape(x),
+            _text(s),
+            human_bytes(leaf_bytes(x) // shard_factor(s, plan.mesh)),
+        ]
         for (k, x), s in flat
     ]
 

@@ -33,7 +33,12 @@ from jzero.sharding import Plan, make_plan
 
 
 def shard(
-    state: Any, config: ZeroConfig | None = None, *, mesh: Mesh | None = None, param_specs: Any = None, **fields
+    state: Any,
+    config: ZeroConfig | None = None,
+    *,
+    mesh: Mesh | None = None,
+    param_specs: Any = None,
+    **fields,
 ) -> Any:
     """A train state split over the data axis; the train step stays as it is.
 
@@ -86,7 +91,12 @@ def shard(
 
 
 def abstract(
-    state: Any, config: ZeroConfig | None = None, *, mesh: Mesh | None = None, param_specs: Any = None, **fields
+    state: Any,
+    config: ZeroConfig | None = None,
+    *,
+    mesh: Mesh | None = None,
+    param_specs: Any = None,
+    **fields,
 ) -> Any:
     """The state that `shard` would give, as `jax.ShapeDtypeStruct` leaves that carry their shardings.
 
@@ -112,8 +122,12 @@ def abstract(
     opt_state = jax.eval_shape(lambda p: init_state(tx, p), shapes.params)
     _check_belongs(shapes, tx)
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=_wrap_apply(shapes, plan))
-    target = target.replace(step=None if target.step is None else jax.ShapeDtypeStruct((), _step_dtype(target.step)))
-    return rebuild(_map_layout(target, plan, lambda x, s: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=s)))
+    target = target.replace(
+        step=None if target.step is None else jax.ShapeDtypeStruct((), _step_dtype(target.step))
+    )
+    return rebuild(
+        _map_layout(target, plan, lambda x, s: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=s))
+    )
 
 
 def plan_of(state: Any) -> Plan:
@@ -163,7 +177,9 @@ def _checked_creator(create: Callable, where: str) -> Callable[[], Any]:
         params = inspect.signature(create).parameters.values()
     except (TypeError, ValueError):
         return create
-    needed = [p.name for p in params if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [
+        p.name for p in params if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if needed:
         raise TypeError(
             f"{where}: the creation function {getattr(create, '__name__', create)!r} needs arguments "
@@ -199,7 +215,9 @@ def _layout(parts: Parts, plan: Plan) -> Parts:
 
     def specs_of_rest(tree):
         named = zip(jax.tree.leaves(tree), plan.copy_specs(tree), strict=True)
-        return jax.tree.unflatten(jax.tree.structure(tree), [_kept(x, plan) or plan.sharding(s) for x, s in named])
+        return jax.tree.unflatten(
+            jax.tree.structure(tree), [_kept(x, plan) or plan.sharding(s) for x, s in named]
+        )
 
     params = [plan.sharding(x.stored) for x in plan.layouts]
     state = [plan.sharding(s) for s in plan.state_specs(parts.opt_state)]
@@ -242,7 +260,10 @@ def _convert(parts: Parts, tx, plan: Plan, *, place, masters=None) -> Any:
     has_master, target_inner, inner = isinstance(target, ZeroState), _inner(target), _inner(parts.opt_state)
     old = parts.opt_state.master if isinstance(parts.opt_state, ZeroState) else None
     wanted = jax.tree.leaves(target_inner)
-    placed = [place(_array(x), plan.sharding(s)) for x, s in zip(jax.tree.leaves(inner), plan.state_specs(target_inner), strict=True)]
+    placed = [
+        place(_array(x), plan.sharding(s))
+        for x, s in zip(jax.tree.leaves(inner), plan.state_specs(target_inner), strict=True)
+    ]
     if any(x.dtype.itemsize < t.dtype.itemsize for x, t in zip(placed, wanted, strict=True)):
         fresh = _fresh_inner(parts, tx, plan, place, masters)
         placed = [_widened(x, f) for x, f in zip(placed, fresh, strict=True)]
@@ -251,16 +272,25 @@ def _convert(parts: Parts, tx, plan: Plan, *, place, masters=None) -> Any:
     if not has_master:
         return inner
     count = len(plan.layouts)
-    known = align(old, parts.params, where="jzero.shard: the master") if old is not None else masters or [None] * count
+    known = (
+        align(old, parts.params, where="jzero.shard: the master")
+        if old is not None
+        else masters or [None] * count
+    )
     needs = align(target.master, parts.params, where="jzero.shard: the master")
     rows = zip(jax.tree.leaves(parts.params), known, needs, plan.layouts, strict=True)
-    new = [None if w is None else _master(p, m, w.dtype, plan.sharding(x.state), place) for p, m, w, x in rows]
+    new = [
+        None if w is None else _master(p, m, w.dtype, plan.sharding(x.state), place) for p, m, w, x in rows
+    ]
     return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new))
 
 
 def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
     """The leaves of a fresh inner state, made for the masters: what a 16-bit `tx.init` rounded, unrounded."""
-    params = [place(_array(p), plan.sharding(x.state)) for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)]
+    params = [
+        place(_array(p), plan.sharding(x.state))
+        for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)
+    ]
     params = jax.tree.unflatten(jax.tree.structure(parts.params), params)
     known = None
     if masters is not None:
@@ -271,7 +301,11 @@ def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
 
 def _widened(value, fresh):
     """The wider fresh value where the given one is its rounding (a hyper-parameter, a copy of a param)."""
-    return value if value.dtype == fresh.dtype else jnp.where(fresh.astype(value.dtype) == value, fresh, value.astype(fresh.dtype))
+    return (
+        value
+        if value.dtype == fresh.dtype
+        else jnp.where(fresh.astype(value.dtype) == value, fresh, value.astype(fresh.dtype))
+    )
 
 
 def _master(param, known, dtype, sharding, place):
@@ -315,7 +349,9 @@ def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[An
         leaves, masters = flat()
         parts = jax.tree.unflatten(tree, order(leaves, back=True))
         # inside the trace nothing moves yet: out_shardings place every leaf
-        opt_state = _convert(parts, tx, plan, place=lambda x, s: jax.lax.with_sharding_constraint(x, s), masters=masters)
+        opt_state = _convert(
+            parts, tx, plan, place=lambda x, s: jax.lax.with_sharding_constraint(x, s), masters=masters
+        )
         step = None if parts.step is None else jnp.asarray(parts.step, _step_dtype(parts.step))
         return jax.tree.leaves(parts.replace(opt_state=opt_state, step=step))
 
@@ -331,7 +367,9 @@ def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any]]:
 
     def run():
         state = create()
-        parts = kinds.take_apart(state, where=f"jzero: the creation function {getattr(create, '__name__', '')}".rstrip())
+        parts = kinds.take_apart(
+            state, where=f"jzero: the creation function {getattr(create, '__name__', '')}".rstrip()
+        )
         box[:] = [parts.statics(), kinds.rebuilder(state)]
         return parts.arrays()
 
@@ -368,7 +406,11 @@ def _check_belongs(parts: Parts, tx) -> None:
     if _outline(want) == _outline(state):
         return
     got, wanted = _outline(state), _outline(want)
-    rows = [(k, wanted.get(k, "absent"), got.get(k, "absent")) for k in {**wanted, **got} if wanted.get(k) != got.get(k)]
+    rows = [
+        (k, wanted.get(k, "absent"), got.get(k, "absent"))
+        for k in {**wanted, **got}
+        if wanted.get(k) != got.get(k)
+    ]
     raise ValueError(
         f"jzero: the optimizer state does not belong to the params: {len(rows)} leaves differ from what tx.init "
         f"gives for them:\n{listing([('leaf', 'tx.init', 'given'), *rows])}\nBuild it with tx.init(params), as "
@@ -387,7 +429,11 @@ def _check_devices(parts: Parts, plan: Plan) -> None:
         return
     mesh = set(plan.mesh.devices.flat)
     bad = [
-        (jax.tree_util.keystr(k), typed_shape(x), ", ".join(sorted(str(d) for d in x.sharding.device_set - mesh)[:3]))
+        (
+            jax.tree_util.keystr(k),
+            typed_shape(x),
+            ", ".join(sorted(str(d) for d in x.sharding.device_set - mesh)[:3]),
+        )
         for k, x in jax.tree_util.tree_leaves_with_path(parts)
         if isinstance(x, jax.Array) and x.committed and not x.sharding.device_set <= mesh
     ]

@@ -28,7 +28,12 @@ class Mlp(nn.Module):
     def __call__(self, x):
         dense = partial(nn.Dense, param_dtype=self.dtype, dtype=self.dtype)
         x = nn.gelu(dense(40)(x))
-        x = x + nn.MultiHeadDotProductAttention(num_heads=5, use_bias=False, param_dtype=self.dtype, dtype=self.dtype)(x[None])[0]
+        x = (
+            x
+            + nn.MultiHeadDotProductAttention(
+                num_heads=5, use_bias=False, param_dtype=self.dtype, dtype=self.dtype
+            )(x[None])[0]
+        )
         x = nn.gelu(dense(40)(x))
         return dense(DIM_OUT)(x).astype(jnp.float32)
 
@@ -110,9 +115,13 @@ def max_error(tree, reference):
         a, b = (np.asarray(jax.random.key_data(x) if is_key(x) else x, np.float64) for x in (a, b))
         assert a.shape == b.shape
         scale = np.max(np.abs(b)) if b.size else 0.0
-        worst = max(worst, float(np.max(np.abs(a - b)) / scale) if scale else float(np.max(np.abs(a), initial=0.0)))
+        worst = max(
+            worst, float(np.max(np.abs(a - b)) / scale) if scale else float(np.max(np.abs(a), initial=0.0))
+        )
     return worst
 
 
 def shard(state, mesh, stage, **fields):
-    return jzero.shard(state, stage=stage, mesh=mesh, min_shard_bytes=fields.pop("min_shard_bytes", 0), **fields)
+    return jzero.shard(
+        state, stage=stage, mesh=mesh, min_shard_bytes=fields.pop("min_shard_bytes", 0), **fields
+    )

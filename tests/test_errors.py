@@ -29,7 +29,9 @@ def _escaped(text):
 
 @pytest.mark.parametrize("stage", [4, -1])
 def test_a_stage_out_of_range(stage):
-    with raises(ValueError, f"ZeroConfig(stage={stage})", "an integer from 0 to 3", "Pass stage=0, 1, 2 or 3."):
+    with raises(
+        ValueError, f"ZeroConfig(stage={stage})", "an integer from 0 to 3", "Pass stage=0, 1, 2 or 3."
+    ):
         jzero.ZeroConfig(stage=stage)
 
 
@@ -45,7 +47,9 @@ def test_an_axis_that_the_mesh_has_not(mesh_2x4):
 
 
 def test_an_unknown_config_field():
-    with raises(TypeError, "jzero.shard: unknown config field 'stag'", "Did you mean 'stage'?", "min_shard_bytes"):
+    with raises(
+        TypeError, "jzero.shard: unknown config field 'stag'", "Did you mean 'stage'?", "min_shard_bytes"
+    ):
         jzero.shard(create_state, stag=2)
 
 
@@ -90,7 +94,13 @@ def test_choices_and_dtypes():
 
 
 def test_a_state_of_an_unknown_kind():
-    with raises(TypeError, "jzero.shard: a state of type dict is not known", "TrainState", "nnx.Module", "jzero.zero(tx"):
+    with raises(
+        TypeError,
+        "jzero.shard: a state of type dict is not known",
+        "TrainState",
+        "nnx.Module",
+        "jzero.zero(tx",
+    ):
         jzero.shard({"params": 1}, stage=2)
     with raises(TypeError, "the creation function make", "a state of type list is not known"):
         jzero.shard(make, stage=2)
@@ -121,7 +131,9 @@ def test_an_optimizer_state_that_does_not_belong_to_the_params(mesh):
 
 
 def test_integer_and_empty_params(mesh):
-    with raises(ValueError, "1 of 2 params are not floating-point", "['table']", "i32[8]", "Keep them outside"):
+    with raises(
+        ValueError, "1 of 2 params are not floating-point", "['table']", "i32[8]", "Keep them outside"
+    ):
         jzero.make_plan({"w": jnp.ones((8, 8)), "table": jnp.arange(8)}, stage=2, mesh=mesh)
     with raises(ValueError, "the params are empty"):
         jzero.make_plan({}, stage=2, mesh=mesh)
@@ -130,7 +142,10 @@ def test_integer_and_empty_params(mesh):
 
 
 def test_uneven_leaves_as_an_error(mesh):
-    shapes = {"embed": jax.ShapeDtypeStruct((50257, 769), jnp.bfloat16), "ok": jax.ShapeDtypeStruct((1024, 64), F32)}
+    shapes = {
+        "embed": jax.ShapeDtypeStruct((50257, 769), jnp.bfloat16),
+        "ok": jax.ShapeDtypeStruct((1024, 64), F32),
+    }
     with raises(
         ValueError, "1 of 2 leaves cannot be split over mesh axis 'data' (size 8)", "['embed']", "bf16[50257,769]",
         "no dim divisible by 8", 'uneven="replicate"', "more per device",
@@ -153,7 +168,9 @@ def test_a_mesh_of_one_device_works_and_says_so():
 def test_arrays_committed_to_devices_outside_of_the_mesh():
     four = Mesh(np.array(jax.devices()[:4]), ("data",))
     state = jax.device_put(create_state(), jax.devices()[7])
-    with raises(ValueError, "arrays are committed to devices that are not in the mesh of 4", "jax.device_get(state)"):
+    with raises(
+        ValueError, "arrays are committed to devices that are not in the mesh of 4", "jax.device_get(state)"
+    ):
         jzero.shard(state, stage=2, mesh=four)
     params = jax.device_put({"w": jnp.ones((64, 64))}, jax.devices()[7])
     tx = jzero.zero(optax.adam(1e-3), jzero.make_plan({"w": jnp.ones((64, 64))}, stage=1, mesh=four))
@@ -206,7 +223,10 @@ def test_updates_only_land_on_their_own_params(mesh):
 
 def test_explicit_axes_as_the_context_mesh_are_refused():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh), raises(ValueError, "Explicit axes ['data']", "axis_types=(jax.sharding.AxisType.Auto,)"):
+    with (
+        jax.set_mesh(mesh),
+        raises(ValueError, "Explicit axes ['data']", "axis_types=(jax.sharding.AxisType.Auto,)"),
+    ):
         jzero.shard(create_state, stage=2, mesh=mesh)
 
 

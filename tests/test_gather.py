@@ -87,7 +87,14 @@ def plain_models():
     return w, [tied, cond, while_loop, carried, custom, transposed]
 
 
-WEIGHTS = {"a": (DIM_IN, 40), "b": (40, 64), "c": (40, DIM_OUT), "ct": (DIM_OUT, 40), "d": (DIM_IN, DIM_IN), "bias": (DIM_OUT,)}
+WEIGHTS = {
+    "a": (DIM_IN, 40),
+    "b": (40, 64),
+    "c": (40, DIM_OUT),
+    "ct": (DIM_OUT, 40),
+    "d": (DIM_IN, DIM_IN),
+    "bias": (DIM_OUT,),
+}
 
 
 def compare(fn, params, mesh, *args, **fields):
@@ -110,13 +117,20 @@ def test_every_kind_of_equation(index, mesh):
     compare(lambda p, x, y: jnp.mean((models[index](p, x) - y) ** 2), params, mesh, data["x"], data["y"])
 
 
-@pytest.mark.parametrize("model", [Scanned(False), Scanned(True), Remat(), Remat("everything_saveable")], ids=repr)
+@pytest.mark.parametrize(
+    "model", [Scanned(False), Scanned(True), Remat(), Remat("everything_saveable")], ids=repr
+)
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_linen_models(model, prefetch, mesh):
     data = batch()
     params = model.init(jax.random.key(0), data["x"])["params"]
     plan = compare(
-        lambda p, x, y: loss_of(model.apply, p, {"x": x, "y": y}), params, mesh, data["x"], data["y"], prefetch=prefetch
+        lambda p, x, y: loss_of(model.apply, p, {"x": x, "y": y}),
+        params,
+        mesh,
+        data["x"],
+        data["y"],
+        prefetch=prefetch,
     )
     if isinstance(model, Scanned):
         stacked = [x for x in plan.layouts if x.scanned]
@@ -131,7 +145,9 @@ def test_dropout_and_static_arguments(mesh):
     apply = jzero.gather_on_use(model.apply, plan)
     args = {"train": True, "rngs": {"dropout": key}}
     want = model.apply({"params": params}, data["x"], **args)
-    got = jax.jit(lambda p, x: apply({"params": p}, x, **args))(plan.place(params), plan.place_batch(data)["x"])
+    got = jax.jit(lambda p, x: apply({"params": p}, x, **args))(
+        plan.place(params), plan.place_batch(data)["x"]
+    )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -172,7 +188,9 @@ def test_compute_dtype_casts_on_the_shard(mesh):
     gathered = jax.jit(jzero.gather_on_use(fn, plan))
     x = plan.place_batch(data)["x"]
     np.testing.assert_allclose(gathered(plan.place(params), x), fn(cast, data["x"]), rtol=2e-2)
-    gathers = [e for e in equations(jax.make_jaxpr(jzero.gather_on_use(fn, plan))(params, data["x"])) if is_gather(e)]
+    gathers = [
+        e for e in equations(jax.make_jaxpr(jzero.gather_on_use(fn, plan))(params, data["x"])) if is_gather(e)
+    ]
     assert len(gathers) == 2
     assert all(e.outvars[0].aval.dtype == jnp.bfloat16 for e in gathers)
 

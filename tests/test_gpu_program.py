@@ -17,7 +17,9 @@ from flax.training.train_state import TrainState
 
 import jzero
 
-pytest.importorskip("jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])")
+pytest.importorskip(
+    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
+)
 
 LAYERS, DIM, HEADS, VOCAB, SEQ = 12, 1024, 16, 2048, 16
 
@@ -44,7 +46,9 @@ class Gpt(nn.Module):
         x = embed(tokens)
         block = nn.remat(Block, prevent_cse=not self.scan)
         if self.scan:
-            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)()(x, None)
+            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)()(
+                x, None
+            )
         else:
             for i in range(LAYERS):
                 x, _ = block(name=f"block_{i}")(x)
@@ -90,7 +94,7 @@ def sent(report, *ops, least=0):
 @pytest.mark.parametrize("n", [8, 64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_argument_bytes_equal_the_estimate(stage, n):
-    plan, estimate, report = compiled(stage, n)
+    _, estimate, report = compiled(stage, n)
     assert report.memory is not None
     states = report.memory.arguments - BATCH_BYTES
     assert abs(states - (estimate.params + estimate.opt_state)) <= 1e-3 * states + SCALARS

@@ -1,4 +1,4 @@
-"""The page docs/nine_parameters.md: up to date, its counts, its numbers against optax, what its step sends."""
+"""The page docs/nine_parameters.md: up to date, its counts, its numbers against optax, what a step sends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def by_hand():
     tx = optax.adam(0.1)
     grads = jax.grad(loss)(nine.PARAMS)
     updates, state = tx.update(grads, tx.init(nine.PARAMS), nine.PARAMS)
-    return {"param": optax.apply_updates(nine.PARAMS, updates), "grad": grads, "m": state[0].mu, "v": state[0].nu}
+    new = optax.apply_updates(nine.PARAMS, updates)
+    return {"param": new, "grad": grads, "m": state[0].mu, "v": state[0].nu}
 
 
 def value(trees, kind, element):
@@ -76,7 +77,8 @@ def test_the_script_writes_it_with_two_devices_of_its_own(tmp_path):
 
 
 def test_the_model_has_nine_parameters():
-    assert {k: x.shape for k, x in nine.PARAMS.items()} == {"W1": (2, 2), "b1": (2,), "W2": (1, 2), "b2": (1,)}
+    shapes = {k: x.shape for k, x in nine.PARAMS.items()}
+    assert shapes == {"W1": (2, 2), "b1": (2,), "W2": (1, 2), "b2": (1,)}
     assert (nine.PSI, len(nine.NAMES)) == (9, 9)
 
 

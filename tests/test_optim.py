@@ -95,7 +95,9 @@ def test_delta_stands_anywhere_in_a_chain_and_under_apply_if_finite(mesh):
 
 def test_hyper_parameters_are_found_and_set(mesh):
     for dtype in (jnp.float32, jnp.bfloat16):
-        state = shard(lambda d=dtype: create_state(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), d), mesh, 2)
+        state = shard(
+            lambda d=dtype: create_state(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), d), mesh, 2
+        )
         assert float(optax.tree.get(state.opt_state, "learning_rate")) == pytest.approx(0.1)
         frozen = state.replace(opt_state=optax.tree.set(state.opt_state, learning_rate=jnp.float32(0.0)))
         data = jzero.plan_of(state).place_batch(batch())
@@ -111,7 +113,9 @@ def test_a_scan_of_steps_with_an_ema_and_a_cond_round_a_step(mesh):
     def many(state, batches):
         def body(carry, batch):
             state, ema = carry
-            new, loss = jax.lax.cond(loss_ok(batch), train_step, lambda s, b: (s, jnp.float32(0)), state, batch)
+            new, loss = jax.lax.cond(
+                loss_ok(batch), train_step, lambda s, b: (s, jnp.float32(0)), state, batch
+            )
             ema = jax.tree.map(lambda e, p: 0.5 * e + 0.5 * p.astype(e.dtype), ema, new.params)
             return (new, ema), loss
 
@@ -199,7 +203,9 @@ def test_wrapped_transformations_compare_by_content(mesh):
     again = jzero.make_plan(params_of(), stage=2, mesh=mesh)
 
     def make(lr=1e-3, decay=0.9):
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(lr, 10), b1=decay))
+        return optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(lr, 10), b1=decay)
+        )
 
     assert jzero.zero(make(), plan) == jzero.zero(make(), again)
     assert hash(jzero.zero(make(), plan)) == hash(jzero.zero(make(), again))
@@ -218,12 +224,20 @@ def test_estimate_counts_live_bytes(mesh):
             one = jax.devices()[0]
 
             def held(tree, one=one):
-                return sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == one)
+                return sum(
+                    s.data.nbytes
+                    for x in jax.tree.leaves(tree)
+                    for s in x.addressable_shards
+                    if s.device == one
+                )
 
             assert estimate.params == held(state.params)
             assert estimate.opt_state == held(state.opt_state)
             assert estimate.total == estimate.params + estimate.grads + estimate.opt_state
-            assert jzero.estimate(plan, tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))) == estimate
+            assert (
+                jzero.estimate(plan, tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)))
+                == estimate
+            )
 
 
 def test_a_replicated_batch_would_not_pass(mesh):

@@ -88,8 +88,12 @@ OPTIMIZERS = {
     "schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, LR, 3, 10)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=LR),
     "masked": lambda: optax.chain(optax.sgd(LR), optax.masked(optax.add_decayed_weights(0.1), decay_mask)),
-    "multi_transform": lambda: optax.multi_transform({"matrix": optax.adam(LR), "rest": optax.sgd(LR)}, labels),
-    "partition_frozen": lambda: optax.partition({"matrix": optax.adam(LR), "rest": optax.set_to_zero()}, labels),
+    "multi_transform": lambda: optax.multi_transform(
+        {"matrix": optax.adam(LR), "rest": optax.sgd(LR)}, labels
+    ),
+    "partition_frozen": lambda: optax.partition(
+        {"matrix": optax.adam(LR), "rest": optax.set_to_zero()}, labels
+    ),
     "multi_steps": lambda: optax.MultiSteps(optax.adamw(LR), every_k_schedule=2).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adamw(LR), max_consecutive_errors=3),
     "ema_of_updates": lambda: optax.chain(optax.sgd(LR), optax.ema(0.9)),
@@ -104,7 +108,11 @@ EXCEPT: dict[str, tuple[float, float, str]] = {
     "mechanize": (3e-6, 1e-5, TREE_SUMS),
     "momo": (3e-6, 1e-5, TREE_SUMS),
     "momo_adam": (3e-6, 1e-5, TREE_SUMS),
-    "acprop": (1e-6, 3e-4, "divides by the second moment of the step before: rounding of small gradients is amplified"),
+    "acprop": (
+        1e-6,
+        3e-4,
+        "divides by the second moment of the step before: rounding of small gradients is amplified",
+    ),
 }
 
 

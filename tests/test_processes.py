@@ -27,8 +27,11 @@ def launch(count: int) -> list[dict]:
     workers = [
         subprocess.Popen(
             [sys.executable, str(HERE / "worker.py"), str(rank), str(count), port],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+        )
         for rank in range(count)
     ]
     try:

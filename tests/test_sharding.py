@@ -51,7 +51,10 @@ def test_the_scanned_dim_is_told_from_shapes():
 
 
 def test_min_shard_bytes_keeps_small_leaves_whole_and_says_so(mesh):
-    shapes = {"small": jax.ShapeDtypeStruct((64, 32), jnp.float32), "big": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    shapes = {
+        "small": jax.ShapeDtypeStruct((64, 32), jnp.float32),
+        "big": jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    }
     plan = jzero.make_plan(shapes, stage=3, mesh=mesh, min_shard_bytes=16 * 1024)
     big, small = plan.layouts
     assert (big.stored, small.stored) == (P("data"), P())
@@ -138,7 +141,10 @@ WANT = {0: [P(None, "model"), P("model")], 3: [P("data", "model"), P(("model", "
 @pytest.mark.parametrize("given", ["metadata", "param_specs", "arrays"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tensor_parallel_layouts_are_kept_and_the_zero_axis_added(stage, given, mesh_2x4):
-    specs = {"Dense_0": {"kernel": P(None, "model"), "bias": P()}, "Dense_1": {"kernel": P("model", None), "bias": P()}}
+    specs = {
+        "Dense_0": {"kernel": P(None, "model"), "bias": P()},
+        "Dense_1": {"kernel": P("model", None), "bias": P()},
+    }
     kwargs = {"stage": stage, "mesh": mesh_2x4, "min_shard_bytes": 256}
     if given == "metadata":
         state = jzero.shard(create_tensor, **kwargs)
@@ -169,7 +175,9 @@ def test_tensor_parallel_layouts_are_kept_and_the_zero_axis_added(stage, given, 
 def test_nnx_metadata_is_kept(mesh_2x4):
     class Model(nnx.Module):
         def __init__(self, rngs):
-            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"), eager_sharding=False)
+            init = nnx.with_partitioning(
+                nnx.initializers.lecun_normal(), (None, "model"), eager_sharding=False
+            )
             self.a = nnx.Linear(DIM_IN, 64, kernel_init=init, rngs=rngs)
 
     def create():
@@ -213,7 +221,11 @@ def test_replicas_and_shards_on_two_axes(stage):
     plain, plain_loss = jax.jit(train_step)(create_state(), batch())
     np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
     assert max_error(state.params, plain.params) < 1e-5
-    assert {x.state for x in plan.layouts if not x.reason} <= {P("data"), P(None, "data"), P(None, None, "data")}
+    assert {x.state for x in plan.layouts if not x.reason} <= {
+        P("data"),
+        P(None, "data"),
+        P(None, None, "data"),
+    }
 
 
 def test_params_within_the_node_and_state_over_all():

@@ -106,7 +106,9 @@ def test_a_creation_function_never_makes_more_than_a_shard(mesh):
 
 def test_a_replicated_creation_would_fail_the_test_above(mesh):
     """The same creation without jzero holds whole leaves: the assertion can fail."""
-    w = jax.jit(lambda: jax.random.normal(jax.random.key(0), (1024, 1024)), out_shardings=NamedSharding(mesh, P()))()
+    w = jax.jit(
+        lambda: jax.random.normal(jax.random.key(0), (1024, 1024)), out_shardings=NamedSharding(mesh, P())
+    )()
     assert {s.data.nbytes for s in w.addressable_shards} == {w.nbytes}
 
 
@@ -128,7 +130,10 @@ def test_params_are_exactly_the_cast_of_the_master(stage, lr, mesh):
     state = shard(lambda: bf16_state(optax.adamw(lr)), mesh, stage)
     plan = jzero.plan_of(state)
     assert isinstance(state.opt_state, jzero.ZeroState)
-    assert {x.dtype for x in jax.tree.leaves(state.opt_state.inner)} == {jnp.dtype("int32"), jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(state.opt_state.inner)} == {
+        jnp.dtype("int32"),
+        jnp.dtype("float32"),
+    }
     step = jax.jit(train_step, donate_argnums=0)
     for i in range(3):
         state, _ = step(state, plan.place_batch(batch(i)))
@@ -149,7 +154,9 @@ def test_16_bit_run_equals_a_hand_written_fp32_master_run(stage, mesh):
     apply = jax.jit(lambda s, g: s.apply_gradients(grads=g))
     for i in range(10):
         rng = np.random.default_rng(i)
-        grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.bfloat16), start.params)
+        grads = jax.tree.map(
+            lambda p, rng=rng: jnp.asarray(rng.standard_normal(p.shape), jnp.bfloat16), start.params
+        )
         updates, inner = tx.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), inner, master)
         master = optax.apply_updates(master, updates)
         state = apply(state, grads)
@@ -162,7 +169,10 @@ def test_16_bit_run_equals_a_hand_written_fp32_master_run(stage, mesh):
 
 def test_the_master_starts_from_the_fp32_values_of_the_creation_function(mesh):
     def fp32_params():
-        return {"w": jax.random.normal(jax.random.key(1), (64, 32)), "v": {"b": jax.random.normal(jax.random.key(2), (64,))}}
+        return {
+            "w": jax.random.normal(jax.random.key(1), (64, 32)),
+            "v": {"b": jax.random.normal(jax.random.key(2), (64,))},
+        }
 
     @jax.jit
     def cast(tree):
@@ -176,7 +186,9 @@ def test_the_master_starts_from_the_fp32_values_of_the_creation_function(mesh):
         np.testing.assert_allclose(m, exact, rtol=1e-6)
         assert np.any(np.asarray(m) != np.asarray(exact.astype(jnp.bfloat16), np.float32))
     from_rounded = shard(create(), mesh, 2)
-    for m, p in zip(jax.tree.leaves(from_rounded.opt_state.master), jax.tree.leaves(create().params), strict=True):
+    for m, p in zip(
+        jax.tree.leaves(from_rounded.opt_state.master), jax.tree.leaves(create().params), strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(m), np.asarray(p, np.float32))
 
 
@@ -210,7 +222,9 @@ class FullState(TrainState):
 class Norm(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
-        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(32, use_bias=False)(x))  # a bias here has no gradient
+        x = nn.BatchNorm(use_running_average=not train)(
+            nn.Dense(32, use_bias=False)(x)
+        )  # a bias here has no gradient
         x = nn.Dropout(0.1, deterministic=not train)(nn.relu(x))
         return nn.Dense(DIM_OUT)(x)
 
@@ -229,7 +243,10 @@ def full_step(state, batch):
 
     def loss_fn(params):
         out, mutated = state.apply_fn(
-            {"params": params, "batch_stats": state.batch_stats}, batch["x"], mutable=["batch_stats"], rngs={"dropout": key}
+            {"params": params, "batch_stats": state.batch_stats},
+            batch["x"],
+            mutable=["batch_stats"],
+            rngs={"dropout": key},
         )
         return jnp.mean((out - batch["y"]) ** 2), mutated
 
@@ -279,7 +296,11 @@ def test_frozen_params_get_no_master_and_no_moments(mesh):
 def test_lora_adapters_beside_a_base_that_is_none(mesh):
     """The LoRA habit: trainable leaves in one tree, the base outside of the params as None."""
     base = jax.random.normal(jax.random.key(0), (DIM_IN, DIM_OUT), jnp.bfloat16)
-    params = {"base": None, "a": jnp.ones((DIM_IN, 8), jnp.bfloat16) * 0.1, "b": jnp.zeros((8, DIM_OUT), jnp.bfloat16)}
+    params = {
+        "base": None,
+        "a": jnp.ones((DIM_IN, 8), jnp.bfloat16) * 0.1,
+        "b": jnp.zeros((8, DIM_OUT), jnp.bfloat16),
+    }
     plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
     tx = jzero.zero(optax.adam(1e-2), plan)
     params = plan.place(params)
@@ -338,7 +359,9 @@ def test_a_state_in_training_keeps_its_moments(mesh):
 
 class NnxModel(nnx.Module):
     def __init__(self, rngs, dtype=jnp.float32):
-        self.a = nnx.Linear(DIM_IN, 64, use_bias=False, rngs=rngs, param_dtype=dtype)  # a bias here has no gradient
+        self.a = nnx.Linear(
+            DIM_IN, 64, use_bias=False, rngs=rngs, param_dtype=dtype
+        )  # a bias here has no gradient
         self.norm = nnx.BatchNorm(64, rngs=rngs)
         self.drop = nnx.Dropout(0.1, rngs=rngs)
         self.b = nnx.Linear(64, DIM_OUT, rngs=rngs, param_dtype=dtype)
@@ -419,7 +442,7 @@ def test_abstract_is_the_state_without_arrays(stage, mesh):
 
 
 def test_abstract_nnx_pair(mesh):
-    model, optimizer = jzero.abstract(create_nnx, stage=3, mesh=mesh, min_shard_bytes=0)
+    model, _ = jzero.abstract(create_nnx, stage=3, mesh=mesh, min_shard_bytes=0)
     kernel = model.a.kernel.get_value()
     assert isinstance(kernel, jax.ShapeDtypeStruct)
     assert kernel.sharding.spec == P("data")

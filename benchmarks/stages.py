@@ -1,0 +1,46 @@
+"""The README's table of stages: bytes per device and on the wire, from programs compiled for H200 pods.
+
+    python benchmarks/stages.py            # about 3 minutes on two cores; needs jzero[pod], no GPU
+
+The step is that of tests/test_gpu_program.py: 12 unrolled layers, bf16, Flax's `apply_gradients`, remat.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+
+import jax
+import jaxlib
+
+from jzero.config import STAGES
+
+
+def main(n: int = 64) -> None:
+    import test_gpu_program as program
+
+    print("| stage | split | states, estimated | states, compiled | temp, compiled | wire / step |")
+    print("|---|---|---|---|---|---|")
+    for stage, row in STAGES.items():
+        plan, estimate, report = program.compiled(stage, n)
+        assert report.memory is not None
+        split = [name for name in ("params", "grads", "state") if getattr(row, name)]
+        held = report.memory.arguments / 1e6
+        said = (estimate.params + estimate.opt_state) / 1e6
+        print(
+            f"| {stage} | {', '.join(split) or 'nothing'} | {said:.1f} MB | {held:.1f} MB | "
+            f"{report.memory.temp / 1e6:.0f} MB | {report.wire.psi:.2f} Psi |"
+        )
+    values = plan.param_bytes // 2
+    print(
+        f"\n{values / 1e6:.0f}M parameters, bf16 with fp32 masters, AdamW, {n} H200; jax {jax.__version__}, "
+        f"jaxlib {jaxlib.__version__}. Temp holds gradients and activations."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""Writes docs/nine_parameters.md: a model of nine parameters, two devices, one Adam step, stages 0 to 3.
+
+    python docs/make_nine_parameters.py             # two simulated CPU devices, 5 s; no GPU
+    python docs/make_nine_parameters.py PATH        # writes the page to PATH instead
+
+Every number of the page is computed here; `tests/test_nine_parameters.py` fails when the page is out of date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # import jzero from the repository, wherever the shell stands
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+
+import jzero
+
+N, STAGES = 2, (0, 1, 2, 3)
+KINDS = ("param", "grad", "m", "v")
+LEARNING_RATE, B1, B2, EPS = 0.1, 0.9, 0.999, 1e-8
+TOLERANCE = 1e-6  # of a leaf's largest value, against optax.adam on one device
+PARAMS = {
+    "W1": np.array([[0.5, -0.3], [0.8, 0.2]], np.float32),
+    "b1": np.array([0.1, -0.2], np.float32),
+    "W2": np.array([[0.7, -0.4]], np.float32),
+    "b2": np.array([0.05], np.float32),
+}
+BATCH = {
+    "x": np.array([[1.0, 2.0], [-1.0, 0.5], [0.5, -1.5], [2.0, 1.0]], np.float32),
+    "y": np.array([[1.0], [-0.4], [0.3], [0.5]], np.float32),
+}
+PSI = sum(x.size for x in PARAMS.values())
+NAMES = [f"{k}[{','.join(map(str, i))}]" for k, x in PARAMS.items() for i in np.ndindex(x.shape)]
+OWNER = {"W1": 0, "b1": 0, "W2": 1, "b2": 1}  # whole tensors to ranks: a layer each
+
+
+def predict(params, x):
+    """The model: two layers with a tanh between."""
+    return jnp.tanh(x @ params["W1"].T + params["b1"]) @ params["W2"].T + params["b2"]
+
+
+def loss_of(apply_fn, params, batch):
+    """Squared error, as a mean over the whole batch; a part of the batch gives its part of that mean."""
+    return jnp.sum((apply_fn(params, batch["x"]) - batch["y"]) ** 2) / len(BATCH["x"])
+
+
+def create_state():
+    """A plain Flax state with optax.adam."""
+    tx = optax.adam(LEARNING_RATE, b1=B1, b2=B2, eps=EPS)
+    return TrainState.create(apply_fn=predict, params=jax.tree.map(jnp.asarray, PARAMS), tx=tx)
+
+
+def train_step(state, batch, pin=lambda grads: grads):
+    """A plain step, except that it returns the gradient too: `pin` gives it a layout to be looked at in."""
+    grads = jax.grad(lambda p: loss_of(state.apply_fn, p, batch))(state.params)
+    return state.apply_gradients(grads=grads), pin(grads)
+
+
+def by_kind(state, grads):
+    """The four trees that a run keeps."""
+    return dict(zip(KINDS, (state.params, grads, state.opt_state[0].mu, state.opt_state[0].nu), strict=True))
+
+
+def one_device():
+    """The step without jzero: kind -> element -> value."""
+    return {k: elements(tree) for k, tree in by_kind(*jax.jit(train_step)(create_state(), BATCH)).items()}
+
+
+def elements(tree, device=None) -> dict[str, float]:
+    """Every value of a tree by name; with a device, those that stand in that device's own buffers."""
+    out = {}
+    for name, leaf in tree.items():
+        whole = [((slice(None),) * np.ndim(leaf), leaf)]
+        for index, data in whole if device is None else buffers(leaf, device):
+            starts = [s.start or 0 for s in index]
+            for i, value in np.ndenumerate(np.asarray(data)):
+                out[f"{name}[{','.join(str(a + b) for a, b in zip(starts, i, strict=True))}]"] = float(value)
+    return out
+
+
+def buffers(array, device):
+    """The pieces of an array on one device, each with its place in the whole."""
+    return [(s.index, s.data) for s in array.addressable_shards if s.device == device]
+
+
+def without_bias_correction(grads: dict[str, float]) -> dict[str, float]:
+    """The params after the first step of an Adam that takes m and v as they are."""
+    start, m, v = elements(PARAMS), (1 - B1), (1 - B2)
+    return {k: start[k] - LEARNING_RATE * m * g / (math.sqrt(v * g * g) + EPS) for k, g in grads.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One step at one stage.
+
+    Attributes:
+      plan: the `jzero.Plan`.
+      held: for each device, kind -> element -> value, from its live buffers after the step.
+      parts: for each device, its part of the gradient, from the examples in its buffers.
+      gathers: values that a device sends to gather weights for the forward and for the backward pass.
+    """
+
+    plan: jzero.Plan
+    held: list[dict[str, dict[str, float]]]
+    parts: list[dict[str, float]]
+    gathers: tuple[int, int]
+
+    def counts(self, device: int) -> dict[str, int]:
+        """Values on one device, by kind."""
+        return {k: len(v) for k, v in self.held[device].items()}
+
+
+def run(stage: int, mesh: Mesh) -> Run:
+    """One step through jzero, and what is in the buffers then."""
+    state = jzero.shard(create_state(), stage=stage, mesh=mesh, uneven="replicate", min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+    batch = plan.place_batch(BATCH)
+
+    def pin(grads):
+        rows = zip(jax.tree.leaves(grads), plan.layouts, strict=True)
+        return jax.tree.unflatten(plan.tree, [plan.constrain(g, x.grad) for g, x in rows])
+
+    step = jax.jit(lambda s, b: train_step(s, b, pin)).lower(state, batch).compile()
+    trees = by_kind(*step(state, batch))
+    devices = list(mesh.devices.flat)
+    held = [{k: elements(tree, d) for k, tree in trees.items()} for d in devices]
+    own = [{k: np.asarray(buffers(x, d)[0][1]) for k, x in batch.items()} for d in devices]
+    parts = [elements(jax.grad(lambda p, b=b: loss_of(predict, p, b))(PARAMS)) for b in own]
+    found = [c for c in jzero.explain(step, plan).collectives if c.scope == "gather_weight"]
+    sent = [sum(c.total_wire_bytes for c in found if c.phase == phase) for phase in ("forward", "backward")]
+    return Run(plan, held, parts, (sent[0] // 4, sent[1] // 4))
+
+
+def planned(plan: jzero.Plan) -> dict[str, int]:
+    """Values on one device by kind, from the plan alone."""
+    count = dict.fromkeys(KINDS, 0)
+    for x in plan.layouts:
+        for kind, spec in zip(KINDS, (x.stored, x.grad, x.state, x.state), strict=True):
+            count[kind] += math.prod(plan.sharding(spec).shard_shape(x.shape))
+    return count
+
+
+def whole_tensors(owner: dict[str, int]) -> list[int]:
+    """Values on each device: params and gradients on both, a tensor's moments on its owner alone."""
+    return [2 * PSI + 2 * sum(PARAMS[k].size for k in owner if owner[k] == rank) for rank in (0, 1)]
+
+
+def best_packing() -> list[int]:
+    """The most even way to give whole tensors to two ranks."""
+    every = (dict(zip(OWNER, ranks, strict=True)) for ranks in itertools.product((0, 1), repeat=len(OWNER)))
+    return min((whole_tensors(owner) for owner in every), key=max)
+
+
+def sends(r: Run) -> list[tuple[str, str, list[list[str]], float]]:
+    """What crosses the wire in a step: what, collective, which values of each device, how many it sends."""
+    row, cut = r.plan.config.row, {x.keys[0] for x in r.plan.layouts if x.state != x.used}
+    whole = [e for e in NAMES if e.split("[")[0] not in cut]
+    mine = [[e for e in NAMES if e in h["m"] and e not in whole] for h in r.held]
+    ring = (N - 1) / N
+    size = ring * (PSI - len(whole))
+    rows = [("gradients", "all-reduce", [whole, whole], 2 * ring * len(whole))]
+    if row.state:
+        rows = [("gradients", "reduce-scatter", mine[::-1], size), *rows]
+    if row.params:
+        return [(f"weights, {way} pass", "all-gather", mine, size) for way in ("forward", "backward")] + rows
+    return [*rows, ("new params", "all-gather", mine, size)] if row.state else rows
+
+
+def worst(r: Run, reference) -> float:
+    """The largest difference from the run on one device, in units of the leaf's largest value."""
+    found = 0.0
+    for h, kind in itertools.product(r.held, KINDS):
+        for e, value in h[kind].items():
+            leaf = e.split("[")[0] + "["
+            top = max(abs(x) for k, x in reference[kind].items() if k.startswith(leaf))
+            found = max(found, abs(value - reference[kind][e]) / top)
+    return found
+
+
+def table(header, rows) -> str:
+    """A Markdown table; all but the first column to the right where they hold numbers."""
+    cells = [[f"{c:g}" if isinstance(c, float) else str(c) for c in row] for row in rows]
+    numbers = [all(c[:1] in "-0123456789." for c in column) for column in zip(*cells, strict=True)]
+    rule = ["---:" if right and i else "---" for i, right in enumerate(numbers)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [list(header), rule, *cells])
+
+
+def number(x: float | None) -> str:
+    """Four significant digits; a dot for a value that is not there."""
+    return "." if x is None else f"{x:.4g}"
+
+
+def step_table(reference, parts) -> str:
+    """The step on one device."""
+    start, other = elements(PARAMS), without_bias_correction(reference["grad"])
+    columns = [start, *parts, *(reference[k] for k in ("grad", "m", "v", "param")), other]
+    header = ["value", "start", "gradient, device 0's part", "device 1's part", "sum", "m", "v"]
+    return table([*header, "after optax.adam", "without bias correction"],
+                 [[e, *(number(c[e]) for c in columns)] for e in NAMES])  # fmt: skip
+
+
+def held_table(r: Run) -> str:
+    """What stands in the buffers of each device."""
+    columns = [h[k] for h in r.held for k in KINDS]
+    rows = [[e, *(number(c.get(e)) for c in columns)] for e in NAMES]
+    header = ["value", *(f"{d}: {k}" for d in range(len(r.held)) for k in KINDS)]
+    return table(header, [*rows, ["values held", *(len(c) for c in columns)]])
+
+
+def count_table(runs) -> str:
+    """Values kept on the two devices together, by kind, and on each."""
+    pair, rows = whole_tensors(OWNER), []
+    for r in runs:
+        row, (one, two) = r.plan.config.row, (list(r.counts(d).values()) for d in range(N))
+        kinds = [a + b for a, b in zip(one, two, strict=True)]
+        ideal = PSI * sum(1 if split else N for split in (row.params, row.grads, row.state, row.state))
+        both, plan = f"**{sum(kinds)}**", N * sum(planned(r.plan).values())
+        rows.append([f"stage {r.plan.config.stage}", *kinds, sum(one), sum(two), both, plan, ideal])
+    moments = sum(pair) // 2 - 2 * PSI
+    whole = ["whole tensors to ranks", 2 * PSI, 2 * PSI, moments, moments, *pair, f"**{sum(pair)}**", "", ""]
+    header = ["", "params", "gradients", "m", "v", "device 0", "device 1", "both"]
+    return table([*header, "both, by the plan", "both, if b2 were split"], [rows[0], whole, *rows[1:]])
+
+
+def layout_table(plan: jzero.Plan) -> str:
+    """How each tensor is shared."""
+    rows, layouts = [], {x.keys[0]: x for x in plan.layouts}
+    for name, owner in OWNER.items():
+        x = layouts[name]
+        shard = plan.sharding(x.state).shard_shape(x.shape)
+        split = [f"dim {d}" for d in range(len(shard)) if shard[d] != x.shape[d]]
+        how = split[0] if split else f"whole on both: {x.reason}"
+        rows.append([name, list(x.shape), x.size, f"device {owner}", how, list(shard)])
+    header = ["tensor", "shape", "values", "whole tensors: moments on"]
+    return table([*header, "jzero: split on (from 0)", "jzero: on each device"], rows)
+
+
+def send_table(runs) -> str:
+    """What each device sends at each stage; stages that send the same together."""
+    rows = []
+    for group, same in itertools.groupby(runs, sends):
+        stages = [str(r.plan.config.stage) for r in same]
+        name = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+        for what, op, values, each in group:
+            rows.append([name, what, op, *("all" if v == NAMES else " ".join(v) for v in values), each])
+        rows.append([name, "**sum**", "", "", "", total(group)])
+    return table(["", "what", "collective", "device 0 sends", "device 1 sends", "values each"], rows)
+
+
+def total(rows) -> float:
+    """Values that a device sends for some rows of `sends`."""
+    return sum(each for *_, each in rows)
+
+
+def wire_table(runs) -> str:
+    """Who sends what in a step, in symbols and here."""
+    server = [("the server", "(N-1) Psi", (N - 1) * PSI), ("each of the N-1 others", "Psi", PSI)]
+    rows = [["central server", *row, 4 * row[2], "", ""] for row in server]
+    for name, units, here in [("ring all-reduce", 2, ("", ""))] + [
+        (f"stage {r.plan.config.stage}", 3 if r.plan.config.row.params else 2, (wire / 4, wire))
+        for r, wire in ((r, jzero.estimate(r.plan).wire) for r in runs)
+    ]:
+        values = units * (N - 1) / N * PSI
+        rows.append([name, "every device", f"{units} (N-1)/N Psi", values, 4 * values, *here])
+    header = ["", "who", "sends in a step, and receives as much", "values", "bytes"]
+    return table([*header, "values, b2 whole", "bytes, b2 whole"], rows)
+
+
+def page(mesh: Mesh) -> str:
+    """The whole page."""
+    reference, runs = one_device(), [run(stage, mesh) for stage in STAGES]
+    assert max(worst(r, reference) for r in runs) < TOLERANCE, "not equal to optax: no page"
+    examples, own = len(BATCH["x"]), len(BATCH["x"]) // N
+    s0, s1, s2, s3 = (sum(sum(r.counts(d).values()) for d in range(N)) for r in runs)
+    (p0, p1), best = whole_tensors(OWNER), best_packing()
+    both, m0, m1 = p0 + p1, (p0 - 2 * PSI) // 2, (p1 - 2 * PSI) // 2
+    longer = number((1 - B1) / math.sqrt(1 - B2))
+    ahead, back = runs[3].gathers
+    closed = total(sends(runs[3]))
+    need = ahead + back + total(row for row in sends(runs[3]) if row[0] == "gradients")
+    texts = [r.plan.config.row.text.split(": ")[-1] for r in runs]
+    held = "\n\n".join(f"Stage {i}, {texts[i]}:\n\n{held_table(runs[i])}" for i in STAGES)
+    extra = [s1 - 6 * PSI, s2 - 5 * PSI, s3 - 4 * PSI]  # against b2 split, too
+    return f"""\
+# Nine parameters on two devices
+
+<!-- Written by `python docs/make_nine_parameters.py`. Change that file, not this one. -->
+
+A model small enough to print: `W2 tanh(W1 x + b1) + b2` with W1 2x2, b1 2, W2 1x2 and b2 1, in fp32. Two
+devices share a batch of {examples} examples and take one step of `optax.adam({LEARNING_RATE})` on the mean
+squared error. What a device holds is read from its own buffers after the step.
+
+## The step on one device
+
+{step_table(reference, runs[1].parts)}
+
+A device's part of the gradient comes from its own {own} examples; the parts add up to the gradient of the
+batch. m and v are Adam's two moments. With jzero, at stages 0 to 3, every param, gradient, m and v on
+either device equals the one here to {TOLERANCE:g} of its tensor's largest value.
+
+The last column is a textbook Adam that leaves out the bias correction: it takes m and v as they are, where
+optax divides them by 1 - {B1}^t and 1 - {B2}^t. m and v are the same; the params are not. On the first
+step (t = 1) optax moves each param by the learning rate, and the other by (1 - {B1}) / sqrt(1 - {B2}) =
+{longer} times as much. jzero has no Adam of its own: it runs yours, so its numbers are those of optax.
+
+## What each device holds
+
+One copy of params, gradient, m and v is 4 x {PSI} = {4 * PSI} values. Adam's step counter, one integer on
+each device at every stage, is left out.
+
+{count_table(runs)}
+
+{layout_table(runs[1].plan)}
+
+- Stage 0 is plain data parallelism: 4 x {PSI} x {N} = {s0} values.
+- Whole tensors to ranks: params and gradients on both devices, the moments of a tensor on one. With a layer
+  to each rank that is {2 * PSI} + 2 x {m0} = {p0} and {2 * PSI} + 2 x {m1} = {p1}, {both} in all.
+  The most even way to deal out these four tensors gives {best[0]} and {best[1]}, with the same sum.
+- jzero splits each tensor on the first dim that {N} divides, so both devices hold the same. b2 has one value,
+  which no split can share: with `uneven="replicate"` it stays whole on both, and `plan.describe()` says so.
+  That costs {extra[0]}, {extra[1]} and {extra[2]} values at stages 1, 2 and 3. At this size it shows: stage 1
+  keeps {s1} values where whole tensors keep {both}, though its fuller device has {s1 // N} and not {p0}.
+
+The page sets `min_shard_bytes=0`; by default jzero leaves tensors as small as these whole, and records it.
+
+The buffers after the step; a dot is a value that the device does not hold:
+
+{held}
+
+A gradient is gone after a plain step. This one returns it, in the layout that the plan gives it.
+
+## What each device sends
+
+{send_table(runs)}
+
+In a reduce-scatter a device sends its part of what the other one keeps; in an all-gather, what it keeps
+itself. An all-reduce is one after the other, and half of the values cross each time.
+
+## Who sends what
+
+N devices, Psi values; here N = {N}, Psi = {PSI}, 4 bytes each.
+
+{wire_table(runs)}
+
+The server is one of the N devices. Its traffic grows with N; in a ring every device stays below 2 Psi (3 Psi
+at stage 3). The last two columns are `jzero.estimate`: b2 whole is all-reduced, which is two units of its
+one value at every stage; so it costs memory, and on the wire saves one unit at stage 3.
+
+These are closed forms. For a model this small, what XLA sends differs by a few values:
+
+- A step that returns the loss all-reduces that too: one value.
+- XLA may all-reduce the gradient of a bias and slice it, where the table has a reduce-scatter. On the CPU it
+  does so with every gradient.
+- The backward pass of stage 3 needs W2 alone: no gradient goes back through W1, and a bias is only added.
+  In the program compiled here a device sends {ahead} values to gather weights forward and {back} backward,
+  so that {need:g} of the {closed:g} values are needed. With more layers the last unit fills up.
+"""
+
+
+def main() -> None:
+    """Write the page with two simulated devices."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", N)
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("nine_parameters.md")
+    path.write_text(page(Mesh(np.array(jax.devices()), ("data",))), encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What a run can be told: dataclasses that tyro turns into flags, presets, checks before any compile."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from train.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """AdamW with warm-up, cosine decay and clipping by the global norm."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    warmup: int = 50
+    """Steps to the peak; after it a cosine to a fiftieth of it at the last step."""
+    b2: float = 0.99
+    """Decay of the second moment."""
+    weight_decay: float = 0.1
+    """On matrices; norms and embeddings have none."""
+    clip: float = 1.0
+    """Largest global norm of the gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run of train/gpt.py."""
+
+    preset: Literal["default", "tiny", "gpt2-small", "gpt2-xl"] = "default"
+    """Where the defaults of all other flags come from."""
+    stage: int = 2
+    """ZeRO stage: 0 (plain data parallelism), 1, 2 or 3."""
+    steps: int = 1000
+    """Optimizer steps; the learning rate reaches its end there."""
+    batch: int = 32
+    """Windows in a batch, over all devices and processes."""
+    data: str | None = None
+    """A text file or a folder of text; the Python standard library's sources where left out."""
+    out: Path = Path("runs/gpt")
+    """Folder of the run: metrics.jsonl, loss.png, sample.txt, tensorboard/, checkpoints/."""
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint, as if it had not stopped."""
+    overwrite: bool = False
+    """Delete the run that --out holds."""
+    seed: int = 0
+    """Of the initial params, the order of the data, dropout and the sample."""
+    log_every: int = 25
+    """Steps between two lines of metrics."""
+    eval_every: int = 250
+    """Steps between two held-out losses."""
+    eval_windows: int = 1024
+    """Held-out windows, evenly spaced; the bigram model is asked for the same bytes."""
+    save_every: int = 250
+    """Steps between two checkpoints."""
+    keep: int = 2
+    """Checkpoints to keep."""
+    sample_bytes: int = 400
+    """Bytes of text to write at the end."""
+    prompt: str = "def "
+    """What that text starts with."""
+    temperature: float = 0.7
+    """Divides the logits of the sample."""
+    devices: int = 8
+    """Simulated CPU devices in this process where there is no GPU; with GPUs all of them are used."""
+    coordinator: str | None = None
+    """host:port of process 0, for a run of several processes (or JAX_COORDINATOR_ADDRESS)."""
+    processes: int | None = None
+    """Number of processes (or JAX_NUM_PROCESSES)."""
+    process_id: int | None = None
+    """Which one this is, from 0 (or JAX_PROCESS_ID)."""
+    model: Annotated[Model, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Model)
+    optim: Annotated[Optim, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Optim)
+
+
+PRESETS = {
+    "default": Config(),
+    "tiny": Config(
+        preset="tiny",
+        steps=200,
+        batch=16,
+        out=Path("runs/tiny"),
+        eval_every=100,
+        eval_windows=256,
+        save_every=100,
+        sample_bytes=80,
+        model=Model(width=64, layers=2, heads=1, seq=32),
+        optim=Optim(lr=1e-2, warmup=20),
+    ),
+    "gpt2-small": Config(
+        preset="gpt2-small",
+        steps=20_000,
+        batch=128,
+        out=Path("runs/gpt2-small"),
+        eval_every=1000,
+        save_every=1000,
+        model=Model(width=768, layers=12, heads=12, seq=1024, dtype="bfloat16", remat=True),
+        optim=Optim(lr=6e-4, warmup=1000, b2=0.95),
+    ),
+    "gpt2-xl": Config(
+        preset="gpt2-xl",
+        stage=3,
+        steps=50_000,
+        batch=512,
+        out=Path("runs/gpt2-xl"),
+        eval_every=1000,
+        save_every=1000,
+        model=Model(width=1600, layers=48, heads=25, seq=1024, dtype="bfloat16", remat=True, scan=True),
+        optim=Optim(lr=2e-4, warmup=2000, b2=0.95),
+    ),
+}
+
+
+def parse(args: list[str] | None = None) -> Config:
+    """The config that a command line means: a preset, then its flags on top."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="default")
+    preset = first.parse_known_args(args)[0].preset
+    flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    return tyro.cli(Config, args=args, default=PRESETS.get(preset, PRESETS["default"]), config=flat)
+
+
+def group(config: Config, environ: Any = os.environ) -> tuple[str, int | None, int | None] | None:
+    """(coordinator, processes, process id) where a flag or JAX_COORDINATOR_ADDRESS gives a coordinator."""
+    coordinator = config.coordinator or environ.get("JAX_COORDINATOR_ADDRESS")
+    if coordinator is None:
+        return None
+
+    def number(flag: int | None, name: str) -> int | None:
+        return int(environ[name]) if flag is None and name in environ else flag
+
+    processes = number(config.processes, "JAX_NUM_PROCESSES")
+    return coordinator, processes, number(config.process_id, "JAX_PROCESS_ID")
+
+
+def check(config: Config, *, devices: int, processes: int) -> None:
+    """Refuses what cannot run.
+
+    Raises:
+      ValueError: sizes that do not fit the devices or each other; a schedule without steps.
+    """
+    m = config.model
+    if config.batch % devices or config.batch < 1:
+        each, rest = divmod(config.batch, devices)
+        near = f"{each * devices} or {(each + 1) * devices}" if each > 0 else f"{devices}"
+        raise ValueError(
+            f"--batch {config.batch}: {devices} devices cannot split {config.batch} windows evenly "
+            f"({config.batch} = {each} x {devices} + {rest}). Pass --batch {near}."
+        )
+    if devices % processes:
+        raise ValueError(f"{devices} devices over {processes} processes: each must have the same number.")
+    if m.width % m.heads or (m.width // m.heads) % 2:
+        raise ValueError(
+            f"--width {m.width} --heads {m.heads}: rotary positions need an even number of features per "
+            f"head, not {m.width}/{m.heads}."
+        )
+    if not config.prompt:
+        raise ValueError("--prompt: must not be empty; the sample needs a byte to start from.")
+    for name in ("steps", "log_every", "eval_every", "save_every", "keep", "eval_windows"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least 1.")
+
+
+def identity(config: Config, fingerprint: str) -> dict[str, Any]:
+    """What must not change when a run is resumed: model, optimizer, batches, data."""
+    fixed = {name: getattr(config, name) for name in ("steps", "batch", "seed")}
+    parts = dataclasses.asdict(config.model) | dataclasses.asdict(config.optim)
+    return parts | fixed | {"data": fingerprint}
