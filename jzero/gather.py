@@ -260,17 +260,32 @@ def never_save_gathered(policy):
 
 @dataclasses.dataclass(frozen=True)
 class GatherOnUse:
-    """A function of params that gathers each stored weight where it is used. Compares by function and plan."""
+    """A function of params that gathers each stored weight where it is used. Compares by function and plan.
+
+    At stages 0 to 2 it only calls the function; `shard` puts it round `apply_fn` at every stage, so that two
+    states of one kind have equal trees and an eager call with a whole batch is noticed.
+    """
 
     fn: Callable = dataclasses.field(compare=False)
     plan: Plan
     key: Any
 
     def __call__(self, params, *args, **kwargs):
-        """Trace the function, and evaluate it again with every stored weight gathered where it is used."""
+        """Call the function; where params are stored split, each is gathered where it is used."""
+        warn_whole_batch(jax.tree.leaves(args), self.plan)
+        if not self.plan.config.row.params:
+            return self.fn(params, *args, **kwargs)
+        return self.gathering(params, *args, **kwargs)
+
+    def __getattr__(self, name):
+        if name in ("fn", "plan", "key"):  # not set yet: copying, unpickling
+            raise AttributeError(name)
+        return getattr(self.fn, name)
+
+    def gathering(self, params, *args, **kwargs):
+        """Trace the function, and evaluate it again with the gather rule."""
         leaves, tree = jax.tree.flatten((params, args, kwargs))
         layouts = self._layouts(params) + [None] * (len(leaves) - len(jax.tree.leaves(params)))
-        warn_whole_batch(jax.tree.leaves(args), self.plan, where="jzero.gather_on_use")
         is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
         others: list[Any] = []
         out_tree: list[Any] = []
@@ -350,7 +365,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     return GatherOnUse(fn, plan, same_key(fn))
 
 
-def warn_whole_batch(leaves: Sequence[Any], plan: Plan, *, where: str) -> None:
+def warn_whole_batch(leaves: Sequence[Any], plan: Plan) -> None:
     """Warns where concrete batch arrays are not split over the batch axes: every device would compute all of it."""
     parts = plan.batch_parts
     for x in leaves:
@@ -358,7 +373,7 @@ def warn_whole_batch(leaves: Sequence[Any], plan: Plan, *, where: str) -> None:
             continue
         if not isinstance(x, jax.Array) or x.sharding.shard_shape(x.shape)[0] * parts > x.shape[0] >= parts:
             warnings.warn(
-                f"{where}: a batch array {x.shape} is not split over batch axes {plan.batch_axes}: each of "
+                f"jzero: a batch array {x.shape} is not split over batch axes {plan.batch_axes}: each of "
                 f"{parts} devices computes all of it. Pass plan.place_batch(batch).",
                 stacklevel=4,
             )

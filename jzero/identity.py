@@ -92,28 +92,3 @@ def _hashable(value: Any) -> Any:
     except TypeError:
         return _ById(value)
     return value
-
-
-class SameFunction:
-    """A function that compares and hashes by `same_key`; calls and attributes go through to the function."""
-
-    def __init__(self, fn, key: Any = None):
-        self.fn, self.key = fn, same_key(fn) if key is None else key
-
-    def __call__(self, *args, **kwargs):
-        """Call the function."""
-        return self.fn(*args, **kwargs)
-
-    def __eq__(self, other):
-        return type(other) is type(self) and self.key == other.key
-
-    def __hash__(self):
-        return hash(self.key)
-
-    def __getattr__(self, name):
-        if name == "fn":
-            raise AttributeError(name)
-        return getattr(self.fn, name)
-
-    def __repr__(self):
-        return f"<jzero: {self.fn!r}>"

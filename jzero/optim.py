@@ -147,6 +147,7 @@ class _Update(_Wrapped):
             raise ValueError("jzero.zero: update needs the params: tx.update(grads, state, params).")
         pairs = self.plan.match(params, where="jzero.zero: update")
         grads = align(updates, params, where="jzero.zero: update")
+        _check_grads(grads, self.plan)
         layouts = [x for _, x in pairs]
         inner, master = split_master(state, params)
         with jax.named_scope("jzero.master"):
@@ -340,6 +341,22 @@ def align(updates, params, *, where: str) -> list:
         return tree.flatten_up_to(updates)
     except ValueError as error:
         raise ValueError(f"{where}: the updates are not a tree like the params: {error}") from None
+
+
+def _check_grads(grads, plan: Plan) -> None:
+    """Raises ValueError for gradients of other shapes than the params: per-example ones, say."""
+    rows = zip(grads, plan.layouts, strict=True)
+    bad = [
+        (x.name, typed_shape(x), typed_shape(g))
+        for g, x in rows
+        if g is not None and tuple(g.shape) != x.shape
+    ]
+    if bad:
+        raise ValueError(
+            f"jzero.zero: update: {len(bad)} gradients have another shape than their param:\n"
+            f"{listing([('param', 'its type', 'gradient'), *bad])}\nPer-example gradients (differential privacy) "
+            "cannot be reduced before they are clipped: aggregate them first, and wrap the rest of the chain."
+        )
 
 
 def _check_devices(leaves, plan: Plan) -> None:

@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jzero import jaxprs, kinds
 from jzero.config import ZeroConfig, make_config
 from jzero.errors import listing, typed_shape
-from jzero.gather import GatherOnUse, gather_on_use
-from jzero.identity import SameFunction
+from jzero.gather import GatherOnUse
+from jzero.identity import same_key
 from jzero.kinds import Parts
 from jzero.layout import P
 from jzero.optim import ZeroState, align, init_state, is_wrapped, unwrap, zero
@@ -202,12 +202,8 @@ def _plan(parts: Parts, config: ZeroConfig, mesh, param_specs) -> Plan:
 
 def _wrap_apply(parts: Parts, plan: Plan):
     """`apply_fn` with gather on use at stage 3; at every stage it compares by the model, not by the bound method."""
-    plain = parts.apply_fn
-    while isinstance(plain, (GatherOnUse, SameFunction)):
-        plain = plain.fn
-    if plain is None:
-        return None
-    return gather_on_use(plain, plan) if plan.config.row.params else SameFunction(plain)
+    plain = parts.apply_fn.fn if isinstance(parts.apply_fn, GatherOnUse) else parts.apply_fn
+    return None if plain is None else GatherOnUse(plain, plan, same_key(plain))
 
 
 def _layout(parts: Parts, plan: Plan) -> Parts:

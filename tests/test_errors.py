@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh
@@ -238,3 +239,12 @@ def test_layouts_that_do_not_fit_the_mesh(mesh_2x4):
         jzero.make_plan(shapes, stage=2, mesh=mesh_2x4, param_specs={"w": jax.P("model")})
     with raises(TypeError, "mesh must be a jax.sharding.Mesh, not list"):
         jzero.make_plan(shapes, stage=2, mesh=[1])
+
+
+def test_per_example_gradients_are_refused(mesh):
+    params = {"w": jnp.ones((64, 64))}
+    tx = jzero.zero(optax.contrib.dpsgd(1e-2, 1.0, 1.0, 0), jzero.make_plan(params, stage=2, mesh=mesh))
+    with raises(
+        ValueError, "1 gradients have another shape", "['w']", "f32[64,64]", "f32[8,64,64]", "Per-example"
+    ):
+        tx.update({"w": jnp.ones((8, 64, 64))}, tx.init(params), params)

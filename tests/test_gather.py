@@ -217,8 +217,9 @@ def test_a_function_that_does_not_take_the_params_first(mesh):
         fn(jnp.ones((8, 64)), {"w": jnp.ones((64, 64))})
 
 
-def test_an_eager_call_with_a_whole_batch_warns(mesh):
-    state = jzero.shard(create_state, stage=3, mesh=mesh, min_shard_bytes=0)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_eager_call_with_a_whole_batch_warns(stage, mesh):
+    state = jzero.shard(create_state, stage=stage, mesh=mesh, min_shard_bytes=0)
     plan, data = jzero.plan_of(state), batch()
     with pytest.warns(UserWarning, match=r"is not split over batch axes \('data',\).*plan.place_batch"):
         state.apply_fn({"params": state.params}, data["x"])

@@ -248,3 +248,31 @@ def test_a_replicated_batch_would_not_pass(mesh):
     with pytest.raises(AssertionError, match="not split"):
         assert_batch_is_split(whole)
     assert whole["x"].shape[0] == BATCH
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lookahead(stage, mesh):
+    """Its params are a pair of trees, and its slow params move by whole differences."""
+
+    def run(params, tx, data):
+        @jax.jit
+        def step(params, state, batch):
+            grads = jax.grad(loss_fn)(params.fast, batch)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.jit(tx.init)(params)
+        for _ in range(7):
+            params, state = step(params, state, data)
+        return params
+
+    pair = optax.LookaheadParams.init_synced(params_of())
+    plan = jzero.make_plan(pair.fast, stage=stage, mesh=mesh, min_shard_bytes=0)
+    inner = jzero.zero(optax.adam(1e-2), plan)
+    placed = optax.LookaheadParams.init_synced(plan.place(pair.fast))
+    with pytest.raises(TypeError, match="use_ZeroConfig_updates_delta_for_plain_arrays"):
+        run(placed, optax.lookahead(inner, 3, 0.5), plan.place_batch(batch()))
+    plan = jzero.make_plan(pair.fast, stage=stage, mesh=mesh, min_shard_bytes=0, updates="delta")
+    got = run(placed, optax.lookahead(jzero.zero(optax.adam(1e-2), plan), 3, 0.5), plan.place_batch(batch()))
+    want = run(pair, optax.lookahead(optax.adam(1e-2), 3, 0.5), batch())
+    assert max_error(got, want) < 1e-5

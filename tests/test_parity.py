@@ -8,6 +8,7 @@ themselves are summed over eight devices in another order: 1e-5, except where EX
 from __future__ import annotations
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,10 @@ OPTIMIZERS = {
     "normalize": lambda: optax.chain(contrib.normalize(), optax.sgd(LR)),
     "prodigy": lambda: contrib.prodigy(),
     "reduce_on_plateau": lambda: optax.chain(optax.adam(LR), contrib.reduce_on_plateau(patience=1)),
+    "sam": lambda: contrib.sam(
+        optax.sgd(LR), optax.chain(contrib.normalize(), optax.sgd(0.05)), sync_period=2
+    ),
+    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.adam(LR)),
     "schedule_free_adamw": lambda: contrib.schedule_free_adamw(LR),
     "schedule_free_sgd": lambda: contrib.schedule_free_sgd(LR),
     # chains and wrappers
@@ -100,6 +105,34 @@ OPTIMIZERS = {
     "centralize": lambda: optax.chain(optax.centralize(), optax.adam(LR)),
     "trace_bf16": lambda: optax.sgd(LR, momentum=0.9, accumulator_dtype=jnp.bfloat16),
 }
+# public functions of optax that return a transformation, and why they are not in the table
+NOT_OPTIMIZERS = {
+    "dpsgd": "takes per-example gradients; refused, see test_per_example_gradients_are_refused",
+    "differentially_private_aggregate": "likewise",
+    "sophia": "asks for a Hessian estimate of the loss, not a plain gradient",
+    "hutchinson_estimator_diag_hessian": "likewise",
+    "schedule_free": "a wrapper, tested as schedule_free_adamw and schedule_free_sgd",
+    "optimistic_adam": "deprecated name of optimistic_adam_v2",
+}
+
+
+def test_the_table_is_complete():
+    """Every alias of optax and every factory of optax.contrib is in the table, or has a reason why not."""
+    import optax._src.alias as aliases
+
+    names = [
+        n for n in dir(aliases) if n in dir(optax) and n.islower() and inspect.isfunction(getattr(aliases, n))
+    ]
+    names += [n for n in dir(contrib) if n.islower() and _makes_a_transformation(getattr(contrib, n))]
+    known = set(OPTIMIZERS) | set(NOT_OPTIMIZERS)
+    assert [n for n in names if n not in known and not n.startswith(("scale_by_", "_"))] == []
+
+
+def _makes_a_transformation(value) -> bool:
+    returns = inspect.signature(value).return_annotation if inspect.isfunction(value) else ""
+    return "GradientTransformation" in str(returns)
+
+
 # name -> (tolerance fed the same gradients, tolerance end to end, reason)
 TREE_SUMS = "inner products over the whole tree scale every update, and they are summed in another order"
 EXCEPT: dict[str, tuple[float, float, str]] = {
