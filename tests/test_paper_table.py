@@ -1,0 +1,38 @@
+"""All 54 cells of Table 1 of the ZeRO paper, from compiled programs, to the table's rounding."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])")
+
+spec = importlib.util.spec_from_file_location(
+    "make_paper_table", Path(__file__).parents[1] / "docs" / "make_paper_table.py"
+)
+assert spec is not None
+assert spec.loader is not None
+table = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(table)
+
+
+@pytest.mark.parametrize("n", table.DEVICES)
+@pytest.mark.parametrize("model", table.PAPER)
+def test_three_cells(model, n):
+    text = table.PAGE.read_text()
+    section = text.split(f"## {model}\n")[1].split("##")[0]
+    row = next(line for line in section.splitlines() if line.startswith(f"| {n} |"))
+    for stage, printed in zip(table.STAGES, table.PAPER[model][n], strict=True):
+        compiled, estimated = table.cell(model, n, stage)
+        assert table.agrees(compiled, printed), (compiled, printed)
+        assert compiled == pytest.approx(estimated, rel=1e-6)
+        shown = f"{compiled:.4g}" if compiled < 1e4 else f"{compiled:.0f}"
+        assert f"{shown} ({printed})" in row, "the page is not up to date: python docs/make_paper_table.py"
+
+
+def test_a_wrong_cell_is_seen():
+    assert not table.agrees(31.4 * 1.01, "31.4")
+    assert not table.agrees(119, "120")
+    assert not table.agrees(1.89, "1.88")
