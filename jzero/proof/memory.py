@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
+from jzero.describe import leaf_bytes
 from jzero.errors import human_bytes, table
 from jzero.layout import Layout, axis_size, shard_factor, spec_axes
 from jzero.optim import init_state, unwrap, zero
-from jzero.sharding import Plan, leaf_bytes
+from jzero.sharding import Plan
 
 
 @dataclasses.dataclass(frozen=True)

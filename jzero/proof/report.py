@@ -176,7 +176,7 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
       (0, 32)
     """
     compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
-    module = parse(_text(compiled))
+    module = parse(text_of(compiled))
     mesh_shape = _mesh_shape(compiled, plan)
     collectives = _grouped(find_collectives(module), mesh_shape, module.entry)
     return Report(
@@ -189,7 +189,8 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     )
 
 
-def _text(compiled) -> str:
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """The text of a compiled program, or a TypeError that says what to pass."""
     remedy = "Pass jax.jit(step).lower(*args).compile(), or what pod.compile(step, *args) returns."
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(f"jzero.explain: needs a compiled program, got {type(compiled).__name__}.\n{remedy}")

@@ -1,0 +1,118 @@
+"""An optimizer state for another plan: values kept, dtypes those of the masters, nothing rounded twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.errors import listing
+from jzero.kinds import Parts
+from jzero.optim import ZeroState, align, init_state, unwrap
+from jzero.sharding import Plan
+
+
+def check_belongs(parts: Parts, tx) -> None:
+    """Raises ValueError where the optimizer state is not what `tx.init` gives for these params."""
+    state = _inner(parts.opt_state)
+    want = jax.eval_shape(unwrap(tx).init, parts.params)
+    if _outline(want) == _outline(state):
+        return
+    got, wanted = _outline(state), _outline(want)
+    rows = [
+        (k, wanted.get(k, "absent"), got.get(k, "absent"))
+        for k in {**wanted, **got}
+        if wanted.get(k) != got.get(k)
+    ]
+    raise ValueError(
+        f"jzero: the optimizer state does not belong to the params: {len(rows)} leaves differ from what tx.init "
+        f"gives for them:\n{listing([('leaf', 'tx.init', 'given'), *rows])}\nBuild it with tx.init(params), as "
+        "TrainState.create does."
+    )
+
+
+def _outline(tree) -> dict[str, str]:
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(k): str(tuple(np.shape(x))) for k, x in flat}
+
+
+def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, masters=None) -> Any:
+    """The optimizer state for this plan: values kept, dtypes those that `init` gives for the masters.
+
+    `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
+    except where the user has replaced the param.
+    """
+    check_belongs(parts, tx)
+    target = jax.eval_shape(lambda p: init_state(tx, p), parts.params)
+    has_master, target_inner, inner = isinstance(target, ZeroState), _inner(target), _inner(parts.opt_state)
+    old = parts.opt_state.master if isinstance(parts.opt_state, ZeroState) else None
+    wanted = jax.tree.leaves(target_inner)
+    placed = [
+        place(as_array(x), plan.sharding(s))
+        for x, s in zip(jax.tree.leaves(inner), plan.state_specs(target_inner), strict=True)
+    ]
+    if any(x.dtype.itemsize < t.dtype.itemsize for x, t in zip(placed, wanted, strict=True)):
+        fresh = _fresh_inner(parts, tx, plan, place, masters)
+        placed = [_widened(x, f) for x, f in zip(placed, fresh, strict=True)]
+    leaves = [_as_dtype(x, t.dtype) for x, t in zip(placed, wanted, strict=True)]
+    inner = jax.tree.unflatten(jax.tree.structure(target_inner), leaves)
+    if not has_master:
+        return inner
+    count = len(plan.layouts)
+    known = (
+        align(old, parts.params, where="jzero.shard: the master")
+        if old is not None
+        else masters or [None] * count
+    )
+    needs = align(target.master, parts.params, where="jzero.shard: the master")
+    rows = zip(jax.tree.leaves(parts.params), known, needs, plan.layouts, strict=True)
+    new = [
+        None if w is None else _master(p, m, w.dtype, plan.sharding(x.state), place) for p, m, w, x in rows
+    ]
+    return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new))
+
+
+def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
+    """The leaves of a fresh inner state, made for the masters: what a 16-bit `tx.init` rounded, unrounded."""
+    params = [
+        place(as_array(p), plan.sharding(x.state))
+        for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)
+    ]
+    params = jax.tree.unflatten(jax.tree.structure(parts.params), params)
+    known = None
+    if masters is not None:
+        best = [p if m is None else m for p, m in zip(jax.tree.leaves(params), masters, strict=True)]
+        known = jax.tree.unflatten(jax.tree.structure(params), best)
+    return jax.tree.leaves(jax.jit(lambda p, m: _inner(tx.init.trace(p, m)))(params, known))
+
+
+def _widened(value, fresh):
+    """The wider fresh value where the given one is its rounding (a hyper-parameter, a copy of a param)."""
+    return (
+        value
+        if value.dtype == fresh.dtype
+        else jnp.where(fresh.astype(value.dtype) == value, fresh, value.astype(fresh.dtype))
+    )
+
+
+def _master(param, known, dtype, sharding, place):
+    param = place(as_array(param), sharding)
+    if known is None:
+        return param.astype(dtype)
+    known = place(known, sharding)
+    return jnp.where(known.astype(param.dtype) == param, known, param.astype(known.dtype)).astype(dtype)
+
+
+def _inner(opt_state):
+    return opt_state.inner if isinstance(opt_state, ZeroState) else opt_state
+
+
+def as_array(x):
+    """An array of a Python scalar; arrays and abstract values as they are."""
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
+
+
+def _as_dtype(x, dtype):
+    return x if x.dtype == dtype else x.astype(dtype)
