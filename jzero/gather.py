@@ -13,6 +13,7 @@ import numpy as np
 from jzero import jaxprs
 from jzero.identity import same_key
 from jzero.layout import Layout, path_keys
+from jzero.mesh import check_context_mesh
 from jzero.sharding import Plan
 from jzero.walk import Walk, Weight
 
@@ -31,7 +32,8 @@ class GatherOnUse:
 
     def __call__(self, params, *args, **kwargs):
         """Call the function; where params are stored split, each is gathered where it is used."""
-        warn_whole_batch(jax.tree.leaves(args), self.plan)
+        check_context_mesh()
+        warn_whole_batch(jax.tree.leaves((args, kwargs)), self.plan)
         if not self.plan.config.row.params:
             return self.fn(params, *args, **kwargs)
         return self.gathering(params, *args, **kwargs)
@@ -128,9 +130,10 @@ def warn_whole_batch(leaves: Sequence[Any], plan: Plan) -> None:
     """Warns where concrete batch arrays are not split over the batch axes: every device would compute all of it."""
     parts = plan.batch_parts
     for x in leaves:
-        if jaxprs.is_tracer(x) or not isinstance(x, (jax.Array, np.ndarray)) or not np.ndim(x) or parts == 1:
-            continue
-        if not isinstance(x, jax.Array) or x.sharding.shard_shape(x.shape)[0] * parts > x.shape[0] >= parts:
+        if jaxprs.is_tracer(x) or not isinstance(x, (jax.Array, np.ndarray)) or np.ndim(x) < 2:
+            continue  # vectors may be keys or weights; a batch has a feature dim
+        rows = x.sharding.shard_shape(x.shape)[0] if isinstance(x, jax.Array) else x.shape[0]
+        if parts > 1 and x.shape[0] % parts == 0 and x.shape[0] and rows * parts > x.shape[0]:
             warnings.warn(
                 f"jzero: a batch array {x.shape} is not split over batch axes {plan.batch_axes}: each of "
                 f"{parts} devices computes all of it. Pass plan.place_batch(batch).",

@@ -172,7 +172,7 @@ def scanned_paths(leaves: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> 
     return found
 
 
-def base_specs(params, flat, param_specs, mesh: Mesh) -> list[PartitionSpec]:
+def base_specs(params, flat, param_specs, mesh: Mesh, axes: Sequence[str]) -> list[PartitionSpec]:
     """The layout that each param brings: `param_specs`, else Flax metadata, else its NamedSharding, else whole."""
     if param_specs is not None:
         given = jax.tree.map(
@@ -183,7 +183,7 @@ def base_specs(params, flat, param_specs, mesh: Mesh) -> list[PartitionSpec]:
     else:
         boxed = jax.tree.leaves(params, is_leaf=lambda x: metadata_spec(x) is not None)
         specs = [s for box in boxed for s in [metadata_spec(box)] for _ in jax.tree.leaves(box)]
-    out = [_array_spec(x, mesh) if s is None else s for (_, x), s in zip(flat, specs, strict=True)]
+    out = [_array_spec(x, mesh, axes) if s is None else s for (_, x), s in zip(flat, specs, strict=True)]
     return [_checked_base(k, x, s, mesh) for (k, x), s in zip(flat, out, strict=True)]
 
 
@@ -198,11 +198,25 @@ def metadata_spec(box) -> PartitionSpec | None:
     return None
 
 
-def _array_spec(leaf, mesh: Mesh) -> PartitionSpec:
+def _array_spec(leaf, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
+    """The layout of an array without the ZeRO axes: a split over those is an earlier run's, not the model's."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and set(spec_axes(sharding.spec)) <= set(mesh.axis_names):
-        return sharding.spec
+        return make_spec([tuple(a for a in entry_axes(e) if a not in axes) for e in sharding.spec])
     return P()
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that the arrays of a tree are laid out on, if any of them is split."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if (
+            isinstance(sharding, NamedSharding)
+            and spec_axes(sharding.spec)
+            and isinstance(sharding.mesh, Mesh)
+        ):
+            return sharding.mesh
+    return None
 
 
 def _checked_base(path, leaf, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -90,6 +90,10 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"jzero.zero: tx must be an optax transformation, not {type(tx).__name__}.")
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"jzero.zero: plan must be a jzero.Plan, not {type(plan).__name__}. Make one: jzero.make_plan(params, ...)."
+        )
     if is_wrapped(tx):
         raise TypeError(
             "jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx)."
@@ -146,6 +150,7 @@ class _Update(_Wrapped):
         if params is None:
             raise ValueError("jzero.zero: update needs the params: tx.update(grads, state, params).")
         pairs = self.plan.match(params, where="jzero.zero: update")
+        _check_dtypes(pairs)
         grads = align(updates, params, where="jzero.zero: update")
         _check_grads(grads, self.plan)
         layouts = [x for _, x in pairs]
@@ -201,7 +206,7 @@ class _Update(_Wrapped):
 
 def _land_on_sum(delta, x: Layout, plan: Plan):
     def add(param):
-        new = plan.constrain(param, x.state) + delta
+        new = plan.constrain(plan.constrain(param, x.stored), x.state) + delta
         return plan.constrain(plan.constrain(new.astype(x.dtype), x.state), x.stored)
 
     return landing(add, x)
@@ -222,7 +227,8 @@ def reduce_grad(grad, x: Layout, plan: Plan):
 
 def take_over(param, master, x: Layout, plan: Plan):
     """The master on its shard, with what the user has changed in the param since; without master, the param."""
-    shard = plan.constrain(param, x.state)
+    # first as stored: the carry of a scan over steps would else take the layout of the shard
+    shard = plan.constrain(plan.constrain(param, x.stored), x.state)
     if master is None:
         return shard
     kept = jnp.where(master.astype(x.dtype) == shard, master, shard.astype(master.dtype))
@@ -258,13 +264,15 @@ def widen_abstract(params, plan: Plan):
 def frozen_leaves(tx, params) -> list[bool]:
     """For each param, whether `tx.update` answers a constant zero whatever the gradient; read from its jaxpr."""
 
-    def deltas(grads, params):
-        return jax.tree.leaves(tx.update(grads, tx.init(params), params)[0])
+    def deltas(grads, state, params):
+        return jax.tree.leaves(tx.update(grads, state, params)[0])
 
+    # any state, not the initial one: a delayed or accumulated update starts at zero and is not frozen
     try:
-        return constant_zero_outputs(deltas, params, params)
-    except TypeError:  # needs extra arguments (value=, value_fn=): a line search freezes nothing
+        zeros = constant_zero_outputs(deltas, params, jax.eval_shape(tx.init, params), params)
+    except Exception:  # an update that wants more (value=, value_fn=, its own params) freezes nothing
         return [False] * len(jax.tree.leaves(params))
+    return zeros if len(zeros) == len(jax.tree.leaves(params)) else [False] * len(jax.tree.leaves(params))
 
 
 def with_master(inner, wide, params, frozen, plan: Plan):
@@ -302,6 +310,17 @@ def align(updates, params, *, where: str) -> list:
         return tree.flatten_up_to(updates)
     except ValueError as error:
         raise ValueError(f"{where}: the updates are not a tree like the params: {error}") from None
+
+
+def _check_dtypes(pairs) -> None:
+    """Raises TypeError for params that were replaced by values of another dtype."""
+    bad = [(x.name, typed_shape(x), typed_shape(p)) for p, x in pairs if p.dtype != x.dtype]
+    if bad:
+        raise TypeError(
+            f"jzero.zero: update: {len(bad)} params have another dtype than in the plan:\n"
+            f"{listing([('param', 'plan', 'given'), *bad])}\nCast what replaces a param to its dtype, or make a plan "
+            "for the new dtypes: jzero.shard(state, ...) again."
+        )
 
 
 def _check_grads(grads, plan: Plan) -> None:

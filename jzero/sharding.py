@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero.config import ZeroConfig, make_config
 from jzero.describe import describe_plan
 from jzero.errors import human_bytes, listing, typed_shape
+from jzero.jaxprs import is_tracer
 from jzero.layout import (
     Layout,
     P,
@@ -33,6 +35,7 @@ from jzero.layout import (
     entry_axes,
     make_layout,
     make_spec,
+    mesh_of,
     path_keys,
     scanned_paths,
 )  # fmt: skip
@@ -89,6 +92,16 @@ class Plan:
         """The sharding of a batch: dim 0 split over the batch axes, `[B, ...] -> [B/N, ...]` per device."""
         return self.sharding(make_spec([self.batch_axes]))
 
+    def kind_of(self, path: str) -> str:
+        """What an argument of a step is: "params", "opt_state" or "rest", from its path (`[0][0].params['w']`)."""
+        names = [x.name for x in self.layouts]
+        inner = re.sub(r"^\[\d+\]\[[^\]]+\]", "", path)
+        if ".opt_state" in path:
+            return "opt_state"
+        if ".params" in inner or inner in names:
+            return "params"
+        return "opt_state" if any(path.endswith(name) for name in names) else "rest"
+
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A spec on this plan's mesh."""
         return NamedSharding(self.mesh, spec)
@@ -131,7 +144,9 @@ class Plan:
         )
 
     def place(self, tree: Any) -> Any:
-        """Params laid out as stored: a copy of each leaf, split over the mesh.
+        """Params laid out as stored, split over the mesh.
+
+        A leaf that lies there already is shared, not copied: donating the result takes the given array too.
 
         Args:
           tree: the params (numpy or JAX arrays, whole or in another layout) the plan was made for.
@@ -156,6 +171,7 @@ class Plan:
         Raises:
           ValueError: a leaf whose leading dim the batch axes do not divide; lists the leaves.
         """
+        _check_batch(batch)
         parts = self.batch_parts
         local = parts if jax.process_count() == 1 else self._local_parts()
         bad = []
@@ -180,7 +196,7 @@ class Plan:
 
     def _place_batch_leaf(self, leaf):
         sharding = self.batch if np.ndim(leaf) else self.sharding(P())
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
             return leaf
         if jax.process_count() > 1 and not is_global(leaf):
             return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
@@ -252,8 +268,8 @@ def make_plan(
         metadata round it, or `param_specs` give a layout to keep (tensor parallelism); the ZeRO axis is
         added on a free dim, or shares one.
       config: a `ZeroConfig`; or pass its fields as keywords.
-      mesh: the devices. None: all devices on one axis with the name of `config.axis`. Explicit axes are laid
-        out on an Auto mesh over the same devices.
+      mesh: the devices. None: the mesh that the params are split on, else all devices on one axis with the name
+        of `config.axis`. Explicit axes are laid out on an Auto mesh over the same devices.
       param_specs: a tree of PartitionSpec like `params` (or a prefix of it).
 
     Returns:
@@ -271,10 +287,10 @@ def make_plan(
       PartitionSpec('data',)
     """
     config = make_config(config, fields, where="jzero.make_plan")
-    mesh, notes = resolve_mesh(mesh, config)
+    mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
     flat = jax.tree_util.tree_leaves_with_path(params)
     _check_params(flat)
-    bases = base_specs(params, flat, param_specs, mesh)
+    bases = base_specs(params, flat, param_specs, mesh, config.axes)
     scanned = scanned_paths([(path_keys(k), tuple(np.shape(x))) for k, x in flat])
     layouts = [
         make_layout(k, x, b, config, mesh, path_keys(k) in scanned)
@@ -322,3 +338,20 @@ def _check_uneven(layouts: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> 
         f"{config.axis!r} (size {n}):\n{listing([(x.name, typed_shape(x), x.reason) for x in bad])}\n"
         f'Pass ZeroConfig(uneven="replicate") (costs {human_bytes(cost)} more per device with an Adam-like state).'
     )
+
+
+def _check_batch(batch: Any) -> None:
+    """Raises TypeError for what is no batch of arrays: traced values, lists of numbers, strings."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        name = jax.tree_util.keystr(path) or "batch"
+        if is_tracer(leaf):
+            raise TypeError(
+                f"plan.place_batch: {name} is a traced value. Place the batch outside of jit, or inside of it use "
+                "jax.lax.with_sharding_constraint(batch, plan.batch)."
+            )
+        in_list = bool(path) and isinstance(path[-1], jax.tree_util.SequenceKey)
+        if isinstance(leaf, str) or (in_list and not hasattr(leaf, "shape")):
+            raise TypeError(
+                f"plan.place_batch: {name} is a {type(leaf).__name__} in a list, which would be a scalar of its own. "
+                "Pass arrays: np.asarray(the list)."
+            )

@@ -86,6 +86,11 @@ def shard(
     if kinds.is_creator(state):
         return _born_sharded(_checked_creator(state, "jzero.shard"), config, mesh, param_specs)
     parts = kinds.take_apart(state, where="jzero.shard")
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(parts)):
+        raise TypeError(
+            "jzero.shard: this state is abstract (jax.ShapeDtypeStruct leaves) and has nothing to place. Use "
+            "jzero.abstract(state, ...) to compile a step with it, or pass the function that creates it."
+        )
     plan = _plan(parts, config, mesh, param_specs)
     _check_devices(parts, plan)
     return kinds.put_together(state, _place(parts, plan))

@@ -248,3 +248,35 @@ def test_per_example_gradients_are_refused(mesh):
         ValueError, "1 gradients have another shape", "['w']", "f32[64,64]", "f32[8,64,64]", "Per-example"
     ):
         tx.update({"w": jnp.ones((8, 64, 64))}, tx.init(params), params)
+
+
+def test_params_replaced_by_another_dtype(mesh):
+    state = jzero.shard(lambda: create_state(dtype=jnp.bfloat16), stage=2, mesh=mesh)
+    fp32 = jax.tree.map(lambda p: p.astype(F32), state.params)
+    with raises(
+        TypeError,
+        "params have another dtype than in the plan",
+        "['Dense_0']['bias']",
+        "bf16[40]",
+        "f32[40]",
+        "Cast",
+    ):
+        state.replace(params=fp32).apply_gradients(grads=fp32)
+
+
+def test_a_config_where_a_plan_belongs():
+    with raises(TypeError, "plan must be a jzero.Plan, not ZeroConfig", "jzero.make_plan(params, ...)"):
+        jzero.zero(optax.sgd(1e-3), jzero.ZeroConfig(stage=2))
+
+
+def test_what_is_no_batch_of_arrays(mesh):
+    plan = jzero.plan_of(jzero.shard(create_state, stage=2, mesh=mesh))
+    with raises(TypeError, "['x'][0] is a float in a list", "np.asarray(the list)"):
+        plan.place_batch({"x": [1.0] * 8})
+    with raises(TypeError, "is a traced value. Place the batch outside of jit"):
+        jax.jit(plan.place_batch)(batch())
+
+
+def test_an_abstract_state_or_pod_given_to_shard(mesh):
+    with raises(TypeError, "jzero.shard: this state is abstract", "jzero.abstract"):
+        jzero.shard(jax.eval_shape(create_state), stage=2, mesh=mesh)

@@ -276,3 +276,55 @@ def test_lookahead(stage, mesh):
     got = run(placed, optax.lookahead(jzero.zero(optax.adam(1e-2), plan), 3, 0.5), plan.place_batch(batch()))
     want = run(pair, optax.lookahead(optax.adam(1e-2), 3, 0.5), batch())
     assert max_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_layouts_hold_through_a_scan_of_steps(stage, dtype, mesh):
+    state = shard(lambda: create_state(dtype=dtype), mesh, stage)
+    data = jzero.plan_of(state).place_batch(batch())
+    steps = jax.jit(lambda s, b: jax.lax.scan(lambda s, _: train_step(s, b), s, None, length=3))
+    first = [x.sharding.spec for x in jax.tree.leaves(state)]
+    for _ in range(2):
+        state, _ = steps(state, data)
+        assert [x.sharding.spec for x in jax.tree.leaves(state)] == first
+    assert steps._cache_size() == 1
+
+
+def test_an_update_that_starts_at_zero_is_not_frozen(mesh):
+    """A gradient that is applied one step late: its first update is zero, its param still needs a master."""
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(grads, state, params=None):
+        return state, jax.tree.map(lambda g: -1e-4 * g, grads)
+
+    tx = optax.GradientTransformation(init, update)
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+    tx = jzero.zero(tx, plan)
+    params = plan.place(params)
+    state = tx.init(params)
+    assert isinstance(state, jzero.ZeroState)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(200):
+        params, state = step(params, state)
+    np.testing.assert_allclose(np.asarray(params["w"], np.float32), 0.98, atol=2e-3)
+
+
+def test_a_transformation_that_reads_extra_arguments(mesh):
+    def update(grads, state, params=None, **extra):
+        return jax.tree.map(lambda g: -g * extra["loss"], grads), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    params = {"w": jnp.ones((64, 64))}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+    tx, params = jzero.zero(tx, plan), plan.place(params)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params, loss=0.25)
+    np.testing.assert_allclose(optax.apply_updates(params, updates)["w"], 0.75)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])")
+pytest.importorskip(
+    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
+)
 
 spec = importlib.util.spec_from_file_location(
     "make_paper_table", Path(__file__).parents[1] / "docs" / "make_paper_table.py"

@@ -241,3 +241,40 @@ def test_params_within_the_node_and_state_over_all():
     state, loss = jax.jit(train_step)(state, data)
     np.testing.assert_allclose(loss, jax.jit(train_step)(create_state(), batch())[1], rtol=1e-5)
     assert loss_of(state.apply_fn, state.params, data) < loss
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_params_that_an_earlier_run_split_are_not_taken_for_tensor_parallelism(stage, mesh):
+    old = jzero.shard(create_state, stage=3, mesh=mesh, min_shard_bytes=0)
+    fresh = TrainState.create(apply_fn=create_state().apply_fn, params=old.params, tx=optax.adam(1e-3))
+    plan = jzero.plan_of(jzero.shard(fresh, stage=stage, mesh=mesh, min_shard_bytes=0))
+    want = jzero.plan_of(jzero.shard(create_state, stage=stage, mesh=mesh, min_shard_bytes=0))
+    assert plan.layouts == want.layouts
+
+
+def test_no_mesh_takes_the_mesh_that_the_params_are_split_on(mesh_2x4):
+    w = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh_2x4, P(None, "model")))
+    plan = jzero.make_plan({"w": w}, stage=2, min_shard_bytes=0)
+    assert plan.mesh == mesh_2x4
+    assert plan.layouts[0].state == P("data", "model")
+
+
+def test_a_batch_on_another_mesh_is_moved_to_the_plans():
+    explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    state = jzero.shard(create_state, stage=2, mesh=explicit)
+    plan = jzero.plan_of(state)
+    placed = plan.place_batch(jax.device_put(batch(), NamedSharding(explicit, P("data"))))
+    assert all(x.sharding == plan.batch for x in jax.tree.leaves(placed))
+    jax.jit(train_step)(state, placed)
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match="Explicit axes"):
+        jax.jit(lambda s, b: train_step(s, b))(state, placed)
+
+
+def test_kind_of_an_argument(mesh):
+    state = jzero.shard(lambda: create_state(dtype=jnp.bfloat16), stage=2, mesh=mesh, min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+    compiled = jax.jit(train_step).lower(state, plan.place_batch(batch())).compile()
+    memory = jzero.explain(compiled, plan).memory
+    assert memory is not None
+    estimate = jzero.estimate(plan, tx=state.tx)
+    assert (memory.params, memory.opt_state) == (estimate.params, estimate.opt_state)
