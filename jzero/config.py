@@ -161,7 +161,10 @@ def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str
     if config is None:
         return ZeroConfig(**fields)
     if not isinstance(config, ZeroConfig):
-        raise TypeError(f"{where}: config must be a jzero.ZeroConfig, not {type(config).__name__}.")
+        kind = type(config).__name__
+        raise TypeError(
+            f"{where}: config must be a jzero.ZeroConfig, not {kind}. Name it: stage=2, mesh=mesh, ..."
+        )
     if fields:
         raise TypeError(f"{where}: pass config= or its fields ({', '.join(fields)}), not both.")
     return config

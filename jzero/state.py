@@ -11,6 +11,7 @@ A state is taken apart into params, optimizer state, step and the rest, and each
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +24,12 @@ from jax.sharding import Mesh, NamedSharding
 from jzero import jaxprs, kinds
 from jzero.config import ZeroConfig, make_config
 from jzero.conversion import as_array, check_belongs, convert_opt_state
-from jzero.errors import listing, typed_shape
+from jzero.describe import leaf_bytes
+from jzero.errors import human_bytes, listing, typed_shape
 from jzero.gather import GatherOnUse
 from jzero.identity import same_key
 from jzero.kinds import Parts
-from jzero.layout import P
+from jzero.layout import P, path_name
 from jzero.optim import init_state, is_wrapped, unwrap, zero
 from jzero.placement import put
 from jzero.sharding import Plan, make_plan
@@ -92,6 +94,7 @@ def shard(
             "jzero.abstract(state, ...) to compile a step with it, or pass the function that creates it."
         )
     plan = _plan(parts, config, mesh, param_specs)
+    _check_real(plan)
     _check_devices(parts, plan)
     return kinds.put_together(state, _place(parts, plan))
 
@@ -203,7 +206,19 @@ def _plan(parts: Parts, config: ZeroConfig, mesh, param_specs) -> Plan:
         mesh = old.mesh if mesh is None else mesh
     if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
-    return make_plan(parts.params, config, mesh=mesh, param_specs=param_specs)
+    plan = make_plan(parts.params, config, mesh=mesh, param_specs=param_specs)
+    return dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
+
+
+def _notes_on_rest(rest: Any, plan: Plan) -> list[str]:
+    """What lies outside of the params and stays whole on every device: batch statistics, a frozen NNX base."""
+    named = zip(jax.tree_util.tree_leaves_with_path(rest), plan.copy_specs(rest), strict=True)
+    whole = [(path_name(k), leaf_bytes(as_array(x))) for (k, x), spec in named if spec == P()]
+    if not whole or plan.n == 1 or not plan.config.row.state:
+        return []
+    largest = ", ".join(name for name, _ in sorted(whole, key=lambda row: -row[1])[:3])
+    count, size = len(whole), human_bytes(sum(b for _, b in whole))
+    return [f"{count} arrays outside of the params stay whole on every device, {size} in all ({largest})."]
 
 
 def _wrap_apply(parts: Parts, plan: Plan):
@@ -253,7 +268,8 @@ def _place(parts: Parts, plan: Plan) -> Parts:
 
 def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
-    born, finish = _creation(create, config, mesh, param_specs)
+    born, finish, plan = _creation(create, config, mesh, param_specs)
+    _check_real(plan)
     return finish(born())
 
 
@@ -268,8 +284,8 @@ def lower_creation(
     return _creation(create, config, mesh, param_specs)[0].lower()
 
 
-def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """The jitted creation of all leaves in their layout, and what makes a state of them."""
+def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[Any]], Any], Plan]:
+    """The jitted creation of all leaves in their layout, what makes a state of them, and the plan."""
     shapes, rebuild = _trace_creator(create)
     plan = _plan(shapes, config, mesh, param_specs)
     tx = zero(unwrap(shapes.tx), plan)
@@ -293,7 +309,7 @@ def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[An
     target = shapes.replace(opt_state=jax.eval_shape(lambda p: init_state(tx, p), shapes.params))
     out = target.replace(tx=tx, apply_fn=_wrap_apply(shapes, plan))
     jitted = jax.jit(born, out_shardings=jax.tree.leaves(_layout(out, plan)))
-    return jitted, lambda leaves: rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves))
+    return jitted, lambda leaves: rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves)), plan
 
 
 def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any]]:
@@ -332,6 +348,15 @@ def _params_first(parts: Parts):
         return out
 
     return order
+
+
+def _check_real(plan: Plan) -> None:
+    """Raises TypeError for a mesh of compile-only devices: nothing can be placed there."""
+    if not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
+        raise TypeError(
+            "jzero.shard: this mesh is of compile-only devices (jzero.pod); no array can lie there. Use "
+            "jzero.abstract(state, ..., mesh=mesh) and pod.compile(step, state, batch)."
+        )
 
 
 def _check_devices(parts: Parts, plan: Plan) -> None:

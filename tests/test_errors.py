@@ -280,3 +280,14 @@ def test_what_is_no_batch_of_arrays(mesh):
 def test_an_abstract_state_or_pod_given_to_shard(mesh):
     with raises(TypeError, "jzero.shard: this state is abstract", "jzero.abstract"):
         jzero.shard(jax.eval_shape(create_state), stage=2, mesh=mesh)
+
+
+def test_a_mesh_of_compile_only_devices(mesh):
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the jax-cuda12-plugin (jzero[pod])")
+    pod = jzero.pod("h200")
+    for state in (create_state, create_state()):
+        with raises(TypeError, "compile-only devices (jzero.pod)", "jzero.abstract(state"):
+            jzero.shard(state, stage=2, mesh=pod.mesh({"data": 8}))
+    elsewhere = jzero.abstract(create_state, stage=2, mesh=mesh)
+    with raises(ValueError, "leaves are not laid out on this pod", "mesh=pod.mesh(...)"):
+        pod.compile(train_step, elsewhere, batch())

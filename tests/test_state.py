@@ -453,3 +453,21 @@ def test_unshard_gives_whole_arrays(mesh):
     full = jzero.unshard(state.params)
     assert all(x.is_fully_replicated for x in jax.tree.leaves(full))
     assert max_error(full, create_state().params) < 1e-6
+
+
+def test_what_lies_outside_of_the_params_is_reported(mesh):
+    plan = jzero.plan_of(shard(create_full, mesh, 3))
+    assert "4 arrays outside of the params stay whole on every device, 288 B in all" in plan.describe()
+
+    class Lora(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.LoRALinear(64, 64, lora_rank=8, rngs=rngs)
+
+    def create():
+        model = Lora(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+
+    pair = shard(create, mesh, 3)
+    notes = jzero.plan_of(pair).describe()
+    assert "arrays outside of the params stay whole" in notes
+    assert "['layer']['kernel']" in notes

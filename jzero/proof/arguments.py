@@ -43,7 +43,7 @@ def fill_shardings(args, plan, *, devices):
                 split = f"{plan.batch.spec} over {dict(plan.batch.mesh.shape)}"
                 uneven.append((where, typed_shape(old), split))
             elif not _on(leaf, devices):
-                elsewhere.append((where, typed_shape(old), f"on {old.sharding.mesh.devices.flat[0]!r}"))
+                elsewhere.append((where, typed_shape(old), f"on {leaf.sharding.mesh.devices.flat[0]!r}"))
         same = all(old is leaf for (_, old), leaf in zip(paths, new, strict=True))
         return arg if same else jax.tree_util.tree_unflatten(tree, new)
 

@@ -163,8 +163,8 @@ def _weights_kept(e: Evidence) -> Found:
     weights = [x for x in e.split if x.stored != x.used]
     if e.on_cpu or not weights or next(_stack_before_loop(e), None):
         return
-    gathers = [s for s in e.over_zero_axes("all-gather") if s.phase == "forward" and not s.loops]
-    kept = sum(e.read_backward(s) for s in gathers) + _carried(e, weights)
+    gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
+    kept = sum(e.kept(s) for s in gathers) + _carried(e, weights)
     if kept > SHARE_KEPT * sum(e.local(x) * x.dtype.itemsize for x in weights):
         yield (
             "weights that the forward pass gathered are still there in the backward pass, which should gather them "
