@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def fill_shardings(args, plan, *, devices):
 
     def fill(name, arg):
         paths, tree = jax.tree_util.tree_flatten_with_path(arg)
-        new = [_placed(leaf, plan) for _, leaf in paths]
+        new: list[Any] = [_placed(leaf, plan) for _, leaf in paths]
         for (path, old), leaf in zip(paths, new, strict=True):
             where = name + jax.tree_util.keystr(path)
             if leaf is None:
