@@ -3,6 +3,7 @@
 from jzero.config import ZeroConfig
 from jzero.gather import gather_on_use
 from jzero.optim import ZeroState, unwrap, zero
+from jzero.proof.check import CheckError, Finding, check, findings
 from jzero.proof.memory import Estimate, estimate
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
@@ -10,14 +11,18 @@ from jzero.sharding import Plan, make_plan
 from jzero.state import abstract, plan_of, shard, unshard
 
 __all__ = [
+    "CheckError",
     "Estimate",
+    "Finding",
     "Plan",
     "Pod",
     "ZeroConfig",
     "ZeroState",
     "abstract",
+    "check",
     "estimate",
     "explain",
+    "findings",
     "gather_on_use",
     "make_plan",
     "plan_of",

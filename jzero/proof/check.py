@@ -1,0 +1,97 @@
+"""`check`: did the stage engage? Every way in which a compiled step does not do what its plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jzero.errors import human_bytes
+from jzero.proof.evidence import Evidence
+from jzero.proof.faults import KINDS
+from jzero.proof.hlo import parse
+from jzero.proof.report import text_of
+from jzero.sharding import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One way in which a stage did not engage.
+
+    Attributes:
+      kind: a stable short name, one of `KINDS`.
+      text: what was found, with the leaves it concerns.
+      bytes: per device: what is held, or sent in a step, for no good.
+      remedy: the argument or call that mends it.
+    """
+
+    kind: str
+    text: str
+    bytes: int
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({human_bytes(self.bytes)}): {self.text}\n    Remedy: {self.remedy}"
+
+
+class CheckError(Exception):
+    """A compiled step that does not do what its plan says; `findings` holds what is wrong."""
+
+    def __init__(self, found: tuple[Finding, ...], plan: Plan):
+        self.findings = found
+        lines = "\n".join(f"  {number}. {f}" for number, f in enumerate(found, 1))
+        count = f"{len(found)} finding{'s' if len(found) > 1 else ''}"
+        super().__init__(
+            f"jzero.check: {count}; stage {plan.config.stage} ({plan.config.row.text}) did not engage:\n{lines}"
+        )
+
+
+def check(compiled: jax.stages.Compiled, plan: Plan) -> None:
+    """Raises unless a compiled step does what its plan says.
+
+    Args:
+      compiled: what `pod.compile(step, ...)` or `jax.jit(step).lower(...).compile()` returns.
+      plan: the plan of the state that the step was compiled for, `jzero.plan_of(state)`.
+
+    Raises:
+      CheckError: lists every finding with its bytes and its remedy; they are in `.findings`.
+      TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
+
+    Cost:
+      As `explain`.
+    """
+    found = findings(compiled, plan)
+    if found:
+        raise CheckError(found, plan)
+
+
+def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
+    """Every way in which a compiled step does not do what its plan says; empty where it does.
+
+    In a program of the CPU backend `gradients_all_reduced`, `gathered_weights_kept` and `activations_moved` are
+    not looked for, since its collectives are not those of a GPU: compile for `jzero.pod`.
+
+    Args:
+      compiled: a compiled train step: state in, new state out.
+      plan: the plan of that state.
+
+    Returns:
+      One `Finding` per kind, in the order of `KINDS`: what wastes most comes first.
+
+    Raises:
+      TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jzero
+      >>> plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=2)
+      >>> findings(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile(), plan)
+      ()
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"jzero.check: needs a plan, got {type(plan).__name__}. Pass jzero.plan_of(state), or the plan that "
+            "jzero.make_plan made."
+        )
+    compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
+    evidence = Evidence(compiled, plan, parse(text_of(compiled)))
+    return tuple(Finding(kind, *found) for kind, rule in KINDS.items() for found in rule(evidence))

@@ -1,0 +1,242 @@
+"""What `check` judges by: the leaves of a step against the plan, and the collectives that carry its weights."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jzero.layout import Layout, path_keys, shard_factor
+from jzero.proof.collectives import Site, find_collectives
+from jzero.proof.groups import axes_of
+from jzero.proof.hlo import Computation, Instruction, Module, Shape
+from jzero.proof.places import phase_of, walk
+from jzero.sharding import Plan
+
+THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
+REDUCES = ("reduce-scatter", "all-reduce")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An argument of a step.
+
+    Attributes:
+      name: its path in the arguments.
+      shape, itemsize: of the whole array.
+      held: bytes on one device; 0 where the program does not use it.
+      donated: True where its buffer is given away.
+      layout: that of the param it is, or is a copy of (a moment, a master); else None.
+      is_param: True for the param itself.
+      returned: bytes on one device of the result that takes its place, None where none does.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    held: int
+    donated: bool
+    layout: Layout | None = None
+    is_param: bool = False
+    returned: int | None = None
+
+    def planned(self, plan: Plan) -> int | None:
+        """Bytes on one device by the plan, None for a leaf that is no copy of a param."""
+        if self.layout is None:
+            return None
+        spec: PartitionSpec = self.layout.stored if self.is_param else self.layout.state
+        return self.layout.size * self.itemsize // shard_factor(spec, plan.mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """A compiled step next to its plan."""
+
+    compiled: jax.stages.Compiled
+    plan: Plan
+    module: Module
+
+    @functools.cached_property
+    def leaves(self) -> list[Leaf]:
+        """The arguments, each with its param and the result that takes its place."""
+        infos = jax.tree_util.tree_leaves_with_path(self.compiled.args_info)
+        shardings = jax.tree.leaves(self.compiled.input_shardings, is_leaf=lambda s: s is None)
+        paths, found = [path_keys(k) for k, _ in infos], []
+        layouts = _layouts_of(paths, [tuple(i.shape) for _, i in infos], self.plan)
+        home, returned = _home_of_params(paths, layouts, self.plan), self._returned(paths)
+        for (path, info), keys, sharding, x in zip(infos, paths, shardings, layouts, strict=True):
+            itemsize = 0 if jax.dtypes.issubdtype(info.dtype, jax.dtypes.prng_key) else info.dtype.itemsize
+            held = 0 if sharding is None else math.prod(sharding.shard_shape(info.shape)) * itemsize
+            is_param = x is not None and _prefix(keys, x) == home
+            name, shape = jax.tree_util.keystr(path[2:]) or f"argument {keys[-1]}", tuple(info.shape)
+            back = returned.get(keys)
+            found.append(Leaf(name, shape, itemsize, held, info.donated, x, is_param, back))
+        return found
+
+    def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
+        """Bytes of the result that stands where an argument did: their paths end alike."""
+        outs = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(self.compiled.output_shardings)]
+        shapes = _results(self.module)
+        if len(outs) != len(shapes):
+            return {}
+        by_end: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+        for keys, shape in zip(outs, shapes, strict=True):
+            for cut in range(min(3, len(keys))):
+                by_end[keys[cut:]].append(shape.nbytes)
+        ends = {keys: by_end.get(keys) or by_end.get(keys[2:]) for keys in paths if len(keys) > 2}
+        return {keys: sizes[0] for keys, sizes in ends.items() if sizes}
+
+    @functools.cached_property
+    def state(self) -> list[Leaf]:
+        """The arguments that a step returns: params, optimizer state, what else is carried."""
+        return [x for x in self.leaves if x.returned is not None]
+
+    @functools.cached_property
+    def batch(self) -> list[Leaf]:
+        """Arrays that come in, do not come back, and are no copies of params."""
+        rest = (x for x in self.leaves if x.returned is None and x.layout is None)
+        return [x for x in rest if x.shape and x.itemsize and x.held]
+
+    @functools.cached_property
+    def split(self) -> list[Layout]:
+        """The params that ZeRO splits (at stage 0: all), vectors left out: theirs is small change."""
+        every = not self.plan.config.row.state
+        return [x for x in self.plan.layouts if (every or not x.reason) and len(x.shape) - x.scanned > 1]
+
+    def local(self, x: Layout, *, sliced: bool = False) -> int:
+        """Elements of a param as the model uses it, on one device; with `sliced`, of one layer of a stack."""
+        return x.size // shard_factor(x.used, self.plan.mesh) // (x.shape[0] if sliced and x.scanned else 1)
+
+    @functools.cached_property
+    def weight_sizes(self) -> frozenset[int]:
+        """Elements of every split param, and of one layer of every stack."""
+        return frozenset(self.local(x, sliced=s) for x in self.split for s in (False, True))
+
+    def is_weight(self, dims: tuple[int, ...]) -> bool:
+        """True for an array as large as a split param and of its dims; an activation may be as large."""
+        big = sorted(d for d in dims if d > 1)
+        return math.prod(dims) in self.weight_sizes and (len(big) <= 2 or tuple(big) in self._weight_dims)
+
+    @functools.cached_property
+    def _weight_dims(self) -> frozenset[tuple[int, ...]]:
+        shapes = (x.shape[cut:] for x in self.split for cut in range(1 + x.scanned))
+        return frozenset(tuple(sorted(d for d in shape if d > 1)) for shape in shapes)
+
+    @functools.cached_property
+    def sites(self) -> list[tuple[Site, tuple[str, ...]]]:
+        """Every collective with its mesh axes."""
+        mesh = dict(self.plan.mesh.shape)
+        return [(s, axes_of(s.groups, mesh)) for s in find_collectives(self.module)]
+
+    def over_zero_axes(self, *ops: str) -> Iterator[Site]:
+        """Collectives of these kinds that join the devices of the ZeRO axis."""
+        zero = set(self.plan.config.axes)
+        return (s for s, axes in self.sites if s.op in ops and zero & set(axes))
+
+    def instruction(self, s: Site) -> tuple[Computation, Instruction]:
+        """The instruction of a site, and where it stands."""
+        home = self.module.computations[s.computation]
+        return home, home.instructions[s.name]
+
+    def dims(self, s: Site) -> list[tuple[int, ...]]:
+        """Sizes of each tensor of a collective as one device puts it in."""
+        home, i = self.instruction(s)
+        return [home.instructions[o].shapes[0].dims for o in i.operands]
+
+    def parts(self, s: Site) -> list[int]:
+        """Elements of each tensor of a collective: whole ones for all-gather and reduce-scatter."""
+        times = s.group_size if s.op == "all-gather" else 1
+        return [math.prod(dims) * times for dims in self.dims(s)]
+
+    def gradients(self, s: Site) -> int:
+        """Elements of gradients that one execution of a reduction carries (XLA joins all-reduces into one flat one)."""
+        if s.phase == "forward":
+            return 0
+        least = min(self.weight_sizes, default=0) if s.op == "all-reduce" else math.inf
+        flat = sum(d[0] for d in self.dims(s) if len(d) == 1 and d[0] >= least)
+        return flat + sum(math.prod(d) for d in self.dims(s) if len(d) > 1 and self.is_weight(d))
+
+    def trips(self, s: Site) -> int:
+        """Executions within one update: a loop of whole steps counts once."""
+        return math.prod(n or 1 for n in s.loops[len(self.step_loops) :])
+
+    @functools.cached_property
+    def step_loops(self) -> tuple[int, ...]:
+        """Trip counts of the loops that run whole steps: those with an optimizer update in them."""
+        depths = [
+            p.loops
+            for p in walk(self.module)
+            if p.loops and any("jzero.update" in line for line in p.computation.lines)
+        ]
+        return min(depths, key=len, default=())
+
+    def kept(self, s: Site) -> int:
+        """Bytes of gathered weights that the forward pass and the backward pass both read."""
+        home, start = self.instruction(s)
+        done = next((u for u in home.users.get(start.name, ()) if u.opcode.endswith("-done")), start)
+        pieces = [u for u in home.users.get(done.name, ()) if u.opcode == "get-tuple-element"] or [done]
+        weights = [p for p in pieces if p.shapes[0].size in self.weight_sizes]
+        both, known = {"forward", "backward"}, self.module.has_backward
+        return sum(p.shapes[0].nbytes for p in weights if both <= _read_by(home, p, known))
+
+    @property
+    def on_cpu(self) -> bool:
+        """True for a program of the CPU backend."""
+        return self.plan.mesh.devices.flat[0].platform == "cpu"
+
+    @functools.cached_property
+    def has_gathers(self) -> bool:
+        """True where gather on use was traced into the program."""
+        return any(
+            "jzero.gather_weight" in line for c in self.module.computations.values() for line in c.lines
+        )
+
+
+def _read_by(home: Computation, value: Instruction, has_backward: bool) -> set[str]:
+    """The phases of the code that reads a value."""
+    phases, pending, seen = set(), [value], {value.name}
+    while pending:
+        for user in home.users.get(pending.pop().name, ()):
+            if user.opcode not in THROUGH:
+                phases.add(phase_of(user.op_name, has_backward))
+            elif user.name not in seen:
+                seen.add(user.name)
+                pending.append(user)
+    return phases
+
+
+def _results(module: Module) -> tuple[Shape, ...]:
+    """The arrays a program returns, on one device."""
+    schedule = module.computations[module.entry].schedule
+    return next((i.shapes for i in reversed(schedule) if i.is_root), ())
+
+
+def _layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
+    """The param that each leaf is or copies: by the end of its path; an NNX state has no names, there by shape."""
+    by_keys = {x.keys: x for x in plan.layouts}
+    by_shape = {x.shape: x for x in plan.layouts}
+    found: list[Layout | None] = []
+    for keys, shape in zip(paths, shapes, strict=True):
+        ends = (by_keys.get(keys[cut:]) for cut in range(2, len(keys)))
+        x = next((x for x in ends if x is not None and x.shape == shape), None)
+        if x is None and "states" in keys and shape:
+            x = by_shape.get(shape)
+        found.append(x)
+    return found
+
+
+def _prefix(keys: tuple[str, ...], x: Layout) -> tuple[str, ...]:
+    """The path of the tree that a copy of a param stands in."""
+    return keys[: -len(x.keys)] if keys[-len(x.keys) :] == x.keys else keys[:-1]
+
+
+def _home_of_params(paths, layouts, plan: Plan) -> tuple[str, ...] | None:
+    """The path of the params: called so, else the tree that holds each once, else the shortest path, the first."""
+    trees = collections.Counter(_prefix(k, x) for k, x in zip(paths, layouts, strict=True) if x is not None)
+    whole = [p for p, n in trees.items() if n >= len(plan.layouts)]
+    return min(whole, key=lambda p: (p[-1:] != ("params",), trees[p], len(p)), default=None)

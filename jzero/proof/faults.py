@@ -1,0 +1,258 @@
+"""The rules of `check`: one for each kind of fault, from the traces that it leaves in a compiled step.
+
+[Note: what is a fault]
+A rule looks for the trace that a fault leaves in the program, measures it in bytes, and stays silent below
+a threshold: a false alarm costs more than a small leak. Vectors (biases, norm scales) and leaves that stay
+whole are all-reduced by design, and an embedding that is used twice is reduced twice.
+
+[Note: the CPU backend]
+It makes an all-reduce of what a GPU reduce-scatters, and its choice of collectives is its own. So
+`gradients_all_reduced`, `gathered_weights_kept` and `activations_moved` are not looked for in its programs:
+compile for `jzero.pod`. The other kinds show on both.
+
+[Note: left out]
+Offloaded state that is held on the device at once: there is no offload yet. A stack that the user's own
+layout splits along its scanned dim: the plan records it as split by its own layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from jzero.errors import human_bytes, listing, typed_shape
+from jzero.layout import Layout, axis_size
+from jzero.proof.evidence import REDUCES, Evidence, Leaf
+
+SHARE_WHOLE = 0.05
+SHARE_MOVED = 0.01
+SHARE_GRADS = 0.2
+SHARE_KEPT = 0.1
+ROUNDS = 1.75
+DONATED = 0.9
+_FEW = 3
+
+
+Found = Iterator[tuple[str, int, str]]
+
+
+def _batch_not_split(e: Evidence) -> Found:
+    """An argument that is whole, and along some batch axis no gradient is ever reduced."""
+    parts = e.plan.batch_parts
+    if parts == 1 or not e.module.has_backward:
+        return
+    whole = [x for x in e.batch if x.held * parts > math.prod(x.shape) * x.itemsize and x.shape[0] > 1]
+    shard = _elements(e) // axis_size(e.plan.mesh, e.plan.config.axes)  # what is reduced over a replica axis
+    unreduced = [a for a in e.plan.batch_axes if e.plan.mesh.shape[a] > 1 and 2 * _reduced(e, a) < shard]
+    if whole and unreduced:
+        yield (
+            f"no gradient is reduced over {_axes(unreduced)}, and {len(whole)} of {len(e.batch)} batch "
+            f"arrays are not split over batch axes {_axes(e.plan.batch_axes)} ({parts} parts): devices compute "
+            f"the same examples. {_names(whole)}",
+            sum(x.held for x in whole),
+            "plan.place_batch(batch), or a batch of jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch).",
+        )
+
+
+def _gather_on_use(e: Evidence) -> Found:
+    weights = [x for x in e.split if x.stored != x.used]
+    if weights and e.module.has_backward and not e.has_gathers:
+        yield (
+            f"{len(weights)} params are stored split, and no weight is gathered where it is used: XLA chooses "
+            f"what to move. {_names(weights)}",
+            sum(x.nbytes for x in weights),
+            "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned.",
+        )
+
+
+def _grads_all_reduced(e: Evidence) -> Found:
+    if e.on_cpu or not e.plan.config.row.grads or not e.split:
+        return
+    sites = [s for s in e.over_zero_axes("all-reduce") if not s.sliced and s.phase != "forward"]
+    rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
+    others = [x for x in e.plan.layouts if x not in e.split]
+    allowed = sum(e.local(x) * (2 if len(x.shape) - x.scanned > 1 else 1) for x in others)
+    smallest = min(e.local(x, sliced=True) for x in e.split)
+    total = sum(n for _, n in rows) - allowed
+    if total > SHARE_GRADS * _elements(e) and any(sum(e.parts(s)) >= smallest for s, _ in rows):
+        yield (
+            f"gradients are all-reduced over {_axes(e.plan.config.axes)} where a reduce-scatter was planned: "
+            f"{100 * total / _elements(e):.0f} % of the values of {len(e.split)} split params, whole on every device "
+            "and sent twice.",
+            sum(s.bytes * e.trips(s) for s in sites),
+            "hand the gradients to tx.update as jax.grad gives them: no with_sharding_constraint, pmean or output of "
+            "the whole gradient (return optax.global_norm(grads) instead).",
+        )
+
+
+def _state_whole(e: Evidence) -> Found:
+    rows = []
+    for x in e.state:
+        planned = x.planned(e.plan)
+        extra = max(x.held, x.returned or 0) - planned if planned is not None else 0
+        if planned is not None and extra > planned // 100:
+            rows.append((x, extra, "comes back" if (x.returned or 0) > planned else "comes in"))
+    if rows:
+        shown = ", ".join(f"{x.name} {how} with {human_bytes(extra)} more" for x, extra, how in rows[:_FEW])
+        yield (
+            f"{len(rows)} of {len(e.state)} leaves of the state are not split as planned: {shown}{_more(rows)}.",
+            sum(extra for _, extra, _ in rows),
+            "state = jzero.shard(state, plan.config, mesh=mesh) before the step, tx = jzero.zero(tx, plan) in it, and "
+            "no out_shardings but the plan's.",
+        )
+
+
+def _state_not_donated(e: Evidence) -> Found:
+    stats = e.compiled.memory_analysis()
+    held = sum(x.held for x in e.state)
+    if stats is None or not any(x.layout is not None for x in e.state):
+        return
+    aliased = stats.alias_size_in_bytes + getattr(stats, "host_alias_size_in_bytes", 0)
+    if aliased < DONATED * held:
+        kept = [x for x in e.state if not x.donated]
+        what = (
+            f"{len(kept)} of {len(e.state)} leaves are not donated" if kept else "donated buffers do not fit"
+        )
+        yield (
+            f"the old state stays beside the new one: {what}, {human_bytes(aliased)} of {human_bytes(held)} are "
+            "used again.",
+            held - aliased,
+            "jax.jit(step, donate_argnums=0)"
+            + ("." if kept else ", and results laid out like the arguments."),
+        )
+
+
+def _whole_leaves(e: Evidence) -> Found:
+    if not e.plan.config.row.state:
+        return
+    whole = [x for x in e.plan.layouts if x.reason and not x.reason.startswith("already split")]
+    size = sum(x.nbytes for x in whole)
+    if size <= SHARE_WHOLE * e.plan.param_bytes:
+        return
+    rows = [(x.name, typed_shape(x), x.reason) for x in sorted(whole, key=lambda x: -x.nbytes)]
+    n = axis_size(e.plan.mesh, e.plan.config.axes)
+    ways = {
+        "min_shard_bytes": "pass ZeroConfig(min_shard_bytes=0).",
+        "no dim": f"make a dim of the leaf a multiple of {n} (pad the vocabulary), or share over fewer devices.",
+        "has one device": "pass a mesh with more than one device on the axis.",
+    }
+    yield (
+        f"{len(whole)} of {len(e.plan.layouts)} params, {100 * size / e.plan.param_bytes:.0f} % of their bytes, stay "
+        f"whole on every device with their optimizer state:\n{listing(rows)}",
+        size,
+        " ".join(way for word, way in ways.items() if any(word in x.reason for x in whole)),
+    )
+
+
+def _stack_before_loop(e: Evidence) -> Found:
+    stacks = {e.local(x): x for x in e.split if x.scanned and x.stored != x.used}
+    sites = [s for s in e.over_zero_axes("all-gather") if s.phase != "update"]
+    parts = [(n, dims) for s in sites for n, dims in zip(e.parts(s), e.dims(s), strict=True) if n in stacks]
+    found = [n for n, d in parts if len(d) >= len(stacks[n].shape) and stacks[n].shape[0] in d]
+    if found:
+        names = {stacks[n].name: stacks[n] for n in found}
+        yield (
+            f"{len(names)} stacks of layers are gathered whole, not one layer at a time inside the loop: "
+            f"{_names(list(names.values()))}",
+            sum(stacks[n].nbytes for n in found),
+            "loss_fn = jzero.gather_on_use(loss_fn, plan), and no constraint on the stacked params before the scan.",
+        )
+
+
+def _weights_kept(e: Evidence) -> Found:
+    weights = [x for x in e.split if x.stored != x.used]
+    if e.on_cpu or not weights or next(_stack_before_loop(e), None):
+        return
+    gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
+    kept = sum(e.kept(s) for s in gathers) + _carried(e, weights)
+    if kept > SHARE_KEPT * sum(e.local(x) * x.dtype.itemsize for x in weights):
+        yield (
+            "weights that the forward pass gathered are still there in the backward pass, which should gather them "
+            "again.",
+            kept,
+            "loss_fn = jzero.gather_on_use(loss_fn, plan); for blocks of your own, jax.checkpoint (nn.remat) round "
+            "the gather and its use.",
+        )
+
+
+def _carried(e: Evidence, weights: list[Layout]) -> int:
+    """Bytes of whole stacks of weights that a loop carries, the largest loop's; told by their dims."""
+    stacks = {(x.shape[0], tuple(sorted(x.shape[1:])), e.local(x)) for x in weights if x.scanned}
+    computations = e.module.computations.values()
+    homes = [c for c in computations if any(" while(" in line for line in c.lines)]
+    loops = [i for c in homes for i in c.schedule if i.opcode == "while"]
+    shapes = ([s for s in i.shapes if len(s.dims) > 2] for i in loops)
+    whole = ([s for s in some if (s.dims[0], tuple(sorted(s.dims[1:])), s.size) in stacks] for some in shapes)
+    return max((sum(s.nbytes for s in some) for some in whole), default=0)
+
+
+def _activations_moved(e: Evidence) -> Found:
+    if e.on_cpu:
+        return
+    sites = list(e.over_zero_axes("all-to-all", "ragged-all-to-all", "collective-permute"))
+    least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch
+    forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(e.parts(s)) >= least]
+    sites = [s for s in sites if s.phase != "update"] + forward
+    moved = sum(s.wire_bytes * e.trips(s) for s in sites)
+    if moved > SHARE_MOVED * e.plan.param_bytes:
+        ops = sorted({s.op for s in sites})
+        yield (
+            f"activations move between the devices of {_axes(e.plan.config.axes)} ({', '.join(ops)}) where "
+            f"{'weights should' if e.plan.config.row.params else 'nothing should'}; the bytes grow with the batch.",
+            moved,
+            ("loss_fn = jzero.gather_on_use(loss_fn, plan), with " if e.plan.config.row.params else "")
+            + "a batch from plan.place_batch(batch), and params held by plan.constrain(param, layout.stored).",
+        )
+
+
+def _reduction_per_microbatch(e: Evidence) -> Found:
+    rows = [(s, e.gradients(s) * e.trips(s)) for s in e.over_zero_axes(*REDUCES)]
+    rounds = sum(n for _, n in rows) / _elements(e) if e.split else 0
+    if rounds >= ROUNDS:
+        sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
+        yield (
+            f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch, where once after "
+            "their sum would do.",
+            round(sent * (1 - 1 / rounds)),
+            "accumulate local gradients in jax.shard_map over the batch axes, and reduce once after the loop "
+            "(jax.lax.psum_scatter).",
+        )
+
+
+KINDS: dict[str, Callable[[Evidence], Found]] = {
+    "batch_not_split": _batch_not_split,
+    "gather_on_use_not_traced": _gather_on_use,
+    "gradients_all_reduced": _grads_all_reduced,
+    "state_whole": _state_whole,
+    "state_not_donated": _state_not_donated,
+    "replicated_leaves": _whole_leaves,
+    "stack_gathered_before_loop": _stack_before_loop,
+    "gathered_weights_kept": _weights_kept,
+    "activations_moved": _activations_moved,
+    "reduction_per_microbatch": _reduction_per_microbatch,
+}
+
+
+def _elements(e: Evidence) -> int:
+    """Elements of all split params as a device uses them."""
+    return sum(e.local(x) for x in e.split)
+
+
+def _reduced(e: Evidence, axis: str) -> int:
+    """Elements of gradients reduced along a mesh axis in a step."""
+    zero = axis in e.plan.config.axes  # over a replica axis shards are reduced, of any size
+    rows = [s for s, axes in e.sites if s.op in REDUCES and axis in axes and s.phase != "forward"]
+    return sum((e.gradients(s) if zero else sum(e.parts(s))) * e.trips(s) for s in rows)
+
+
+def _axes(axes: Iterable[str]) -> str:
+    return ", ".join(map(repr, axes))
+
+
+def _names(leaves: list[Leaf] | list[Layout]) -> str:
+    shown = ", ".join(f"{x.name}[{','.join(map(str, x.shape))}]" for x in leaves[:_FEW])
+    return f"{shown}{_more(leaves)}."
+
+
+def _more(rows) -> str:
+    return f" and {len(rows) - _FEW} more" if len(rows) > _FEW else ""
