@@ -174,7 +174,7 @@ class _Update(_Wrapped):
         out = tree.unflatten([leaf for leaf, _ in landed])
         new_master = [m for _, m in landed]
         has_master = isinstance(state, ZeroState)
-        return out, ZeroState(inner, tree_with_none(tree, new_master)) if has_master else inner
+        return out, ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
 
     def _land(self, param, wide, master, delta, x: Layout):
         """The leaf to return, and the new master."""
@@ -281,7 +281,7 @@ def with_master(inner, wide, params, frozen, plan: Plan):
     masters = [w if plan.config.master_for(x.dtype) and not f else None for w, x, f in rows]
     if all(m is None for m in masters):
         return inner
-    return ZeroState(inner, tree_with_none(jax.tree.structure(params), masters))
+    return ZeroState(inner, jax.tree.structure(params).unflatten(masters))
 
 
 def split_master(state, params):
@@ -289,11 +289,6 @@ def split_master(state, params):
     if isinstance(state, ZeroState):
         return state.inner, align(state.master, params, where="jzero.zero: the master")
     return state, [None] * len(jax.tree.leaves(params))
-
-
-def tree_with_none(tree, leaves):
-    """A tree whose leaves may be None."""
-    return jax.tree.unflatten(tree, leaves)
 
 
 def pin_state(state, plan: Plan):
@@ -304,7 +299,11 @@ def pin_state(state, plan: Plan):
 
 
 def align(updates, params, *, where: str) -> list:
-    """The leaves of `updates` in the order of `params`; None where a leaf is missing."""
+    """The leaves of `updates` in the order of `params`; None where a leaf is missing.
+
+    Raises:
+      ValueError: the updates are no tree like the params.
+    """
     tree = jax.tree.structure(params)
     try:
         return tree.flatten_up_to(updates)
