@@ -7,6 +7,7 @@ from jzero.proof.check import CheckError, Finding, check, findings
 from jzero.proof.memory import Estimate, estimate
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
+from jzero.proof.transformer import Transformer
 from jzero.sharding import Plan, make_plan
 from jzero.state import abstract, plan_of, shard, unshard
 
@@ -16,6 +17,7 @@ __all__ = [
     "Finding",
     "Plan",
     "Pod",
+    "Transformer",
     "ZeroConfig",
     "ZeroState",
     "abstract",

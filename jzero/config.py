@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import nearest
+from jzero.errors import check_int, nearest
 
 MIN_SHARD_BYTES = 16 * 1024
 
@@ -84,15 +84,15 @@ class ZeroConfig:
     prefetch: int = 1
 
     def __post_init__(self):
-        _check_int(self.stage, "stage", low=0, high=3, remedy="Pass stage=0, 1, 2 or 3.")
+        check_int(self.stage, "stage", where="ZeroConfig", low=0, high=3, remedy="Pass stage=0, 1, 2 or 3.")
         for name in ("axis", "batch_axis", "param_axis"):
             object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
         for name in ("master_dtype", "compute_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
         _check_choice(self.updates, "updates", ("land", "delta"))
         _check_choice(self.uneven, "uneven", ("pad", "replicate", "error"))
-        _check_int(self.min_shard_bytes, "min_shard_bytes", low=0)
-        _check_int(self.prefetch, "prefetch", low=1)
+        check_int(self.min_shard_bytes, "min_shard_bytes", where="ZeroConfig", low=0)
+        check_int(self.prefetch, "prefetch", where="ZeroConfig", low=1)
         self._refuse_what_is_not_there()
 
     def _refuse_what_is_not_there(self):
@@ -172,16 +172,6 @@ def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str
 
 def _as_tuple(axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def _check_int(value, name: str, *, low: int, high: int | None = None, remedy: str = ""):
-    span = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(
-            f"ZeroConfig({name}={value!r}): {name} must be {span}, not {type(value).__name__}. {remedy}".rstrip()
-        )
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"ZeroConfig({name}={value!r}): {name} must be {span}. {remedy}".rstrip())
 
 
 def _check_choice(value, name: str, choices: tuple[str, ...]):

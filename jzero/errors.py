@@ -9,7 +9,7 @@ import numpy as np
 
 MOST_LEAVES = 8
 
-_SHORT_DTYPES = {
+SHORT_DTYPES = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool",
     "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
     "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64",
@@ -19,7 +19,7 @@ _SHORT_DTYPES = {
 def short_dtype(dtype) -> str:
     """The HLO-like name of a dtype: `bf16`, `f32`, `key<fry>`."""
     name = dtype.name if hasattr(dtype, "name") else str(np.dtype(dtype))
-    return _SHORT_DTYPES.get(name, name)
+    return SHORT_DTYPES.get(name, name)
 
 
 def typed_shape(leaf) -> str:
@@ -56,6 +56,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [tuple(header), *body]
     ]
     return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
+
+
+def check_int(value, name: str, *, where: str, low: int, high: int | None = None, remedy: str = "") -> None:
+    """Raises TypeError for what is no integer (a bool is none), ValueError for one out of its range."""
+    span = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(
+            f"{where}({name}={value!r}): {name} must be {span}, not {type(value).__name__}. {remedy}".rstrip()
+        )
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{where}({name}={value!r}): {name} must be {span}. {remedy}".rstrip())
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

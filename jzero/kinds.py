@@ -51,7 +51,7 @@ class Parts:
 
 def is_creator(state: Any) -> bool:
     """A function (not a state) that creates one."""
-    return callable(state) and not _is_train_state(state) and not _is_pair(state) and not hasattr(state, "tx")
+    return callable(state) and not _is_train_state(state) and not is_pair(state) and not hasattr(state, "tx")
 
 
 def take_apart(state: Any, *, where: str) -> Parts:
@@ -62,7 +62,7 @@ def take_apart(state: Any, *, where: str) -> Parts:
     """
     if _is_train_state(state):
         return _train_state_parts(state)
-    if _is_pair(state):
+    if is_pair(state):
         return _pair_parts(*state)
     raise TypeError(
         f"{where}: a state of type {type(state).__name__} is not known. Known are a Flax TrainState (params, tx, "
@@ -112,7 +112,8 @@ def _train_state_from(like: Any, parts: Parts) -> Any:
     return like.replace(**changes)
 
 
-def _is_pair(state: Any) -> bool:
+def is_pair(state: Any) -> bool:
+    """True for (nnx.Module, nnx.Optimizer)."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(state, (tuple, list)) or len(state) != 2:
         return False

@@ -3,73 +3,106 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jzero.describe import leaf_bytes
-from jzero.errors import human_bytes, table
-from jzero.layout import Layout, axis_size, shard_factor, spec_axes
+from jzero.errors import check_int, human_bytes, table
+from jzero.layout import Layout, axis_size, shard_factor
 from jzero.optim import init_state, unwrap, zero
+from jzero.proof.transformer import Transformer
+from jzero.proof.wire import wire_by_axes
 from jzero.sharding import Plan
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Bytes per device of the model states of a run, and what one step sends.
+    """Bytes per device of a run, and what one step sends.
 
     Attributes:
       params: stored params.
-      grads: reduced gradients.
+      grads: reduced gradients; with accumulation the sum of them, in at least fp32.
       opt_state: optimizer state and masters in device memory.
       host: bytes of optimizer state in host memory.
-      wire: bytes that one device sends in a step, rings assumed; both directions of a link count once.
+      activations: what the forward pass saves for the backward pass; 0 without a `model`.
+      working: what is alive on top at the worst moment; 0 without a `model`. One block computed again or the
+        logits, and where weights are gathered on use the largest of them with its gradient.
+      wire_by_axes: bytes that one device sends in a step, by mesh axes; rings assumed, both directions of a
+        link count once.
       psi: bytes of all params, whole.
-      n: devices that share the optimizer state.
+      n: devices that split the batch.
       assumed: what was taken for the optimizer.
     """
 
     params: int
     grads: int
     opt_state: int
-    host: int
-    wire: int
+    host: int = 0
+    activations: int = 0
+    working: int = 0
+    wire_by_axes: Mapping[str, int]
     psi: int
     n: int
     assumed: str
 
     @property
-    def total(self) -> int:
-        """Device bytes of params, gradients and optimizer state together; activations come on top."""
+    def states(self) -> int:
+        """Device bytes of the model states: params, gradients, optimizer state."""
         return self.params + self.grads + self.opt_state
 
     @property
+    def total(self) -> int:
+        """All device bytes: the model states, and what a `model` says of activations."""
+        return self.states + self.activations + self.working
+
+    @property
+    def wire(self) -> int:
+        """Bytes that one device sends in a step, over all axes."""
+        return sum(self.wire_by_axes.values())
+
+    @property
     def wire_psi(self) -> float:
-        """`wire` in units of Psi: (N-1)/N x the bytes of all params."""
+        """`wire` in units of Psi: (N-1)/N x the bytes of all params, N the devices that split the batch."""
         unit = self.psi * (self.n - 1) / self.n
         return self.wire / unit if unit else 0.0
 
     def __str__(self) -> str:
-        rows = [(k, human_bytes(getattr(self, k))) for k in ("params", "grads", "opt_state", "total", "host")]
+        names = ["params", "grads", "opt_state"]
+        names += ["activations", "working"] if self.activations else []
+        rows = [(k, human_bytes(getattr(self, k))) for k in (*names, "total", "host")]
         rows.append(("wire / step", f"{human_bytes(self.wire)} ({self.wire_psi:.2f} Psi)"))
+        if len(self.wire_by_axes) > 1:
+            rows += [(f"  over {axes}", human_bytes(size)) for axes, size in self.wire_by_axes.items()]
         return table(["bytes per device", self.assumed], rows)
 
 
-def estimate(plan: Plan, *, tx: Any = None) -> Estimate:
-    """Model-state bytes and wire bytes per device, in closed form.
+def estimate(
+    plan: Plan, *, tx: Any = None, accumulate: int = 1, model: Transformer | None = None
+) -> Estimate:
+    """Bytes per device and wire bytes of a run, in closed form.
 
     Args:
-      plan: from `make_plan`, or `plan_of(state)`.
+      plan: from `make_plan`, or `plan_of(state)`; any stage, any mesh.
       tx: the optimizer, wrapped or plain; its state is counted leaf by leaf from its own shapes. None: two
         moments in the master dtype for every param, as Adam keeps.
+      accumulate: micro-batches in a step.
+      model: a `jzero.Transformer` with the sizes of the model and of one device's micro-batch, to count
+        activations as well. Without it: the model states alone.
 
     Returns:
-      An `Estimate`; printing it gives a table. Activations, the gathered weights of stage 3 in flight and
-      communication buffers are not in it.
+      An `Estimate`; printing it gives a table.
+
+    Raises:
+      TypeError: `plan` is no plan, `model` no `Transformer`, `accumulate` no integer.
+      ValueError: `accumulate` below 1.
 
     Cost:
-      Wire, per leaf of B bytes: reduce-scatter and all-gather (n-1)/n B each, all-reduce 2 (n-1)/n B. Stages
-      1 and 2: one reduce-scatter, one all-gather. Stage 3: two all-gathers, one reduce-scatter.
+      Memory per leaf of B bytes: B over the devices that its layout names; with accumulation gradients are
+      summed in at least fp32. Wire per leaf: reduce-scatter and all-gather (n-1)/n B each, all-reduce
+      2 (n-1)/n B. Stages 1 and 2: one reduce-scatter, one all-gather. Stage 3: two all-gathers and one
+      reduce-scatter, each per micro-batch. With replicas the shard of a gradient is all-reduced among them.
 
     Example:
       >>> import jax, jzero
@@ -80,11 +113,40 @@ def estimate(plan: Plan, *, tx: Any = None) -> Estimate:
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), sections 5 and 7.
     """
-    params = sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts)
-    grads = sum(x.nbytes // shard_factor(x.grad, plan.mesh) for x in plan.layouts)
-    wire = sum(_wire(x, plan) for x in plan.layouts)
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"jzero.estimate: needs a plan, got {type(plan).__name__}. Pass jzero.plan_of(state)."
+        )
+    if model is not None and not isinstance(model, Transformer):
+        raise TypeError(f"jzero.estimate: model must be a jzero.Transformer, got {type(model).__name__}.")
+    check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
     state, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
-    return Estimate(params, grads, state, 0, round(wire), plan.param_bytes, plan.n, assumed)
+    return Estimate(
+        params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts),
+        grads=sum(_grad_bytes(x, plan, accumulate) for x in plan.layouts),
+        opt_state=state,
+        activations=0 if model is None else model.saved,
+        working=0 if model is None else model.working + _gathered_bytes(plan),
+        wire_by_axes=wire_by_axes(plan, accumulate=accumulate),
+        psi=plan.param_bytes,
+        n=axis_size(plan.mesh, plan.batch_axes),
+        assumed=assumed,
+    )
+
+
+def _grad_bytes(x: Layout, plan: Plan, accumulate: int) -> int:
+    itemsize = x.dtype.itemsize if accumulate == 1 else max(4, x.dtype.itemsize)
+    return x.size * itemsize // shard_factor(x.grad, plan.mesh)
+
+
+def _gathered_bytes(plan: Plan) -> int:
+    """The largest weight that is gathered on use, one layer of a stack, and its gradient before it is reduced."""
+    sizes = (
+        x.nbytes // shard_factor(x.used, plan.mesh) // (x.shape[0] if x.scanned else 1)
+        for x in plan.layouts
+        if x.stored != x.used
+    )
+    return 2 * max(sizes, default=0)
 
 
 def _state_bytes(plan: Plan, tx: Any) -> tuple[int, str]:
@@ -101,22 +163,3 @@ def _adam_bytes(plan: Plan) -> tuple[int, str]:
         per_value = 3 * master.itemsize if master is not None else 2 * x.dtype.itemsize
         total += x.size * per_value // shard_factor(x.state, plan.mesh)
     return total, "two moments per param assumed"
-
-
-def _wire(x: Layout, plan: Plan) -> float:
-    """Bytes that one device sends for one param in a step."""
-    mesh, used = plan.mesh, x.nbytes / shard_factor(x.used, plan.mesh)
-    split = [a for a in spec_axes(x.state) if a not in spec_axes(x.used)]
-    whole = [a for a in plan.batch_axes if a not in split and a not in spec_axes(x.used)]
-    n, r = axis_size(mesh, split), axis_size(mesh, whole)
-    reduced = _ring(n) * used + 2 * _ring(r) * used / n
-    stored = x.nbytes / shard_factor(x.stored, mesh)
-    updated = _ring(shard_factor(x.state, mesh) / shard_factor(x.stored, mesh)) * stored
-    dtype = plan.config.compute_dtype
-    cast = 1.0 if dtype is None else dtype.itemsize / x.dtype.itemsize
-    uses = 2 * _ring(shard_factor(x.stored, mesh) / shard_factor(x.used, mesh)) * used * cast
-    return reduced * cast + updated + uses
-
-
-def _ring(n: float) -> float:
-    return (n - 1) / n

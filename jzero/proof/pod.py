@@ -170,6 +170,12 @@ def pod(gpu: str, *, hosts: int = 1, gpus_per_host: int = 8) -> Pod:
       >>> jzero.pod("h200", hosts=8).memory_bytes  # doctest: +SKIP
       151397597184
     """
+    check_pod(gpu, hosts, gpus_per_host)
+    return _pod(gpu, hosts, gpus_per_host)
+
+
+def check_pod(gpu: str, hosts: int, gpus_per_host: int) -> None:
+    """Raises what `pod` raises for arguments that name no pod, without starting the plugin."""
     if not isinstance(gpu, str):
         raise TypeError(f"jzero.pod: gpu must be a name such as 'h200', got {gpu!r}.")
     if gpu not in gpus():
@@ -182,7 +188,6 @@ def pod(gpu: str, *, hosts: int = 1, gpus_per_host: int = 8) -> Pod:
             raise TypeError(f"jzero.pod: {name} must be an int, got {count!r}.")
         if count < 1:
             raise ValueError(f"jzero.pod: {name}={count}; a pod has at least one.")
-    return _pod(gpu, hosts, gpus_per_host)
 
 
 @functools.cache

@@ -30,22 +30,25 @@ def render(report: Report) -> str:
         "",
         "collectives (tensor and wire: of one execution; overlap: output of the compute in between)",
     ]
-    lines += _text(_collectives(report)) if report.collectives else [" none"]
+    lines += lines_of(_collectives(report)) if report.collectives else [" none"]
     lines += [f" ... and {hidden} rows with less traffic"] if hidden > 0 else []
-    lines += ["", "sent by one device in a step", *_text(_wire(report))] if report.collectives else []
+    lines += ["", "sent by one device in a step", *lines_of(_wire(report))] if report.collectives else []
     lines += ["", "host memory", *_transfers(report)] if report.transfers else []
-    lines += ["", "memory per device", *_text(_memory(report.memory))] if report.memory else ["", NO_MEMORY]
+    lines += (
+        ["", "memory per device", *lines_of(_memory(report.memory))] if report.memory else ["", NO_MEMORY]
+    )
     return "\n".join(lines)
 
 
-def _text(table: Table) -> list[str]:
+def lines_of(table: Table) -> list[str]:
     """The lines of a table without its blank ones and its rule."""
     out = io.StringIO()
     Console(file=out, width=WIDTH, color_system=None, highlight=False, emoji=False, markup=False).print(table)
     return [line.rstrip() for line in out.getvalue().splitlines() if line.strip(" ─")]
 
 
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table without frame; columns in `right` hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in columns:
         number = name in right
@@ -55,7 +58,7 @@ def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 def _collectives(report: Report) -> Table:
     columns = ("collective", "tensor", "wire", "axes", "where", "phase", "overlap", "per step")
-    table = _table(*columns, right=("tensor", "wire", "per step"))
+    table = plain_table(*columns, right=("tensor", "wire", "per step"))
     for c in report.collectives[:MOST_ROWS]:
         name = f"{c.count} x {c.op}" + (" + slice" if c.sliced else "")
         tensor = f"{c.dtype} {human_bytes(c.bytes)}"
@@ -87,7 +90,7 @@ def _overlap(c: Collective) -> str:
 
 def _wire(report: Report) -> Table:
     wire = report.wire
-    table = _table("", "bytes", "Psi", right=("bytes", "Psi"))
+    table = plain_table("", "bytes", "Psi", right=("bytes", "Psi"))
     over = {f"over {axis}": count for axis, count in wire.by_axis.items()}
     rows = [*wire.by_op.items(), *over.items(), ("total", wire.total)]
     for name, count in rows:
@@ -105,7 +108,7 @@ def _transfers(report: Report) -> Iterator[str]:
 
 
 def _memory(m: Memory) -> Table:
-    table = _table("", "device", "host", right=("device", "host"))
+    table = plain_table("", "device", "host", right=("device", "host"))
     rows = [("arguments", m.arguments, m.host_arguments), ("outputs", m.outputs, m.host_outputs)]
     if m.params is not None and m.opt_state is not None and m.rest is not None:
         rows[1:1] = [("  params", m.params, 0), ("  optimizer state", m.opt_state, 0), ("  rest", m.rest, 0)]

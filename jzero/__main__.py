@@ -1,0 +1,26 @@
+"""The command line: `python -m jzero plan`, or `jzero plan`."""
+
+from __future__ import annotations
+
+import sys
+
+import tyro
+
+from jzero.commands.plan import ExplainCommand, PlanCommand
+
+COMMANDS = {"plan": PlanCommand, "explain": ExplainCommand}
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs a command; bad input is one clear error and exit code 2."""
+    flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="jzero", args=args, config=flat)
+    try:
+        return command.run()
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The command line's commands; `jzero.__main__` lists them."""

@@ -1,0 +1,86 @@
+"""What a transformer holds besides its states, in closed form: saved activations, and what is alive on top."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jzero.errors import check_int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """The sizes that `estimate` needs to count a transformer's activations; of the part that one device computes.
+
+    Args:
+      layers: blocks.
+      width: features of the residual stream.
+      heads: attention heads.
+      seq: tokens in a sequence.
+      batch: sequences in one device's part of a micro-batch.
+      vocab: rows of the logits; 0 leaves them out.
+      ffn: features inside of the MLP. None: 4 x width.
+      dtype: of the activations.
+      remat: True: a block's input is saved and the block is computed again in the backward pass. False: all
+        that the backward pass reads is saved.
+      flash: attention scores are never stored whole (flash attention).
+
+    Raises:
+      TypeError: a size is no integer.
+      ValueError: a size below 1 (`vocab`: below 0).
+
+    Example:
+      >>> Transformer(layers=36, width=4096, heads=32, seq=1024).saved  # 36 inputs, bf16[1024,4096]
+      301989888
+
+    References:
+      Rajbhandari et al., ZeRO (arXiv:1910.02054), section 6.1 (one checkpoint per layer); Korthikanti et al.
+      (arXiv:2205.05198), equation 1: s b h (34 + 5 a s / h) bytes per layer in 16 bits.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    seq: int
+    batch: int = 1
+    vocab: int = 0
+    ffn: int | None = None
+    dtype: Any = "bfloat16"
+    remat: bool = True
+    flash: bool = False
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("dtype", "remat", "flash") and not (field.name == "ffn" and value is None):
+                low = 0 if field.name == "vocab" else 1
+                check_int(value, field.name, where="jzero.Transformer", low=low)
+
+    @property
+    def _stream(self) -> int:
+        """Values of one residual stream."""
+        return self.batch * self.seq * self.width
+
+    @property
+    def block(self) -> int:
+        """Bytes that the backward pass of one block reads: 34 s b h + 5 a s^2 b in 16 bits, MLP of 4 h."""
+        ffn = 4 * self.width if self.ffn is None else self.ffn
+        # in values of the stream: inputs of 2 norms, q/k/v's input, q, k, v, context, 2 dropout masks of half
+        # a value, the MLP's input; the MLP's hidden values before and after the nonlinearity
+        values = 9 + 2 * ffn / self.width
+        scores = 0 if self.flash else 2.5 * self.heads * self.seq / self.width
+        return round(self._stream * (values + scores) * jnp.dtype(self.dtype).itemsize)
+
+    @property
+    def saved(self) -> int:
+        """Bytes kept from the forward to the backward pass: block inputs, or all that each block's backward reads."""
+        kept = self._stream * jnp.dtype(self.dtype).itemsize if self.remat else self.block
+        return self.layers * kept
+
+    @property
+    def working(self) -> int:
+        """Bytes alive on top at the worst moment: one block computed again, or fp32 logits and their gradient."""
+        logits = 2 * 4 * self.batch * self.seq * self.vocab
+        return max(self.block if self.remat else 0, logits)

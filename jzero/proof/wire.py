@@ -1,0 +1,49 @@
+"""What a step sends, in closed form: bytes that one device sends, by the mesh axes that they cross."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jzero.layout import Layout, axis_size, shard_factor, spec_axes
+from jzero.sharding import Plan
+
+
+def wire_by_axes(plan: Plan, *, accumulate: int = 1) -> dict[str, int]:
+    """Bytes that one device sends in a step, rings assumed, by axes ("data", "replica+data").
+
+    Args:
+      plan: of the state.
+      accumulate: micro-batches in a step. Where gradients stay whole (stages 0 and 1) they are reduced once,
+        after the loop; where they are split, once per micro-batch. Gathers on use happen in each.
+    """
+    total: dict[str, float] = {}
+    for x in plan.layouts:
+        for axes, size in _of_leaf(x, plan, accumulate):
+            if axes and size:
+                name = "+".join(a for a in plan.mesh.axis_names if a in axes)
+                total[name] = total.get(name, 0.0) + size
+    return {axes: round(size) for axes, size in total.items()}
+
+
+def _of_leaf(x: Layout, plan: Plan, accumulate: int) -> Iterable[tuple[tuple[str, ...], float]]:
+    """(mesh axes, bytes) of each collective of one param: gradients, new params, weights gathered on use."""
+    mesh, taken = plan.mesh, spec_axes(x.used)
+    used, stored = (x.nbytes / shard_factor(s, mesh) for s in (x.used, x.stored))
+    split = tuple(a for a in spec_axes(x.state) if a not in taken)
+    whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
+    dtype = plan.config.compute_dtype
+    cast = 1.0 if dtype is None else dtype.itemsize / x.dtype.itemsize
+    rounds = accumulate if plan.config.row.grads else 1
+    yield split, rounds * _ring(axis_size(mesh, split)) * used * cast
+    yield whole, rounds * 2 * _ring(axis_size(mesh, whole)) * used * cast / axis_size(mesh, split)
+    kept = spec_axes(x.stored)
+    yield (
+        tuple(a for a in split if a not in kept),
+        _ring(shard_factor(x.state, mesh) / shard_factor(x.stored, mesh)) * stored,
+    )
+    gathered = tuple(a for a in kept if a not in taken)
+    yield gathered, accumulate * 2 * _ring(axis_size(mesh, gathered)) * used * cast
+
+
+def _ring(n: float) -> float:
+    return (n - 1) / n

@@ -1,0 +1,111 @@
+"""`estimate`: closed forms against the numbers of the papers, and against programs that XLA compiled."""
+
+from __future__ import annotations
+
+import jax
+import optax
+import pytest
+
+import jzero
+
+VALUES = 1024 * 512
+LEAF = {"w": jax.ShapeDtypeStruct((1024, 512), "bfloat16")}
+
+
+def plan_of(stage, axes=None, **fields):
+    """A plan for one bf16 leaf of VALUES values on the simulated devices."""
+    axes = {"data": 8} if axes is None else axes
+    mesh = jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
+    )
+    return jzero.make_plan(LEAF, stage=stage, mesh=mesh, **fields)
+
+
+@pytest.mark.parametrize(
+    ("stage", "params", "grads", "state"), [(0, 2, 2, 12), (1, 2, 2, 1.5), (2, 2, 0.25, 1.5), (3, 0.25, 0.25, 1.5)]
+)  # fmt: skip
+def test_states_are_those_of_the_paper(stage, params, grads, state):
+    e = jzero.estimate(plan_of(stage))
+    assert (e.params, e.grads, e.opt_state) == (params * VALUES, grads * VALUES, state * VALUES)
+    assert e.total == e.states == (params + grads + state) * VALUES
+    assert e.wire_psi == (3 if stage == 3 else 2)
+
+
+def test_any_optimizer_is_counted_from_its_own_state():
+    plan = plan_of(2)
+    assert jzero.estimate(plan, tx=optax.sgd(1e-2)).opt_state == 4 * VALUES // 8
+    assert jzero.estimate(plan, tx=optax.adamw(1e-2)).opt_state == 12 * VALUES // 8 + 4
+    assert jzero.estimate(plan, tx=optax.lion(1e-2)).opt_state == 8 * VALUES // 8 + 4
+    rows_and_columns = jzero.estimate(plan, tx=optax.adafactor(1e-2)).opt_state
+    assert 4 * VALUES // 8 < rows_and_columns < 4.2 * VALUES // 8 + 4 * (1024 + 512)
+
+
+@pytest.mark.parametrize(("stage", "psi"), [(0, 2), (1, 2), (2, 5), (3, 12)])
+def test_accumulation(stage, psi):
+    """Whole gradients are reduced once; split ones once per micro-batch; both are summed in fp32."""
+    e = jzero.estimate(plan_of(stage), accumulate=4)
+    assert e.wire_psi == psi
+    assert e.grads == 4 * VALUES // (1 if stage < 2 else 8)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "expected"),
+    [
+        # gradients: a reduce-scatter inside, an all-reduce of the shard across; params: gathered inside
+        (2, {"axis": "data", "batch_axis": ("replica", "data")}, {"data": 2 * 3 / 4, "replica": 2 * 1 / 2 / 4}),
+        (3, {"axis": "data", "batch_axis": ("replica", "data")}, {"data": 3 * 3 / 4, "replica": 2 * 1 / 2 / 4}),
+        # hpZ: the state over all, params inside; new params cross once, uses stay inside
+        (3, {"axis": ("replica", "data"), "param_axis": "data"},
+         {"replica+data": 7 / 8, "replica": 1 / 2 / 4, "data": 2 * 3 / 4}),
+    ],
+)  # fmt: skip
+def test_hybrids_by_axis(stage, fields, expected):
+    e = jzero.estimate(plan_of(stage, {"replica": 2, "data": 4}, **fields))
+    assert dict(e.wire_by_axes) == {axes: round(share * 2 * VALUES) for axes, share in expected.items()}
+    assert e.wire == sum(e.wire_by_axes.values())
+    assert "over replica" in str(e)
+
+
+def test_tensor_parallelism_takes_its_part_first():
+    mesh = jax.make_mesh((2, 4), ("model", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    plan = jzero.make_plan(LEAF, stage=2, mesh=mesh, param_specs={"w": jax.P(None, "model")})
+    e = jzero.estimate(plan)
+    assert (e.params, e.grads, e.opt_state) == (VALUES, VALUES // 4, 12 * VALUES // 8)
+    assert dict(e.wire_by_axes) == {"data": 2 * 3 * VALUES // 4}
+
+
+def test_a_transformer_counts_activations_as_korthikanti_does():
+    """34 s b h + 5 a s^2 b bytes per layer in 16 bits (arXiv:2205.05198, equation 1), and one input with remat."""
+    s, b, h, a, layers = 2048, 3, 6144, 64, 5
+    sizes = {"layers": layers, "width": h, "heads": a, "seq": s, "batch": b}
+    kept = jzero.Transformer(**sizes, remat=False)
+    assert kept.saved == layers * (34 * s * b * h + 5 * a * s * s * b)
+    remat = jzero.Transformer(**sizes, vocab=50304)
+    assert remat.saved == layers * 2 * s * b * h
+    assert remat.working == max(kept.saved // layers, 8 * s * b * 50304)
+    assert jzero.Transformer(**sizes, flash=True).working == 34 * s * b * h
+
+
+def test_a_model_adds_activations_and_what_is_gathered():
+    model = jzero.Transformer(layers=2, width=64, heads=2, seq=16)
+    split, whole = (jzero.estimate(plan_of(stage), model=model) for stage in (3, 2))
+    assert whole.working == model.working
+    assert (
+        split.working == model.working + 2 * 2 * VALUES
+    )  # the weight, and its gradient before it is reduced
+    assert split.total == split.states + split.activations + split.working
+    assert "activations" in str(split)
+
+
+def test_bad_input():
+    plan = plan_of(2)
+    with pytest.raises(TypeError, match=r"needs a plan, got dict\. Pass jzero\.plan_of"):
+        jzero.estimate(LEAF)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"model must be a jzero\.Transformer, got int"):
+        jzero.estimate(plan, model=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"jzero\.estimate\(accumulate=0\)"):
+        jzero.estimate(plan, accumulate=0)
+    with pytest.raises(TypeError, match="must be an integer"):
+        jzero.estimate(plan, accumulate=True)
+    with pytest.raises(ValueError, match=r"jzero\.Transformer\(layers=0\)"):
+        jzero.Transformer(layers=0, width=1, heads=1, seq=1)
