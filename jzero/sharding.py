@@ -100,7 +100,7 @@ class Plan:
             return "opt_state"
         if ".params" in inner or inner in names:
             return "params"
-        return "opt_state" if any(path.endswith(name) for name in names) else "rest"
+        return "opt_state" if any(inner.endswith(name) for name in names) else "rest"
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A spec on this plan's mesh."""

@@ -68,8 +68,9 @@ def check(compiled: jax.stages.Compiled, plan: Plan) -> None:
 def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
     """Every way in which a compiled step does not do what its plan says; empty where it does.
 
-    In a program of the CPU backend `gradients_all_reduced`, `gathered_weights_kept` and `activations_moved` are
-    not looked for, since its collectives are not those of a GPU: compile for `jzero.pod`.
+    In a program of the CPU backend `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved` and
+    `offloaded_state_on_device` are not looked for, since its collectives and its memory are not those of a GPU:
+    compile for `jzero.pod`.
 
     Args:
       compiled: a compiled train step: state in, new state out.
@@ -83,7 +84,7 @@ def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
-      >>> plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=2)
+      >>> plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=0)
       >>> findings(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile(), plan)
       ()
     """

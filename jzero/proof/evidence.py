@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.layout import Layout, path_keys, shard_factor
+from jzero.layout import Layout, entry_axes, path_keys, shard_factor
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
+from jzero.proof.lifetimes import most_on_device
 from jzero.proof.places import phase_of, walk
 from jzero.sharding import Plan
 
@@ -31,6 +32,7 @@ class Leaf:
       shape, itemsize: of the whole array.
       held: bytes on one device; 0 where the program does not use it.
       donated: True where its buffer is given away.
+      on_host: True where it is in pinned host memory.
       layout: that of the param it is, or is a copy of (a moment, a master); else None.
       is_param: True for the param itself.
       returned: bytes on one device of the result that takes its place, None where none does.
@@ -41,6 +43,7 @@ class Leaf:
     itemsize: int
     held: int
     donated: bool
+    on_host: bool = False
     layout: Layout | None = None
     is_param: bool = False
     returned: int | None = None
@@ -75,7 +78,8 @@ class Evidence:
             is_param = x is not None and _prefix(keys, x) == home
             name, shape = jax.tree_util.keystr(path[2:]) or f"argument {keys[-1]}", tuple(info.shape)
             back = returned.get(keys)
-            found.append(Leaf(name, shape, itemsize, held, info.donated, x, is_param, back))
+            on_host = getattr(sharding, "memory_kind", None) == "pinned_host"
+            found.append(Leaf(name, shape, itemsize, held, info.donated, on_host, x, is_param, back))
         return found
 
     def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
@@ -106,7 +110,20 @@ class Evidence:
     def split(self) -> list[Layout]:
         """The params that ZeRO splits (at stage 0: all), vectors left out: theirs is small change."""
         every = not self.plan.config.row.state
-        return [x for x in self.plan.layouts if (every or not x.reason) and len(x.shape) - x.scanned > 1]
+        return [x for x in self.plan.layouts if (every or not x.reason) and not _is_vector(x)]
+
+    @functools.cached_property
+    def split_stacks(self) -> dict[str, list[Site]]:
+        """Stacks that their own layout splits along the scanned dim, by name, and what gathers each whole."""
+        found: dict[str, list[Site]] = collections.defaultdict(list)
+        for x in self.plan.layouts:
+            axes = entry_axes(x.stored[0]) if x.scanned and x.stored else ()
+            held = NamedSharding(self.plan.mesh, x.stored).shard_shape(x.shape) if axes else ()
+            for s, over in self.sites if axes else ():
+                gathers = s.op == "all-gather" and s.phase != "update" and set(axes) <= set(over)
+                if gathers and sorted(held) in map(sorted, self.dims(s)):
+                    found[x.name].append(s)
+        return dict(found)
 
     def local(self, x: Layout, *, sliced: bool = False) -> int:
         """Elements of a param as the model uses it, on one device; with `sliced`, of one layer of a stack."""
@@ -184,6 +201,11 @@ class Evidence:
         both, known = {"forward", "backward"}, self.module.has_backward
         return sum(p.shapes[0].nbytes for p in weights if both <= _read_by(home, p, known))
 
+    @functools.cached_property
+    def fetched_at_once(self) -> int:
+        """Most bytes of arrays from or for the host that the device holds at one moment of the schedule."""
+        return most_on_device(self.module)
+
     @property
     def on_cpu(self) -> bool:
         """True for a program of the CPU backend."""
@@ -210,6 +232,11 @@ def _read_by(home: Computation, value: Instruction, has_backward: bool) -> set[s
     return phases
 
 
+def _is_vector(x: Layout) -> bool:
+    """True for a bias, a norm's scale, or a stack of them."""
+    return len(x.shape) - x.scanned <= 1
+
+
 def _results(module: Module) -> tuple[Shape, ...]:
     """The arrays a program returns, on one device."""
     schedule = module.computations[module.entry].schedule
@@ -219,12 +246,12 @@ def _results(module: Module) -> tuple[Shape, ...]:
 def _layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
     """The param that each leaf is or copies: by the end of its path; an NNX state has no names, there by shape."""
     by_keys = {x.keys: x for x in plan.layouts}
-    by_shape = {x.shape: x for x in plan.layouts}
+    by_shape = {x.shape: x for x in plan.layouts if not _is_vector(x)}  # a statistic is shaped like a bias
     found: list[Layout | None] = []
     for keys, shape in zip(paths, shapes, strict=True):
         ends = (by_keys.get(keys[cut:]) for cut in range(2, len(keys)))
         x = next((x for x in ends if x is not None and x.shape == shape), None)
-        if x is None and "states" in keys and shape:
+        if x is None and "states" in keys:
             x = by_shape.get(shape)
         found.append(x)
     return found
@@ -238,5 +265,6 @@ def _prefix(keys: tuple[str, ...], x: Layout) -> tuple[str, ...]:
 def _home_of_params(paths, layouts, plan: Plan) -> tuple[str, ...] | None:
     """The path of the params: called so, else the tree that holds each once, else the shortest path, the first."""
     trees = collections.Counter(_prefix(k, x) for k, x in zip(paths, layouts, strict=True) if x is not None)
-    whole = [p for p, n in trees.items() if n >= len(plan.layouts)]
+    named, nameless = len(plan.layouts), sum(not _is_vector(x) for x in plan.layouts)
+    whole = [p for p, n in trees.items() if n >= (nameless if "states" in p else named)]
     return min(whole, key=lambda p: (p[-1:] != ("params",), trees[p], len(p)), default=None)

@@ -6,13 +6,14 @@ a threshold: a false alarm costs more than a small leak. Vectors (biases, norm s
 whole are all-reduced by design, and an embedding that is used twice is reduced twice.
 
 [Note: the CPU backend]
-It makes an all-reduce of what a GPU reduce-scatters, and its choice of collectives is its own. So
-`gradients_all_reduced`, `gathered_weights_kept` and `activations_moved` are not looked for in its programs:
-compile for `jzero.pod`. The other kinds show on both.
+It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
+memory apart. So `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved` and
+`offloaded_state_on_device` are not looked for in its programs: compile for `jzero.pod`. The other kinds show on
+both.
 
-[Note: left out]
-Offloaded state that is held on the device at once: there is no offload yet. A stack that the user's own
-layout splits along its scanned dim: the plan records it as split by its own layout.
+[Note: a stack split along its scanned dim]
+By the user's own layout: the loop then gathers the whole stack for each layer, and reduces its whole gradient.
+Those collectives are the consequence, and are not reported again as all-reduced gradients or micro-batches.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from jzero.errors import human_bytes, listing, typed_shape
-from jzero.layout import Layout, axis_size
+from jzero.layout import Layout, axis_size, shard_factor
 from jzero.proof.evidence import REDUCES, Evidence, Leaf
 
 SHARE_WHOLE = 0.05
@@ -66,7 +67,7 @@ def _gather_on_use(e: Evidence) -> Found:
 
 
 def _grads_all_reduced(e: Evidence) -> Found:
-    if e.on_cpu or not e.plan.config.row.grads or not e.split:
+    if e.on_cpu or e.split_stacks or not e.plan.config.row.grads or not e.split:
         return
     sites = [s for s in e.over_zero_axes("all-reduce") if not s.sliced and s.phase != "forward"]
     rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
@@ -122,6 +123,24 @@ def _state_not_donated(e: Evidence) -> Found:
         )
 
 
+def _offloaded_on_device(e: Evidence) -> Found:
+    """More than the bytes in flight that were asked for; else than half, or two params' share, whichever is more."""
+    total = sum(x.held for x in e.state if x.on_host)
+    sizes = [x.size // shard_factor(x.state, e.plan.mesh) for x in e.plan.layouts]
+    if not (total and sum(sizes)):
+        return
+    asked = getattr(e.plan.config.offload, "in_flight_bytes", None)
+    bound = asked or round(total * max(0.5, 2 * max(sizes) / sum(sizes)))
+    if e.fetched_at_once > bound:
+        yield (
+            f"{human_bytes(e.fetched_at_once)} of the {human_bytes(total)} of state in host memory are on the device "
+            f"at once, and {human_bytes(bound)} would do: the scheduler fetches as early as it can.",
+            e.fetched_at_once,
+            "fetch leaf by leaf, and tie each fetch to the result of a leaf before it: the next leaf and that result "
+            "through one jax.lax.optimization_barrier, both outputs used.",
+        )
+
+
 def _whole_leaves(e: Evidence) -> Found:
     if not e.plan.config.row.state:
         return
@@ -145,6 +164,16 @@ def _whole_leaves(e: Evidence) -> Found:
 
 
 def _stack_before_loop(e: Evidence) -> Found:
+    if e.split_stacks:
+        sites = {(s.computation, s.name): s for some in e.split_stacks.values() for s in some}.values()
+        stacks = [x for x in e.plan.layouts if x.name in e.split_stacks]
+        yield (
+            f"{len(stacks)} stacks of layers are split along their scanned dim by their own layout, so that all layers "
+            f"are gathered where one is used: {_names(stacks)}",
+            sum(s.wire_bytes * e.trips(s) for s in sites),
+            "leave the leading dim of the stack out of its layout (None), and jzero splits another one.",
+        )
+        return
     stacks = {e.local(x): x for x in e.split if x.scanned and x.stored != x.used}
     sites = [s for s in e.over_zero_axes("all-gather") if s.phase != "update"]
     parts = [(n, dims) for s in sites for n, dims in zip(e.parts(s), e.dims(s), strict=True) if n in stacks]
@@ -187,7 +216,7 @@ def _carried(e: Evidence, weights: list[Layout]) -> int:
 
 
 def _activations_moved(e: Evidence) -> Found:
-    if e.on_cpu:
+    if e.on_cpu or e.split_stacks:
         return
     sites = list(e.over_zero_axes("all-to-all", "ragged-all-to-all", "collective-permute"))
     least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch
@@ -206,16 +235,17 @@ def _activations_moved(e: Evidence) -> Found:
 
 
 def _reduction_per_microbatch(e: Evidence) -> Found:
-    rows = [(s, e.gradients(s) * e.trips(s)) for s in e.over_zero_axes(*REDUCES)]
+    sites = (s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch")  # asked for, in value_and_grad
+    rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
     rounds = sum(n for _, n in rows) / _elements(e) if e.split else 0
-    if rounds >= ROUNDS:
+    if rounds >= ROUNDS and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (
             f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch, where once after "
             "their sum would do.",
             round(sent * (1 - 1 / rounds)),
-            "accumulate local gradients in jax.shard_map over the batch axes, and reduce once after the loop "
-            "(jax.lax.psum_scatter).",
+            'jzero.value_and_grad(loss_fn, plan, accumulate=k, reduce="step"): local gradients are summed, and reduced '
+            "once after the loop.",
         )
 
 
@@ -225,6 +255,7 @@ KINDS: dict[str, Callable[[Evidence], Found]] = {
     "gradients_all_reduced": _grads_all_reduced,
     "state_whole": _state_whole,
     "state_not_donated": _state_not_donated,
+    "offloaded_state_on_device": _offloaded_on_device,
     "replicated_leaves": _whole_leaves,
     "stack_gathered_before_loop": _stack_before_loop,
     "gathered_weights_kept": _weights_kept,

@@ -1,0 +1,240 @@
+"""`check` on Flax NNX: layers in a Python list and under `nnx.scan`, each fault that a pair can have, and none.
+
+The model has a BatchNorm: its statistics are shaped like biases, and are reduced over the batch in the forward pass.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from test_check import BOTH, QUICK, constrained, in_a_loop, unrolled_by_python, whole
+from test_check_offload import in_host_memory
+
+import jzero
+from jzero.proof.check import findings
+
+LAYERS, DIM, ROWS = 3, 128, 64
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(DIM, rngs=rngs)
+        self.up, self.down = nnx.Linear(DIM, 2 * DIM, rngs=rngs), nnx.Linear(2 * DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(self.norm(x))))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, scan):
+        self.first, self.norm = nnx.Linear(DIM, DIM, rngs=rngs), nnx.BatchNorm(DIM, rngs=rngs)
+        stacked = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Layer, in_axes=0, out_axes=0))
+        self.layers = stacked(rngs) if scan else nnx.List([Layer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.first(x)))
+        if isinstance(self.layers, Layer):
+            run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return run(x, self.layers)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def create(scan):
+    model = Net(nnx.Rngs(0), scan)
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+
+def loss_of(model, x):
+    return (model(x) ** 2).mean()
+
+
+def train_step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(loss_of)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def pure(model, loss_of=loss_of):
+    """The model's params, its other state, and its loss as a function of both."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_fn(params, rest, x):
+        merged = nnx.merge(graph, params, rest, copy=True)
+        return loss_of(merged, x), nnx.state(merged, nnx.Not(nnx.Param))
+
+    return params, rest, loss_fn
+
+
+def pair_of(stage, scan, **fields):
+    fields = {"mesh": jzero.pod("h200").mesh({"data": 8}), "min_shard_bytes": 0, **fields}
+    pair = jzero.abstract(lambda: create(scan), stage=stage, **fields)
+    return pair, jzero.plan_of(pair)
+
+
+def found_in(pair, plan, step=train_step, *, donate=(0, 1), batch=None, rows=ROWS):
+    x = jax.ShapeDtypeStruct((rows, DIM), jnp.float32, sharding=batch or plan.batch)
+    jitted = nnx.jit(step, donate_argnums=donate)
+    compiled = jzero.pod("h200").compile(jitted, *pair, x, compiler_options=QUICK)
+    return {f.kind: f for f in findings(compiled, plan)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@BOTH
+def test_clean(stage, scan):
+    assert found_in(*pair_of(stage, scan)) == {}
+
+
+def gathering(plan):
+    """A step of stage 3: `gather_on_use` round the loss of pure params, by hand."""
+
+    def step(model, optimizer, x):
+        params, rest, loss_fn = pure(model)
+        gathered = jzero.gather_on_use(loss_fn, plan)
+        (loss, rest), grads = jax.value_and_grad(gathered, has_aux=True)(params, rest, x)
+        nnx.update(model, rest)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+@BOTH
+def test_clean_stage_3_with_gather_on_use(scan):
+    pair, plan = pair_of(3, scan)
+    assert found_in(pair, plan, gathering(plan)) == {}
+
+
+def tensor_parallel(path, x):
+    """Megatron's layout: column, then row."""
+    name = jax.tree_util.keystr(path)
+    entries = {"up": (None, "model"), "down": ("model", None)}
+    found = [e for k, e in entries.items() if f"'{k}'" in name and "kernel" in name]
+    return P(*[None] * (x.ndim - 2), *found[0]) if found else P()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@BOTH
+def test_clean_with_tensor_parallelism(stage, scan):
+    model, _ = nnx.eval_shape(lambda: create(scan))
+    specs = jax.tree_util.tree_map_with_path(tensor_parallel, nnx.as_pure(nnx.state(model, nnx.Param)))
+    pair, plan = pair_of(stage, scan, mesh=jzero.pod("h200").mesh({"model": 2, "data": 4}), param_specs=specs)
+    assert any(x.used != P() for x in plan.layouts)
+    assert found_in(pair, plan, gathering(plan) if stage == 3 else train_step) == {}
+
+
+@BOTH
+def test_gather_on_use_not_traced_and_activations_moved(scan):
+    pair, plan = pair_of(3, scan)
+    found = found_in(pair, plan)
+    assert set(found) == {"gather_on_use_not_traced", "activations_moved"}
+    matrices = [x for x in plan.layouts if len(x.shape) - x.scanned > 1]
+    assert found["gather_on_use_not_traced"].bytes == sum(x.nbytes for x in matrices)
+    assert found["activations_moved"].bytes > 0.02 * plan.param_bytes
+
+
+@BOTH
+def test_batch_not_split(scan):
+    pair, plan = pair_of(2, scan)
+    found = found_in(pair, plan, batch=plan.sharding(P()))
+    assert found["batch_not_split"].bytes == ROWS * DIM * 4
+
+
+@BOTH
+def test_gradients_all_reduced(scan):
+    pair, plan = pair_of(2, scan)
+
+    def step(model, optimizer, x):
+        grads = whole(nnx.grad(loss_of)(model, x), plan.mesh)
+        norms = jax.tree.map(lambda g: 1 + jnp.sqrt(jnp.sum(g**2)), grads)  # of the whole gradient
+        optimizer.update(model, jax.tree.map(jnp.divide, grads, norms))
+
+    found = found_in(pair, plan, step)
+    assert set(found) == {"gradients_all_reduced"}
+    assert found["gradients_all_reduced"].bytes >= 0.9 * plan.param_bytes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@BOTH
+def test_state_whole(stage, scan):
+    pair, plan = pair_of(stage, scan)
+
+    def step(model, optimizer, x):
+        train_step(model, optimizer, x)
+        for part in (model, optimizer) if stage == 3 else (optimizer,):
+            nnx.update(part, whole(nnx.state(part), plan.mesh))
+
+    finding = found_in(pair, plan, step)["state_whole"]
+    copies = sum(x.nbytes for x in plan.layouts if len(x.shape) - x.scanned > 1) * (3 if stage == 3 else 2)
+    assert finding.bytes == copies * 7 // 8
+    assert "comes back" in finding.text
+
+
+@BOTH
+def test_state_not_donated(scan):
+    found = found_in(*pair_of(2, scan), donate=())
+    assert set(found) == {"state_not_donated"}
+
+
+@BOTH
+def test_replicated_leaves(scan):
+    found = found_in(*pair_of(2, scan, min_shard_bytes=100_000 if scan else 2**20))
+    assert "replicated_leaves" in found
+    assert "['first']['kernel']" in found["replicated_leaves"].text
+
+
+@BOTH
+def test_weights_gathered_first_of_all(scan):
+    pair, plan = pair_of(3, scan)
+
+    def step(model, optimizer, x):
+        params, rest, loss_fn = pure(model)
+        on_whole = lambda p: loss_fn(whole(p, plan.mesh), rest, x)  # noqa: E731
+        grads, rest = jax.grad(on_whole, has_aux=True)(params)
+        nnx.update(model, rest)
+        optimizer.update(model, grads)
+
+    found = found_in(pair, plan, step, rows=1024)
+    kind = "stack_gathered_before_loop" if scan else "gathered_weights_kept"
+    assert found[kind].bytes >= 0.5 * plan.param_bytes
+
+
+@pytest.mark.parametrize(
+    ("scan", "accumulate"), [(True, in_a_loop), (False, in_a_loop), (True, unrolled_by_python)]
+)
+def test_reduction_per_microbatch(scan, accumulate):
+    pair, plan = pair_of(2, scan)
+
+    def step(model, optimizer, x):
+        params, rest, loss_fn = pure(model)
+        parts = constrained(x.reshape(4, -1, DIM), lambda _: plan.sharding(P(None, "data")))
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads_of = lambda part: jax.grad(loss_fn, has_aux=True)(params, rest, part)[0]  # noqa: E731
+        optimizer.update(model, accumulate(grads_of, zeros, parts))
+
+    finding = found_in(pair, plan, step, rows=4 * ROWS)["reduction_per_microbatch"]
+    assert re.search(r"reduced (3\.[6-9]|4\.\d) times", finding.text)
+
+
+@BOTH
+def test_offloaded_state_on_device(scan):
+    (model, optimizer), plan = pair_of(2, scan)
+    moments = nnx.optimizer.OptState
+    nnx.update(optimizer, in_host_memory(nnx.state(optimizer, moments)))
+    home = jax.tree.map(lambda x: x.sharding, nnx.state(optimizer, moments))
+
+    def step(model, optimizer, x):
+        nnx.update(optimizer, jax.device_put(nnx.state(optimizer, moments), jax.memory.Space.Device))
+        train_step(model, optimizer, x)
+        nnx.update(optimizer, jax.device_put(nnx.state(optimizer, moments), home))
+
+    found = found_in((model, optimizer), plan, step)
+    assert set(found) == {"offloaded_state_on_device"}
+    assert found["offloaded_state_on_device"].bytes >= 0.9 * 2 * plan.param_bytes // 8

@@ -1,0 +1,139 @@
+"""`check`: optimizer state in host memory, fetched all at once (found) and leaf by leaf (clean)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_check import BOTH, QUICK, loss_of, state_of, tokens, train_step
+
+import jzero
+from jzero.proof.check import findings
+from jzero.proof.evidence import Evidence
+from jzero.proof.hlo import parse
+
+
+def in_host_memory(tree):
+    """The abstract arrays of a state in pinned host memory, its scalars on the device."""
+
+    def move(x):
+        return x.update(sharding=x.sharding.with_memory_kind("pinned_host")) if x.ndim else x
+
+    return jax.tree.map(move, tree)
+
+
+def at_once(state, batch, plan, home):
+    """What everybody writes first."""
+    here = jax.tree.map(lambda s: s.with_memory_kind("device"), home)
+    state = state.replace(opt_state=jax.device_put(state.opt_state, here))
+    state, loss = train_step(state, batch)
+    return state.replace(opt_state=jax.device_put(state.opt_state, home)), loss
+
+
+def leaf_by_leaf(state, batch, plan, home):
+    """Adam by hand: the fetch of a leaf waits for the result of the leaf before."""
+    loss, grads = jax.value_and_grad(lambda p: loss_of(state, p, batch))(state.params)
+    adam, tree = state.opt_state.inner[0], jax.tree.structure(state.params)
+    trees = (grads, adam.mu, adam.nu, state.opt_state.master)
+    params, new, before = [], [], [jax.tree.leaves(grads)[0]]
+    for x, g, *hosted in zip(plan.layouts, *map(jax.tree.leaves, trees), strict=True):
+        *hosted, before[0] = jax.lax.optimization_barrier((*hosted, before[0]))  # its second output is used
+        m, v, w = (jax.device_put(h, plan.sharding(x.state)) for h in hosted)
+        g = plan.constrain(g, x.state).astype(jnp.float32)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        w = w - 1e-3 * m / (jnp.sqrt(v) + 1e-8)
+        params.append(plan.constrain(plan.constrain(w.astype(x.dtype), x.state), x.stored))
+        before = [m, v, w]
+        new.append(before)
+    mu, nu, master = (jax.tree.unflatten(tree, values) for values in zip(*new, strict=True))
+    inner = (adam._replace(mu=mu, nu=nu), *state.opt_state.inner[1:])
+    opt_state = state.opt_state._replace(inner=inner, master=master)
+    return state.replace(
+        params=jax.tree.unflatten(tree, params), opt_state=jax.device_put(opt_state, home)
+    ), loss
+
+
+@functools.cache
+def program(step, scan):
+    state, plan = state_of(2, scan=scan)
+    state = state.replace(opt_state=in_host_memory(state.opt_state))
+    home = jax.tree.map(lambda x: x.sharding, state.opt_state)
+    compiled = jzero.pod("h200").compile(
+        lambda s, b: step(s, b, plan, home),
+        state,
+        tokens(),
+        donate_argnums=0,
+        plan=plan,
+        compiler_options=QUICK,
+    )
+    return compiled, plan
+
+
+@BOTH
+def test_fetched_at_once(scan):
+    compiled, plan = program(at_once, scan)
+    (finding,) = findings(compiled, plan)
+    hosted = compiled.memory_analysis().host_argument_size_in_bytes
+    assert finding.kind == "offloaded_state_on_device"
+    assert 0.9 * hosted <= finding.bytes <= hosted
+    assert compiled.memory_analysis().temp_size_in_bytes >= finding.bytes  # the compiler holds it too
+    assert "optimization_barrier" in finding.remedy
+
+
+@BOTH
+def test_fetched_leaf_by_leaf(scan):
+    assert findings(*program(leaf_by_leaf, scan)) == ()
+
+
+def test_bound_that_was_asked_for(monkeypatch):
+    compiled, plan = program(leaf_by_leaf, False)
+    at_once = Evidence(compiled, plan, parse(compiled.as_text())).fetched_at_once
+    for asked, found in ((at_once, []), (at_once - 1, ["offloaded_state_on_device"])):
+        config = dataclasses.replace(plan.config)
+        object.__setattr__(config, "offload", Offload(asked))
+        assert [f.kind for f in findings(compiled, dataclasses.replace(plan, config=config))] == found
+
+
+FETCH = (
+    "%{0}s = (f32[8], f32[8]{{0:S(5)}}, u32[]) copy-start(%{0}h)",
+    "%{0}d = f32[8] copy-done(%{0}s)",
+    "%{0} = f32[8] bitcast(%{0}d)",
+)
+UPDATE = ("%{0}n = f32[8] negate(%{0})",)
+STORE = (
+    "%{0}m = f32[8] bitcast(%{0}n)",
+    "%{0}t = (f32[8]{{0:S(5)}}, f32[8], u32[]) copy-start(%{0}m)",
+    "%{0}o = f32[8]{{0:S(5)}} copy-done(%{0}t)",
+)
+LOOP = ("%w = (f32[8]{{0:S(5)}}) while(%z), body=%body",)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arrays"),
+    [
+        ([("a", FETCH), ("b", FETCH), ("a", UPDATE), ("a", STORE), ("b", UPDATE), ("b", STORE)], 2),
+        ([("a", FETCH), ("a", UPDATE), ("a", STORE), ("b", FETCH), ("b", UPDATE), ("b", STORE)], 1),
+        ([("a", FETCH), ("a", UPDATE), ("b", FETCH), ("a", STORE), ("b", UPDATE), ("b", STORE)], 2),
+        ([("a", FETCH), ("a", UPDATE), ("b", FETCH), ("b", UPDATE), ("b", STORE), ("a", STORE)], 2),
+        ([("a", LOOP)], 1),
+        ([("a", FETCH), ("a", LOOP), ("a", UPDATE), ("a", STORE)], 2),
+        ([("a", FETCH), ("a", UPDATE), ("a", STORE), ("a", LOOP)], 1),
+    ],
+)
+def test_lifetimes_in_a_schedule(schedule, arrays):
+    def lines(schedule):
+        return [f"  {line.format(name)}" for name, what in schedule for line in what]
+
+    body = lines([("x", FETCH), ("x", UPDATE), ("x", STORE)])
+    text = ["HloModule m, is_scheduled=true", "%body (p: f32[8]) -> f32[8] {", *body, "}"]
+    text += ["ENTRY %main (p: f32[8]) -> f32[8] {", *lines(schedule), "}"]
+    evidence = Evidence(None, None, parse("\n".join(text)))  # pyright: ignore
+    assert evidence.fetched_at_once == 32 * arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    in_flight_bytes: int

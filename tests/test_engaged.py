@@ -1,0 +1,70 @@
+"""docs/engaged.md: its code runs, it prints what the page shows, and the kinds it lists are those of `check`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from jzero.proof.check import KINDS
+
+pytest.importorskip(
+    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
+)
+
+spec = importlib.util.spec_from_file_location(
+    "make_engaged", Path(__file__).parents[1] / "docs" / "make_engaged.py"
+)
+assert spec is not None
+assert spec.loader is not None
+make = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make)
+TEXT = make.PAGE.read_text(encoding="utf-8")
+
+
+@functools.cache
+def printed():
+    return make.outputs(TEXT)
+
+
+def test_headlines():
+    naive, gathered, error = printed()
+    assert re.search(r"1 x all-gather +bf16 8.39 MB .* once ", naive)
+    assert "all-to-all" in naive
+    assert "gather_weight" not in naive
+    assert re.search(r"all-gather +bf16 .* forward gather_weight", gathered)
+    assert re.search(r"all-gather +bf16 .* backward gather_weight", gathered)
+    assert re.search(r"reduce-scatter +7.34 MB +1.000", gathered)
+    assert "all-to-all" not in gathered
+    assert "1. gather_on_use_not_traced (8.39 MB)" in error
+    assert "2. activations_moved" in error
+
+
+def test_the_page_is_up_to_date():
+    if f"(jax {jax.__version__};" not in TEXT:
+        pytest.skip(f"the page was printed by {make.VERSION.search(TEXT)[0]}, this is jax {jax.__version__}")
+    assert make.page(TEXT, printed()) == TEXT, "run: python docs/make_engaged.py"
+
+
+def test_numbers_in_the_text_are_in_the_tables():
+    text = make.BLOCK.sub("", TEXT.split("## What to look for")[0])
+    numbers = re.findall(r"[\d.]+ [kM]B|[\d.]+ Psi", text)
+    assert len(numbers) >= 6
+    shown = "\n".join(make.tables(TEXT))
+    for number in numbers:
+        value, unit = number.split()
+        assert number in shown or (unit == "Psi" and re.search(rf" {value}0*\b", shown)), number
+
+
+def test_every_kind_is_listed():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (yes|not looked for) \|$", TEXT, re.MULTILINE))
+    assert list(rows) == list(KINDS)
+
+
+def test_an_output_too_many():
+    with pytest.raises(ValueError, match=r"engaged\.md: 1 blocks print, but 3 outputs are shown"):
+        make.page(TEXT, ["one"])
