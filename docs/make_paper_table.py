@@ -72,7 +72,8 @@ def cell(model: str, n: int, stage: int) -> tuple[float, float]:
     state = jzero.abstract(create, stage=stage, mesh=pod.mesh({"data": n}))
     plan = jzero.plan_of(state)
     grads = {
-        x.keys[0]: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(x.grad)) for x in plan.layouts
+        x.keys[0]: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(x.grad))
+        for x in plan.layouts
     }
     compiled = pod.compile(lambda s, g: s.apply_gradients(grads=g), state, grads, donate_argnums=0)
     memory = jzero.explain(compiled, plan).memory
@@ -102,7 +103,10 @@ def page() -> str:
         lines += ["", f"## {model}", "", "| devices | stage 1 | stage 2 | stage 3 |", "|---:|---:|---:|---:|"]
         for n, printed in rows.items():
             values = [cell(model, n, stage)[0] for stage in STAGES]
-            cells = [f"{v:.4g} ({p})" if v < 1e4 else f"{v:.0f} ({p})" for v, p in zip(values, printed, strict=True)]
+            cells = [
+                f"{v:.4g} ({p})" if v < 1e4 else f"{v:.0f} ({p})"
+                for v, p in zip(values, printed, strict=True)
+            ]
             lines.append(f"| {n} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

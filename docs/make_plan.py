@@ -1,6 +1,6 @@
 """Rewrites docs/plan.md: runs each `$ jzero ...` of its blocks and puts what it prints below the command.
 
-    python docs/make_plan.py      # about 8 minutes on two cores; needs jzero[pod], no GPU
+python docs/make_plan.py      # about 8 minutes on two cores; needs jzero[pod], no GPU
 """
 
 from __future__ import annotations

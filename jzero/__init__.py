@@ -2,6 +2,7 @@
 
 from jzero.config import ZeroConfig
 from jzero.gather import gather_on_use
+from jzero.gradients import value_and_grad
 from jzero.optim import ZeroState, unwrap, zero
 from jzero.proof.check import CheckError, Finding, check, findings
 from jzero.proof.memory import Estimate, estimate
@@ -32,5 +33,6 @@ __all__ = [
     "shard",
     "unshard",
     "unwrap",
+    "value_and_grad",
     "zero",
 ]

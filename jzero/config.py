@@ -33,7 +33,6 @@ STAGES = {
 _LATER = {
     "offload": (None, "the optimizer state in host memory"),
     "moment_dtype": (None, "moments stored in another dtype"),
-    "reduce_dtype": (None, "the dtype of the gradient reduction"),
     "bucket_bytes": (None, "the bytes that one fused collective carries"),
 }
 
@@ -51,7 +50,8 @@ class ZeroConfig:
       master_dtype: dtype of the master copy of 16-bit params kept in the optimizer state. "auto": float32
         for 16-bit params, no master for wider ones. None: never a master.
       compute_dtype: stage 3: params are cast to it on the shard, before they are gathered.
-      reduce_dtype: not there yet; None.
+      reduce_dtype: dtype in which `jzero.value_and_grad` reduces gradients over devices (stages 0 to 2). None:
+        that of the params. Plain `jax.grad` reduces in the dtype of the matmul, whatever this says.
       moment_dtype: not there yet; None.
       updates: what the wrapped `update` returns: "land", leaves that land on the new param when they are
         added to the old one; "delta", plain arrays to add.
@@ -87,7 +87,7 @@ class ZeroConfig:
         check_int(self.stage, "stage", where="ZeroConfig", low=0, high=3, remedy="Pass stage=0, 1, 2 or 3.")
         for name in ("axis", "batch_axis", "param_axis"):
             object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
-        for name in ("master_dtype", "compute_dtype"):
+        for name in ("master_dtype", "compute_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
         _check_choice(self.updates, "updates", ("land", "delta"))
         _check_choice(self.uneven, "uneven", ("pad", "replicate", "error"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from jzero.layout import Layout, path_keys
 from jzero.mesh import check_context_mesh
 from jzero.sharding import Plan
 from jzero.walk import Walk, Weight
+
+# Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
+_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,7 @@ class GatherOnUse:
         """Call the function; where params are stored split, each is gathered where it is used."""
         check_context_mesh()
         warn_whole_batch(jax.tree.leaves((args, kwargs)), self.plan)
-        if not self.plan.config.row.params:
+        if not self.plan.config.row.params or _tracing.get():
             return self.fn(params, *args, **kwargs)
         return self.gathering(params, *args, **kwargs)
 
@@ -56,7 +60,11 @@ class GatherOnUse:
             filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
             filled = [self._cast(x, y) for x, y in zip(filled, layouts, strict=True)]
             inner_params, inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-            outs, outs_tree = jax.tree.flatten(self.fn(inner_params, *inner_args, **inner_kwargs))
+            token = _tracing.set(True)
+            try:
+                outs, outs_tree = jax.tree.flatten(self.fn(inner_params, *inner_args, **inner_kwargs))
+            finally:
+                _tracing.reset(token)
             others[:] = [None if _is_output(o) else o for o in outs]
             out_tree[:] = [outs_tree]
             return [o for o in outs if _is_output(o)]

@@ -50,6 +50,11 @@ def scope_of(eqn) -> Iterator[None]:
         yield
 
 
+def place_of(eqn) -> str:
+    """`model.py:31 (loss)`: the user's line that an equation comes from."""
+    return source_info_util.summarize(eqn.source_info)
+
+
 def bind(eqn, args: Sequence[Any]) -> list[Any]:
     """The equation's primitive on other arguments; always a list of results."""
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))

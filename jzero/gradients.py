@@ -1,0 +1,410 @@
+"""`value_and_grad`: gradients of micro-batches, with the communication where one wants it.
+
+[Note: one reduction or many]
+Micro-batches can be reduced in two places. After the loop ("step"): each device sums its own gradients, whole
+and in fp32, and one reduce-scatter follows: 1 Psi for the gradients whatever the number of micro-batches, and
+4 bytes per parameter held. Inside of it ("microbatch"): each micro-batch's gradient is reduced to its shard as
+the backward pass makes it, and shards are summed: 1 Psi per micro-batch, and 4/N bytes per parameter held. Under
+plain `jax.jit` XLA always does the second, since a sum over micro-batches of sums over devices looks the same to
+it; the first takes `jax.shard_map`, where a gradient is a device's own until it is reduced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.coupling import check_examples_apart
+from jzero.errors import check_int, listing, typed_shape
+from jzero.gather import gather_on_use
+from jzero.jaxprs import is_tracer
+from jzero.layout import Layout, P, entry_axes, make_spec, spec_axes
+from jzero.mesh import check_context_mesh
+from jzero.sharding import Plan
+
+REDUCE = ("auto", "step", "microbatch")
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    accumulate: int = 1,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    rng_argnums: int | Sequence[int] = (),
+    weight: Callable[..., Any] | None = None,
+    reduce: str = "auto",
+    coupled: str = "refuse",
+    scale: Any = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of a loss of params, over micro-batches, reduced once or as they come.
+
+    The batch is cut into `accumulate` micro-batches, each still split over all devices; their gradients are
+    summed in fp32. At stage 3 weights are gathered where they are used (`gather_on_use`) in each of them.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, ...)`, a scalar that is a mean over examples, or (loss, aux).
+      plan: of the params.
+      accumulate: number of micro-batches.
+      has_aux: `loss_fn` returns (loss, aux). Over micro-batches floating aux leaves are averaged like the loss
+        and integer ones summed.
+      batch_argnums: positions of the arguments whose leaves have the batch as dim 0; params are position 0.
+      rng_argnums: positions of random keys; each micro-batch gets its own (`fold_in` of its number), and with
+        reduce="step" each device as well.
+      weight: `weight(batch)`, the sum of the weights that a micro-batch's loss is a mean over (tokens that are
+        not padding), called like `loss_fn` without params. None: micro-batches count the same. With it the result
+        is the one-batch mean, and a micro-batch of weight 0 counts nothing, whatever its loss.
+      reduce: "step", once after the loop; "microbatch", in each; "auto": "step" at stages 0 and 1, else
+        "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`.
+      coupled: a loss that couples examples (BatchNorm, contrastive) is another one on micro-batches. "refuse" it,
+        told from its jaxpr, or "allow" the loss of each micro-batch (with reduce="step": of each device's part).
+      scale: not there yet; None.
+
+    Returns:
+      A function `(params, batch, ...) -> (loss, grads)`, or `((loss, aux), grads)`. Gradients are in the dtype of
+      the params for one micro-batch or reduce="step" (`reduce_dtype` where the plan has one), in fp32 for summed
+      shards.
+
+    Raises:
+      TypeError, ValueError: from here: wrong kinds, an unknown `reduce`, "step" at stage 3. From the function:
+        params that the plan was not made for, a batch that devices x micro-batches do not divide, aux with one
+        value per example, a loss that couples examples (BatchNorm, contrastive).
+      NotImplementedError: `scale`; `reduce_dtype` at stage 3.
+
+    Layout:
+      params: stored; batch: split over the batch axes; grads: reduce="step" `Layout.state`, else `Layout.grad`.
+
+    Cost:
+      Per device, k = accumulate, Psi = bytes of all params, bf16: "step" 4 bytes per parameter (fp32 sums, whole)
+      and (N-1)/N Psi for gradients; "microbatch" 4/N bytes per parameter and k (N-1)/N Psi (stages 0 and 1: 4
+      bytes and 2 k (N-1)/N Psi). Stage 3 gathers 2 (N-1)/N Psi more per micro-batch.
+      `estimate(accumulate=)` sums it up.
+
+    Example:
+      >>> import jax.numpy as jnp, jzero
+      >>> params = {"w": jnp.ones((16, 4))}
+      >>> plan = jzero.make_plan(params, stage=1)
+      >>> vg = jzero.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), plan, accumulate=2)
+      >>> loss, grads = vg(params, plan.place_batch(jnp.ones((32, 16))))
+      >>> float(loss), grads["w"].shape
+      (256.0, (16, 4))
+
+    References:
+      Rajbhandari et al., ZeRO (arXiv:1910.02054), section 7; DeepSpeed's `gradient_accumulation_steps`.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"jzero.value_and_grad: loss_fn must be a function, got {type(loss_fn).__name__}.")
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"jzero.value_and_grad: needs a plan, got {type(plan).__name__}. Pass jzero.plan_of(state)."
+        )
+    check_int(accumulate, "accumulate", where="jzero.value_and_grad", low=1)
+    if coupled not in ("refuse", "allow"):
+        raise ValueError(f'jzero.value_and_grad(coupled={coupled!r}): must be "refuse" or "allow".')
+    if scale is not None:
+        raise NotImplementedError(
+            "jzero.value_and_grad(scale=): loss scaling is not there yet. Leave it out."
+        )
+    return _ValueAndGrad(
+        loss_fn, plan, accumulate, has_aux, _argnums(batch_argnums, "batch_argnums"),
+        _argnums(rng_argnums, "rng_argnums"), weight, _mode(reduce, plan, accumulate), coupled == "allow",
+    )  # fmt: skip
+
+
+def _argnums(value, name: str) -> tuple[int, ...]:
+    out = (value,) if isinstance(value, int) else tuple(value)
+    bad = [v for v in out if isinstance(v, bool) or not isinstance(v, int) or v < 1]
+    if bad:
+        raise ValueError(f"jzero.value_and_grad({name}={value!r}): positions from 1 on; 0 is the params.")
+    return out
+
+
+def _mode(reduce: str, plan: Plan, accumulate: int) -> str:
+    """Where gradients are reduced: "step", "microbatch" or, where XLA alone decides, "plain"."""
+    if reduce not in REDUCE:
+        raise ValueError(
+            f"jzero.value_and_grad(reduce={reduce!r}): must be one of {', '.join(map(repr, REDUCE))}."
+        )
+    if plan.config.row.params:
+        if reduce == "step":
+            raise ValueError(
+                'jzero.value_and_grad(reduce="step"): stage 3 gathers weights in each micro-batch and never holds a '
+                "whole gradient. Leave reduce out, or pass stage=2 (4 bytes per parameter more)."
+            )
+        if plan.config.reduce_dtype is not None:
+            raise NotImplementedError(
+                "jzero.value_and_grad: reduce_dtype at stage 3 is not there yet: XLA reduces a gradient in the "
+                "dtype of the matmul that makes it. Leave it out, or use stage 2."
+            )
+    if accumulate == 1:
+        return "plain" if plan.config.reduce_dtype is None else "step"
+    if reduce == "auto":
+        return "microbatch" if plan.config.row.grads else "step"
+    if reduce == "microbatch" and plan.config.reduce_dtype is not None:
+        raise NotImplementedError(
+            'jzero.value_and_grad(reduce="microbatch"): reduce_dtype needs reduce="step", where the sum is cast '
+            "before it is reduced."
+        )
+    return reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class _ValueAndGrad:
+    """What `value_and_grad` returns."""
+
+    loss_fn: Callable[..., Any]
+    plan: Plan
+    accumulate: int
+    has_aux: bool
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    weight: Callable[..., Any] | None
+    mode: str
+    coupled: bool
+
+    @property
+    def __name__(self) -> str:
+        """For profiles and messages, as `jax.value_and_grad` has it."""
+        return getattr(self.loss_fn, "__name__", "loss")
+
+    def __call__(self, params, *args, **kwargs):
+        """(loss, grads) of the whole batch."""
+        check_context_mesh()
+        self.plan.match(params, where="jzero.value_and_grad")
+        if self.mode == "plain":
+            fn = gather_on_use(self.loss_fn, self.plan)
+            return jax.value_and_grad(fn, has_aux=self.has_aux)(params, *args, **kwargs)
+        size = self._check_batch(args)
+        fn = functools.partial(self._loss, kwargs=kwargs)
+        call = self._after_the_loop if self.mode == "step" else self._in_the_loop
+        loss, aux, grads = call(fn, params, args, size)
+        return ((loss, aux), grads) if self.has_aux else (loss, grads)
+
+    def _loss(self, params, args, kwargs):
+        out = self.loss_fn(params, *args, **kwargs)
+        loss, aux = out if self.has_aux else (out, ())
+        return loss, aux
+
+    def _check_batch(self, args) -> int:
+        """The size of the batch.
+
+        Raises:
+          ValueError: no such argument, leaves of different sizes, or a size that devices x micro-batches do
+            not divide.
+        """
+        missing = [i for i in (*self.batch_argnums, *self.rng_argnums) if i > len(args)]
+        if missing:
+            raise ValueError(
+                f"jzero.value_and_grad: batch_argnums and rng_argnums name argument {missing[0]}, but the function was "
+                f"called with params and {len(args)} more. Pass it by position."
+            )
+        leaves = jax.tree.leaves([args[i - 1] for i in self.batch_argnums])
+        sizes = sorted({np.shape(x)[0] if np.ndim(x) else 0 for x in leaves})
+        parts = self.plan.batch_parts * self.accumulate
+        if len(sizes) == 1 and sizes[0] and sizes[0] % parts == 0:
+            return sizes[0]
+        rows = [(typed_shape(x), _arithmetic(x, parts)) for x in leaves]
+        raise ValueError(
+            f"jzero.value_and_grad: {self.plan.batch_parts} devices x {self.accumulate} micro-batches cannot split "
+            f"the batch evenly:\n{listing(rows)}\nDim 0 of every batch leaf must be the same multiple of {parts}; "
+            "leaves that are no batch belong in an argument that batch_argnums leaves out."
+        )
+
+    # --- one reduction after the loop -----------------------------------------------------------------------
+
+    def _after_the_loop(self, fn, params, args, size: int):
+        plan, axes = self.plan, self.plan.batch_axes
+        arrays, rest = _split_static(args)
+        specs = [[P(axes) if i + 1 in self.batch_argnums else P() for _ in xs] for i, xs in enumerate(arrays)]
+        self._check_apart(fn, params, args, size // (plan.batch_parts * self.accumulate))
+
+        def local(params, arrays):
+            index = jax.lax.axis_index(axes)
+            parts = self._micro_batches(_merge_static(arrays, rest), local_index=index)
+            total, loss, aux, sums = self._loop(fn, params, *parts, pin=lambda x: x)
+            total = jax.lax.psum(total, axes)
+            scaled = [s / total for s in sums]
+            grads = [self._reduced(g, x) for g, x in zip(scaled, plan.layouts, strict=True)]
+            return jax.lax.psum(loss, axes) / total, _over_devices(aux, total, axes), grads
+
+        out = [_manual(x.state, axes) for x in plan.layouts]
+        run = jax.shard_map(
+            local, mesh=plan.mesh, in_specs=(P(), specs), out_specs=(P(), P(), out), axis_names=set(axes),
+            check_vma=False,
+        )  # fmt: skip
+        loss, aux, grads = run(params, arrays)
+        return loss, aux, jax.tree.structure(params).unflatten(grads)
+
+    def _reduced(self, grad, x: Layout):
+        """One device's mean gradient, reduced to its shard; see `Layout.state`."""
+        grad = grad.astype(self.plan.config.reduce_dtype or x.dtype)
+        taken, batch = spec_axes(x.used), self.plan.batch_axes
+        rest = [a for a in batch if a not in taken]
+        with jax.named_scope("jzero.reduce_grads"):
+            for dim, entry in enumerate(x.state):
+                axes = tuple(a for a in entry_axes(entry) if a in rest)
+                if axes:
+                    grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+                    rest = [a for a in rest if a not in axes]
+            return jax.lax.psum(grad, tuple(rest)) if rest else grad
+
+    # --- a reduction in every micro-batch -------------------------------------------------------------------
+
+    def _in_the_loop(self, fn, params, args, size: int):
+        plan = self.plan
+        self._check_apart(fn, params, args, size // self.accumulate)
+
+        def flat_loss(params, *args):
+            return fn(params, args)
+
+        gathering = gather_on_use(flat_loss, plan)
+        parts = self._micro_batches(args)
+
+        def pin(grads):
+            return [self._on_shard(g, x) for g, x in zip(grads, plan.layouts, strict=True)]
+
+        total, loss, aux, sums = self._loop(lambda p, a: gathering(p, *a), params, *parts, pin=pin)
+        grads = pin([s / total for s in sums])
+        aux = jax.tree.map(lambda x: x / total if jnp.issubdtype(x.dtype, jnp.inexact) else x, aux)
+        return loss / total, aux, jax.tree.structure(params).unflatten(grads)
+
+    def _on_shard(self, grad, x: Layout):
+        return self.plan.constrain(grad, x.grad)
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def _micro_batches(self, args, local_index=None):
+        """(arguments that change per micro-batch, stacked; a function that completes one micro-batch's arguments).
+
+        On a device's own rows (`local_index` is its number) a cut is a reshape. On the whole batch micro-batch i
+        takes the i-th part of every device's rows, so that nothing moves.
+        """
+        k, n = self.accumulate, self.plan.batch_parts
+
+        def cut(x):
+            x = jnp.asarray(x)
+            if local_index is not None:
+                return x.reshape(k, x.shape[0] // k, *x.shape[1:])
+            x = x.reshape(n, k, x.shape[0] // (n * k), *x.shape[1:]).swapaxes(0, 1)
+            x = x.reshape(k, n * x.shape[2], *x.shape[3:])
+            return self.plan.constrain(x, make_spec([(), self.plan.batch_axes]))
+
+        stacked = [jax.tree.map(cut, args[i - 1]) for i in self.batch_argnums]
+
+        def complete(parts, number):
+            out = list(args)
+            for i, part in zip(self.batch_argnums, parts, strict=True):
+                out[i - 1] = part
+            for i in self.rng_argnums:
+                own = out[i - 1] if local_index is None else jax.random.fold_in(out[i - 1], local_index)
+                out[i - 1] = jax.random.fold_in(own, number) if k > 1 else own
+            return tuple(out)
+
+        return stacked, complete
+
+    def _loop(self, fn, params, stacked, complete, *, pin):
+        """Sums over micro-batches: of weights, and of loss, aux and gradients times their weight (fp32)."""
+
+        def one(sums, step):
+            number, parts = step
+            args = complete(parts, number)
+            (loss, aux), grads = jax.value_and_grad(fn, has_aux=True)(params, args)
+            w = jnp.float32(1) if self.weight is None else self._weight_of(args)
+            total, loss_sum, grad_sums = sums
+            grads = pin(
+                [_times(w, g, s.dtype) for g, s in zip(jax.tree.leaves(grads), grad_sums, strict=True)]
+            )
+            grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
+            return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums), _weighted(aux, w)
+
+        zeros = pin([jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in self.plan.layouts])
+        start = (jnp.float32(0), jnp.float32(0), zeros)
+        steps = (jnp.arange(self.accumulate), stacked)
+        # `check` reads this name: a reduction in each micro-batch is a fault where it was not asked for
+        with jax.named_scope("jzero.microbatch" if self.mode == "microbatch" else "jzero.accumulate"):
+            (total, loss, sums), aux = jax.lax.scan(one, start, steps)
+        return total, loss, jax.tree.map(lambda x: x.sum(0), aux), sums
+
+    def _weight_of(self, args):
+        assert self.weight is not None
+        return jnp.asarray(self.weight(*(args[i - 1] for i in self.batch_argnums)), jnp.float32)
+
+    def _check_apart(self, fn, params, args, examples: int) -> None:
+        """Refuses losses that micro-batches would change, and aux with one value per example."""
+        if self.coupled:
+            return
+
+        def shape(i, x):
+            cut = i + 1 in self.batch_argnums and hasattr(x, "shape")
+            return jax.ShapeDtypeStruct((examples, *np.shape(x)[1:]), x.dtype) if cut else x
+
+        args = tuple(jax.tree.map(functools.partial(shape, i), arg) for i, arg in enumerate(args))
+        check_examples_apart(
+            fn,
+            params,
+            args,
+            batch=[i - 1 for i in self.batch_argnums],
+            examples=examples,
+            weighted=self.weight is not None,
+        )
+
+
+def _times(w, value, dtype):
+    """A value times its weight; nothing where the weight is 0, whose loss may be 0/0."""
+    return jnp.where(w > 0, w * value.astype(dtype), jnp.zeros((), dtype))
+
+
+def _weighted(aux, w):
+    """Aux leaves to sum: floating ones times their weight, integer ones as they are."""
+    return jax.tree.map(
+        lambda x: _times(w, x, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
+        jax.tree.map(jnp.asarray, aux),
+    )
+
+
+def _over_devices(aux, total, axes):
+    """Aux sums of this device, summed over all; floating ones divided by the sum of the weights."""
+    summed = jax.tree.map(lambda x: jax.lax.psum(x, axes), aux)
+    return jax.tree.map(
+        lambda x: x / total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, summed
+    )
+
+
+def _manual(spec, axes):
+    """A spec without the axes that stay automatic."""
+    return make_spec([tuple(a for a in entry_axes(e) if a in axes) for e in spec])
+
+
+def _split_static(args):
+    """Per argument its array leaves, and what puts it together again: `shard_map` takes arrays alone."""
+    flat = [jax.tree.flatten(arg) for arg in args]
+    is_array = [
+        [isinstance(x, (jax.Array, np.ndarray, np.generic)) or is_tracer(x) for x in xs] for xs, _ in flat
+    ]
+    arrays = [
+        [x for x, a in zip(xs, own, strict=True) if a] for (xs, _), own in zip(flat, is_array, strict=True)
+    ]
+    return arrays, [(tree, xs, own) for (xs, tree), own in zip(flat, is_array, strict=True)]
+
+
+def _merge_static(arrays, rest):
+    """The reverse of `_split_static`."""
+    out = []
+    for own, (tree, leaves, is_array) in zip(arrays, rest, strict=True):
+        new = iter(own)
+        out.append(tree.unflatten([next(new) if a else x for x, a in zip(leaves, is_array, strict=True)]))
+    return tuple(out)
+
+
+def _arithmetic(x, parts: int) -> str:
+    if not np.ndim(x):
+        return "no dim 0"
+    size = np.shape(x)[0]
+    return f"{size} = {size // parts} x {parts} + {size % parts}"

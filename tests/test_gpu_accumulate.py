@@ -1,0 +1,90 @@
+"""Accumulation as compiled for H200: where gradients are reduced, how often, in which dtype. No GPU is needed."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import test_gpu_program as program
+
+import jzero
+
+K = 4
+
+
+def loss_of(state):
+    def loss(params, batch):
+        logits = state.apply_fn({"params": params}, batch["tokens"])
+        labels = jax.nn.one_hot(batch["tokens"][:, 1:], logits.shape[-1])
+        return -(jax.nn.log_softmax(logits[:, :-1]) * labels).sum(-1).mean()
+
+    return loss
+
+
+@functools.cache
+def compiled(stage, reduce, scan=True, axes=(("data", 8),), accumulate=K, **fields):
+    pod = jzero.pod("h200")
+    mesh = pod.mesh(dict(axes))
+    state = jzero.abstract(lambda: program.create(scan), stage=stage, mesh=mesh, **fields)
+    plan = jzero.plan_of(state)
+
+    def step(state, batch):
+        vg = jzero.value_and_grad(loss_of(state), plan, accumulate=accumulate, reduce=reduce)
+        loss, grads = vg(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    batch = {"tokens": jax.ShapeDtypeStruct((accumulate * plan.batch_parts, program.SEQ), jnp.int32)}
+    built = pod.compile(step, state, batch, donate_argnums=0)
+    estimate = jzero.estimate(plan, tx=state.tx, accumulate=accumulate)
+    return plan, estimate, jzero.explain(built, plan), jzero.findings(built, plan)
+
+
+def reductions(report):
+    """(op, how often per step) of what reduces gradients of matrices."""
+    ops = ("all-reduce", "reduce-scatter", "all-to-all")
+    return {(c.op, c.trips) for c in report.collectives if c.op in ops and c.bytes > 2**20}
+
+
+@pytest.mark.parametrize(("stage", "scan"), [(0, True), (1, True), (1, False), (2, True)])
+def test_one_reduction_after_the_loop(stage, scan):
+    plan, estimate, report, found = compiled(stage, "step", scan)
+    assert reductions(report) == {("all-reduce" if stage == 0 else "reduce-scatter", 1)}
+    assert report.wire.psi == pytest.approx(2, rel=0.02)
+    if stage < 2:
+        assert report.wire.psi == pytest.approx(estimate.wire_psi, rel=0.02)
+    assert report.memory is not None
+    sums = 4 * plan.param_bytes // 2
+    assert report.memory.temp > sums  # whole, in fp32: what it costs
+    assert report.memory.temp < 1.6 * sums
+    assert found == ()
+
+
+@pytest.mark.parametrize(("stage", "scan"), [(2, True), (2, False), (3, True), (3, False)])
+def test_a_reduction_in_every_micro_batch(stage, scan):
+    plan, estimate, report, found = compiled(stage, "microbatch", scan)
+    assert {op for op, _ in reductions(report)} == {"reduce-scatter"}
+    assert min(trips for _, trips in reductions(report)) >= K
+    assert report.wire.psi == pytest.approx(estimate.wire_psi, rel=0.02)
+    assert report.memory is not None
+    assert report.memory.temp < 4 * plan.param_bytes // 2  # never the whole sum
+    assert found == ()
+
+
+def test_reduce_dtype_is_what_is_sent():
+    _, _, report, _ = compiled(2, "auto", accumulate=1, reduce_dtype=jnp.float32)
+    dtypes = {c.dtype for c in report.collectives if c.op == "reduce-scatter"}
+    assert dtypes == {"f32"}
+    assert report.wire.psi == pytest.approx(3, rel=0.02)  # 2 for fp32 gradients, 1 for 16-bit params
+
+
+@pytest.mark.parametrize(("stage", "reduce"), [(1, "step"), (2, "microbatch")])
+def test_with_replicas(stage, reduce):
+    axes = (("replica", 2), ("data", 4))
+    _, estimate, report, found = compiled(stage, reduce, axes=axes, batch_axis=("replica", "data"))
+    large = {name: size for name, size in estimate.wire_by_axes.items() if size > 0.01 * estimate.wire}
+    assert set(large) == {"data", "replica"}
+    for name, size in large.items():
+        assert report.wire.by_axis[name] == pytest.approx(size, rel=0.02), name
+    assert found == ()

@@ -1,0 +1,327 @@
+"""`value_and_grad`: the gradient of the whole batch from micro-batches, at every stage, in every mode."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jzero
+
+K, BATCH, SEQ, DIM = 4, 64, 6, 24
+CLOSE = 1e-6
+
+
+class Block(nn.Module):
+    drop: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.MultiHeadDotProductAttention(num_heads=3, use_bias=False)(nn.LayerNorm()(x))
+        y = nn.Dropout(self.drop, deterministic=not self.has_rng("dropout"))(y)
+        return x + nn.Dense(DIM)(nn.gelu(nn.Dense(40)(y))), None
+
+
+class Model(nn.Module):
+    """Attention over a sequence, layers in a scan under remat: examples stay apart."""
+
+    drop: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=3,
+        )
+        x, _ = stack(self.drop, name="layers")(nn.Dense(DIM)(x), None)
+        return nn.Dense(5)(x)
+
+
+def create(drop=0.0):
+    model = Model(drop)
+    params = model.init(jax.random.key(0), jnp.ones((1, SEQ, 7)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+
+@functools.cache
+def batch():
+    rng = np.random.default_rng(3)
+    x, y = (rng.standard_normal((BATCH, SEQ, d), dtype=np.float32) for d in (7, 5))
+    return {"x": x, "y": y}
+
+
+def loss_of(state, **apply):
+    def loss(params, batch):
+        return jnp.mean((state.apply_fn({"params": params}, batch["x"], **apply) - batch["y"]) ** 2)
+
+    return loss
+
+
+@functools.cache
+def reference():
+    state = create()
+    return jax.jit(jax.value_and_grad(loss_of(state)))(state.params, batch())
+
+
+AUTO = [(1, "step"), (2, "microbatch"), (3, "microbatch")]  # what "auto" means
+MODES = [
+    (stage, mode) for stage in range(4) for mode in ("step", "microbatch") if (stage, mode) != (3, "step")
+]
+
+
+def sharded(stage, mesh, **fields):
+    state = models.shard(create(), mesh, stage, **fields)
+    plan = jzero.plan_of(state)
+    placed = plan.place_batch(batch())
+    models.assert_batch_is_split(placed)
+    return state, plan, placed
+
+
+@pytest.mark.parametrize(("stage", "reduce"), MODES)
+def test_equals_the_gradient_of_the_whole_batch(stage, reduce, mesh):
+    state, plan, placed = sharded(stage, mesh)
+    vg = jax.jit(jzero.value_and_grad(loss_of(state), plan, accumulate=K, reduce=reduce))
+    loss, grads = vg(state.params, placed)
+    assert float(loss) == pytest.approx(float(reference()[0]), rel=CLOSE)
+    assert models.max_error(grads, reference()[1]) < CLOSE
+    wanted = [x.state if reduce == "step" else x.grad for x in plan.layouts]
+    assert models.specs(grads) == wanted
+    assert any(s != jax.P() for s in wanted) == (stage > 1 or (stage == 1 and reduce == "step"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_micro_batch_is_the_plain_path(stage, mesh):
+    state, plan, placed = sharded(stage, mesh)
+    vg = jzero.value_and_grad(loss_of(state), plan)
+    grads = jax.jit(vg)(state.params, placed)[1]
+    assert models.max_error(grads, reference()[1]) < CLOSE
+    plain = jax.jit(jax.value_and_grad(loss_of(state))).lower(state.params, placed).as_text()
+    assert jax.jit(vg).lower(state.params, placed).as_text() == plain or stage == 3
+
+
+def test_a_train_step_with_it_equals_the_plain_run(mesh):
+    state, plan, placed = sharded(2, mesh)
+    plain = create()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        loss, grads = jzero.value_and_grad(loss_of(state), plan, accumulate=K)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    @jax.jit
+    def plain_step(state, batch):
+        loss, grads = jax.value_and_grad(loss_of(state))(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    for _ in range(5):
+        state, loss = step(state, placed)
+        plain, expected = plain_step(plain, batch())
+    assert step._cache_size() == 1
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert models.max_error(state.params, plain.params) < 1e-4
+    models.assert_laid_out(state, plan)
+
+
+# --- weights --------------------------------------------------------------------------------------------------
+
+
+def mask():
+    """Very unequal: the first device's rows, and a whole micro-batch of others, are padding."""
+    m = (np.random.default_rng(5).random((BATCH, SEQ)) < 0.5).astype(np.float32)
+    m[:8] = 0
+    m[8:10] = 0
+    return m
+
+
+def masked_loss(state, divisor=lambda m: m.sum()):
+    def loss(params, batch):
+        errors = jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, -1)
+        return (errors * batch["mask"]).sum() / divisor(batch["mask"])
+
+    return loss
+
+
+@functools.cache
+def masked_reference():
+    """In float64: the one-batch gradient in float32 is 1.0e-6 from it, those from micro-batches less than half."""
+    state, full = create(), batch() | {"mask": mask()}
+    with jax.enable_x64(True):
+        params, full = jax.tree.map(lambda x: np.asarray(x, np.float64), (state.params, full))
+        loss, grads = jax.jit(jax.value_and_grad(masked_loss(state)))(params, full)
+        return float(loss), jax.tree.map(np.asarray, grads)
+
+
+@pytest.mark.parametrize(("stage", "reduce"), AUTO)
+def test_weights_make_a_masked_mean_right(stage, reduce, mesh):
+    state, plan, _ = sharded(stage, mesh)
+    full = batch() | {"mask": mask()}
+    expected, grads = masked_reference()
+    vg = jzero.value_and_grad(
+        masked_loss(state), plan, accumulate=K, reduce=reduce, weight=lambda b: b["mask"].sum()
+    )
+    loss, got = jax.jit(vg)(state.params, plan.place_batch(full))
+    assert float(loss) == pytest.approx(float(expected), rel=CLOSE)
+    assert models.max_error(got, grads) < CLOSE
+    unweighted = jzero.value_and_grad(masked_loss(state), plan, accumulate=K, reduce=reduce, coupled="allow")
+    assert (
+        not abs(float(jax.jit(unweighted)(state.params, plan.place_batch(full))[0]) - float(expected)) < 1e-3
+    )
+
+
+def test_a_masked_mean_without_weights_is_refused(mesh):
+    state, plan, _ = sharded(2, mesh)
+    full = plan.place_batch(batch() | {"mask": mask()})
+    for divisor in (lambda m: m.sum(), lambda m: jnp.maximum(m.sum(), 1), lambda m: m.sum() + 1e-6):
+        vg = jzero.value_and_grad(masked_loss(state, divisor), plan, accumulate=K)
+        with pytest.raises(ValueError, match=r"a sum over examples divided by another .* Pass weight="):
+            vg(state.params, full)
+
+
+# --- aux, keys, more arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "reduce"), AUTO)
+def test_aux_is_averaged_and_counts_are_summed(stage, reduce, mesh):
+    state, plan, placed = sharded(stage, mesh)
+
+    def loss(params, batch, flag):
+        out = state.apply_fn({"params": params}, batch["x"])
+        value = jnp.mean((out - batch["y"]) ** 2)
+        return value, {"mean": out.mean((0, 1)), "hits": (out > 0).sum(), "flag": jnp.int32(flag)}
+
+    vg = jzero.value_and_grad(loss, plan, accumulate=K, reduce=reduce, has_aux=True)
+    (value, aux), grads = jax.jit(vg, static_argnums=2)(state.params, placed, 0)
+    out = create().apply_fn({"params": create().params}, batch()["x"])
+    assert float(value) == pytest.approx(float(reference()[0]), rel=CLOSE)
+    np.testing.assert_allclose(aux["mean"], out.mean((0, 1)), rtol=1e-5, atol=1e-6)
+    assert int(aux["hits"]) == int((out > 0).sum())
+    assert models.max_error(grads, reference()[1]) < CLOSE
+
+
+def test_aux_per_example_is_refused(mesh):
+    state, plan, placed = sharded(2, mesh)
+
+    def loss(params, batch):
+        out = state.apply_fn({"params": params}, batch["x"])
+        return jnp.mean((out - batch["y"]) ** 2), {"logits": out}
+
+    with pytest.raises(ValueError, match=r"aux \['logits'\] \(16, 6, 5\) has one value per example"):
+        jzero.value_and_grad(loss, plan, accumulate=K, has_aux=True)(state.params, placed)
+
+
+@pytest.mark.parametrize(("stage", "reduce"), AUTO)
+def test_every_micro_batch_draws_its_own_dropout(stage, reduce, mesh):
+    state = models.shard(create(0.5), mesh, stage)
+    plan, key = jzero.plan_of(state), jax.random.key(7)
+    same = np.repeat(batch()["x"][:1], BATCH, 0)  # equal examples: only the keys tell micro-batches apart
+    placed = plan.place_batch({"x": same, "y": np.zeros((BATCH, SEQ, 5), np.float32)})
+
+    def loss(params, batch, key):
+        out = state.apply_fn({"params": params}, batch["x"], rngs={"dropout": key})
+        return jnp.mean(out**2), jax.random.uniform(key)
+
+    vg = jzero.value_and_grad(loss, plan, accumulate=K, reduce=reduce, rng_argnums=2, has_aux=True)
+    (_, drawn), _ = jax.jit(vg)(state.params, placed, key)
+    (_, again), _ = jax.jit(vg)(state.params, placed, key)
+    assert float(drawn) == float(again)
+    if reduce == "microbatch":
+        each = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(K)]
+    else:
+        own = [jax.random.fold_in(key, device) for device in range(8)]
+        each = [jax.random.uniform(jax.random.fold_in(k, i)) for k in own for i in range(K)]
+    assert float(drawn) == pytest.approx(float(np.mean(each)), rel=1e-6)
+
+
+# --- 16-bit gradients reduced in fp32 -------------------------------------------------------------------------
+
+
+def test_reduce_dtype_reduces_in_fp32(mesh):
+    """Local gradients 1 and 2^-9 in turn: their sum in bf16 loses the small ones, in fp32 it does not."""
+    params = {"w": jnp.zeros((8, 128), jnp.bfloat16)}
+    x = jnp.where(jnp.arange(8)[:, None, None] % 2, 2.0**-9, 1.0) * jnp.ones((8, 8, 128), jnp.bfloat16)
+
+    def loss(params, x):
+        return jnp.sum(params["w"] * x, dtype=jnp.float32) / x.shape[0]
+
+    exact = (4 + 4 * 2.0**-9) / 8
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, reduce_dtype=jnp.float32)
+    placed = plan.place_batch(x.astype(jnp.bfloat16))
+    _, grads = jax.jit(jzero.value_and_grad(loss, plan))(plan.place(params), placed)
+    assert grads["w"].dtype == jnp.float32
+    assert grads["w"].sharding.spec == plan.layouts[0].state
+    np.testing.assert_allclose(np.asarray(grads["w"]), exact, rtol=1e-7)
+    plain = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+    _, rough = jax.jit(jzero.value_and_grad(loss, plain))(plain.place(params), placed)
+    assert rough["w"].dtype == jnp.bfloat16
+    assert abs(float(rough["w"][0, 0]) - exact) > 1e-4
+
+
+# --- losses that couple examples ------------------------------------------------------------------------------
+
+
+class WithBatchNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5)(nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x)))
+
+
+def test_batch_norm_is_refused_and_can_be_allowed(mesh):
+    model = WithBatchNorm()
+    variables = model.init(jax.random.key(0), batch()["x"])
+    plan = jzero.make_plan(variables["params"], stage=2, mesh=mesh, min_shard_bytes=0)
+
+    def loss(params, batch):
+        out, _ = model.apply({**variables, "params": params}, batch["x"], mutable=["batch_stats"])
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    params, placed = plan.place(variables["params"]), plan.place_batch(batch())
+    with pytest.raises(ValueError, match=r"couples examples \(.*normalization\.py.*BatchNorm"):
+        jzero.value_and_grad(loss, plan, accumulate=K)(params, placed)
+    one, _ = jzero.value_and_grad(loss, plan)(params, placed)
+    allowed, _ = jzero.value_and_grad(loss, plan, accumulate=K, coupled="allow")(params, placed)
+    assert abs(float(one) - float(allowed)) > 1e-5
+
+
+# --- bad input ------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments(mesh):
+    state, plan, placed = sharded(2, mesh)
+    loss = loss_of(state)
+    with pytest.raises(ValueError, match=r"jzero\.value_and_grad\(accumulate=0\)"):
+        jzero.value_and_grad(loss, plan, accumulate=0)
+    with pytest.raises(TypeError, match="must be an integer of at least 1, not bool"):
+        jzero.value_and_grad(loss, plan, accumulate=True)
+    with pytest.raises(ValueError, match=r"reduce='once'.*must be one of 'auto', 'step', 'microbatch'"):
+        jzero.value_and_grad(loss, plan, reduce="once")
+    with pytest.raises(ValueError, match=r'coupled=.*must be "refuse" or "allow"'):
+        jzero.value_and_grad(loss, plan, coupled="maybe")
+    with pytest.raises(ValueError, match=r"positions from 1 on"):
+        jzero.value_and_grad(loss, plan, batch_argnums=0)
+    with pytest.raises(TypeError, match=r"needs a plan, got dict"):
+        jzero.value_and_grad(loss, {})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"loss_fn must be a function, got int"):
+        jzero.value_and_grad(3, plan)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"stage 3 gathers weights in each micro-batch"):
+        jzero.value_and_grad(loss, sharded(3, mesh)[1], accumulate=2, reduce="step")
+    with pytest.raises(NotImplementedError, match="loss scaling is not there yet"):
+        jzero.value_and_grad(loss, plan, scale=2.0)
+    with pytest.raises(
+        ValueError, match=r"8 devices x 3 micro-batches(.|\n)*64 = 2 x 24 \+ 16(.|\n)*multiple of 24"
+    ):
+        jzero.value_and_grad(loss, plan, accumulate=3)(state.params, placed)
+    with pytest.raises(ValueError, match=r"jzero\.value_and_grad"):
+        jzero.value_and_grad(loss, plan, accumulate=2)(placed, state.params)
+    with pytest.raises(
+        ValueError, match=r"name argument 2, but the function was called with params and 1 more"
+    ):
+        jzero.value_and_grad(loss, plan, accumulate=2, rng_argnums=2)(state.params, placed)
