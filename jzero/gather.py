@@ -14,7 +14,7 @@ import numpy as np
 from jzero import jaxprs
 from jzero.identity import same_key
 from jzero.layout import Layout, path_keys
-from jzero.mesh import check_context_mesh
+from jzero.mesh import check_context_mesh, in_shard_map
 from jzero.sharding import Plan
 from jzero.walk import Walk, Weight
 
@@ -26,8 +26,9 @@ _tracing: ContextVar[bool] = ContextVar("tracing", default=False)
 class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Compares by function and plan.
 
-    At stages 0 to 2 it only calls the function; `shard` puts it round `apply_fn` at every stage, so that two
-    states of one kind have equal trees and an eager call with a whole batch is noticed.
+    At stage 2 nothing is gathered, but large gradients are reduced where they are made ([Note: reduced on the way
+    back] in `walk.py`). At stages 0 and 1 it only calls the function. `shard` puts it round `apply_fn` at every
+    stage, so that two states of one kind have equal trees and an eager call with a whole batch is noticed.
     """
 
     fn: Callable = dataclasses.field(compare=False)
@@ -38,9 +39,19 @@ class GatherOnUse:
         """Call the function; where params are stored split, each is gathered where it is used."""
         check_context_mesh()
         warn_whole_batch(jax.tree.leaves((args, kwargs)), self.plan)
-        if not self.plan.config.row.params or _tracing.get():
-            return self.fn(params, *args, **kwargs)
-        return self.gathering(params, *args, **kwargs)
+        if not _tracing.get() and (self.plan.config.row.params or self._reduces(params)):
+            return self.gathering(params, *args, **kwargs)
+        return self.fn(params, *args, **kwargs)
+
+    def _reduces(self, params) -> bool:
+        """Inside of a trace, with a gradient that is worth a reduction of its own; a `shard_map` has its own ones."""
+        traced = any(jaxprs.is_tracer(x) for x in jax.tree.leaves(params))
+        return (
+            _any_large(self.plan)
+            and traced
+            and not in_shard_map()
+            and any(self._layouts(params, required=False))
+        )
 
     def __getattr__(self, name):
         if name in ("fn", "plan", "key"):  # not set yet: copying, unpickling
@@ -78,14 +89,16 @@ class GatherOnUse:
         return jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
 
     def _weight(self, value, layout: Layout) -> Weight:
-        return Weight(self.plan.constrain(value, layout.stored), layout.stored, layout.used)
+        if layout.stored == layout.used:
+            return Weight(value, layout.stored, layout.used, layout.grad)
+        return Weight(self.plan.constrain(value, layout.stored), layout.stored, layout.used, layout.stored)
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
         dtype = self.plan.config.compute_dtype
         return value if layout is None or dtype is None else value.astype(dtype)
 
-    def _layouts(self, params) -> list[Layout | None]:
+    def _layouts(self, params, *, required: bool = True) -> list[Layout | None]:
         """The layout of each leaf of the first argument: params, or Flax variables with the params among them."""
         by_keys = {x.keys: x for x in self.plan.layouts}
         found: list[Layout | None] = []
@@ -93,13 +106,17 @@ class GatherOnUse:
             keys = path_keys(path)
             x = by_keys.get(keys) or (by_keys.get(keys[1:]) if keys[:1] == ("params",) else None)
             found.append(x if x is not None and x.shape == tuple(np.shape(leaf)) else None)
-        if not any(found):
+        if required and not any(found):
             raise ValueError(
                 "jzero.gather_on_use: the first argument holds none of the plan's params (looked for "
                 f"{self.plan.layouts[0].name} and {len(self.plan.layouts) - 1} more). Give a function that takes the "
                 "params, or Flax variables {'params': params}, first."
             )
         return found
+
+
+def _any_large(plan: Plan) -> bool:
+    return any(x.grad != x.used and x.large for x in plan.layouts)
 
 
 def _is_output(x) -> bool:
@@ -112,7 +129,8 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     Args:
       fn: `fn(params, ...)`, or a Flax `apply` that takes variables first. Traced once per call; static
         arguments, dropout keys and mutable collections work.
-      plan: from `jzero.make_plan`; at stages 0 to 2 nothing is stored split and `fn` is returned as it is.
+      plan: from `jzero.make_plan`. At stage 2 nothing is gathered, but large gradients are reduced one by one,
+        where they are made; at stages 0 and 1 `fn` is returned as it is.
 
     Returns:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
@@ -127,7 +145,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.3; Zhao et al., PyTorch FSDP (arXiv:2304.11277).
     """
-    if not plan.config.row.params:
+    if not (plan.config.row.params or _any_large(plan)):
         return fn
     if isinstance(fn, GatherOnUse):
         fn = fn.fn

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
 from jax._src.core import Tracer
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import ad, batching, mlir
 
 INLINE = ("jit", "pjit", "closed_call", "core_call")
 REMAT = ("remat2", "remat", "checkpoint")
@@ -67,6 +68,77 @@ def scan_counts(params) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def row_lookup(eqn) -> bool:
+    """True for `jnp.take(table, index, axis=0)` of a matrix: whole rows, in the order of the index."""
+    if eqn.primitive.name != "gather":
+        return False
+    dims, table, out = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    rows = len(table) == 2 and tuple(eqn.params["slice_sizes"]) == (1, table[1])
+    plain = (
+        dims.collapsed_slice_dims == (0,) and dims.start_index_map == (0,) and not dims.operand_batching_dims
+    )
+    return rows and plain and dims.offset_dims == (len(out) - 1,)
+
+
+def lookup_gradient(eqn, index, cotangent, rows: int) -> Any:
+    """The gradient of the table of a `row_lookup`; of some columns, for some columns of the cotangent."""
+    params = {**eqn.params, "slice_sizes": (1, cotangent.shape[-1])}
+
+    def lookup(table):
+        return eqn.primitive.bind(table, index, **eqn.primitive.get_bind_params(params))
+
+    return jax.linear_transpose(lookup, jax.ShapeDtypeStruct((rows, cotangent.shape[-1]), cotangent.dtype))(
+        cotangent
+    )[0]
+
+
+_linear_p = Primitive("jzero_linear")
+_linear_p.multiple_results = True
+
+
+def linear(fn: Callable, back: Callable, fixed: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """`fn(*fixed, *args)` with a transpose of our own; unlike a `custom_vjp` it has a forward derivative too.
+
+    Args:
+      fn: linear in `args`; returns a list.
+      back: `back(*fixed, *cotangents)` returns a list with one cotangent per arg.
+      fixed: arrays that are not differentiated.
+      args: arrays that are.
+
+    Under `vmap` it is plain `fn`, with the transpose that JAX finds for it.
+    """
+    return _linear_p.bind(*fixed, *args, fn=fn, back=back, count=len(fixed))
+
+
+def _linear_jvp(primals, tangents, *, fn, back, count):
+    outs = _linear_p.bind(*primals, fn=fn, back=back, count=count)
+    moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
+    return outs, _linear_p.bind(*primals[:count], *moved, fn=fn, back=back, count=count)
+
+
+def _linear_transpose(cotangents, *args, fn, back, count):
+    found = back(*args[:count], *(ad.instantiate_zeros(c) for c in cotangents))
+    wanted = [ad.is_undefined_primal(a) for a in args[count:]]
+    return [None] * count + [c if w else None for c, w in zip(found, wanted, strict=True)]
+
+
+def _linear_batch(args, dims, *, fn, back, count):
+    outs = jax.vmap(fn, in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+def _linear_lowering(ctx, *args, fn, back, count):
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, *args)
+
+
+_linear_p.def_impl(lambda *args, fn, back, count: fn(*args))
+_linear_p.def_abstract_eval(lambda *args, fn, back, count: jax.make_jaxpr(fn)(*args).out_avals)
+ad.primitive_jvps[_linear_p] = _linear_jvp
+ad.primitive_transposes[_linear_p] = _linear_transpose
+batching.primitive_batchers[_linear_p] = _linear_batch
+mlir.register_lowering(_linear_p, _linear_lowering)
 
 
 def constant_zero_outputs(fn: Callable, *trees) -> list[bool]:

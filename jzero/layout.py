@@ -26,6 +26,7 @@ from jzero.errors import human_bytes, nearest, typed_shape
 
 P = PartitionSpec
 KeyPath = tuple[Any, ...]
+LARGE = 16 * 2**20  # bytes: what is smaller is not worth a collective or a loop of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of the whole param in its stored dtype."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def large(self) -> bool:
+        """Big enough for a collective or a loop of its own; of a stack for a scan, one layer counts."""
+        return self.nbytes // (self.shape[0] if self.scanned else 1) >= LARGE
 
 
 def axis_size(mesh: Mesh, axes: Iterable[str]) -> int:

@@ -47,3 +47,8 @@ def check_context_mesh() -> None:
             "layouts are constraints and the model stays as it is. Make it with jax.make_mesh(shape, names, "
             "axis_types=(jax.sharding.AxisType.Auto,) * len(names)), or leave jax.set_mesh out."
         )
+
+
+def in_shard_map() -> bool:
+    """True inside of a `jax.shard_map`, where layouts along its axes are no wish any more."""
+    return jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types

@@ -1,0 +1,483 @@
+"""What jzero costs: a train step with it against the same step sharded by hand, timed in turns; writes a dated page.
+
+    python benchmarks/step.py                              # 8 simulated devices or all GPUs: 8 minutes on two cores
+    python benchmarks/step.py --sizes tiny --forms scan    # part of it: 20 s
+    python benchmarks/step.py --help
+
+Writes `<out>/<date>-<backend>.md` with a plot beside it; needs jzero[train]. Each pair of programs is timed in
+alternating rounds, which of the two goes first changes from round to round, and a round gives one ratio. The
+interval is a bootstrap of the median ratio. All programs of a model are built first and timed in the same rounds.
+
+[Note: by hand]
+Stage 0: plain Flax, state whole on each device, batch split. Stages 1 and 2: `in_shardings` and `out_shardings` with
+split moments, and a constraint on the gradients (whole at 1, split at 2). Stage 3: params split as well, XLA
+decides where to gather. Which dim is split, and from which size on, is jzero's rule in both, so that the
+programs differ and not the choice. "3, gathered first" holds all whole weights at once, which stage 3 is there to
+avoid: it shows what gathering twice costs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import functools
+import math
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+os.environ.setdefault("NPROC", "32")  # XLA:CPU: fewer threads than simulated devices can wait for each other
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import flax
+import jax
+import jax.numpy as jnp
+import jaxlib
+import matplotlib.figure
+import numpy as np
+import optax
+import tyro
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jzero
+from jzero.proof.hlo import parse
+from train.model import GPT, Model
+
+P = PartitionSpec
+MIN_SHARD_BYTES = jzero.ZeroConfig().min_shard_bytes
+MEDIAN, UPPER = 1.00, 1.03
+"""The goal: the median ratio, and the upper end of its interval."""
+
+SIZES = {
+    "tiny": (Model(width=64, layers=2, heads=1, seq=32), 16),
+    "small": (Model(width=128, layers=4, heads=2, seq=64), 16),
+    "medium": (Model(width=256, layers=6, heads=4, seq=64), 8),
+}
+"""Model and batch, in sequences over all devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to time and where to write it."""
+
+    sizes: tuple[Literal["tiny", "small", "medium"], ...] = ("tiny", "small", "medium")
+    """Models, see SIZES."""
+    forms: tuple[Literal["unrolled", "scan"], ...] = ("unrolled", "scan")
+    """Layers one after another, or one stacked layer in a loop."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    """ZeRO stages."""
+    rounds: int = 20
+    """Alternating rounds; each gives one ratio."""
+    seconds: float = 0.05
+    """The least that one timing takes: as many steps as that needs."""
+    devices: int = 8
+    """Simulated CPU devices where there is no GPU; with GPUs all of them are used."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of params and compute. The CPU widens 16-bit arithmetic, so a time there says little."""
+    out: Path = Path(__file__).parent / "results"
+    """Folder of the page."""
+    date: str = dataclasses.field(default_factory=lambda: datetime.date.today().isoformat())
+    """Of the page."""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The step, plain and by hand.
+# ------------------------------------------------------------------------------------------------------------
+
+
+def train_step(state: TrainState, batch: dict[str, jax.Array], constrain: Callable = lambda name, x: x):
+    """One update in plain Flax; `constrain` is the place where hand-written ZeRO says a layout."""
+
+    def loss_of(params):
+        logits = state.apply_fn({"params": constrain("used", params)}, batch["tokens"][:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=constrain("grads", grads)), loss
+
+
+def creator(model: Model) -> Callable[[], TrainState]:
+    """A function that creates the state; model and optimizer are made once, so that all its states are alike."""
+    gpt, tx = GPT(model), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def create() -> TrainState:
+        params = gpt.init(jax.random.key(0), jnp.zeros((1, model.seq), jnp.int32))["params"]
+        return TrainState.create(apply_fn=gpt.apply, params=params, tx=tx)
+
+    return create
+
+
+def split_spec(path: Any, leaf: Any, n: int) -> PartitionSpec:
+    """The first dim that n divides, but for that of the scan over layers; small leaves stay whole."""
+    stacked = any(getattr(k, "key", None) == "layers" for k in path)
+    if math.prod(leaf.shape) * leaf.dtype.itemsize >= MIN_SHARD_BYTES:
+        for dim in range(stacked, len(leaf.shape)):
+            if leaf.shape[dim] % n == 0:
+                return P(*[None] * dim, "data")
+    return P()
+
+
+def by_hand(stage: int, create: Callable, mesh: Mesh, *, gather_first: bool = False):
+    """State and jitted step with NamedSharding alone; see the note at the top of this file."""
+    shapes = jax.eval_shape(create)
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes)
+    split = jax.tree_util.tree_map_with_path(
+        lambda path, x: NamedSharding(mesh, split_spec(path, x, mesh.size)), shapes
+    )
+    layout = whole.replace(
+        params=(split if stage == 3 else whole).params, opt_state=(split if stage else whole).opt_state
+    )
+    said = {"grads": (split if stage >= 2 else whole).params} if stage else {}
+    said |= {"used": whole.params} if gather_first else {}
+
+    def constrain(name, tree):
+        return jax.lax.with_sharding_constraint(tree, said[name]) if name in said else tree
+
+    batch = NamedSharding(mesh, P("data"))
+    step = functools.partial(train_step, constrain=constrain)
+    shardings = {"in_shardings": (layout, batch), "out_shardings": (layout, NamedSharding(mesh, P()))}
+    return jax.jit(create, out_shardings=layout)(), step, shardings
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Programs: built with their costs, then timed in turns.
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Program:
+    """A compiled step with its state, what it took to build, and what is in it."""
+
+    run: Callable
+    state: Any
+    batch: Any
+    lower_seconds: float
+    compile_seconds: float
+    opcodes: collections.Counter
+    report: Any
+    losses: list[float] = dataclasses.field(default_factory=list)
+    steps: int = 1
+
+    def time(self) -> float:
+        """Seconds per step, over `steps` of them."""
+        start = time.perf_counter()
+        for _ in range(self.steps):
+            self.state, loss = self.run(self.state, self.batch)
+        jax.block_until_ready((self.state, loss))
+        return (time.perf_counter() - start) / self.steps
+
+    def warm_up(self, seconds: float) -> None:
+        """Three steps, whose losses are kept; then as many steps a timing as `seconds` takes."""
+        for _ in range(3):
+            self.state, loss = self.run(self.state, self.batch)
+            self.losses.append(float(loss))
+        self.steps = max(1, math.ceil(seconds / min(self.time(), self.time())))
+
+    def twin(self) -> Program:
+        """The same executable over a state of its own."""
+        return dataclasses.replace(self, state=jax.tree.map(jnp.copy, self.state), losses=[])
+
+
+def build(made: tuple[Any, Callable, dict[str, Any]], batch: Any) -> Program:
+    """Trace three times (the least counts; the first also traces what JAX itself keeps), compile once."""
+    state, step, shardings = made
+    times = []
+    for _ in range(3):
+        jitted = jax.jit(lambda *args: step(*args), donate_argnums=0, **shardings)  # new: nothing is cached
+        start = time.perf_counter()
+        lowered = jitted.lower(state, batch)
+        times.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    module = parse(compiled.as_text())
+    opcodes = collections.Counter(i.opcode for c in module.computations.values() for i in c.schedule)
+    return Program(compiled, state, batch, min(times), seconds, opcodes, jzero.explain(compiled))
+
+
+def programs(model: Model, rows: int, stages: Sequence[int]) -> dict[str, Program]:
+    """Every program of one model, by name: `one device`, `hand 0`, `jzero 0`, ..."""
+    mesh, create = Mesh(np.array(jax.devices()), ("data",)), creator(model)
+    tokens = np.random.default_rng(0).integers(0, 256, (rows, model.seq + 1), np.int32)
+    batch = {"tokens": jax.device_put(tokens, NamedSharding(mesh, P("data")))}
+    alone = jax.device_put({"tokens": tokens}, jax.devices()[0])
+    found = {"one device": build((jax.jit(create)(), train_step, {}), alone)}
+    for stage in sorted({0, *stages}):
+        found[f"hand {stage}"] = build(by_hand(stage, create, mesh), batch)
+        if stage in stages:
+            state = jzero.shard(create, stage=stage, mesh=mesh)
+            found[f"jzero {stage}"] = build((state, train_step, {}), batch)
+    if 3 in stages:
+        found["hand 3, gathered first"] = build(by_hand(3, create, mesh, gather_first=True), batch)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One comparison: `seconds` of the two programs per step, f64[rounds] each."""
+
+    model: str
+    label: str
+    programs: tuple[Program, Program]
+    seconds: tuple[np.ndarray, np.ndarray]
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """First over second, one per round."""
+        return self.seconds[0] / self.seconds[1]
+
+    @property
+    def ms(self) -> tuple[float, float]:
+        """Medians, in milliseconds."""
+        return float(np.median(self.seconds[0]) * 1e3), float(np.median(self.seconds[1]) * 1e3)
+
+    @functools.cached_property
+    def summary(self) -> tuple[float, float, float]:
+        """Median ratio and the ends of its interval."""
+        return (float(np.median(self.ratios)), *bootstrap(self.ratios))
+
+    @property
+    def met(self) -> bool:
+        """Whether the goal is met."""
+        median, _, upper = self.summary
+        return median <= MEDIAN and upper <= UPPER
+
+    @property
+    def loss_difference(self) -> float:
+        """Largest relative difference of the losses of the first three steps."""
+        a, b = (np.array(p.losses) for p in self.programs)
+        return float(np.max(np.abs(a - b) / np.abs(b)))
+
+
+def bootstrap(values: np.ndarray, *, level: float = 0.95, draws: int = 10_000) -> tuple[float, float]:
+    """The interval of the median at `level`, from medians of resampled values; the same draws every time."""
+    picks = np.random.default_rng(0).choice(np.asarray(values), (draws, len(values)))
+    low, high = np.quantile(np.median(picks, axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def pairs_of(found: dict[str, Program], stages: Sequence[int]) -> list[tuple[str, Program, Program]]:
+    """What is compared with what: label, first, second."""
+    plain = found["hand 0"]
+    pairs = [
+        ("the same program twice", plain.twin(), plain.twin()),
+        ("plain Flax, all devices / one", plain, found["one device"]),
+    ]
+    pairs += [(str(s), found[f"jzero {s}"], found[f"hand {s}"]) for s in stages]
+    if 3 in stages:
+        pairs.append(("3, gathered first", found["jzero 3"], found["hand 3, gathered first"]))
+    return pairs
+
+
+def measure(config: Config) -> list[Pair]:
+    """Builds and times all pairs."""
+    done = []
+    for size in config.sizes:
+        for form in config.forms:
+            model, rows = SIZES[size]
+            model = dataclasses.replace(model, scan=form == "scan", dtype=config.dtype)
+            pairs = pairs_of(programs(model, rows, config.stages), config.stages)
+            for program in {id(p): p for _, *both in pairs for p in both}.values():
+                program.warm_up(config.seconds)
+            times = in_turns([both for _, *both in pairs], config.rounds)
+            for (label, a, b), seconds in zip(pairs, times, strict=True):
+                done.append(Pair(f"{size}, {form}", label, (a, b), seconds))
+                print(f"{done[-1].model:17} {label:30} {done[-1].summary[0]:.3f}", flush=True)
+    return done
+
+
+def in_turns(pairs: Sequence[Sequence[Program]], rounds: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Seconds of both programs of each pair, f64[rounds]; the first goes first in every other round."""
+    seconds = np.zeros((len(pairs), 2, rounds))
+    for i in range(rounds):
+        for k, pair in enumerate(pairs):
+            for side in (0, 1) if i % 2 == 0 else (1, 0):
+                seconds[k, side, i] = pair[side].time()
+    return [(a, b) for a, b in seconds]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The page.
+# ------------------------------------------------------------------------------------------------------------
+
+
+def write(config: Config, pairs: list[Pair], *, flags: Sequence[str], seconds: float) -> Path:
+    """The page and its plot, for a run with these flags that took so long; returns the page's path."""
+    path = config.out / f"{config.date}-{jax.default_backend()}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(path.with_suffix(".png"), pairs)
+    plain = {p.model: p for p in pairs if p.label.startswith("plain")}
+    by_stage = [p for p in pairs if p.label[0].isdigit()]
+    goal = [p for p in by_stage if len(p.label) == 1]
+    missed = [f"{p.model}, stage {p.label}" for p in goal if not p.met]
+    text = f"""# Cost of using jzero: a train step, {config.date}
+
+{machine()}
+{versions()}; written by `{" ".join(["python benchmarks/step.py", *flags])}` in {seconds / 60:.1f} minutes.
+GPT of `train/model.py`, {config.dtype}, AdamW with clipping by the global norm; leaves below
+{MIN_SHARD_BYTES // 1024} KiB stay whole. {config.rounds} rounds in turns, at least {config.seconds * 1e3:.0f} ms a timing.
+
+Goal: never slower than sharded by hand, which means a median ratio of at most {MEDIAN:.2f} and the upper end of its 95 %
+bootstrap interval at most {UPPER:.2f}. Met in {len(goal) - len(missed)} of {len(goal)} rows.
+{"Missed: " + "; ".join(missed) + "." if missed else ""}
+
+![ratios]({path.with_suffix(".png").name})
+
+## Step time
+
+{times_table(by_stage, plain)}
+
+`/ plain` and `/ one` are jzero against plain Flax on all devices and on one device (the whole batch there), medians
+of the same rounds. "3, gathered first" is for comparison, without a goal: it holds all whole weights at once.
+
+## Noise, and plain Flax
+
+{controls_table([p for p in pairs if p not in by_stage])}
+
+The same executable twice: what the machine alone does to a ratio. About half of such rows have a median above 1.00.
+
+## Tracing and compile time, seconds
+
+{building_table(by_stage)}
+
+## The two programs
+
+{contents_table(by_stage)}
+
+jzero / by hand. Counts are of the compiled text, a loop's body counted once; sent and temp are bytes per device and
+step. "same": equal counts of every instruction, sent bytes and temp. Losses of the first three steps differ by at
+most {max(p.loss_difference for p in by_stage):.0e} (relative).
+
+## Caveats
+
+{CAVEATS[jax.default_backend() == "cpu"]}
+- One compile of each program, the least of three tracings; the machine is shared.
+- "By hand" is in the note at the top of `benchmarks/step.py`; its author is ours.
+"""
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+CAVEATS = {
+    True: """- Simulated devices share the cores: a collective is a copy in memory, and work that is repeated on every device
+  is paid for once per device. Ratios of step time here say what the host and the arithmetic cost, not a GPU's network.
+- XLA:CPU has no reduce-scatter of its own making: a split gradient is an all-reduce and a slice, in both programs.""",
+    False: "- One process; GPUs of one machine.",
+}
+
+
+def machine() -> str:
+    """Hardware in a line."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    info = dict(tuple(map(str.strip, line.split(":", 1))) for line in lines if ":" in line)
+    name = info.get("model name", platform.processor() or platform.machine())
+    name += f" (model {info['model']})" * ("model" in info) + ", AVX-512" * (
+        "avx512f" in info.get("flags", "")
+    )
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    return f"{name}, {os.cpu_count()} cores; {devices} devices{' (simulated)' * (jax.default_backend() == 'cpu')}."
+
+
+def versions() -> str:
+    """Python and the libraries that make the programs."""
+    libraries = {"jax": jax, "jaxlib": jaxlib, "flax": flax, "optax": optax}
+    names = ", ".join(f"{name} {module.__version__}" for name, module in libraries.items())
+    return f"Python {platform.python_version()}, {names}"
+
+
+def table(header: str, rows: Sequence[Sequence[Any]]) -> str:
+    """Markdown; the first two columns to the left, figures to the right."""
+    names = header.split("|")
+    lines = [names, ["---", "---", *["---:"] * (len(names) - 2)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def interval(pair: Pair) -> str:
+    median, low, high = pair.summary
+    return f"{median:.3f} ({low:.3f} to {high:.3f})"
+
+
+def times_table(pairs: Sequence[Pair], plain: dict[str, Pair]) -> str:
+    rows = []
+    for p in pairs:
+        (ours, hand), (flat, one) = p.ms, plain[p.model].ms
+        goal = "" if len(p.label) > 1 else "met" if p.met else "missed"
+        times = [f"{ours:.2f}", f"{hand:.2f}", interval(p), goal, f"{ours / flat:.2f}", f"{ours / one:.2f}"]
+        rows.append([p.model, p.label, *times])
+    return table("model|stage|jzero, ms|by hand, ms|jzero / by hand (95 %)|goal|/ plain|/ one", rows)
+
+
+def controls_table(pairs: Sequence[Pair]) -> str:
+    rows = [[p.model, p.label, *(f"{ms:.2f}" for ms in p.ms), interval(p)] for p in pairs]
+    return table("model|pair|first, ms|second, ms|first / second (95 %)", rows)
+
+
+def building_table(pairs: Sequence[Pair]) -> str:
+    rows = []
+    for p in pairs:
+        row = [p.model, p.label]
+        for name in ("lower_seconds", "compile_seconds"):
+            a, b = (getattr(x, name) for x in p.programs)
+            row += [f"{a:.2f}", f"{b:.2f}", f"{a / b:.2f}"]
+        rows.append(row)
+    return table("model|stage|trace, jzero|by hand|ratio|compile, jzero|by hand|ratio", rows)
+
+
+def contents_table(pairs: Sequence[Pair]) -> str:
+    ops = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "copy", "fusion")
+    rows = []
+    for p in pairs:
+        a, b = p.programs
+        counts = [f"{a.opcodes[op]} / {b.opcodes[op]}" for op in ops]
+        sent, temp = (
+            [f(x.report) / 1e6 for x in p.programs] for f in (lambda r: r.wire.total, lambda r: r.memory.temp)
+        )
+        same = "same" if (a.opcodes, sent[0], temp[0]) == (b.opcodes, sent[1], temp[1]) else ""
+        rows.append([p.model, p.label, *counts, *(f"{x:.2f} / {y:.2f}" for x, y in (sent, temp)), same])
+    return table(f"model|stage|{'|'.join(ops)}|sent, MB|temp, MB|", rows)
+
+
+def draw(path: Path, pairs: Sequence[Pair]) -> None:
+    """Ratios over stages, with their intervals and the goal; a panel for each model."""
+    models = list(dict.fromkeys(p.model for p in pairs))
+    figure = matplotlib.figure.Figure(figsize=(3 + 2 * len(models), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for axes, model in zip(panels, models, strict=True):
+        rows = [p for p in pairs if p.model == model and len(p.label) == 1]
+        rows = [next(p for p in pairs if p.model == model), *rows]
+        for x, p in enumerate(rows):
+            median, low, high = p.summary
+            color = "#b0b0b0" if x == 0 else "#55a868" if p.met else "#c44e52"
+            axes.errorbar(x, median, [[median - low], [high - median]], fmt="o", color=color, capsize=3)
+        axes.axhline(MEDIAN, color="black", linewidth=0.8)
+        axes.axhline(UPPER, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xticks(range(len(rows)), ["noise", *(p.label for p in rows[1:])])
+        axes.set_xlabel("stage")
+        axes.set_title(model, fontsize="medium")
+    panels[0].set_ylabel("step time, jzero / by hand")
+    figure.savefig(path, dpi=120)
+
+
+def main(args: Sequence[str] | None = None) -> Path:
+    """The command line: devices are set up here, before JAX is first used."""
+    began, flags = time.perf_counter(), list(sys.argv[1:] if args is None else args)
+    config = tyro.cli(Config, args=flags)
+    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+    jax.config.update("jax_num_cpu_devices", config.devices)  # where there are GPUs, they are used instead
+    # steps in flight together starve each other of threads on two cores, and XLA then aborts the process
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    pairs = measure(config)
+    path = write(config, pairs, flags=flags, seconds=time.perf_counter() - began)
+    print(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()
