@@ -1,12 +1,13 @@
 """What jzero costs: a train step with it against the same step sharded by hand, timed in turns; writes a dated page.
 
-    python benchmarks/step.py                              # 8 simulated devices or all GPUs: 8 minutes on two cores
-    python benchmarks/step.py --sizes tiny --forms scan    # part of it: 20 s
+    python benchmarks/step.py                            # 8 simulated devices or all GPUs: 11 minutes, two busy cores
+    python benchmarks/step.py --sizes tiny --forms scan  # part of it: 2 minutes there
     python benchmarks/step.py --help
 
 Writes `<out>/<date>-<backend>.md` with a plot beside it; needs jzero[train]. Each pair of programs is timed in
-alternating rounds, which of the two goes first changes from round to round, and a round gives one ratio. The
-interval is a bootstrap of the median ratio. All programs of a model are built first and timed in the same rounds.
+alternating rounds, and a round gives one ratio: the two take turns of 10 ms or of one step, and swap who goes
+first each time, so that what others do on the machine meets both. The interval is a bootstrap of the median
+ratio. All programs of a model are built first and timed in the same rounds.
 
 [Note: by hand]
 Stage 0: plain Flax, state whole on each device, batch split. Stages 1 and 2: `in_shardings` and `out_shardings` with
@@ -25,6 +26,7 @@ import functools
 import math
 import os
 import platform
+import re
 import sys
 import time
 import warnings
@@ -58,9 +60,11 @@ MEDIAN, UPPER = 1.00, 1.03
 SIZES = {
     "tiny": (Model(width=64, layers=2, heads=1, seq=32), 16),
     "small": (Model(width=128, layers=4, heads=2, seq=64), 16),
-    "medium": (Model(width=256, layers=6, heads=4, seq=64), 8),
+    "medium": (Model(width=256, layers=4, heads=4, seq=64), 8),
 }
 """Model and batch, in sequences over all devices."""
+TURN = 0.01
+"""Seconds after which the two programs of a pair change places, at the earliest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +79,8 @@ class Config:
     """ZeRO stages."""
     rounds: int = 20
     """Alternating rounds; each gives one ratio."""
-    seconds: float = 0.05
-    """The least that one timing takes: as many steps as that needs."""
+    seconds: float = 0.1
+    """The least that a round takes for each program: as many steps as that needs."""
     devices: int = 8
     """Simulated CPU devices where there is no GPU; with GPUs all of them are used."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -161,24 +165,25 @@ class Program:
     lower_seconds: float
     compile_seconds: float
     opcodes: collections.Counter
+    lines: collections.Counter
     report: Any
     losses: list[float] = dataclasses.field(default_factory=list)
     steps: int = 1
 
     def time(self) -> float:
-        """Seconds per step, over `steps` of them."""
+        """Seconds that `steps` steps take."""
         start = time.perf_counter()
         for _ in range(self.steps):
             self.state, loss = self.run(self.state, self.batch)
         jax.block_until_ready((self.state, loss))
-        return (time.perf_counter() - start) / self.steps
+        return time.perf_counter() - start
 
-    def warm_up(self, seconds: float) -> None:
-        """Three steps, whose losses are kept; then as many steps a timing as `seconds` takes."""
+    def warm_up(self) -> None:
+        """Three steps, whose losses are kept; then as many steps a turn as `TURN` takes."""
         for _ in range(3):
             self.state, loss = self.run(self.state, self.batch)
             self.losses.append(float(loss))
-        self.steps = max(1, math.ceil(seconds / min(self.time(), self.time())))
+        self.steps = max(1, math.ceil(TURN / min(self.time(), self.time())))
 
     def twin(self) -> Program:
         """The same executable over a state of its own."""
@@ -197,9 +202,20 @@ def build(made: tuple[Any, Callable, dict[str, Any]], batch: Any) -> Program:
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    module = parse(compiled.as_text())
+    text = compiled.as_text()
+    module = parse(text)
     opcodes = collections.Counter(i.opcode for c in module.computations.values() for i in c.schedule)
-    return Program(compiled, state, batch, min(times), seconds, opcodes, jzero.explain(compiled))
+    return Program(
+        compiled, state, batch, min(times), seconds, opcodes, bare_lines(text), jzero.explain(compiled)
+    )
+
+
+def bare_lines(text: str) -> collections.Counter:
+    """The lines of all computations, in any order, without the names, channels and metadata that tell no work."""
+    text = text[text.index("\n%") :]
+    return collections.Counter(
+        re.sub(r"%[\w.\-]+|, channel_id=\d+|, metadata=\{[^}]*\}", "", text).splitlines()
+    )
 
 
 def programs(model: Model, rows: int, stages: Sequence[int]) -> dict[str, Program]:
@@ -250,6 +266,12 @@ class Pair:
         return median <= MEDIAN and upper <= UPPER
 
     @property
+    def same(self) -> bool:
+        """Whether both programs are made of the same instructions, names, channels and order aside."""
+        a, b = self.programs
+        return a.lines == b.lines
+
+    @property
     def loss_difference(self) -> float:
         """Largest relative difference of the losses of the first three steps."""
         a, b = (np.array(p.losses) for p in self.programs)
@@ -285,22 +307,31 @@ def measure(config: Config) -> list[Pair]:
             model = dataclasses.replace(model, scan=form == "scan", dtype=config.dtype)
             pairs = pairs_of(programs(model, rows, config.stages), config.stages)
             for program in {id(p): p for _, *both in pairs for p in both}.values():
-                program.warm_up(config.seconds)
-            times = in_turns([both for _, *both in pairs], config.rounds)
+                program.warm_up()
+            times = in_turns([both for _, *both in pairs], config)
             for (label, a, b), seconds in zip(pairs, times, strict=True):
                 done.append(Pair(f"{size}, {form}", label, (a, b), seconds))
                 print(f"{done[-1].model:17} {label:30} {done[-1].summary[0]:.3f}", flush=True)
     return done
 
 
-def in_turns(pairs: Sequence[Sequence[Program]], rounds: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Seconds of both programs of each pair, f64[rounds]; the first goes first in every other round."""
-    seconds = np.zeros((len(pairs), 2, rounds))
-    for i in range(rounds):
+def in_turns(pairs: Sequence[Sequence[Program]], config: Config) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Seconds per step of both programs of each pair, f64[rounds]."""
+    seconds = np.zeros((len(pairs), 2, config.rounds))
+    for i in range(config.rounds):
         for k, pair in enumerate(pairs):
-            for side in (0, 1) if i % 2 == 0 else (1, 0):
-                seconds[k, side, i] = pair[side].time()
+            seconds[k, :, i] = one_round(pair, i, config.seconds)
     return [(a, b) for a, b in seconds]
+
+
+def one_round(pair: Sequence[Program], first: int, seconds: float) -> list[float]:
+    """Seconds per step of both; turns until each had its `seconds`, the order swapped from turn to turn."""
+    spent, turns = [0.0, 0.0], 0
+    while not turns or min(spent) < seconds:
+        for side in (0, 1) if (first + turns) % 2 == 0 else (1, 0):
+            spent[side] += pair[side].time()
+        turns += 1
+    return [s / turns / p.steps for s, p in zip(spent, pair, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -316,17 +347,23 @@ def write(config: Config, pairs: list[Pair], *, flags: Sequence[str], seconds: f
     plain = {p.model: p for p in pairs if p.label.startswith("plain")}
     by_stage = [p for p in pairs if p.label[0].isdigit()]
     goal = [p for p in by_stage if len(p.label) == 1]
-    missed = [f"{p.model}, stage {p.label}" for p in goal if not p.met]
+    missed = [p for p in goal if not p.met]
+    misses = "\n".join(f"- missed: {p.model}, stage {p.label}: {why(p)}" for p in missed)
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     text = f"""# Cost of using jzero: a train step, {config.date}
 
 {machine()}
-{versions()}; written by `{" ".join(["python benchmarks/step.py", *flags])}` in {seconds / 60:.1f} minutes.
+{versions()}; written by
+`{" ".join(["python benchmarks/step.py", *flags])}` in {seconds / 60:.1f} minutes; load average at the
+end {load} (over 1, 5, 15 minutes; the benchmark alone makes 1 to 2).
 GPT of `train/model.py`, {config.dtype}, AdamW with clipping by the global norm; leaves below
-{MIN_SHARD_BYTES // 1024} KiB stay whole. {config.rounds} rounds in turns, at least {config.seconds * 1e3:.0f} ms a timing.
+{MIN_SHARD_BYTES // 1024} KiB stay whole. {config.rounds} alternating rounds of at least {config.seconds * 1e3:.0f} ms
+for each program.
 
-Goal: never slower than sharded by hand, which means a median ratio of at most {MEDIAN:.2f} and the upper end of its 95 %
-bootstrap interval at most {UPPER:.2f}. Met in {len(goal) - len(missed)} of {len(goal)} rows.
-{"Missed: " + "; ".join(missed) + "." if missed else ""}
+Goal: never slower than sharded by hand: a median ratio of at most {MEDIAN:.2f} and the upper end of its 95 % bootstrap
+interval at most {UPPER:.2f}. Met in {len(goal) - len(missed)} of {len(goal)} rows.
+
+{misses}
 
 ![ratios]({path.with_suffix(".png").name})
 
@@ -351,9 +388,11 @@ The same executable twice: what the machine alone does to a ratio. About half of
 
 {contents_table(by_stage)}
 
-jzero / by hand. Counts are of the compiled text, a loop's body counted once; sent and temp are bytes per device and
-step. "same": equal counts of every instruction, sent bytes and temp. Losses of the first three steps differ by at
-most {max(p.loss_difference for p in by_stage):.0e} (relative).
+jzero / by hand. {DIFFERENCES}
+
+Counts are of the compiled text, a loop's body counted once; sent and temp are bytes per device and
+step. "same": made of the same instructions; names, channels and their order aside. Relative difference of the
+losses of the first three steps: at most {max(p.loss_difference for p in by_stage):.0e}.
 
 ## Caveats
 
@@ -365,12 +404,32 @@ most {max(p.loss_difference for p in by_stage):.0e} (relative).
     return path
 
 
+DIFFERENCES = """They differ where jzero means to:
+- Stage 1: jzero cuts each gradient before the update (`reduce_grad` in `jzero/optim.py`), so that a clip's norm is
+  taken on shards and a GPU can reduce-scatter. By hand the whole gradients are reduced in one combined
+  collective, and the norm is taken of all of it on every device.
+- Stage 3: jzero gathers a weight for the forward pass and again for the backward pass (the checkpoint round
+  each use, `jzero/walk.py`), 3 Psi. By hand XLA may gather it once and keep it whole in between."""
+
 CAVEATS = {
-    True: """- Simulated devices share the cores: a collective is a copy in memory, and work that is repeated on every device
-  is paid for once per device. Ratios of step time here say what the host and the arithmetic cost, not a GPU's network.
+    True: """- Simulated devices share the cores: a collective is a copy in memory, and work that every device
+  repeats is paid for once per device. Ratios here say what the host, the arithmetic and the number of collectives
+  cost, not what a GPU's network does.
 - XLA:CPU has no reduce-scatter of its own making: a split gradient is an all-reduce and a slice, in both programs.""",
     False: "- One process; GPUs of one machine.",
 }
+
+
+def why(pair: Pair) -> str:
+    """What a row can owe its ratio to."""
+    if pair.same:
+        return "the instructions of both are the same; what is left is the machine's noise"
+    ours, by_hand = (sum(p.opcodes[op] for op in COLLECTIVES) for p in pair.programs)
+    sent = [p.report.wire.total / 1e6 for p in pair.programs]
+    return f"{ours} collectives in the text against {by_hand}, {sent[0]:.2f} MB sent against {sent[1]:.2f}"
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def machine() -> str:
@@ -431,16 +490,14 @@ def building_table(pairs: Sequence[Pair]) -> str:
 
 
 def contents_table(pairs: Sequence[Pair]) -> str:
-    ops = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "copy", "fusion")
+    ops = (*COLLECTIVES, "copy", "fusion")
     rows = []
     for p in pairs:
         a, b = p.programs
         counts = [f"{a.opcodes[op]} / {b.opcodes[op]}" for op in ops]
-        sent, temp = (
-            [f(x.report) / 1e6 for x in p.programs] for f in (lambda r: r.wire.total, lambda r: r.memory.temp)
-        )
-        same = "same" if (a.opcodes, sent[0], temp[0]) == (b.opcodes, sent[1], temp[1]) else ""
-        rows.append([p.model, p.label, *counts, *(f"{x:.2f} / {y:.2f}" for x, y in (sent, temp)), same])
+        sent = " / ".join(f"{x.report.wire.total / 1e6:.2f}" for x in p.programs)
+        temp = " / ".join(f"{x.report.memory.temp / 1e6:.2f}" for x in p.programs)
+        rows.append([p.model, p.label, *counts, sent, temp, "same" if p.same else ""])
     return table(f"model|stage|{'|'.join(ops)}|sent, MB|temp, MB|", rows)
 
 

@@ -56,8 +56,9 @@ class ZeroConfig:
       updates: what the wrapped `update` returns: "land", leaves that land on the new param when they are
         added to the old one; "delta", plain arrays to add.
       offload: not there yet; None.
-      uneven: a leaf that no dim divides: "replicate" (whole, recorded with its bytes) or "error".
-        "pad" is not there yet.
+      uneven: a leaf that no dim divides: "pad" (its optimizer state is stored with one dim padded by zeros, and the
+        optimizer sees its logical shape; at stage 3 the param itself stays whole), "replicate" (all of it whole,
+        recorded with its bytes) or "error".
       min_shard_bytes: bytes; leaves smaller than this stay whole and are recorded. 0 splits all.
       bucket_bytes: not there yet; None.
       prefetch: stage 3: how many uses ahead a weight is gathered in unrolled code; at least 1.
@@ -78,7 +79,7 @@ class ZeroConfig:
     moment_dtype: Any = None
     updates: str = "land"
     offload: Any = None
-    uneven: str = "replicate"
+    uneven: str = "pad"
     min_shard_bytes: int = MIN_SHARD_BYTES
     bucket_bytes: int | None = None
     prefetch: int = 1
@@ -101,11 +102,6 @@ class ZeroConfig:
                 raise NotImplementedError(
                     f"ZeroConfig({name}=): {what} is not there yet. Leave it out ({default!r})."
                 )
-        if self.uneven == "pad":
-            raise NotImplementedError(
-                'ZeroConfig(uneven="pad") is not there yet. Pass uneven="replicate" (leaves that no dim divides '
-                'stay whole and are recorded with their bytes) or uneven="error".'
-            )
         if self.param_axis is not None and not set(self.param_axes) <= set(self.axes):
             raise ValueError(
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "

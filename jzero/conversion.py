@@ -10,7 +10,7 @@ import numpy as np
 
 from jzero.errors import listing
 from jzero.kinds import Parts
-from jzero.optim import ZeroState, align, init_state, unwrap
+from jzero.optim import ZeroState, align, cut, cut_state, init_state, is_wrapped, unwrap
 from jzero.sharding import Plan
 
 
@@ -44,14 +44,15 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, masters=None) -> A
     `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
     except where the user has replaced the param.
     """
+    parts = parts.replace(opt_state=logical_state(parts))
     check_belongs(parts, tx)
     target = jax.eval_shape(lambda p: init_state(tx, p), parts.params)
     has_master, target_inner, inner = isinstance(target, ZeroState), _inner(target), _inner(parts.opt_state)
     old = parts.opt_state.master if isinstance(parts.opt_state, ZeroState) else None
     wanted = jax.tree.leaves(target_inner)
     placed = [
-        place(as_array(x), plan.sharding(s))
-        for x, s in zip(jax.tree.leaves(inner), plan.state_specs(target_inner), strict=True)
+        place(_padded(as_array(x), t.shape), plan.sharding(s))
+        for x, t, s in zip(jax.tree.leaves(inner), wanted, plan.state_specs(target_inner), strict=True)
     ]
     if any(x.dtype.itemsize < t.dtype.itemsize for x, t in zip(placed, wanted, strict=True)):
         fresh = _fresh_inner(parts, tx, plan, place, masters)
@@ -68,24 +69,28 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, masters=None) -> A
     )
     needs = align(target.master, parts.params, where="jzero.shard: the master")
     rows = zip(jax.tree.leaves(parts.params), known, needs, plan.layouts, strict=True)
-    new = [
-        None if w is None else _master(p, m, w.dtype, plan.sharding(x.state), place) for p, m, w, x in rows
-    ]
+    new = [None if w is None else _master(p, m, w, plan.sharding(x.state), place) for p, m, w, x in rows]
     return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new))
 
 
 def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
     """The leaves of a fresh inner state, made for the masters: what a 16-bit `tx.init` rounded, unrounded."""
     params = [
-        place(as_array(p), plan.sharding(x.state))
+        place(_padded(as_array(p), x.state_shape), plan.sharding(x.state))
         for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)
     ]
-    params = jax.tree.unflatten(jax.tree.structure(parts.params), params)
-    known = None
-    if masters is not None:
-        best = [p if m is None else m for p, m in zip(jax.tree.leaves(params), masters, strict=True)]
-        known = jax.tree.unflatten(jax.tree.structure(params), best)
-    return jax.tree.leaves(jax.jit(lambda p, m: _inner(tx.init.trace(p, m)))(params, known))
+    tree = jax.tree.structure(parts.params)
+    known = None if masters is None else [p if m is None else m for p, m in zip(params, masters, strict=True)]
+
+    def fresh(params, masters):
+        def logical(leaves):
+            return tree.unflatten(
+                [cut(v, x.shape, x.state, plan) for v, x in zip(leaves, plan.layouts, strict=True)]
+            )
+
+        return _inner(tx.init.trace(logical(params), None if masters is None else logical(masters)))
+
+    return jax.tree.leaves(jax.jit(fresh)(params, known))
 
 
 def _widened(value, fresh):
@@ -97,12 +102,43 @@ def _widened(value, fresh):
     )
 
 
-def _master(param, known, dtype, sharding, place):
-    param = place(as_array(param), sharding)
+def _master(param, known, wanted, sharding, place):
+    param = place(_padded(as_array(param), wanted.shape), sharding)
     if known is None:
-        return param.astype(dtype)
-    known = place(known, sharding)
-    return jnp.where(known.astype(param.dtype) == param, known, param.astype(known.dtype)).astype(dtype)
+        return param.astype(wanted.dtype)
+    known = place(_padded(known, wanted.shape), sharding)
+    return jnp.where(known.astype(param.dtype) == param, known, param.astype(known.dtype)).astype(
+        wanted.dtype
+    )
+
+
+def logical_state(parts: Parts) -> Any:
+    """The optimizer state in the shapes that its transformation knows, without the padding of an earlier plan."""
+    return without_padding(parts.opt_state, parts.tx) if is_wrapped(parts.tx) else parts.opt_state
+
+
+def without_padding(opt_state: Any, tx: Any) -> Any:
+    """The state of a wrapped transformation in logical shapes: what dims were padded by is cut off."""
+    plan = tx.init.plan
+    if plan.config.uneven != "pad":
+        return opt_state
+    inner = cut_state(_inner(opt_state), tx.update.logical, plan)
+    if not isinstance(opt_state, ZeroState):
+        return inner
+    tree = plan.tree
+    known = tree.flatten_up_to(opt_state.master)
+    master = [
+        m if m is None else cut(m, x.shape, x.state, plan) for m, x in zip(known, plan.layouts, strict=True)
+    ]
+    return ZeroState(inner, tree.unflatten(master))
+
+
+def _padded(x, shape):
+    """An array with zeros behind it, up to the shape in which it is stored; abstract values as they are named."""
+    missing = [(0, new - old) for old, new in zip(np.shape(x), shape, strict=True)]
+    if not any(after for _, after in missing):
+        return x
+    return np.pad(x, missing) if isinstance(x, np.ndarray) else jnp.pad(x, missing)
 
 
 def _inner(opt_state):

@@ -234,7 +234,7 @@ class _ValueAndGrad:
             grads = [self._reduced(g, x) for g, x in zip(scaled, plan.layouts, strict=True)]
             return jax.lax.psum(loss, axes) / total, _over_devices(aux, total, axes), grads
 
-        out = [_manual(x.state, axes) for x in plan.layouts]
+        out = [_manual(x.used if x.padded else x.state, axes) for x in plan.layouts]
         run = jax.shard_map(
             local, mesh=plan.mesh, in_specs=(P(), specs), out_specs=(P(), P(), out), axis_names=set(axes),
             check_vma=False,
@@ -248,7 +248,7 @@ class _ValueAndGrad:
         taken, batch = spec_axes(x.used), self.plan.batch_axes
         rest = [a for a in batch if a not in taken]
         with jax.named_scope("jzero.reduce_grads"):
-            for dim, entry in enumerate(x.state):
+            for dim, entry in enumerate(() if x.padded else x.state):
                 axes = tuple(a for a in entry_axes(entry) if a in rest)
                 if axes:
                     grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
@@ -276,7 +276,7 @@ class _ValueAndGrad:
         return loss / total, aux, jax.tree.structure(params).unflatten(grads)
 
     def _on_shard(self, grad, x: Layout):
-        return self.plan.constrain(grad, x.grad)
+        return self.plan.constrain(grad, x.used if x.padded else x.grad)
 
     # --- the loop -------------------------------------------------------------------------------------------
 

@@ -7,6 +7,13 @@ The first dim that the axis divides, left to right: a split of a leading dim is 
 collective needs no relayout copy (measured on an H200 compile: 17.6 against 26.4 GB at stage 2 for a 7.5B
 scanned GPT). The dim that a scan runs over is skipped: splitting it makes XLA gather the whole stack
 before the loop. Shapes alone tell it: all leaves below one node of the tree share their leading dim.
+
+[Note: padding]
+XLA stores no array in pieces of unequal size. Where no dim divides, the optimizer state is stored with one dim
+padded by zeros, and cut to its logical shape inside of the step, where pieces may be unequal: the wrapped optimizer
+sees what it would see without sharding, and on an H200 compile the cut costs neither a collective nor a buffer.
+The gradient of such a leaf is all-reduced and sliced (XLA joins the two into a reduce-scatter for equal pieces
+alone), and its param stays whole at stage 3, since the model sees its shape.
 """
 
 from __future__ import annotations
@@ -41,6 +48,7 @@ class Layout:
       used: PartitionSpec that the model's arithmetic sees.
       grad: PartitionSpec of its reduced gradient.
       state: PartitionSpec of its master, its moments and its update.
+      state_shape: shape in which master and moments are stored: that of the param, or one dim of it padded.
       scanned: True where the leading dim is that of a scan over layers.
       reason: why it stays whole over the ZeRO axis; empty where it does not.
     """
@@ -53,6 +61,7 @@ class Layout:
     used: PartitionSpec
     grad: PartitionSpec
     state: PartitionSpec
+    state_shape: tuple[int, ...]
     scanned: bool
     reason: str
 
@@ -65,6 +74,11 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of the whole param in its stored dtype."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def padded(self) -> bool:
+        """Its optimizer state is stored with one dim padded; see [Note: padding]."""
+        return self.state_shape != self.shape
 
     @property
     def large(self) -> bool:
@@ -136,12 +150,44 @@ def make_layout(path, leaf, base, config: ZeroConfig, mesh: Mesh, scanned: bool)
     over_params = over if config.param_axes == config.axes else None
     if over_params is None and over is not base:
         over_params, _ = _split(shape, leaf.dtype, base, config.param_axes, config, mesh, scanned)
+    state_shape = shape
+    if row.state and reason.startswith("no dim") and config.uneven == "pad":
+        over, state_shape = pad_dim(shape, base, config.axes, mesh, skip=(0,) if scanned else ())
+        if state_shape != shape:
+            reason = f"{reason}: param whole, state padded to {list(state_shape)}" if row.params else ""
     return Layout(
         name=path_name(path), keys=path_keys(path), shape=shape, dtype=jnp.dtype(leaf.dtype),
         stored=(over_params or base) if row.params else base, used=base,
-        grad=over if row.grads else base, state=over if row.state else base,
+        grad=over if row.grads else base, state=over if row.state else base, state_shape=state_shape,
         scanned=scanned, reason=reason if row.state else f"stage {config.stage} splits nothing",
     )  # fmt: skip
+
+
+def pad_dim(
+    shape: Sequence[int], base: PartitionSpec, axes: Sequence[str], mesh: Mesh, *, skip: Sequence[int] = ()
+) -> tuple[PartitionSpec, tuple[int, ...]]:
+    """`base` with `axes` added to the dim that needs the least padding, and the padded shape.
+
+    Args:
+      shape, base, axes, mesh, skip: as for `add_axes`.
+
+    Returns:
+      (base, shape) for an array without a dim to split.
+    """
+    entries = [entry_axes(base[i]) if i < len(base) else () for i in range(len(shape))]
+    n = axis_size(mesh, axes)
+    best = None
+    for dim in (d for d in range(len(shape)) if d not in skip and shape[d]):
+        pieces = n * axis_size(mesh, entries[dim])
+        size = -(-shape[dim] // pieces) * pieces
+        cost = (size / shape[dim], bool(entries[dim]))
+        if best is None or cost < best[0]:
+            best = cost, dim, size
+    if best is None:
+        return base, tuple(shape)
+    _, dim, size = best
+    entries[dim] = (*entries[dim], *axes)
+    return make_spec(entries), (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _split(shape, dtype, base, axes, config, mesh, scanned) -> tuple[PartitionSpec, str]:

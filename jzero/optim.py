@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jzero.errors import listing, typed_shape
@@ -151,6 +152,11 @@ class _Init(_Wrapped):
 
 
 class _Update(_Wrapped):
+    @property
+    def logical(self):
+        """The shapes of the state as the wrapped transformation sees it."""
+        return jax.eval_shape(self.tx.init, widen_abstract(self.plan.shapes, self.plan))
+
     def __call__(self, updates, state, params=None, **extra):
         check_context_mesh()
         if params is None:
@@ -161,6 +167,11 @@ class _Update(_Wrapped):
         _check_grads(grads, self.plan)
         layouts = [x for _, x in pairs]
         inner, master = split_master(state, params)
+        inner = cut_state(inner, self.logical, self.plan)
+        master = [
+            m if m is None else cut(m, x.shape, x.state, self.plan)
+            for m, x in zip(master, layouts, strict=True)
+        ]
         with jax.named_scope("jzero.master"):
             wide = [take_over(p, m, x, self.plan) for (p, x), m in zip(pairs, master, strict=True)]
             wide, grads = read_params_first(wide, grads, self.plan)
@@ -179,7 +190,8 @@ class _Update(_Wrapped):
             rows = zip(pairs, wide, master, deltas, strict=True)
             landed = [self._land(p, w, m, d, x, copied) for (p, x), w, m, d in rows]
         out = tree.unflatten([leaf for leaf, _ in landed])
-        new_master = [m for _, m in landed]
+        new_master = [m if m is None else pad(m, x.state_shape, x.state, self.plan)
+                      for (_, m), x in zip(landed, layouts, strict=True)]  # fmt: skip
         has_master = isinstance(state, ZeroState)
         return out, ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
 
@@ -344,7 +356,10 @@ def frozen_leaves(tx, params) -> list[bool]:
 def with_master(inner, wide, params, frozen, plan: Plan):
     """`ZeroState(inner, master)` where any param needs a master, else `inner`."""
     rows = zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
-    masters = [w if plan.config.master_for(x.dtype) and not f else None for w, x, f in rows]
+    masters = [
+        pad(w, x.state_shape, x.state, plan) if plan.config.master_for(x.dtype) and not f else None
+        for w, x, f in rows
+    ]
     if all(m is None for m in masters):
         return inner
     return ZeroState(inner, jax.tree.structure(params).unflatten(masters))
@@ -358,10 +373,35 @@ def split_master(state, params):
 
 
 def pin_state(state, plan: Plan):
-    """Every leaf of an optimizer state constrained to its layout, scalars included."""
+    """Every leaf of an optimizer state in its stored shape and layout, scalars included."""
     leaves, tree = jax.tree.flatten(state)
-    pinned = [plan.constrain(x, s) for x, s in zip(leaves, plan.state_specs(state), strict=True)]
-    return jax.tree.unflatten(tree, pinned)
+    rows = zip(leaves, plan.state_shapes(state), plan.state_specs(state), strict=True)
+    return jax.tree.unflatten(tree, [pad(x, shape, spec, plan) for x, shape, spec in rows])
+
+
+def cut_state(state, logical, plan: Plan):
+    """The reverse of `pin_state`: every leaf in the shape that the wrapped transformation knows, on its shards."""
+    leaves, tree = jax.tree.flatten(state)
+    if plan.config.uneven != "pad":
+        return state
+    shapes = [tuple(x.shape) for x in jax.tree.leaves(logical)]
+    rows = zip(leaves, shapes, plan.state_specs(state), strict=True)
+    return jax.tree.unflatten(tree, [cut(x, shape, spec, plan) for x, shape, spec in rows])
+
+
+def pad(x, shape, spec, plan: Plan):
+    """An array in its stored shape and layout: zeros at the end of a dim that nothing divides."""
+    if tuple(np.shape(x)) != tuple(shape):
+        x = plan.constrain(x, spec)
+        x = jnp.pad(x, [(0, new - old) for old, new in zip(np.shape(x), shape, strict=True)])
+    return plan.constrain(x, spec)
+
+
+def cut(x, shape, spec, plan: Plan):
+    """The reverse of `pad`; inside of a trace on its shards, whose pieces may be unequal."""
+    if tuple(np.shape(x)) == tuple(shape):
+        return x
+    return plan.constrain(jax.lax.slice(x, [0] * len(shape), shape), spec)
 
 
 def align(updates, params, *, where: str) -> list:

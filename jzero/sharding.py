@@ -36,6 +36,7 @@ from jzero.layout import (
     make_layout,
     make_spec,
     mesh_of,
+    pad_dim,
     path_keys,
     scanned_paths,
 )  # fmt: skip
@@ -112,8 +113,17 @@ class Plan:
         return axis_size(self.mesh, self.batch_axes)
 
     def constrain(self, x: Any, spec: PartitionSpec) -> Any:
-        """An array with a layout: a wish to the compiler inside of a trace, a placement outside of one."""
+        """An array with a layout: a wish to the compiler inside of a trace, a placement outside of one.
+
+        Pieces of unequal size exist inside of a trace alone; outside of one such an array stays where it is.
+        """
+        if not is_tracer(x) and not self._divides(np.shape(x), spec):
+            return x
         return jax.lax.with_sharding_constraint(x, self.sharding(spec))
+
+    def _divides(self, shape: tuple[int, ...], spec: PartitionSpec) -> bool:
+        entries = zip(shape, spec, strict=False)
+        return all(size % axis_size(self.mesh, entry_axes(entry)) == 0 for size, entry in entries)
 
     def match(self, params: Any, *, where: str) -> list[tuple[Any, Layout]]:
         """The leaves of a param tree, each with its layout.
@@ -215,14 +225,24 @@ class Plan:
         ]
 
     def _state_spec(self, keys, leaf, by_keys) -> PartitionSpec:
+        return self._state_form(keys, leaf, by_keys)[0]
+
+    def _state_form(self, keys, leaf, by_keys) -> tuple[PartitionSpec, tuple[int, ...]]:
+        """The layout of a leaf, given as the optimizer sees it or as it is stored, and its stored shape."""
         shape = tuple(np.shape(leaf))
         for start in range(len(keys) + 1):
             x = by_keys.get(keys[start:])
-            if x is not None and shape == x.shape:
-                return x.state
-            if x is not None and x.shape and shape[-len(x.shape) :] == x.shape:
-                return make_spec([()] * (len(shape) - len(x.shape)) + [entry_axes(e) for e in x.state])
-        return self.own_spec(shape, leaf.dtype)
+            extra = len(shape) - len(x.shape) if x is not None and x.shape else 0
+            if x is not None and extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
+                spec = make_spec([()] * extra + [entry_axes(e) for e in x.state]) if extra else x.state
+                return spec, (*shape[:extra], *x.state_shape)
+        return self._own_form(shape, leaf.dtype)
+
+    def state_shapes(self, state: Any) -> list[tuple[int, ...]]:
+        """The shape in which every leaf of an optimizer state is stored: its own, or one dim of it padded."""
+        by_keys = {x.keys: x for x in self.layouts}
+        flat = jax.tree_util.tree_leaves_with_path(state)
+        return [self._state_form(path_keys(k), x, by_keys)[1] for k, x in flat]
 
     def copy_specs(self, tree: Any) -> list[PartitionSpec]:
         """The layout of every leaf of the rest of a state: copies of params as the moments, anything else whole."""
@@ -230,16 +250,20 @@ class Plan:
         flat = [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
         found = [next((copies[k[i:]] for i in range(len(k)) if k[i:] in copies), None) for k, _ in flat]
         return [
-            x.state if x is not None and x.shape == s else P() for x, (_, s) in zip(found, flat, strict=True)
+            x.state if x is not None and x.shape == s and not x.padded else P()
+            for x, (_, s) in zip(found, flat, strict=True)
         ]
 
-    def own_spec(self, shape: tuple[int, ...], dtype) -> PartitionSpec:
-        """The layout of a state leaf that is no copy of a param, from its shape alone."""
-        if not self.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-            return P()
+    def _own_form(self, shape: tuple[int, ...], dtype) -> tuple[PartitionSpec, tuple[int, ...]]:
+        """The layout and the stored shape of a state leaf that is no copy of a param, from its shape alone."""
+        if not self.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or self.n == 1:
+            return P(), shape
         if math.prod(shape) * jnp.dtype(dtype).itemsize < max(self.config.min_shard_bytes, 1):
-            return P()
-        return add_axes(shape, P(), self.config.axes, self.mesh) or P()
+            return P(), shape
+        spec = add_axes(shape, P(), self.config.axes, self.mesh)
+        if spec is None and self.config.uneven == "pad" and jnp.issubdtype(dtype, jnp.floating):
+            return pad_dim(shape, P(), self.config.axes, self.mesh)
+        return spec or P(), shape
 
     def describe(self, tx: Any = None) -> str:
         """The plan as a table: one row per param, and with `tx` one per leaf of its optimizer state.
@@ -336,8 +360,16 @@ def _check_uneven(layouts: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> 
     raise ValueError(
         f"jzero.make_plan: {len(bad)} of {len(layouts)} leaves cannot be split over mesh axis "
         f"{config.axis!r} (size {n}):\n{listing([(x.name, typed_shape(x), x.reason) for x in bad])}\n"
-        f'Pass ZeroConfig(uneven="replicate") (costs {human_bytes(cost)} more per device with an Adam-like state).'
+        f'Pass ZeroConfig(uneven="pad") (costs {_padding(bad, config, mesh)} more per device) or uneven="replicate" '
+        f"(costs {human_bytes(cost)} more per device), with an Adam-like state."
     )
+
+
+def _padding(leaves: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> str:
+    """Bytes of zeros on one device that padding these leaves takes."""
+    axes = config.axes
+    added = (math.prod(pad_dim(x.shape, x.used, axes, mesh)[1]) - x.size for x in leaves)
+    return human_bytes(sum(added) * 12 / axis_size(mesh, axes))
 
 
 def _check_batch(batch: Any) -> None:

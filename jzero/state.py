@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero import jaxprs, kinds
 from jzero.config import ZeroConfig, make_config
-from jzero.conversion import as_array, check_belongs, convert_opt_state
+from jzero.conversion import as_array, check_belongs, convert_opt_state, without_padding
 from jzero.describe import leaf_bytes
 from jzero.errors import human_bytes, listing, typed_shape
 from jzero.gather import GatherOnUse
@@ -160,14 +160,19 @@ def plan_of(state: Any) -> Plan:
     )
 
 
-def unshard(tree: Any) -> Any:
+def unshard(tree: Any, *, tx: Any = None) -> Any:
     """Every array of a tree whole on each device of its mesh: for evaluation, sampling or export.
 
     Args:
       tree: arrays in any layout, e.g. `state.params`.
+      tx: the wrapped transformation (`state.tx`) whose state the tree is: then what its leaves were padded by is cut
+        off, and every leaf has the shape that `tx.init` gives it without jzero.
 
     Returns:
       The same tree, replicated. Across processes all of them must call.
+
+    Raises:
+      TypeError: `tx` is no transformation from `jzero.zero`.
 
     Cost:
       The bytes of the whole tree on every device; an all-gather.
@@ -178,7 +183,11 @@ def unshard(tree: Any) -> Any:
             return x
         return put(x, NamedSharding(x.sharding.mesh, P()))
 
-    return jax.tree.map(whole, tree)
+    if tx is None:
+        return jax.tree.map(whole, tree)
+    if not is_wrapped(tx):
+        raise TypeError("jzero.unshard: tx must be a transformation from jzero.zero, such as state.tx.")
+    return without_padding(jax.tree.map(whole, tree), tx)
 
 
 def _checked_creator(create: Callable, where: str) -> Callable[[], Any]:

@@ -209,6 +209,12 @@ class Walk:
         if done and read and not self.in_remat:
             self.recent.extend([done[0]] if self.recent else [read[0], done[0]])
 
+    def remember_loop(self, outs: Sequence[Any]) -> None:
+        """A loop is many uses: what is gathered after it waits for its end, whatever the prefetch distance."""
+        done = [o for o in outs if _has_cotangent(o)]
+        if done and not self.in_remat:
+            self.recent.extend(done[:1] * (self.plan.config.prefetch + 1))
+
     def gathered(self, value: Any) -> Any:
         """The used layout of a weight; anything else as it is."""
         if not isinstance(value, Weight):
@@ -259,6 +265,7 @@ class Walk:
             body, list(flat[consts : consts + carry]), list(flat[consts + carry :]),
             length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
         )  # fmt: skip
+        self.remember_loop([*state, *ys])
         return [*state, *ys]
 
     def while_(self, eqn, values: list[Any]) -> list[Any]:

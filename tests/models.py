@@ -104,6 +104,11 @@ def assert_laid_out(state, plan):
         assert bool(split) == (plan.config.stage > 0)
 
 
+def logical(state):
+    """The optimizer state of a sharded state in the shapes of the plain one."""
+    return jzero.unshard(state.opt_state, tx=state.tx)
+
+
 def is_key(x) -> bool:
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 

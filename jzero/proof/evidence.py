@@ -53,7 +53,8 @@ class Leaf:
         if self.layout is None:
             return None
         spec: PartitionSpec = self.layout.stored if self.is_param else self.layout.state
-        return self.layout.size * self.itemsize // shard_factor(spec, plan.mesh)
+        shape = self.layout.shape if self.is_param else self.layout.state_shape
+        return math.prod(shape) * self.itemsize // shard_factor(spec, plan.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +109,10 @@ class Evidence:
 
     @functools.cached_property
     def split(self) -> list[Layout]:
-        """The params that ZeRO splits (at stage 0: all), vectors left out: theirs is small change."""
+        """The params that ZeRO splits evenly (at stage 0: all), vectors left out: theirs is small change."""
         every = not self.plan.config.row.state
-        return [x for x in self.plan.layouts if (every or not x.reason) and not _is_vector(x)]
+        split = (x for x in self.plan.layouts if not x.padded and not _is_vector(x))
+        return [x for x in split if every or not x.reason]
 
     @functools.cached_property
     def split_stacks(self) -> dict[str, list[Site]]:
@@ -246,11 +248,14 @@ def _results(module: Module) -> tuple[Shape, ...]:
 def _layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
     """The param that each leaf is or copies: by the end of its path; an NNX state has no names, there by shape."""
     by_keys = {x.keys: x for x in plan.layouts}
-    by_shape = {x.shape: x for x in plan.layouts if not _is_vector(x)}  # a statistic is shaped like a bias
+    matrices = [x for x in plan.layouts if not _is_vector(x)]
+    by_shape = {
+        shape: x for x in matrices for shape in (x.state_shape, x.shape)
+    }  # a statistic is shaped like a bias
     found: list[Layout | None] = []
     for keys, shape in zip(paths, shapes, strict=True):
         ends = (by_keys.get(keys[cut:]) for cut in range(2, len(keys)))
-        x = next((x for x in ends if x is not None and x.shape == shape), None)
+        x = next((x for x in ends if x is not None and shape in (x.shape, x.state_shape)), None)
         if x is None and "states" in keys:
             x = by_shape.get(shape)
         found.append(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,7 +137,8 @@ def estimate(
 
 def _grad_bytes(x: Layout, plan: Plan, accumulate: int) -> int:
     itemsize = x.dtype.itemsize if accumulate == 1 else max(4, x.dtype.itemsize)
-    return x.size * itemsize // shard_factor(x.grad, plan.mesh)
+    shape = x.state_shape if x.grad != x.used else x.shape
+    return math.prod(shape) * itemsize // shard_factor(x.grad, plan.mesh)
 
 
 def _gathered_bytes(plan: Plan) -> int:
@@ -161,5 +163,5 @@ def _adam_bytes(plan: Plan) -> tuple[int, str]:
     for x in plan.layouts:
         master = plan.config.master_for(x.dtype)
         per_value = 3 * master.itemsize if master is not None else 2 * x.dtype.itemsize
-        total += x.size * per_value // shard_factor(x.state, plan.mesh)
+        total += math.prod(x.state_shape) * per_value // shard_factor(x.state, plan.mesh)
     return total, "two moments per param assumed"

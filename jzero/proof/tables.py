@@ -50,9 +50,9 @@ def lines_of(table: Table) -> list[str]:
 def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """An empty table without frame; columns in `right` hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for i, name in enumerate(columns):
+    for name in columns:
         number = name in right
-        table.add_column(name, justify="right" if number else "left", no_wrap=number or i == 0)
+        table.add_column(name, justify="right" if number else "left", no_wrap=number)
     return table
 
 

@@ -34,11 +34,13 @@ def _of_leaf(x: Layout, plan: Plan, accumulate: int) -> Iterable[tuple[tuple[str
     dtype = plan.config.compute_dtype
     cast = 1.0 if dtype is None else dtype.itemsize / x.dtype.itemsize
     rounds = accumulate if plan.config.row.grads else 1
+    if x.padded:  # unequal pieces: all-reduced and sliced
+        split, whole = (), tuple(a for a in plan.batch_axes if a not in taken)
     yield split, rounds * _ring(axis_size(mesh, split)) * used * cast
     yield whole, rounds * 2 * _ring(axis_size(mesh, whole)) * used * cast / axis_size(mesh, split)
     kept = spec_axes(x.stored)
     yield (
-        tuple(a for a in split if a not in kept),
+        tuple(a for a in spec_axes(x.state) if a not in (*kept, *taken)),
         _ring(shard_factor(x.state, mesh) / shard_factor(x.stored, mesh)) * stored,
     )
     gathered = tuple(a for a in kept if a not in taken)
