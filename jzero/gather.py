@@ -91,7 +91,9 @@ class GatherOnUse:
     def _weight(self, value, layout: Layout) -> Weight:
         if layout.stored == layout.used:
             return Weight(value, layout.stored, layout.used, layout.grad)
-        return Weight(self.plan.constrain(value, layout.stored), layout.stored, layout.used, layout.stored)
+        # the constraint is for the param alone: its gradient may be split over more devices (hpZ)
+        (shard,) = jaxprs.linear(lambda x: [self.plan.constrain(x, layout.stored)], lambda g: [g], [], [value])
+        return Weight(shard, layout.stored, layout.used, layout.grad)
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""

@@ -94,7 +94,8 @@ def lookup_gradient(eqn, index, cotangent, rows: int) -> Any:
     )[0]
 
 
-_linear_p = Primitive("jzero_linear")
+LINEAR = "jzero_linear"
+_linear_p = Primitive(LINEAR)
 _linear_p.multiple_results = True
 
 

@@ -146,13 +146,15 @@ def make_layout(path, leaf, base, config: ZeroConfig, mesh: Mesh, scanned: bool)
     """The layouts of one param, its gradient and its state, from its shape and what it brings along."""
     leaf = as_abstract(leaf)
     shape, row = tuple(leaf.shape), config.row
-    over, reason = _split(shape, leaf.dtype, base, config.axes, config, mesh, scanned)
+    # the axes that share params first: a shard of the state is then a part of the shard of the param
+    axes = (*config.param_axes, *(a for a in config.axes if a not in config.param_axes))
+    over, reason = _split(shape, leaf.dtype, base, axes, config, mesh, scanned)
     over_params = over if config.param_axes == config.axes else None
     if over_params is None and over is not base:
         over_params, _ = _split(shape, leaf.dtype, base, config.param_axes, config, mesh, scanned)
     state_shape = shape
     if row.state and reason.startswith("no dim") and config.uneven == "pad":
-        over, state_shape = pad_dim(shape, base, config.axes, mesh, skip=(0,) if scanned else ())
+        over, state_shape = pad_dim(shape, base, axes, mesh, skip=(0,) if scanned else ())
         if state_shape != shape:
             reason = f"{reason}: param whole, state padded to {list(state_shape)}" if row.params else ""
     return Layout(

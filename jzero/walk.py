@@ -51,10 +51,7 @@ from jzero.sharding import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A stored weight on its way to a use: the shard, its two layouts, and that of its reduced gradient.
-
-    A weight that is stored split has its gradient reduced to that layout.
-    """
+    """A stored weight on its way to a use: the shard, its two layouts, and that of its reduced gradient."""
 
     shard: Any
     stored: PartitionSpec
@@ -221,8 +218,19 @@ class Walk:
             return value
         if not value.split:
             return value.shard
-        with jax.named_scope("jzero.gather_weight"):
-            return self.plan.constrain(self.plan.constrain(value.shard, value.stored), value.used)
+        vector = np.ndim(value.shard) <= 1
+
+        def gather(shard):
+            with jax.named_scope("jzero.gather_weight"):
+                return [self.plan.constrain(self.plan.constrain(shard, value.stored), value.used)]
+
+        def reduce(grad):
+            # straight to the shard: by way of the used layout, replicas would all-reduce whole gradients
+            return [
+                self.plan.constrain(self.plan.constrain(grad, value.used) if vector else grad, value.grad)
+            ]
+
+        return jaxprs.linear(gather, reduce, [], [value.shard])[0]
 
     def remat(self, eqn, values: list[Any]) -> list[Any]:
         """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
@@ -361,6 +369,6 @@ def never_save_gathered(policy):
         return None
 
     def without_gathered(prim, *args, **params):
-        return False if prim.name == "sharding_constraint" else policy(prim, *args, **params)
+        return False if prim.name in ("sharding_constraint", jaxprs.LINEAR) else policy(prim, *args, **params)
 
     return without_gathered

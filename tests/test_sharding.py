@@ -236,7 +236,7 @@ def test_params_within_the_node_and_state_over_all():
     )  # fmt: skip
     plan = jzero.plan_of(state)
     kernel = next(x for x in plan.layouts if x.keys == ("Dense_0", "kernel"))
-    assert (kernel.stored, kernel.state) == (P("gpu"), P(("node", "gpu")))
+    assert (kernel.stored, kernel.state) == (P("gpu"), P(("gpu", "node")))  # a part of the stored shard
     data = plan.place_batch(batch())
     state, loss = jax.jit(train_step)(state, data)
     np.testing.assert_allclose(loss, jax.jit(train_step)(create_state(), batch())[1], rtol=1e-5)

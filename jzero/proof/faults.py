@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from jax.sharding import NamedSharding
+
 from jzero.errors import human_bytes, listing, typed_shape
 from jzero.layout import Layout, axis_size, shard_factor
 from jzero.proof.evidence import REDUCES, Evidence, Leaf
@@ -211,7 +213,11 @@ def _carried(e: Evidence, weights: list[Layout]) -> int:
     homes = [c for c in computations if any(" while(" in line for line in c.lines)]
     loops = [i for c in homes for i in c.schedule if i.opcode == "while"]
     shapes = ([s for s in i.shapes if len(s.dims) > 2] for i in loops)
-    whole = ([s for s in some if (s.dims[0], tuple(sorted(s.dims[1:])), s.size) in stacks] for some in shapes)
+    # the shard of one stack may look like another one whole: not counted
+    shards = {NamedSharding(e.plan.mesh, x.stored).shard_shape(x.shape) for x in weights if x.scanned}
+    shards = {(dims[0], tuple(sorted(dims[1:]))) for dims in shards}
+    keys = ([(s, (s.dims[0], tuple(sorted(s.dims[1:])))) for s in some] for some in shapes)
+    whole = ([s for s, key in some if (*key, s.size) in stacks and key not in shards] for some in keys)
     return max((sum(s.nbytes for s in some) for some in whole), default=0)
 
 

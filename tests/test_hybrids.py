@@ -1,0 +1,97 @@
+"""Hybrids: shared inside a node or across. Numbers on 8 simulated devices, wire bytes per axis on H200."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import test_gpu_program as program
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from models import assert_batch_is_split, batch, create_small, loss_of, max_error
+
+import jzero
+
+BOTH = ("replica", "data")
+KINDS = {
+    "HSDP, stage 2": {"stage": 2, "axis": "data", "batch_axis": BOTH},
+    "HSDP or MiCS, stage 3": {"stage": 3, "axis": "data", "batch_axis": BOTH},
+    "hpZ": {"stage": 3, "axis": BOTH, "param_axis": "data"},
+    "all at once": {"stage": 3, "axis": BOTH},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_plain_run(kind):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), BOTH)
+    plain = create_small(optax.adamw(1e-2))
+    state = jzero.shard(create_small(optax.adamw(1e-2)), mesh=mesh, min_shard_bytes=0, **KINDS[kind])
+    plan = jzero.plan_of(state)
+
+    @jax.jit
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda p: loss_of(state.apply_fn, p, batch))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    for i in range(5):
+        placed = plan.place_batch(batch(i))
+        assert_batch_is_split(placed)
+        state, loss = step(state, placed)
+        plain, expected = step(plain, batch(i))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert max_error(state.params, plain.params) < 1e-4
+    kernel = state.params["Dense_0"]["kernel"]
+    assert kernel.sharding.spec == (
+        P() if plan.config.stage == 2 else P(BOTH) if kind == "all at once" else P("data")
+    )
+
+
+@functools.cache
+def compiled(kind, tensor_parallel=False, scan=True):
+    pod = jzero.pod("h200")
+    sizes = {"replica": 2, "data": 2, "model": 2} if tensor_parallel else {"replica": 2, "data": 4}
+    specs = column_then_row(jax.eval_shape(lambda: program.create(scan)).params) if tensor_parallel else None
+    state = jzero.abstract(
+        lambda: program.create(scan), mesh=pod.mesh(sizes), param_specs=specs, **KINDS[kind]
+    )
+    plan = jzero.plan_of(state)
+    tokens = jax.ShapeDtypeStruct((2 * plan.batch_parts, program.SEQ), jnp.int32)
+    built = pod.compile(program.train_step, state, {"tokens": tokens}, donate_argnums=0)
+    return jzero.estimate(plan, tx=state.tx), jzero.explain(built, plan), jzero.findings(built, plan)
+
+
+def column_then_row(params):
+    """Megatron's layout of `test_gpu_program.Block`."""
+
+    def spec(path, x):
+        name = jax.tree_util.keystr(path)
+        if "Dense" not in name or "kernel" not in name:
+            return P()
+        pair = (None, "model") if "Dense_0" in name or "Dense_2" in name else ("model", None)
+        return P(*[None] * (x.ndim - 2), *pair)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wire_bytes_per_axis_are_the_closed_form(kind):
+    """What crosses `replica` is what crosses the slow network."""
+    estimate, report, found = compiled(kind)
+    large = {axes: size for axes, size in estimate.wire_by_axes.items() if size > 0.01 * estimate.wire}
+    assert large
+    for axes, size in large.items():
+        assert report.wire.by_axis[axes] == pytest.approx(size, rel=0.02), axes
+    assert report.wire.total == pytest.approx(estimate.wire, rel=0.02)
+    assert found == ()
+
+
+@pytest.mark.parametrize("kind", ["HSDP, stage 2", "HSDP or MiCS, stage 3"])
+def test_with_tensor_parallelism(kind):
+    estimate, report, found = compiled(kind, tensor_parallel=True)
+    assert report.wire.by_axis["data"] == pytest.approx(estimate.wire_by_axes["data"], rel=0.05)
+    assert report.wire.by_axis["replica"] == pytest.approx(estimate.wire_by_axes["replica"], rel=0.05)
+    assert found == ()
