@@ -92,7 +92,9 @@ class GatherOnUse:
         if layout.stored == layout.used:
             return Weight(value, layout.stored, layout.used, layout.grad)
         # the constraint is for the param alone: its gradient may be split over more devices (hpZ)
-        (shard,) = jaxprs.linear(lambda x: [self.plan.constrain(x, layout.stored)], lambda g: [g], [], [value])
+        (shard,) = jaxprs.linear(
+            lambda x: [self.plan.constrain(x, layout.stored)], lambda g: [g], [], [value]
+        )
         return Weight(shard, layout.stored, layout.used, layout.grad)
 
     def _cast(self, value, layout: Layout | None):

@@ -218,17 +218,19 @@ class Walk:
             return value
         if not value.split:
             return value.shard
-        vector = np.ndim(value.shard) <= 1
 
         def gather(shard):
             with jax.named_scope("jzero.gather_weight"):
                 return [self.plan.constrain(self.plan.constrain(shard, value.stored), value.used)]
 
+        # By way of the used layout XLA joins an all-reduce and a slice to a reduce-scatter, where all devices of the
+        # batch share the gradient. With replicas or hpZ it would all-reduce whole gradients: straight to the shard
+        # (not always: with few tokens XLA may then move activations).
+        shared_by_all = value.grad == value.stored and set(self.plan.batch_axes) <= set(spec_axes(value.grad))
+
         def reduce(grad):
-            # straight to the shard: by way of the used layout, replicas would all-reduce whole gradients
-            return [
-                self.plan.constrain(self.plan.constrain(grad, value.used) if vector else grad, value.grad)
-            ]
+            first = value.used if shared_by_all or np.ndim(grad) <= 1 else value.grad
+            return [self.plan.constrain(self.plan.constrain(grad, first), value.grad)]
 
         return jaxprs.linear(gather, reduce, [], [value.shard])[0]
 

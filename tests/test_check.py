@@ -329,6 +329,7 @@ def test_leaves_that_no_dim_divides():
     plan = jzero.make_plan(
         {"odd": jax.ShapeDtypeStruct((129, 131), jnp.float32)},
         stage=2,
+        uneven="replicate",
         mesh=jzero.pod("h200").mesh({"data": 8}),
     )
     (finding,) = findings(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile(), plan)

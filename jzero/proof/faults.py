@@ -154,7 +154,8 @@ def _whole_leaves(e: Evidence) -> Found:
     n = axis_size(e.plan.mesh, e.plan.config.axes)
     ways = {
         "min_shard_bytes": "pass ZeroConfig(min_shard_bytes=0).",
-        "no dim": f"make a dim of the leaf a multiple of {n} (pad the vocabulary), or share over fewer devices.",
+        "no dim": f"make a dim of the leaf a multiple of {n} (pad the vocabulary), share over fewer devices, or "
+        'share its state alone with ZeroConfig(uneven="pad").',
         "has one device": "pass a mesh with more than one device on the axis.",
     }
     yield (
