@@ -325,6 +325,11 @@ def make_plan(
         notes.append(
             f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."
         )
+    if config.reduce_dtype is not None:
+        notes.append(
+            f"reduce_dtype={config.reduce_dtype.name} is honoured by jzero.value_and_grad alone; jax.grad reduces in "
+            "the dtype of the matmul that makes a gradient."
+        )
     return Plan(config, mesh, tuple(layouts), tuple(notes), jax.tree.structure(params))
 
 

@@ -278,3 +278,8 @@ def test_kind_of_an_argument(mesh):
     assert memory is not None
     estimate = jzero.estimate(plan, tx=state.tx)
     assert (memory.params, memory.opt_state) == (estimate.params, estimate.opt_state)
+
+
+def test_a_field_that_plain_grad_ignores_is_noted():
+    plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=2, reduce_dtype="float32")
+    assert "reduce_dtype=float32 is honoured by jzero.value_and_grad alone" in plan.describe()
