@@ -332,7 +332,7 @@ each device at every stage, is left out.
   That costs {extra[0]}, {extra[1]} and {extra[2]} values at stages 1, 2 and 3. At this size it shows: stage 1
   keeps {s1} values where whole tensors keep {both}, though its fuller device has {s1 // N} and not {p0}.
 
-The page sets `min_shard_bytes=0`; by default jzero leaves tensors as small as these whole, and records it.
+The page sets `min_shard_bytes=0`; by default jzero leaves small tensors whole where they add at most 1 %: here none.
 
 The buffers after the step; a dot is a value that the device does not hold:
 

@@ -10,7 +10,10 @@ import numpy as np
 
 from jzero.errors import check_int, nearest
 
-MIN_SHARD_BYTES = 16 * 1024
+BUCKETS = 16  # that the params make by default, where one is then at most
+BUCKET_BYTES = 32 * 2**20
+GATHERED_BUCKET_BYTES = 64 * 2**20  # at stage 3
+LEAST_BUCKET = 4 * 2**20  # at stage 2, where small models need no order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,6 @@ STAGES = {
 _LATER = {
     "offload": (None, "the optimizer state in host memory"),
     "moment_dtype": (None, "moments stored in another dtype"),
-    "bucket_bytes": (None, "the bytes that one fused collective carries"),
 }
 
 
@@ -50,18 +52,24 @@ class ZeroConfig:
       master_dtype: dtype of the master copy of 16-bit params kept in the optimizer state. "auto": float32
         for 16-bit params, no master for wider ones. None: never a master.
       compute_dtype: stage 3: params are cast to it on the shard, before they are gathered.
-      reduce_dtype: dtype in which `jzero.value_and_grad` reduces gradients over devices (stages 0 to 2). None:
-        that of the params. Plain `jax.grad` reduces in the dtype of the matmul, whatever this says.
+      reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. Honoured by
+        `jzero.value_and_grad`; at stages 2 and 3 also by plain `jax.grad` through a sharded `apply_fn` or
+        `gather_on_use`, for the weights of matmuls, lookups, biases and scales (a convolution's gradient is reduced
+        in the dtype in which it is made).
       moment_dtype: not there yet; None.
       updates: what the wrapped `update` returns: "land", leaves that land on the new param when they are
         added to the old one; "delta", plain arrays to add.
       offload: not there yet; None.
-      uneven: a leaf that no dim divides: "pad" (its optimizer state is stored with one dim padded by zeros, and the
-        optimizer sees its logical shape; at stage 3 the param itself stays whole), "replicate" (all of it whole,
-        recorded with its bytes) or "error".
-      min_shard_bytes: bytes; leaves smaller than this stay whole and are recorded. 0 splits all.
-      bucket_bytes: not there yet; None.
-      prefetch: stage 3: how many uses ahead a weight is gathered in unrolled code; at least 1.
+      uneven: a leaf that no dim divides, nor several together: "pad" (its optimizer state is stored padded by zeros,
+        the optimizer sees its shape; at stage 3 the param is stored in as many parts as divide it, or whole),
+        "replicate" (all of it whole, recorded with its bytes) or "error".
+      min_shard_bytes: bytes; leaves smaller than this stay whole and are recorded. 0 splits all. "auto": the largest
+        threshold of at most 64 KiB by which the optimizer state of a device grows by at most 1 %; the plan has it.
+      bucket_bytes: stages 2 and 3: bytes of whole weights whose gradients are reduced together, and at stage 3 that are
+        gathered together: smaller ones share a message, larger ones have their own. About two buckets of whole
+        gradients, and at stage 3 `prefetch` + 1 of gathered weights, are alive at once. None: a sixteenth of the
+        params, at stage 2 from 4 to 32 MiB, at stage 3 at most 64 MiB.
+      prefetch: stage 3: how many buckets ahead of its use a weight is gathered in unrolled code; at least 1.
 
     Raises:
       TypeError: a field of the wrong kind (a bool is not an int).
@@ -80,7 +88,7 @@ class ZeroConfig:
     updates: str = "land"
     offload: Any = None
     uneven: str = "pad"
-    min_shard_bytes: int = MIN_SHARD_BYTES
+    min_shard_bytes: int | str = "auto"
     bucket_bytes: int | None = None
     prefetch: int = 1
 
@@ -92,8 +100,13 @@ class ZeroConfig:
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
         _check_choice(self.updates, "updates", ("land", "delta"))
         _check_choice(self.uneven, "uneven", ("pad", "replicate", "error"))
-        check_int(self.min_shard_bytes, "min_shard_bytes", where="ZeroConfig", low=0)
+        if isinstance(self.min_shard_bytes, str):
+            _check_choice(self.min_shard_bytes, "min_shard_bytes", ("auto",))
+        else:
+            check_int(self.min_shard_bytes, "min_shard_bytes", where="ZeroConfig", low=0)
         check_int(self.prefetch, "prefetch", where="ZeroConfig", low=1)
+        if self.bucket_bytes is not None:
+            check_int(self.bucket_bytes, "bucket_bytes", where="ZeroConfig", low=1)
         self._refuse_what_is_not_there()
 
     def _refuse_what_is_not_there(self):
@@ -140,6 +153,11 @@ class ZeroConfig:
             return None
         wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
         return wanted if wanted.itemsize > dtype.itemsize else None
+
+    def adam_bytes(self, dtype) -> int:
+        """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master where it has one."""
+        master = self.master_for(dtype)
+        return 2 * jnp.dtype(dtype).itemsize if master is None else 3 * master.itemsize
 
 
 def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str) -> ZeroConfig:

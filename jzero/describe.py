@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jzero.errors import human_bytes, table, typed_shape
-from jzero.layout import shard_factor
+from jzero.specs import shard_factor
 
 
 def _text(spec: PartitionSpec) -> str:
@@ -30,7 +30,7 @@ def describe_plan(plan: Any, tx: Any) -> str:
     parts = [title, table(header, rows)]
     if tx is not None:
         parts += ["", table(["optimizer state", "type", "layout", "bytes/device"], _state_rows(plan, tx))]
-    whole = [x for x in plan.layouts if x.reason]
+    whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
     bytes_whole = sum(x.nbytes for x in whole)
     parts.append(
         f"{len(plan.layouts)} params, {sum(x.size for x in plan.layouts):,} values, {human_bytes(plan.param_bytes)}; "

@@ -69,6 +69,11 @@ def check_int(value, name: str, *, where: str, low: int, high: int | None = None
         raise ValueError(f"{where}({name}={value!r}): {name} must be {span}. {remedy}".rstrip())
 
 
+def division(size: int, parts: int) -> str:
+    """`30 = 3 x 8 + 6`: why a dim cannot be split."""
+    return f"{size} = {size // parts} x {parts} + {size % parts}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'data'?` when a known name is close, else an empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)

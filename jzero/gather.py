@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,22 +14,35 @@ import jax
 import numpy as np
 
 from jzero import jaxprs
+from jzero.buckets import activation_bytes
 from jzero.identity import same_key
 from jzero.layout import Layout, path_keys
 from jzero.mesh import check_context_mesh, in_shard_map
+from jzero.modules import call, has_module, is_module, without_root
 from jzero.sharding import Plan
-from jzero.walk import Walk, Weight
+from jzero.walk import Walk
+from jzero.weight import Weight
 
 # Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
 _tracing: ContextVar[bool] = ContextVar("tracing", default=False)
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Wrapped functions only call what they wrap: for a trace that is read, or walked from outside."""
+    token = _tracing.set(True)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
 class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Compares by function and plan.
 
-    At stage 2 nothing is gathered, but large gradients are reduced where they are made ([Note: reduced on the way
-    back] in `walk.py`). At stages 0 and 1 it only calls the function. `shard` puts it round `apply_fn` at every
+    At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
+    stages 0 and 1 it only calls the function. `shard` puts it round `apply_fn` at every
     stage, so that two states of one kind have equal trees and an eager call with a whole batch is noticed.
     """
 
@@ -38,27 +53,39 @@ class GatherOnUse:
     def __call__(self, params, *args, **kwargs):
         """Call the function; where params are stored split, each is gathered where it is used."""
         check_context_mesh()
-        warn_whole_batch(jax.tree.leaves((args, kwargs)), self.plan)
-        if not _tracing.get() and (self.plan.config.row.params or self._reduces(params)):
-            return self.gathering(params, *args, **kwargs)
-        return self.fn(params, *args, **kwargs)
+        warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
+        if _tracing.get() or not (self.plan.config.row.params or orders(self.plan)):
+            return self.fn(params, *args, **kwargs)
+
+        def fn(params, args, kwargs):
+            return self.fn(params, *args, **kwargs)
+
+        if has_module(params):
+            return call(self._evaluate, fn, params, args, kwargs)
+        return self._evaluate(fn, params, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the function: `nnx.value_and_grad` resolves keyword arguments by it."""
+        return inspect.signature(self.fn)
+
+    def _evaluate(self, fn, params, args, kwargs):
+        """`fn(params, args, kwargs)` with the gather rule, where there is something to gather or to reduce."""
+        if self.plan.config.row.params or self._reduces(params):
+            return self.gathering(fn, params, args, kwargs)
+        return fn(params, args, kwargs)
 
     def _reduces(self, params) -> bool:
         """Inside of a trace, with a gradient that is worth a reduction of its own; a `shard_map` has its own ones."""
         traced = any(jaxprs.is_tracer(x) for x in jax.tree.leaves(params))
-        return (
-            _any_large(self.plan)
-            and traced
-            and not in_shard_map()
-            and any(self._layouts(params, required=False))
-        )
+        return traced and not in_shard_map() and any(self._layouts(params, required=False))
 
     def __getattr__(self, name):
         if name in ("fn", "plan", "key"):  # not set yet: copying, unpickling
             raise AttributeError(name)
         return getattr(self.fn, name)
 
-    def gathering(self, params, *args, **kwargs):
+    def gathering(self, fn, params, args, kwargs):
         """Trace the function, and evaluate it again with the gather rule."""
         leaves, tree = jax.tree.flatten((params, args, kwargs))
         layouts = self._layouts(params) + [None] * (len(leaves) - len(jax.tree.leaves(params)))
@@ -70,12 +97,8 @@ class GatherOnUse:
             rest = iter(arrays)
             filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
             filled = [self._cast(x, y) for x, y in zip(filled, layouts, strict=True)]
-            inner_params, inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-            token = _tracing.set(True)
-            try:
-                outs, outs_tree = jax.tree.flatten(self.fn(inner_params, *inner_args, **inner_kwargs))
-            finally:
-                _tracing.reset(token)
+            with as_written():
+                outs, outs_tree = jax.tree.flatten(fn(*jax.tree.unflatten(tree, filled)))
             others[:] = [None if _is_output(o) else o for o in outs]
             out_tree[:] = [outs_tree]
             return [o for o in outs if _is_output(o)]
@@ -83,10 +106,16 @@ class GatherOnUse:
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
-        walk = Walk(self.plan)
+        walk = Walk(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         weights = [x if y is None else self._weight(x, y) for x, y in zip(arrays, picked, strict=True)]
         outs = iter(walk.plain(walk.run(jaxpr, consts, weights)))
         return jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
+
+    def _ordered(self, jaxpr, weights: Sequence[bool]) -> bool:
+        """More than one bucket, and at stage 2 enough tokens: [Note: few tokens] in `buckets.py`."""
+        if self.plan.config.row.params or not has_buckets(self.plan):
+            return has_buckets(self.plan)
+        return activation_bytes(jaxpr, weights) >= self.plan.bucket_bytes * self.plan.batch_parts
 
     def _weight(self, value, layout: Layout) -> Weight:
         if layout.stored == layout.used:
@@ -103,24 +132,31 @@ class GatherOnUse:
         return value if layout is None or dtype is None else value.astype(dtype)
 
     def _layouts(self, params, *, required: bool = True) -> list[Layout | None]:
-        """The layout of each leaf of the first argument: params, or Flax variables with the params among them."""
-        by_keys = {x.keys: x for x in self.plan.layouts}
+        """The layout of each leaf of the first argument: params, Flax variables, or an NNX module taken apart."""
+        by_keys = self.plan.by_keys
         found: list[Layout | None] = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             keys = path_keys(path)
-            x = by_keys.get(keys) or (by_keys.get(keys[1:]) if keys[:1] == ("params",) else None)
+            inside = keys[1:] if keys[:1] == ("params",) else without_root(keys)
+            x = by_keys.get(keys) or by_keys.get(inside)
             found.append(x if x is not None and x.shape == tuple(np.shape(leaf)) else None)
         if required and not any(found):
             raise ValueError(
                 "jzero.gather_on_use: the first argument holds none of the plan's params (looked for "
                 f"{self.plan.layouts[0].name} and {len(self.plan.layouts) - 1} more). Give a function that takes the "
-                "params, or Flax variables {'params': params}, first."
+                "params, Flax variables {'params': params} or the nnx.Module first."
             )
         return found
 
 
-def _any_large(plan: Plan) -> bool:
-    return any(x.grad != x.used and x.large for x in plan.layouts)
+def orders(plan: Plan) -> bool:
+    """True where the walk changes how gradients are reduced: their order, or the dtype."""
+    return has_buckets(plan) or (plan.config.row.grads and plan.config.reduce_dtype is not None)
+
+
+def has_buckets(plan: Plan) -> bool:
+    """True where the gradients that are reduced make more than one bucket: their order matters."""
+    return sum(x.nbytes for x in plan.layouts if x.grad != x.used) > plan.bucket_bytes
 
 
 def _is_output(x) -> bool:
@@ -131,9 +167,10 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     """The same function, with each stored weight gathered where it is used, dropped, and gathered again backward.
 
     Args:
-      fn: `fn(params, ...)`, or a Flax `apply` that takes variables first. Traced once per call; static
-        arguments, dropout keys and mutable collections work.
-      plan: from `jzero.make_plan`. At stage 2 nothing is gathered, but large gradients are reduced one by one,
+      fn: `fn(params, ...)`, a Flax `apply` that takes variables first, or a function of an `nnx.Module`, for
+        `nnx.value_and_grad(fn)(model, batch)` or called as it is: what it changes in the module is changed as
+        without jzero. Traced once per call; static arguments, dropout keys and mutable collections work.
+      plan: from `jzero.make_plan`. At stage 2 nothing is gathered, but gradients are reduced bucket by bucket,
         where they are made; at stages 0 and 1 `fn` is returned as it is.
 
     Returns:
@@ -143,13 +180,13 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
       ValueError: when called, if the first argument holds none of the plan's params.
 
     Cost:
-      Per device: one gathered weight at a time (`prefetch` + 1 in straight-line code). Wire: 1 Psi forward,
+      Per device: `prefetch` + 1 buckets of gathered weights; in a remat region all of its own. Wire: 1 Psi forward,
       1 Psi backward for the gathers, 1 Psi for the gradients.
 
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.3; Zhao et al., PyTorch FSDP (arXiv:2304.11277).
     """
-    if not (plan.config.row.params or _any_large(plan)):
+    if not (plan.config.row.params or orders(plan)):
         return fn
     if isinstance(fn, GatherOnUse):
         fn = fn.fn

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.coupling import check_examples_apart
-from jzero.errors import check_int, listing, typed_shape
-from jzero.gather import gather_on_use
+from jzero.errors import check_int, division, listing, typed_shape
+from jzero.gather import as_written, gather_on_use
 from jzero.jaxprs import is_tracer
-from jzero.layout import Layout, P, entry_axes, make_spec, spec_axes
+from jzero.layout import Layout, P, entry_axes, make_spec, named_axes
 from jzero.mesh import check_context_mesh
+from jzero.modules import has_module
 from jzero.sharding import Plan
 
 REDUCE = ("auto", "step", "microbatch")
@@ -69,14 +70,14 @@ def value_and_grad(
 
     Returns:
       A function `(params, batch, ...) -> (loss, grads)`, or `((loss, aux), grads)`. Gradients are in the dtype of
-      the params for one micro-batch or reduce="step" (`reduce_dtype` where the plan has one), in fp32 for summed
+      the params for one micro-batch, for reduce="step" in `reduce_dtype` where the plan has one, in fp32 for summed
       shards.
 
     Raises:
       TypeError, ValueError: from here: wrong kinds, an unknown `reduce`, "step" at stage 3. From the function:
         params that the plan was not made for, a batch that devices x micro-batches do not divide, aux with one
         value per example, a loss that couples examples (BatchNorm, contrastive).
-      NotImplementedError: `scale`; `reduce_dtype` at stage 3.
+      NotImplementedError: `scale`.
 
     Layout:
       params: stored; batch: split over the batch axes; grads: reduce="step" `Layout.state`, else `Layout.grad`.
@@ -132,26 +133,15 @@ def _mode(reduce: str, plan: Plan, accumulate: int) -> str:
         raise ValueError(
             f"jzero.value_and_grad(reduce={reduce!r}): must be one of {', '.join(map(repr, REDUCE))}."
         )
-    if plan.config.row.params:
-        if reduce == "step":
-            raise ValueError(
-                'jzero.value_and_grad(reduce="step"): stage 3 gathers weights in each micro-batch and never holds a '
-                "whole gradient. Leave reduce out, or pass stage=2 (4 bytes per parameter more)."
-            )
-        if plan.config.reduce_dtype is not None:
-            raise NotImplementedError(
-                "jzero.value_and_grad: reduce_dtype at stage 3 is not there yet: XLA reduces a gradient in the "
-                "dtype of the matmul that makes it. Leave it out, or use stage 2."
-            )
+    if plan.config.row.params and reduce == "step":
+        raise ValueError(
+            'jzero.value_and_grad(reduce="step"): stage 3 gathers weights in each micro-batch and never holds a '
+            "whole gradient. Leave reduce out, or pass stage=2 (4 bytes per parameter more)."
+        )
     if accumulate == 1:
-        return "plain" if plan.config.reduce_dtype is None else "step"
+        return "plain" if plan.config.reduce_dtype is None or plan.config.row.params else "step"
     if reduce == "auto":
         return "microbatch" if plan.config.row.grads else "step"
-    if reduce == "microbatch" and plan.config.reduce_dtype is not None:
-        raise NotImplementedError(
-            'jzero.value_and_grad(reduce="microbatch"): reduce_dtype needs reduce="step", where the sum is cast '
-            "before it is reduced."
-        )
     return reduce
 
 
@@ -177,7 +167,7 @@ class _ValueAndGrad:
     def __call__(self, params, *args, **kwargs):
         """(loss, grads) of the whole batch."""
         check_context_mesh()
-        self.plan.match(params, where="jzero.value_and_grad")
+        self._check_params(params)
         if self.mode == "plain":
             fn = gather_on_use(self.loss_fn, self.plan)
             return jax.value_and_grad(fn, has_aux=self.has_aux)(params, *args, **kwargs)
@@ -186,6 +176,19 @@ class _ValueAndGrad:
         call = self._after_the_loop if self.mode == "step" else self._in_the_loop
         loss, aux, grads = call(fn, params, args, size)
         return ((loss, aux), grads) if self.has_aux else (loss, grads)
+
+    def _check_params(self, params) -> None:
+        """Raises ValueError for a tree that the plan was not made for; says what to do with an `nnx.Module`."""
+        try:
+            self.plan.match(params, where="jzero.value_and_grad")
+        except ValueError:
+            if not has_module(params):
+                raise
+            raise ValueError(
+                "jzero.value_and_grad: this nnx.Module holds more than the plan's params (statistics, random keys). "
+                "Take its gradient by nnx.value_and_grad(jzero.gather_on_use(loss_fn, plan))(model, batch); for "
+                "micro-batches split it: graph, params, rest = nnx.split(model, nnx.Param, ...)."
+            ) from None
 
     def _loss(self, params, args, kwargs):
         out = self.loss_fn(params, *args, **kwargs)
@@ -210,7 +213,9 @@ class _ValueAndGrad:
         parts = self.plan.batch_parts * self.accumulate
         if len(sizes) == 1 and sizes[0] and sizes[0] % parts == 0:
             return sizes[0]
-        rows = [(typed_shape(x), _arithmetic(x, parts)) for x in leaves]
+        rows = [
+            (typed_shape(x), division(np.shape(x)[0], parts) if np.ndim(x) else "no dim 0") for x in leaves
+        ]
         raise ValueError(
             f"jzero.value_and_grad: {self.plan.batch_parts} devices x {self.accumulate} micro-batches cannot split "
             f"the batch evenly:\n{listing(rows)}\nDim 0 of every batch leaf must be the same multiple of {parts}; "
@@ -220,7 +225,7 @@ class _ValueAndGrad:
     # --- one reduction after the loop -----------------------------------------------------------------------
 
     def _after_the_loop(self, fn, params, args, size: int):
-        plan, axes = self.plan, self.plan.batch_axes
+        plan, axes = self.plan, entry_axes(self.plan.batch.spec[0])
         arrays, rest = _split_static(args)
         specs = [[P(axes) if i + 1 in self.batch_argnums else P() for _ in xs] for i, xs in enumerate(arrays)]
         self._check_apart(fn, params, args, size // (plan.batch_parts * self.accumulate))
@@ -234,9 +239,9 @@ class _ValueAndGrad:
             grads = [self._reduced(g, x) for g, x in zip(scaled, plan.layouts, strict=True)]
             return jax.lax.psum(loss, axes) / total, _over_devices(aux, total, axes), grads
 
-        out = [_manual(x.used if x.padded else x.state, axes) for x in plan.layouts]
+        out = [_manual(plan.sharding(x.used if x.padded else x.state).spec, axes) for x in plan.layouts]
         run = jax.shard_map(
-            local, mesh=plan.mesh, in_specs=(P(), specs), out_specs=(P(), P(), out), axis_names=set(axes),
+            local, mesh=plan.array_mesh, in_specs=(P(), specs), out_specs=(P(), P(), out), axis_names=set(axes),
             check_vma=False,
         )  # fmt: skip
         loss, aux, grads = run(params, arrays)
@@ -245,10 +250,10 @@ class _ValueAndGrad:
     def _reduced(self, grad, x: Layout):
         """One device's mean gradient, reduced to its shard; see `Layout.state`."""
         grad = grad.astype(self.plan.config.reduce_dtype or x.dtype)
-        taken, batch = spec_axes(x.used), self.plan.batch_axes
-        rest = [a for a in batch if a not in taken]
+        used, state = (self.plan.sharding(s).spec for s in (x.used, x.state))
+        rest = [a for a in entry_axes(self.plan.batch.spec[0]) if a not in named_axes(used)]
         with jax.named_scope("jzero.reduce_grads"):
-            for dim, entry in enumerate(() if x.padded else x.state):
+            for dim, entry in enumerate(() if x.padded else state):
                 axes = tuple(a for a in entry_axes(entry) if a in rest)
                 if axes:
                     grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
@@ -346,14 +351,11 @@ class _ValueAndGrad:
             return jax.ShapeDtypeStruct((examples, *np.shape(x)[1:]), x.dtype) if cut else x
 
         args = tuple(jax.tree.map(functools.partial(shape, i), arg) for i, arg in enumerate(args))
-        check_examples_apart(
-            fn,
-            params,
-            args,
-            batch=[i - 1 for i in self.batch_argnums],
-            examples=examples,
-            weighted=self.weight is not None,
-        )
+        batch = [i - 1 for i in self.batch_argnums]
+        with as_written():
+            check_examples_apart(
+                fn, params, args, batch=batch, examples=examples, weighted=self.weight is not None
+            )
 
 
 def _times(w, value, dtype):
@@ -401,10 +403,3 @@ def _merge_static(arrays, rest):
         new = iter(own)
         out.append(tree.unflatten([next(new) if a else x for x, a in zip(leaves, is_array, strict=True)]))
     return tuple(out)
-
-
-def _arithmetic(x, parts: int) -> str:
-    if not np.ndim(x):
-        return "no dim 0"
-    size = np.shape(x)[0]
-    return f"{size} = {size // parts} x {parts} + {size % parts}"

@@ -94,6 +94,53 @@ def lookup_gradient(eqn, index, cotangent, rows: int) -> Any:
     )[0]
 
 
+def dot_gradient(eqn, at: int, other, cotangent, part: tuple[int, int, int] | None, dtype=None) -> Any:
+    """The gradient of operand `at` of a `dot_general`, whole or a part of one of its dims.
+
+    Args:
+      eqn: the `dot_general`.
+      at: 0 or 1, the operand whose gradient it is.
+      other: the other operand.
+      cotangent: of the result.
+      part: (dim of the operand, start, size): what of `other` and of the cotangent goes with it is cut alike.
+      dtype: of the result, in which products are summed; None: that of the operand.
+    """
+    contract, batch = eqn.params["dimension_numbers"]
+    operands = [a.aval for a in eqn.invars]
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    names: list[dict[int, str]] = [{}, {}]
+    for pairs in (batch, contract):
+        for left, right in zip(*pairs, strict=True):
+            names[0][left] = names[1][right] = next(letters)
+    free = [[d for d in range(x.ndim) if d not in own] for x, own in zip(operands, names, strict=True)]
+    for own, dims in zip(names, free, strict=True):
+        own.update((d, next(letters)) for d in dims)
+    mine, its = ("".join(own[d] for d in range(x.ndim)) for own, x in zip(names, operands, strict=True))
+    out = "".join(
+        [names[0][d] for d in batch[0]]
+        + [own[d] for own, dims in zip(names, free, strict=True) for d in dims]
+    )
+    mine, its = (mine, its) if at == 0 else (its, mine)
+    shape = list(operands[at].shape)
+    if part is not None:
+        dim, start, size = part
+        shape[dim] = size
+        other, cotangent = (
+            x
+            if mine[dim] not in text
+            else jax.lax.slice_in_dim(x, start, start + size, axis=text.index(mine[dim]))
+            for x, text in ((other, its), (cotangent, out))
+        )
+    if dtype is not None:
+        return jnp.einsum(f"{its},{out}->{mine}", other, cotangent, preferred_element_type=dtype)
+
+    def dot(weight):
+        pair = (weight, other) if at == 0 else (other, weight)
+        return eqn.primitive.bind(*pair, **eqn.primitive.get_bind_params(eqn.params))
+
+    return jax.linear_transpose(dot, jax.ShapeDtypeStruct(shape, operands[at].dtype))(cotangent)[0]
+
+
 LINEAR = "jzero_linear"
 _linear_p = Primitive(LINEAR)
 _linear_p.multiple_results = True
@@ -103,10 +150,10 @@ def linear(fn: Callable, back: Callable, fixed: Sequence[Any], args: Sequence[An
     """`fn(*fixed, *args)` with a transpose of our own; unlike a `custom_vjp` it has a forward derivative too.
 
     Args:
-      fn: linear in `args`; returns a list.
+      fn: linear in `args`, differentiable in `fixed`; returns a list.
       back: `back(*fixed, *cotangents)` returns a list with one cotangent per arg.
-      fixed: arrays that are not differentiated.
-      args: arrays that are.
+      fixed: arrays whose derivative is that of `fn`.
+      args: arrays whose transpose is `back`.
 
     Under `vmap` it is plain `fn`, with the transpose that JAX finds for it.
     """
@@ -115,8 +162,19 @@ def linear(fn: Callable, back: Callable, fixed: Sequence[Any], args: Sequence[An
 
 def _linear_jvp(primals, tangents, *, fn, back, count):
     outs = _linear_p.bind(*primals, fn=fn, back=back, count=count)
-    moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
-    return outs, _linear_p.bind(*primals[:count], *moved, fn=fn, back=back, count=count)
+    moves = [i for i, t in enumerate(tangents[:count]) if type(t) is not ad.Zero]
+    found = []
+    if any(type(t) is not ad.Zero for t in tangents[count:]):
+        moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
+        found.append(_linear_p.bind(*primals[:count], *moved, fn=fn, back=back, count=count))
+    if moves:
+
+        def of_fixed(*some):
+            new = dict(zip(moves, some, strict=True))
+            return fn(*(new.get(i, x) for i, x in enumerate(primals)))
+
+        found.append(jax.jvp(of_fixed, [primals[i] for i in moves], [tangents[i] for i in moves])[1])
+    return outs, [sum(ts[1:], ts[0]) for ts in zip(*found, strict=True)]
 
 
 def _linear_transpose(cotangents, *args, fn, back, count):

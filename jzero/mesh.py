@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh
 
 from jzero.config import ZeroConfig
 from jzero.errors import nearest
+from jzero.specs import whole_mesh
 
 
 def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]]:
@@ -21,6 +22,7 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
         mesh = Mesh(np.array(jax.devices()).reshape([-1] + [1] * (len(config.axes) - 1)), config.axes)
     if not isinstance(mesh, Mesh):
         raise TypeError(f"jzero: mesh must be a jax.sharding.Mesh, not {type(mesh).__name__}.")
+    mesh = whole_mesh(mesh)  # that of arrays which an earlier plan laid out
     for name in dict.fromkeys(config.axes + config.batch_axes + config.param_axes):
         if name not in mesh.axis_names:
             shown = ", ".join(f"{k!r}: {v}" for k, v in mesh.shape.items())

@@ -19,16 +19,12 @@ that read as late as it can, so that the buffer stays taken through the whole ba
 every gradient wait for all those reads, which costs nothing: the masters are compared in place. Without
 them the temp of the stage-2 step named above is 1.4 to 1.8 bytes per parameter, with them 0.3. Vectors do not
 wait: they are small, and what their gradients are computed from would wait with them.
-
-[Note: layer by layer]
-A stack of layers for a scan that is gathered as one needs a buffer of its own and a copy from the layout of
-the gather (its split dim first) to that of the param: 5.5 to 6.5 GB for a 7.5B GPT on 64 H100. A loop gathers one
-layer at a time into the buffer of the old stack: 1.2 GB.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -39,8 +35,8 @@ import optax
 from jzero.errors import listing, typed_shape
 from jzero.identity import same_key
 from jzero.jaxprs import constant_zero_outputs, is_tracer
-from jzero.landing import landing
-from jzero.layout import LARGE, Layout, P, spec_axes
+from jzero.landing import OneByOne, is_copied, land_by_layers, land_on_sum, landing, lands_by_layers
+from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
 from jzero.sharding import Plan
 
@@ -152,9 +148,9 @@ class _Init(_Wrapped):
 
 
 class _Update(_Wrapped):
-    @property
+    @functools.cached_property
     def logical(self):
-        """The shapes of the state as the wrapped transformation sees it."""
+        """The shapes of the state as the wrapped transformation sees it; `init` is traced once for them."""
         return jax.eval_shape(self.tx.init, widen_abstract(self.plan.shapes, self.plan))
 
     def __call__(self, updates, state, params=None, **extra):
@@ -167,7 +163,8 @@ class _Update(_Wrapped):
         _check_grads(grads, self.plan)
         layouts = [x for _, x in pairs]
         inner, master = split_master(state, params)
-        inner = cut_state(inner, self.logical, self.plan)
+        if self.plan.config.uneven == "pad":
+            inner = cut_state(inner, self.logical, self.plan)
         master = [
             m if m is None else cut(m, x.shape, x.state, self.plan)
             for m, x in zip(master, layouts, strict=True)
@@ -203,7 +200,7 @@ class _Update(_Wrapped):
             delta = self.plan.constrain(delta, x.state)
             if self.plan.config.updates == "delta":
                 return self.plan.constrain(delta, x.stored), None
-            return _land_on_sum(delta, x, self.plan), None
+            return land_on_sum(delta, x, self.plan), None
         new = self.plan.constrain((wide + delta).astype(wide.dtype), x.state)
         if self.plan.config.updates == "delta":
             return self.plan.constrain(
@@ -226,59 +223,6 @@ class _Update(_Wrapped):
         return on_params
 
 
-def _land_on_sum(delta, x: Layout, plan: Plan):
-    def add(param):
-        new = plan.constrain(plan.constrain(param, x.stored), x.state) + delta
-        shard = plan.constrain(new.astype(x.dtype), x.state)
-        return (
-            land_by_layers(param, shard, x, plan) if lands_by_layers(x) else plan.constrain(shard, x.stored)
-        )
-
-    return landing(add, x)
-
-
-def is_copied(x: Layout) -> bool:
-    """A large leaf whose gather is no whole result: its split dim is not the first."""
-    return x.state != x.stored and x.nbytes >= LARGE and not spec_axes(P(*x.state[:1]))
-
-
-class OneByOne:
-    """See [Note: one copy at a time]: gathers of leaves that are copied, each begun when the last is copied."""
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.values: list[Any] = []
-
-    def gather(self, shard, x: Layout):
-        """A function that returns the gathered leaf, once all leaves have been given."""
-        if self.values:
-            # both results are used, or XLA would drop the barrier
-            shard, self.values[-1] = jax.lax.optimization_barrier((shard, self.values[-1]))
-            shard = self.plan.constrain(shard, x.state)
-        at = len(self.values)
-        # flat: the copy to the layout of the param comes before the barrier
-        self.values.append(self.plan.constrain(shard, x.stored).reshape(-1))
-        return lambda: self.plan.constrain(self.values[at].reshape(x.shape), x.stored)
-
-
-def lands_by_layers(x: Layout) -> bool:
-    """See [Note: layer by layer]."""
-    return x.scanned and x.state != x.stored and x.nbytes >= LARGE
-
-
-def land_by_layers(param, shard, x: Layout, plan: Plan):
-    """The new stack of layers, gathered one by one into the buffer of the old one."""
-
-    def land(i, stack):
-        layer = plan.constrain(jax.lax.dynamic_slice_in_dim(shard, i, 1), x.state)
-        layer = plan.constrain(layer, x.stored).reshape(1, -1)
-        return jax.lax.dynamic_update_slice_in_dim(stack, layer, i, 0)
-
-    # flat layers: else the layout that the gather likes spreads to the stack, and all of it is copied
-    flat = plan.constrain(param, x.stored).reshape(x.shape[0], -1)
-    return plan.constrain(jax.lax.fori_loop(0, x.shape[0], land, flat).reshape(x.shape), x.stored)
-
-
 def reduce_grad(grad, x: Layout, plan: Plan):
     """The gradient on its shard.
 
@@ -290,13 +234,8 @@ def reduce_grad(grad, x: Layout, plan: Plan):
     """
     if grad is None:
         return None
-    first = x.used if is_vector(x) else x.state if x.scanned else x.grad
+    first = x.used if x.vector else x.state if x.scanned else x.grad
     return plan.constrain(plan.constrain(grad, first), x.state)
-
-
-def is_vector(x: Layout) -> bool:
-    """A bias or a norm scale, of one layer or of a stack of them."""
-    return len(x.shape) - x.scanned <= 1
 
 
 def take_over(param, master, x: Layout, plan: Plan):
@@ -317,7 +256,7 @@ def read_params_first(wide: list, grads: list, plan: Plan):
     wide = list(jax.lax.optimization_barrier(tuple(wide)))
     smallest = wide[min(split, key=lambda i: plan.layouts[i].size)]
     token = jnp.signbit(smallest.reshape(-1)[0]).astype(jnp.int32)
-    late = [g is not None and not is_vector(x) for g, x in zip(grads, plan.layouts, strict=True)]
+    late = [g is not None and not x.vector for g, x in zip(grads, plan.layouts, strict=True)]
     return wide, [
         jax.lax.optimization_barrier((g, token))[0] if wait else g
         for g, wait in zip(grads, late, strict=True)
@@ -375,15 +314,13 @@ def split_master(state, params):
 def pin_state(state, plan: Plan):
     """Every leaf of an optimizer state in its stored shape and layout, scalars included."""
     leaves, tree = jax.tree.flatten(state)
-    rows = zip(leaves, plan.state_shapes(state), plan.state_specs(state), strict=True)
-    return jax.tree.unflatten(tree, [pad(x, shape, spec, plan) for x, shape, spec in rows])
+    rows = zip(leaves, plan.state_forms(state), strict=True)
+    return jax.tree.unflatten(tree, [pad(x, shape, spec, plan) for x, (spec, shape) in rows])
 
 
 def cut_state(state, logical, plan: Plan):
     """The reverse of `pin_state`: every leaf in the shape that the wrapped transformation knows, on its shards."""
     leaves, tree = jax.tree.flatten(state)
-    if plan.config.uneven != "pad":
-        return state
     shapes = [tuple(x.shape) for x in jax.tree.leaves(logical)]
     rows = zip(leaves, shapes, plan.state_specs(state), strict=True)
     return jax.tree.unflatten(tree, [cut(x, shape, spec, plan) for x, shape, spec in rows])

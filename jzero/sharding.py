@@ -11,6 +11,7 @@ layouts carries the ZeRO axis; no other code asks for the number of the stage.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -21,27 +22,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.config import ZeroConfig, make_config
+from jzero.config import BUCKET_BYTES, BUCKETS, GATHERED_BUCKET_BYTES, LEAST_BUCKET, ZeroConfig, make_config
 from jzero.describe import describe_plan
-from jzero.errors import human_bytes, listing, typed_shape
+from jzero.errors import division, human_bytes, listing, typed_shape
 from jzero.jaxprs import is_tracer
 from jzero.layout import (
     Layout,
-    P,
-    add_axes,
     as_abstract,
-    axis_size,
     base_specs,
-    entry_axes,
+    cut_leaf,
     make_layout,
-    make_spec,
     mesh_of,
-    pad_dim,
     path_keys,
     scanned_paths,
+    whole_below,
 )  # fmt: skip
 from jzero.mesh import resolve_mesh
 from jzero.placement import is_global, put
+from jzero.specs import P, axis_size, entry_axes, finer_mesh, make_spec, named_on, shard_factor, spec_entries
+from jzero.split import find_split
+from jzero.xla import compiler_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Plan:
       layouts: one `Layout` per param, in the order of the tree.
       notes: what a reader should know: a mesh that was converted, an axis of one device.
       tree: the structure of the param tree.
+      min_shard_bytes: leaves smaller than this stay whole; the number that "auto" came to.
     """
 
     config: ZeroConfig
@@ -61,6 +62,7 @@ class Plan:
     layouts: tuple[Layout, ...]
     notes: tuple[str, ...] = ()
     tree: Any = dataclasses.field(default=None, compare=False, repr=False)
+    min_shard_bytes: int = 0
 
     def __hash__(self):
         return hash((self.config, self.mesh, len(self.layouts)))
@@ -69,6 +71,28 @@ class Plan:
     def n(self) -> int:
         """Number of devices that share the optimizer state."""
         return axis_size(self.mesh, self.config.axes)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of whole weights that share a collective; see `ZeroConfig`."""
+        if self.config.bucket_bytes is not None:
+            return self.config.bucket_bytes
+        share = self.param_bytes // BUCKETS
+        if self.config.row.params:
+            return max(min(GATHERED_BUCKET_BYTES, share), 1)
+        return min(BUCKET_BYTES, max(share, LEAST_BUCKET))
+
+    @property
+    def compiler_options(self) -> dict[str, int]:
+        """XLA options for `jax.jit(step, compiler_options=...)`: collectives in buckets, beside compute.
+
+        For GPUs; empty elsewhere and at stage 0. Nothing but speed and some peak memory depends on them.
+        """
+        if not self.config.row.state or self.n == 1:
+            return {}
+        platform = self.mesh.devices.flat[0].platform
+        gathers = self.config.row.params
+        return compiler_options(platform=platform, bucket_bytes=self.bucket_bytes, n=self.n, gathers=gathers)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -104,8 +128,14 @@ class Plan:
         return "opt_state" if any(inner.endswith(name) for name in names) else "rest"
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """A spec on this plan's mesh."""
-        return NamedSharding(self.mesh, spec)
+        """A spec on the mesh of this plan's arrays."""
+        return NamedSharding(self.array_mesh, named_on(spec, self.array_mesh))
+
+    @functools.cached_property
+    def array_mesh(self) -> Mesh:
+        """The mesh that arrays are laid out on: `mesh`, or a finer one over the same devices ([Note: sub-axes])."""
+        several = any(x.several_dims for x in self.layouts)
+        return finer_mesh(self.mesh, self.config.axes) if several else self.mesh
 
     @property
     def batch_parts(self) -> int:
@@ -188,9 +218,8 @@ class Plan:
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             into = parts if is_global(x) else local
             if np.ndim(x) and np.shape(x)[0] % into:
-                whole, rest = divmod(np.shape(x)[0], into)
-                sum_of = f"{np.shape(x)[0]} = {whole} x {into} + {rest}"
-                bad.append((jax.tree_util.keystr(path) or "batch", typed_shape(as_abstract(x)), sum_of))
+                arithmetic = division(np.shape(x)[0], into)
+                bad.append((jax.tree_util.keystr(path) or "batch", typed_shape(as_abstract(x)), arithmetic))
         if bad:
             raise ValueError(
                 f"plan.place_batch: {len(bad)} leaves cannot be split over batch axes {self.batch_axes} "
@@ -219,34 +248,34 @@ class Plan:
         moments; one with extra leading dims (a history of params) keeps them whole; any other leaf is laid
         out from its own shape.
         """
-        by_keys = {x.keys: x for x in self.layouts}
-        return [
-            self._state_spec(path_keys(k), x, by_keys) for k, x in jax.tree_util.tree_leaves_with_path(state)
-        ]
+        return [spec for spec, _ in self.state_forms(state)]
 
-    def _state_spec(self, keys, leaf, by_keys) -> PartitionSpec:
-        return self._state_form(keys, leaf, by_keys)[0]
+    def state_forms(self, state: Any) -> list[tuple[PartitionSpec, tuple[int, ...]]]:
+        """For every leaf of an optimizer state its layout (`state_specs`) and the shape in which it is stored.
 
-    def _state_form(self, keys, leaf, by_keys) -> tuple[PartitionSpec, tuple[int, ...]]:
-        """The layout of a leaf, given as the optimizer sees it or as it is stored, and its stored shape."""
+        Leaves may be given in the shape that the optimizer sees, or as stored: padded.
+        """
+        flat = jax.tree_util.tree_leaves_with_path(state)
+        return [self._state_form(path_keys(k), x) for k, x in flat]
+
+    @functools.cached_property
+    def by_keys(self) -> dict[tuple[str, ...], Layout]:
+        """The layouts by the path of their param."""
+        return {x.keys: x for x in self.layouts}
+
+    def _state_form(self, keys, leaf) -> tuple[PartitionSpec, tuple[int, ...]]:
         shape = tuple(np.shape(leaf))
         for start in range(len(keys) + 1):
-            x = by_keys.get(keys[start:])
+            x = self.by_keys.get(keys[start:])
             extra = len(shape) - len(x.shape) if x is not None and x.shape else 0
             if x is not None and extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
-                spec = make_spec([()] * extra + [entry_axes(e) for e in x.state]) if extra else x.state
+                spec = make_spec([()] * extra + spec_entries(x.state, len(x.shape))) if extra else x.state
                 return spec, (*shape[:extra], *x.state_shape)
         return self._own_form(shape, leaf.dtype)
 
-    def state_shapes(self, state: Any) -> list[tuple[int, ...]]:
-        """The shape in which every leaf of an optimizer state is stored: its own, or one dim of it padded."""
-        by_keys = {x.keys: x for x in self.layouts}
-        flat = jax.tree_util.tree_leaves_with_path(state)
-        return [self._state_form(path_keys(k), x, by_keys)[1] for k, x in flat]
-
     def copy_specs(self, tree: Any) -> list[PartitionSpec]:
         """The layout of every leaf of the rest of a state: copies of params as the moments, anything else whole."""
-        copies = {x.keys: x for x in self.layouts}
+        copies = self.by_keys
         flat = [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
         found = [next((copies[k[i:]] for i in range(len(k)) if k[i:] in copies), None) for k, _ in flat]
         return [
@@ -256,14 +285,15 @@ class Plan:
 
     def _own_form(self, shape: tuple[int, ...], dtype) -> tuple[PartitionSpec, tuple[int, ...]]:
         """The layout and the stored shape of a state leaf that is no copy of a param, from its shape alone."""
-        if not self.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or self.n == 1:
+        if not self.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
             return P(), shape
-        if math.prod(shape) * jnp.dtype(dtype).itemsize < max(self.config.min_shard_bytes, 1):
-            return P(), shape
-        spec = add_axes(shape, P(), self.config.axes, self.mesh)
-        if spec is None and self.config.uneven == "pad" and jnp.issubdtype(dtype, jnp.floating):
-            return pad_dim(shape, P(), self.config.axes, self.mesh)
-        return spec or P(), shape
+        rules = (self.config.axes, self.config, self.mesh, max(self.min_shard_bytes, 1))
+        split, _ = cut_leaf(shape, dtype, P(), *rules, several=self.array_mesh is not self.mesh)
+        if (
+            split.shape != shape
+        ):  # one dim padded: the stored shape then gives the same answer as the logical one
+            split, _ = cut_leaf(shape, dtype, P(), *rules, several=False)
+        return split.spec, split.shape
 
     def describe(self, tx: Any = None) -> str:
         """The plan as a table: one row per param, and with `tx` one per leaf of its optimizer state.
@@ -316,8 +346,10 @@ def make_plan(
     _check_params(flat)
     bases = base_specs(params, flat, param_specs, mesh, config.axes)
     scanned = scanned_paths([(path_keys(k), tuple(np.shape(x))) for k, x in flat])
+    sizes = [_bytes_of(x, b, config, mesh) for (_, x), b in zip(flat, bases, strict=True)]
+    least = whole_below(config, sizes, axis_size(mesh, config.axes))
     layouts = [
-        make_layout(k, x, b, config, mesh, path_keys(k) in scanned)
+        make_layout(k, x, b, config, mesh, path_keys(k) in scanned, least)
         for (k, x), b in zip(flat, bases, strict=True)
     ]
     _check_uneven(layouts, config, mesh)
@@ -325,12 +357,26 @@ def make_plan(
         notes.append(
             f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."
         )
-    if config.reduce_dtype is not None:
+    several = [x for x in layouts if x.several_dims]
+    if several:
         notes.append(
-            f"reduce_dtype={config.reduce_dtype.name} is honoured by jzero.value_and_grad alone; jax.grad reduces in "
-            "the dtype of the matmul that makes a gradient."
+            f"{len(several)} leaves are cut along several dims, so that arrays lie on a mesh over the same devices on "
+            f"which {' and '.join(map(repr, config.axes))} is given by its prime factors ({several[0].name}, ...). "
+            "Under jax.set_mesh, set plan.array_mesh."
         )
-    return Plan(config, mesh, tuple(layouts), tuple(notes), jax.tree.structure(params))
+    if config.reduce_dtype is not None and not config.row.grads:
+        notes.append(
+            f"reduce_dtype={config.reduce_dtype.name} is honoured by jzero.value_and_grad alone at stage "
+            f"{config.stage}; jax.grad reduces in the dtype of the matmul that makes a gradient."
+        )
+    return Plan(config, mesh, tuple(layouts), tuple(notes), jax.tree.structure(params), least)
+
+
+def _bytes_of(leaf, base: PartitionSpec, config: ZeroConfig, mesh: Mesh) -> tuple[int, int, int]:
+    """Bytes of a param, of its optimizer state as Adam keeps it, and in how many parts its own layout cuts it."""
+    size = math.prod(np.shape(leaf))
+    nbytes = size * jnp.dtype(leaf.dtype).itemsize
+    return nbytes, size * config.adam_bytes(leaf.dtype), shard_factor(base, mesh)
 
 
 def _check_params(flat) -> None:
@@ -372,9 +418,11 @@ def _check_uneven(layouts: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> 
 
 def _padding(leaves: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> str:
     """Bytes of zeros on one device that padding these leaves takes."""
-    axes = config.axes
-    added = (math.prod(pad_dim(x.shape, x.used, axes, mesh)[1]) - x.size for x in leaves)
-    return human_bytes(sum(added) * 12 / axis_size(mesh, axes))
+    found = [
+        (x, find_split(x.shape, x.used, config.axes, mesh, skip=(0,) if x.scanned else ())) for x in leaves
+    ]
+    added = (math.prod(split.shape) - x.size for x, split in found if split is not None)
+    return human_bytes(sum(added) * 12 / axis_size(mesh, config.axes))
 
 
 def _check_batch(batch: Any) -> None:

@@ -29,10 +29,11 @@ from jzero.errors import human_bytes, listing, typed_shape
 from jzero.gather import GatherOnUse
 from jzero.identity import same_key
 from jzero.kinds import Parts
-from jzero.layout import P, path_name
+from jzero.layout import path_name
 from jzero.optim import init_state, is_wrapped, unwrap, zero
 from jzero.placement import put
 from jzero.sharding import Plan, make_plan
+from jzero.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
 
 
 def shard(
@@ -181,7 +182,7 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
     def whole(x):
         if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding) or x.is_fully_replicated:
             return x
-        return put(x, NamedSharding(x.sharding.mesh, P()))
+        return put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
 
     if tx is None:
         return jax.tree.map(whole, tree)
@@ -258,7 +259,10 @@ def _layout(parts: Parts, plan: Plan) -> Parts:
 def _kept(leaf, plan: Plan) -> NamedSharding | None:
     """A layout on this mesh that the user gave to a leaf of the rest."""
     sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh == plan.mesh else None
+    if not isinstance(sharding, NamedSharding) or whole_mesh(sharding.mesh) != plan.mesh:
+        return None
+    spec = make_spec([joined(entry_axes(e), plan.mesh) for e in sharding.spec])
+    return None if set(named_axes(spec)) - {*plan.mesh.shape, *plan.array_mesh.shape} else plan.sharding(spec)
 
 
 def _map_layout(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding], Any]) -> Parts:

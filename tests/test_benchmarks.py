@@ -17,7 +17,7 @@ def measured(tmp_path_factory):
     out = ["--out", str(tmp_path_factory.mktemp("results")), "--date", "2026-01-02"]
     config = tyro.cli(step.Config, args=[*FLAGS, *out])
     pairs = step.measure(config)
-    path = step.write(config, pairs, flags=FLAGS, seconds=60.0)
+    path = step.write(config, pairs, whole_below=step.MIN_SHARD_BYTES, flags=FLAGS, seconds=60.0)
     return config, {p.label: p for p in pairs}, path
 
 
@@ -98,7 +98,7 @@ def test_split_spec_is_the_rule_of_the_plan():
     for scan in (False, True):
         params = jax.eval_shape(step.creator(dataclasses.replace(model, scan=scan))).params
         by_hand = jax.tree_util.tree_map_with_path(lambda k, x: step.split_spec(k, x, 8), params)
-        plan = jzero.make_plan(params, stage=3)
+        plan = jzero.make_plan(params, stage=3, min_shard_bytes=step.MIN_SHARD_BYTES)
         assert jax.tree.leaves(by_hand, is_leaf=lambda x: isinstance(x, jax.P)) == [
             x.stored for x in plan.layouts
         ]

@@ -106,10 +106,22 @@ def gathering(plan):
     return step
 
 
+def gathering_module(plan):
+    """The same, round a loss of the module."""
+
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(jzero.gather_on_use(loss_of, plan))(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("make", [gathering, gathering_module])
 @BOTH
-def test_clean_stage_3_with_gather_on_use(scan):
+def test_clean_stage_3_with_gather_on_use(scan, make):
     pair, plan = pair_of(3, scan)
-    assert found_in(pair, plan, gathering(plan)) == {}
+    assert found_in(pair, plan, make(plan)) == {}
 
 
 def tensor_parallel(path, x):

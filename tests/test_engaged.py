@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
-from pathlib import Path
 
 import jax
 import pytest
+from scripts import load
 
 from jzero.proof.check import KINDS
 
@@ -16,13 +15,7 @@ pytest.importorskip(
     "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
 )
 
-spec = importlib.util.spec_from_file_location(
-    "make_engaged", Path(__file__).parents[1] / "docs" / "make_engaged.py"
-)
-assert spec is not None
-assert spec.loader is not None
-make = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(make)
+make = load("make_engaged")
 TEXT = make.PAGE.read_text(encoding="utf-8")
 
 

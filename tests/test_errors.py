@@ -64,7 +64,7 @@ def test_a_config_of_another_kind():
         jzero.shard(create_state, {"stage": 2})
 
 
-@pytest.mark.parametrize("field", ["offload", "moment_dtype", "bucket_bytes"])
+@pytest.mark.parametrize("field", ["offload", "moment_dtype"])
 def test_what_is_not_there_yet_is_refused(field):
     with raises(NotImplementedError, f"ZeroConfig({field}=)", "is not there yet"):
         jzero.ZeroConfig(**{field: "host"})
@@ -75,6 +75,11 @@ def test_choices_and_dtypes():
         jzero.ZeroConfig(updates="deltas")
     with raises(ValueError, "min_shard_bytes must be an integer of at least 0"):
         jzero.ZeroConfig(min_shard_bytes=-1)
+    for size in (0, -1):
+        with raises(ValueError, f"ZeroConfig(bucket_bytes={size})", "an integer of at least 1"):
+            jzero.ZeroConfig(bucket_bytes=size)
+    with raises(TypeError, "bucket_bytes must be an integer of at least 1, not str"):
+        jzero.ZeroConfig(bucket_bytes="64MiB")
     with raises(TypeError, "master_dtype must be a dtype or None"):
         jzero.ZeroConfig(master_dtype="float31")
     with raises(ValueError, "master_dtype must be a floating dtype"):

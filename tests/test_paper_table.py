@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from scripts import load
 
 pytest.importorskip(
     "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
 )
 
-spec = importlib.util.spec_from_file_location(
-    "make_paper_table", Path(__file__).parents[1] / "docs" / "make_paper_table.py"
-)
-assert spec is not None
-assert spec.loader is not None
-table = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(table)
+table = load("make_paper_table")
 
 
 @pytest.mark.parametrize("n", table.DEVICES)

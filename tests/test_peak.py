@@ -15,7 +15,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero import jaxprs, layout, optim, walk
+from jzero import jaxprs, landing, sharding, uses
 
 VOCAB, DIM, HEADS, LAYERS, SEQ = 48, 24, 3, 4, 8
 
@@ -72,9 +72,11 @@ def tokens():
 @pytest.fixture
 def all_large(monkeypatch):
     """No weight is too small; tables of the lookup in a few parts."""
-    for module in (layout, walk, optim):
-        monkeypatch.setattr(module, "LARGE", 1)
-    monkeypatch.setattr(walk, "_parts", lambda width, wanted: 4)
+    monkeypatch.setattr(landing, "LARGE", 1)
+    monkeypatch.setattr(sharding, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(sharding, "LEAST_BUCKET", 1)
+    monkeypatch.setattr(sharding, "GATHERED_BUCKET_BYTES", 1)
+    monkeypatch.setattr(uses, "_parts", lambda width, wanted: 4 if width % 4 == 0 else 1)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -83,7 +85,7 @@ def test_steps_equal_the_unsharded_ones(mesh, all_large, stage, scan):
     plain = create(scan, jnp.float32)
     state = m.shard(create(scan, jnp.float32), mesh, stage)
     layouts = jzero.plan_of(state).layouts
-    assert any(optim.lands_by_layers(x) for x in layouts) == (scan and stage < 3)
+    assert any(landing.lands_by_layers(x) for x in layouts) == (scan and stage < 3)
     step, batch = jax.jit(train_step), tokens()
     for _ in range(3):
         plain, want = step(plain, batch)
@@ -97,7 +99,7 @@ def test_steps_equal_the_unsharded_ones(mesh, all_large, stage, scan):
 def test_16_bit_params_are_the_cast_of_their_masters(mesh, all_large, stage, scan):
     state = m.shard(create(scan, jnp.bfloat16), mesh, stage)
     if stage < 3 and not scan:  # one copy at a time: some leaf is split on another dim than its first
-        assert any(optim.is_copied(x) for x in jzero.plan_of(state).layouts)
+        assert any(landing.is_copied(x) for x in jzero.plan_of(state).layouts)
     state, _ = jax.jit(train_step, donate_argnums=0)(state, jzero.plan_of(state).place_batch(tokens()))
     m.assert_laid_out(state, jzero.plan_of(state))
     for param, master in zip(

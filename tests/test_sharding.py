@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from models import DIM_IN, DIM_OUT, assert_batch_is_split, batch, create_state, loss_of, max_error, train_step
 
 import jzero
-from jzero.layout import add_axes, scanned_paths
+from jzero.layout import scanned_paths
+from jzero.split import add_axes
 
 P = jax.P
 
@@ -281,5 +282,5 @@ def test_kind_of_an_argument(mesh):
 
 
 def test_a_field_that_plain_grad_ignores_is_noted():
-    plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=2, reduce_dtype="float32")
+    plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=1, reduce_dtype="float32")
     assert "reduce_dtype=float32 is honoured by jzero.value_and_grad alone" in plan.describe()

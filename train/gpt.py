@@ -187,7 +187,9 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         estimate = jzero.estimate(plan, tx=state.tx)
         log.print(plan.describe(), estimate)
         blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
-        step_fn = jax.jit(train_step, donate_argnums=0).lower(state, blank).compile()
+        options = plan.compiler_options  # for XLA:GPU; none elsewhere
+        jitted = jax.jit(train_step, donate_argnums=0, compiler_options=options)
+        step_fn = jitted.lower(state, blank).compile()
         eval_fn = jax.jit(eval_step).lower(state, blank).compile()
         log.print(memory_line(step_fn, estimate))
         heldout = [plan.place_batch({"tokens": x[me * rows : (me + 1) * rows]}) for x in windows]

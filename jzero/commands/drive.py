@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -68,8 +69,6 @@ def _attempt(job: Job, stages: list[int], answers: dict[str, Any], show) -> tupl
 
 
 def _rest(job: Job, stages: list[int]) -> str:
-    import dataclasses
-
     return dataclasses.replace(job, stages=stages).to_json()
 
 

@@ -167,7 +167,11 @@ def _leaf(dtype: str, shape: str, text: str):
 
 
 def parse_axes(text: str | None, flag: str) -> dict[str, int] | None:
-    """`replica=8,data=8` as a dict of sizes by axis name; None stays None."""
+    """`replica=8,data=8` as a dict of sizes by axis name; None stays None.
+
+    Raises:
+      InputError: written otherwise, or an axis named twice.
+    """
     if text is None:
         return None
     pairs = [part.partition("=") for part in re.split(r"[,\s]+", text.strip(", ")) if part]
@@ -185,7 +189,11 @@ def parse_names(text: str | None) -> str | tuple[str, ...] | None:
 
 
 def parse_stages(text: str) -> list[int]:
-    """`0,1,2,3` as sorted integers without repeats."""
+    """`0,1,2,3` as sorted integers without repeats.
+
+    Raises:
+      InputError: none, or one that is no stage.
+    """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     bad = [part for part in parts if part not in ("0", "1", "2", "3")]
     if bad or not parts:

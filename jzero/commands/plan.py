@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -15,7 +15,7 @@ from jzero.commands.inputs import InputError, parse_axes, parse_batch, parse_nam
 from jzero.commands.job import Job
 from jzero.commands.presets import PRESETS
 from jzero.commands.show import findings_text, stage_table, title
-from jzero.config import MIN_SHARD_BYTES, ZeroConfig
+from jzero.config import ZeroConfig
 from jzero.errors import check_int, nearest
 from jzero.proof.pod import check_pod
 
@@ -52,8 +52,8 @@ class Inputs:
     """Mesh axes that split the batch; --axis where left out."""
     param_axis: str | None = None
     """Stage 3: mesh axes that share params; --axis where left out."""
-    min_shard_bytes: int = MIN_SHARD_BYTES
-    """Leaves smaller than this stay whole."""
+    min_shard_bytes: int | Literal["auto"] = "auto"
+    """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
     memory_fraction: float = 0.9
     """Part of a GPU's memory that a program may take; JAX itself allocates 0.75 of it unless
     XLA_PYTHON_CLIENT_MEM_FRACTION says more. The rest is for CUDA, NCCL and fragments."""

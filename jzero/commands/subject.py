@@ -14,11 +14,12 @@ from jzero.commands import presets
 from jzero.commands.inputs import InputError, check_creator, check_step, load_function, parse_batch, signature
 from jzero.commands.job import Job
 from jzero.config import ZeroConfig
-from jzero.errors import listing, typed_shape
+from jzero.errors import division, listing, typed_shape
 from jzero.kinds import is_pair
 from jzero.proof.pod import Pod, pod
 from jzero.proof.transformer import Transformer
 from jzero.sharding import Plan
+from jzero.specs import axis_size
 from jzero.state import abstract, plan_of
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -74,7 +75,7 @@ class Subject:
         assert job.preset is not None
         preset = presets.PRESETS[job.preset]
         seq = job.seq or preset.seq
-        parts = _parts(mesh, config.batch_axes)
+        parts = axis_size(mesh, config.batch_axes)
         tokens = jax.ShapeDtypeStruct((job.batch_per_gpu * parts, seq + 1), "int32")
         model = preset.transformer(seq=seq, batch=job.batch_per_gpu)
         create = presets.creator(preset, seq=seq)
@@ -102,7 +103,7 @@ class Subject:
     def _check_batch(self, plan: Plan) -> None:
         parts = plan.batch_parts
         leaves = [x for x in jax.tree.leaves(self.batch) if _is_split(x)]
-        bad = [(typed_shape(x), f"{x.shape[0]} = {x.shape[0] // parts} x {parts} + {x.shape[0] % parts}")
+        bad = [(typed_shape(x), division(x.shape[0], parts))
                for x in leaves if x.shape[0] % parts]  # fmt: skip
         if bad:
             size = (int(bad[0][1].split()[0]) // parts + 1) * parts
@@ -116,7 +117,7 @@ class Subject:
         """Examples of the batch on one device."""
         sizes = [x.shape[0] for x in jax.tree.leaves(self.batch) if _is_split(x)]
         config = ZeroConfig(**self.job.fields)
-        return sizes[0] // _parts(self.mesh, config.batch_axes) if sizes else 0
+        return sizes[0] // axis_size(self.mesh, config.batch_axes) if sizes else 0
 
     def compile(self, state: Any, plan: Plan, micro_batch: int) -> jax.stages.Compiled:
         """The step compiled for a micro-batch of that many examples per device."""
@@ -147,13 +148,6 @@ def _batch(text: str) -> list[Any]:
 
 def _is_split(leaf) -> bool:
     return leaf.ndim > 0 and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _parts(mesh, axes) -> int:
-    out = 1
-    for axis in axes:
-        out *= mesh.shape[axis]
-    return out
 
 
 def _kinds(args, batch) -> list[str]:

@@ -9,15 +9,16 @@ import math
 from collections.abc import Iterator, Sequence
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jzero.layout import Layout, entry_axes, path_keys, shard_factor
+from jzero.layout import Layout, path_keys
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.lifetimes import most_on_device
 from jzero.proof.places import phase_of, walk
 from jzero.sharding import Plan
+from jzero.specs import entry_axes, shard_factor
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
 REDUCES = ("reduce-scatter", "all-reduce")
@@ -109,9 +110,9 @@ class Evidence:
 
     @functools.cached_property
     def split(self) -> list[Layout]:
-        """The params that ZeRO splits evenly (at stage 0: all), vectors left out: theirs is small change."""
+        """The params that ZeRO splits along one dim (at stage 0: all), vectors left out: theirs is small change."""
         every = not self.plan.config.row.state
-        split = (x for x in self.plan.layouts if not x.padded and not _is_vector(x))
+        split = (x for x in self.plan.layouts if x.along_one_dim and not x.vector)
         return [x for x in split if every or not x.reason]
 
     @functools.cached_property
@@ -120,7 +121,7 @@ class Evidence:
         found: dict[str, list[Site]] = collections.defaultdict(list)
         for x in self.plan.layouts:
             axes = entry_axes(x.stored[0]) if x.scanned and x.stored else ()
-            held = NamedSharding(self.plan.mesh, x.stored).shard_shape(x.shape) if axes else ()
+            held = self.plan.sharding(x.stored).shard_shape(x.shape) if axes else ()
             for s, over in self.sites if axes else ():
                 gathers = s.op == "all-gather" and s.phase != "update" and set(axes) <= set(over)
                 if gathers and sorted(held) in map(sorted, self.dims(s)):
@@ -234,11 +235,6 @@ def _read_by(home: Computation, value: Instruction, has_backward: bool) -> set[s
     return phases
 
 
-def _is_vector(x: Layout) -> bool:
-    """True for a bias, a norm's scale, or a stack of them."""
-    return len(x.shape) - x.scanned <= 1
-
-
 def _results(module: Module) -> tuple[Shape, ...]:
     """The arrays a program returns, on one device."""
     schedule = module.computations[module.entry].schedule
@@ -247,8 +243,8 @@ def _results(module: Module) -> tuple[Shape, ...]:
 
 def _layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
     """The param that each leaf is or copies: by the end of its path; an NNX state has no names, there by shape."""
-    by_keys = {x.keys: x for x in plan.layouts}
-    matrices = [x for x in plan.layouts if not _is_vector(x)]
+    by_keys = plan.by_keys
+    matrices = [x for x in plan.layouts if not x.vector]
     by_shape = {
         shape: x for x in matrices for shape in (x.state_shape, x.shape)
     }  # a statistic is shaped like a bias
@@ -270,6 +266,6 @@ def _prefix(keys: tuple[str, ...], x: Layout) -> tuple[str, ...]:
 def _home_of_params(paths, layouts, plan: Plan) -> tuple[str, ...] | None:
     """The path of the params: called so, else the tree that holds each once, else the shortest path, the first."""
     trees = collections.Counter(_prefix(k, x) for k, x in zip(paths, layouts, strict=True) if x is not None)
-    named, nameless = len(plan.layouts), sum(not _is_vector(x) for x in plan.layouts)
+    named, nameless = len(plan.layouts), sum(not x.vector for x in plan.layouts)
     whole = [p for p, n in trees.items() if n >= (nameless if "states" in p else named)]
     return min(whole, key=lambda p: (p[-1:] != ("params",), trees[p], len(p)), default=None)

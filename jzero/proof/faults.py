@@ -21,11 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from jax.sharding import NamedSharding
-
 from jzero.errors import human_bytes, listing, typed_shape
-from jzero.layout import Layout, axis_size, shard_factor
+from jzero.layout import Layout
 from jzero.proof.evidence import REDUCES, Evidence, Leaf
+from jzero.specs import axis_size, shard_factor
 
 SHARE_WHOLE = 0.05
 SHARE_MOVED = 0.01
@@ -146,21 +145,26 @@ def _offloaded_on_device(e: Evidence) -> Found:
 def _whole_leaves(e: Evidence) -> Found:
     if not e.plan.config.row.state:
         return
-    whole = [x for x in e.plan.layouts if x.reason and not x.reason.startswith("already split")]
+    kept = (x for x in e.plan.layouts if x.stored == x.used)
+    whole = [x for x in kept if x.reason and not x.reason.startswith("already split")]
     size = sum(x.nbytes for x in whole)
     if size <= SHARE_WHOLE * e.plan.param_bytes:
         return
     rows = [(x.name, typed_shape(x), x.reason) for x in sorted(whole, key=lambda x: -x.nbytes)]
-    n = axis_size(e.plan.mesh, e.plan.config.axes)
+    n, padded = axis_size(e.plan.mesh, e.plan.config.axes), all(x.padded for x in whole)
     ways = {
         "min_shard_bytes": "pass ZeroConfig(min_shard_bytes=0).",
-        "no dim": f"make a dim of the leaf a multiple of {n} (pad the vocabulary), share over fewer devices, or "
-        'share its state alone with ZeroConfig(uneven="pad").',
+        "no dim": f"make a dim of the leaf a multiple of {n} (pad the vocabulary), or share over fewer devices"
+        + (
+            ". Their state is shared."
+            if padded
+            else ', or share its state alone with ZeroConfig(uneven="pad").'
+        ),
         "has one device": "pass a mesh with more than one device on the axis.",
     }
     yield (
         f"{len(whole)} of {len(e.plan.layouts)} params, {100 * size / e.plan.param_bytes:.0f} % of their bytes, stay "
-        f"whole on every device with their optimizer state:\n{listing(rows)}",
+        f"whole on every device{'' if padded else ' with their optimizer state'}:\n{listing(rows)}",
         size,
         " ".join(way for word, way in ways.items() if any(word in x.reason for x in whole)),
     )
@@ -215,7 +219,7 @@ def _carried(e: Evidence, weights: list[Layout]) -> int:
     loops = [i for c in homes for i in c.schedule if i.opcode == "while"]
     shapes = ([s for s in i.shapes if len(s.dims) > 2] for i in loops)
     # the shard of one stack may look like another one whole: not counted
-    shards = {NamedSharding(e.plan.mesh, x.stored).shard_shape(x.shape) for x in weights if x.scanned}
+    shards = {e.plan.sharding(x.stored).shard_shape(x.shape) for x in weights if x.scanned}
     shards = {(dims[0], tuple(sorted(dims[1:]))) for dims in shards}
     keys = ([(s, (s.dims[0], tuple(sorted(s.dims[1:])))) for s in some] for some in shapes)
     whole = ([s for s, key in some if (*key, s.size) in stacks and key not in shards] for some in keys)

@@ -11,11 +11,12 @@ import jax
 
 from jzero.describe import leaf_bytes
 from jzero.errors import check_int, human_bytes, table
-from jzero.layout import Layout, axis_size, shard_factor
+from jzero.layout import Layout
 from jzero.optim import init_state, unwrap, zero
 from jzero.proof.transformer import Transformer
 from jzero.proof.wire import wire_by_axes
 from jzero.sharding import Plan
+from jzero.specs import axis_size, shard_factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,6 @@ def _state_bytes(plan: Plan, tx: Any) -> tuple[int, str]:
 def _adam_bytes(plan: Plan) -> tuple[int, str]:
     total = 0
     for x in plan.layouts:
-        master = plan.config.master_for(x.dtype)
-        per_value = 3 * master.itemsize if master is not None else 2 * x.dtype.itemsize
+        per_value = plan.config.adam_bytes(x.dtype)
         total += math.prod(x.state_shape) * per_value // shard_factor(x.state, plan.mesh)
     return total, "two moments per param assumed"

@@ -15,6 +15,7 @@ from jzero.proof.arguments import argument_bytes
 from jzero.proof.collectives import Site, Transfer, find_collectives, find_transfers
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
+from jzero.specs import whole_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,11 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
 
 
 def text_of(compiled: jax.stages.Compiled) -> str:
-    """The text of a compiled program, or a TypeError that says what to pass."""
+    """The text of a compiled program.
+
+    Raises:
+      TypeError: no compiled program, or one without HLO text; says what to pass.
+    """
     remedy = "Pass jax.jit(step).lower(*args).compile(), or what pod.compile(step, *args) returns."
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(f"jzero.explain: needs a compiled program, got {type(compiled).__name__}.\n{remedy}")
@@ -207,7 +212,7 @@ def _mesh_shape(compiled, plan) -> dict[str, int] | None:
     if plan is not None:
         return dict(plan.mesh.shape)
     leaves = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return next((dict(s.mesh.shape) for s in leaves if isinstance(s, NamedSharding)), None)
+    return next((dict(whole_mesh(s.mesh).shape) for s in leaves if isinstance(s, NamedSharding)), None)
 
 
 def _grouped(sites: Iterable[Site], mesh_shape, entry: str) -> tuple[Collective, ...]:

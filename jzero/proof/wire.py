@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jzero.layout import Layout, axis_size, shard_factor, spec_axes
+from jzero.layout import Layout
 from jzero.sharding import Plan
+from jzero.specs import axis_size, shard_factor, spec_axes
 
 
 def wire_by_axes(plan: Plan, *, accumulate: int = 1) -> dict[str, int]:
@@ -34,7 +35,7 @@ def _of_leaf(x: Layout, plan: Plan, accumulate: int) -> Iterable[tuple[tuple[str
     dtype = plan.config.compute_dtype
     cast = 1.0 if dtype is None else dtype.itemsize / x.dtype.itemsize
     rounds = accumulate if plan.config.row.grads else 1
-    if x.padded:  # unequal pieces: all-reduced and sliced
+    if not x.along_one_dim:  # all-reduced and sliced, see [Note: several dims] in `split.py`
         split, whole = (), tuple(a for a in plan.batch_axes if a not in taken)
     yield split, rounds * _ring(axis_size(mesh, split)) * used * cast
     yield whole, rounds * 2 * _ring(axis_size(mesh, whole)) * used * cast / axis_size(mesh, split)

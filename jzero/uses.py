@@ -1,0 +1,212 @@
+"""What happens where an equation uses a stored weight: it is gathered, and its gradient made and reduced.
+
+[Note: a lookup on the way back]
+The gradient of an embedding lookup is added into zeros of the size of the whole table, which XLA may make long
+before. Here a loop makes it some columns at a time, and reduces these: in straight-line code the zeros of all parts
+would still be made early, and nothing can tie a constant to its place.
+
+[Note: a matmul on the way back]
+The gradient of a weight that is much larger than a bucket (an output head: 2 GB for a vocabulary of 256000) is made in
+parts, each a matmul of a slice of the activations or of the cotangent, and reduced while the next is made. The same
+way is taken where `reduce_dtype` is wider than the weight: XLA reduces in the dtype of the matmul that makes a
+gradient, whatever is cast afterwards, so the matmul is made in that dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero import jaxprs
+from jzero.sharding import Plan
+from jzero.specs import P, spec_axes
+from jzero.weight import Weight, unwrap
+
+CUT_BUCKETS = 8  # times `bucket_bytes`: in parts from there on
+
+
+class Uses:
+    """How weights are used in one part of a function.
+
+    Attributes:
+      plan: gives the mesh and the bytes of a bucket.
+      in_remat: inside a region that is computed again as a whole.
+      ordered: the weights of the function make more than one bucket.
+    """
+
+    def __init__(self, plan: Plan, *, in_remat: bool = False, ordered: bool = True):
+        self.plan, self.in_remat, self.ordered = plan, in_remat, ordered
+
+    def use(self, eqn, values: list[Any]) -> list[Any]:
+        """Gather the weights that the equation reads, bind it, and let go of them."""
+        table = values[0]
+        looked_up = jaxprs.row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
+        if looked_up and (self.is_cut(table) or self.wide(table) is not None):
+            return self.lookup(eqn, table, values[1])
+        cut = self.cut_of(eqn, values)
+        flat, rewrap = unwrap(self.on_shards(values))
+
+        def on_gathered(*flat):
+            if cut is not None:
+                return self.dot(eqn, rewrap(flat), *cut)
+            if self.is_wide(eqn, values):
+                return self.unary(eqn, *rewrap(flat))
+            return jaxprs.bind(eqn, [self.gathered(v) for v in rewrap(flat)])
+
+        plain = self.in_remat or not self.plan.config.row.params
+        return list(on_gathered(*flat) if plain else jax.checkpoint(on_gathered)(*flat))
+
+    def lookup(self, eqn, table: Weight, index: Any) -> list[Any]:
+        """Rows of a table: see [Note: a lookup on the way back]."""
+        (rows, width), wide = table.shard.shape, self.wide(table)
+        columns_are_split = bool(spec_axes(P(*table.grad[1:])))
+        parts = 1 if columns_are_split or not self.is_cut(table) else self.parts_of(width, table)
+
+        def fn(index, shard):
+            return jaxprs.bind(eqn, [self.gathered(dataclasses.replace(table, shard=shard)), index])
+
+        def back(index, cotangent):
+            def part(i, grad):
+                some = jax.lax.dynamic_slice_in_dim(cotangent, i * (width // parts), width // parts, axis=-1)
+                some = jaxprs.lookup_gradient(eqn, index, some if wide is None else some.astype(wide), rows)
+                some = self.plan.constrain(some, table.grad).astype(grad.dtype)
+                return jax.lax.dynamic_update_slice_in_dim(grad, some, i * (width // parts), axis=1)
+
+            zeros = self.plan.constrain(jax.numpy.zeros((rows, width), cotangent.dtype), table.grad)
+            return [self.plan.constrain(jax.lax.fori_loop(0, parts, part, zeros), table.grad)]
+
+        return jaxprs.linear(fn, back, [index], [table.shard])
+
+    def wide(self, weight: Weight) -> Any:
+        """The dtype in which a gradient is to be made and reduced, where it is wider than the weight's; else None."""
+        dtype = self.plan.config.reduce_dtype
+        return dtype if dtype is not None and dtype.itemsize > weight.shard.dtype.itemsize else None
+
+    def cut_of(self, eqn, values: list[Any]) -> tuple[int, int, int] | None:
+        """Of a matmul whose weight's gradient is made here: the weight's position, a dim of it to cut, the parts.
+
+        That is one by a weight much larger than a bucket, or one whose gradient is reduced in a wider dtype.
+        """
+        at = [i for i, v in enumerate(values) if isinstance(v, Weight)]
+        if eqn.primitive.name != "dot_general" or len(at) != 1 or not values[at[0]].is_reduced:
+            return None
+        weight = values[at[0]]
+        shape = weight.shard.shape
+        parts, dim = 1, 0
+        if self.is_cut(weight):
+            free = [d for d in range(len(shape)) if d >= len(weight.grad) or not weight.grad[d]]
+            parts, dim = min(
+                ((n, d) for d in free if (n := self.parts_of(shape[d], weight)) > 1), default=(1, 0)
+            )
+        return (at[0], dim, parts) if parts > 1 or self.wide(weight) is not None else None
+
+    def dot(self, eqn, values: list[Any], at: int, dim: int, parts: int) -> list[Any]:
+        """A matmul whose weight's gradient is made in parts, each reduced while the next is made."""
+        weight, other = values[at], values[1 - at]
+        size, dtype = weight.shard.shape[dim] // parts, weight.shard.dtype
+
+        def fn(other, whole):
+            return jaxprs.bind(eqn, [whole, other] if at == 0 else [other, whole])
+
+        def back(other, cotangent):
+            def part(i, cotangent):
+                piece = (dim, i * size, size) if parts > 1 else None
+                grad = jaxprs.dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
+                return self.plan.constrain(grad, weight.grad).astype(dtype)
+
+            return [self.plan.constrain(self.joined(part, cotangent, parts, dim), weight.grad)]
+
+        return jaxprs.linear(fn, back, [other], [self.gathered(weight, reduces=False)])
+
+    def is_wide(self, eqn, values: list[Any]) -> bool:
+        """True for a weight that is spread over examples (a bias, a scale) and whose gradient is reduced wider."""
+        spreads = eqn.primitive.name in ("broadcast_in_dim", "reshape") and isinstance(values[0], Weight)
+        return spreads and len(values) == 1 and self.wide(values[0]) is not None
+
+    def unary(self, eqn, weight: Weight) -> list[Any]:
+        """A linear function of one weight, with its gradient summed and reduced in the wider dtype."""
+        wide, dtype = self.wide(weight), weight.shard.dtype
+
+        def back(cotangent):
+            def fn(x):
+                return jaxprs.bind(eqn, [x])[0]
+
+            (grad,) = jax.linear_transpose(fn, jax.ShapeDtypeStruct(weight.shard.shape, wide))(
+                cotangent.astype(wide)
+            )
+            return [self.reduced(grad, weight).astype(dtype)]
+
+        return jaxprs.linear(
+            lambda x: jaxprs.bind(eqn, [x]), back, [], [self.gathered(weight, reduces=False)]
+        )
+
+    def is_cut(self, weight: Weight) -> bool:
+        """Its gradient is made in parts."""
+        return self.ordered and weight.nbytes > CUT_BUCKETS * self.plan.bucket_bytes
+
+    def parts_of(self, size: int, weight: Weight) -> int:
+        """Into how many equal parts a dim of that size is cut, so that two parts of the weight are about a bucket."""
+        return _parts(size, -(-2 * weight.nbytes // self.plan.bucket_bytes))
+
+    def joined(self, part: Callable[[int, Any], Any], cotangent: Any, parts: int, dim: int) -> Any:
+        """`part(i, cotangent)` for all parts, joined along `dim`: each begins when the last but one is reduced."""
+        done: list[Any] = []
+        for i in range(parts):
+            if len(done) > 1:
+                cotangent, done[-2] = jax.lax.optimization_barrier((cotangent, done[-2]))
+            done.append(part(i, cotangent))
+        return jax.numpy.concatenate(done, axis=dim) if parts > 1 else done[0]
+
+    def reduced(self, grad: Any, weight: Weight) -> Any:
+        """The gradient of a weight, reduced: on its shard, or whole where that of a vector has to be."""
+        vector = np.ndim(grad) <= 1 and not weight.split
+        return self.plan.constrain(grad, weight.used if vector else weight.grad)
+
+    def on_shards(self, values: Sequence[Any]) -> list[Any]:
+        """Weights pinned to their stored layout: what a region keeps of one is its shard, not a slice of the whole.
+
+        Without it the layout of the gathered weight spreads back over a cast or a transpose, and the whole one is alive
+        until the backward pass cuts the shard out of it.
+        """
+
+        def pinned(weight: Weight) -> Weight:
+            (shard,) = jaxprs.linear(
+                lambda x: [self.plan.constrain(x, weight.stored)], lambda g: [g], [], [weight.shard]
+            )
+            return dataclasses.replace(weight, shard=shard)
+
+        return [pinned(v) if isinstance(v, Weight) and v.split else v for v in values]
+
+    def gathered(self, value: Any, *, reduces: bool = True) -> Any:
+        """The used layout of a weight; anything else as it is. `reduces`: and its gradient is whole, to be reduced."""
+        if not isinstance(value, Weight):
+            return value
+        if not value.split:
+            if not (self.ordered and value.is_reduced and reduces):
+                return value.shard
+            # reduced in the dtype in which it is made, before what casts it
+            return jaxprs.linear(lambda x: [x], lambda g: [self.reduced(g, value)], [], [value.shard])[0]
+
+        def gather(shard):
+            with jax.named_scope("jzero.gather_weight"):
+                return [self.plan.constrain(self.plan.constrain(shard, value.stored), value.used)]
+
+        # By way of the used layout XLA joins an all-reduce and a slice to a reduce-scatter, where all devices of the
+        # batch share the gradient. With replicas or hpZ it would all-reduce whole gradients: straight to the shard
+        # (not always: with few tokens XLA may then move activations).
+        shared_by_all = value.grad == value.stored and set(self.plan.batch_axes) <= set(spec_axes(value.grad))
+
+        def reduce(grad):
+            first = value.used if reduces and (shared_by_all or np.ndim(grad) <= 1) else value.grad
+            return [self.plan.constrain(self.plan.constrain(grad, first), value.grad)]
+
+        return jaxprs.linear(gather, reduce, [], [value.shard])[0]
+
+
+def _parts(width: int, wanted: int) -> int:
+    """The smallest divisor of `width` that is at least `wanted`."""
+    return next((n for n in range(max(wanted, 1), min(width, 1024) + 1) if width % n == 0), 1)

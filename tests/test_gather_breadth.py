@@ -1,0 +1,347 @@
+"""Gather on use in models of every kind: custom derivatives, Pallas, branches, loops, shared weights, Equinox.
+
+Each case is a loss of params. Loss and gradients equal those without jzero, all gradients come back whole in value
+and laid out as the plan says, and in the forward pass no gathered weight is handed to the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from models import assert_batch_is_split, max_error
+from test_gather import equations, is_gather
+
+import jzero
+
+P = jax.P
+DIM, ROWS, LAYERS = 32, 16, 3
+WEIGHTS = {"a": (DIM, 48), "b": (48, DIM), "c": (DIM, 48), "d": (DIM, DIM), "stack": (LAYERS, DIM, DIM)}
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    return {k: jnp.asarray(rng.standard_normal(s) / 6, jnp.float32) for k, s in WEIGHTS.items()}
+
+
+def data():
+    return np.random.default_rng(1).standard_normal((ROWS, DIM), dtype=np.float32)
+
+
+# --- custom derivatives ---------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def clipped_matmul(x, w):
+    """A product whose backward pass is its own: the cotangent is clipped, so that JAX's own one would differ."""
+    return x @ w
+
+
+def clipped_backward(saved, g):
+    x, w = saved
+    g = jnp.clip(g, -1e-4, 1e-4)
+    return g @ w.T, x.T @ g
+
+
+clipped_matmul.defvjp(lambda x, w: (x @ w, (x, w)), clipped_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def norm_matmul(x, w, eps):
+    """As fused kernels have it: what the backward pass needs is not what the forward pass takes."""
+    return norm_forward(x, w, eps)[0]
+
+
+def norm_forward(x, w, eps):
+    scale = jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + eps)
+    return (x * scale) @ w, (x * scale, scale, w)
+
+
+def norm_backward(eps, saved, g):
+    y, scale, w = saved
+    dy = g @ w.T
+    return scale * (dy - y * (dy * y).mean(-1, keepdims=True)), y.T @ g
+
+
+norm_matmul.defvjp(norm_forward, norm_backward)
+
+
+@jax.custom_jvp
+def squared_matmul(x, w):
+    return (x @ w) ** 2
+
+
+@squared_matmul.defjvp
+def squared_matmul_jvp(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    y = x @ w
+    return y**2, 3 * y * (dx @ w + x @ dw)  # three: a rule of its own
+
+
+def kernel(x_ref, w_ref, o_ref):
+    o_ref[...] = x_ref[...] @ w_ref[...]
+
+
+def call_kernel(x, w):
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pl.pallas_call(kernel, out_shape=out, interpret=True)(x, w)
+
+
+@jax.custom_vjp
+def pallas_matmul(x, w):
+    """A Pallas kernel forward and two of them backward."""
+    return call_kernel(x, w)
+
+
+pallas_matmul.defvjp(
+    lambda x, w: (call_kernel(x, w), (x, w)),
+    lambda saved, g: (call_kernel(g, saved[1].T), call_kernel(saved[0].T, g)),
+)
+
+
+def through(product):
+    """The same product three times, with an activation that has a `custom_jvp` between."""
+    return lambda p, x: product(jax.nn.silu(product(jax.nn.relu(product(x, p["a"])), p["b"])), p["c"])
+
+
+# --- branches and loops ---------------------------------------------------------------------------------------
+
+
+def branches(p, x):
+    """Other weights in each branch; one of them is used again after it."""
+    h = jnp.tanh(x @ p["a"])
+    h = jax.lax.cond(h.mean() > 0, lambda h: h @ p["b"], lambda h: jnp.tanh(h @ p["b"]) @ p["d"], h)
+    return h @ p["d"]
+
+
+def switch(p, x):
+    index = (x.sum() > 1e6).astype(jnp.int32) + 1
+    return jax.lax.switch(
+        index, [lambda h: h, lambda h: h @ p["d"], lambda h: h @ p["a"] @ p["b"]], jnp.tanh(x)
+    )
+
+
+def while_loop(p, x):
+    """No derivative goes through a while loop; what it reads is a constant of it."""
+    start = jax.lax.stop_gradient((x, 0))
+    d = jax.lax.stop_gradient(p["d"])
+    h, _ = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (jnp.tanh(s[0] @ d), s[1] + 1), start)
+    return (x + h) @ p["a"]
+
+
+def fori_loop(p, x):
+    """A loop of known length is a scan; each turn takes its slice of a stack and one weight of all turns."""
+    return jax.lax.fori_loop(0, LAYERS, lambda i, h: jnp.tanh(h @ p["stack"][i] + h @ p["d"]), x)
+
+
+def scan(p, x):
+    """A scan with a stack, a constant, and remat inside."""
+
+    @jax.checkpoint
+    def layer(h, w):
+        return jnp.tanh(h @ w + h @ p["d"]), h.mean()
+
+    h, means = jax.lax.scan(layer, x, p["stack"])
+    return h + means.sum()
+
+
+def scan_in_scan(p, x):
+    def outer(h, _):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["stack"])[0], None
+
+    return jax.lax.scan(outer, x, None, length=2)[0]
+
+
+def mapped(p, x):
+    """`vmap` over rows inside of the loss, and a weight of each example's own."""
+    return jax.vmap(lambda row: jnp.tanh(row @ p["a"]) @ p["b"])(x)
+
+
+def tied(p, x):
+    """One weight three times, once transposed."""
+    return jnp.tanh(x @ p["d"]) @ p["d"] @ p["d"].T
+
+
+def unused(p, x):
+    """A loss that reads one weight alone: the others have a gradient of zero."""
+    return x @ p["a"]
+
+
+CASES = {
+    "custom_vjp": through(clipped_matmul),
+    "custom_vjp with residuals of its own": through(lambda x, w: norm_matmul(x, w, 1e-6)),
+    "custom_jvp": through(squared_matmul),
+    "pallas": through(pallas_matmul),
+    "cond": branches,
+    "switch": switch,
+    "while": while_loop,
+    "fori_loop": fori_loop,
+    "scan": scan,
+    "scan in scan": scan_in_scan,
+    "vmap": mapped,
+    "tied": tied,
+    "unused": unused,
+}
+
+
+def compare(fn, params, mesh, *args, grad=jax.value_and_grad, jit=jax.jit, **fields):
+    """Loss and gradients of `fn(params, *args)` with gather on use, sharded, against the plain ones."""
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0, **fields)
+    placed, batch = plan.place(params), plan.place_batch(args)
+    assert all(x.sharding.spec != P() for x in jax.tree.leaves(placed) if x.ndim > 1)
+    assert_batch_is_split(batch)
+    gathering = jzero.gather_on_use(fn, plan)
+    loss, grads = jit(grad(gathering))(placed, *batch)
+    want_loss, want = jit(grad(fn))(params, *args)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    assert max_error(grads, want) < 2e-6
+    for g, x in zip(jax.tree.leaves(grads), plan.layouts, strict=True):
+        laid_out = g.sharding.is_equivalent_to(plan.sharding(x.grad), g.ndim)
+        assert laid_out or not jnp.any(g), x.name  # zeros of a weight that is not read lie as XLA likes
+    return plan, jax.make_jaxpr(lambda p: jax.vjp(lambda p: gathering(p, *batch), p))(placed)
+
+
+def kept_weights(closed):
+    """Gathered weights that the forward pass hands to the backward pass, and how many it gathers in all."""
+    gathers = [e for e in equations(closed) if is_gather(e)]
+    whole = {v for e in gathers for v in e.outvars}
+    return whole & {v for v in closed.jaxpr.outvars if not hasattr(v, "val")}, len(gathers)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients(case, prefetch, mesh):
+    fn = CASES[case]
+    _, forward = compare(lambda p, x: (fn(p, x) ** 2).mean(), weights(), mesh, data(), prefetch=prefetch)
+    kept, gathers = kept_weights(forward)
+    assert not kept
+    assert gathers
+
+
+class Scanned(nn.Module):
+    """`nn.scan` with remat and dropout."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                y = nn.Dropout(0.4, deterministic=False)(nn.silu(nn.Dense(2 * DIM)(nn.LayerNorm()(x))))
+                return x + nn.Dense(DIM)(y), None
+
+        layer = nn.remat(Layer, prevent_cse=False)
+        rngs = {"params": True, "dropout": True}
+        x, _ = nn.scan(layer, variable_axes={"params": 0}, split_rngs=rngs, length=LAYERS)()(x, None)
+        return nn.Dense(DIM)(x)
+
+
+def test_linen_scan_with_dropout(mesh):
+    model, keys = Scanned(), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    params = model.init(keys, data())["params"]
+
+    def loss_fn(p, x):
+        return (model.apply({"params": p}, x, rngs={"dropout": jax.random.key(2)}) ** 2).mean()
+
+    plan, _ = compare(loss_fn, params, mesh, data())
+    assert any(x.scanned for x in plan.layouts)
+
+
+class Net(eqx.Module):
+    """Equinox: static fields, a list of layers, and a linear layer used twice."""
+
+    layers: list
+    shared: eqx.nn.Linear
+    activation: object = eqx.field(static=True)
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.layers = [eqx.nn.Linear(DIM, DIM, key=k) for k in keys[:2]]
+        self.shared = eqx.nn.Linear(DIM, DIM, key=keys[2])
+        self.activation = jax.nn.silu
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.activation(self.shared(layer(x)))
+        return x
+
+
+def test_equinox_partitioned(mesh):
+    params, static = eqx.partition(Net(), eqx.is_inexact_array)
+
+    def loss_fn(params, x):
+        return (jax.vmap(eqx.combine(params, static))(x) ** 2).mean()
+
+    compare(loss_fn, params, mesh, data(), grad=eqx.filter_value_and_grad, jit=eqx.filter_jit)
+
+
+def test_equinox_whole_module(mesh):
+    """`eqx.filter_value_and_grad` of a function of the module itself, with a plan of its arrays."""
+    model = Net()
+    plan = jzero.make_plan(eqx.filter(model, eqx.is_inexact_array), stage=3, mesh=mesh, min_shard_bytes=0)
+
+    def loss_fn(model, x):
+        return (jax.vmap(model)(x) ** 2).mean()
+
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    placed = eqx.combine(plan.place(arrays), static)
+    fn = eqx.filter_jit(eqx.filter_value_and_grad(jzero.gather_on_use(loss_fn, plan)))
+    loss, grads = fn(placed, plan.place_batch(data()))
+    want_loss, want = eqx.filter_value_and_grad(loss_fn)(model, data())
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    assert max_error(eqx.filter(grads, eqx.is_array), eqx.filter(want, eqx.is_array)) < 2e-6
+
+
+# --- the program compiled for 64 H100 -------------------------------------------------------------------------
+
+WIDE, TOKENS, TURNS = 2048, 128, 5
+POD_CASES = {
+    "custom_vjp": through(clipped_matmul),
+    "custom_jvp": through(squared_matmul),
+    "cond": lambda p, x: jax.lax.cond(
+        x.mean() > 0, lambda h: jnp.tanh(h @ p["a"]) @ p["b"], lambda h: h @ p["c"] @ p["b"], x
+    ),
+    "scan": lambda p, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["stack"])[0] @ p["a"],
+    "while": lambda p, x: (
+        jax.lax.while_loop(
+            lambda s: s[1] < TURNS,
+            lambda s: (jnp.tanh(s[0] @ jax.lax.stop_gradient(p["d"])), s[1] + 1),
+            (x, 0),
+        )[0]
+        @ p["a"]
+    ),
+}
+
+
+@pytest.mark.parametrize("case", POD_CASES)
+def test_compiled_for_a_pod(case):
+    """Each weight is gathered once per use in the forward pass, and again where the backward pass reads it."""
+    pod = jzero.pod("h100", hosts=8)
+    mesh = pod.mesh({"data": 64})
+    shapes = {"a": (WIDE, 2 * WIDE), "b": (2 * WIDE, WIDE), "c": (WIDE, 2 * WIDE), "d": (WIDE, WIDE)}
+    shapes["stack"] = (LAYERS, WIDE, WIDE)
+    params = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()}
+    plan = jzero.make_plan(params, stage=3, mesh=mesh)
+    layouts = dict(zip(sorted(params), plan.layouts, strict=True))
+    params = {
+        k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(layouts[k].stored))
+        for k, x in params.items()
+    }
+    x = jax.ShapeDtypeStruct((64 * TOKENS, WIDE), jnp.bfloat16, sharding=plan.batch)
+    fn = jzero.gather_on_use(lambda p, x: (POD_CASES[case](p, x).astype(jnp.float32) ** 2).mean(), plan)
+    report = jzero.explain(pod.compile(jax.value_and_grad(fn), params, x), plan)
+    gathered = sum(c.bytes * c.count * c.trips for c in report.collectives if c.op == "all-gather")
+    size = {k: x.nbytes for k, x in layouts.items()}
+    want = {  # x has no gradient: what it is multiplied by is not gathered again, unless a derivative reads it
+        "custom_vjp": size["a"] + 2 * (size["b"] + size["c"]),
+        "custom_jvp": 2 * (size["a"] + size["b"] + size["c"]),
+        "cond": size["a"] + size["c"] + 4 * size["b"],  # both branches counted
+        "scan": 2 * (size["stack"] + size["a"]),
+        "while": size["a"] + TURNS * size["d"],
+    }[case]
+    assert gathered == pytest.approx(want, rel=0.02)

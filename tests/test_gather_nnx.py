@@ -1,0 +1,282 @@
+"""Gather on use of a function of an NNX module: values, what it changes in the module, and the compiled program."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from models import assert_batch_is_split, max_error, specs
+
+import jzero
+from jzero.proof.check import findings
+
+P = jax.P
+ROWS = 16
+KINDS = ["list", "scan", "list remat", "scan remat", "list tied", "list cond"]
+
+
+class Layer(nnx.Module):
+    def __init__(self, dim, rngs, dropout, **kw):
+        self.norm = nnx.LayerNorm(dim, rngs=rngs, **kw)
+        self.up, self.down = (
+            nnx.Linear(dim, 4 * dim, rngs=rngs, **kw),
+            nnx.Linear(4 * dim, dim, rngs=rngs, **kw),
+        )
+        self.drop = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.drop(self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+class Net(nnx.Module):
+    """Layers in a list or stacked, with BatchNorm (statistics) and dropout (counts of keys)."""
+
+    def __init__(self, kind, dim, rngs, layers=3, dropout=0.3, **kw):
+        self.kind = kind
+        self.first = nnx.Linear(dim, dim, rngs=rngs, use_bias=False, **kw)
+        self.norm = nnx.BatchNorm(dim, rngs=rngs, **kw)
+        make = functools.partial(Layer, dim, dropout=dropout, **kw)
+        stacked = nnx.split_rngs(splits=layers)(nnx.vmap(make, in_axes=0, out_axes=0))
+        self.layers = stacked(rngs) if "scan" in kind else nnx.List([make(rngs) for _ in range(layers)])
+        self.last = nnx.Linear(dim, dim, rngs=rngs, **kw)
+        if "tied" in kind:
+            self.last.kernel = self.first.kernel
+
+    def __call__(self, x):
+        x = nnx.gelu(self.norm(self.first(x)))
+        for _ in range(1 + ("cond" in self.kind)):  # the second time through weights that `cond` has returned
+            x = self.run(x)
+        return self.last(x)
+
+    def run(self, x):
+        def one(layer, x):
+            return layer(x)
+
+        if "remat" in self.kind:
+            one = nnx.remat(one, prevent_cse="scan" not in self.kind)
+        if "cond" in self.kind:
+            run, one = one, lambda layer, x: nnx.cond(x.sum() < 1e6, run, lambda layer, x: x, layer, x)
+        if isinstance(self.layers, Layer):
+            scan = nnx.scan(lambda x, layer: one(layer, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return scan(x, self.layers)
+        for layer in self.layers:
+            x = one(layer, x)
+        return x
+
+
+def create(kind, dim=32, **kw):
+    model = Net(kind, dim, nnx.Rngs(0, dropout=1), **kw)
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def data(seed=0, dim=32):
+    return np.random.default_rng(seed).standard_normal((ROWS, dim), dtype=np.float32)
+
+
+def loss_of(model, x):
+    return (model(x).astype(jnp.float32) ** 2).mean()
+
+
+def values(tree):
+    """An NNX state, or the state of a module, as a plain tree."""
+    return nnx.as_pure(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
+
+
+def sharded(kind, mesh, **fields):
+    pair = jzero.shard(create(kind), stage=3, mesh=mesh, min_shard_bytes=0, **fields)
+    return (*pair, jzero.plan_of(pair))
+
+
+def compare(plain_fn, fn, kind, mesh, plan, model, calls=2):
+    """Both functions of (model, x), twice: results, and all that they leave in the module."""
+    plain, before = create(kind)[0], values(model)
+    for seed in range(calls):
+        batch = plan.place_batch(data(seed))
+        assert_batch_is_split(batch)
+        want, got = plain_fn(plain, data(seed)), fn(model, batch)
+        assert max_error(values(got), values(want)) < 2e-6
+        assert max_error(values(model), values(plain)) < 1e-6
+    after = values(model)
+    assert specs(values(nnx.state(model, nnx.Param))) == [x.stored for x in plan.layouts]
+    assert any(s != P() for s in specs(after))
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    assert max_error(after, before) > 0, "neither statistics nor key counts have changed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_gradients_statistics_and_keys(kind, mesh):
+    model, _, plan = sharded(kind, mesh)
+    fn = nnx.jit(nnx.value_and_grad(jzero.gather_on_use(loss_of, plan)))
+    compare(nnx.jit(nnx.value_and_grad(loss_of)), fn, kind, mesh, plan, model)
+
+
+def with_aux(model, x, scale=1.0):
+    out = model(x)
+    return (out**2).mean() * scale, {"out": out, "name": "kept as it is"}
+
+
+WAYS = {
+    "aux": lambda f: nnx.value_and_grad(f, has_aux=True),
+    "grad": lambda f: nnx.grad(f, has_aux=True),
+    "some of the params": lambda f: nnx.value_and_grad(
+        f, has_aux=True, argnums=nnx.DiffState(0, nnx.PathContains("kernel"))
+    ),
+    "keywords": lambda f: lambda m, x: nnx.value_and_grad(f, has_aux=True)(m, x=x, scale=2.0),
+    "called": lambda f: f,
+}
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_call(way, jitted, mesh):
+    model, _, plan = sharded("list", mesh)
+
+    def run(fn):
+        def call(model, x):
+            out = WAYS[way](fn)(model, x)
+            return jax.tree.map(lambda x: None if isinstance(x, str) else x, out)
+
+        return nnx.jit(call) if jitted else call
+
+    compare(run(with_aux), run(jzero.gather_on_use(with_aux, plan)), "list", mesh, plan, model, 1)
+
+
+@pytest.mark.parametrize("grad", [nnx.value_and_grad, jax.value_and_grad], ids=["nnx", "jax"])
+def test_modules_as_plain_trees(grad, mesh):
+    """`jax.value_and_grad` of a module without keys and statistics, and flax's mode without graphs."""
+    make = lambda: nnx.Sequential(*(nnx.Linear(32, 32, rngs=nnx.Rngs(i)) for i in range(2)))  # noqa: E731
+    model = make()
+    plan = jzero.make_plan(nnx.as_pure(nnx.state(model)), stage=3, mesh=mesh, min_shard_bytes=0)
+    nnx.update(model, plan.place(nnx.as_pure(nnx.state(model))))
+    grad = grad if grad is jax.value_and_grad else functools.partial(grad, graph=False)
+    loss, grads = jax.jit(grad(jzero.gather_on_use(loss_of, plan)))(model, plan.place_batch(data()))
+    want_loss, want = grad(loss_of)(make(), data())
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    assert max_error(values(grads), values(want)) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["list", "scan remat"])
+def test_five_steps_in_place(kind, mesh):
+    """A whole step under `nnx.jit`, compiled once: the layouts do not drift, and the params equal the plain ones."""
+    model, optimizer, plan = sharded(kind, mesh)
+    plain = create(kind)
+    traced = []
+
+    def make(fn):
+        @nnx.jit
+        def step(model, optimizer, x):
+            traced.append(fn)
+            loss, grads = nnx.value_and_grad(fn)(model, x)
+            optimizer.update(model, grads)
+            return loss
+
+        return step
+
+    ours, theirs, fn = make(gathered := jzero.gather_on_use(loss_of, plan)), make(loss_of), gathered
+    for seed in range(5):
+        loss = ours(model, optimizer, plan.place_batch(data(seed)))
+        np.testing.assert_allclose(loss, theirs(*plain, data(seed)), rtol=1e-5)
+    assert traced.count(fn) == 1
+    assert specs(values(nnx.state(model, nnx.Param))) == [x.stored for x in plan.layouts]
+    assert max_error(values(model), values(plain[0])) < 1e-4
+
+
+def test_sown_values_and_modules_that_come_back(mesh):
+    """What the function adds to the module is there afterwards, and a module that it returns is that module."""
+    model, _, plan = sharded("list", mesh)
+    plain = create("list")[0]
+
+    def fn(model, x):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # outside of `nnx.capture`
+            model.sow(nnx.Intermediate, "hidden", model(x))
+        return model
+
+    assert jzero.gather_on_use(fn, plan)(model, plan.place_batch(data())) is model
+    fn(plain, data())
+    assert max_error(values(model), values(plain)) < 1e-6
+    assert len(nnx.pop(model, nnx.Intermediate)) == 1
+
+
+def test_a_second_module_is_no_weight(mesh):
+    """A teacher in another argument is used as it is, and changed as it would be; it is not taken for a batch."""
+    model, _, plan = sharded("list", mesh)
+    plain, teacher, plain_teacher = create("list")[0], create("scan")[0], create("scan")[0]
+
+    def fn(model, teacher, x):
+        return ((model(x) - teacher(x)) ** 2).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = jzero.gather_on_use(fn, plan)(model, teacher, plan.place_batch(data()))
+    np.testing.assert_allclose(got, fn(plain, plain_teacher, data()), rtol=1e-6)
+    assert max_error(values(teacher), values(plain_teacher)) < 1e-6
+
+
+def test_a_function_that_does_not_take_the_module_first(mesh):
+    model, _, plan = sharded("list", mesh)
+    fn = jzero.gather_on_use(lambda x, model: loss_of(model, x), plan)
+    with pytest.raises(ValueError, match=r"none of the plan's params.*or the nnx.Module first"):
+        fn(plan.place_batch(data()), model)
+
+
+def test_another_module(mesh):
+    plan = sharded("list", mesh)[2]
+    other = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="none of the plan's params"):
+        jzero.gather_on_use(lambda m, x: m(x), plan)(other, plan.place_batch(jnp.ones((8, 4))))
+
+
+# --- the program compiled for 64 H100 ---------------------------------------------------------------------------
+
+LAYERS, DIM, TOKENS = 6, 2048, 128  # a layer has 67 MB of weights, a device activations of 0.5 MB
+WIDE = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "dropout": 0.0}
+
+
+def compiled(kind, wrapped=True):
+    pod = jzero.pod("h100", hosts=8)
+    pair = jzero.abstract(
+        lambda: create(kind, DIM, layers=LAYERS, **WIDE),
+        stage=3,
+        mesh=pod.mesh({"data": 64}),
+    )
+    plan = jzero.plan_of(pair)
+    loss_fn = jzero.gather_on_use(loss_of, plan) if wrapped else loss_of
+
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    x = jax.ShapeDtypeStruct((64 * TOKENS, DIM), jnp.bfloat16)
+    program = pod.compile(nnx.jit(step, donate_argnums=(0, 1)), *pair, x)
+    return plan, program, jzero.explain(program, plan)
+
+
+@pytest.mark.parametrize("kind", ["list", "scan", "list remat", "scan remat"])
+def test_weights_are_gathered_one_by_one(kind):
+    """3 Psi on the wire, a few weights at once, nothing for `check` to find; donated state is taken over."""
+    plan, program, report = compiled(kind)
+    assert report.wire.psi == pytest.approx(3, rel=0.02)
+    layer = sum(x.nbytes for x in plan.layouts if "layers" in x.name) // LAYERS
+    kept = (2 if "remat" in kind else 24) * LAYERS * TOKENS * DIM * 2  # for the backward pass, and some more
+    assert report.memory.temp < 3 * layer + kept + 2**22  # two gathered layers and a gradient; not all six
+    assert report.memory.arguments - report.memory.aliased <= TOKENS * DIM * 2 + 4096
+    assert findings(program, plan) == ()
+
+
+def test_without_gather_on_use_check_says_so():
+    plan, program, _ = compiled("list", wrapped=False)
+    assert "gather_on_use_not_traced" in {f.kind for f in findings(program, plan)}
+
+
+def test_value_and_grad_of_a_module_with_statistics_names_the_way(mesh):
+    model, _, plan = sharded("list", mesh)
+    with pytest.raises(ValueError, match=r"nnx\.value_and_grad\(jzero\.gather_on_use\(loss_fn, plan\)\)"):
+        jzero.value_and_grad(loss_of, plan)(model, data())
