@@ -180,13 +180,13 @@ def train_step(state, batch):
     return state.apply_gradients(grads=grads), loss
 
 
-def compiled(model: Gpt | Conv, stage: int, hosts: int, clip: bool, options=None, prefetch: int = 1):
-    """The plan, the program, its report and the seconds that the compiler took."""
+def compiled(model: Gpt | Conv, stage: int, hosts: int, clip: bool, options=None, **fields):
+    """The plan, the program, its report and the seconds that the compiler took; `fields`: more of the config."""
     tx = optax.adamw(3e-4)
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
     pod = jzero.pod("h100", hosts=hosts)
     mesh = pod.mesh({"data": 8 * hosts})
-    state = jzero.abstract(lambda: create(model, tx), stage=stage, mesh=mesh, prefetch=prefetch)
+    state = jzero.abstract(lambda: create(model, tx), stage=stage, mesh=mesh, **fields)
     plan = jzero.plan_of(state)
     own = plan.compiler_options if options == "plan" else options
     start = time.perf_counter()
@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument(
         "--prefetch", type=int, nargs="+", default=[1], help="stage 3: uses ahead that a weight is gathered"
     )
+    parser.add_argument("--offload", choices=["host"], help="optimizer state in host memory")
     parser.add_argument("--clip", action="store_true", help="clip_by_global_norm before AdamW")
     parser.add_argument("--save", type=Path, help="folder for the programs' text")
     parser.add_argument(
@@ -260,7 +261,9 @@ def main() -> None:
     cells = itertools.product(args.stages, args.kernels, args.layers, args.prefetch)
     for stage, kernels, layers, prefetch in cells:
         model = build(args, layers, kernels)
-        plan, program, report, seconds = compiled(model, stage, args.hosts, args.clip, options, prefetch)
+        plan, program, report, seconds = compiled(
+            model, stage, args.hosts, args.clip, options, prefetch=prefetch, offload=args.offload
+        )
         held, count = report.memory, plan.param_bytes // 2
         print(
             f"| {stage} | {layers} | {kernels} | {prefetch} | {held.total / 1e9:.2f} GB | "

@@ -1,8 +1,9 @@
 """jzero: ZeRO for JAX, proven from the compiled program. Start at `jzero.shard`."""
 
-from jzero.config import ZeroConfig
+from jzero.config import Offload, ZeroConfig
 from jzero.gather import gather_on_use
 from jzero.gradients import value_and_grad
+from jzero.offload import select
 from jzero.optim import ZeroState, unwrap, zero
 from jzero.proof.check import CheckError, Finding, check, findings
 from jzero.proof.memory import Estimate, estimate
@@ -16,6 +17,7 @@ __all__ = [
     "CheckError",
     "Estimate",
     "Finding",
+    "Offload",
     "Plan",
     "Pod",
     "Transformer",
@@ -30,6 +32,7 @@ __all__ = [
     "make_plan",
     "plan_of",
     "pod",
+    "select",
     "shard",
     "unshard",
     "unwrap",

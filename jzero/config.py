@@ -34,9 +34,40 @@ STAGES = {
 }
 
 _LATER = {
-    "offload": (None, "the optimizer state in host memory"),
     "moment_dtype": (None, "moments stored in another dtype"),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Optimizer state and masters in host memory (ZeRO-Offload). Immutable and hashable.
+
+    Args:
+      tier: "host": pinned host memory.
+      update: where the new state is computed. "device": state is fetched, updated and written back, 24 bytes per
+        parameter over PCIe for Adam with a master.
+      in_flight_bytes: bytes of state, of one device, that are on the device at once; three units of a third of it
+        are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
+      prefetch: True lets the first units be fetched before the gradients are there: in_flight_bytes more at the peak
+        of the backward pass, for a start without waiting.
+
+    Raises:
+      TypeError: a field of the wrong kind.
+      ValueError: an unknown tier or update, `in_flight_bytes` below 1.
+    """
+
+    tier: str = "host"
+    update: str = "device"
+    in_flight_bytes: int | None = None
+    prefetch: bool = False
+
+    def __post_init__(self):
+        _check_choice(self.tier, "tier", ("host",), where="Offload")
+        _check_choice(self.update, "update", ("device",), where="Offload")
+        if self.in_flight_bytes is not None:
+            check_int(self.in_flight_bytes, "in_flight_bytes", where="Offload", low=1)
+        if not isinstance(self.prefetch, bool):
+            raise TypeError(f"Offload(prefetch={self.prefetch!r}): prefetch must be True or False.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +90,8 @@ class ZeroConfig:
       moment_dtype: not there yet; None.
       updates: what the wrapped `update` returns: "land", leaves that land on the new param when they are
         added to the old one; "delta", plain arrays to add.
-      offload: not there yet; None.
+      offload: "host" or a `jzero.Offload`: optimizer state and masters live in pinned host memory, split as the stage
+        says, and are streamed through the device. None: in device memory.
       uneven: a leaf that no dim divides, nor several together: "pad" (its optimizer state is stored padded by zeros,
         the optimizer sees its shape; at stage 3 the param is stored in as many parts as divide it, or whole),
         "replicate" (all of it whole, recorded with its bytes) or "error".
@@ -86,7 +118,7 @@ class ZeroConfig:
     reduce_dtype: Any = None
     moment_dtype: Any = None
     updates: str = "land"
-    offload: Any = None
+    offload: str | Offload | None = None
     uneven: str = "pad"
     min_shard_bytes: int | str = "auto"
     bucket_bytes: int | None = None
@@ -107,6 +139,7 @@ class ZeroConfig:
         check_int(self.prefetch, "prefetch", where="ZeroConfig", low=1)
         if self.bucket_bytes is not None:
             check_int(self.bucket_bytes, "bucket_bytes", where="ZeroConfig", low=1)
+        object.__setattr__(self, "offload", _offload(self.offload))
         self._refuse_what_is_not_there()
 
     def _refuse_what_is_not_there(self):
@@ -188,11 +221,20 @@ def _as_tuple(axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _check_choice(value, name: str, choices: tuple[str, ...]):
+def _offload(value) -> Offload | None:
+    if value is None or isinstance(value, Offload):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f'ZeroConfig(offload={value!r}): offload must be "host", a jzero.Offload or None.')
+    _check_choice(value, "offload", ("host",))
+    return Offload(tier=value)
+
+
+def _check_choice(value, name: str, choices: tuple[str, ...], *, where: str = "ZeroConfig"):
     if value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(
-            f"ZeroConfig({name}={value!r}): {name} must be one of {known}.{nearest(value, choices)}"
+            f"{where}({name}={value!r}): {name} must be one of {known}.{nearest(value, choices)}"
         )
 
 

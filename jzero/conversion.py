@@ -10,7 +10,8 @@ import numpy as np
 
 from jzero.errors import listing
 from jzero.kinds import Parts
-from jzero.optim import ZeroState, align, cut, cut_state, init_state, is_wrapped, unwrap
+from jzero.optim import ZeroState, align, cut, cut_state, init_shapes, is_wrapped, unwrap
+from jzero.placement import on_device
 from jzero.sharding import Plan
 
 
@@ -38,26 +39,27 @@ def _outline(tree) -> dict[str, str]:
     return {jax.tree_util.keystr(k): str(tuple(np.shape(x))) for k, x in flat}
 
 
-def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, masters=None) -> Any:
+def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _: x, masters=None) -> Any:
     """The optimizer state for this plan: values kept, dtypes those that `init` gives for the masters.
 
-    `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
+    Leaf by leaf: `place(x, sharding)` puts one on its devices, where it is converted, and `store(x, sharding)` where it
+    lives. `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
     except where the user has replaced the param.
     """
     parts = parts.replace(opt_state=logical_state(parts))
     check_belongs(parts, tx)
-    target = jax.eval_shape(lambda p: init_state(tx, p), parts.params)
+    target = init_shapes(tx, parts.params)
     has_master, target_inner, inner = isinstance(target, ZeroState), _inner(target), _inner(parts.opt_state)
     old = parts.opt_state.master if isinstance(parts.opt_state, ZeroState) else None
     wanted = jax.tree.leaves(target_inner)
-    placed = [
-        place(_padded(as_array(x), t.shape), plan.sharding(s))
-        for x, t, s in zip(jax.tree.leaves(inner), wanted, plan.state_specs(target_inner), strict=True)
-    ]
-    if any(x.dtype.itemsize < t.dtype.itemsize for x, t in zip(placed, wanted, strict=True)):
+    given, homes = [as_array(x) for x in jax.tree.leaves(inner)], plan.state_shardings(target)
+    fresh: list[Any] = [None] * len(given)
+    if any(x.dtype.itemsize < t.dtype.itemsize for x, t in zip(given, wanted, strict=True)):
         fresh = _fresh_inner(parts, tx, plan, place, masters)
-        placed = [_widened(x, f) for x, f in zip(placed, fresh, strict=True)]
-    leaves = [_as_dtype(x, t.dtype) for x, t in zip(placed, wanted, strict=True)]
+    leaves = []
+    for x, t, f, home in zip(given, wanted, fresh, homes[: len(given)], strict=True):
+        x = place(_padded(x, t.shape), home.with_memory_kind("device"))
+        leaves.append(store(_as_dtype(x if f is None else _widened(x, f), t.dtype), home))
     inner = jax.tree.unflatten(jax.tree.structure(target_inner), leaves)
     if not has_master:
         return inner
@@ -68,8 +70,13 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, masters=None) -> A
         else masters or [None] * count
     )
     needs = align(target.master, parts.params, where="jzero.shard: the master")
-    rows = zip(jax.tree.leaves(parts.params), known, needs, plan.layouts, strict=True)
-    new = [None if w is None else _master(p, m, w, plan.sharding(x.state), place) for p, m, w, x in rows]
+    master_homes = iter(homes[len(given) :])
+    new = []
+    for p, m, w in zip(jax.tree.leaves(parts.params), known, needs, strict=True):
+        home = None if w is None else next(master_homes)
+        new.append(
+            None if home is None else store(_master(p, m, w, home.with_memory_kind("device"), place), home)
+        )
     return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new))
 
 
@@ -88,7 +95,7 @@ def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
                 [cut(v, x.shape, x.state, plan) for v, x in zip(leaves, plan.layouts, strict=True)]
             )
 
-        return _inner(tx.init.trace(logical(params), None if masters is None else logical(masters)))
+        return _inner(tx.init.on_device(logical(params), None if masters is None else logical(masters)))
 
     return jax.tree.leaves(jax.jit(fresh)(params, known))
 
@@ -135,6 +142,7 @@ def without_padding(opt_state: Any, tx: Any) -> Any:
 
 def _padded(x, shape):
     """An array with zeros behind it, up to the shape in which it is stored; abstract values as they are named."""
+    x = on_device(x)
     missing = [(0, new - old) for old, new in zip(np.shape(x), shape, strict=True)]
     if not any(after for _, after in missing):
         return x

@@ -38,7 +38,10 @@ from jzero.jaxprs import constant_zero_outputs, is_tracer
 from jzero.landing import OneByOne, is_copied, land_by_layers, land_on_sum, landing, lands_by_layers
 from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
+from jzero.offload import check_host_memory, homes_of, streamed
+from jzero.placement import on_device
 from jzero.sharding import Plan
+from jzero.stream import DEVICE, Home
 
 
 class ZeroState(NamedTuple):
@@ -110,9 +113,9 @@ def is_wrapped(tx: Any) -> bool:
     return isinstance(getattr(tx, "init", None), _Init)
 
 
-def init_state(tx: Any, params: Any) -> Any:
-    """The state of a wrapped transformation, inside a trace."""
-    return tx.init.trace(params)
+def init_shapes(tx: Any, params: Any) -> Any:
+    """The state that a wrapped transformation makes, as `jax.ShapeDtypeStruct`."""
+    return jax.eval_shape(tx.init.on_device, params)
 
 
 def unwrap(tx: Any) -> optax.GradientTransformation:
@@ -133,10 +136,20 @@ class _Init(_Wrapped):
     def __call__(self, params):
         pairs = self.plan.match(params, where="jzero.zero: init")
         _check_devices([x for x, _ in pairs], self.plan)
+        check_host_memory(lambda: jax.eval_shape(self.on_device, params), self.plan)
         return jax.jit(self.trace)(params)
 
     def trace(self, params, masters=None):
         """Init inside a trace; `masters` are better initial values than the params, where they are known."""
+        if self.plan.config.offload is None:
+            return self.on_device(params, masters)
+        return streamed(
+            lambda fixed, _: self.on_device(*fixed), (params, masters), (), self.plan, (),
+            lambda _: homes_of(jax.eval_shape(self.on_device, params), self.plan),
+        )  # fmt: skip
+
+    def on_device(self, params, masters=None):
+        """The same in device memory, wherever the state is to live."""
         wide = widen(params if masters is None else masters, params, self.plan)
         frozen = self.frozen(params)
         inner = pin_state(self.tx.init(wide), self.plan)
@@ -161,58 +174,43 @@ class _Update(_Wrapped):
         _check_dtypes(pairs)
         grads = align(updates, params, where="jzero.zero: update")
         _check_grads(grads, self.plan)
-        layouts = [x for _, x in pairs]
         inner, master = split_master(state, params)
-        if self.plan.config.uneven == "pad":
-            inner = cut_state(inner, self.logical, self.plan)
-        master = [
-            m if m is None else cut(m, x.shape, x.state, self.plan)
-            for m, x in zip(master, layouts, strict=True)
-        ]
+        step = _Step(self, jax.tree.structure(params), extra)
+        offloaded = self.plan.config.offload is not None
         with jax.named_scope("jzero.master"):
-            wide = [take_over(p, m, x, self.plan) for (p, x), m in zip(pairs, master, strict=True)]
-            wide, grads = read_params_first(wide, grads, self.plan)
-        with jax.named_scope("jzero.reduce_grads"):
-            grads = [reduce_grad(g, x, self.plan) for g, x in zip(grads, layouts, strict=True)]
-        tree = jax.tree.structure(params)
-        with jax.named_scope("jzero.update"):
-            grads = [g if g is None else g.astype(w.dtype) for g, w in zip(grads, wide, strict=True)]
-            extra = {k: self._on_params(v, layouts, tree) if k == "value_fn" else v for k, v in extra.items()}
-            update = optax.with_extra_args_support(self.tx).update
-            deltas, inner = update(tree.unflatten(grads), inner, tree.unflatten(wide), **extra)
-            inner = pin_state(inner, self.plan)
-            deltas = align(deltas, params, where="jzero.zero: the wrapped update")
+            shards = [on_shard(p, x, self.plan) for p, x in pairs]
+            if offloaded:  # the masters are on the host: they take over what is new when they are fetched
+                shards, grads = read_params_first(shards, grads, self.plan)
+            else:
+                inner, master = step.cut(inner, master)
+                wide = step.masters(shards, master)
+                wide, grads = read_params_first(wide, grads, self.plan)
+        grads = reduce_grads(grads, self.plan)
+        if offloaded:
+            news, inner, new_master = step.streamed(shards, grads, inner, master)
+        else:
+            news, inner, new_master = step(shards, wide, grads, inner, master)
         with jax.named_scope("jzero.gather_params"):
             copied = OneByOne(self.plan)
-            rows = zip(pairs, wide, master, deltas, strict=True)
-            landed = [self._land(p, w, m, d, x, copied) for (p, x), w, m, d in rows]
-        out = tree.unflatten([leaf for leaf, _ in landed])
-        new_master = [m if m is None else pad(m, x.state_shape, x.state, self.plan)
-                      for (_, m), x in zip(landed, layouts, strict=True)]  # fmt: skip
-        has_master = isinstance(state, ZeroState)
-        return out, ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
+            rows = zip(news, master, self.plan.layouts, strict=True)
+            out = [self._land(new, m is not None, x, copied) for new, m, x in rows]
+        has_master, tree = isinstance(state, ZeroState), jax.tree.structure(params)
+        return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
 
-    def _land(self, param, wide, master, delta, x: Layout, copied: OneByOne):
-        """The leaf to return, and the new master."""
-        if delta is None:
-            return None, master
-        if master is None:
-            delta = self.plan.constrain(delta, x.state)
-            if self.plan.config.updates == "delta":
-                return self.plan.constrain(delta, x.stored), None
-            return land_on_sum(delta, x, self.plan), None
-        new = self.plan.constrain((wide + delta).astype(wide.dtype), x.state)
+    def _land(self, new, has_master: bool, x: Layout, copied: OneByOne):
+        """The leaf to return for what `_Step` gives."""
+        if new is None:
+            return None
         if self.plan.config.updates == "delta":
-            return self.plan.constrain(
-                new - self.plan.constrain(param, x.state).astype(new.dtype), x.stored
-            ), new
-        shard = self.plan.constrain(new.astype(x.dtype), x.state)
+            return self.plan.constrain(new, x.stored)
+        if not has_master:
+            return land_on_sum(new, x, self.plan)
         if lands_by_layers(x):
-            return landing(lambda param: land_by_layers(param, shard, x, self.plan), x), new
-        value = copied.gather(shard, x) if is_copied(x) else self.plan.constrain(shard, x.stored)
-        return landing(lambda _: value() if callable(value) else value, x), new
+            return landing(lambda param: land_by_layers(param, new, x, self.plan), x)
+        value = copied.gather(new, x) if is_copied(x) else self.plan.constrain(new, x.stored)
+        return landing(lambda _: value() if callable(value) else value, x)
 
-    def _on_params(self, value_fn, layouts, tree):
+    def on_params(self, value_fn, layouts, tree):
         """A line search evaluates the loss at candidate masters: hand it params as the model knows them."""
 
         def on_params(wide, *args, **kwargs):
@@ -221,6 +219,97 @@ class _Update(_Wrapped):
             return value_fn(tree.unflatten(params), *args, **kwargs)
 
         return on_params
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One update on shards: the wrapped transformation between stored state and stored state."""
+
+    update: _Update
+    tree: Any
+    extra: Any
+
+    @property
+    def plan(self) -> Plan:
+        return self.update.plan
+
+    def cut(self, inner, master):
+        """State and masters in the shapes that the wrapped transformation knows."""
+        if self.plan.config.uneven == "pad":
+            inner = cut_state(inner, self.update.logical, self.plan)
+        rows = zip(master, self.plan.layouts, strict=True)
+        return inner, [m if m is None else cut(m, x.shape, x.state, self.plan) for m, x in rows]
+
+    def masters(self, shards: list, master: list) -> list:
+        """The masters, with what the user has changed in the params since; of params without one their shards."""
+        rows = zip(shards, master, self.plan.layouts, strict=True)
+        return [take_over(p, m, x, self.plan) for p, m, x in rows]
+
+    def __call__(self, shards: list, wide: list, grads: list, inner, master: list):
+        """For every param what lands on it, on its shard: the new value where it has a master, else the difference.
+
+        Args:
+          shards: params on the shards of their state; read with `updates="delta"` alone.
+          wide: masters, or params without one.
+          grads: reduced, or None.
+          inner, master: the state, cut.
+
+        Returns:
+          That list, the new inner state and the new masters, both as they are stored.
+        """
+        plan, layouts = self.plan, self.plan.layouts
+        with jax.named_scope("jzero.update"):
+            grads = [g if g is None else g.astype(w.dtype) for g, w in zip(grads, wide, strict=True)]
+            extra = {
+                k: self.update.on_params(v, layouts, self.tree) if k == "value_fn" else v
+                for k, v in self.extra.items()
+            }
+            update = optax.with_extra_args_support(self.update.tx).update
+            deltas, inner = update(self.tree.unflatten(grads), inner, self.tree.unflatten(wide), **extra)
+            inner = pin_state(inner, plan)
+            deltas = align(deltas, self.tree.unflatten(wide), where="jzero.zero: the wrapped update")
+            moved = [self._moved(*row) for row in zip(shards, wide, master, deltas, layouts, strict=True)]
+        return [new for new, _ in moved], inner, [m for _, m in moved]
+
+    def _moved(self, shard, wide, master, delta, x: Layout):
+        """What lands, and the new master as it is stored."""
+        plan = self.plan
+        if master is None or delta is None:
+            kept = master if master is None else pad(master, x.state_shape, x.state, plan)
+            return delta if delta is None else plan.constrain(delta, x.state), kept
+        new = plan.constrain((wide + delta).astype(wide.dtype), x.state)
+        stored = pad(new, x.state_shape, x.state, plan)
+        if plan.config.updates == "delta":
+            return new - shard.astype(new.dtype), stored
+        return plan.constrain(new.astype(x.dtype), x.state), stored
+
+    def streamed(self, shards: list, grads: list, inner, master: list):
+        """The same with state in host memory: `shards` are those of the params, without masters."""
+        plan = self.plan
+
+        def step(fixed, state):
+            (shards, grads), (inner, master) = fixed, self.cut(*state)
+            return self(shards, self.masters(shards, master), grads, inner, master)
+
+        state_homes = homes_of((inner, master), plan)
+        first = len(jax.tree.leaves(shards))
+
+        def out_homes(out):
+            new = len(jax.tree.leaves(out[0]))
+            count = first + len(jax.tree.leaves(grads))
+            kept = [Home(h.sharding, count + i if h.sharding else None) for i, h in enumerate(state_homes)]
+            return [*[DEVICE] * new, *kept]
+
+        return streamed(
+            step, (shards, grads), (inner, master), plan, state_homes, out_homes,
+            gate=range(first, first + len(jax.tree.leaves(grads))),
+        )  # fmt: skip
+
+
+def reduce_grads(grads: list, plan: Plan) -> list:
+    """Every gradient on its shard."""
+    with jax.named_scope("jzero.reduce_grads"):
+        return [reduce_grad(g, x, plan) for g, x in zip(grads, plan.layouts, strict=True)]
 
 
 def reduce_grad(grad, x: Layout, plan: Plan):
@@ -238,10 +327,14 @@ def reduce_grad(grad, x: Layout, plan: Plan):
     return plan.constrain(plan.constrain(grad, first), x.state)
 
 
-def take_over(param, master, x: Layout, plan: Plan):
-    """The master on its shard, with what the user has changed in the param since; without master, the param."""
+def on_shard(param, x: Layout, plan: Plan):
+    """A param on the shard of its optimizer state."""
     # first as stored: the carry of a scan over steps would else take the layout of the shard
-    shard = plan.constrain(plan.constrain(param, x.stored), x.state)
+    return plan.constrain(plan.constrain(param, x.stored), x.state)
+
+
+def take_over(shard, master, x: Layout, plan: Plan):
+    """The master on its shard, with what the user has changed in the param since; without master, the param."""
     if master is None:
         return shard
     kept = jnp.where(master.astype(x.dtype) == shard, master, shard.astype(master.dtype))
@@ -338,7 +431,7 @@ def cut(x, shape, spec, plan: Plan):
     """The reverse of `pad`; inside of a trace on its shards, whose pieces may be unequal."""
     if tuple(np.shape(x)) == tuple(shape):
         return x
-    return plan.constrain(jax.lax.slice(x, [0] * len(shape), shape), spec)
+    return plan.constrain(jax.lax.slice(on_device(x), [0] * len(shape), shape), spec)
 
 
 def align(updates, params, *, where: str) -> list:

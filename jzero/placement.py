@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jzero.jaxprs import is_tracer
+
 
 def put(leaf, sharding: NamedSharding) -> jax.Array:
     """One leaf on its devices; across processes every process must hold the value it needs."""
@@ -20,6 +22,14 @@ def put(leaf, sharding: NamedSharding) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def on_device(x):
+    """An array from host memory in the same layout in device memory; anything else as it is."""
+    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    if not isinstance(x, jax.Array) or is_tracer(x) or kind in (None, "device"):
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind("device"))
 
 
 def is_global(leaf) -> bool:

@@ -43,6 +43,10 @@ from jzero.specs import P, axis_size, entry_axes, finer_mesh, make_spec, named_o
 from jzero.split import find_split
 from jzero.xla import compiler_options
 
+HOST = "pinned_host"
+LEAST_IN_FLIGHT = 64 * 2**20
+MOST_IN_FLIGHT = 2**30
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -250,6 +254,30 @@ class Plan:
         """
         return [spec for spec, _ in self.state_forms(state)]
 
+    def state_shardings(self, state: Any) -> list[NamedSharding]:
+        """The sharding of every leaf of an optimizer state, with the memory that it lives in.
+
+        With `offload` that is host memory for all but single numbers and keys.
+        """
+        leaves = zip(jax.tree.leaves(state), self.state_specs(state), strict=True)
+        return [self._at_home(x, self.sharding(spec)) for x, spec in leaves]
+
+    def _at_home(self, leaf, sharding: NamedSharding) -> NamedSharding:
+        key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if self.config.offload is None or math.prod(np.shape(leaf)) <= 1 or key:
+            return sharding
+        return sharding.with_memory_kind(HOST)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """With `offload`: bytes of state, of one device, that are on the device at once; see `Offload`."""
+        asked = None if self.config.offload is None else self.config.offload.in_flight_bytes
+        if asked is not None:
+            return asked
+        adam = (math.prod(x.state_shape) * self.config.adam_bytes(x.dtype) // shard_factor(x.state, self.mesh)
+                for x in self.layouts)  # fmt: skip
+        return min(max(sum(adam) // 64, LEAST_IN_FLIGHT), MOST_IN_FLIGHT)
+
     def state_forms(self, state: Any) -> list[tuple[PartitionSpec, tuple[int, ...]]]:
         """For every leaf of an optimizer state its layout (`state_specs`) and the shape in which it is stored.
 
@@ -353,6 +381,7 @@ def make_plan(
         for (k, x), b in zip(flat, bases, strict=True)
     ]
     _check_uneven(layouts, config, mesh)
+    _check_tier(config, mesh)
     if axis_size(mesh, config.axes) == 1:
         notes.append(
             f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."
@@ -399,6 +428,19 @@ def _check_params(flat) -> None:
         raise ValueError(
             f"jzero.make_plan: {len(rows)} of {len(flat)} params are not floating-point and have no gradient:\n"
             f"{listing(rows)}\nKeep them outside of the params (another collection, a field of the state)."
+        )
+
+
+def _check_tier(config: ZeroConfig, mesh: Mesh) -> None:
+    """Raises ValueError where the devices have no host memory of the kind that offloaded state lives in."""
+    if config.offload is None:
+        return
+    device = mesh.devices.flat[0]
+    kinds = [m.kind for m in device.addressable_memories()]
+    if HOST not in kinds:
+        raise ValueError(
+            f"ZeroConfig(offload={config.offload.tier!r}): devices of platform {device.platform!r} have no {HOST} "
+            f"memory, only {', '.join(kinds)}. Leave offload out here."
         )
 
 

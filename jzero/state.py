@@ -30,7 +30,8 @@ from jzero.gather import GatherOnUse
 from jzero.identity import same_key
 from jzero.kinds import Parts
 from jzero.layout import path_name
-from jzero.optim import init_state, is_wrapped, unwrap, zero
+from jzero.offload import check_host_memory, made_streamed
+from jzero.optim import init_shapes, is_wrapped, unwrap, zero
 from jzero.placement import put
 from jzero.sharding import Plan, make_plan
 from jzero.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
@@ -97,6 +98,7 @@ def shard(
     plan = _plan(parts, config, mesh, param_specs)
     _check_real(plan)
     _check_devices(parts, plan)
+    check_host_memory(lambda: init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
     return kinds.put_together(state, _place(parts, plan))
 
 
@@ -129,7 +131,7 @@ def abstract(
         shapes, rebuild = jax.tree.map(_shape, parts), kinds.rebuilder(state)
     plan = _plan(shapes, config, mesh, param_specs)
     tx = zero(unwrap(shapes.tx), plan)
-    opt_state = jax.eval_shape(lambda p: init_state(tx, p), shapes.params)
+    opt_state = init_shapes(tx, shapes.params)
     check_belongs(shapes, tx)
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=_wrap_apply(shapes, plan))
     target = target.replace(
@@ -247,7 +249,7 @@ def _layout(parts: Parts, plan: Plan) -> Parts:
         )
 
     params = [plan.sharding(x.stored) for x in plan.layouts]
-    state = [plan.sharding(s) for s in plan.state_specs(parts.opt_state)]
+    state = plan.state_shardings(parts.opt_state)
     return parts.replace(
         params=jax.tree.unflatten(jax.tree.structure(parts.params), params),
         opt_state=jax.tree.unflatten(jax.tree.structure(parts.opt_state), state),
@@ -272,7 +274,7 @@ def _map_layout(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding], 
 def _place(parts: Parts, plan: Plan) -> Parts:
     """An existing state in its layout, leaf by leaf."""
     tx = zero(unwrap(parts.tx), plan)
-    opt_state = convert_opt_state(parts, tx, plan, place=put)
+    opt_state = convert_opt_state(parts, tx, plan, place=put, store=put)
     parts = parts.replace(tx=tx, apply_fn=_wrap_apply(parts, plan), opt_state=opt_state)
     if parts.step is not None:
         parts = parts.replace(step=jnp.asarray(parts.step, _step_dtype(parts.step)))
@@ -281,8 +283,9 @@ def _place(parts: Parts, plan: Plan) -> Parts:
 
 def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
-    born, finish, plan = _creation(create, config, mesh, param_specs)
+    born, finish, plan, shapes = _creation(create, config, mesh, param_specs)
     _check_real(plan)
+    check_host_memory(lambda: shapes.opt_state, plan)
     return finish(born())
 
 
@@ -297,8 +300,8 @@ def lower_creation(
     return _creation(create, config, mesh, param_specs)[0].lower()
 
 
-def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[Any]], Any], Plan]:
-    """The jitted creation of all leaves in their layout, what makes a state of them, and the plan."""
+def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[Any]], Any], Plan, Parts]:
+    """The jitted creation of all leaves in their layout, what makes a state of them, the plan and the shapes."""
     shapes, rebuild = _trace_creator(create)
     plan = _plan(shapes, config, mesh, param_specs)
     tx = zero(unwrap(shapes.tx), plan)
@@ -319,10 +322,13 @@ def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[An
         step = None if parts.step is None else jnp.asarray(parts.step, _step_dtype(parts.step))
         return jax.tree.leaves(parts.replace(opt_state=opt_state, step=step))
 
-    target = shapes.replace(opt_state=jax.eval_shape(lambda p: init_state(tx, p), shapes.params))
+    target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
     out = target.replace(tx=tx, apply_fn=_wrap_apply(shapes, plan))
-    jitted = jax.jit(born, out_shardings=jax.tree.leaves(_layout(out, plan)))
-    return jitted, lambda leaves: rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves)), plan
+    layout = jax.tree.leaves(_layout(out, plan))
+    jitted = jax.jit(
+        born if config.offload is None else made_streamed(born, layout, plan), out_shardings=layout
+    )
+    return jitted, lambda leaves: rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves)), plan, target
 
 
 def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any]]:

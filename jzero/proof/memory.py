@@ -12,7 +12,7 @@ import jax
 from jzero.describe import leaf_bytes
 from jzero.errors import check_int, human_bytes, table
 from jzero.layout import Layout
-from jzero.optim import init_state, unwrap, zero
+from jzero.optim import init_shapes, unwrap, zero
 from jzero.proof.transformer import Transformer
 from jzero.proof.wire import wire_by_axes
 from jzero.sharding import Plan
@@ -154,7 +154,7 @@ def _gathered_bytes(plan: Plan) -> int:
 
 def _state_bytes(plan: Plan, tx: Any) -> tuple[int, str]:
     tx = zero(unwrap(tx), plan)
-    state = jax.eval_shape(lambda p: init_state(tx, p), plan.shapes)
+    state = init_shapes(tx, plan.shapes)
     rows = zip(jax.tree.leaves(state), plan.state_specs(state), strict=True)
     return sum(leaf_bytes(x) // shard_factor(s, plan.mesh) for x, s in rows), "its own optimizer state"
 

@@ -1,0 +1,214 @@
+"""Optimizer state in host memory: which leaves live there, what streams them, and whether they fit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jzero.describe import leaf_bytes
+from jzero.errors import human_bytes, listing
+from jzero.layout import path_name
+from jzero.sharding import HOST, Plan
+from jzero.specs import shard_factor
+from jzero.stream import DEVICE, Excess, Home, stream
+
+LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+LIMIT_GB = 64  # of pinned memory per process, where the variable does not say otherwise
+
+
+def homes_of(tree: Any, plan: Plan) -> list[Home]:
+    """Where every leaf of an optimizer state lives, in the order of its leaves."""
+    return [Home(s) if s.memory_kind == HOST else DEVICE for s in plan.state_shardings(tree)]
+
+
+def streamed(
+    fn: Callable[..., Any],
+    fixed: Any,
+    state: Any,
+    plan: Plan,
+    homes: Sequence[Home],
+    out_homes: Callable[[Any], Sequence[Home]],
+    *,
+    gate: Sequence[int] = (),
+) -> Any:
+    """`fn(fixed, state)` with its state streamed from host memory and back; see [Note: streaming] in `stream.py`.
+
+    Args:
+      fn: trees in device memory to a tree.
+      fixed: its arguments in device memory.
+      state: its arguments that have `homes`, one for each leaf.
+      plan: says how much may be on the device at once.
+      out_homes: of the flat results, given their tree.
+      gate: which leaves of `fixed` must be there before the first fetch.
+    """
+    flat, tree = jax.tree.flatten((fixed, state))
+    box: list[Any] = []
+
+    def flat_fn(*leaves):
+        found, shape = jax.tree.flatten(fn(*tree.unflatten(leaves)))
+        box[:] = [shape]
+        return found
+
+    def on_excess(found: list[Excess]):
+        warn_excess(found, _names(box[0]), plan)
+
+    count = len(flat) - len(homes)
+    leaves = stream(
+        flat_fn, flat, [*[DEVICE] * count, *homes],
+        lambda: out_homes(_numbered(box[0])),
+        in_flight_bytes=plan.in_flight_bytes, gate=() if plan.config.offload.prefetch else gate, on_excess=on_excess,
+    )  # fmt: skip
+    return box[0].unflatten(leaves)
+
+
+def made_streamed(fn: Callable[[], list[Any]], layout: Sequence[jax.sharding.NamedSharding], plan: Plan):
+    """A creation function whose results reach host memory unit by unit; `layout` says which live there."""
+    homes = [Home(s) if s.memory_kind == HOST else DEVICE for s in layout]
+    return lambda: stream(fn, (), (), lambda: homes, in_flight_bytes=plan.in_flight_bytes)
+
+
+def _numbered(tree) -> Any:
+    return tree.unflatten(range(tree.num_leaves))
+
+
+def _names(tree) -> list[str]:
+    return [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(_numbered(tree))]
+
+
+def warn_excess(found: list[Excess], names: Sequence[str], plan: Plan) -> None:
+    """Say which leaves are on the device at once although they are above the bound, and why."""
+    rows = [
+        (", ".join(names[j] for j in x.outs[:3]), human_bytes(x.nbytes), x.because) for x in found
+    ]  # fmt: skip
+    worst = max(x.nbytes for x in found)
+    warnings.warn(
+        f"jzero: offload: {len(found)} parts of the optimizer state cannot be cut to in_flight_bytes="
+        f"{human_bytes(plan.in_flight_bytes)}; up to {human_bytes(worst)} are on the device at once:\n"
+        f"{listing([('leaves', 'bytes', 'because of'), *rows])}\n"
+        "The step is right and its peak is higher by as much. An elementwise chain can be cut anywhere.",
+        stacklevel=2,
+    )
+
+
+def select(pred: Any, new: Any, old: Any) -> Any:
+    """`jnp.where(pred, new, old)` for whole trees, with leaves in host memory too.
+
+    Args:
+      pred: a boolean scalar; True takes `new`.
+      new, old: trees of one structure, shapes and layouts: train states, optimizer states, params.
+
+    Returns:
+      A tree like `old`; leaves in host memory stay there.
+
+    Raises:
+      ValueError: the trees differ in structure, or `pred` is no scalar.
+
+    Cost:
+      Leaves in host memory are fetched, both, leaf by leaf, and written: 3 times their bytes over PCIe; and both must
+      exist, so that the step cannot update the old state in place: twice its host memory. Skipping inside of the chain
+      costs nothing: `optax.apply_if_finite(tx, n)` works with offload.
+
+    Example:
+      >>> import jax.numpy as jnp, jzero
+      >>> jzero.select(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"]
+      Array([0., 0.], dtype=float32)
+    """
+    pred = jax.numpy.asarray(pred)
+    if pred.shape != ():
+        raise ValueError(f"jzero.select: pred must be a scalar, it has the shape {pred.shape}.")
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "jzero.select: new and old are not trees of one structure:\n"
+            f"  new  {jax.tree.structure(new)}\n  old  {jax.tree.structure(old)}"
+        )
+    count = len(jax.tree.leaves(old))
+    homes = [_home(x) for x in (*jax.tree.leaves(new), *jax.tree.leaves(old))]
+
+    def chosen(pred, *leaves):
+        return [jax.lax.select_n(pred, b, a) for a, b in zip(leaves[:count], leaves[count:], strict=True)]
+
+    flat = [pred, *jax.tree.leaves(new), *jax.tree.leaves(old)]
+    out_homes = [Home(h.sharding) for h in homes[count:]]
+    found = stream(chosen, flat, [DEVICE, *homes], lambda: out_homes, in_flight_bytes=SELECTED)
+    return jax.tree.unflatten(jax.tree.structure(old), found)
+
+
+SELECTED = 256 * 2**20  # bytes of host leaves that `select` has on the device at once
+
+
+def _home(x) -> Home:
+    kind, sharding = memory_kind(x), getattr(jax.typeof(x), "sharding", None)
+    if kind != HOST:
+        return DEVICE
+    sharding = getattr(x, "sharding", sharding)
+    return Home(sharding.with_memory_kind(HOST))
+
+
+def memory_kind(x) -> str:
+    """The kind of memory in which an array lies, traced or not."""
+    if isinstance(x, jax.core.Tracer):
+        return HOST if "host" in str(getattr(x.aval, "memory_space", "")).lower() else "device"
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) or "device"
+
+
+def host_bytes(state: Any, plan: Plan) -> int:
+    """Bytes of an optimizer state that one device keeps in host memory."""
+    rows = zip(jax.tree.leaves(state), plan.state_shardings(state), strict=True)
+    return sum(
+        leaf_bytes(x) // shard_factor(s.spec, plan.array_mesh) for x, s in rows if s.memory_kind == HOST
+    )
+
+
+def check_host_memory(shapes: Callable[[], Any], plan: Plan) -> None:
+    """Raises before anything is allocated where the host tier does not fit.
+
+    Args:
+      shapes: gives the abstract optimizer state; called with `offload` alone.
+      plan: says which of its leaves live in host memory.
+
+    Raises:
+      MemoryError: the pinned pool of JAX's GPU client is too small, or the machine's memory is.
+    """
+    if plan.config.offload is None:
+        return
+    devices = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
+    needed = host_bytes(shapes(), plan) * len(devices)
+    if not needed:
+        warnings.warn(
+            "jzero: offload has nothing to hold: this optimizer keeps no state but single numbers, and the params need "
+            "no master. The run is as without offload.",
+            stacklevel=3,
+        )
+        return
+    gigabytes = -(-needed * 21 // (20 * 10**9)) + 1  # what jax itself pins, and a twentieth for fragments
+    limit = os.environ.get(LIMIT, "")
+    allowed = int(limit) if limit.isdigit() else LIMIT_GB
+    if devices and devices[0].platform in ("gpu", "cuda", "rocm") and allowed * 2**30 < needed:
+        raise MemoryError(
+            f"jzero: offload needs {human_bytes(needed)} of pinned memory in this process ({len(devices)} devices), "
+            f"and JAX allows {human_bytes(allowed * 2**30)}. Set it before Python starts: {LIMIT}={gigabytes}"
+        )
+    free = available_memory()
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"jzero: offload needs {human_bytes(needed)} of host memory in this process ({len(devices)} devices), and "
+            f"{human_bytes(free)} are free. It is shared by more devices, and a chain with fewer moments (lion, "
+            "adafactor) needs less."
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes of host memory that are free for a new process; None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            rows = dict(line.split(":") for line in file)
+        return int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+__all__ = ["select"]
