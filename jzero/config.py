@@ -165,6 +165,12 @@ class ZeroConfig:
         return STAGES[self.stage]
 
     @property
+    def tier(self) -> Offload | None:
+        """Where optimizer state lives when not in device memory."""
+        assert not isinstance(self.offload, str)
+        return self.offload
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes that share optimizer state and gradients."""
         return _as_tuple(self.axis)

@@ -11,6 +11,7 @@ import jax
 
 from jzero.describe import leaf_bytes
 from jzero.errors import human_bytes, listing
+from jzero.jaxprs import is_tracer
 from jzero.layout import path_name
 from jzero.sharding import HOST, Plan
 from jzero.specs import shard_factor
@@ -57,10 +58,11 @@ def streamed(
         warn_excess(found, _names(box[0]), plan)
 
     count = len(flat) - len(homes)
+    early = plan.config.tier is not None and plan.config.tier.prefetch
     leaves = stream(
         flat_fn, flat, [*[DEVICE] * count, *homes],
         lambda: out_homes(_numbered(box[0])),
-        in_flight_bytes=plan.in_flight_bytes, gate=() if plan.config.offload.prefetch else gate, on_excess=on_excess,
+        in_flight_bytes=plan.in_flight_bytes, gate=() if early else gate, on_excess=on_excess,
     )  # fmt: skip
     return box[0].unflatten(leaves)
 
@@ -125,33 +127,28 @@ def select(pred: Any, new: Any, old: Any) -> Any:
             "jzero.select: new and old are not trees of one structure:\n"
             f"  new  {jax.tree.structure(new)}\n  old  {jax.tree.structure(old)}"
         )
-    count = len(jax.tree.leaves(old))
-    homes = [_home(x) for x in (*jax.tree.leaves(new), *jax.tree.leaves(old))]
 
-    def chosen(pred, *leaves):
-        return [jax.lax.select_n(pred, b, a) for a, b in zip(leaves[:count], leaves[count:], strict=True)]
+    def chosen(pred, new, old):
+        return jax.lax.select_n(pred, old, new)
 
-    flat = [pred, *jax.tree.leaves(new), *jax.tree.leaves(old)]
-    out_homes = [Home(h.sharding) for h in homes[count:]]
-    found = stream(chosen, flat, [DEVICE, *homes], lambda: out_homes, in_flight_bytes=SELECTED)
-    return jax.tree.unflatten(jax.tree.structure(old), found)
-
-
-SELECTED = 256 * 2**20  # bytes of host leaves that `select` has on the device at once
-
-
-def _home(x) -> Home:
-    kind, sharding = memory_kind(x), getattr(jax.typeof(x), "sharding", None)
-    if kind != HOST:
-        return DEVICE
-    sharding = getattr(x, "sharding", sharding)
-    return Home(sharding.with_memory_kind(HOST))
+    written: list[Any] = []
+    out = []
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        if memory_kind(b) != HOST and memory_kind(a) != HOST:
+            out.append(chosen(pred, a, b))
+            continue
+        if len(written) > 1:  # one leaf is written while the next is fetched
+            a, b, out[written[-2]] = jax.lax.optimization_barrier((a, b, out[written[-2]]))
+        found = chosen(pred, *(jax.device_put(x, jax.memory.Space.Device) for x in (a, b)))
+        written.append(len(out))
+        out.append(jax.device_put(found, jax.memory.Space.Host))
+    return jax.tree.unflatten(jax.tree.structure(old), out)
 
 
 def memory_kind(x) -> str:
     """The kind of memory in which an array lies, traced or not."""
-    if isinstance(x, jax.core.Tracer):
-        return HOST if "host" in str(getattr(x.aval, "memory_space", "")).lower() else "device"
+    if is_tracer(x):
+        return HOST if x.aval.memory_space == jax.memory.Space.Host else "device"
     return getattr(getattr(x, "sharding", None), "memory_kind", None) or "device"
 
 
@@ -173,9 +170,9 @@ def check_host_memory(shapes: Callable[[], Any], plan: Plan) -> None:
     Raises:
       MemoryError: the pinned pool of JAX's GPU client is too small, or the machine's memory is.
     """
-    if plan.config.offload is None:
+    if plan.config.tier is None:
         return
-    devices = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
+    devices = local_devices(plan)
     needed = host_bytes(shapes(), plan) * len(devices)
     if not needed:
         warnings.warn(
@@ -199,6 +196,11 @@ def check_host_memory(shapes: Callable[[], Any], plan: Plan) -> None:
             f"{human_bytes(free)} are free. It is shared by more devices, and a chain with fewer moments (lion, "
             "adafactor) needs less."
         )
+
+
+def local_devices(plan: Plan) -> list[jax.Device]:
+    """The devices of the plan that this process drives."""
+    return [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
 
 
 def available_memory() -> int | None:

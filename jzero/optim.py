@@ -141,7 +141,7 @@ class _Init(_Wrapped):
 
     def trace(self, params, masters=None):
         """Init inside a trace; `masters` are better initial values than the params, where they are known."""
-        if self.plan.config.offload is None:
+        if self.plan.config.tier is None:
             return self.on_device(params, masters)
         return streamed(
             lambda fixed, _: self.on_device(*fixed), (params, masters), (), self.plan, (),
@@ -176,15 +176,15 @@ class _Update(_Wrapped):
         _check_grads(grads, self.plan)
         inner, master = split_master(state, params)
         step = _Step(self, jax.tree.structure(params), extra)
-        offloaded = self.plan.config.offload is not None
+        offloaded = self.plan.config.tier is not None
         with jax.named_scope("jzero.master"):
             shards = [on_shard(p, x, self.plan) for p, x in pairs]
-            if offloaded:  # the masters are on the host: they take over what is new when they are fetched
+            if offloaded:  # the masters take over what is new when they are fetched
+                wide: list[Any] = []
                 shards, grads = read_params_first(shards, grads, self.plan)
             else:
                 inner, master = step.cut(inner, master)
-                wide = step.masters(shards, master)
-                wide, grads = read_params_first(wide, grads, self.plan)
+                wide, grads = read_params_first(step.masters(shards, master), grads, self.plan)
         grads = reduce_grads(grads, self.plan)
         if offloaded:
             news, inner, new_master = step.streamed(shards, grads, inner, master)

@@ -264,14 +264,14 @@ class Plan:
 
     def _at_home(self, leaf, sharding: NamedSharding) -> NamedSharding:
         key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        if self.config.offload is None or math.prod(np.shape(leaf)) <= 1 or key:
+        if self.config.tier is None or math.prod(np.shape(leaf)) <= 1 or key:
             return sharding
         return sharding.with_memory_kind(HOST)
 
     @property
     def in_flight_bytes(self) -> int:
         """With `offload`: bytes of state, of one device, that are on the device at once; see `Offload`."""
-        asked = None if self.config.offload is None else self.config.offload.in_flight_bytes
+        asked = None if self.config.tier is None else self.config.tier.in_flight_bytes
         if asked is not None:
             return asked
         adam = (math.prod(x.state_shape) * self.config.adam_bytes(x.dtype) // shard_factor(x.state, self.mesh)
@@ -433,13 +433,13 @@ def _check_params(flat) -> None:
 
 def _check_tier(config: ZeroConfig, mesh: Mesh) -> None:
     """Raises ValueError where the devices have no host memory of the kind that offloaded state lives in."""
-    if config.offload is None:
+    if config.tier is None:
         return
     device = mesh.devices.flat[0]
     kinds = [m.kind for m in device.addressable_memories()]
     if HOST not in kinds:
         raise ValueError(
-            f"ZeroConfig(offload={config.offload.tier!r}): devices of platform {device.platform!r} have no {HOST} "
+            f"ZeroConfig(offload={config.tier.tier!r}): devices of platform {device.platform!r} have no {HOST} "
             f"memory, only {', '.join(kinds)}. Leave offload out here."
         )
 

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jzero import jaxprs
 from jzero.graph import ELEMENTWISE, REDUCTIONS, Graph, Node, on_piece
@@ -52,9 +52,23 @@ class Home:
     replaces: int | None = None
 
     @property
+    def mesh(self) -> Mesh:
+        """The devices of a home in host memory."""
+        assert self.sharding is not None
+        assert isinstance(self.sharding.mesh, Mesh)
+        return self.sharding.mesh
+
+    @property
     def on_device(self) -> NamedSharding:
         """The same layout in device memory."""
+        assert self.sharding is not None
         return self.sharding.with_memory_kind("device")
+
+    def take(self, x, layout: NamedSharding | None = None):
+        """An array from device memory, in this home; `layout`: of a piece of it."""
+        if self.sharding is None:
+            return x
+        return jax.device_put(x, (layout or self.sharding).with_memory_kind(str(self.sharding.memory_kind)))
 
 
 DEVICE = Home()
@@ -62,12 +76,12 @@ DEVICE = Home()
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Part of an array seen as `view`: where it begins there, and its shape; `spec` is the layout of the view."""
+    """Part of an array seen as `view`: where it begins there, its shape, and the layout of it in device memory."""
 
     view: tuple[int, ...]
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    spec: PartitionSpec
+    layout: NamedSharding
 
     def of(self, x):
         """The piece of an array."""
@@ -148,7 +162,7 @@ def shard_bytes(aval, home: Home) -> int:
     if home.sharding is None:
         return 0
     size = math.prod(aval.shape) * aval.dtype.itemsize
-    return size // shard_factor(home.sharding.spec, home.sharding.mesh)
+    return size // shard_factor(home.sharding.spec, home.mesh)
 
 
 class Cut:
@@ -163,7 +177,6 @@ class Cut:
     def __init__(self, graph: Graph, homes: Sequence[Home], out_homes: Sequence[Home], in_flight_bytes: int):
         self.graph, self.out_homes, self.in_flight_bytes = graph, out_homes, in_flight_bytes
         self.homes = dict(zip(graph.ins, homes, strict=True))
-        self.mesh = next((h.sharding.mesh for h in (*homes, *out_homes) if h.sharding is not None), None)
         self.limit = max(in_flight_bytes // ALIVE, 1)
         self.reads = graph.reads([i for i, h in self.homes.items() if h.sharding is not None])
         self.excess: list[Excess] = []
@@ -246,7 +259,7 @@ class Cut:
         shape = self.graph.avals[starts[0]].shape
         reason = reason or self._whole_because(starts, sources, shape, shardings)
         if not reason:
-            found = pieces(shape, shardings[0], size, self.limit)
+            found = pieces(shape, Home(shardings[0]), size, self.limit)
             return [dataclasses.replace(whole, piece=p) for p in found]
         if size > self.in_flight_bytes:
             self.excess.append(Excess(tuple(self._named(values)), size, reason))
@@ -296,29 +309,29 @@ def _in_turns(large: list[list[Unit]]) -> Iterator[Unit]:
             yield from (units[i] for units in some if i < len(units))
 
 
-def pieces(shape: tuple[int, ...], sharding: NamedSharding, size: int, limit: int) -> list[Piece]:
+def pieces(shape: tuple[int, ...], home: Home, size: int, limit: int) -> list[Piece]:
     """An array in pieces: see [Note: pieces].
 
     Args:
       shape: of the array.
-      sharding: its layout; it divides every dim.
+      home: its layout in host memory, which divides every dim.
       size: bytes of one device's shards of all arrays that are cut alike.
       limit: bytes of one piece of them; a single row of the last dims may have more.
     """
     view: list[int] = []
     entries: list[tuple[str, ...]] = []
-    for dim, axes in zip(shape, spec_entries(sharding.spec, len(shape)), strict=True):
-        n = shard_factor(make_spec([axes]), sharding.mesh)
+    for dim, axes in zip(shape, spec_entries(home.on_device.spec, len(shape)), strict=True):
+        n = shard_factor(make_spec([axes]), home.mesh)
         view += [n, dim // n] if n > 1 else [dim]
         entries += [axes, ()] if n > 1 else [()]
     local = [1 if axes else dim for dim, axes in zip(view, entries, strict=True)]
     per_value = size / math.prod(local)
-    spec = make_spec(entries)
+    layout = NamedSharding(home.mesh, make_spec(entries), memory_kind="device")
 
     def boxes(at: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Piece]:
         row = math.prod(local[at + 1 :]) * per_value
         if at == len(view) or local[at] * row <= limit:
-            yield Piece(tuple(view), (*start, *(0 for _ in view[at:])), (*extent, *view[at:]), spec)
+            yield Piece(tuple(view), (*start, *(0 for _ in view[at:])), (*extent, *view[at:]), layout)
         elif entries[at]:
             yield from boxes(at + 1, (*start, 0), (*extent, view[at]))
         elif row <= limit:
@@ -327,7 +340,7 @@ def pieces(shape: tuple[int, ...], sharding: NamedSharding, size: int, limit: in
             for i in range(0, view[at], rows):
                 rest = view[at + 1 :]
                 box = (*extent, min(rows, view[at] - i), *rest)
-                yield Piece(tuple(view), (*start, i, *(0 for _ in rest)), box, spec)
+                yield Piece(tuple(view), (*start, i, *(0 for _ in rest)), box, layout)
         else:
             for i in range(view[at]):
                 yield from boxes(at + 1, (*start, i), (*extent, 1))
@@ -361,7 +374,7 @@ class _Run:
         if value in self.host:
             return self.host[value] if home.sharding else self._to_device(self.host[value], value, None)
         found = self._evaluate(value, self.values)
-        return found if home.sharding is None else jax.device_put(found, home.sharding)
+        return home.take(found)
 
     def _run(self, unit: Unit) -> None:
         tie = _Tie(self)
@@ -384,10 +397,7 @@ class _Run:
         return x if piece is None else piece.of(x)
 
     def _to_device(self, x, source: int, piece: Piece | None):
-        home = self.cut.homes[source].on_device
-        if piece is not None:
-            home = NamedSharding(home.mesh, piece.spec, memory_kind=home.memory_kind)
-        return jax.device_put(x, home)
+        return jax.device_put(x, self.cut.homes[source].on_device if piece is None else piece.layout)
 
     def _evaluate(self, value: int, env: dict[int, Any], tie: _Tie | None = None, *, keep: bool = False):
         """A whole value; what reads no host argument, and single numbers, is kept for other units.
@@ -436,16 +446,12 @@ class _Run:
                 out = REDUCTIONS[self.graph.makers[value].name][1](self.values[value], out)
             self.values[value] = out
         elif piece is None:
-            self.written[value] = out if home.sharding is None else jax.device_put(out, home.sharding)
+            self.written[value] = home.take(out)
         else:
-            kind = "device" if home.sharding is None else home.sharding.memory_kind
-            sharding = NamedSharding(self.cut.mesh, piece.spec, memory_kind=kind)
-            out = jax.lax.with_sharding_constraint(out, sharding.with_memory_kind("device"))
-            out = out if home.sharding is None else jax.device_put(out, sharding)
-            buffer = self._buffer(value, piece, sharding)
-            self.written[value] = jax.lax.dynamic_update_slice(buffer, out, piece.start)
+            out = home.take(jax.lax.with_sharding_constraint(out, piece.layout), piece.layout)
+            self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, piece), out, piece.start)
 
-    def _buffer(self, value: int, piece: Piece, sharding: NamedSharding):
+    def _buffer(self, value: int, piece: Piece):
         """What the pieces of a result fill: the array that it replaces, a gradient of its type, or a new one."""
         if value in self.written:
             return self.written[value]
@@ -460,8 +466,8 @@ class _Run:
                 self.filled[source] = value
                 return jnp.reshape(self.values[source], piece.view)
         new = jnp.zeros(piece.view, aval.dtype)
-        new = jax.lax.with_sharding_constraint(new, sharding.with_memory_kind("device"))
-        return new if home.sharding is None else jax.device_put(new, sharding)  # XLA allocates it on the host
+        new = jax.lax.with_sharding_constraint(new, piece.layout)
+        return home.take(new, piece.layout)  # XLA makes that an allocation on the host
 
 
 class _Given:
