@@ -45,9 +45,12 @@ class Offload:
     Args:
       tier: "host": pinned host memory.
       update: where the new state is computed. "device": state is fetched, updated and written back, 24 bytes per
-        parameter over PCIe for Adam with a master.
+        parameter over PCIe for Adam with a master. "host": the gradient goes to the host and the new param comes back,
+        4 bytes per parameter for 16-bit params, and the CPU computes; compiled for GPUs and tested on CPUs, but it has
+        not run on a GPU yet (docs/offload.md).
       in_flight_bytes: bytes of state, of one device, that are on the device at once; three units of a third of it
-        are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
+        are fetched, updated and written. With update="host": the bytes that the host copies at once. None: a 64th of
+        a device's share of the state, from 64 MiB to 1 GiB.
       prefetch: True lets the first units be fetched before the gradients are there: in_flight_bytes more at the peak
         of the backward pass, for a start without waiting.
 
@@ -63,7 +66,7 @@ class Offload:
 
     def __post_init__(self):
         _check_choice(self.tier, "tier", ("host",), where="Offload")
-        _check_choice(self.update, "update", ("device",), where="Offload")
+        _check_choice(self.update, "update", ("device", "host"), where="Offload")
         if self.in_flight_bytes is not None:
             check_int(self.in_flight_bytes, "in_flight_bytes", where="Offload", low=1)
         if not isinstance(self.prefetch, bool):

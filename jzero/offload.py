@@ -15,7 +15,8 @@ from jzero.jaxprs import is_tracer
 from jzero.layout import path_name
 from jzero.sharding import HOST, Plan
 from jzero.specs import shard_factor
-from jzero.stream import DEVICE, Excess, Home, stream
+from jzero.stream import stream
+from jzero.units import DEVICE, Excess, Home
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 LIMIT_GB = 64  # of pinned memory per process, where the variable does not say otherwise
@@ -58,11 +59,13 @@ def streamed(
         warn_excess(found, _names(box[0]), plan)
 
     count = len(flat) - len(homes)
-    early = plan.config.tier is not None and plan.config.tier.prefetch
+    tier = plan.config.tier
+    assert tier is not None
     leaves = stream(
         flat_fn, flat, [*[DEVICE] * count, *homes],
         lambda: out_homes(_numbered(box[0])),
-        in_flight_bytes=plan.in_flight_bytes, gate=() if early else gate, on_excess=on_excess,
+        in_flight_bytes=plan.in_flight_bytes, gate=() if tier.prefetch else gate, on_excess=on_excess,
+        on_host=tier.update == "host",
     )  # fmt: skip
     return box[0].unflatten(leaves)
 
@@ -198,7 +201,7 @@ def check_host_memory(shapes: Callable[[], Any], plan: Plan) -> None:
         )
 
 
-def local_devices(plan: Plan) -> list[jax.Device]:
+def local_devices(plan: Plan) -> list[Any]:
     """The devices of the plan that this process drives."""
     return [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
 

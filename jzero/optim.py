@@ -41,7 +41,7 @@ from jzero.mesh import check_context_mesh
 from jzero.offload import check_host_memory, homes_of, streamed
 from jzero.placement import on_device
 from jzero.sharding import Plan
-from jzero.stream import DEVICE, Home
+from jzero.units import DEVICE, Home
 
 
 class ZeroState(NamedTuple):
