@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
 from jax._src.core import Tracer
+from jax.experimental import compute_on
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -139,6 +140,14 @@ def dot_gradient(eqn, at: int, other, cotangent, part: tuple[int, int, int] | No
         return eqn.primitive.bind(*pair, **eqn.primitive.get_bind_params(eqn.params))
 
     return jax.linear_transpose(dot, jax.ShapeDtypeStruct(shape, operands[at].dtype))(cotangent)[0]
+
+
+def on_host(fn: Callable) -> Callable:
+    """A function of arrays in host memory to a flat list, computed by the host; its results lie there too."""
+    new = getattr(
+        compute_on, "compute_on2", compute_on.compute_on
+    )  # 0.11 gave the old name to the new function
+    return new(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
 
 
 LINEAR = "jzero_linear"

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
 
 from jzero import jaxprs
 from jzero.graph import LAYOUT, REDUCTIONS, Graph, on_piece
@@ -214,8 +213,6 @@ class _HostRun(_Run):
             late = _Tie(self).after([self.values[v] for v in inputs])
             late = [jax.device_put(x, jax.memory.Space.Host) for x in late]
 
-        @compute_on("device_host")
-        @jax.jit
         def update(*arrays):
             env = {**self.graph.known, **dict(zip((*unit.sources, *inputs), arrays, strict=True))}
             for value in unit.values:
@@ -225,7 +222,7 @@ class _HostRun(_Run):
                     env.update((o, _hosted(x)) for o, x in zip(node.outs, results, strict=True))
             return [env[v] for v in unit.values]
 
-        for value, out in zip(unit.values, update(*sources, *late), strict=True):
+        for value, out in zip(unit.values, jaxprs.on_host(update)(*sources, *late), strict=True):
             home = self.cut.home_of(value)
             self.written[value] = jax.device_put(out, home.sharding or jax.memory.Space.Device)
         self.wrote.append(unit.values)

@@ -42,7 +42,9 @@ CHAINS = {
     "steps": lambda: optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
     "lion": lambda: optax.lion(1e-3),
     "hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 10)),
-    "several": lambda: optax.multi_transform({"fast": optax.adam(1e-2), "slow": optax.sgd(0.01, 0.9)}, labels),
+    "several": lambda: optax.multi_transform(
+        {"fast": optax.adam(1e-2), "slow": optax.sgd(0.01, 0.9)}, labels
+    ),
     "lamb": lambda: optax.lamb(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
 }
