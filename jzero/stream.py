@@ -224,7 +224,10 @@ class _HostRun(_Run):
 
         for value, out in zip(unit.values, jaxprs.on_host(update)(*sources, *late), strict=True):
             home = self.cut.home_of(value)
-            self.written[value] = jax.device_put(out, home.sharding or jax.memory.Space.Device)
+            if home.sharding is None:
+                self.written[value] = jax.device_put(out, jax.memory.Space.Device)
+            else:
+                self.written[value] = jax.lax.with_sharding_constraint(out, home.sharding)
         self.wrote.append(unit.values)
 
     def _inputs(self, unit: Unit) -> list[int]:

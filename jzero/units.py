@@ -57,10 +57,12 @@ class Home:
         return self.sharding.with_memory_kind("device")
 
     def take(self, x, layout: NamedSharding | None = None):
-        """An array from device memory, in this home; `layout`: of a piece of it."""
+        """An array from device memory, in this home; `layout`: of a piece of it, in device memory."""
         if self.sharding is None:
             return x
-        return jax.device_put(x, (layout or self.sharding).with_memory_kind(str(self.sharding.memory_kind)))
+        layout = layout or self.on_device
+        x = jax.lax.with_sharding_constraint(x, layout)  # a copy to the host alone does not pin a layout
+        return jax.device_put(x, layout.with_memory_kind(str(self.sharding.memory_kind)))
 
 
 DEVICE = Home()
