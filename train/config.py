@@ -37,6 +37,8 @@ class Config:
     """Where the defaults of all other flags come from."""
     stage: int = 2
     """ZeRO stage: 0 (plain data parallelism), 1, 2 or 3."""
+    offload: Literal["host"] | None = None
+    """Optimizer state in pinned host memory, streamed through the device."""
     steps: int = 1000
     """Optimizer steps; the learning rate reaches its end there."""
     batch: int = 32

@@ -2,6 +2,7 @@
 
     python train/gpt.py                                   # 8 simulated devices (or all GPUs), stage 2
     python train/gpt.py --stage 3 --out runs/stage3       # the same losses, params split too
+    python train/gpt.py --offload host --out runs/host    # optimizer state in host memory
     python train/gpt.py --devices 1 --out runs/one        # one device: nothing to share
     python train/gpt.py --resume                          # go on from the last checkpoint
     python train/gpt.py --preset tiny                     # the short form, for CI
@@ -117,7 +118,7 @@ def prepare(config: Config) -> data.Corpus:
     Raises:
       ValueError, FileNotFoundError: what is wrong and the flag that mends it.
     """
-    jzero.ZeroConfig(stage=config.stage)
+    jzero.ZeroConfig(stage=config.stage, offload=config.offload)
     flags.check(config, devices=jax.device_count(), processes=jax.process_count())
     corpus = data.load(config.data)
     data.check_size(corpus, seq=config.model.seq, batch=config.batch)
@@ -173,9 +174,11 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         overwrite=config.overwrite and not config.resume,
     )
     if config.resume:
-        state = checkpoints.restore(jzero.abstract(create, stage=config.stage), stream)
+        state = checkpoints.restore(
+            jzero.abstract(create, stage=config.stage, offload=config.offload), stream
+        )
     else:
-        state = jzero.shard(create, stage=config.stage)
+        state = jzero.shard(create, stage=config.stage, offload=config.offload)
     plan, start = jzero.plan_of(state), int(state.step)
 
     tokens = config.batch * m.seq
