@@ -6,7 +6,8 @@
     python benchmarks/offload.py --gpu --largest       # and looks for the largest GPT that trains, with and without
 
 The model is that of benchmarks/peak.py: a GPT, bf16 params, fp32 masters, AdamW after clipping by the global norm,
-blocks under `nn.remat`; its loss is in bf16. `naive` is what is usually written: device_put the whole state, update, device_put it back.
+blocks under `nn.remat`; its loss is in bf16. `naive` is what is usually written: device_put the whole state, update,
+device_put it back.
 """
 
 from __future__ import annotations
