@@ -21,6 +21,7 @@ _CALLEES = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_INDEX = re.compile(r"\bindex=(\d+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _PARENTHESIS = re.compile(r"[()]")
@@ -87,6 +88,12 @@ class Instruction:
     def trips(self) -> int | None:
         """How often a `while` runs, None when the compiler does not know."""
         found = _TRIPS.search(self.attrs)
+        return int(found[1]) if found else None
+
+    @property
+    def index(self) -> int | None:
+        """Which element of a tuple a `get-tuple-element` takes, None for any other."""
+        found = _INDEX.search(self.attrs) if self.opcode == "get-tuple-element" else None
         return int(found[1]) if found else None
 
     def callees(self, *roles: str) -> tuple[str, ...]:

@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding
 
 from jzero.proof import tables
 from jzero.proof.arguments import argument_bytes
-from jzero.proof.collectives import Site, Transfer, find_collectives, find_transfers
+from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
+from jzero.proof.transfers import Transfer, find_transfers
 from jzero.specs import whole_mesh
 
 
