@@ -24,6 +24,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+_ALIASES = re.compile(r"input_output_alias=\{(.*?)\}, (?:entry|num_|allow|frontend|replica|buffer)")
+_ALIASED = re.compile(r": \((\d+), ")
 _PARENTHESIS = re.compile(r"[()]")
 _HOST_SPACE = "S(5)"
 
@@ -151,12 +153,14 @@ class Module:
       entry: name of the one that runs.
       partitions: number of devices it was partitioned for.
       has_backward: True where some instruction comes from the transpose of a differentiated function.
+      aliased: numbers of the parameters whose buffers results take.
     """
 
     computations: dict[str, Computation]
     entry: str
     partitions: int
     has_backward: bool
+    aliased: frozenset[int] = frozenset()
 
 
 def parse(text: str) -> Module:
@@ -190,8 +194,12 @@ def parse(text: str) -> Module:
         elif current is not None:
             current.lines.append(line)
             current.communicates |= "replica_groups=" in line or "source_target_pairs=" in line
-    partitions = _PARTITIONS.search(text[: text.find("\n")])
-    return Module(computations, entry, int(partitions[1]) if partitions else 1, "transpose(jvp(" in text)
+    head = text[: text.find("\n")]
+    partitions, aliases = _PARTITIONS.search(head), _ALIASES.search(head)
+    return Module(
+        computations, entry, int(partitions[1]) if partitions else 1, "transpose(jvp(" in text,
+        frozenset(map(int, _ALIASED.findall(aliases[1])) if aliases else ()),
+    )  # fmt: skip
 
 
 def parse_instruction(line: str) -> Instruction | None:
