@@ -58,7 +58,7 @@ def leaf_by_leaf(state, batch, plan, home):
     ), loss
 
 
-def offloaded(stage, scan, *, clip=False, in_flight=64 * 1024):
+def offloaded(stage, scan, *, clip=False, in_flight=192 * 1024):
     """A state that jzero offloads, and its plan."""
 
     def made():
@@ -119,11 +119,11 @@ def test_fetched_leaf_by_leaf(scan):
 
 @pytest.mark.parametrize(
     ("stage", "scan", "clip"),
-    [(1, False, True), (2, False, False), (3, False, True), (2, True, True), (3, True, False)],
+    [(1, False, True), (2, False, False), (3, False, True), (2, True, True), (3, True, True)],
 )
 def test_own_programs_are_clean(stage, scan, clip):
     compiled, plan = own_program(stage, scan, clip)
-    assert compiled.memory_analysis().host_argument_size_in_bytes > 5 * plan.in_flight_bytes
+    assert compiled.memory_analysis().host_argument_size_in_bytes > 3 * plan.in_flight_bytes
     assert findings(compiled, plan) == ()
 
 
@@ -170,14 +170,24 @@ def test_state_that_is_twice_on_the_host():
     assert found["state_not_donated"].bytes <= stats.output_size_in_bytes
 
 
-def test_select_round_a_step_is_a_copy_on_the_host():
-    def step(state, batch):
-        new, loss = train_step(state, batch)
-        return jzero.select(jnp.isfinite(loss), new, state), loss
+def test_state_that_is_donated_and_not_written_in_place():
+    """A master that goes back in 16 bits has no buffer to take: the old one stays beside it."""
+    state, plan = offloaded(2, True, clip=True)
+    home = jax.tree.map(lambda x: x.sharding, state.opt_state.master)
 
-    state, plan = offloaded(2, True)
-    found = {f.kind: f for f in findings(compiled_step(state, plan, step), plan)}
-    assert "jzero.select" in found["offloaded_state_copied"].remedy
+    def rounded(x, s):
+        return jax.device_put(jax.device_put(x, s.with_memory_kind("device")).astype(jnp.bfloat16), s)
+
+    def step(state, batch):
+        master = jax.tree.map(rounded, state.opt_state.master, home)
+        return state.replace(opt_state=state.opt_state._replace(master=master)), jnp.zeros(())
+
+    program = compiled_step(state, plan, step)
+    stats = program.memory_analysis()
+    found = {f.kind: f for f in findings(program, plan)}
+    assert found["offloaded_state_copied"].bytes == stats.host_argument_size_in_bytes // 3 // 2
+    assert stats.host_alias_size_in_bytes == 2 * stats.host_argument_size_in_bytes // 3
+    assert "own sharding" in found["offloaded_state_copied"].remedy
 
 
 def test_bound_that_was_asked_for():

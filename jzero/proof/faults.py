@@ -154,7 +154,7 @@ def _offloaded_copied(e: Evidence) -> Found:
         return
     held, kept = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
     temp = getattr(stats, "host_temp_size_in_bytes", 0)
-    twice = sum(x.held for x in kept if x.returned_on_host)
+    twice = sum(x.returned or 0 for x in kept if x.returned_on_host)
     if twice + temp > (1 - DONATED) * held:
         parts = (
             [f"{len(kept)} of {len(hosted)} leaves are not written in place: {_names(kept)}"] if twice else []
