@@ -35,19 +35,23 @@ def stage_table(results: list[dict[str, Any]]) -> list[str]:
     def shown(*counts: float) -> list[str]:
         return [f"{count / size:.2f}" for count in counts]
 
+    offload = any(r["estimate"]["host"] or r["compiled"]["host_total"] for r in done)
     numbers = ("params", "state", "grads", "active", "total", "fits", "largest", "wire", "Psi")
+    numbers += ("host", "host/node", "PCIe") if offload else ()
     table = plain_table("stage", unit, *numbers, right=numbers)
     for r in done:
         e, c = r["estimate"], r["compiled"]
-        active = e["activations"] + e["working"]
+        active = e["activations"] + e["working"] + e["in_flight"]
         table.add_row(
             str(r["stage"]), "estimated", *shown(e["params"], e["opt_state"], e["grads"]),
             *(shown(active) if active else ["-"]), *shown(e["total"]), "", "", *shown(e["wire"]), _psi(e),
+            *(shown(e["host"], e["host_per_node"], e["to_device"] + e["to_host"]) if offload else ()),
         )  # fmt: skip
         rest = c["total"] - c["params"] - c["opt_state"]
         table.add_row(
             "", "compiled", *shown(c["params"], c["opt_state"]), "-", *shown(rest, c["total"]),
             "yes" if r["fits"] else "no", _largest(r), *shown(c["wire"]), _psi(c),
+            *(shown(c["host_total"], c["host_per_node"], c["to_device"] + c["to_host"]) if offload else ()),
         )  # fmt: skip
     crashes = [f"stage {r['stage']}: the compiler ended ({r['crash']})" for r in results if "crash" in r]
     return [*(lines_of(table) if done else []), *_notes(done), *crashes]
@@ -71,6 +75,11 @@ def _notes(results: list[dict[str, Any]]) -> list[str]:
         "Bytes per device. active: activations, logits, gathered weights (estimated for presets alone); compiled, the",
         "gradients are in it, since they share buffers. wire: sent by one device in a step.",
     ]
+    if any(r["estimate"]["host"] for r in results):
+        notes.append(
+            "host: optimizer state of one device in pinned host memory; PCIe: both directions in a step; active has the\n"
+            "state that is on its way."
+        )
     if any("largest" in r for r in results):
         notes.append(
             "fits, largest: this micro-batch, and the largest number of examples per device that still does."

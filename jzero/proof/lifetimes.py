@@ -67,7 +67,9 @@ def _maker(home: Computation, name: str) -> Instruction:
 
 def _last_reader(home: Computation, value: Instruction) -> int:
     """Position of the last instruction that reads a value, the end of the schedule for a result."""
-    last, pending, seen = home.order[value.name], [(value.name, None)], set()
+    last = home.order[value.name]
+    pending: list[tuple[str, int | None]] = [(value.name, None)]
+    seen: set[tuple[str, int | None]] = set()
     while pending:
         name, at = pending.pop()  # the value, or the element `at` of a tuple
         for user in home.users.get(name, ()):
