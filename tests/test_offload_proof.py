@@ -5,6 +5,7 @@ What leaves a program's text is compared with the compiler's own bytes of host a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -19,6 +20,7 @@ from test_commands import SUBJECT
 
 import jzero
 from jzero.__main__ import main
+from jzero.commands.show import stage_table
 from jzero.proof.hlo import parse
 from jzero.proof.lifetimes import most_on_device
 from jzero.proof.transfers import find_transfers
@@ -208,12 +210,37 @@ def test_the_command_line(capsys):
         assert e["to_device"] == e["to_host"] == c["to_device"] == c["to_host"] == e["host"]
         assert e["in_flight"] == 16384
         assert stage["findings"] == []
-    main(["plan", *SUBJECT, *flags])
-    table = capsys.readouterr().out
-    assert "host/node" in table
-    assert "PCIe" in table
+    table = stage_table(answer["stages"])
+    assert table[0].split()[:2] == ["stage", "MB"]
+    assert table[5].split() == [
+        "stage",
+        "MB",
+        "host",
+        "host/node",
+        "to",
+        "device",
+        "to",
+        "host",
+        "in",
+        "flight",
+    ]
+    shown = [f"{size / 1e6:.2f}" for size in (e["host"], 8 * e["host"], e["host"], e["host"])]
+    assert [line.split()[-4:] for line in (table[7], table[9])] == [shown] * 2
+    assert [line.split()[-5:] for line in (table[6], table[8])] == [[*shown, "0.02"]] * 2
+    plain = [r | {"estimate": r["estimate"] | {"host": 0}, "compiled": r["compiled"] | {"host_total": 0}}
+             for r in answer["stages"]]  # fmt: skip
+    assert not any("host/node" in line for line in stage_table(plain))
 
 
-def test_the_command_line_refuses():
-    with pytest.raises(SystemExit):
-        main(["plan", *SUBJECT, "--offload", "disk"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--offload", "disk"], "disk"),
+        (["--in-flight-bytes", "4096"], "belongs to --offload host"),
+        (["--offload", "host", "--in-flight-bytes", "0"], "in_flight_bytes=0"),
+    ],
+)
+def test_the_command_line_refuses(capsys, flags, message):
+    with contextlib.suppress(SystemExit):
+        assert main(["plan", *SUBJECT, *flags]) == 2
+    assert message in capsys.readouterr().err
