@@ -29,7 +29,11 @@ def describe_plan(plan: Any, tx: Any) -> str:
     title = f"stage {config.stage} ({config.row.text}) over {'x'.join(config.axes)} of mesh {{{axes}}}"
     parts = [title, table(header, rows)]
     if tx is not None:
-        parts += ["", table(["optimizer state", "type", "layout", "bytes/device"], _state_rows(plan, tx))]
+        offload = config.offload is not None
+        columns = ["optimizer state", "type", "layout", "bytes/device", *(["memory"] if offload else [])]
+        state = _state_leaves(plan, tx)
+        parts += ["", table(columns, [row[: len(columns)] for row, _ in state])]
+        parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
     bytes_whole = sum(x.nbytes for x in whole)
     parts.append(
@@ -39,19 +43,29 @@ def describe_plan(plan: Any, tx: Any) -> str:
     return "\n".join([*parts, *(f"note: {note}" for note in plan.notes)])
 
 
-def _state_rows(plan: Any, tx: Any) -> list[list[str]]:
-    """One row per leaf of the state that `tx` makes for this plan's params."""
+def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
+    """One row per leaf of the state that `tx` makes for this plan's params, and its bytes on one device."""
     state = jax.eval_shape(tx.init, plan.shapes)
-    flat = zip(jax.tree_util.tree_leaves_with_path(state), plan.state_specs(state), strict=True)
-    return [
-        [
-            jax.tree_util.keystr(k),
-            typed_shape(x),
-            _text(s),
-            human_bytes(leaf_bytes(x) // shard_factor(s, plan.mesh)),
-        ]
-        for (k, x), s in flat
-    ]
+    paths = [k for k, _ in jax.tree_util.tree_leaves_with_path(state)]
+    leaves = zip(
+        paths, jax.tree.leaves(state), plan.state_specs(state), plan.state_shardings(state), strict=True
+    )
+    rows = []
+    for path, x, spec, home in leaves:
+        size = leaf_bytes(x) // shard_factor(spec, plan.mesh)
+        memory = "host" if home.memory_kind == "pinned_host" else "device"
+        name = jax.tree_util.keystr(path)
+        rows.append(([name, typed_shape(x), _text(spec), human_bytes(size), memory], size))
+    return rows
+
+
+def _host_line(plan: Any, leaves: list[tuple[str, int]]) -> str:
+    hosted = [size for memory, size in leaves if memory == "host"]
+    return (
+        f"{len(hosted)} of {len(leaves)} state leaves in pinned host memory: {human_bytes(sum(hosted))} per device, at "
+        f"most {human_bytes(min(plan.in_flight_bytes, sum(hosted)))} of them on the device at once; "
+        f"{human_bytes(sum(leaf[1] for leaf in leaves) - sum(hosted))} stay there"
+    )
 
 
 def leaf_bytes(leaf: Any) -> int:

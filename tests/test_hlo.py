@@ -13,9 +13,10 @@ import time
 import pytest
 
 from jzero.proof import hlo
-from jzero.proof.collectives import find_collectives, find_transfers
+from jzero.proof.collectives import find_collectives
 from jzero.proof.groups import axes_of, parse_groups
 from jzero.proof.places import phase_of
+from jzero.proof.transfers import find_transfers
 
 HERE = pathlib.Path(__file__).parent / "hlo"
 VERSIONS = ("0.10.2", "0.12.0.1")

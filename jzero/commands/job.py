@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
+from jzero.config import Offload, ZeroConfig
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
@@ -16,7 +18,7 @@ class Job:
       preset, seq, batch_per_gpu: a known model, its window, sequences per device.
       gpu, hosts, gpus_per_host: the pod.
       mesh: sizes by axis name; None: all devices on the first of the axes.
-      fields: other fields of `ZeroConfig`.
+      fields: other fields of `ZeroConfig`, as JSON holds them; see `config`.
       stages: to compile, in this order.
       search: look for the largest micro-batch that fits.
       fraction: of the GPU's memory that a program may take.
@@ -40,6 +42,13 @@ class Job:
     fraction: float
     detail: bool = False
     sizes: list[int] = dataclasses.field(default_factory=list)
+
+    def config(self, **more: Any) -> ZeroConfig:
+        """The config that `fields` and `more` mean; an `offload` that is a dict holds the fields of `jzero.Offload`."""
+        fields = self.fields | more
+        if isinstance(fields.get("offload"), dict):
+            fields["offload"] = Offload(**fields["offload"])
+        return ZeroConfig(**fields)
 
     def to_json(self) -> str:
         """The job as one line of JSON."""

@@ -15,7 +15,7 @@ from jzero.commands.inputs import InputError, parse_axes, parse_batch, parse_nam
 from jzero.commands.job import Job
 from jzero.commands.presets import PRESETS
 from jzero.commands.show import findings_text, stage_table, title
-from jzero.config import ZeroConfig
+from jzero.config import Offload, ZeroConfig
 from jzero.errors import check_int, nearest
 from jzero.proof.pod import check_pod
 
@@ -54,6 +54,10 @@ class Inputs:
     """Stage 3: mesh axes that share params; --axis where left out."""
     min_shard_bytes: int | Literal["auto"] = "auto"
     """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
+    offload: Literal["host"] | None = None
+    """Keep optimizer state and masters in host memory, and stream them through the device."""
+    in_flight_bytes: int | None = None
+    """With --offload: bytes of state of one device that may be on it at once; chosen from its size where left out."""
     memory_fraction: float = 0.9
     """Part of a GPU's memory that a program may take; JAX itself allocates 0.75 of it unless
     XLA_PYTHON_CLIENT_MEM_FRACTION says more. The rest is for CUDA, NCCL and fragments."""
@@ -70,7 +74,13 @@ class Inputs:
         for name in ("batch_axis", "param_axis"):
             if getattr(self, name) is not None:
                 fields[name] = parse_names(getattr(self, name))
-        ZeroConfig(**fields)
+        if self.offload is not None:
+            more = {} if self.in_flight_bytes is None else {"in_flight_bytes": self.in_flight_bytes}
+            fields["offload"] = {"tier": self.offload, **more}
+            Offload(**fields["offload"])
+        elif self.in_flight_bytes is not None:
+            raise InputError("--in-flight-bytes belongs to --offload host.")
+        ZeroConfig(**{k: v for k, v in fields.items() if k != "offload"})
         if not 0 < self.memory_fraction <= 1:
             raise InputError(f"--memory-fraction {self.memory_fraction}: must be above 0 and at most 1.")
         return Job(

@@ -10,7 +10,6 @@ import jax
 
 from jzero.commands.search import largest_that_fits
 from jzero.commands.subject import Subject
-from jzero.config import ZeroConfig
 from jzero.kinds import is_pair
 from jzero.proof.check import findings
 from jzero.proof.memory import Estimate, estimate
@@ -38,7 +37,7 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
         "values": sum(x.size for x in plan.layouts),
         "micro_batch": subject.micro_batch,
         "estimate": estimate_json(planned),
-        "compiled": report_json(report),
+        "compiled": report_json(report, planned.devices_per_process),
         "fits": total <= limit,
         "findings": _findings(compiled, plan),
     }
@@ -75,7 +74,7 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
         if n % hosts:
             continue
         mesh = pod(job.gpu, hosts=hosts, gpus_per_host=n // hosts).mesh({first: n // inner, **dict(rest)})
-        state = abstract(subject.create, ZeroConfig(stage=stage, **job.fields), mesh=mesh)
+        state = abstract(subject.create, job.config(stage=stage), mesh=mesh)
         totals[n] = estimate(plan_of(state), tx=_tx(state), model=subject.model).total
     return totals
 
@@ -83,15 +82,18 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
 def estimate_json(e: Estimate) -> dict[str, Any]:
     """An estimate as plain data, in bytes."""
     names = ("params", "grads", "opt_state", "host", "activations", "working", "states", "total", "wire")
+    names += ("in_flight", "host_per_process", "host_per_node", "to_device", "to_host")
     return {k: getattr(e, k) for k in names} | {"wire_psi": e.wire_psi, "wire_by_axes": dict(e.wire_by_axes)}
 
 
-def report_json(report: Report) -> dict[str, Any]:
-    """Memory and wire of a compiled program as plain data, in bytes."""
+def report_json(report: Report, devices_per_node: int = 1) -> dict[str, Any]:
+    """Memory, wire and host traffic of a compiled program as plain data, in bytes."""
     assert report.memory is not None
     names = ("params", "opt_state", "rest", "arguments", "outputs", "aliased", "temp", "total", "peak")
     memory = {k: getattr(report.memory, k) for k in (*names, "host_arguments", "host_total")}
     wire = {"wire": report.wire.total, "wire_psi": report.wire.psi}
+    memory["host_per_node"] = devices_per_node * report.memory.host_total
+    wire |= report.pcie
     return memory | wire | {"wire_by_axes": dict(report.wire.by_axis), "wire_by_op": dict(report.wire.by_op)}
 
 

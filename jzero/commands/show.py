@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from jzero.commands.job import Job
@@ -39,7 +40,7 @@ def stage_table(results: list[dict[str, Any]]) -> list[str]:
     table = plain_table("stage", unit, *numbers, right=numbers)
     for r in done:
         e, c = r["estimate"], r["compiled"]
-        active = e["activations"] + e["working"]
+        active = e["activations"] + e["working"] + e["in_flight"]
         table.add_row(
             str(r["stage"]), "estimated", *shown(e["params"], e["opt_state"], e["grads"]),
             *(shown(active) if active else ["-"]), *shown(e["total"]), "", "", *shown(e["wire"]), _psi(e),
@@ -50,7 +51,21 @@ def stage_table(results: list[dict[str, Any]]) -> list[str]:
             "yes" if r["fits"] else "no", _largest(r), *shown(c["wire"]), _psi(c),
         )  # fmt: skip
     crashes = [f"stage {r['stage']}: the compiler ended ({r['crash']})" for r in results if "crash" in r]
-    return [*(lines_of(table) if done else []), *_notes(done), *crashes]
+    return [*(lines_of(table) if done else []), *_host_table(done, unit, shown), *_notes(done), *crashes]
+
+
+def _host_table(done: list[dict[str, Any]], unit: str, shown: Callable[..., list[str]]) -> list[str]:
+    """With offload: host memory, and what crosses PCIe."""
+    if not any(r["estimate"]["host"] for r in done):
+        return []
+    numbers = ("host", "host/node", "to device", "to host", "in flight")
+    table = plain_table("stage", unit, *numbers, right=numbers)
+    same = ("host_per_node", "to_device", "to_host")
+    for r in done:
+        e, c = r["estimate"], r["compiled"]
+        table.add_row(str(r["stage"]), "estimated", *shown(e["host"], *(e[k] for k in same), e["in_flight"]))
+        table.add_row("", "compiled", *shown(c["host_total"], *(c[k] for k in same)), "")
+    return lines_of(table)
 
 
 def _psi(figures: dict[str, Any]) -> str:
@@ -71,6 +86,11 @@ def _notes(results: list[dict[str, Any]]) -> list[str]:
         "Bytes per device. active: activations, logits, gathered weights (estimated for presets alone); compiled, the",
         "gradients are in it, since they share buffers. wire: sent by one device in a step.",
     ]
+    if any(r["estimate"]["host"] for r in results):
+        notes += [
+            "host, host/node: optimizer state in pinned host memory, of one device and of all devices of a host. to",
+            "device, to host: over PCIe in a step, of one device. in flight: what of it is on the device at once.",
+        ]
     if any("largest" in r for r in results):
         notes.append(
             "fits, largest: this micro-batch, and the largest number of examples per device that still does."

@@ -54,7 +54,7 @@ class Subject:
           InputError, ValueError, TypeError: what cannot be used.
         """
         machine = pod(job.gpu, hosts=job.hosts, gpus_per_host=job.gpus_per_host)
-        config = ZeroConfig(**job.fields)
+        config = job.config()
         mesh = machine.mesh(job.mesh or {config.axes[0]: len(machine.devices)})
         missing = [a for a in (*config.axes, *config.batch_axes) if a not in mesh.axis_names]
         if missing:
@@ -87,7 +87,7 @@ class Subject:
         Raises:
           InputError: a batch that the mesh does not divide, a step that cannot take the state first.
         """
-        config = ZeroConfig(stage=stage, **self.job.fields)
+        config = self.job.config(stage=stage)
         state = _phrased(
             lambda: abstract(self.create, config, mesh=self.mesh), "--create", str(self.job.create)
         )
@@ -116,7 +116,7 @@ class Subject:
     def micro_batch(self) -> int:
         """Examples of the batch on one device."""
         sizes = [x.shape[0] for x in jax.tree.leaves(self.batch) if _is_split(x)]
-        config = ZeroConfig(**self.job.fields)
+        config = self.job.config()
         return sizes[0] // axis_size(self.mesh, config.batch_axes) if sizes else 0
 
     def compile(self, state: Any, plan: Plan, micro_batch: int) -> jax.stages.Compiled:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 
 from jzero.proof.groups import GROUPS, PAIRS, Groups, parse_groups, parse_pairs
 from jzero.proof.hlo import Instruction, Module, Shape
@@ -82,23 +81,6 @@ class Site:
         return math.prod(n or 1 for n in self.loops)
 
 
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """A copy between host and device memory: `to` is `device` or `host`, the rest as in `Site`."""
-
-    to: str
-    name: str
-    computation: str
-    bytes: int
-    loops: tuple[int, ...]
-    asynchronous: bool
-
-    @property
-    def trips(self) -> int:
-        """Executions per step; an unknown loop counts once."""
-        return math.prod(n or 1 for n in self.loops)
-
-
 def find_collectives(module: Module) -> tuple[Site, ...]:
     """Every collective of a program, once for each place it is called from.
 
@@ -114,12 +96,6 @@ def find_collectives(module: Module) -> tuple[Site, ...]:
     work = functools.cache(work_before)  # once for each computation
     every = ((place, i) for place in walk(module) for i in place.computation.schedule)
     return tuple(_site(module, place, i, work) for place, i in every if kind(i))
-
-
-def find_transfers(module: Module) -> tuple[Transfer, ...]:
-    """Every copy between pinned host memory and the device, in the order of the schedule."""
-    every = ((place, i) for place in walk(module) for i in place.computation.schedule)
-    return tuple(transfer for place, i in every for transfer in _transfers(place, i))
 
 
 def kind(i: Instruction) -> str:
@@ -183,15 +159,3 @@ def _wire(op: str, total: int, groups: Groups, size: int) -> int:
     if op in POINT_TO_POINT:
         return total if any(a != b for a, *rest in groups for b in rest) else 0
     return SENDS[op] * total * (size - 1) // size
-
-
-def _transfers(place: Place, i: Instruction) -> Iterator[Transfer]:
-    if i.opcode == "copy-start":
-        target, source = i.shapes[0], i.shapes[1]
-    elif i.opcode == "copy" and i.operands and i.operands[0] in place.computation.instructions:
-        target, source = i.shapes[0], place.computation.instructions[i.operands[0]].shapes[0]
-    else:
-        return
-    if target.on_host != source.on_host:
-        to, paired = "host" if target.on_host else "device", i.opcode == "copy-start"
-        yield Transfer(to, i.name, place.computation.name, target.nbytes, place.loops, paired)

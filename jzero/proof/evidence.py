@@ -37,6 +37,9 @@ class Leaf:
       layout: that of the param it is, or is a copy of (a moment, a master); else None.
       is_param: True for the param itself.
       returned: bytes on one device of the result that takes its place, None where none does.
+      returned_on_host: True where that result is in pinned host memory.
+      aliased: True where a result takes its buffer.
+      in_opt_state: True where its path says that it is of the optimizer state.
     """
 
     name: str
@@ -48,6 +51,9 @@ class Leaf:
     layout: Layout | None = None
     is_param: bool = False
     returned: int | None = None
+    returned_on_host: bool = False
+    aliased: bool = False
+    in_opt_state: bool = False
 
     def planned(self, plan: Plan) -> int | None:
         """Bytes on one device by the plan, None for a leaf that is no copy of a param."""
@@ -74,26 +80,31 @@ class Evidence:
         paths, found = [path_keys(k) for k, _ in infos], []
         layouts = _layouts_of(paths, [tuple(i.shape) for _, i in infos], self.plan)
         home, returned = _home_of_params(paths, layouts, self.plan), self._returned(paths)
+        number = -1  # of the parameter: unused arguments are none
         for (path, info), keys, sharding, x in zip(infos, paths, shardings, layouts, strict=True):
             itemsize = 0 if jax.dtypes.issubdtype(info.dtype, jax.dtypes.prng_key) else info.dtype.itemsize
             held = 0 if sharding is None else math.prod(sharding.shard_shape(info.shape)) * itemsize
             is_param = x is not None and _prefix(keys, x) == home
             name, shape = jax.tree_util.keystr(path[2:]) or f"argument {keys[-1]}", tuple(info.shape)
-            back = returned.get(keys)
+            back, back_on_host = returned.get(keys, (None, False))
             on_host = getattr(sharding, "memory_kind", None) == "pinned_host"
-            found.append(Leaf(name, shape, itemsize, held, info.donated, on_host, x, is_param, back))
+            number += sharding is not None
+            aliased = sharding is not None and number in self.module.aliased
+            of_state = ".opt_state" in jax.tree_util.keystr(path)
+            memory = (on_host, x, is_param, back, back_on_host, aliased, of_state)
+            found.append(Leaf(name, shape, itemsize, held, info.donated, *memory))
         return found
 
-    def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
-        """Bytes of the result that stands where an argument did: their paths end alike."""
+    def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[int, bool]]:
+        """Bytes of the result that stands where an argument did (their paths end alike), and if it is on the host."""
         outs = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(self.compiled.output_shardings)]
         shapes = _results(self.module)
         if len(outs) != len(shapes):
             return {}
-        by_end: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+        by_end: dict[tuple[str, ...], list[tuple[int, bool]]] = collections.defaultdict(list)
         for keys, shape in zip(outs, shapes, strict=True):
             for cut in range(min(3, len(keys))):
-                by_end[keys[cut:]].append(shape.nbytes)
+                by_end[keys[cut:]].append((shape.nbytes, shape.on_host))
         ends = {keys: by_end.get(keys) or by_end.get(keys[2:]) for keys in paths if len(keys) > 2}
         return {keys: sizes[0] for keys, sizes in ends.items() if sizes}
 

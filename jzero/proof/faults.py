@@ -7,8 +7,8 @@ whole are all-reduced by design, and an embedding that is used twice is reduced 
 
 [Note: the CPU backend]
 It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
-memory apart. So `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved` and
-`offloaded_state_on_device` are not looked for in its programs: compile for `jzero.pod`. The other kinds show on
+memory apart. So `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`, `offloaded_state_on_device`
+and `offloaded_state_copied` are not looked for in its programs: compile for `jzero.pod`. The other kinds show on
 both.
 
 [Note: a stack split along its scanned dim]
@@ -32,6 +32,7 @@ SHARE_GRADS = 0.2
 SHARE_KEPT = 0.1
 ROUNDS = 1.75
 DONATED = 0.9
+TWICE = 2
 _FEW = 3
 
 
@@ -106,14 +107,15 @@ def _state_whole(e: Evidence) -> Found:
 
 def _state_not_donated(e: Evidence) -> Found:
     stats = e.compiled.memory_analysis()
-    held = sum(x.held for x in e.state)
+    leaves = e.state if e.on_cpu else [x for x in e.state if not x.on_host]
+    held = sum(x.held for x in leaves)
     if stats is None or not any(x.layout is not None for x in e.state):
         return
-    aliased = stats.alias_size_in_bytes + getattr(stats, "host_alias_size_in_bytes", 0)
+    aliased = stats.alias_size_in_bytes
     if aliased < DONATED * held:
-        kept = [x for x in e.state if not x.donated]
+        kept = [x for x in leaves if not x.donated]
         what = (
-            f"{len(kept)} of {len(e.state)} leaves are not donated" if kept else "donated buffers do not fit"
+            f"{len(kept)} of {len(leaves)} leaves are not donated" if kept else "donated buffers do not fit"
         )
         yield (
             f"the old state stays beside the new one: {what}, {human_bytes(aliased)} of {human_bytes(held)} are "
@@ -124,21 +126,78 @@ def _state_not_donated(e: Evidence) -> Found:
         )
 
 
+def _state_not_offloaded(e: Evidence) -> Found:
+    """With `offload`, leaves of the optimizer state that come in, or come back, in device memory."""
+    if e.plan.config.offload is None:
+        return
+    named = [x for x in e.state if x.in_opt_state]
+    leaves = named or [x for x in e.state if x.layout is not None and not x.is_param]
+    leaves = [x for x in leaves if math.prod(x.shape) > 1 and x.held]
+    here = [x for x in leaves if not (x.on_host and x.returned_on_host)]
+    total, size = sum(x.held for x in leaves), sum(x.held for x in here)
+    if size > (0 if named else total // 2):  # other copies of the params (an EMA) stay on the device
+        back = sum(x.on_host for x in here)
+        yield (
+            f"{len(here)} of {len(leaves)} leaves of the optimizer state are in device memory, where the plan keeps "
+            f"them in host memory{f' ({back} come in there and do not go back)' if back else ''}. {_names(here)}",
+            size,
+            "state = jzero.shard(state, plan.config, mesh=mesh) before the step, tx = jzero.zero(tx, plan) in it, and "
+            "no out_shardings or device_put of the state that name device memory.",
+        )
+
+
+def _offloaded_copied(e: Evidence) -> Found:
+    """State in host memory whose new values do not take the buffers of the old ones, and temporary host memory."""
+    hosted = [x for x in e.state if x.on_host]
+    stats = e.compiled.memory_analysis()
+    if e.on_cpu or not hosted or stats is None:
+        return
+    held, kept = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
+    temp = getattr(stats, "host_temp_size_in_bytes", 0)
+    twice = sum(x.returned or 0 for x in kept if x.returned_on_host)
+    if twice + temp > (1 - DONATED) * held:
+        parts = (
+            [f"{len(kept)} of {len(hosted)} leaves are not written in place: {_names(kept)}"] if twice else []
+        )
+        parts += [f"{human_bytes(temp)} are temporary arrays."] if temp else []
+        donated = all(x.donated for x in kept)
+        yield (
+            f"{human_bytes(twice + temp)} of host memory on top of the {human_bytes(held)} of state there. "
+            + " ".join(parts),
+            twice + temp,
+            "each leaf goes back with its own sharding, and nothing else reads the old state: optax.apply_if_finite in "
+            "the chain in place of jzero.select round the step."
+            if donated
+            else "jax.jit(step, donate_argnums=0).",
+        )
+
+
 def _offloaded_on_device(e: Evidence) -> Found:
-    """More than the bytes in flight that were asked for; else than half, or two params' share, whichever is more."""
+    """Without `plan.config.offload`: more than half, or than two params' share, whichever is more."""
     total = sum(x.held for x in e.state if x.on_host)
     sizes = [x.size // shard_factor(x.state, e.plan.mesh) for x in e.plan.layouts]
     if not (total and sum(sizes)):
         return
-    asked = getattr(e.plan.config.offload, "in_flight_bytes", None)
-    bound = asked or round(total * max(0.5, 2 * max(sizes) / sum(sizes)))
-    if e.fetched_at_once > bound:
+    if e.plan.config.offload is None:
+        bound = round(total * max(0.5, 2 * max(sizes) / sum(sizes)))
+        room, why = bound, "would do: the scheduler fetches as early as it can"
+        remedy = (
+            "fetch leaf by leaf, and tie each fetch to the result of a leaf before it: the next leaf and that result "
+            'through one jax.lax.optimization_barrier, both outputs used; or jzero.shard(..., offload="host").'
+        )
+    else:
+        bound = e.plan.in_flight_bytes
+        room, why = TWICE * bound, "were asked for (in_flight_bytes)"
+        remedy = (
+            "tx = jzero.zero(tx, plan) in the step, which streams the state, and no device_put of it; a chain that "
+            "cannot be cut is named in a warning when the step is traced."
+        )
+    if e.fetched_at_once > room:
         yield (
             f"{human_bytes(e.fetched_at_once)} of the {human_bytes(total)} of state in host memory are on the device "
-            f"at once, and {human_bytes(bound)} would do: the scheduler fetches as early as it can.",
+            f"at once, and {human_bytes(bound)} {why}.",
             e.fetched_at_once,
-            "fetch leaf by leaf, and tie each fetch to the result of a leaf before it: the next leaf and that result "
-            "through one jax.lax.optimization_barrier, both outputs used.",
+            remedy,
         )
 
 
@@ -266,6 +325,8 @@ KINDS: dict[str, Callable[[Evidence], Found]] = {
     "gradients_all_reduced": _grads_all_reduced,
     "state_whole": _state_whole,
     "state_not_donated": _state_not_donated,
+    "state_not_offloaded": _state_not_offloaded,
+    "offloaded_state_copied": _offloaded_copied,
     "offloaded_state_on_device": _offloaded_on_device,
     "replicated_leaves": _whole_leaves,
     "stack_gathered_before_loop": _stack_before_loop,

@@ -21,8 +21,11 @@ _CALLEES = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_INDEX = re.compile(r"\bindex=(\d+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+_ALIASES = re.compile(r"input_output_alias=\{(.*?)\}, (?:entry|num_|allow|frontend|replica|buffer)")
+_ALIASED = re.compile(r": \((\d+), ")
 _PARENTHESIS = re.compile(r"[()]")
 _HOST_SPACE = "S(5)"
 
@@ -89,6 +92,12 @@ class Instruction:
         found = _TRIPS.search(self.attrs)
         return int(found[1]) if found else None
 
+    @property
+    def index(self) -> int | None:
+        """Which element of a tuple a `get-tuple-element` takes, None for any other."""
+        found = _INDEX.search(self.attrs) if self.opcode == "get-tuple-element" else None
+        return int(found[1]) if found else None
+
     def callees(self, *roles: str) -> tuple[str, ...]:
         """Names of the computations it calls, in the given roles (`body`, `calls`, ...) or in any."""
         found = (m for m in _CALLEES.finditer(self.attrs) if not roles or m[1] in roles)
@@ -144,12 +153,14 @@ class Module:
       entry: name of the one that runs.
       partitions: number of devices it was partitioned for.
       has_backward: True where some instruction comes from the transpose of a differentiated function.
+      aliased: numbers of the parameters whose buffers results take.
     """
 
     computations: dict[str, Computation]
     entry: str
     partitions: int
     has_backward: bool
+    aliased: frozenset[int] = frozenset()
 
 
 def parse(text: str) -> Module:
@@ -183,8 +194,12 @@ def parse(text: str) -> Module:
         elif current is not None:
             current.lines.append(line)
             current.communicates |= "replica_groups=" in line or "source_target_pairs=" in line
-    partitions = _PARTITIONS.search(text[: text.find("\n")])
-    return Module(computations, entry, int(partitions[1]) if partitions else 1, "transpose(jvp(" in text)
+    head = text[: text.find("\n")]
+    partitions, aliases = _PARTITIONS.search(head), _ALIASES.search(head)
+    return Module(
+        computations, entry, int(partitions[1]) if partitions else 1, "transpose(jvp(" in text,
+        frozenset(map(int, _ALIASED.findall(aliases[1])) if aliases else ()),
+    )  # fmt: skip
 
 
 def parse_instruction(line: str) -> Instruction | None:

@@ -6,57 +6,81 @@ import collections
 import itertools
 from collections.abc import Mapping
 
-from jzero.proof.collectives import find_transfers
 from jzero.proof.hlo import Computation, Instruction, Module
 from jzero.proof.places import CALLERS
+from jzero.proof.transfers import Transfer, done_of, find_transfers
 
-SAME = frozenset(("get-tuple-element", "bitcast", "copy", "copy-done", "tuple", "optimization-barrier"))
+SAME = frozenset(
+    ("get-tuple-element", "bitcast", "copy", "copy-done", "tuple", "optimization-barrier", "opt-barrier")
+)
 
 
 def most_on_device(module: Module) -> int:
     """Most bytes of arrays from or for the host that a device holds at one moment of the schedule."""
-    copies: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    moves: dict[str, dict[str, Transfer]] = collections.defaultdict(dict)
     for t in find_transfers(module):
-        copies[t.computation][t.name] = t.to
-    return _alive(module, module.entry, copies)
+        moves[t.computation][t.name] = t
+    return _alive(module, module.entry, moves)
 
 
-def _alive(module: Module, name: str, copies: Mapping[str, Mapping[str, str]]) -> int:
+def _alive(module: Module, name: str, moves: Mapping[str, Mapping[str, Transfer]]) -> int:
     """The same for one computation, the loops that it runs included."""
     home = module.computations[name]
     change = [0] * (len(home.schedule) + 1)
-    for copy, to in copies.get(name, {}).items():
-        first, last, size = _stay(home, home.instructions[copy], to)
+    for t in moves.get(name, {}).values():
+        first, last, size = _stay(home, home.instructions[t.name], t, moves[name])
         change[first] += size
         change[last] -= size
     inner = (i.callees() if i.opcode in CALLERS else () for i in home.schedule)
-    called = (max((_alive(module, c, copies) for c in names), default=0) for names in inner)
+    called = (max((_alive(module, c, moves) for c in names), default=0) for names in inner)
     return max((n + m for n, m in zip(itertools.accumulate(change), called, strict=False)), default=0)
 
 
-def _stay(home: Computation, copy: Instruction, to: str) -> tuple[int, int, int]:
-    """From where to where in the schedule a copy's array is on the device, and its bytes.
+def _stay(
+    home: Computation, i: Instruction, t: Transfer, moves: Mapping[str, Transfer]
+) -> tuple[int, int, int]:
+    """From where to where in the schedule the array of a transfer is on the device, and its bytes.
 
-    One that is fetched stays from the start of the copy to its last reader, which may write in place; one that
-    is stored, from what makes it to the end of the copy.
+    One that is fetched stays from the start of the transfer to its last reader, which may write in place; one that
+    is stored, from what makes it to the end of the transfer.
     """
-    done = next((u for u in home.users.get(copy.name, ()) if u.opcode == "copy-done"), copy)
-    if to == "device":
-        return home.order[copy.name], _last_reader(home, done), done.nbytes
-    made = home.instructions[copy.operands[0]]
-    while made.opcode in SAME and made.operands:
-        made = home.instructions[made.operands[0]]
-    fetched = made.opcode == "copy-start"  # goes back as it came: counted as fetched
-    return home.order[made.name], home.order[done.name], 0 if fetched else done.nbytes
+    done = done_of(home, i)
+    if t.to == "device":
+        return home.order[i.name], _last_reader(home, done), t.bytes
+    made = _maker(home, i.operands[1 if "copy" not in i.opcode and len(i.operands) > 1 else 0])
+    fetched = (
+        made.name in moves and moves[made.name].to == "device"
+    )  # goes back as it came: counted as fetched
+    return home.order[made.name], home.order[done.name], 0 if fetched else t.bytes
+
+
+def _maker(home: Computation, name: str) -> Instruction:
+    """What computes or fetches a value that may have gone through tuples and barriers since."""
+    made, at = home.instructions[name], None
+    while (made.opcode in SAME or made.opcode.endswith("-done")) and made.operands:
+        if made.opcode == "get-tuple-element":
+            at = made.index
+        k, at = (at or 0, None) if made.opcode == "tuple" else (0, at)
+        made = home.instructions[made.operands[k]]
+    return made
 
 
 def _last_reader(home: Computation, value: Instruction) -> int:
     """Position of the last instruction that reads a value, the end of the schedule for a result."""
-    last, pending, seen = home.order[value.name], [value], {value.name}
+    last = home.order[value.name]
+    pending: list[tuple[str, int | None]] = [(value.name, None)]
+    seen: set[tuple[str, int | None]] = set()
     while pending:
-        for user in home.users.get(pending.pop().name, ()):
-            last = max(last, len(home.schedule) if user.is_root else home.order[user.name])
-            if user.opcode in SAME and user.name not in seen:
-                seen.add(user.name)
-                pending.append(user)
+        name, at = pending.pop()  # the value, or the element `at` of a tuple
+        for user in home.users.get(name, ()):
+            if user.opcode == "get-tuple-element" and at is not None and user.index != at:
+                continue
+            last = max(last, len(home.schedule) if user.is_root else home.order[done_of(home, user).name])
+            at_user = None if user.opcode == "get-tuple-element" else at
+            places = (
+                [k for k, o in enumerate(user.operands) if o == name] if user.opcode == "tuple" else [at_user]
+            )
+            further = {(user.name, k) for k in places if user.opcode in SAME} - seen
+            seen |= further
+            pending += further
     return last

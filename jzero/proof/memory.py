@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from jzero.layout import Layout
 from jzero.optim import init_shapes, unwrap, zero
 from jzero.proof.transformer import Transformer
 from jzero.proof.wire import wire_by_axes
-from jzero.sharding import Plan
+from jzero.sharding import HOST, Plan
 from jzero.specs import axis_size, shard_factor
 
 
@@ -26,8 +27,14 @@ class Estimate:
     Attributes:
       params: stored params.
       grads: reduced gradients; with accumulation the sum of them, in at least fp32.
-      opt_state: optimizer state and masters in device memory.
-      host: bytes of optimizer state in host memory.
+      opt_state: optimizer state and masters in device memory; with `offload` what stays there: single numbers, keys.
+      host: optimizer state and masters of one device in pinned host memory.
+      in_flight: with `offload`, state from the host that is on the device at once: `plan.in_flight_bytes`, at most
+        `host`.
+      to_device, to_host: bytes of one device over PCIe in a step, each direction. With `update="device"` every host
+        byte is read once and written once. A chain that takes a norm of its own updates, behind the moments, reads
+        the state twice: this closed form still says once, `explain(compiled).transfers` counts.
+      devices_per_process: devices of the mesh that the process with the most of them has; of a pod, those of a host.
       activations: what the forward pass saves for the backward pass; 0 without a `model`.
       working: what is alive on top at the worst moment; 0 without a `model`. One block computed again or the
         logits, and where weights are gathered on use the largest of them with its gradient.
@@ -42,6 +49,10 @@ class Estimate:
     grads: int
     opt_state: int
     host: int = 0
+    in_flight: int = 0
+    to_device: int = 0
+    to_host: int = 0
+    devices_per_process: int = 1
     activations: int = 0
     working: int = 0
     wire_by_axes: Mapping[str, int]
@@ -56,8 +67,21 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All device bytes: the model states, and what a `model` says of activations."""
-        return self.states + self.activations + self.working
+        """All device bytes: the model states, state in flight, and what a `model` says of activations."""
+        return self.states + self.in_flight + self.activations + self.working
+
+    @property
+    def host_per_process(self) -> int:
+        """Pinned host memory of one process, in bytes: what JAX's limit per process has to allow."""
+        return self.host * self.devices_per_process
+
+    @property
+    def host_per_node(self) -> int:
+        """Host memory of one node, in bytes, where a node runs one process, as in a pod.
+
+        With one process per GPU it is that of the node's processes together.
+        """
+        return self.host_per_process
 
     @property
     def wire(self) -> int:
@@ -72,8 +96,24 @@ class Estimate:
 
     def __str__(self) -> str:
         names = ["params", "grads", "opt_state"]
+        names += ["in_flight"] if self.host else []
         names += ["activations", "working"] if self.activations else []
-        rows = [(k, human_bytes(getattr(self, k))) for k in (*names, "total", "host")]
+        rows = [(k, human_bytes(getattr(self, k))) for k in (*names, "total")]
+        if self.host:
+            rows.append(("host", human_bytes(self.host)))
+            rows.append(
+                (
+                    "  per process",
+                    f"{human_bytes(self.host_per_process)} ({self.devices_per_process} devices)",
+                )
+            )
+            rows.append(("  per node", human_bytes(self.host_per_node)))
+            rows.append(
+                (
+                    "pcie / step",
+                    f"{human_bytes(self.to_device)} to device, {human_bytes(self.to_host)} to host",
+                )
+            )
         rows.append(("wire / step", f"{human_bytes(self.wire)} ({self.wire_psi:.2f} Psi)"))
         if len(self.wire_by_axes) > 1:
             rows += [(f"  over {axes}", human_bytes(size)) for axes, size in self.wire_by_axes.items()]
@@ -105,6 +145,7 @@ def estimate(
       summed in at least fp32. Wire per leaf: reduce-scatter and all-gather (n-1)/n B each, all-reduce
       2 (n-1)/n B. Stages 1 and 2: one reduce-scatter, one all-gather. Stage 3: two all-gathers and one
       reduce-scatter, each per micro-batch. With replicas the shard of a gradient is all-reduced among them.
+      PCIe with `offload`: the bytes of every host leaf on the device, once in each direction.
 
     Example:
       >>> import jax, jzero
@@ -122,11 +163,17 @@ def estimate(
     if model is not None and not isinstance(model, Transformer):
         raise TypeError(f"jzero.estimate: model must be a jzero.Transformer, got {type(model).__name__}.")
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
-    state, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
+    state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
+    counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts),
         grads=sum(_grad_bytes(x, plan, accumulate) for x in plan.layouts),
         opt_state=state,
+        host=host,
+        in_flight=min(plan.in_flight_bytes, host),
+        to_device=host,
+        to_host=host,
+        devices_per_process=max(counts.values()),
         activations=0 if model is None else model.saved,
         working=0 if model is None else model.working + _gathered_bytes(plan),
         wire_by_axes=wire_by_axes(plan, accumulate=accumulate),
@@ -152,16 +199,21 @@ def _gathered_bytes(plan: Plan) -> int:
     return 2 * max(sizes, default=0)
 
 
-def _state_bytes(plan: Plan, tx: Any) -> tuple[int, str]:
+def _state_bytes(plan: Plan, tx: Any) -> tuple[int, int, str]:
+    """Bytes of one device's state on the device and on the host."""
     tx = zero(unwrap(tx), plan)
     state = init_shapes(tx, plan.shapes)
-    rows = zip(jax.tree.leaves(state), plan.state_specs(state), strict=True)
-    return sum(leaf_bytes(x) // shard_factor(s, plan.mesh) for x, s in rows), "its own optimizer state"
+    held = {False: 0, True: 0}
+    leaves = jax.tree.leaves(state)
+    for x, spec, home in zip(leaves, plan.state_specs(state), plan.state_shardings(state), strict=True):
+        held[home.memory_kind == HOST] += leaf_bytes(x) // shard_factor(spec, plan.mesh)
+    return held[False], held[True], "its own optimizer state"
 
 
-def _adam_bytes(plan: Plan) -> tuple[int, str]:
-    total = 0
+def _adam_bytes(plan: Plan) -> tuple[int, int, str]:
+    held = {False: 0, True: 0}
     for x in plan.layouts:
         per_value = plan.config.adam_bytes(x.dtype)
-        total += math.prod(x.state_shape) * per_value // shard_factor(x.state, plan.mesh)
-    return total, "two moments per param assumed"
+        on_host = plan.config.offload is not None and math.prod(x.shape) > 1
+        held[on_host] += math.prod(x.state_shape) * per_value // shard_factor(x.state, plan.mesh)
+    return held[False], held[True], "two moments per param assumed"

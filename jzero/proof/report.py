@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding
 
 from jzero.proof import tables
 from jzero.proof.arguments import argument_bytes
-from jzero.proof.collectives import Site, Transfer, find_collectives, find_transfers
+from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
+from jzero.proof.transfers import Transfer, find_transfers
 from jzero.specs import whole_mesh
 
 
@@ -136,7 +137,8 @@ class Report:
 
     Attributes:
       collectives: the largest traffic first.
-      transfers: copies between host and device memory, in the order of the schedule.
+      transfers: what moves between pinned host memory and the device, in the order of the schedule: each with `to`
+        (`device` or `host`), `bytes` of one execution, `trips`, `asynchronous`, `phase`.
       memory: bytes per device; None where the backend does not tell.
       wire: totals.
       devices: number of devices of the program.
@@ -149,6 +151,13 @@ class Report:
     wire: Wire
     devices: int
     mesh_shape: Mapping[str, int] | None
+
+    @property
+    def pcie(self) -> dict[str, int]:
+        """Bytes of one device over PCIe in a step, loops counted: `{"to_device": ..., "to_host": ...}`."""
+        return {
+            f"to_{to}": sum(t.total_bytes for t in self.transfers if t.to == to) for to in ("device", "host")
+        }
 
     def __str__(self) -> str:
         return tables.render(self)

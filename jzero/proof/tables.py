@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -33,7 +32,11 @@ def render(report: Report) -> str:
     lines += lines_of(_collectives(report)) if report.collectives else [" none"]
     lines += [f" ... and {hidden} rows with less traffic"] if hidden > 0 else []
     lines += ["", "sent by one device in a step", *lines_of(_wire(report))] if report.collectives else []
-    lines += ["", "host memory", *_transfers(report)] if report.transfers else []
+    lines += (
+        ["", "host transfers of one device in a step", *lines_of(_transfers(report))]
+        if report.transfers
+        else []
+    )
     lines += (
         ["", "memory per device", *lines_of(_memory(report.memory))] if report.memory else ["", NO_MEMORY]
     )
@@ -98,13 +101,18 @@ def _wire(report: Report) -> Table:
     return table
 
 
-def _transfers(report: Report) -> Iterator[str]:
-    """One line per direction of host traffic."""
+def _transfers(report: Report) -> Table:
+    """One row per direction of host traffic; the number counts a transfer in a loop once for each trip."""
+    table = plain_table(
+        "", "bytes", "transfers", "asynchronous", right=("bytes", "transfers", "asynchronous")
+    )
     for to in ("device", "host"):
         moves = [t for t in report.transfers if t.to == to]
-        if moves:
-            total, paired = sum(t.bytes * t.trips for t in moves), sum(t.asynchronous for t in moves)
-            yield f" to {to}: {human_bytes(total)} in {len(moves)} copies, {paired} asynchronous"
+        total, count = sum(t.total_bytes for t in moves), sum(t.trips for t in moves)
+        apart = sum(t.total_bytes for t in moves if t.asynchronous)
+        share = f"{human_bytes(apart)} ({100 * apart / total:.0f} %)" if total else "-"
+        table.add_row(f"to {to}", human_bytes(total), str(count), share)
+    return table
 
 
 def _memory(m: Memory) -> Table:

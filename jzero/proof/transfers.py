@@ -1,0 +1,158 @@
+"""What a compiled program moves between host and device memory: every copy, and whether the program waits for it.
+
+[Note: forms of one transfer]
+Host memory is memory space 5 in a layout: `f32[8]{0:S(5)}`. A whole array moves by `copy-start` / `copy-done`, or by
+a plain `copy` that the program waits for. A piece of one moves by a `dynamic-slice` of a host array, or by a
+`dynamic-update-slice` of a device array into one: alone, or in a fusion of its own with `fusion-start` /
+`fusion-done`, named `dynamic-slice-start` and `dynamic-update-slice-start` and asynchronous. What moves is then the
+slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from jzero.proof.hlo import Computation, Instruction, Module, Shape
+from jzero.proof.places import CALLERS, Place, name_stack, phase_of, walk
+
+SAME = frozenset(
+    ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
+)
+CARRIES = CALLERS | SAME | {"parameter", "async-done", "async-update"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A copy between host and device memory, at one place of the program.
+
+    Attributes:
+      to: `device` or `host`.
+      name: of the instruction.
+      computation: where it stands.
+      bytes: of one execution, on one device.
+      loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
+      asynchronous: True where the program goes on between start and done.
+      phase: `forward`, `backward`, `update` or empty.
+    """
+
+    to: str
+    name: str
+    computation: str
+    bytes: int
+    loops: tuple[int, ...]
+    asynchronous: bool
+    phase: str = ""
+
+    @property
+    def trips(self) -> int:
+        """Executions per step; an unknown loop counts once."""
+        return math.prod(n or 1 for n in self.loops)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in a step: `bytes` x `trips`."""
+        return self.bytes * self.trips
+
+
+def find_transfers(module: Module) -> tuple[Transfer, ...]:
+    """Every copy between pinned host memory and the device, in the order of the schedule.
+
+    Args:
+      module: a parsed program.
+
+    Returns:
+      One `Transfer` for each direction of each instruction, once for each place it is called from.
+    """
+    every = ((place, i) for place in walk(module) for i in place.computation.schedule)
+    return tuple(transfer for place, i in every for transfer in _transfers(module, place, i))
+
+
+def done_of(home: Computation, i: Instruction) -> Instruction:
+    """The instruction that ends what `i` starts; itself where nothing does."""
+    if not i.opcode.endswith("-start"):
+        return i
+    return next((u for u in home.users.get(i.name, ()) if u.opcode.endswith("-done")), i)
+
+
+def _transfers(module: Module, place: Place, i: Instruction) -> Iterator[Transfer]:
+    if i.opcode in CARRIES or i.opcode.endswith("-done"):
+        return
+    home = place.computation
+    operands = [home.instructions[o] for o in i.operands if o in home.instructions]
+    hosted = [any(s.on_host for s in o.shapes) for o in operands]
+    if not any(hosted) and not any(s.on_host for s in i.shapes):
+        return
+    paired = i.opcode.endswith("-start") and '"is_sync":true' not in i.attrs
+    result = done_of(home, i).shapes if done_of(home, i) is not i else i.shapes
+    if i.opcode in ("copy", "copy-start"):
+        moves = _copied(result, i.shapes[1].on_host if len(i.shapes) > 1 else any(hosted))
+    else:
+        held = {o.name for o, on_host in zip(operands, hosted, strict=True) if on_host}
+        moves = {
+            "device": sum(_read(module, home, i, name) for name in held),
+            "host": sum(_written(module, home, i, result)) if any(s.on_host for s in result) else 0,
+        }
+    for to, size in moves.items():
+        if size:
+            phase = phase_of(name_stack(place, i), module.has_backward)
+            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase)
+
+
+def _copied(result: Sequence[Shape], from_host: bool) -> dict[str, int]:
+    """A copy within one memory is no transfer."""
+    target = result[0]
+    return {} if target.on_host == from_host else {"host" if target.on_host else "device": target.nbytes}
+
+
+def _read(module: Module, home: Computation, i: Instruction, value: str) -> int:
+    """Bytes of an array that an instruction reads: slices of it, else all."""
+    whole = home.instructions[value].nbytes
+    if i.opcode in ("dynamic-slice", "slice"):
+        return i.nbytes if i.operands[0] == value else whole
+    if i.opcode == "dynamic-update-slice":
+        return 0 if i.operands[0] == value else whole
+    inside = _inside(module, i)
+    if inside is None:
+        return whole
+    at = [k for k, o in enumerate(i.operands) if o == value]
+    parts = [_used(module, inside, inside.parameters[k].name) for k in at if k in inside.parameters]
+    return min(whole, sum(parts))
+
+
+def _used(module: Module, home: Computation, value: str) -> int:
+    total = 0
+    for user in home.users.get(value, ()):
+        same = user.opcode in SAME and not user.is_root
+        total += _used(module, home, user.name) if same else _read(module, home, user, value)
+    return total
+
+
+def _written(module: Module, home: Computation, i: Instruction, result: Sequence[Shape]) -> Iterator[int]:
+    """Bytes of each host array among the results of an instruction: the slice that it puts there, else all."""
+    inside = _inside(module, i)
+    if inside is not None:
+        root = next(r for r in inside.schedule if r.is_root)
+        outs = [inside.instructions[o] for o in root.operands] if root.opcode == "tuple" else [root]
+        for out, shape in zip(outs, result, strict=False):
+            made = _origin(inside, out)
+            if shape.on_host and made.opcode != "parameter":  # an array that is passed through
+                yield from _written(module, inside, made, made.shapes if len(made.shapes) > 1 else (shape,))
+    elif i.opcode == "dynamic-update-slice":
+        yield home.instructions[i.operands[1]].nbytes
+    else:
+        yield sum(s.nbytes for s in result if s.on_host)
+
+
+def _origin(home: Computation, value: Instruction) -> Instruction:
+    while value.opcode in ("bitcast", "get-tuple-element") and value.operands[0] in home.instructions:
+        value = home.instructions[value.operands[0]]
+    return value
+
+
+def _inside(module: Module, i: Instruction) -> Computation | None:
+    """The computation of a fusion or of an asynchronous call."""
+    if i.opcode.removesuffix("-start") not in ("fusion", "async"):
+        return None
+    return next((module.computations[c] for c in i.callees("calls") if c in module.computations), None)
