@@ -144,9 +144,8 @@ def dot_gradient(eqn, at: int, other, cotangent, part: tuple[int, int, int] | No
 
 def on_host(fn: Callable) -> Callable:
     """A function of arrays in host memory to a flat list, computed by the host; its results lie there too."""
-    new = getattr(
-        compute_on, "compute_on2", compute_on.compute_on
-    )  # 0.11 gave the old name to the new function
+    # jax 0.11 gave the old name to the new function
+    new: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
     return new(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
 
 

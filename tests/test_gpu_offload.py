@@ -7,10 +7,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from test_check import QUICK, state_of, tokens, train_step
 
 import jzero
+from jzero.proof.hlo import parse
+from jzero.proof.transfers import find_transfers
 
 pytest.importorskip(
     "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
@@ -85,3 +89,118 @@ def test_what_is_on_the_device_does_not_grow_with_the_leaves(chain):
         assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
         assert memory.host_output_size_in_bytes == memory.host_argument_size_in_bytes
         assert memory.host_temp_size_in_bytes == 0
+
+
+def test_a_large_leaf_is_taken_in_pieces():
+    compiled, plan = program(4, "adam", wider=32)
+    memory = compiled.memory_analysis()
+    grads = sum(
+        2 * math.prod(x.state_shape) // 8 for x in plan.layouts
+    )  # an argument cannot be filled in place
+    assert group_bytes(plan) > 5 * BOUND
+    assert memory.temp_size_in_bytes <= grads + 1.5 * BOUND
+    assert memory.host_temp_size_in_bytes == 0
+    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
+
+
+@pytest.mark.parametrize(("count", "wider"), [(12, 1), (48, 1), (4, 32)])
+def test_the_creation_of_the_state_is_bounded_too(count, wider):
+    compiled, plan = creation(count, wider)
+    memory = compiled.memory_analysis()
+    assert memory.host_output_size_in_bytes >= 12 * sum(math.prod(x.state_shape) for x in plan.layouts) // 8
+    assert memory.temp_size_in_bytes <= BOUND
+    assert memory.host_temp_size_in_bytes == 0
+
+
+@pytest.mark.parametrize(("chain", "times"), [("adam", 1), ("clipped updates", 2)])
+def test_every_byte_crosses_once_each_way_asynchronously(chain, times):
+    compiled, _ = program(12, chain)
+    held = compiled.memory_analysis().host_argument_size_in_bytes
+    found = find_transfers(parse(compiled.as_text()))
+    moved = {to: sum(t.total_bytes for t in found if t.to == to) for to in ("device", "host")}
+    assert moved["host"] == held
+    # a norm of the updates reads the moments, and not the masters, once more
+    assert moved["device"] == pytest.approx(held * (1 if times == 1 else 5 / 3), rel=0.01)
+    assert all(t.asynchronous for t in found)
+
+
+def overlaps(compiled) -> tuple[int, int]:
+    """How many fetches there are, and how many begin while something is being written to the host."""
+    module = parse(compiled.as_text())
+    entry = module.computations[module.entry]
+    to = {t.name: t.to for t in find_transfers(module)}
+    writing, fetches, beside = set(), 0, 0
+    for i in entry.schedule:
+        if to.get(i.name) == "host":
+            writing.add(i.name)
+        elif to.get(i.name) == "device":
+            fetches, beside = fetches + 1, beside + bool(writing)
+        elif i.opcode.endswith("-done"):
+            writing -= set(i.operands)
+    return fetches, beside
+
+
+@pytest.mark.parametrize(("count", "wider"), [(12, 1), (4, 32)])
+def test_fetches_begin_while_the_unit_before_is_written(count, wider):
+    fetches, beside = overlaps(program(count, "adam", wider=wider)[0])
+    assert fetches >= 3 * count
+    assert beside >= fetches / 3
+
+
+def gpt(stage, scan, **fields):
+    state, plan = state_of(stage, scan=scan, **fields)
+    compiled = jzero.pod("h200").compile(
+        train_step, state, tokens(), donate_argnums=0, compiler_options=QUICK
+    )
+    return compiled, plan
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_train_step_communicates_as_without(stage, scan):
+    there, plan = gpt(stage, scan, offload="host")
+    here, plain = gpt(stage, scan)
+    report, without = jzero.explain(there, plan), jzero.explain(here, plain)
+    assert report.wire.total == pytest.approx(without.wire.total, rel=0.01)
+    ops = [{c.op for c in r.collectives if c.bytes > 10**5} for r in (report, without)]
+    assert ops[0] == ops[1]
+    state = there.memory_analysis().host_argument_size_in_bytes
+    assert state == there.memory_analysis().host_alias_size_in_bytes
+    assert report.memory.arguments <= without.memory.arguments - 0.99 * state
+    assert there.memory_analysis().host_temp_size_in_bytes == 0
+    jzero.check(there, plan)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_state_is_fetched_before_the_gradients_only_when_asked_for(prefetch):
+    compiled, _ = gpt(2, False, offload=jzero.Offload(prefetch=prefetch))
+    module = parse(compiled.as_text())
+    schedule = module.computations[module.entry].schedule
+    fetched = {t.name for t in find_transfers(module) if t.to == "device"}
+    first = min(n for n, i in enumerate(schedule) if i.name in fetched)
+    backward = max(n for n, i in enumerate(schedule) if "transpose(jvp" in i.op_name)
+    assert (first < backward) == prefetch
+
+
+@pytest.mark.parametrize("chain", ["adam", "steps"])
+def test_an_update_on_the_host_moves_gradients_and_params_alone(chain):
+    compiled, plan = program(12, chain, update="host")
+    memory = compiled.memory_analysis()
+    values = sum(math.prod(x.state_shape) for x in plan.layouts) // 8
+    found = find_transfers(parse(compiled.as_text()))
+    moved = {to: sum(t.total_bytes for t in found if t.to == to) for to in ("device", "host")}
+    assert moved["device"] == pytest.approx(2 * values, rel=0.02)
+    assert moved["host"] == pytest.approx(
+        (2 + 2) * values, rel=0.02
+    )  # the gradient and the param as it is now
+    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
+    assert memory.host_temp_size_in_bytes <= BOUND + group_bytes(plan, 16)  # what the host copies is bounded
+
+
+def test_select_keeps_state_on_the_host():
+    plan = plan_for(12, 3)
+    state = abstract_state(jzero.zero(CHAINS["lion"](), plan), plan)
+    pred = jax.ShapeDtypeStruct((), jnp.bool_)
+    memory = jzero.pod("h200").compile(jzero.select, pred, state, state).memory_analysis()
+    assert memory.host_output_size_in_bytes == memory.host_argument_size_in_bytes // 2
+    assert memory.temp_size_in_bytes <= 6 * 2 * 4 * np.prod((1024, 4096)) // 8
