@@ -120,7 +120,7 @@ def test_fetched_leaf_by_leaf(scan):
 
 @pytest.mark.parametrize(
     ("stage", "scan", "clip"),
-    [(1, False, True), (2, False, False), (3, False, True), (2, True, True), (3, True, True)],
+    [(1, False, True), (3, False, True), (2, True, True), (3, True, True)],
 )
 def test_own_programs_are_clean(stage, scan, clip):
     compiled, plan = own_program(stage, scan, clip)
