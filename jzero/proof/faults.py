@@ -133,7 +133,7 @@ def _state_not_offloaded(e: Evidence) -> Found:
     named = [x for x in e.state if x.in_opt_state]
     leaves = named or [x for x in e.state if x.layout is not None and not x.is_param]
     leaves = [x for x in leaves if math.prod(x.shape) > 1 and x.held]
-    here = [x for x in leaves if not (x.on_host and x.returned_on_host)]
+    here = [x for x in leaves if not (x.on_host and (x.returned_on_host or e.on_cpu))]
     total, size = sum(x.held for x in leaves), sum(x.held for x in here)
     if size > (0 if named else total // 2):  # other copies of the params (an EMA) stay on the device
         back = sum(x.on_host for x in here)
