@@ -291,7 +291,9 @@ class _Step:
             (shards, grads), (inner, master) = fixed, self.cut(*state)
             return self(shards, self.masters(shards, master), grads, inner, master)
 
-        state_homes = homes_of((inner, master), plan)
+        state_homes = homes_of(
+            (inner, self.tree.unflatten(master)), plan
+        )  # a layout is found by the path of its param
         first = len(jax.tree.leaves(shards))
 
         def out_homes(out):

@@ -6,9 +6,14 @@ device. So the function is cut into units (`units.py`), and a barrier makes the 
 i-2 wrote: while one unit is updated, the one before it is written and the next one fetched. On the program compiled
 for an H200 a barrier over arrays in host memory costs nothing: it moves no bytes and the buffers stay in place.
 
+[Note: two lanes]
+The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a unit and then all fetches of the
+next. So array n of unit i is written after array n of unit i+1 has been fetched, and array n of unit i+1 is fetched
+after array n-2 of unit i has been written: fetch n+1 and write n are all that can run, and they run beside each other.
+
 [Note: update on the host]
-The gradient goes to the host instead, the unit is computed there (`compute_on("device_host")`), and what the device
-needs comes back: 2 + 2 bytes per parameter over PCIe for 16-bit params instead of 24. Single numbers come from the
+Gradient and param go to the host instead, the unit is computed there (`compute_on("device_host")`), and what the device
+needs comes back: 4 + 2 bytes per parameter over PCIe for 16-bit params instead of 24. Single numbers come from the
 device. XLA joins host computations that nothing keeps apart, and copies what they are given: the same ties bound that
 copy.
 """
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +32,7 @@ import numpy as np
 
 from jzero import jaxprs
 from jzero.graph import LAYOUT, REDUCTIONS, Graph, on_piece
-from jzero.units import ALIVE, Cut, Excess, Home, Piece, Unit
+from jzero.units import Cut, Excess, Home, Piece, Unit
 
 
 def stream(
@@ -91,41 +97,75 @@ class _Run:
 
     def results(self) -> list[Any]:
         """All results, each in its home."""
-        for unit in (*self.cut.scalars, *self.cut.units):
-            self._run(unit)
+        units = [*self.cut.scalars, *self.cut.units]
+        env = self._exchange((), [], units[0]) if units else {}
+        for unit, later in itertools.zip_longest(units, units[1:]):
+            outs = self._computed(unit, env)
+            env = self._exchange(unit.values, outs, later, unit.piece)
+            self.wrote.append(unit.values)
         return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_homes, strict=True)]
 
     def _result(self, value: int, home: Home):
         if value in self.written:
             return self.written[value].reshape(self.graph.avals[value].shape)
         if value in self.host:
-            return self.host[value] if home.sharding else self._to_device(self.host[value], value, None)
+            return self.host[value] if home.sharding else self._fetch(value, None)
         found = self._evaluate(value, self.values)
         return home.take(found)
 
-    def _run(self, unit: Unit) -> None:
-        """One unit: fetch, compute, write back."""
-        tie = _Tie(self)
-        with jax.named_scope("jzero.fetch"):
-            found = tie.after([self._source(s, unit.piece) for s in unit.sources])
-            env = {s: self._to_device(x, s, unit.piece) for s, x in zip(unit.sources, found, strict=True)}
+    def _computed(self, unit: Unit, env: dict[int, Any]) -> list[Any]:
+        """The results of a unit, or their pieces, on the device."""
+        tie = None if unit.sources else _Tie(self, 2)
         if unit.piece is None:
-            outs = [self._evaluate(v, env, None if unit.sources else tie) for v in unit.values]
-        else:
-            outs = [self._piece(v, env, unit.piece, None if unit.sources else tie) for v in unit.values]
-        with jax.named_scope("jzero.write_back"):
-            for value, out in zip(unit.values, outs, strict=True):
-                self._write(value, out, unit.piece)
-        self.wrote.append(unit.values)
+            return [self._evaluate(v, env, tie) for v in unit.values]
+        return [self._piece(v, env, unit.piece, tie) for v in unit.values]
 
-    def _source(self, source: int, piece: Piece | None):
-        """A host argument, or its piece as it is now."""
+    def _exchange(
+        self, values, outs: list[Any], later: Unit | None, piece: Piece | None = None
+    ) -> dict[int, Any]:
+        """Write the results of one unit and fetch the arguments of the next: see [Note: two lanes]."""
+        hosted = [
+            (v, x) for v, x in zip(values, outs, strict=True) if self.cut.home_of(v).sharding is not None
+        ]
+        for v, x in zip(values, outs, strict=True):
+            if self.cut.home_of(v).sharding is None:
+                self._write(v, x, piece)
+        sources = () if later is None else later.sources
+        self._wait_for(sources, _Tie(self, 1))
+        env: dict[int, Any] = {}
+        for n in range(max(len(hosted), len(sources))):
+            if n < len(sources):
+                with jax.named_scope("jzero.fetch"):
+                    if 2 <= n < len(hosted) + 2:
+                        self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 2][0]]))
+                    env[sources[n]] = self._fetch(sources[n], later.piece if later else None)
+            if n < len(hosted):
+                value, out = hosted[n]
+                with jax.named_scope("jzero.write_back"):
+                    if n < len(sources):
+                        out, env[sources[n]] = jax.lax.optimization_barrier((out, env[sources[n]]))
+                    self._write(value, out, piece)
+        return env
+
+    def _wait_for(self, sources: Sequence[int], tie: _Tie) -> None:
+        """Host arguments, whole, only once the tie holds: a slice before the barrier would be fetched before it."""
+        places = [(self.host, s) if s not in self.filled else (self.written, self.filled[s]) for s in sources]
+        found = tie.after([store[key] for store, key in places])
+        for (store, key), x in zip(places, found, strict=True):
+            store[key] = x
+
+    def _fetch(self, source: int, piece: Piece | None):
+        """A host argument, or its piece as it is now, on the device."""
         at = self.filled.get(source)
         x = self.host[source] if at is None else self.written[at]
-        return x if piece is None else piece.of(x)
+        home = self.cut.homes[source]
+        if piece is None:
+            return jax.device_put(x, home.on_device)
+        return jax.device_put(piece.of(self._viewed(x, piece, home)), piece.layout)
 
-    def _to_device(self, x, source: int, piece: Piece | None):
-        return jax.device_put(x, self.cut.homes[source].on_device if piece is None else piece.layout)
+    def _viewed(self, x, piece: Piece, home: Home):
+        """A host array in the shape of which pieces are taken; pinned, or XLA may split it on another dim."""
+        return jax.lax.with_sharding_constraint(jnp.reshape(x, piece.view), home.of(piece.layout))
 
     def _evaluate(self, value: int, env: dict[int, Any], tie: _Tie | None = None, *, keep: bool = False):
         """A whole value; what reads no host argument, and single numbers, is kept for other units.
@@ -187,7 +227,7 @@ class _Run:
         if home.replaces is not None:
             source = self.graph.ins[home.replaces]
             self.filled[source] = value
-            return jnp.reshape(self.host[source], piece.view)
+            return self._viewed(self.host[source], piece, home)
         for source in self.gate:
             same = self.graph.avals[source]
             if source not in self.filled and (same.shape, same.dtype) == (aval.shape, aval.dtype):
@@ -201,16 +241,26 @@ class _Run:
 class _HostRun(_Run):
     """[Note: update on the host]: see there."""
 
-    def _run(self, unit: Unit) -> None:
-        if not unit.sources or self.graph.is_small(unit.values[0]):
-            super()._run(unit)
-            return
+    def results(self) -> list[Any]:
+        """All results, each in its home."""
+        for unit in (*self.cut.scalars, *self.cut.units):
+            if unit.sources and not self.graph.is_small(unit.values[0]):
+                self._on_host(unit)
+            else:
+                self._wait_for(unit.sources, _Tie(self, 2))
+                env = {s: self._fetch(s, None) for s in unit.sources}
+                for value, out in zip(unit.values, self._computed(unit, env), strict=True):
+                    self._write(value, out, None)
+            self.wrote.append(unit.values)
+        return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_homes, strict=True)]
+
+    def _on_host(self, unit: Unit) -> None:
         inputs = [v for v in self._inputs(unit) if v not in unit.sources]
         for v in inputs:
             self._evaluate(v, {})
         with jax.named_scope("jzero.to_host"):
-            sources = [self._source(s, None) for s in unit.sources]
-            late = _Tie(self).after([self.values[v] for v in inputs])
+            sources = [self.host[s] for s in unit.sources]
+            late = _Tie(self, 2).after([self.values[v] for v in inputs])
             late = [jax.device_put(x, jax.memory.Space.Host) for x in late]
 
         def update(*arrays):
@@ -228,7 +278,6 @@ class _HostRun(_Run):
                 self.written[value] = jax.device_put(out, jax.memory.Space.Device)
             else:
                 self.written[value] = jax.lax.with_sharding_constraint(out, home.sharding)
-        self.wrote.append(unit.values)
 
     def _inputs(self, unit: Unit) -> list[int]:
         """What a unit reads: arguments, and single numbers, which the device computes."""
@@ -256,11 +305,14 @@ class _Given:
 
 
 class _Tie:
-    """What makes arrays wait until the unit before the last has written; the first units wait for the gate."""
+    """What makes arrays wait: for some results to be written, or for what a unit `back` from the last one wrote.
 
-    def __init__(self, run: _Run):
+    With fewer units before it, for the gate.
+    """
+
+    def __init__(self, run: _Run, back: int, values: Sequence[int] = ()):
         self.run = run
-        self.waits_for = run.gate if len(run.wrote) < ALIVE - 1 else run.wrote[1 - ALIVE]
+        self.waits_for = values or (run.gate if len(run.wrote) < back else run.wrote[-back])
 
     def after(self, arrays: list[Any]) -> list[Any]:
         """The same arrays, there only once what they wait for is."""

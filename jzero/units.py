@@ -56,13 +56,18 @@ class Home:
         assert self.sharding is not None
         return self.sharding.with_memory_kind("device")
 
+    def of(self, layout: NamedSharding) -> NamedSharding:
+        """A layout in the memory of this home."""
+        kind = "device" if self.sharding is None else str(self.sharding.memory_kind)
+        return layout.with_memory_kind(kind)
+
     def take(self, x, layout: NamedSharding | None = None):
         """An array from device memory, in this home; `layout`: of a piece of it, in device memory."""
         if self.sharding is None:
             return x
         layout = layout or self.on_device
         x = jax.lax.with_sharding_constraint(x, layout)  # a copy to the host alone does not pin a layout
-        return jax.device_put(x, layout.with_memory_kind(str(self.sharding.memory_kind)))
+        return jax.device_put(x, self.of(layout))
 
 
 DEVICE = Home()

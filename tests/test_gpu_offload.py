@@ -144,7 +144,9 @@ def overlaps(compiled) -> tuple[int, int]:
 def test_fetches_begin_while_the_unit_before_is_written(count, wider):
     fetches, beside = overlaps(program(count, "adam", wider=wider)[0])
     assert fetches >= 3 * count
-    assert beside >= fetches / 3
+    assert (
+        beside >= fetches / 4
+    )  # the others begin beside a fetch, or while the one write left is tied to them
 
 
 def gpt(stage, scan, **fields):
@@ -169,6 +171,17 @@ def test_a_train_step_communicates_as_without(stage, scan):
     assert report.memory.arguments <= without.memory.arguments - 0.99 * state
     assert there.memory_analysis().host_temp_size_in_bytes == 0
     jzero.check(there, plan)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_stack_of_as_many_layers_as_devices_is_taken_in_pieces(stage):
+    """The state of a stack is split on another dim than its layers, which the devices divide as well."""
+    compiled, plan = gpt(stage, True, offload=jzero.Offload(in_flight_bytes=2**20), layers=8)
+    moved = jzero.explain(compiled, plan).pcie
+    state = compiled.memory_analysis().host_argument_size_in_bytes
+    assert state > 2 * 2**20
+    assert moved["to_device"] == moved["to_host"] == state
+    jzero.check(compiled, plan)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

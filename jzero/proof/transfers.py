@@ -5,7 +5,8 @@ Host memory is memory space 5 in a layout: `f32[8]{0:S(5)}`. A whole array moves
 a plain `copy` that the program waits for. A piece of one moves by a `dynamic-slice` of a host array, or by a
 `dynamic-update-slice` of a device array into one: alone, or in a fusion of its own with `fusion-start` /
 `fusion-done`, named `dynamic-slice-start` and `dynamic-update-slice-start` and asynchronous. What moves is then the
-slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus.
+slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus. A host
+computation (`HostExecute`) reads and writes its own memory; of device arrays it is given copies, and fills some.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jzero.proof.places import CALLERS, Place, name_stack, phase_of, walk
 SAME = frozenset(
     ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
 )
+ON_HOST = 'custom_call_target="HostExecute"'
 CARRIES = CALLERS | SAME | {"parameter", "async-done", "async-update"}
 
 
@@ -86,7 +88,12 @@ def _transfers(module: Module, place: Place, i: Instruction) -> Iterator[Transfe
         return
     paired = i.opcode.endswith("-start") and '"is_sync":true' not in i.attrs
     result = done_of(home, i).shapes if done_of(home, i) is not i else i.shapes
-    if i.opcode in ("copy", "copy-start"):
+    if ON_HOST in i.attrs:
+        moves = {
+            "device": sum(s.nbytes for s in result if not s.on_host),
+            "host": sum(s.nbytes for o in operands for s in o.shapes if not s.on_host),
+        }
+    elif i.opcode in ("copy", "copy-start"):
         moves = _copied(result, i.shapes[1].on_host if len(i.shapes) > 1 else any(hosted))
     else:
         held = {o.name for o, on_host in zip(operands, hosted, strict=True) if on_host}
