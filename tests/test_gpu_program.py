@@ -42,10 +42,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     scan: bool
     layers: int
+    vocab: int
 
     @nn.compact
     def __call__(self, tokens):
-        embed = nn.Embed(VOCAB, DIM, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+        embed = nn.Embed(self.vocab, DIM, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
         x = embed(tokens)
         block = nn.remat(Block, prevent_cse=not self.scan)
         if self.scan:
@@ -58,8 +59,8 @@ class Gpt(nn.Module):
         return embed.attend(nn.LayerNorm(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(x)).astype(jnp.float32)
 
 
-def create(scan, layers=None):
-    model = Gpt(scan, layers or (SCANNED if scan else LAYERS))
+def create(scan, layers=None, vocab=VOCAB):
+    model = Gpt(scan, layers or (SCANNED if scan else LAYERS), vocab)
     params = model.init(jax.random.key(0), jnp.zeros((1, SEQ), jnp.int32))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(3e-4))
 
@@ -74,10 +75,10 @@ def train_step(state, batch):
 
 
 @functools.cache
-def compiled(stage, n, scan=False, min_shard_bytes=16 * 1024):
+def compiled(stage, n, scan=False, min_shard_bytes=16 * 1024, **size):
     pod = jzero.pod("h200", hosts=n // 8, gpus_per_host=8)
     state = jzero.abstract(
-        lambda: create(scan), stage=stage, mesh=pod.mesh({"data": n}), min_shard_bytes=min_shard_bytes
+        lambda: create(scan, **size), stage=stage, mesh=pod.mesh({"data": n}), min_shard_bytes=min_shard_bytes
     )
     plan = jzero.plan_of(state)
     batch = {"tokens": jax.ShapeDtypeStruct((n, SEQ), jnp.int32)}
