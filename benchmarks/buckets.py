@@ -17,28 +17,15 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent)]
 
 import jax
-import jax.numpy as jnp
-import optax
 import peak
-
-import jzero
 
 MIB = 2**20
 
 
 def measure(model, stage: int, hosts: int, bucket: int, options: bool, clip: bool):
     """The report of the step compiled for H100."""
-    pod = jzero.pod("h100", hosts=hosts)
-    tx = optax.adamw(3e-4)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
-    config = jzero.ZeroConfig(stage=stage, bucket_bytes=bucket)
-    state = jzero.abstract(lambda: peak.create(model, tx), config, mesh=pod.mesh({"data": 8 * hosts}))
-    plan = jzero.plan_of(state)
-    tokens = jax.ShapeDtypeStruct((8 * hosts, model.seq), jnp.int32)
-    given = plan.compiler_options if options else None
-    batch = {"x": tokens, "y": tokens}
-    program = pod.compile(peak.train_step, state, batch, donate_argnums=0, compiler_options=given)
-    return jzero.explain(program, plan)
+    own = "plan" if options else None
+    return peak.compiled(model, stage, hosts, clip, own, bucket_bytes=bucket)[2]
 
 
 def row(report) -> tuple[int, float, float]:

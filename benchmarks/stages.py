@@ -2,7 +2,7 @@
 
     python benchmarks/stages.py            # about 3 minutes on two cores; needs jzero[pod], no GPU
 
-The step is that of tests/test_gpu_program.py: 12 unrolled layers, bf16, Flax's `apply_gradients`, remat.
+The step is that of tests/test_gpu_program.py, with 12 unrolled layers: bf16, Flax's `apply_gradients`, remat.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(n: int = 64) -> None:
     print("| stage | split | states, estimated | states, compiled | temp, compiled | wire / step |")
     print("|---|---|---|---|---|---|")
     for stage, row in STAGES.items():
-        plan, estimate, report = program.compiled(stage, n)
+        plan, estimate, report = program.compiled(stage, n, layers=12, vocab=2048)
         assert report.memory is not None
         split = [name for name in ("params", "grads", "state") if getattr(row, name)]
         held = report.memory.arguments / 1e6

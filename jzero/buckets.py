@@ -28,7 +28,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class Flat:
         """The weights that a step uses, each once; none for a step that only changes a stored weight."""
         if step.eqn.primitive.name in ON_SHARD:
             return []
-        return list(dict.fromkeys(a for a in step.ins if not jaxprs.is_literal(a) and a in self.parent))
+        return list(dict.fromkeys(a for a in step.ins if _is_in(a, self.parent)))
 
 
 @dataclasses.dataclass
@@ -135,7 +135,7 @@ def flatten(jaxpr, weights: Sequence[bool]) -> Flat:
 
         for eqn in jaxpr.eqns:
             atoms = tuple(at(a) for a in eqn.invars)
-            weighty = [a for a in atoms if not jaxprs.is_literal(a) and a in parent]
+            weighty = [a for a in atoms if _is_in(a, parent)]
             if weighty and eqn.primitive.name in jaxprs.INLINE:
                 inner, consts = jaxprs.opened(eqn.params["jaxpr"])
                 own = next(numbers)
@@ -147,11 +147,9 @@ def flatten(jaxpr, weights: Sequence[bool]) -> Flat:
             if weighty and eqn.primitive.name in ON_SHARD:
                 parent[outs[0]] = weighty[0]
             if weighty and eqn.primitive.name in (*jaxprs.REMAT, "cond"):
-                branches = eqn.params.get("branches") or [eqn.params["jaxpr"]]
-                operands = atoms[1:] if "branches" in eqn.params else atoms
-                handed = handed_through(
-                    branches, [not jaxprs.is_literal(a) and a in parent for a in operands]
-                )
+                bodies, skipped = _region(eqn)
+                operands = atoms[skipped:]
+                handed = handed_through(bodies, [_is_in(a, parent) for a in operands])
                 parent.update((k, operands[i]) for k, i in zip(outs, handed, strict=True) if i is not None)
             steps.append(Step(eqn, outer, atoms, outs))
             place.update(zip(eqn.outvars, outs, strict=True))
@@ -169,30 +167,24 @@ def activation_bytes(jaxpr, weights: Sequence[bool]) -> int:
     for step in flat.steps:
         if not flat.reads(step):
             continue
-        inner = _inner(step)
-        if inner is not None:
-            total += activation_bytes(inner[0], [a in flat.parent for a in inner[1]])
+        bodies, skipped = _region(step.eqn)
+        if bodies:  # of branches the first
+            weighty = [_is_in(a, flat.parent) for a in step.ins[skipped:]]
+            total += activation_bytes(jaxprs.opened(bodies[0])[0], weighty)
             continue
-        keys = {a for a in step.ins if not jaxprs.is_literal(a) and a in data and _floating(a[1])}
-        total += sum(math.prod(k[1].aval.shape) * k[1].aval.dtype.itemsize for k in keys)
+        avals = [v.aval for _, v in _activations(step, data)]
+        total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
     return total
 
 
-def _inner(step: Step) -> tuple[Any, Sequence[Any]] | None:
-    """The body of a region or a loop, and what is handed to it; of a branch the first; None for a plain equation."""
-    params, name = step.eqn.params, step.eqn.primitive.name
+def _region(eqn) -> tuple[Sequence[Any], int]:
+    """The bodies of a region, a loop or branches, and how many leading operands they do not get; none: a plain one."""
+    params, name = eqn.params, eqn.primitive.name
     if name == "while":
-        own = params["cond_nconsts"]
-        return jaxprs.opened(params["body_jaxpr"])[0], [_key(a) for a in step.ins[own:]]
+        return [params["body_jaxpr"]], params["cond_nconsts"]
     if name == "cond":
-        return jaxprs.opened(params["branches"][0])[0], [_key(a) for a in step.ins[1:]]
-    if name == "scan" or name in jaxprs.REMAT:
-        return jaxprs.opened(params["jaxpr"])[0], [_key(a) for a in step.ins]
-    return None
-
-
-def _key(atom) -> Any:
-    return None if jaxprs.is_literal(atom) else atom
+        return params["branches"], 1
+    return ([params["jaxpr"]], 0) if name == "scan" or name in jaxprs.REMAT else ([], 0)
 
 
 def handed_through(regions: Sequence[Any], weights: Sequence[bool]) -> list[int | None]:
@@ -250,9 +242,11 @@ def find_buckets(flat: Flat, sizes: Mapping[Key, int], limit: int, prefetch: int
 
 def _first_inside(flat: Flat, step: Step, sizes, limit: int, prefetch: int) -> list[Key]:
     """The weights of the first buckets in a region, as they are called outside."""
-    is_weight = [not jaxprs.is_literal(a) and a in flat.parent for a in step.ins]
-    inner = flatten(jaxprs.opened(step.eqn.params["jaxpr"])[0], is_weight)
-    outside = {k: a for k, a, w in zip(inner.ins, step.ins, is_weight, strict=True) if w}
+    (body,), skipped = _region(step.eqn)
+    operands = step.ins[skipped:]
+    is_weight = [_is_in(a, flat.parent) for a in operands]
+    inner = flatten(jaxprs.opened(body)[0], is_weight)
+    outside = {k: a for k, a, w in zip(inner.ins, operands, is_weight, strict=True) if w}
     own = {k: sizes[flat.root(a)] for k, a in outside.items()}
     first = find_buckets(inner, own, limit, prefetch)[:prefetch]
     return list(dict.fromkeys(outside[inner.root(k)] for b in first for k in b.weights))
@@ -285,19 +279,29 @@ def find_ties(flat: Flat, buckets: Sequence[Bucket], prefetch: int) -> Iterator[
 def _entry(flat: Flat, bucket: Bucket, data: set[Key]) -> tuple[int, tuple[Key, ...]] | None:
     """Where a bucket begins: the first step from its first use on that reads activations, and these."""
     for at in range(bucket.steps[0], bucket.steps[-1] + 1):
-        keys = [a for a in flat.steps[at].ins if not jaxprs.is_literal(a) and a in data and _floating(a[1])]
+        keys = _activations(flat.steps[at], data)
         if keys:
-            return at, tuple(dict.fromkeys(keys))
+            return at, keys
     return None
+
+
+def _activations(step: Step, data: set[Key]) -> tuple[Key, ...]:
+    """The activations that a step reads, each once."""
+    return tuple(dict.fromkeys(a for a in step.ins if _is_in(a, data) and _floating(a[1])))
 
 
 def _data(flat: Flat) -> set[Key]:
     """What is computed from arguments that are no weights: activations, not masks and constants."""
     found = {k for k in flat.ins if k not in flat.parent}
     for step in flat.steps:
-        if any(not jaxprs.is_literal(a) and a in found for a in step.ins):
+        if any(_is_in(a, found) for a in step.ins):
             found.update(step.outs)
     return found
+
+
+def _is_in(atom, keys: Container[Key]) -> bool:
+    """One of these variables: weights, activations; a literal is never one."""
+    return not jaxprs.is_literal(atom) and atom in keys
 
 
 def _floating(var) -> bool:

@@ -107,24 +107,19 @@ class GatherOnUse:
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
         walk = Walk(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
-        weights = [x if y is None else self._weight(x, y) for x, y in zip(arrays, picked, strict=True)]
-        outs = iter(walk.plain(walk.run(jaxpr, consts, weights)))
+        values = [
+            x if y is None else Weight(x, y.stored, y.used, y.grad)
+            for x, y in zip(arrays, picked, strict=True)
+        ]
+        outs = iter(walk.plain(walk.run(jaxpr, consts, walk.on_shards(values))))
         return jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
 
     def _ordered(self, jaxpr, weights: Sequence[bool]) -> bool:
         """More than one bucket, and at stage 2 enough tokens: [Note: few tokens] in `buckets.py`."""
-        if self.plan.config.row.params or not has_buckets(self.plan):
-            return has_buckets(self.plan)
-        return activation_bytes(jaxpr, weights) >= self.plan.bucket_bytes * self.plan.batch_parts
-
-    def _weight(self, value, layout: Layout) -> Weight:
-        if layout.stored == layout.used:
-            return Weight(value, layout.stored, layout.used, layout.grad)
-        # the constraint is for the param alone: its gradient may be split over more devices (hpZ)
-        (shard,) = jaxprs.linear(
-            lambda x: [self.plan.constrain(x, layout.stored)], lambda g: [g], [], [value]
-        )
-        return Weight(shard, layout.stored, layout.used, layout.grad)
+        if not has_buckets(self.plan):
+            return False
+        enough = self.plan.bucket_bytes * self.plan.batch_parts
+        return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""

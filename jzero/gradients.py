@@ -24,10 +24,11 @@ from jzero.coupling import check_examples_apart
 from jzero.errors import check_int, division, listing, typed_shape
 from jzero.gather import as_written, gather_on_use
 from jzero.jaxprs import is_tracer
-from jzero.layout import Layout, P, entry_axes, make_spec, named_axes
+from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
 from jzero.modules import has_module
 from jzero.sharding import Plan
+from jzero.specs import P, entry_axes, make_spec, named_axes
 
 REDUCE = ("auto", "step", "microbatch")
 

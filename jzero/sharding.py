@@ -317,9 +317,8 @@ class Plan:
             return P(), shape
         rules = (self.config.axes, self.config, self.mesh, max(self.min_shard_bytes, 1))
         split, _ = cut_leaf(shape, dtype, P(), *rules, several=self.array_mesh is not self.mesh)
-        if (
-            split.shape != shape
-        ):  # one dim padded: the stored shape then gives the same answer as the logical one
+        # one dim padded: the stored shape then gives the same answer as the logical one
+        if split.shape != shape:
             split, _ = cut_leaf(shape, dtype, P(), *rules, several=False)
         return split.spec, split.shape
 

@@ -132,7 +132,7 @@ def named_on(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
 
 @functools.lru_cache(maxsize=256)
 def whole_mesh(mesh: Mesh) -> Mesh:
-    """The reverse of `mesh_for`: a mesh without sub-axes."""
+    """The reverse of `finer_mesh`: a mesh without sub-axes."""
     if not any(map(is_sub_axis, mesh.axis_names)):
         return mesh
     shape: dict[str, int] = {}

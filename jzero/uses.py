@@ -170,7 +170,7 @@ class Uses:
         """Weights pinned to their stored layout: what a region keeps of one is its shard, not a slice of the whole.
 
         Without it the layout of the gathered weight spreads back over a cast or a transpose, and the whole one is alive
-        until the backward pass cuts the shard out of it.
+        until the backward pass cuts the shard out of it. Its gradient is not: it may be split over more devices (hpZ).
         """
 
         def pinned(weight: Weight) -> Weight:

@@ -23,7 +23,6 @@ weights are tied to activations, bucket by bucket (`buckets.py` says which to wh
   gradients of the weights are on their shards. Nothing changes forward.
 
 A tie must be between values: XLA sees through a barrier with a constant in it.
-
 """
 
 from __future__ import annotations
@@ -87,16 +86,15 @@ class Walk(Uses):
     def tie(self, tie: buckets.Tie, flat: buckets.Flat, env) -> None:
         """See [Note: ties]: weights and activations in `env` are replaced by tied ones."""
 
-        def here(keys):  # a weight under the name that it has by now
-            for key in dict.fromkeys(keys):
-                while key not in env:
-                    key = flat.parent[key]
-                yield key
+        def here(key):  # a weight under the name that it has by now
+            while key not in env:
+                key = flat.parent[key]
+            return key
 
         activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
-        late = {k for k in here(tie.gather) if env[k].split}
-        reduced = set(here(tie.reduce))
-        keys = [k for k in dict.fromkeys((*here(tie.gather), *here(tie.reduce))) if k in late | reduced]
+        gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
+        late = {k for k in gathered if env[k].split}
+        keys = [k for k in gathered | reduced if k in late or k in reduced]
         if not activations or not keys:
             return
         weights = [env[k] for k in keys]
@@ -104,9 +102,8 @@ class Walk(Uses):
         def forward(*flat):
             flat = list(flat)
             waiting = [i for i, k in enumerate(keys) if k in late]
-            if (
-                waiting
-            ):  # with a result of the activation that is used: XLA drops one that is not, and the tie with it
+            if waiting:
+                # with a result of the activation that is used: XLA drops one that is not, and the tie with it
                 waiting.append(len(keys))
                 bound = jax.lax.optimization_barrier(tuple(flat[i] for i in waiting))
                 for i, value in zip(waiting, bound, strict=True):
