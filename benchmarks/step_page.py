@@ -92,7 +92,7 @@ losses of the first three steps: at most {max(p.loss_difference for p in by_stag
 
 
 DIFFERENCES = """They differ where jzero means to:
-- Stage 1: jzero cuts each gradient before the update (`reduce_grad` in `jzero/optim.py`), so that a clip's norm is
+- Stage 1: jzero cuts each gradient before the update (`reduce_grad` in `jzero/step.py`), so that a clip's norm is
   taken on shards and a GPU can reduce-scatter. By hand the whole gradients are reduced in one combined
   collective, and the norm is taken of all of it on every device.
 - Stage 3: jzero gathers a weight for the forward pass and again for the backward pass (the checkpoint round

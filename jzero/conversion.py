@@ -10,9 +10,10 @@ import numpy as np
 
 from jzero.errors import listing
 from jzero.kinds import Parts
-from jzero.optim import ZeroState, align, cut, cut_state, init_shapes, is_wrapped, unwrap
+from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap
 from jzero.placement import on_device
 from jzero.sharding import Plan
+from jzero.stored import align, cut, cut_state
 
 
 def check_belongs(parts: Parts, tx) -> None:

@@ -7,18 +7,6 @@ difference would cost fp32 on the wire and, in 16 bits, be wrong. So the leaf th
 gathered. `optax.apply_updates` and Flax's `apply_gradients` need not know. Old params die as soon as their
 own sum is taken, so their donated buffers take the new ones: on an H200 compile of a 0.2B GPT the temp is
 0.16 bytes per parameter, against 2.1 for a returned fp32 difference.
-
-[Note: the master follows the param]
-A param that is not `cast(master)` was replaced by the user (a loaded checkpoint, pruning). The master takes
-it over, element by element, at the next update. The comparison reads the shard alone.
-
-[Note: old params die early]
-A donated param's buffer can hold its own gradient once nothing reads the old param any more. The update
-reads it (its shard is compared with the master, or is what the difference is added to), and XLA schedules
-that read as late as it can, so that the buffer stays taken through the whole backward pass. Barriers make
-every gradient wait for all those reads, which costs nothing: the masters are compared in place. Without
-them the temp of the stage-2 step named above is 1.4 to 1.8 bytes per parameter, with them 0.3. Vectors do not
-wait: they are small, and what their gradients are computed from would wait with them.
 """
 
 from __future__ import annotations
@@ -28,8 +16,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jzero.errors import listing, typed_shape
@@ -39,9 +25,9 @@ from jzero.landing import OneByOne, is_copied, land_by_layers, land_on_sum, land
 from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
 from jzero.offload import check_host_memory, homes_of, streamed
-from jzero.placement import on_device
 from jzero.sharding import Plan
-from jzero.units import DEVICE, Home
+from jzero.step import Step, on_shard, read_params_first, reduce_grads
+from jzero.stored import align, pad, pin_state
 
 
 class ZeroState(NamedTuple):
@@ -175,7 +161,10 @@ class _Update(_Wrapped):
         grads = align(updates, params, where="jzero.zero: update")
         _check_grads(grads, self.plan)
         inner, master = split_master(state, params)
-        step = _Step(self, jax.tree.structure(params), extra)
+        tree = jax.tree.structure(params)
+        if "value_fn" in extra:
+            extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
+        step = Step(self.tx, self.plan, lambda: self.logical, tree, extra)
         offloaded = self.plan.config.tier is not None
         with jax.named_scope("jzero.master"):
             shards = [on_shard(p, x, self.plan) for p, x in pairs]
@@ -194,7 +183,7 @@ class _Update(_Wrapped):
             copied = OneByOne(self.plan)
             rows = zip(news, master, self.plan.layouts, strict=True)
             out = [self._land(new, m is not None, x, copied) for new, m, x in rows]
-        has_master, tree = isinstance(state, ZeroState), jax.tree.structure(params)
+        has_master = isinstance(state, ZeroState)
         return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
 
     def _land(self, new, has_master: bool, x: Layout, copied: OneByOne):
@@ -210,7 +199,7 @@ class _Update(_Wrapped):
         value = copied.gather(new, x) if is_copied(x) else self.plan.constrain(new, x.stored)
         return landing(lambda _: value() if callable(value) else value, x)
 
-    def on_params(self, value_fn, layouts, tree):
+    def _on_params(self, value_fn, layouts, tree):
         """A line search evaluates the loss at candidate masters: hand it params as the model knows them."""
 
         def on_params(wide, *args, **kwargs):
@@ -219,143 +208,6 @@ class _Update(_Wrapped):
             return value_fn(tree.unflatten(params), *args, **kwargs)
 
         return on_params
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """One update on shards: the wrapped transformation between stored state and stored state."""
-
-    update: _Update
-    tree: Any
-    extra: Any
-
-    @property
-    def plan(self) -> Plan:
-        return self.update.plan
-
-    def cut(self, inner, master):
-        """State and masters in the shapes that the wrapped transformation knows."""
-        if self.plan.config.uneven == "pad":
-            inner = cut_state(inner, self.update.logical, self.plan)
-        rows = zip(master, self.plan.layouts, strict=True)
-        return inner, [m if m is None else cut(m, x.shape, x.state, self.plan) for m, x in rows]
-
-    def masters(self, shards: list, master: list) -> list:
-        """The masters, with what the user has changed in the params since; of params without one their shards."""
-        rows = zip(shards, master, self.plan.layouts, strict=True)
-        return [take_over(p, m, x, self.plan) for p, m, x in rows]
-
-    def __call__(self, shards: list, wide: list, grads: list, inner, master: list):
-        """For every param what lands on it, on its shard: the new value where it has a master, else the difference.
-
-        Args:
-          shards: params on the shards of their state; read with `updates="delta"` alone.
-          wide: masters, or params without one.
-          grads: reduced, or None.
-          inner, master: the state, cut.
-
-        Returns:
-          That list, the new inner state and the new masters, both as they are stored.
-        """
-        plan, layouts = self.plan, self.plan.layouts
-        with jax.named_scope("jzero.update"):
-            grads = [g if g is None else g.astype(w.dtype) for g, w in zip(grads, wide, strict=True)]
-            extra = {
-                k: self.update.on_params(v, layouts, self.tree) if k == "value_fn" else v
-                for k, v in self.extra.items()
-            }
-            update = optax.with_extra_args_support(self.update.tx).update
-            deltas, inner = update(self.tree.unflatten(grads), inner, self.tree.unflatten(wide), **extra)
-            inner = pin_state(inner, plan)
-            deltas = align(deltas, self.tree.unflatten(wide), where="jzero.zero: the wrapped update")
-            moved = [self._moved(*row) for row in zip(shards, wide, master, deltas, layouts, strict=True)]
-        return [new for new, _ in moved], inner, [m for _, m in moved]
-
-    def _moved(self, shard, wide, master, delta, x: Layout):
-        """What lands, and the new master as it is stored."""
-        plan = self.plan
-        if master is None or delta is None:
-            kept = master if master is None else pad(master, x.state_shape, x.state, plan)
-            return delta if delta is None else plan.constrain(delta, x.state), kept
-        new = plan.constrain((wide + delta).astype(wide.dtype), x.state)
-        stored = pad(new, x.state_shape, x.state, plan)
-        if plan.config.updates == "delta":
-            return new - shard.astype(new.dtype), stored
-        return plan.constrain(new.astype(x.dtype), x.state), stored
-
-    def streamed(self, shards: list, grads: list, inner, master: list):
-        """The same with state in host memory: `shards` are those of the params, without masters."""
-        plan = self.plan
-
-        def step(fixed, state):
-            (shards, grads), (inner, master) = fixed, self.cut(*state)
-            return self(shards, self.masters(shards, master), grads, inner, master)
-
-        state_homes = homes_of(
-            (inner, self.tree.unflatten(master)), plan
-        )  # a layout is found by the path of its param
-        first = len(jax.tree.leaves(shards))
-
-        def out_homes(out):
-            new = len(jax.tree.leaves(out[0]))
-            count = first + len(jax.tree.leaves(grads))
-            kept = [Home(h.sharding, count + i if h.sharding else None) for i, h in enumerate(state_homes)]
-            return [*[DEVICE] * new, *kept]
-
-        return streamed(
-            step, (shards, grads), (inner, master), plan, state_homes, out_homes,
-            gate=range(first, first + len(jax.tree.leaves(grads))),
-        )  # fmt: skip
-
-
-def reduce_grads(grads: list, plan: Plan) -> list:
-    """Every gradient on its shard."""
-    with jax.named_scope("jzero.reduce_grads"):
-        return [reduce_grad(g, x, plan) for g, x in zip(grads, plan.layouts, strict=True)]
-
-
-def reduce_grad(grad, x: Layout, plan: Plan):
-    """The gradient on its shard.
-
-    A stage that keeps whole gradients says so first: an all-reduce, then a slice. So do vectors (biases,
-    norm scales): the layout of their gradient would spread back into what they are computed with, and batch
-    statistics would come out of the step split. XLA joins the two into a reduce-scatter where it can. In a scan over
-    layers it cannot: the all-reduce stays in the loop (3 Psi for a step of stage 1, where 2 are needed), so
-    that a stack is reduced to its shard at every stage.
-    """
-    if grad is None:
-        return None
-    first = x.used if x.vector else x.state if x.scanned else x.grad
-    return plan.constrain(plan.constrain(grad, first), x.state)
-
-
-def on_shard(param, x: Layout, plan: Plan):
-    """A param on the shard of its optimizer state."""
-    # first as stored: the carry of a scan over steps would else take the layout of the shard
-    return plan.constrain(plan.constrain(param, x.stored), x.state)
-
-
-def take_over(shard, master, x: Layout, plan: Plan):
-    """The master on its shard, with what the user has changed in the param since; without master, the param."""
-    if master is None:
-        return shard
-    kept = jnp.where(master.astype(x.dtype) == shard, master, shard.astype(master.dtype))
-    return plan.constrain(kept, x.state)
-
-
-def read_params_first(wide: list, grads: list, plan: Plan):
-    """See [Note: old params die early]: no gradient is used before every old param has been read."""
-    split = [i for i, x in enumerate(plan.layouts) if x.state != x.stored]
-    if not split or not plan.config.row.grads:
-        return wide, grads
-    wide = list(jax.lax.optimization_barrier(tuple(wide)))
-    smallest = wide[min(split, key=lambda i: plan.layouts[i].size)]
-    token = jnp.signbit(smallest.reshape(-1)[0]).astype(jnp.int32)
-    late = [g is not None and not x.vector for g, x in zip(grads, plan.layouts, strict=True)]
-    return wide, [
-        jax.lax.optimization_barrier((g, token))[0] if wait else g
-        for g, wait in zip(grads, late, strict=True)
-    ]
 
 
 def widen(values, params, plan: Plan):
@@ -404,49 +256,6 @@ def split_master(state, params):
     if isinstance(state, ZeroState):
         return state.inner, align(state.master, params, where="jzero.zero: the master")
     return state, [None] * len(jax.tree.leaves(params))
-
-
-def pin_state(state, plan: Plan):
-    """Every leaf of an optimizer state in its stored shape and layout, scalars included."""
-    leaves, tree = jax.tree.flatten(state)
-    rows = zip(leaves, plan.state_forms(state), strict=True)
-    return jax.tree.unflatten(tree, [pad(x, shape, spec, plan) for x, (spec, shape) in rows])
-
-
-def cut_state(state, logical, plan: Plan):
-    """The reverse of `pin_state`: every leaf in the shape that the wrapped transformation knows, on its shards."""
-    leaves, tree = jax.tree.flatten(state)
-    shapes = [tuple(x.shape) for x in jax.tree.leaves(logical)]
-    rows = zip(leaves, shapes, plan.state_specs(state), strict=True)
-    return jax.tree.unflatten(tree, [cut(x, shape, spec, plan) for x, shape, spec in rows])
-
-
-def pad(x, shape, spec, plan: Plan):
-    """An array in its stored shape and layout: zeros at the end of a dim that nothing divides."""
-    if tuple(np.shape(x)) != tuple(shape):
-        x = plan.constrain(x, spec)
-        x = jnp.pad(x, [(0, new - old) for old, new in zip(np.shape(x), shape, strict=True)])
-    return plan.constrain(x, spec)
-
-
-def cut(x, shape, spec, plan: Plan):
-    """The reverse of `pad`; inside of a trace on its shards, whose pieces may be unequal."""
-    if tuple(np.shape(x)) == tuple(shape):
-        return x
-    return plan.constrain(jax.lax.slice(on_device(x), [0] * len(shape), shape), spec)
-
-
-def align(updates, params, *, where: str) -> list:
-    """The leaves of `updates` in the order of `params`; None where a leaf is missing.
-
-    Raises:
-      ValueError: the updates are no tree like the params.
-    """
-    tree = jax.tree.structure(params)
-    try:
-        return tree.flatten_up_to(updates)
-    except ValueError as error:
-        raise ValueError(f"{where}: the updates are not a tree like the params: {error}") from None
 
 
 def _check_dtypes(pairs) -> None:
