@@ -24,6 +24,7 @@ class Device:
     """Stands for a device in a mesh that only its shape is read of."""
 
     platform = device_kind = "none"
+    process_index = 0
 
     def __init__(self, number: int):
         self.id = number
