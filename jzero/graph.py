@@ -47,7 +47,12 @@ REDUCTIONS = {  # of all values: on a piece, and of two pieces
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """One equation, its operands and results as numbers of values. `choice`: a `cond` per result, as `select_n`."""
+    """One equation, its operands and results as numbers of values.
+
+    Attributes:
+      eqn: None for a copy that gives a result a number of its own.
+      choice: one result of a `cond`, as `select_n`.
+    """
 
     eqn: Any
     ins: tuple[int, ...]
@@ -57,10 +62,12 @@ class Node:
     @property
     def name(self) -> str:
         """The primitive."""
-        return "select_n" if self.choice else self.eqn.primitive.name
+        return "select_n" if self.choice else "copy" if self.eqn is None else self.eqn.primitive.name
 
     def run(self, values: Sequence[Any]) -> list[Any]:
         """The results, for these operands."""
+        if self.eqn is None:
+            return [jnp.copy(values[0])]
         with jaxprs.scope_of(self.eqn):
             if self.choice:
                 return [jax.lax.select_n(*values)]
@@ -84,7 +91,9 @@ class Graph:
         self.known: dict[int, Any] = {}
         self.makers: dict[int, Node] = {}
         self.ins = [self._new(v.aval) for v in jaxpr.invars]
-        self.outs = self._add(jaxpr, consts, self.ins)
+        self.outs: list[int] = []
+        for value in self._add(jaxpr, consts, self.ins):
+            self.outs.append(self._copy(value) if value in self.outs else value)
 
     def _new(self, aval) -> int:
         self.avals.append(aval)
@@ -121,6 +130,11 @@ class Graph:
             return options[0]
         out = self._new(self.avals[options[0]])
         self._node(Node(eqn, (index, *options), (out,), choice=True))
+        return out
+
+    def _copy(self, value: int) -> int:
+        out = self._new(self.avals[value])
+        self._node(Node(None, (value,), (out,)))
         return out
 
     def _node(self, node: Node) -> None:

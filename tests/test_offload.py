@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from models import max_error
 
 import jzero
-from jzero import offload, units
+from jzero import offload, stream, units
 
 P = jax.P
 TINY = 1500  # bytes: a third of it is less than the shard of any matrix here
@@ -306,6 +306,23 @@ def test_orbax_saves_and_restores_to_the_host_and_from_it(mesh, tmp_path):
     with ocp.StandardCheckpointer() as saver:
         moved = saver.restore(tmp_path / "device", jzero.abstract(lambda: odd(tx), **fields, offload="host"))
     assert_at_home(moved.opt_state, jzero.plan_of(moved))
+
+
+def test_a_value_that_is_two_results_lies_in_both_homes(mesh):
+    host = units.Home(NamedSharding(mesh, P("data"), memory_kind=HOST))
+    x = jax.device_put(jnp.arange(64.0), host.sharding)
+
+    @jax.jit
+    def run(x):
+        homes = [units.DEVICE, units.Home(host.sharding, 0), host]
+        return stream.stream(
+            lambda x: jax.jit(lambda y: [y, y, y])(2 * x), [x], [host], lambda: homes, in_flight_bytes=48
+        )
+
+    found = run(x)
+    assert [y.sharding.memory_kind for y in found] == ["device", HOST, HOST]
+    for y in found:
+        np.testing.assert_array_equal(np.asarray(y), 2 * np.arange(64))
 
 
 def test_what_cannot_be_cut_is_named(mesh):
