@@ -87,8 +87,9 @@ def _names(tree) -> list[str]:
 def warn_excess(found: list[Excess], names: Sequence[str], plan: Plan) -> None:
     """Say which leaves are on the device at once although they are above the bound, and why."""
     rows = [
-        (", ".join(names[j] for j in x.outs[:3]), human_bytes(x.nbytes), x.because) for x in found
-    ]  # fmt: skip
+        (", ".join(names[j] for j in x.outs[:3]) or "a norm of the state", human_bytes(x.nbytes), x.because)
+        for x in found
+    ]
     worst = max(x.nbytes for x in found)
     warnings.warn(
         f"jzero: offload: {len(found)} parts of the optimizer state cannot be cut to in_flight_bytes="

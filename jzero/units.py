@@ -136,10 +136,11 @@ class Cut:
         out_homes: Sequence[Home],
         in_flight_bytes: int,
         *,
-        whole=False,
+        whole: bool = False,
     ):
         self.graph, self.out_homes, self.in_flight_bytes = graph, out_homes, in_flight_bytes
         self.whole = whole
+        self.made = dict(zip(graph.outs, out_homes, strict=True))
         self.homes = dict(zip(graph.ins, homes, strict=True))
         self.limit = max(in_flight_bytes // ALIVE, 1)
         self.reads = graph.reads([i for i, h in self.homes.items() if h.sharding is not None])
@@ -166,15 +167,17 @@ class Cut:
 
     def home_of(self, value: int) -> Home:
         """The home of a result."""
-        return self.out_homes[self.graph.outs.index(value)] if value in self.graph.outs else DEVICE
+        return self.made.get(value, DEVICE)
 
     def _needed_scalars(self) -> list[int]:
         """Single numbers computed from host memory that results need, each after those that it needs itself."""
-        found: dict[int, None] = {}
-        for out in dict.fromkeys(self.graph.outs):
-            for node in self.graph.needed(out, self.homes):
-                found.update((o, None) for o in node.outs if self.graph.is_small(o) and self._below(o))
-        return list(found)
+        found: list[int] = []
+        known: set[int] = set(self.homes)
+        for out in self.graph.outs:
+            for node in self.graph.needed(out, known):
+                known.update(node.outs)
+                found += [o for o in node.outs if self.graph.is_small(o) and self._below(o)]
+        return found
 
     def _below(self, scalar: int) -> frozenset[int]:
         """The host arguments that a single number is reduced from."""
@@ -241,7 +244,7 @@ class Cut:
         return ""
 
     def _named(self, values: tuple[int, ...]) -> Iterator[int]:
-        """The positions of results in the list of all; of a single number those of all that need it."""
+        """The positions of results in the list of all."""
         for j, out in enumerate(self.graph.outs):
             if out in values:
                 yield j
