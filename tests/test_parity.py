@@ -158,6 +158,11 @@ EXCEPT: dict[str, tuple[float, float, str]] = {
 }
 
 
+# What the state keeps of such a sum, where that alone is wider. L-BFGS's weights are 1 / (dw . dg); in the plain
+# run's third memory the products sum to 3.2e-11 and their magnitudes to 4.4e-9, so rounding (6e-8 on each of a
+# few partial sums, whose order is the machine's) shows 137 times over. Its params stay within their own bound.
+STATE = {"lbfgs": 2e-5}
+
 # these ask for the value of the loss besides the gradient
 TAKES_VALUE = ("polyak_sgd", "momo", "momo_adam", "reduce_on_plateau")
 
@@ -213,7 +218,7 @@ def test_ten_steps_equal_the_plain_run(name, stage, mesh):
     got = fed_gradients(name, state, lambda g: jax.device_put(g, plan.sharding(jax.P())))
     assert_laid_out(got, plan)
     assert max_error(got.params, fed.params) <= same
-    assert max_error(logical(got), fed.opt_state) <= same
+    assert max_error(logical(got), fed.opt_state) <= STATE.get(name, same)
 
     def place(batch):
         placed = plan.place_batch(batch)

