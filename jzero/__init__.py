@@ -1,5 +1,9 @@
 """jzero: ZeRO for JAX, proven from the compiled program. Start at `jzero.shard`."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from jzero.config import Offload, ZeroConfig
 from jzero.gather import gather_on_use
 from jzero.gradients import value_and_grad
@@ -13,6 +17,17 @@ from jzero.proof.transformer import Transformer
 from jzero.sharding import Plan, make_plan
 from jzero.state import abstract, plan_of, shard, unshard
 
+if _TYPE_CHECKING:
+    from jzero import checkpoint
+
+
+def __getattr__(name: str) -> _Any:
+    """`jzero.checkpoint` is loaded when it is asked for, so that `import jzero` loads no orbax."""
+    if name == "checkpoint":
+        return _import_module("jzero.checkpoint")
+    raise AttributeError(f"module 'jzero' has no attribute {name!r}")
+
+
 __all__ = [
     "CheckError",
     "Estimate",
@@ -25,6 +40,7 @@ __all__ = [
     "ZeroState",
     "abstract",
     "check",
+    "checkpoint",
     "estimate",
     "explain",
     "findings",

@@ -1,0 +1,193 @@
+"""A state as named leaves in the shapes that model and optimizer know, whatever its layout.
+
+What is stored is a tree `{params, opt_state, step, master, ...}`: `opt_state` is that of the plain transformation, so
+that a run without masters stores the names that plain orbax stores of an ordinary TrainState, and one with masters the
+same names and `master` beside them. Nothing in it tells the stage, the number of devices or the tier.
+
+[Note: cut for the way out]
+A leaf that is stored padded has no equal pieces in its logical shape along the padded dim. It is laid out for the save
+over the devices as far as any of its dims divides: an all-to-all of that leaf, and no device holds more than it must.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero import kinds
+from jzero.kinds import Parts
+from jzero.layout import path_keys
+from jzero.optim import ZeroState, is_wrapped
+from jzero.placement import on_device
+from jzero.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
+
+Name = tuple[str, ...]
+MASTER = "master"
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a state.
+
+    Attributes:
+      name: its path in the stored tree.
+      value: the array, or what stands for it.
+      shape: its logical shape; `value` may be padded.
+    """
+
+    name: Name
+    value: Any
+    shape: tuple[int, ...]
+
+    @property
+    def padded(self) -> bool:
+        """Stored padded by the plan of the state."""
+        return tuple(np.shape(self.value)) != self.shape
+
+
+def apart(state: Any, tx: Any, where: str) -> Parts:
+    """The parts of a state of any kind: also of a mapping with `params` and `opt_state`, or of any other tree.
+
+    Raises:
+      TypeError: `tx` with a state that has its own, or with a tree that names no `params` and `opt_state`.
+    """
+    try:
+        parts = kinds.take_apart(state, where=where)
+    except TypeError:
+        return _mapping_apart(state, tx, where)
+    if tx is not None:
+        raise TypeError(f"{where}: tx= is for a mapping of params and opt_state; this state has its own.")
+    return parts
+
+
+def _mapping_apart(state: Any, tx: Any, where: str) -> Parts:
+    known: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+    named = {"params", "opt_state"} <= set(known)
+    if tx is not None and not named:
+        raise TypeError(
+            f"{where}: with tx= pass a mapping with 'params' and 'opt_state', not {type(state).__name__}."
+        )
+    if tx is None and any(isinstance(x, ZeroState) for x in _zero_states(state)):
+        raise TypeError(
+            f"{where}: this tree holds the state of a transformation from jzero.zero. Pass a mapping "
+            "{'params': ..., 'opt_state': ...} and tx=, the transformation."
+        )
+    if callable(state) and not jax.tree.leaves(state):
+        raise TypeError(f"{where}: pass a state, or jzero.abstract(create, ...), not a function.")
+    if not named:
+        return Parts(None, None, None, state, None, None)
+    rest = {k: v for k, v in known.items() if k not in ("params", "opt_state")}
+    return Parts(known["params"], known["opt_state"], None, rest, tx, None)
+
+
+def _zero_states(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ZeroState))
+
+
+def together(state: Any, parts: Parts) -> Any:
+    """A state like `state` of these parts; an NNX pair is changed in place."""
+    if parts.tx is not None and not isinstance(state, Mapping):
+        return kinds.put_together(state, parts)
+    if parts.params is None:
+        return parts.rest
+    return {**parts.rest, "params": parts.params, "opt_state": parts.opt_state}
+
+
+def tree_of(parts: Parts) -> Any:
+    """The tree that is stored; its leaves are `Leaf`, named by where they stand in it."""
+    rest = parts.rest if parts.rest is not None else {}
+    if parts.params is None:
+        return _named(_leaves(rest))
+    rest = {"rest": rest} if _boxed(rest) else rest
+    inner, master = _opt_parts(parts)
+    tree = {**_leaves({**rest, "params": parts.params, "step": parts.step}), "opt_state": inner}
+    return _named(tree if master is None else {**tree, MASTER: master})
+
+
+def _boxed(rest: Any) -> bool:
+    """What cannot stand beside the params by its own names stands under `rest`."""
+    taken = {"params", "opt_state", "step", "rest", MASTER}
+    return not isinstance(rest, Mapping) or any(str(k) in taken for k in rest)
+
+
+def _opt_parts(parts: Parts) -> tuple[Any, Any]:
+    """Optimizer state and masters, every leaf with its logical shape."""
+    state = parts.opt_state
+    inner = state.inner if isinstance(state, ZeroState) else state
+    if not is_wrapped(parts.tx):
+        return _leaves(inner), None
+    inner = _leaves(inner, [x.shape for x in jax.tree.leaves(parts.tx.update.logical)])
+    if not isinstance(state, ZeroState):
+        return inner, None
+    tree = jax.tree.structure(parts.params)
+    known = tree.flatten_up_to(state.master)
+    rows = zip(known, parts.tx.init.plan.layouts, strict=True)
+    return inner, tree.unflatten([None if m is None else Leaf((), m, x.shape) for m, x in rows])
+
+
+def _leaves(tree: Any, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:
+    values, structure = jax.tree.flatten(tree)
+    shapes = [np.shape(x) for x in values] if shapes is None else shapes
+    return structure.unflatten([Leaf((), x, tuple(s)) for x, s in zip(values, shapes, strict=True)])
+
+
+def _named(tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda k, x: dataclasses.replace(x, name=path_keys(k)), tree)
+
+
+def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
+    """The parts with every leaf replaced by the value of its name."""
+    tree = jax.tree.map(lambda leaf: values[leaf.name], tree_of(parts))
+    if parts.params is None:
+        return parts.replace(rest=tree)
+    opt_state = tree.pop("opt_state")
+    if MASTER in tree and isinstance(parts.opt_state, ZeroState):
+        opt_state = ZeroState(opt_state, tree.pop(MASTER))
+    params, step = tree.pop("params"), tree.pop("step")
+    rest = tree.pop("rest") if _boxed(parts.rest) else tree
+    return parts.replace(
+        params=params, opt_state=opt_state, step=step, rest=rest if parts.rest is not None else None
+    )
+
+
+def to_store(leaf: Leaf) -> Any:
+    """The array of a leaf in its logical shape; see [Note: cut for the way out]."""
+    if not leaf.padded:
+        return leaf.value
+    x = on_device(leaf.value)
+    sharding: Any = x.sharding
+    mesh, spec = _even(leaf.shape, sharding.spec, sharding.mesh)
+    return _cut(leaf.shape, NamedSharding(mesh, spec))(x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(shape: tuple[int, ...], sharding: NamedSharding):
+    return jax.jit(lambda x: jax.lax.slice(x, [0] * len(shape), shape), out_shardings=sharding)
+
+
+def _even(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[Mesh, PartitionSpec]:
+    """A layout in equal pieces, as many as the dims allow, on a mesh of the prime factors of its axes."""
+    mesh = whole_mesh(mesh)
+    fine = finer_mesh(mesh, spec_axes(spec))
+    entries: list[list[str]] = [[] for _ in shape]
+    parts, spare = [1] * len(shape), []
+    for dim, names in enumerate(spec_entries(named_on(spec, fine), len(shape))):
+        for name in names:
+            if shape[dim] % (parts[dim] * fine.shape[name]):
+                spare.append(name)
+            else:
+                entries[dim].append(name)
+                parts[dim] *= fine.shape[name]
+    for name in spare:
+        fits = [d for d in range(len(shape)) if shape[d] % (parts[d] * fine.shape[name]) == 0]
+        if fits:
+            dim = max(fits, key=lambda d: shape[d] // parts[d])
+            entries[dim].append(name)
+            parts[dim] *= fine.shape[name]
+    return fine, make_spec([tuple(e) for e in entries])

@@ -1,0 +1,114 @@
+"""Which stored array each leaf of a target is read from; what does not fit is listed, and nothing is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.checkpoint.logical import MASTER, Leaf, Name
+from jzero.errors import listing, short_dtype
+
+Described = tuple[tuple[int, ...], np.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a leaf comes from: the name of a stored array, whose dtype may differ where casts are allowed."""
+
+    leaf: Leaf
+    name: Name
+
+
+def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool, where: str) -> list[Source]:
+    """A source for every leaf.
+
+    With `cast`, dtypes may differ, masters that the checkpoint lacks start as its params, and masters that the target
+    lacks are left out: a param that is wider than the stored one is then read from its master.
+
+    Raises:
+      ValueError: every leaf that is missing, left over, or of another shape or dtype.
+    """
+    wanted = {leaf.name for leaf in leaves}
+    sources, rows, castable = [], [], True
+    for leaf in leaves:
+        name = _source(leaf, have, wanted)
+        if name is None:
+            rows.append((text(leaf.name), "absent", _typed(*describe(leaf)), "missing"))
+            castable = False
+            continue
+        shape, dtype = have[name]
+        want_shape, want_dtype = describe(leaf)
+        number = (
+            dtype.kind in "iub" and want_dtype.kind in "iub" and shape == ()
+        )  # a Python int is no dtype's
+        if shape != want_shape:
+            rows.append(
+                (text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), "another shape")
+            )
+            castable = False
+        elif (name != leaf.name or (dtype != want_dtype and not number)) and not cast:
+            what = "starts as the param" if name != leaf.name else "another dtype"
+            rows.append((text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), what))
+        sources.append(Source(leaf, name))
+    used = {source.name for source in sources} | wanted
+    for name, (shape, dtype) in have.items():
+        if name in used:
+            continue
+        if name[0] != MASTER:
+            castable = False
+        elif cast:
+            continue
+        rows.append((text(name), _typed(shape, dtype), "absent", "not asked for"))
+    if rows:
+        raise ValueError(_message(rows, castable, where))
+    return sources
+
+
+def _source(leaf: Leaf, have: Mapping[Name, Described], wanted: set[Name]) -> Name | None:
+    master, kind = (MASTER, *leaf.name[1:]), leaf.name[0]
+    if kind == "params" and master in have and master not in wanted and leaf.name in have:
+        wider = describe(leaf)[1].itemsize > have[leaf.name][1].itemsize
+        return master if wider else leaf.name
+    if leaf.name in have:
+        return leaf.name
+    param = ("params", *leaf.name[1:])
+    any_master = any(name[0] == MASTER for name in have)
+    return param if kind == MASTER and not any_master and param in have else None
+
+
+def describe(leaf: Leaf) -> Described:
+    """Shape and dtype as they are stored: a typed key is the array of its numbers."""
+    dtype = _dtype_of(leaf.value)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, dtype))
+        return tuple(data.shape), np.dtype(data.dtype)
+    return leaf.shape, np.dtype(dtype)
+
+
+def _dtype_of(x):
+    return x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
+
+
+def text(name: Name) -> str:
+    """`params/Dense_0/kernel`."""
+    return "/".join(name)
+
+
+def _typed(shape, dtype) -> str:
+    return f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
+
+
+def _message(rows, castable: bool, where: str) -> str:
+    lines = listing([("leaf", "checkpoint", "target", ""), *rows])
+    remedy = (
+        "Pass cast=True to convert the dtypes: what is widened keeps its value, what is narrowed is rounded, masters "
+        "start as the params where the checkpoint has none."
+        if castable
+        else "Restore into a state of the same model and optimizer; jzero.abstract(create, ...) makes one."
+    )
+    found = f"{len(rows)} leaves of the checkpoint and the target differ, and nothing was read"
+    return f"{where}: {found}:\n{lines}\n{remedy}"

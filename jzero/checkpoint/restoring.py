@@ -1,0 +1,193 @@
+"""Restoring a state into any layout, and checking what is stored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jzero.checkpoint import store
+from jzero.checkpoint.logical import Leaf, apart, filled, together, tree_of
+from jzero.checkpoint.match import Source, match
+from jzero.checkpoint.seal import Damage, Seal
+
+
+class CheckpointDamaged(ValueError):
+    """A checkpoint whose files are not those that were saved.
+
+    Attributes:
+      damage: what is wrong, by file.
+      leaves: the names of leaves with damaged data, as orbax writes them.
+      good: the last checkpoint in the same folder that is whole, or None.
+    """
+
+    def __init__(self, path: Path, damage: Sequence[Damage], leaves: Sequence[str], good: Path | None):
+        self.damage, self.leaves, self.good = list(damage), list(leaves), good
+        shown = [f"  {d}" for d in damage[:8]] + (
+            [f"  ... and {len(damage) - 8} more"] if len(damage) > 8 else []
+        )
+        named = ", ".join(leaves[:8]) + (f" and {len(leaves) - 8} more" if len(leaves) > 8 else "")
+        lines = [f"{path} is damaged, and nothing of it is used:", *shown]
+        lines += [f"Leaves with damaged data: {named}."] if leaves else []
+        lines += [
+            f"The last good checkpoint beside it: {good}"
+            if good
+            else "No other checkpoint beside it is whole."
+        ]
+        super().__init__("\n".join(lines))
+
+
+def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
+    """Reads a state in the layout of another, every byte checked.
+
+    Args:
+      path: a checkpoint from `save`, or one that plain orbax (v1) wrote of a TrainState or any tree.
+      like: a state in the wanted layout, or what `jzero.abstract` returns: any stage, mesh, number of devices or
+        processes, tier; also an ordinary unsharded state. Its values are not used.
+      tx: for a mapping of `params` and `opt_state`, the transformation from `jzero.zero`.
+      cast: convert dtypes. What is widened keeps its value, what is narrowed is rounded; masters start as the params
+        where the checkpoint has none, and are left out where the target has none.
+
+    Returns:
+      A state like `like`; an NNX pair is filled in place and returned.
+
+    Raises:
+      ValueError: leaves that are missing, left over, or of another shape or dtype, all of them listed; nothing is read.
+      CheckpointDamaged: a file is not as it was saved; names the leaves and the last good checkpoint.
+      FileNotFoundError: nothing is there.
+
+    Layout:
+      Every leaf as in `like`; each process reads its shards.
+
+    Cost:
+      On the host, at most 256 MiB (or twice the largest shard) beside the target. Files are read twice, the second time
+      from the file system's cache.
+    """
+    where = "jzero.checkpoint.restore"
+    path = store.locate(path, where)
+    parts = apart(like, tx, where)
+    leaves: list[Leaf] = jax.tree.leaves(tree_of(parts))
+    checks = _opened(path)
+    tree, have = store.stored(path)
+    sources = match(leaves, have, cast=cast, where=where)
+    with ThreadPoolExecutor(1) as pool:
+        checking = pool.submit(_large, checks)
+        try:
+            values = _read(path, tree, sources)
+        except Exception:
+            _refuse(path, checks, checking.result())  # damage explains it better
+            raise
+        _refuse(path, checks, checking.result())
+    return together(like, filled(parts, values))
+
+
+def verify(path: Any) -> int:
+    """Reads every file of a checkpoint against its checksums.
+
+    Args:
+      path: a checkpoint from `jzero.checkpoint.save`.
+
+    Returns:
+      The number of bytes read.
+
+    Raises:
+      CheckpointDamaged: a flipped byte, a truncated, missing or swapped file; names files and leaves.
+      ValueError: a checkpoint without checksums, as plain orbax writes.
+      FileNotFoundError: nothing is there.
+    """
+    path = store.locate(path, "jzero.checkpoint.verify")
+    if not store.is_sealed(path):
+        raise ValueError(
+            f"jzero.checkpoint.verify: {path} has no checksums: plain orbax wrote it. Restore it and save it with "
+            "jzero.checkpoint.save."
+        )
+    checks = Seal(path / store.STATE)
+    _refuse(path, checks, checks.damage or [*checks.small(), *_large(checks)])
+    return checks.nbytes
+
+
+def custom(path: Any) -> Any:
+    """The JSON that was saved with a checkpoint; None where there was none.
+
+    Raises:
+      CheckpointDamaged: its checksum is wrong.
+      ValueError, FileNotFoundError: no checkpoint of `jzero.checkpoint.save` is there.
+    """
+    path = store.locate(path, "jzero.checkpoint.custom")
+    if not store.is_sealed(path):
+        raise ValueError(f"jzero.checkpoint.custom: {path} is none of jzero's: plain orbax wrote it.")
+    checks = Seal(path / store.STATE)
+    _refuse(path, checks, checks.damage)
+    return checks.custom
+
+
+def _opened(path: Path) -> Seal | None:
+    """The checksums, and small files checked by them; None where plain orbax wrote the checkpoint."""
+    if not store.is_sealed(path):
+        warnings.warn(
+            f"jzero.checkpoint.restore: {path} has no checksums (plain orbax wrote it): damage to it cannot be seen.",
+            stacklevel=3,
+        )
+        return None
+    checks = Seal(path / store.STATE)
+    _refuse(path, checks, checks.damage or checks.small())
+    return checks
+
+
+def _large(checks: Seal | None) -> list[Damage]:
+    return checks.large(part=jax.process_index(), parts=jax.process_count()) if checks is not None else []
+
+
+def _refuse(path: Path, checks: Seal | None, damage: Sequence[Damage]) -> None:
+    """Raises CheckpointDamaged on all processes where any has found damage."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        found = multihost_utils.process_allgather(np.int32(len(damage)))
+        if not damage and found.any():
+            damage = [Damage("", f"process {int(found.argmax())} found damage in a file")]
+    if damage:
+        raise CheckpointDamaged(path, damage, checks.leaves() if checks is not None else [], _last_good(path))
+
+
+def _last_good(damaged: Path) -> Path | None:
+    """The newest checkpoint beside a damaged one that is whole."""
+    for path in reversed(store.steps(damaged.parent)):
+        if path == damaged or not store.is_sealed(path):
+            continue
+        checks = Seal(path / store.STATE)
+        if not (checks.damage or checks.small() or checks.large()):
+            return path
+    return None
+
+
+def _read(path: Path, tree: Any, sources: Sequence[Source]) -> dict[Any, Any]:
+    """The values by the name of their leaf; a stored array that two leaves start from is read for each."""
+    values, left = {}, list(sources)
+    while left:
+        now = list({s.name: s for s in reversed(left)}.values())
+        read = store.load(path, tree, {s.name: _target(s.leaf) for s in now})
+        values |= {s.leaf.name: _as_given(read[s.name], s.leaf.value) for s in now}
+        left = [s for s in left if s not in now]
+    return values
+
+
+def _target(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf.value, "sharding", None)
+    if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
+    dtype = leaf.value.dtype if hasattr(leaf.value, "dtype") else np.asarray(leaf.value).dtype
+    return jax.ShapeDtypeStruct(np.shape(leaf.value), dtype, sharding=sharding)
+
+
+def _as_given(value: Any, like: Any) -> Any:
+    """A restored array as what stood in its place: numpy arrays and Python numbers stay such."""
+    if isinstance(like, (bool, int, float)):
+        return type(like)(np.asarray(value))
+    return np.asarray(value) if isinstance(like, np.ndarray) else value

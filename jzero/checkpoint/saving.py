@@ -1,0 +1,113 @@
+"""Saving a state: its logical leaves, in one directory that appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jzero.checkpoint import store
+from jzero.checkpoint.logical import apart, to_store, tree_of
+from jzero.jaxprs import is_tracer
+
+
+class Saving:
+    """A save under way. `result()` waits until the checkpoint is there, and raises what went wrong."""
+
+    def __init__(self, path: Path, response: Any):
+        self._path, self._response = path, response
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The path of the finished checkpoint.
+
+        Raises:
+          TimeoutError: it is not finished after `timeout` seconds.
+          OSError: the disk is full, or refuses.
+        """
+        try:
+            self._response.result(timeout=timeout)
+        except TimeoutError:
+            raise
+        except BaseException:
+            store.clean(self._path)
+            raise
+        return self._path
+
+
+def save(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Path:
+    """Writes a state to a directory, which appears when all of it is there.
+
+    Args:
+      path: a directory that does not exist. Across processes, on a file system that all of them see.
+      state: a TrainState, a pair `(nnx.Module, nnx.Optimizer)`, a mapping with `params` and `opt_state`, or any tree of
+        arrays; in any layout, sharded by jzero or not.
+      tx: for a mapping, the transformation from `jzero.zero` that `opt_state` belongs to.
+      custom: JSON to keep with it, e.g. the position in the data; `jzero.checkpoint.custom(path)` returns it.
+
+    Returns:
+      The absolute path.
+
+    Raises:
+      FileExistsError: there is something at `path` already.
+      TypeError: `custom` is no JSON, or a state of an unknown kind.
+      OSError: the disk is full or cannot be written; what was there before is untouched.
+
+    Layout:
+      What is stored depends on the values alone: leaves in logical shapes, masters beside the params.
+
+    Cost:
+      Each process writes its shards once. A leaf that is padded is laid out again, its shard once more on the device.
+
+    Example:
+      >>> import jax.numpy as jnp, jzero, tempfile
+      >>> path = jzero.checkpoint.save(tempfile.mkdtemp() + "/step", {"w": jnp.ones(3)})
+      >>> jzero.checkpoint.restore(path, {"w": jnp.zeros(3)})["w"].tolist()
+      [1.0, 1.0, 1.0]
+    """
+    return save_async(path, state, tx=tx, custom=custom).result()
+
+
+def save_async(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Saving:
+    """As `save`, but returns when the arrays are copied: the next step may donate the state.
+
+    Args:
+      path, state, tx, custom: as for `save`.
+
+    Returns:
+      A `Saving`; call its `result()` before the process ends.
+
+    Raises:
+      FileExistsError, TypeError, OSError: as for `save`.
+    """
+    path = Path(os.path.abspath(path))
+    tree = to_write(state, tx, custom, where="jzero.checkpoint.save")
+    store.check_free(path)
+    return Saving(path, store.save_async(path, tree, custom=custom))
+
+
+def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
+    """The tree of arrays that a save writes.
+
+    Raises:
+      TypeError: abstract or traced leaves, or a `custom` that is no JSON.
+    """
+    try:
+        json.dumps(custom)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}: custom must be JSON (numbers, strings, lists, dicts): {error}") from None
+    tree = tree_of(apart(state, tx, where))
+    leaves = jax.tree.leaves(tree)
+    abstract = [
+        leaf for leaf in leaves if isinstance(leaf.value, jax.ShapeDtypeStruct) or is_tracer(leaf.value)
+    ]
+    if abstract:
+        raise TypeError(
+            f"{where}: {len(abstract)} of {len(leaves)} leaves are abstract or traced, with no values to save. Save "
+            "outside of jit, a state of jzero.shard."
+        )
+    if not leaves:
+        raise TypeError(f"{where}: there are no arrays in this {type(state).__name__}.")
+    return jax.tree.map(to_store, tree)

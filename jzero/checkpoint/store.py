@@ -1,0 +1,194 @@
+"""Orbax underneath: how a tree of arrays is written and read, in one directory that appears whole or not at all.
+
+[Note: checksums before the commit]
+Orbax writes into a temporary directory and renames it when all processes are done. Its handler of trees is wrapped:
+when the inner one has finished its files, each process hashes its share (`seal.py`), and after a barrier orbax
+renames. So a directory with the final name has its checksums, and `ocp.training.Checkpointer` keeps and deletes such
+steps as it does any other. Plain orbax reads them without jzero.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jzero.checkpoint import seal
+from jzero.checkpoint.logical import Name
+from jzero.layout import path_keys
+
+STATE = "state"  # orbax's name for the tree of a checkpoint
+TEMPORARY = ".orbax-checkpoint-tmp"
+CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
+LEAST_READ_BYTES = 256 * 2**20  # that are read at once, of one process
+_barriers = itertools.count()
+
+
+class _Sealed:
+    """Orbax's handler of trees; what it has written gets checksums. See [Note: checksums before the commit]."""
+
+    custom: Any = None
+
+    def __init__(self):
+        self._inner = ocp.handlers.PyTreeHandler()
+
+    async def save(self, directory, checkpointable):
+        written = await self._inner.save(directory, checkpointable)
+        barrier = f"jzero.checkpoint.{next(_barriers)}"
+
+        async def finish():
+            await written
+            path, part, parts = (
+                Path(await directory.await_creation()),
+                jax.process_index(),
+                jax.process_count(),
+            )
+            seal.write(path, part=part, parts=parts, custom=self.custom)
+            await ocp.multihost.sync_global_processes(barrier, operation_id=barrier)
+
+        return finish()
+
+    async def load(self, directory, abstract_checkpointable=None):
+        return await self._inner.load(directory, abstract_checkpointable)
+
+    async def metadata(self, directory):
+        return await self._inner.metadata(directory)
+
+    def is_handleable(self, checkpointable):
+        return self._inner.is_handleable(checkpointable)
+
+    def is_abstract_handleable(self, abstract_checkpointable):
+        return self._inner.is_abstract_handleable(abstract_checkpointable)
+
+
+def writing(custom: Any) -> ocp.Context:
+    """The orbax context to save in; `custom` is kept under the checksums."""
+    registry = ocp.handlers.local_registry(include_global_registry=False)
+    for handler, name in ocp.handlers.global_registry().get_all_entries():
+        if name != STATE:
+            registry.add(handler, checkpointable_name=name)
+    registry.add(type("Sealed", (_Sealed,), {"custom": custom}), checkpointable_name=STATE)
+    context = ocp.Context()
+    context.checkpointables.registry = registry
+    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    return context
+
+
+def save_async(path: Path, tree: Any, *, custom: Any) -> Any:
+    """Copies the arrays of a tree and writes them in the background."""
+    clean(path)
+    try:
+        with writing(custom):
+            return ocp.save_async(str(path), tree)
+    except BaseException:
+        clean(path)
+        raise
+
+
+def check_free(path: Path) -> None:
+    """Raises FileExistsError where something is at the path, OSError where nothing can be written beside it."""
+    if path.exists():
+        raise FileExistsError(
+            f"jzero.checkpoint.save: {path} exists and is not replaced. Save to another path (one per step), or remove "
+            "it first."
+        )
+    if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+
+
+def clean(path: Path) -> None:
+    """Removes what a killed save left behind."""
+    if jax.process_index() == 0 and path.parent.is_dir():
+        for left in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def locate(path: Any, where: str) -> Path:
+    """The absolute path of a checkpoint.
+
+    Raises:
+      FileNotFoundError: nothing is there; what lies beside it, or below it, is named.
+      ValueError: it is no checkpoint.
+    """
+    path = Path(os.path.abspath(path))
+    if not path.exists():
+        beside = [f"  {p}" for p in steps(path.parent)] if path.parent.is_dir() else []
+        found = "\nCheckpoints beside it:\n" + "\n".join(beside) if beside else ""
+        raise FileNotFoundError(f"{where}: there is nothing at {path}.{found}")
+    if not (path / STATE).is_dir():
+        below = steps(path)
+        if below:
+            raise ValueError(
+                f"{where}: {path} holds {len(below)} checkpoints and is none itself. Name one: {below[-1]}"
+            )
+        raise ValueError(
+            f"{where}: {path} is no checkpoint of a state: no folder {STATE!r} in it, as jzero.checkpoint.save and "
+            "orbax (v1) write."
+        )
+    return path
+
+
+def is_sealed(path: Path) -> bool:
+    """True for a checkpoint that was saved with checksums, be they still there or not."""
+    try:
+        return seal.exists(path / STATE) or __name__ in (path / "_CHECKPOINT_METADATA").read_text(
+            errors="replace"
+        )
+    except OSError:
+        return False
+
+
+def steps(folder: Path) -> list[Path]:
+    """The finished checkpoints in a folder, by step where they are numbered."""
+    found = [p for p in folder.iterdir() if (p / STATE).is_dir() and TEMPORARY not in p.name]
+    return sorted(found, key=lambda p: (int(p.name) if p.name.isdigit() else -1, p.name))
+
+
+def stored(path: Path) -> tuple[Any, dict[Name, tuple[tuple[int, ...], np.dtype]]]:
+    """What a checkpoint holds: orbax's tree of metadata, and shape and dtype by name."""
+    tree = ocp.metadata(str(path)).metadata
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return tree, {path_keys(k): _described(x) for k, x in flat}
+
+
+def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype; a Python number has that of its type."""
+    if hasattr(leaf, "shape"):
+        return tuple(leaf.shape), np.dtype(leaf.dtype)
+    return (), np.dtype(leaf if isinstance(leaf, type) else type(leaf))
+
+
+def load(path: Path, tree: Any, targets: Mapping[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
+    """Reads the named arrays, each process its shards, in the shapes, dtypes and layouts of their targets.
+
+    What a shape is larger than the stored one is filled with zeros.
+    """
+    like = jax.tree_util.tree_map_with_path(lambda k, _: targets.get(path_keys(k), ocp.PLACEHOLDER), tree)
+    with _reading(max(map(_shard_bytes, targets.values()), default=0)):
+        out = ocp.load(str(path), like)
+    flat = jax.tree_util.tree_leaves_with_path(out, is_leaf=lambda x: x is ocp.PLACEHOLDER)
+    return {path_keys(k): x for k, x in flat if path_keys(k) in targets}
+
+
+def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * 8
+
+
+def _reading(largest: int) -> ocp.Context:
+    context = ocp.Context()
+    context.array.loading.enable_padding_and_truncation = True
+    context.memory.read_concurrent_bytes = max(LEAST_READ_BYTES, 2 * largest)
+    return context
