@@ -2,7 +2,8 @@
 
 What is stored is a tree `{params, opt_state, step, master, ...}`: `opt_state` is that of the plain transformation, so
 that a run without masters stores the names that plain orbax stores of an ordinary TrainState, and one with masters the
-same names and `master` beside them. Nothing in it tells the stage, the number of devices or the tier.
+same names and `master` beside them. Its names, shapes, dtypes and values do not tell the stage, the number of devices
+or the tier. (Orbax notes in `_sharding` how each array lay; only a load without any target reads that.)
 
 [Note: cut for the way out]
 A leaf that is stored padded has no equal pieces in its logical shape along the padded dim. It is laid out for the save
