@@ -127,6 +127,12 @@ def custom(path: Any) -> Any:
     return checks.custom
 
 
+def checked(path: Path) -> None:
+    """Raises CheckpointDamaged where any file is not as it was saved."""
+    checks = _opened(path)
+    _refuse(path, checks, _large(checks))
+
+
 def _opened(path: Path) -> Seal | None:
     """The checksums, and small files checked by them; None where plain orbax wrote the checkpoint."""
     if not store.is_sealed(path):

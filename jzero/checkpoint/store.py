@@ -37,12 +37,13 @@ _barriers = itertools.count()
 class _Sealed:
     """Orbax's handler of trees; what it has written gets checksums. See [Note: checksums before the commit]."""
 
-    custom: Any = None
+    custom: Any = None  # set on the class before a save
 
     def __init__(self):
         self._inner = ocp.handlers.PyTreeHandler()
 
     async def save(self, directory, checkpointable):
+        custom = self.custom
         written = await self._inner.save(directory, checkpointable)
         barrier = f"jzero.checkpoint.{next(_barriers)}"
 
@@ -53,7 +54,7 @@ class _Sealed:
                 jax.process_index(),
                 jax.process_count(),
             )
-            seal.write(path, part=part, parts=parts, custom=self.custom)
+            seal.write(path, part=part, parts=parts, custom=custom)
             await ocp.multihost.sync_global_processes(barrier, operation_id=barrier)
 
         return finish()
@@ -71,24 +72,25 @@ class _Sealed:
         return self._inner.is_abstract_handleable(abstract_checkpointable)
 
 
-def writing(custom: Any) -> ocp.Context:
-    """The orbax context to save in; `custom` is kept under the checksums."""
+def writing(custom: Any = None) -> tuple[ocp.Context, type[_Sealed]]:
+    """The orbax context to save in, and its handler: the `custom` of that is kept under the checksums."""
+    handler = type("Sealed", (_Sealed,), {"custom": custom})
     registry = ocp.handlers.local_registry(include_global_registry=False)
-    for handler, name in ocp.handlers.global_registry().get_all_entries():
+    for other, name in ocp.handlers.global_registry().get_all_entries():
         if name != STATE:
-            registry.add(handler, checkpointable_name=name)
-    registry.add(type("Sealed", (_Sealed,), {"custom": custom}), checkpointable_name=STATE)
+            registry.add(other, checkpointable_name=name)
+    registry.add(handler, checkpointable_name=STATE)
     context = ocp.Context()
     context.checkpointables.registry = registry
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    return context
+    return context, handler
 
 
 def save_async(path: Path, tree: Any, *, custom: Any) -> Any:
     """Copies the arrays of a tree and writes them in the background."""
     clean(path)
     try:
-        with writing(custom):
+        with writing(custom)[0]:
             return ocp.save_async(str(path), tree)
     except BaseException:
         clean(path)
@@ -170,10 +172,10 @@ def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     return (), np.dtype(leaf if isinstance(leaf, type) else type(leaf))
 
 
-def load(path: Path, tree: Any, targets: Mapping[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
-    """Reads the named arrays, each process its shards, in the shapes, dtypes and layouts of their targets.
+def load(path: Path, tree: Any, targets: Mapping[Name, Any]) -> dict[Name, Any]:
+    """Reads the named arrays: for a numpy target whole, for an abstract array each process its shards.
 
-    What a shape is larger than the stored one is filled with zeros.
+    Where the shape of a target is larger than the stored one, the rest is zeros.
     """
     like = jax.tree_util.tree_map_with_path(lambda k, _: targets.get(path_keys(k), ocp.PLACEHOLDER), tree)
     with _reading(max(map(_shard_bytes, targets.values()), default=0)):
@@ -182,8 +184,8 @@ def load(path: Path, tree: Any, targets: Mapping[Name, jax.ShapeDtypeStruct]) ->
     return {path_keys(k): x for k, x in flat if path_keys(k) in targets}
 
 
-def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+def _shard_bytes(x: Any) -> int:
+    shape = x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape
     return math.prod(shape) * 8
 
 

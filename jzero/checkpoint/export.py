@@ -1,0 +1,189 @@
+"""Consolidated weights out of a checkpoint: safetensors files, leaf by leaf, without devices and without the model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.checkpoint import store
+from jzero.checkpoint.logical import MASTER, Name
+from jzero.checkpoint.match import Described, text
+from jzero.checkpoint.restoring import checked
+from jzero.errors import listing, nearest
+
+FILE_BYTES = 5_000_000_000  # of one output file, as the Hugging Face hub has them
+READ_BYTES = 256 * 2**20  # of leaves that are in memory at once, or the largest leaf
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+}  # fmt: skip
+
+
+def export(
+    path: Any,
+    file: Any,
+    *,
+    dtype: Any = None,
+    max_file_bytes: int = FILE_BYTES,
+    names: Callable[[str], str] | Mapping[str, str] | None = None,
+    include: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
+    """Writes the params of a checkpoint to safetensors.
+
+    Args:
+      path: a checkpoint of `jzero.checkpoint.save` or plain orbax.
+      file: `model.safetensors`. Above `max_file_bytes` in all it is split: `model-00001-of-00003.safetensors` and so
+        on, with `model.safetensors.index.json` as the Hugging Face hub has it.
+      dtype: of all floating-point tensors; None: as stored, the fp32 master where there is one.
+      max_file_bytes: of tensors in one file; one larger tensor has a file of its own.
+      names: from `Dense_0.kernel` to the name in the file, as a function or a mapping; None: unchanged.
+      include: further parts of the state, e.g. `("batch_stats",)`; their tensors are named `batch_stats.…`.
+      progress: called with the bytes written and the bytes in all.
+
+    Returns:
+      The files written, the index last.
+
+    Raises:
+      ValueError: two tensors of one name, a part that is not there, a dtype that safetensors lacks.
+      CheckpointDamaged: as `restore`.
+      FileNotFoundError: nothing is at `path`.
+
+    Cost:
+      256 MiB of host memory, or the largest leaf. A tied weight is one leaf and one tensor.
+    """
+    where = "jzero.checkpoint.export"
+    path, file = store.locate(path, where), Path(os.path.abspath(file))
+    if file.suffix != ".safetensors":
+        raise ValueError(f"{where}: {file.name} must end in .safetensors.")
+    checked(path)
+    tree, have = store.stored(path)
+    tensors = _tensors(have, dtype, names, tuple(include), where)
+    groups = _split(tensors, max_file_bytes)
+    total = sum(t.nbytes for t in tensors)
+    done = 0
+    outputs = _outputs(file, len(groups))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = [f.with_name(f".{f.name}.tmp") for f in outputs]
+    try:
+        for name, group in zip(temporary, groups, strict=True):
+            with open(name, "wb") as out:
+                _write_header(out, group)
+                for tensor, value in _values(path, tree, group):
+                    out.write(np.ascontiguousarray(value, dtype=tensor.dtype).tobytes())
+                    done += tensor.nbytes
+                    if progress is not None:
+                        progress(done, total)
+        for name, final in zip(temporary, outputs, strict=True):
+            name.replace(final)
+    finally:
+        for name in temporary:
+            name.unlink(missing_ok=True)
+    if len(groups) == 1:
+        return outputs
+    index = file.with_name(file.name + ".index.json")
+    weight_map = {t.name: f.name for f, group in zip(outputs, groups, strict=True) for t in group}
+    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    return [*outputs, index]
+
+
+class _Tensor:
+    """One tensor of the output: its name, where it is read, and in which dtype it is written."""
+
+    def __init__(self, name: str, source: Name, stored: Described, dtype: np.dtype):
+        self.name, self.source, self.dtype = name, source, dtype
+        self.shape, self.stored = stored
+        self.nbytes = math.prod(self.shape) * dtype.itemsize
+
+
+def _tensors(
+    have: Mapping[Name, Described], dtype, names, include: tuple[str, ...], where: str
+) -> list[_Tensor]:
+    top = {name[0] for name in have}
+    for part in include:
+        if part not in top:
+            raise ValueError(
+                f"{where}: the checkpoint has no {part!r}, only {sorted(top)}.{nearest(part, top)}"
+            )
+    wanted = None if dtype is None else jnp.dtype(dtype)
+    found = []
+    for name in have:
+        if name[0] == "params":
+            plain, source = name[1:], (MASTER, *name[1:])
+        elif name[0] in include or "params" not in top:
+            plain, source = name, name
+        else:
+            continue
+        source = source if source in have else name
+        stored = have[source]
+        floating = jnp.issubdtype(stored[1], jnp.floating)
+        out = wanted if wanted is not None and floating else stored[1]
+        if out.name not in DTYPES:
+            raise ValueError(f"{where}: {text(name)} has dtype {out.name}, which safetensors has not.")
+        found.append(_Tensor(_renamed(".".join(plain), names), source, stored, out))
+    double = sorted({t.name for t in found if sum(t.name == u.name for u in found) > 1}) if names else []
+    if double:
+        raise ValueError(
+            f"{where}: names= gives {len(double)} names twice:\n{listing([(n,) for n in double])}"
+        )
+    return sorted(found, key=lambda t: t.name)
+
+
+def _renamed(name: str, names: Any) -> str:
+    new: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
+    return new
+
+
+def _split(tensors: Sequence[_Tensor], most: int) -> list[list[_Tensor]]:
+    """Consecutive tensors of at most `most` bytes together."""
+    groups: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if groups[-1] and sum(t.nbytes for t in groups[-1]) + tensor.nbytes > most:
+            groups.append([])
+        groups[-1].append(tensor)
+    return groups
+
+
+def _outputs(file: Path, count: int) -> list[Path]:
+    if count == 1:
+        return [file]
+    return [file.with_name(f"{file.stem}-{i + 1:05}-of-{count:05}.safetensors") for i in range(count)]
+
+
+def _write_header(out: BinaryIO, tensors: Sequence[_Tensor]) -> None:
+    """The safetensors header: its length in 8 bytes, then JSON with dtype, shape and place of every tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "flax"}}
+    at = 0
+    for t in tensors:
+        header[t.name] = {
+            "dtype": DTYPES[t.dtype.name],
+            "shape": list(t.shape),
+            "data_offsets": [at, at + t.nbytes],
+        }
+        at += t.nbytes
+    data = json.dumps(header, separators=(",", ":")).encode()
+    data += b" " * (-len(data) % 8)  # data begins at a multiple of 8
+    out.write(len(data).to_bytes(8, "little") + data)
+
+
+def _values(path: Path, tree: Any, tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, np.ndarray]]:
+    """The tensors in order, read a bounded number of bytes at a time."""
+    group: list[_Tensor] = []
+    for i, tensor in enumerate(tensors):
+        group.append(tensor)
+        held = sum(math.prod(t.shape) * t.stored.itemsize for t in group)
+        if held < READ_BYTES and i + 1 < len(tensors):
+            continue
+        targets = {t.source: np.broadcast_to(np.zeros((), t.stored), t.shape) for t in group}
+        read = store.load(path, tree, targets)
+        for t in group:
+            yield t, read.pop(t.source)
+        group = []

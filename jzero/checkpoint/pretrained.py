@@ -1,0 +1,188 @@
+"""Pretrained weights from safetensors files into a sharded state, each process reading its shards."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero import kinds
+from jzero.checkpoint.logical import MASTER, Leaf, filled, tree_of
+from jzero.checkpoint.match import text
+from jzero.errors import listing, nearest
+
+Where = str | tuple[str, tuple[int, ...]]
+
+
+def load_safetensors(
+    files: Any,
+    state: Any,
+    *,
+    names: Callable[[str], Where] | Mapping[str, Where] | None = None,
+    ignore: Sequence[str] = (),
+    cast: bool = False,
+) -> Any:
+    """A state with the weights of safetensors files in place of its params.
+
+    Args:
+      files: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder that holds them.
+      state: from `jzero.shard` (or a plain state): its layouts are kept; moments and step are as they were.
+      names: from the param's name (`Dense_0.kernel`) to the tensor's, as a function or a mapping; None: the same. A
+        pair `(name, (1, 0))` transposes: dims of the tensor in the order of the param's, as a torch Linear needs.
+      ignore: patterns (`*.attn.bias`) of tensors that the model has no use for.
+      cast: convert dtypes to those of the params.
+
+    Returns:
+      A state like `state`; an NNX pair is changed in place. Masters take the value of the file, unrounded.
+
+    Raises:
+      ValueError: params without a tensor, tensors without a param, other shapes, other dtypes without `cast`; all are
+        listed, and nothing is changed.
+      FileNotFoundError: no such file.
+      TypeError: an abstract state.
+
+    Cost:
+      Each shard is read by itself; no leaf is whole on a host or device unless its layout says so.
+    """
+    where = "jzero.checkpoint.load_safetensors"
+    parts = kinds.take_apart(state, where=where)
+    leaves: list[Leaf] = jax.tree.leaves(tree_of(parts))
+    if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise TypeError(f"{where}: this state is abstract. Make it with jzero.shard(create, ...).")
+    tensors = _tensors(files, where)
+    wanted = {
+        leaf.name: _where(".".join(leaf.name[1:]), names) for leaf in leaves if leaf.name[0] == "params"
+    }
+    _check(leaves, wanted, tensors, ignore, cast, where)
+    values = {leaf.name: leaf.value for leaf in leaves}
+    for leaf in leaves:
+        if leaf.name[0] in ("params", MASTER):
+            tensor, order = wanted[("params", *leaf.name[1:])]
+            values[leaf.name] = _read(leaf, tensors[tensor], order)
+    return kinds.put_together(state, filled(parts, values))
+
+
+class _Tensor:
+    """One tensor in a file, read in slices."""
+
+    def __init__(self, file: Path, name: str):
+        from safetensors import safe_open
+
+        with safe_open(file, framework="np") as f:
+            view = f.get_slice(name)
+            self.shape, self.dtype = tuple(view.get_shape()), _DTYPES.get(view.get_dtype())
+        self.file, self.name = file, name
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="np") as f:
+            view = f.get_slice(self.name)
+            return np.asarray(view[index] if index else f.get_tensor(self.name))
+
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
+}  # fmt: skip
+
+
+def _tensors(files: Any, where: str) -> dict[str, _Tensor]:
+    from safetensors import safe_open
+
+    found: dict[str, _Tensor] = {}
+    for file in _files(Path(os.path.abspath(files)), where):
+        with safe_open(file, framework="np") as f:
+            names = list(f.keys())
+        for name in names:
+            found[name] = _Tensor(file, name)
+    return found
+
+
+def _files(path: Path, where: str) -> list[Path]:
+    if not path.exists():
+        raise FileNotFoundError(f"{where}: there is nothing at {path}.")
+    if path.is_dir():
+        found = sorted(path.glob("*.safetensors"))
+        if not found:
+            raise FileNotFoundError(f"{where}: no .safetensors file in {path}.")
+        return found
+    if path.suffix != ".json":
+        return [path]
+    found = sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()})
+    missing = [f.name for f in found if not f.exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"{where}: {path.name} names files that are not beside it: {', '.join(missing)}."
+        )
+    return found
+
+
+def _where(name: str, names: Any) -> tuple[str, tuple[int, ...] | None]:
+    given: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
+    return (given, None) if isinstance(given, str) else (given[0], tuple(given[1]))
+
+
+def _check(leaves, wanted, tensors: Mapping[str, _Tensor], ignore, cast: bool, where: str) -> None:
+    rows, only_dtypes = [], True
+    for leaf in leaves:
+        if leaf.name not in wanted:
+            continue
+        name, order = wanted[leaf.name]
+        want = f"{leaf.value.dtype}{list(leaf.shape)}"
+        if name not in tensors:
+            rows.append((text(leaf.name), want, name, f"no such tensor.{nearest(name, tensors)}"))
+            only_dtypes = False
+            continue
+        t = tensors[name]
+        got = f"{t.dtype}{list(t.shape)}"
+        if order is not None and sorted(order) != list(range(len(t.shape))):
+            rows.append((text(leaf.name), want, f"{name} {got}", f"{order} is no order of its dims"))
+            only_dtypes = False
+        elif (t.shape if order is None else tuple(t.shape[d] for d in order)) != leaf.shape:
+            rows.append((text(leaf.name), want, f"{name} {got}", "another shape"))
+            only_dtypes = False
+        elif t.dtype != leaf.value.dtype.name and not cast:
+            rows.append((text(leaf.name), want, f"{name} {got}", "another dtype: cast=True converts"))
+    used = {name for name, _ in wanted.values()}
+    for name in sorted(set(tensors) - used):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore):
+            rows.append(
+                ("", "", f"{name} {list(tensors[name].shape)}", "no param takes it: ignore= leaves it out")
+            )
+            only_dtypes = False
+    if rows:
+        table = listing([("param", "", "tensor", ""), *rows])
+        raise ValueError(
+            f"{where}: {len(rows)} params and tensors do not fit, and nothing was read:\n{table}\n"
+            + ("Pass cast=True." if only_dtypes else "Name the tensors with names=.")
+        )
+
+
+def _read(leaf: Leaf, tensor: _Tensor, order: tuple[int, ...] | None) -> jax.Array:
+    """A param or a master in its layout; beyond the logical shape, zeros."""
+    like = leaf.value
+    shape, dtype = tuple(np.shape(like)), jnp.dtype(like.dtype)
+
+    def shard(index) -> np.ndarray:
+        spans = [range(*i.indices(n)) for i, n in zip(index, shape, strict=True)]
+        inside = [slice(s.start, min(s.stop, n)) for s, n in zip(spans, leaf.shape, strict=True)]
+        out = np.zeros([len(s) for s in spans], dtype)
+        if all(s.start < s.stop for s in inside):
+            part = inside if order is None else [inside[order.index(d)] for d in range(len(order))]
+            value = tensor.read(tuple(part))
+            value = value if order is None else value.transpose(order)
+            out[tuple(slice(0, n) for n in value.shape)] = value.astype(dtype)
+        return out
+
+    if not isinstance(like, jax.Array):
+        return jnp.asarray(shard(tuple(slice(0, n) for n in shape)))
+    return jax.make_array_from_callback(shape, like.sharding, shard)
