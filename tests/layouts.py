@@ -75,9 +75,10 @@ def abstract(layout, tx=None, dtype=jnp.float32):
 def logical_shapes(state):
     """The shapes of the optimizer state as optax makes them, masters after them."""
     inner = jax.eval_shape(jzero.unwrap(state.tx).init, state.params)
-    masters = state.opt_state.master if hasattr(state.opt_state, "master") else None
-    both = [x.shape for x in jax.tree.leaves(inner)], [p.shape for p in jax.tree.leaves(state.params)]
-    return both[0] + (both[1] if masters is not None else [])
+    masters = state.opt_state.master if hasattr(state.opt_state, "master") else {}
+    return [x.shape for x in jax.tree.leaves(inner)] + [
+        state.params[k].shape for k in sorted(masters) if masters[k] is not None
+    ]
 
 
 def scrambled(state, seed=0):
@@ -94,7 +95,9 @@ def _random(x, shape, seed):
     if jnp.issubdtype(x.dtype, jnp.floating):
         value = np.asarray(rng.standard_normal(shape).astype(np.float32), x.dtype)
     else:
-        value = np.asarray(rng.integers(0, 2, shape) if x.dtype == bool else rng.integers(1, 99, shape), x.dtype)
+        value = np.asarray(
+            rng.integers(0, 2, shape) if x.dtype == bool else rng.integers(1, 99, shape), x.dtype
+        )
     padded = np.zeros(x.shape, x.dtype)
     padded[tuple(map(slice, shape))] = value
     return jax.device_put(padded, x.sharding)

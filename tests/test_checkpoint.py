@@ -109,7 +109,9 @@ def test_16_bit_params_keep_the_masters_they_have(tmp_path):
     back = checkpoint.restore(tmp_path / "saved", like("4 devices", "bf16"))
     for k, master in back.opt_state.master.items():
         assert master.dtype == jnp.float32
-        assert not np.array_equal(np.asarray(master, jnp.bfloat16), np.asarray(master))  # not made from 16 bits
+        assert not np.array_equal(
+            np.asarray(master, jnp.bfloat16), np.asarray(master)
+        )  # not made from 16 bits
         assert back.params[k].dtype == jnp.bfloat16
 
 
@@ -198,7 +200,8 @@ def test_saves_under_way_together(tmp_path):
         assert savings[i].result(timeout=60) == tmp_path / str(i)
     for i, state in enumerate(states):
         assert_same(
-            logical_values(checkpoint.restore(tmp_path / str(i), like("stage 1", "f32"))), logical_values(state)
+            logical_values(checkpoint.restore(tmp_path / str(i), like("stage 1", "f32"))),
+            logical_values(state),
         )
 
 

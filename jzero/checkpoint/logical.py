@@ -51,6 +51,17 @@ class Leaf:
         """Stored padded by the plan of the state."""
         return tuple(np.shape(self.value)) != self.shape
 
+    @property
+    def empty(self) -> bool:
+        """It has no elements; orbax cannot store such a leaf, and it is left out."""
+        return 0 in self.shape
+
+    def nothing(self) -> Any:
+        """The value of an empty leaf."""
+        made = np.zeros(np.shape(self.value), self.value.dtype)
+        sharding = getattr(self.value, "sharding", None)
+        return made if isinstance(self.value, np.ndarray) else jax.device_put(made, sharding)
+
 
 def apart(state: Any, tx: Any, where: str) -> Parts:
     """The parts of a state of any kind: also of a mapping with `params` and `opt_state`, or of any other tree.
@@ -159,6 +170,10 @@ def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
 
 def to_store(leaf: Leaf) -> Any:
     """The array of a leaf in its logical shape; see [Note: cut for the way out]."""
+    if leaf.empty:
+        return None
+    if isinstance(leaf.value, (bool, complex, np.generic)):
+        return np.asarray(leaf.value)  # of single numbers orbax stores Python's int and float alone
     if not leaf.padded:
         return leaf.value
     x = on_device(leaf.value)

@@ -72,7 +72,8 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
     where = "jzero.checkpoint.restore"
     path = store.locate(path, where)
     parts = apart(like, tx, where)
-    leaves: list[Leaf] = jax.tree.leaves(tree_of(parts))
+    every: list[Leaf] = jax.tree.leaves(tree_of(parts))
+    leaves = [leaf for leaf in every if not leaf.empty]
     checks = _opened(path)
     tree, have = store.stored(path)
     sources = match(leaves, have, cast=cast, where=where)
@@ -84,6 +85,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
             _refuse(path, checks, checking.result())  # damage explains it better
             raise
         _refuse(path, checks, checking.result())
+    values |= {leaf.name: leaf.nothing() for leaf in every if leaf.empty}
     return together(like, filled(parts, values))
 
 
@@ -184,16 +186,19 @@ def _read(path: Path, tree: Any, sources: Sequence[Source]) -> dict[Any, Any]:
     return values
 
 
-def _target(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf.value, "sharding", None)
+def _target(leaf: Leaf) -> Any:
+    value = leaf.value
+    if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        return store.Numpy(np.shape(value), np.asarray(value).dtype)  # jax would make 32 bits of its 64
+    sharding = value.sharding
     if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
         sharding = SingleDeviceSharding(jax.local_devices()[0])
-    dtype = leaf.value.dtype if hasattr(leaf.value, "dtype") else np.asarray(leaf.value).dtype
-    return jax.ShapeDtypeStruct(np.shape(leaf.value), dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
 
 def _as_given(value: Any, like: Any) -> Any:
     """A restored array as what stood in its place: numpy arrays and Python numbers stay such."""
-    if isinstance(like, (bool, int, float)):
-        return type(like)(np.asarray(value))
-    return np.asarray(value) if isinstance(like, np.ndarray) else value
+    if isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+        return value
+    value = np.asarray(value, np.asarray(like).dtype)
+    return value if isinstance(like, np.ndarray) else type(like)(value[()])

@@ -97,7 +97,8 @@ class Steps:
         if self._metric is not None and self._metric not in (metrics or {}):
             raise ValueError(f"{where}: the best step is told by {self._metric!r}, which metrics= has not.")
         self._handler.custom = custom
-        self._orbax.save_async(step, tree, force=True, metrics=dict(metrics) if metrics else None)
+        kept: Any = dict(metrics) if metrics else None
+        self._orbax.save_async(step, tree, force=True, metrics=kept, custom_metadata=store.MARK)
 
     def wait(self) -> None:
         """Returns when everything is written.

@@ -9,6 +9,7 @@ steps as it does any other. Plain orbax reads them without jzero.
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import itertools
 import math
@@ -28,10 +29,21 @@ from jzero.checkpoint.logical import Name
 from jzero.layout import path_keys
 
 STATE = "state"  # orbax's name for the tree of a checkpoint
+MARK: Any = {
+    "jzero.checkpoint": seal.VERSION
+}  # in orbax's metadata: has checksums, be they still there or not
 TEMPORARY = ".orbax-checkpoint-tmp"
 CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
 LEAST_READ_BYTES = 256 * 2**20  # that are read at once, of one process
 _barriers = itertools.count()
+
+
+@dataclasses.dataclass
+class Numpy:
+    """What to read as a numpy array: orbax knows it by these two fields, and by the lack of a sharding."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 class _Sealed:
@@ -74,7 +86,9 @@ class _Sealed:
 
 def writing(custom: Any = None) -> tuple[ocp.Context, type[_Sealed]]:
     """The orbax context to save in, and its handler: the `custom` of that is kept under the checksums."""
-    handler = type("Sealed", (_Sealed,), {"custom": custom})
+    plain = ocp.handlers.PyTreeHandler  # by whose name plain orbax finds how to read it
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    handler = type(plain.__name__, (_Sealed,), {"custom": custom, **names})
     registry = ocp.handlers.local_registry(include_global_registry=False)
     for other, name in ocp.handlers.global_registry().get_all_entries():
         if name != STATE:
@@ -91,7 +105,7 @@ def save_async(path: Path, tree: Any, *, custom: Any) -> Any:
     clean(path)
     try:
         with writing(custom)[0]:
-            return ocp.save_async(str(path), tree)
+            return ocp.save_async(str(path), tree, custom_metadata=MARK)
     except BaseException:
         clean(path)
         raise
@@ -145,9 +159,8 @@ def locate(path: Any, where: str) -> Path:
 def is_sealed(path: Path) -> bool:
     """True for a checkpoint that was saved with checksums, be they still there or not."""
     try:
-        return seal.exists(path / STATE) or __name__ in (path / "_CHECKPOINT_METADATA").read_text(
-            errors="replace"
-        )
+        metadata = path / "_CHECKPOINT_METADATA"
+        return seal.exists(path / STATE) or next(iter(MARK)) in metadata.read_text(errors="replace")
     except OSError:
         return False
 
