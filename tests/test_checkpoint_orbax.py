@@ -115,9 +115,9 @@ def test_async_with_a_donating_step(tmp_path):
 
 
 @functools.cache
-def plain():
-    """An ordinary unsharded TrainState with random values."""
-    return scrambled(create())
+def plain(dtype=jnp.float32):
+    """An ordinary unsharded TrainState with random values, in a run: its step is an array."""
+    return scrambled(create(dtype=dtype).replace(step=jnp.int32(0)))
 
 
 def test_from_a_plain_checkpoint(tmp_path):
@@ -130,9 +130,7 @@ def test_from_a_plain_checkpoint(tmp_path):
             back = checkpoint.restore(tmp_path / "plain", like)
         assert_laid_out_like(back, like)
         assert_same(logical_values(back), logical_values(plain()))
-    with pytest.raises(
-        ValueError, match="has no checksums: plain orbax wrote it. Restore it and save it with"
-    ):
+    with pytest.raises(ValueError, match="has no checksums: plain orbax wrote it"):
         checkpoint.verify(tmp_path / "plain")
     with pytest.raises(ValueError, match="is none of jzero's: plain orbax wrote it"):
         checkpoint.custom(tmp_path / "plain")
@@ -141,8 +139,7 @@ def test_from_a_plain_checkpoint(tmp_path):
 def test_a_plain_run_in_16_bit_gets_masters_with_cast_alone(tmp_path):
     """Of fp32 params: the masters take them whole. Of 16-bit ones: there is nothing better than they are."""
     ocp.save(str(tmp_path / "wide"), plain())
-    half = scrambled(create(dtype=jnp.bfloat16))
-    half = half.replace(opt_state=plain().opt_state)
+    half = plain(jnp.bfloat16).replace(opt_state=plain().opt_state)
     ocp.save(str(tmp_path / "half"), half)
     like = abstract("stage 2", dtype=jnp.bfloat16)
     for path, source in ((tmp_path / "wide", plain()), (tmp_path / "half", half)):

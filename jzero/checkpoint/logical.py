@@ -90,8 +90,11 @@ def _mapping_apart(state: Any, tx: Any, where: str) -> Parts:
             f"{where}: this tree holds the state of a transformation from jzero.zero. Pass a mapping "
             "{'params': ..., 'opt_state': ...} and tx=, the transformation."
         )
-    if callable(state) and not jax.tree.leaves(state):
-        raise TypeError(f"{where}: pass a state, or jzero.abstract(create, ...), not a function.")
+    if jax.tree_util.all_leaves([state]):
+        kind = "a function" if callable(state) else f"{type(state).__name__}"
+        raise TypeError(
+            f"{where}: pass a state, a tree of arrays, or jzero.abstract(create, ...), not {kind}."
+        )
     if not named:
         return Parts(None, None, None, state, None, None)
     rest = {k: v for k, v in known.items() if k not in ("params", "opt_state")}

@@ -50,8 +50,9 @@ def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool,
             )
             castable = False
         elif (name != leaf.name or (dtype != want_dtype and not number)) and not cast:
-            what = "starts as the param" if name != leaf.name else "another dtype"
-            rows.append((text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), what))
+            what = "another dtype" if leaf.name in have else "starts as the param"
+            found = have.get(leaf.name, have[name])
+            rows.append((text(leaf.name), _typed(*found), _typed(want_shape, want_dtype), what))
         sources.append(Source(leaf, name))
     used = {source.name for source in sources} | wanted
     for name, (shape, dtype) in have.items():

@@ -144,7 +144,7 @@ def locate(path: Any, where: str) -> Path:
         found = "\nCheckpoints beside it:\n" + "\n".join(beside) if beside else ""
         raise FileNotFoundError(f"{where}: there is nothing at {path}.{found}")
     if not (path / STATE).is_dir():
-        below = steps(path)
+        below = steps(path) if path.is_dir() else []
         if below:
             raise ValueError(
                 f"{where}: {path} holds {len(below)} checkpoints and is none itself. Name one: {below[-1]}"
