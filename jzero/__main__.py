@@ -1,4 +1,4 @@
-"""The command line: `python -m jzero plan`, or `jzero plan`."""
+"""The command line: `python -m jzero plan`, or `jzero plan`; explain, verify, export."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import sys
 
 import tyro
 
+from jzero.commands.files import ExportCommand, VerifyCommand
 from jzero.commands.plan import ExplainCommand, PlanCommand
 
-COMMANDS = {"plan": PlanCommand, "explain": ExplainCommand}
+COMMANDS = {"plan": PlanCommand, "explain": ExplainCommand, "verify": VerifyCommand, "export": ExportCommand}
 
 
 def main(args: list[str] | None = None) -> int:
@@ -17,7 +18,7 @@ def main(args: list[str] | None = None) -> int:
     command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="jzero", args=args, config=flat)
     try:
         return command.run()
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

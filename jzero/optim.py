@@ -75,7 +75,7 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
       >>> params = {"w": jnp.ones((1024, 512))}
       >>> tx = jzero.zero(optax.adam(1e-3), jzero.make_plan(params, stage=1))
       >>> tx.init(params)[0].mu["w"].sharding.spec
-      PartitionSpec('data',)
+      P('data',)
 
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.

@@ -365,7 +365,7 @@ def make_plan(
       >>> import jax, jzero
       >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 512), "bfloat16")}
       >>> jzero.make_plan(shapes, stage=2).layouts[0].state
-      PartitionSpec('data',)
+      P('data',)
     """
     config = make_config(config, fields, where="jzero.make_plan")
     mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)

@@ -81,7 +81,7 @@ def shard(
       >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
       >>> state = jzero.shard(state, stage=2)
       >>> state.opt_state[0].mu["w"].sharding.spec
-      PartitionSpec('data',)
+      P('data',)
 
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054).

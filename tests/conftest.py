@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -12,6 +13,16 @@ os.environ.setdefault("NPROC", "32")
 # The tests compile far more than they compute: LLVM without its expensive passes takes two thirds of the time.
 # The program stays the same: its text (collectives, memory) is equal to the byte, on the CPU and for GPUs.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Many tests compile the same program; what one has compiled the others read, also those of the next run. (For the
+# CPU alone: JAX does not keep programs for GPUs that are not there. A folder per worker: JAX writes without locks.)
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(
+        Path(__file__).resolve().parents[1] / ".cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "main")
+    ),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import numpy as np

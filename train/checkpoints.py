@@ -1,23 +1,25 @@
-"""Orbax checkpoints of a run: the state shard by shard, the position in the data, the settings."""
+"""The checkpoints of a run: the state, the position in the data, the settings; the last few, and the best."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
-FOLDER = "checkpoints"
+from jzero import checkpoint
+
+FOLDER, ASIDE = "checkpoints", "set_aside"
 
 
 class Checkpoints:
-    """The last few checkpoints of a run, written in the background.
+    """The last few checkpoints of a run and the one of the lowest held-out loss, written in the background.
 
     Args:
       out: the run's folder.
-      keep: how many to keep.
+      keep: how many of the last ones to keep.
       identity: settings that must not change when the run is resumed.
       overwrite: delete what is there.
     """
@@ -27,32 +29,50 @@ class Checkpoints:
         folder = (out / FOLDER).resolve()
         if overwrite and jax.process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        latest: Any = ocp.training.preservation_policies.LatestN(keep)
-        # A killed save leaves a temporary folder behind, never a step that looks finished.
-        self.orbax = ocp.training.Checkpointer(
-            str(folder), preservation_policy=latest, cleanup_tmp_directories=True
-        )
+        self.steps = checkpoint.Steps(folder, keep=keep, best="heldout")
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self.orbax.close()
+        self.steps.close()
 
-    def save(self, step: int, state: Any, stream: Any) -> None:
-        """Copies the shards and returns; the files are written while training goes on."""
-        with_it = {"data": stream.get_state(), "identity": self.identity}
-        self.orbax.save_async(step, state, force=True, custom_metadata=with_it)
-
-    def restore(self, like: Any, stream: Any) -> Any:
-        """The last state, in the layout of `like`; sets `stream` to the batch that comes next.
+    def save(self, step: int, state: Any, stream: Any, *, heldout: float | None) -> None:
+        """Copies the shards and returns; the files are written while training goes on.
 
         Args:
+          step: how many steps the state has behind it.
+          state: of the run.
+          stream: the grain iterator that gives the next batch.
+          heldout: the last held-out loss, where there is one.
+        """
+        with_it = {"data": stream.get_state(), "identity": self.identity}
+        metrics = {"heldout": math.nan if heldout is None else heldout}
+        self.steps.save(step, state, metrics=metrics, custom=with_it)
+
+    @property
+    def writing(self) -> bool:
+        """True while a checkpoint is being written."""
+        return self.steps.writing
+
+    def wait(self) -> None:
+        """Returns when everything is written."""
+        self.steps.wait()
+
+    def restore(self, step: int, like: Any, stream: Any) -> Any:
+        """The state of a step, in the layout of `like`; sets `stream` to the batch that comes next.
+
+        Args:
+          step: which.
           like: the state as `jax.ShapeDtypeStruct` with shardings; each process reads its shards only.
           stream: a grain iterator over the same data.
+
+        Raises:
+          CheckpointDamaged: a file is not as it was written.
         """
-        stream.set_state(_custom(self.orbax.metadata())["data"])
-        return self.orbax.load(None, like)
+        state = self.steps.restore(like, step=step)
+        stream.set_state(self.steps.custom(step)["data"])
+        return state
 
 
 def saved_steps(out: Path) -> list[int]:
@@ -61,18 +81,18 @@ def saved_steps(out: Path) -> list[int]:
     return sorted(int(f.name) for f in folder.iterdir() if f.name.isdigit()) if folder.is_dir() else []
 
 
-def check_identity(out: Path, now: dict[str, Any]) -> None:
+def check_identity(out: Path, step: int, now: dict[str, Any]) -> None:
     """Refuses to resume a run with other settings.
 
     Args:
-      out: the run's folder, with a checkpoint in it.
+      out: the run's folder.
+      step: of the checkpoint to resume from.
       now: the settings that must be those of that checkpoint.
 
     Raises:
-      ValueError: with each setting that differs.
+      ValueError: with each setting that differs, or what is damaged.
     """
-    latest = (out / FOLDER / str(saved_steps(out)[-1])).resolve()
-    saved = _custom(ocp.metadata(str(latest)))["identity"]
+    saved = checkpoint.custom(out / FOLDER / str(step))["identity"]
     changed = [name for name in now if saved.get(name) != now[name]]
     if changed:
         lines = [f"  {name}: {saved.get(name)} in the checkpoint, {now[name]} now" for name in changed]
@@ -83,5 +103,16 @@ def check_identity(out: Path, now: dict[str, Any]) -> None:
         )
 
 
-def _custom(metadata: Any) -> dict[str, Any]:
-    return metadata.custom_metadata
+def set_aside(out: Path, step: int) -> list[Path]:
+    """Moves the checkpoints after a step out of the way of a run that continues from there; returns where to."""
+    moved = []
+    for later in [s for s in saved_steps(out) if s > step]:
+        target = out / ASIDE / str(later)
+        number = 1
+        while target.exists():
+            number += 1
+            target = out / ASIDE / f"{later}-{number}"
+        target.parent.mkdir(exist_ok=True)
+        (out / FOLDER / str(later)).rename(target)
+        moved.append(target)
+    return moved

@@ -49,6 +49,8 @@ class Config:
     """Folder of the run: metrics.jsonl, loss.png, sample.txt, tensorboard/, checkpoints/."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint, as if it had not stopped."""
+    resume_step: int | None = None
+    """Continue from the checkpoint of this step instead; later ones are moved to set_aside/."""
     overwrite: bool = False
     """Delete the run that --out holds."""
     seed: int = 0
@@ -62,7 +64,7 @@ class Config:
     save_every: int = 250
     """Steps between two checkpoints."""
     keep: int = 2
-    """Checkpoints to keep."""
+    """Of the last checkpoints; the one with the lowest held-out loss is kept too."""
     sample_bytes: int = 400
     """Bytes of text to write at the end."""
     prompt: str = "def "
@@ -164,6 +166,8 @@ def check(config: Config, *, devices: int, processes: int) -> None:
         )
     if not config.prompt:
         raise ValueError("--prompt: must not be empty; the sample needs a byte to start from.")
+    if config.resume_step is not None and not config.resume:
+        raise ValueError("--resume-step: pass --resume with it.")
     for name in ("steps", "log_every", "eval_every", "save_every", "keep", "eval_windows"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least 1.")

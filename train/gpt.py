@@ -45,14 +45,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training import train_state
+from jax.experimental import multihost_utils
 
 import jzero
+from jzero.checkpoint import CheckpointDamaged
+from jzero.errors import human_bytes
 from train import config as flags
 from train import data
-from train.checkpoints import Checkpoints, check_identity, saved_steps
+from train.checkpoints import Checkpoints, check_identity, saved_steps, set_aside
 from train.config import PRESETS, Config
 from train.log import Log
 from train.model import GPT, sample
+from train.stopping import Stopping
 
 # ------------------------------------------------------------------------------------------------------------
 # The state and the step: plain Flax, nothing of jzero in them. Other tools import these two.
@@ -133,8 +137,17 @@ def prepare(config: Config) -> data.Corpus:
             "--overwrite to delete it, or another --out."
         )
     if config.resume:
-        check_identity(config.out, flags.identity(config, corpus.fingerprint))
+        if config.resume_step is not None and config.resume_step not in steps:
+            raise ValueError(f"--resume-step {config.resume_step}: the run in {config.out} has {steps}.")
+        check_identity(config.out, first_step(config), flags.identity(config, corpus.fingerprint))
     return corpus
+
+
+def first_step(config: Config) -> int:
+    """The step that a run continues from; 0 for a new one."""
+    if not config.resume:
+        return 0
+    return config.resume_step if config.resume_step is not None else saved_steps(config.out)[-1]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -144,13 +157,19 @@ def prepare(config: Config) -> data.Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run ends with; losses in nats per byte, `losses` and `heldout` as (step, loss)."""
+    """What a run ends with; losses in nats per byte, `losses` and `heldout` as (step, loss).
+
+    `stopped`: it was told to stop before its last step, and has a checkpoint there. `out`: its folder.
+    """
+
+    out: Path
 
     state: TrainState
     losses: list[tuple[int, float]]
     heldout: list[tuple[int, float]]
     bigram: float
     text: str
+    stopped: bool = False
 
 
 def train(config: Config, corpus: data.Corpus) -> Result:
@@ -167,6 +186,12 @@ def train(config: Config, corpus: data.Corpus) -> Result:
 
     # -- state: born sharded, or read shard by shard
     create = functools.partial(create_state, config)
+    tokens, start = config.batch * m.seq, first_step(config)
+    log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
+    if config.resume:
+        for moved in set_aside(config.out, start) if me == 0 else ():
+            log.print(f"moved a later checkpoint to {moved}")
+        multihost_utils.sync_global_devices("checkpoints after the one to resume from are set aside")
     checkpoints = Checkpoints(
         config.out,
         keep=config.keep,
@@ -174,16 +199,13 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         overwrite=config.overwrite and not config.resume,
     )
     if config.resume:
-        state = checkpoints.restore(
-            jzero.abstract(create, stage=config.stage, offload=config.offload), stream
-        )
+        like = jzero.abstract(create, stage=config.stage, offload=config.offload)
+        with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
+            state = checkpoints.restore(start, like, stream)
     else:
         state = jzero.shard(create, stage=config.stage, offload=config.offload)
-    plan, start = jzero.plan_of(state), int(state.step)
-
-    tokens = config.batch * m.seq
-    log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
-    with checkpoints, log:
+    plan, step, stopped = jzero.plan_of(state), start, False
+    with checkpoints, log, Stopping() as stopping:
         # -- the plan, and what was compiled from it
         log.print(corpus.source)
         log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
@@ -202,18 +224,27 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         for step in range(start + 1, config.steps + 1):
             state, metrics = step_fn(state, plan.place_batch(next(stream)))
             log.step(step, metrics["loss"])
+            stopped = step < config.steps and stopping.after(step)
             last = step == config.steps
             if step % config.eval_every == 0 or last:
                 with log.not_training():
                     log.evaluation(step, sum(float(eval_fn(state, x)) for x in heldout) / len(heldout))
-            if step % config.save_every == 0 or last:
+            if step % config.save_every == 0 or last or stopped:
                 with log.not_training():
-                    checkpoints.save(step, state, stream)
+                    log.print(f"step {step}/{config.steps}  writing a checkpoint, {size_of(state)}")
+                    checkpoints.save(step, state, stream, heldout=log.heldout[-1][1] if log.heldout else None)
+            if stopped:
+                break
 
         # -- what came out of it
+        with log.waiting("waiting for the checkpoint"):
+            checkpoints.wait()
+        if stopped:
+            log.print(f"stopped by SIGTERM after step {step}: go on with --resume")
+            return Result(config.out, state, log.losses, log.heldout, bigram, "", stopped=True)
         text = write_text(config, state)
         log.summary(bigram=bigram, text=text, seconds=time.perf_counter() - began)
-    return Result(state, log.losses, log.heldout, bigram, text)
+    return Result(config.out, state, log.losses, log.heldout, bigram, text)
 
 
 def write_text(config: Config, state: TrainState) -> str:
@@ -227,6 +258,11 @@ def write_text(config: Config, state: TrainState) -> str:
     return config.prompt + bytes(np.asarray(written, np.uint8)).decode(errors="replace")
 
 
+def size_of(state: TrainState) -> str:
+    """The bytes of a state, whole."""
+    return human_bytes(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
+
+
 def memory_line(compiled: Any, estimate: Any) -> str:
     """Model states as planned against what the compiled step takes, in MB per device."""
     stats = compiled.memory_analysis()
@@ -236,6 +272,12 @@ def memory_line(compiled: Any, estimate: Any) -> str:
         f"{stats.argument_size_in_bytes / 1e6:.3f} compiled (with the batch), "
         f"{stats.temp_size_in_bytes / 1e6:.1f} more while a step runs"
     )
+
+
+def damaged(error: CheckpointDamaged) -> str:
+    """What is wrong with a checkpoint, and the flag that continues from the last good one."""
+    remedy = f"\nContinue from there: --resume --resume-step {error.good.name}" if error.good else ""
+    return f"error: {error}{remedy}"
 
 
 def main(args: list[str] | None = None) -> None:
@@ -250,9 +292,14 @@ def main(args: list[str] | None = None) -> None:
         jax.distributed.initialize(*group)
     try:
         corpus = prepare(config)
+    except CheckpointDamaged as error:
+        sys.exit(damaged(error))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
-    train(config, corpus)
+    try:
+        train(config, corpus)
+    except CheckpointDamaged as error:
+        sys.exit(damaged(error))
 
 
 if __name__ == "__main__":

@@ -132,6 +132,19 @@ class Log:
         yield
         self.busy += time.perf_counter() - began
 
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Says what the run waits for, and for how long; a spinner on a terminal."""
+        began = time.perf_counter()
+        if self.console.is_terminal and not self.progress.live.is_started:
+            with self.console.status(what):
+                yield
+        else:
+            yield
+        seconds = time.perf_counter() - began
+        if seconds > 0.1:
+            self.print(f"{what}: {seconds:.1f} s")
+
     def evaluation(self, step: int, loss: float) -> None:
         """One held-out loss."""
         self.heldout.append((step, loss))

@@ -53,11 +53,12 @@ class Steps:
         kept: list[Any] = [policies.LatestN(keep)]
         if best is not None:
             kept.append(policies.BestN(get_metric_fn=self._rank, n=1, keep_checkpoints_without_metrics=False))
+        policy: Any = policies.AnyPreservationPolicy(kept)
         context, self._handler = store.writing()
         self._orbax = ocp.training.Checkpointer(
             str(self.folder),
             context=context,
-            preservation_policy=policies.AnyPreservationPolicy(kept),
+            preservation_policy=policy,
             cleanup_tmp_directories=True,
         )
 
@@ -99,6 +100,11 @@ class Steps:
         self._handler.custom = custom
         kept: Any = dict(metrics) if metrics else None
         self._orbax.save_async(step, tree, force=True, metrics=kept, custom_metadata=store.MARK)
+
+    @property
+    def writing(self) -> bool:
+        """True while a step is being written."""
+        return self._orbax.is_saving_in_progress()
 
     def wait(self) -> None:
         """Returns when everything is written.

@@ -1,0 +1,178 @@
+"""train/gpt.py's checkpoints: a run that is stopped, killed or damaged goes on as if it had not been."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jzero import checkpoint
+from jzero.__main__ import main as command
+from train import config as flags
+from train import gpt
+from train.checkpoints import saved_steps
+from train.config import PRESETS
+from train.log import Log
+from train.model import Model
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = dataclasses.replace(
+    PRESETS["tiny"],
+    model=Model(width=32, layers=1, heads=1, seq=16, dropout=0.1),
+    steps=30, log_every=10, eval_every=10, save_every=10, eval_windows=16, sample_bytes=4, keep=1,
+)  # fmt: skip
+
+
+def run(config):
+    return gpt.train(config, gpt.prepare(config))
+
+
+def numbers(state):
+    return [np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+            for x in jax.tree.leaves(state)]  # fmt: skip
+
+
+def assert_same_end(got, whole):
+    for a, b in zip(numbers(got.state), numbers(whole.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert got.losses[-10:] == whole.losses[-10:]  # of earlier steps a resumed run has those in metrics.jsonl
+    assert got.heldout == whole.heldout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing happens to."""
+    return run(dataclasses.replace(CONFIG, out=tmp_path_factory.mktemp("whole") / "run"))
+
+
+def test_sigterm_saves_and_the_run_goes_on_bitwise(whole, tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(CONFIG, out=tmp_path / "run")
+    before, line = signal.getsignal(signal.SIGTERM), Log.step
+
+    def at_13(log, step, loss):
+        line(log, step, loss)
+        if step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Log, "step", at_13)
+    stopped = run(config)
+    monkeypatch.undo()
+    assert stopped.stopped
+    assert int(stopped.state.step) == 13
+    assert saved_steps(config.out)[-1] == 13
+    assert "stopped by SIGTERM after step 13: go on with --resume" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == before
+    again = run(dataclasses.replace(config, resume=True))
+    assert not again.stopped
+    # losses are kept in lines every ten steps; those of a stopped run between two lines are not
+    for a, b in zip(numbers(again.state), numbers(whole.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert again.losses[-17:] == whole.losses[-17:]
+    assert again.heldout == whole.heldout
+
+
+def test_a_killed_run_goes_on_bitwise(whole, tmp_path):
+    """SIGKILL of a real process while it trains; the checkpoint of the step before is there, whole."""
+    out = tmp_path / "run"
+    given = [
+        "--preset=tiny",
+        f"--out={out}",
+        *["--steps=30", "--log-every=10", "--eval-every=10", "--save-every=10"],
+    ]
+    given += [
+        "--eval-windows=16",
+        "--sample-bytes=4",
+        "--keep=1",
+        "--width=32",
+        "--layers=1",
+        "--heads=1",
+        "--seq=16",
+    ]
+    given += ["--dropout=0.1"]
+    assert dataclasses.replace(flags.parse(given), out=CONFIG.out) == CONFIG
+    command_line = [sys.executable, "-m", "train.gpt", *given]
+    with subprocess.Popen(command_line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            if text.startswith("step 30/30  loss"):  # step 10 is written, 20 is being written
+                process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert saved_steps(out)[-1] in (10, 20)
+    again = run(dataclasses.replace(flags.parse(given), resume=True))
+    for a, b in zip(numbers(again.state), numbers(whole.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert again.heldout == whole.heldout
+    assert not list((out / "checkpoints").glob("*tmp*"))
+
+
+def test_the_last_and_the_best_are_kept(whole):
+    best = min(whole.heldout, key=lambda x: x[1])[0]
+    assert saved_steps(whole.out) == sorted({best, 30})
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path, capsys):
+    config = dataclasses.replace(CONFIG, out=tmp_path / "run", keep=3, steps=20)
+    first = run(config)
+    capsys.readouterr()
+    folder = config.out / "checkpoints"
+    (data,) = (f for f in (folder / "20" / "state").rglob("*") if f.stat().st_size > 20_000 and f.is_file())
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert command(["verify", str(folder)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{folder}/10: whole")
+    assert f"{folder}/20 is damaged" in lines[1]
+    assert f"The last good checkpoint beside it: {folder}/10" in lines
+    with pytest.raises(checkpoint.CheckpointDamaged) as caught:
+        run(dataclasses.replace(config, resume=True))
+    assert caught.value.good == folder / "10"
+    assert "--resume --resume-step 10" in gpt.damaged(caught.value)
+    again = run(dataclasses.replace(config, resume=True, resume_step=10))
+    assert f"moved a later checkpoint to {config.out}/set_aside/20" in capsys.readouterr().out
+    assert_same_end(again, first)
+    assert saved_steps(config.out) == [10, 20]
+    assert command(["verify", str(folder)]) == 0
+
+
+def test_steps_to_resume_from(tmp_path):
+    with pytest.raises(ValueError, match="--resume-step: pass --resume with it"):
+        flags.check(dataclasses.replace(CONFIG, resume_step=3), devices=8, processes=1)
+    config = dataclasses.replace(CONFIG, out=tmp_path / "run", resume=True, resume_step=7)
+    (config.out / "checkpoints" / "10").mkdir(parents=True)
+    with pytest.raises(ValueError, match=re.escape(f"--resume-step 7: the run in {config.out} has [10].")):
+        gpt.prepare(config)
+
+
+def test_export_from_the_command_line(whole, tmp_path, capsys):
+    from safetensors.numpy import load_file
+
+    step = whole.out / "checkpoints" / "30"
+    assert command(["export", str(step), str(tmp_path / "m.safetensors")]) == 0
+    assert str(tmp_path / "m.safetensors") in capsys.readouterr().out
+    tensors = load_file(tmp_path / "m.safetensors")
+    flat = jax.tree_util.tree_leaves_with_path(whole.state.params)
+    assert len(tensors) == len(flat)
+    for path, value in flat:
+        name = ".".join(k.key for k in path)
+        np.testing.assert_array_equal(tensors[name], np.asarray(value))
+    small = [
+        "export",
+        str(step),
+        str(tmp_path / "s.safetensors"),
+        "--dtype=bfloat16",
+        "--max-file-bytes=9000",
+    ]
+    assert command(small) == 0
+    index = json.loads((tmp_path / "s.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values()) // 2
+    assert command(["export", str(step), str(tmp_path / "m.bin")]) == 2
+    assert "must end in .safetensors" in capsys.readouterr().err
