@@ -87,6 +87,14 @@ def flip(file, offset, mask):
         f.write(bytes([byte ^ mask]))
 
 
+def outcome(run):
+    """What it returns, or the damage that it tells; anything else is an error of the test."""
+    try:
+        return run()
+    except CheckpointDamaged as error:
+        return error
+
+
 def flip_and_look(path, tree, seed, count):
     """(detected, harmless) by restore; `verify` must see all that lies in the folder of the data."""
     rng, before, seen = random.Random(seed), chunks(path), [0, 0]
@@ -97,16 +105,15 @@ def flip_and_look(path, tree, seed, count):
         name = str(file.relative_to(path))
         flip(file, offset, mask)
         where = f"{name}, byte {offset} ^ {mask}"
-        try:
-            back = checkpoint.restore(path, tree)
-        except CheckpointDamaged as error:
+        found = outcome(lambda: checkpoint.restore(path, tree))
+        if isinstance(found, CheckpointDamaged):
             seen[0] += 1
-            assert name in [d.file for d in error.damage], where
+            assert [d.file for d in found.damage] == [name], where
             if is_large(file):
-                assert error.leaves == damaged_leaves(path, before) != [], where
+                assert found.leaves == damaged_leaves(path, before) != [], where
         else:
             seen[1] += 1
-            assert_same(back, tree)
+            assert_same(found, tree)
         if name.startswith("state/"):
             with pytest.raises(CheckpointDamaged, match=name):
                 checkpoint.verify(path)
@@ -115,7 +122,6 @@ def flip_and_look(path, tree, seed, count):
     return seen
 
 
-# a flip in orbax's own metadata that it could not read is no warning of Python's, but a line in its log
 def test_flipped_bytes(path, tree):
     assert any(map(is_large, files_of(path)))
     detected, harmless = flip_and_look(path, tree, 0, FLIPS)
@@ -145,13 +151,15 @@ def test_every_byte_of_the_small_files(path, tree):
 
 
 def damaged(path, tree, *names):
-    """The errors of verify and restore, which name these files and no others."""
+    """The error of verify, which names these files; that of restore does not need all of them."""
     errors = []
     for run in (lambda: checkpoint.verify(path), lambda: checkpoint.restore(path, tree)):
         with pytest.raises(CheckpointDamaged) as caught:
             run()
-        assert {d.file for d in caught.value.damage} == set(names)
         errors.append(caught.value)
+    told = [{d.file for d in e.damage} for e in errors]
+    assert told[0] == set(names)
+    assert set() < told[1] <= told[0]
     return errors[0]
 
 
@@ -168,7 +176,7 @@ def test_each_file_cut_grown_emptied_or_removed(what, path, tree):
                 "zeros": "own checksum is wrong" if "checksums" in name else "differs within",
             }
             assert told[what] in str(error)
-        if is_large_data(data):
+        if is_large_data(data) and what not in ("shorter", "longer"):  # there nothing of a leaf is lost
             assert set(error.leaves) >= {"a", "b", "c"}
         file.write_bytes(data)
     assert_same(checkpoint.restore(path, tree), tree)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +74,10 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
     every: list[Leaf] = jax.tree.leaves(tree_of(parts))
     leaves = [leaf for leaf in every if not leaf.empty]
     checks = _opened(path)
-    tree, have = store.stored(path)
+    tree, have = _stored(path, checks)
     sources = match(leaves, have, cast=cast, where=where)
-    with ThreadPoolExecutor(1) as pool:
-        checking = pool.submit(_large, checks)
-        try:
-            values = _read(path, tree, sources)
-        except Exception:
-            _refuse(path, checks, checking.result())  # damage explains it better
-            raise
-        _refuse(path, checks, checking.result())
+    _refuse(path, checks, _large(checks))  # before anything is parsed, and on all processes alike
+    values = _read(path, tree, sources)
     values |= {leaf.name: leaf.nothing() for leaf in every if leaf.empty}
     return together(like, filled(parts, values))
 
@@ -111,6 +104,7 @@ def verify(path: Any) -> int:
         )
     checks = Seal(path / store.STATE)
     _refuse(path, checks, checks.damage or [*checks.small(), *_large(checks)])
+    _stored(path, checks)
     return checks.nbytes
 
 
@@ -146,6 +140,16 @@ def _opened(path: Path) -> Seal | None:
     checks = Seal(path / store.STATE)
     _refuse(path, checks, checks.damage or checks.small())
     return checks
+
+
+def _stored(path: Path, checks: Seal | None) -> tuple[Any, dict[Any, Any]]:
+    """What the checkpoint holds; of sealed ones orbax's notes on the whole are the one file without a checksum."""
+    try:
+        return store.stored(path)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if checks is None:
+            raise
+        raise CheckpointDamaged(path, [store.unreadable(error)], [], _last_good(path)) from error
 
 
 def _large(checks: Seal | None) -> list[Damage]:

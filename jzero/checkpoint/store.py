@@ -32,6 +32,7 @@ STATE = "state"  # orbax's name for the tree of a checkpoint
 MARK: Any = {
     "jzero.checkpoint": seal.VERSION
 }  # in orbax's metadata: has checksums, be they still there or not
+NOTES = "_CHECKPOINT_METADATA"  # orbax's, written after the checksums
 TEMPORARY = ".orbax-checkpoint-tmp"
 CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
 LEAST_READ_BYTES = 256 * 2**20  # that are read at once, of one process
@@ -159,10 +160,14 @@ def locate(path: Any, where: str) -> Path:
 def is_sealed(path: Path) -> bool:
     """True for a checkpoint that was saved with checksums, be they still there or not."""
     try:
-        metadata = path / "_CHECKPOINT_METADATA"
-        return seal.exists(path / STATE) or next(iter(MARK)) in metadata.read_text(errors="replace")
+        return seal.exists(path / STATE) or next(iter(MARK)) in (path / NOTES).read_text(errors="replace")
     except OSError:
         return False
+
+
+def unreadable(error: Exception) -> seal.Damage:
+    """Orbax's notes on a checkpoint cannot be parsed."""
+    return seal.Damage(NOTES, f"orbax cannot read it ({error})")
 
 
 def steps(folder: Path) -> list[Path]:
