@@ -32,7 +32,8 @@ class Saving:
           OSError: the disk is full, or refuses.
         """
         try:
-            self._response.result(timeout=timeout)
+            with store.disk_errors(self._path):
+                self._response.result(timeout=timeout)
         except TimeoutError:
             raise
         except BaseException:

@@ -9,14 +9,16 @@ steps as it does any other. Plain orbax reads them without jzero.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import itertools
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +107,25 @@ def save_async(path: Path, tree: Any, *, custom: Any) -> Any:
     """Copies the arrays of a tree and writes them in the background."""
     clean(path)
     try:
-        with writing(custom)[0]:
+        with disk_errors(path), writing(custom)[0]:
             return ocp.save_async(str(path), tree, custom_metadata=MARK)
     except BaseException:
         clean(path)
         raise
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Makes what tensorstore says of a full disk an OSError: it comes as a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        if found is None:
+            raise
+        what = os.strerror(int(found[1]))
+        text = f"{what}: {path} is not saved. What was there before is untouched."
+        raise OSError(int(found[1]), text) from error
 
 
 def check_free(path: Path) -> None:
