@@ -1,4 +1,4 @@
-"""What a save and a restore take of the host's memory: `python restore_memory.py save|device|host FOLDER`, JSON."""
+"""What a save or a restore takes of the host's memory: `python restore_memory.py save|device|five|host FOLDER`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def create():
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
 
+def filled(state):
+    """Random numbers everywhere: zeros would take no memory."""
+
+    def fill(x):
+        make = np.random.default_rng(0)
+        return x if not x.ndim else jax.device_put(make.random(x.shape, np.float32), x.sharding)
+
+    return jax.block_until_ready(jax.tree.map(fill, state))
+
+
 def resident(field: str) -> int:
     """Bytes: `VmRSS` now, `VmHWM` at most."""
     text = pathlib.Path("/proc/self/status").read_text()
@@ -44,13 +54,13 @@ def main(what: str, folder: str) -> None:
     import jzero
     from jzero import checkpoint
 
-    mesh = Mesh(np.array(jax.devices()), ("data",))
+    mesh = Mesh(np.array(jax.devices()[: 5 if what == "five" else 8]), ("data",))
     fields = {"stage": 3, "mesh": mesh, "offload": "host" if what == "host" else None}
     if what == "save":
-        state = jzero.shard(create, **fields)
+        state = filled(jzero.shard(create, **fields))
     else:
         like = jzero.abstract(create, **fields)
-        jax.block_until_ready(jax.device_put(np.zeros(8), jzero.plan_of(like).batch))
+        jax.block_until_ready(jax.device_put(np.zeros(40), jzero.plan_of(like).batch))
     before = resident("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     if what == "save":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from layouts import (
     LAYOUTS,
     abstract,
@@ -27,6 +27,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jzero
 from jzero import checkpoint
+from jzero.checkpoint import store
 from jzero.layout import path_keys
 
 HOST = "pinned_host"
@@ -203,6 +204,21 @@ def test_saves_under_way_together(tmp_path):
             logical_values(checkpoint.restore(tmp_path / str(i), like("stage 1", "f32"))),
             logical_values(state),
         )
+
+
+def test_a_shard_may_touch_every_stored_chunk(tmp_path, monkeypatch):
+    """Split along one dim, restored along the other: orbax reserves for each shard all chunks that it touches."""
+    mesh = mesh_of(8)
+    x = jax.device_put(
+        np.random.default_rng(0).random((64, 48), np.float32), NamedSharding(mesh, jax.P("data"))
+    )
+    checkpoint.save(tmp_path / "saved", {"x": x})
+    monkeypatch.setattr(store, "LEAST_READ_BYTES", 1)
+    for spec in (jax.P(None, "data"), jax.P("data"), jax.P()):
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        back = checkpoint.restore(tmp_path / "saved", {"x": like})["x"]
+        assert_same(back, x)
+        assert back.sharding == like.sharding
 
 
 def test_the_target_may_be_a_state_and_is_left_alone(tmp_path):

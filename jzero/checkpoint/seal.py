@@ -22,7 +22,7 @@ import tensorstore as ts
 import xxhash
 
 FOLDER = "checksums"
-BLOCK = 16 * 2**20  # bytes of a file under one checksum
+BLOCK = 4 * 2**20  # bytes of a file under one checksum
 SMALL = 2**20  # bytes: files below it are checked before anything is parsed
 VERSION = 1
 THREADS = 4

@@ -37,7 +37,7 @@ MARK: Any = {
 NOTES = "_CHECKPOINT_METADATA"  # orbax's, written after the checksums
 TEMPORARY = ".orbax-checkpoint-tmp"
 CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
-LEAST_READ_BYTES = 256 * 2**20  # that are read at once, of one process
+LEAST_READ_BYTES = 128 * 2**20  # that are read at once, of one process
 _barriers = itertools.count()
 
 
@@ -212,19 +212,32 @@ def load(path: Path, tree: Any, targets: Mapping[Name, Any]) -> dict[Name, Any]:
     Where the shape of a target is larger than the stored one, the rest is zeros.
     """
     like = jax.tree_util.tree_map_with_path(lambda k, _: targets.get(path_keys(k), ocp.PLACEHOLDER), tree)
-    with _reading(max(map(_shard_bytes, targets.values()), default=0)):
+    stored = {path_keys(k): x for k, x in jax.tree_util.tree_leaves_with_path(tree)}
+    with _reading(max((_read_bytes(stored[k], x) for k, x in targets.items()), default=0)):
         out = ocp.load(str(path), like)
     flat = jax.tree_util.tree_leaves_with_path(out, is_leaf=lambda x: x is ocp.PLACEHOLDER)
     return {path_keys(k): x for k, x in flat if path_keys(k) in targets}
 
 
-def _shard_bytes(x: Any) -> int:
-    shape = x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape
-    return math.prod(shape) * 8
+def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct | Numpy) -> int:
+    """Bytes of the chunks that the largest piece of a target touches: what orbax reserves for it, or fails."""
+    shape, dtype = _described(stored)
+    chunk = getattr(getattr(stored, "storage_metadata", None), "chunk_shape", None) or shape
+    sharding = getattr(target, "sharding", None)
+    if sharding is None:
+        return math.prod(shape) * dtype.itemsize
+    pieces = sharding.addressable_devices_indices_map(target.shape).values()
+    return max(math.prod(map(_touched, piece, shape, chunk)) for piece in pieces) * dtype.itemsize
+
+
+def _touched(piece: slice, size: int, chunk: int) -> int:
+    """How much of a dim lies in chunks that a piece of it touches."""
+    start, stop, _ = piece.indices(size)
+    return -(-stop // chunk) * chunk - start // chunk * chunk
 
 
 def _reading(largest: int) -> ocp.Context:
     context = ocp.Context()
     context.array.loading.enable_padding_and_truncation = True
-    context.memory.read_concurrent_bytes = max(LEAST_READ_BYTES, 2 * largest)
+    context.memory.read_concurrent_bytes = max(LEAST_READ_BYTES, largest + 1)
     return context
