@@ -65,8 +65,8 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
       Every leaf as in `like`; each process reads its shards.
 
     Cost:
-      On the host, about 256 MiB beside the target, or the stored chunks that the largest shard touches. Files are read
-      twice, the second time from the file system's cache.
+      On the host, about 256 MiB beside the target, or twice the stored chunks that the largest shard touches. Files are
+      read twice, the second time from the file system's cache.
     """
     where = "jzero.checkpoint.restore"
     path = store.locate(path, where)

@@ -37,7 +37,7 @@ MARK: Any = {
 NOTES = "_CHECKPOINT_METADATA"  # orbax's, written after the checksums
 TEMPORARY = ".orbax-checkpoint-tmp"
 CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
-LEAST_READ_BYTES = 128 * 2**20  # that are read at once, of one process
+LEAST_READ_BYTES = 64 * 2**20  # that are read at once, of one process
 _barriers = itertools.count()
 
 
