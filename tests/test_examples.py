@@ -10,7 +10,9 @@ import jzero
 
 
 def examples():
-    names = [m.name for m in pkgutil.walk_packages(jzero.__path__, "jzero.") if not m.name.endswith("__main__")]
+    names = [
+        m.name for m in pkgutil.walk_packages(jzero.__path__, "jzero.") if not m.name.endswith("__main__")
+    ]
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = {}
     for name in names:
