@@ -14,6 +14,7 @@ from jzero.proof.memory import Estimate, estimate
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
 from jzero.proof.transformer import Transformer
+from jzero.scale import LossScale
 from jzero.sharding import Plan, make_plan
 from jzero.state import abstract, plan_of, shard, unshard
 
@@ -32,6 +33,7 @@ __all__ = [
     "CheckError",
     "Estimate",
     "Finding",
+    "LossScale",
     "Offload",
     "Plan",
     "Pod",

@@ -27,6 +27,7 @@ from jzero.jaxprs import is_tracer
 from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
 from jzero.modules import has_module
+from jzero.scale import Factor, factor_of
 from jzero.sharding import Plan
 from jzero.specs import P, entry_axes, make_spec, named_axes
 
@@ -67,18 +68,18 @@ def value_and_grad(
         "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`.
       coupled: a loss that couples examples (BatchNorm, contrastive) is another one on micro-batches. "refuse" it,
         told from its jaxpr, or "allow" the loss of each micro-batch (with reduce="step": of each device's part).
-      scale: not there yet; None.
+      scale: a `jzero.LossScale` (or a number) for fp16: the loss is multiplied by it and the gradients are divided by
+        it, in fp32, on their shards, after they are reduced in the dtype of the params.
 
     Returns:
       A function `(params, batch, ...) -> (loss, grads)`, or `((loss, aux), grads)`. Gradients are in the dtype of
       the params for one micro-batch, for reduce="step" in `reduce_dtype` where the plan has one, in fp32 for summed
-      shards.
+      shards and with `scale`, where an overflow leaves inf or nan in them.
 
     Raises:
       TypeError, ValueError: from here: wrong kinds, an unknown `reduce`, "step" at stage 3. From the function:
         params that the plan was not made for, a batch that devices x micro-batches do not divide, aux with one
         value per example, a loss that couples examples (BatchNorm, contrastive).
-      NotImplementedError: `scale`.
 
     Layout:
       params: stored; batch: split over the batch axes; grads: reduce="step" `Layout.state`, else `Layout.grad`.
@@ -110,13 +111,10 @@ def value_and_grad(
     check_int(accumulate, "accumulate", where="jzero.value_and_grad", low=1)
     if coupled not in ("refuse", "allow"):
         raise ValueError(f'jzero.value_and_grad(coupled={coupled!r}): must be "refuse" or "allow".')
-    if scale is not None:
-        raise NotImplementedError(
-            "jzero.value_and_grad(scale=): loss scaling is not there yet. Leave it out."
-        )
     return _ValueAndGrad(
         loss_fn, plan, accumulate, has_aux, _argnums(batch_argnums, "batch_argnums"),
         _argnums(rng_argnums, "rng_argnums"), weight, _mode(reduce, plan, accumulate), coupled == "allow",
+        None if scale is None else factor_of(scale),
     )  # fmt: skip
 
 
@@ -159,6 +157,7 @@ class _ValueAndGrad:
     weight: Callable[..., Any] | None
     mode: str
     coupled: bool
+    scale: Factor | None
 
     @property
     def __name__(self) -> str:
@@ -169,14 +168,27 @@ class _ValueAndGrad:
         """(loss, grads) of the whole batch."""
         check_context_mesh()
         self._check_params(params)
-        if self.mode == "plain":
+        if self.mode == "plain" and self.scale is None:
             fn = gather_on_use(self.loss_fn, self.plan)
             return jax.value_and_grad(fn, has_aux=self.has_aux)(params, *args, **kwargs)
-        size = self._check_batch(args)
         fn = functools.partial(self._loss, kwargs=kwargs)
-        call = self._after_the_loop if self.mode == "step" else self._in_the_loop
-        loss, aux, grads = call(fn, params, args, size)
+        if self.mode == "plain":
+            fn = gather_on_use(lambda p, *a: self._loss(p, a, kwargs), self.plan)
+            (loss, aux), grads = jax.value_and_grad(fn, has_aux=True)(params, *args)
+        else:
+            call = self._after_the_loop if self.mode == "step" else self._in_the_loop
+            loss, aux, grads = call(fn, params, args, self._check_batch(args))
+        if self.scale is not None:
+            loss, grads = self._unscaled(loss, grads)
         return ((loss, aux), grads) if self.has_aux else (loss, grads)
+
+    def _unscaled(self, loss, grads):
+        """Without the loss scale: the division is in fp32, and XLA does it on shards, after the reduction."""
+        leaves, tree = jax.tree.flatten(grads)
+        assert self.scale is not None
+        by = 1 / self.scale.value
+        wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) * by for g in leaves]
+        return loss.astype(jnp.float32) * by, tree.unflatten(wide)
 
     def _check_params(self, params) -> None:
         """Raises ValueError for a tree that the plan was not made for; says what to do with an `nnx.Module`."""
@@ -194,7 +206,7 @@ class _ValueAndGrad:
     def _loss(self, params, args, kwargs):
         out = self.loss_fn(params, *args, **kwargs)
         loss, aux = out if self.has_aux else (out, ())
-        return loss, aux
+        return loss if self.scale is None else loss.astype(jnp.float32) * self.scale.value, aux
 
     def _check_batch(self, args) -> int:
         """The size of the batch.

@@ -136,7 +136,7 @@ def reduce_grad(grad, x: Layout, plan: Plan):
     """
     if grad is None:
         return None
-    first = x.used if x.vector else x.state if x.scanned else x.grad
+    first = x.used if x.vector else x.state
     return plan.constrain(plan.constrain(grad, first), x.state)
 
 
