@@ -77,8 +77,8 @@ def moved(path, source, targets, dtype):
 
 CASES = (
     [(s, [*STAGES, OTHERS[i]], "f32") for i, s in enumerate(STAGES)]
-    + [(s, [STAGES[i % 4], OTHERS[(i + 1) % 9], OTHERS[(i + 4) % 9]], "f32") for i, s in enumerate(OTHERS)]
-    + [("stage 3", OTHERS[::2], "bf16"), ("host of 5 devices", ["stage 1", "1 device", "host"], "bf16")]
+    + [(s, [STAGES[i % 4], OTHERS[(i + 4) % 9]], "f32") for i, s in enumerate(OTHERS)]
+    + [("stage 3", OTHERS[1::3], "bf16"), ("host of 5 devices", ["stage 1", "1 device", "host"], "bf16")]
     + [("1 device", ["stage 2", "model axis"], "bf16")]
 )
 

@@ -45,7 +45,7 @@ OPTIMIZERS = {
 }
 
 
-IN_16_BIT = ["adafactor", "frozen", "none"]
+IN_16_BIT = ["frozen", "none"]
 CASES = [(name, jnp.float32) for name in OPTIMIZERS] + [(name, jnp.bfloat16) for name in IN_16_BIT]
 
 
@@ -63,13 +63,11 @@ def test_optimizers(name, dtype, tmp_path):
         assert_laid_out_like(back, target)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_train_state_with_more_fields(stage, tmp_path):
-    make = functools.partial(jzero.shard, create_full, min_shard_bytes=0)
-    state = make(stage=stage, mesh=mesh_of(8))
+def test_a_train_state_with_more_fields(tmp_path):
+    state = jzero.shard(create_full, min_shard_bytes=0, stage=3, mesh=mesh_of(8))
     state, _ = jax.jit(full_step)(state, jzero.plan_of(state).place_batch(batch()))
     checkpoint.save(tmp_path / "saved", state)
-    target = jzero.abstract(create_full, stage=4 - stage, mesh=mesh_of(5), min_shard_bytes=0)
+    target = jzero.abstract(create_full, stage=1, mesh=mesh_of(5), min_shard_bytes=0)
     back = checkpoint.restore(tmp_path / "saved", target)
     assert type(back) is FullState
     assert_laid_out_like(back, target)
@@ -134,8 +132,7 @@ def raw(n, stage, dtype=jnp.float32, seed=0, **fields):
     return {"params": params, "opt_state": opt_state, "epoch": jnp.int32(3 + seed), "seen": 7 * seed}, tx
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_mapping_with_its_transformation(dtype, tmp_path):
+def test_a_mapping_with_its_transformation(tmp_path, dtype=jnp.bfloat16):
     state, tx = raw(8, 3, dtype, seed=1, updates="delta")
     checkpoint.save(tmp_path / "saved", state, tx=tx)
     for n, stage, fields in ((5, 1, {}), (8, 2, {"offload": "host"})):
