@@ -76,7 +76,17 @@ def saved(folder: str, mesh) -> dict:
         state = state_in(stage, mesh)
         checkpoint.save(f"{folder}/{stage}", state, custom={"stage": stage})
         runs.append(digest(state))
+    checkpoint.save(f"{folder}/large", large(mesh))
     return {"runs": runs}
+
+
+def large(mesh) -> dict:
+    """Noise of 3 MB: its file is read against its checksums by one process alone, for all."""
+    import numpy as np
+
+    value = np.random.default_rng(0).standard_normal((40, 20_000)).astype(np.float32)
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    return {"w": jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])}
 
 
 def restored(folder: str, mesh) -> dict:
@@ -95,7 +105,7 @@ def restored(folder: str, mesh) -> dict:
         found["custom"] = checkpoint.custom(f"{folder}/{stage}")
     for name in ("flipped", "missing"):
         try:
-            checkpoint.restore(f"{folder}/{name}", like)
+            checkpoint.restore(f"{folder}/{name}", large(mesh))
         except checkpoint.CheckpointDamaged as error:
             found[name] = str(error)
     return found

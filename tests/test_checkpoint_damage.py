@@ -137,7 +137,7 @@ def test_many_flipped_bytes(seed, path, tree):
 
 
 def test_the_bytes_of_the_small_files(path, tree):
-    """One bit in each byte of a manifest and in many of the rest, checked by `verify` alone: it reads the same checksums as `restore`."""
+    """One bit in each byte of a manifest, and in many of the rest: `restore` reads the same checksums."""
     for file in files_of(path):
         name = str(file.relative_to(path))
         if is_large(file) or not name.startswith("state/"):
@@ -225,6 +225,20 @@ def test_without_its_checksums(path, tree):
     damaged(path, tree, "state/checksums/0.json")
     with pytest.raises(CheckpointDamaged, match=r"state/checksums/0\.json: missing"):
         checkpoint.custom(path)
+
+
+@pytest.mark.parametrize(("old", "new"), [("item_handlers", "_tem_handlers"), ("{", "[")])
+def test_notes_of_orbax_that_it_cannot_read(old, new, path, tree):
+    """They are written after the checksums."""
+    notes = path / "_CHECKPOINT_METADATA"
+    notes.write_text(notes.read_text().replace(old, new, 1))
+    found = [outcome(lambda: checkpoint.restore(path, tree)), outcome(lambda: checkpoint.verify(path))]
+    if isinstance(found[0], CheckpointDamaged):
+        assert "_CHECKPOINT_METADATA: orbax cannot read it" in str(found[0])
+        assert isinstance(found[1], CheckpointDamaged)
+    else:
+        assert_same(found[0], tree)
+    assert old != "item_handlers" or isinstance(found[0], CheckpointDamaged)
 
 
 def test_the_last_good_one_is_named(whole, tmp_path, tree):

@@ -132,11 +132,11 @@ def raw(n, stage, dtype=jnp.float32, seed=0, **fields):
     return {"params": params, "opt_state": opt_state, "epoch": jnp.int32(3 + seed), "seen": 7 * seed}, tx
 
 
-def test_a_mapping_with_its_transformation(tmp_path, dtype=jnp.bfloat16):
-    state, tx = raw(8, 3, dtype, seed=1, updates="delta")
+def test_a_mapping_with_its_transformation(tmp_path):
+    state, tx = raw(8, 3, jnp.bfloat16, seed=1, updates="delta")
     checkpoint.save(tmp_path / "saved", state, tx=tx)
     for n, stage, fields in ((5, 1, {}), (8, 2, {"offload": "host"})):
-        like, other = raw(n, stage, dtype, **fields)
+        like, other = raw(n, stage, jnp.bfloat16, **fields)
         back = checkpoint.restore(tmp_path / "saved", like, tx=other)
         for name in ("params", "opt_state", "epoch"):
             assert_laid_out_like(back[name], like[name])

@@ -159,7 +159,7 @@ def test_a_plain_run_in_16_bit_gets_masters_with_cast_alone(tmp_path):
             np.testing.assert_array_equal(np.asarray(back.params[k]), np.asarray(p, jnp.bfloat16))
 
 
-def test_into_a_plain_state_by_plain_orbax(tmp_path):
+def test_into_a_plain_state_by_plain_orbax(tmp_path, caplog):
     state = scrambled(shard(create(), "host of 5 devices"))
     checkpoint.save(tmp_path / "saved", state)
     here = SingleDeviceSharding(jax.devices()[0])
@@ -170,6 +170,7 @@ def test_into_a_plain_state_by_plain_orbax(tmp_path):
     assert type(back) is type(create())
     assert_same(back, plain())
     assert_same(checkpoint.restore(tmp_path / "saved", plain()), plain())
+    assert "No handler found" not in caplog.text  # orbax knows by whom it was written
     with v0.StandardCheckpointer() as reader:
         older = reader.restore(tmp_path / "saved" / "state", like)
     assert_same(older, plain())

@@ -60,8 +60,9 @@ def folder(tmp_path_factory):
         assert names == ["0.json", "1.json"]  # a part of each process
         assert checkpoint.verify(folder / str(step)) > 100_000
     for name in ("flipped", "missing"):
-        shutil.copytree(folder / "3", folder / name)
+        shutil.copytree(folder / "large", folder / name)
         file = max((folder / name / "state").rglob("d/*"), key=lambda f: f.stat().st_size)
+        assert file.stat().st_size > 2**20
         data = bytearray(file.read_bytes())
         data[len(data) // 3] ^= 8
         file.write_bytes(data) if name == "flipped" else file.unlink()
@@ -83,6 +84,7 @@ def test_four_processes_with_two_devices(folder):
     assert [w["devices"] for w in found] == [8] * 4
     for worker in found:
         check(worker)
+    assert any("process" in w["flipped"] for w in found)  # those that did not read it know
     assert len({tuple(r["held"] for r in w["runs"]) for w in found}) == 1  # a quarter each
 
 
