@@ -26,7 +26,6 @@ BLOCK = 4 * 2**20  # bytes of a file under one checksum
 SMALL = 2**20  # bytes: files below it are checked before anything is parsed
 VERSION = 1
 THREADS = 4
-OUTSTANDING = 4  # chunks that are read at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,14 @@ def write(directory: Path, *, part: int, parts: int, custom: Any) -> None:
       part, parts: the process and their number.
       custom: JSON of the caller, kept under the same checksum.
     """
-    names = _files(directory)[part::parts]
-    with ThreadPoolExecutor(THREADS) as pool:
-        blocks = dict(zip(names, pool.map(lambda name: _entry(directory / name), names), strict=True))
-    chunks = {key: _hash(value) for key, value in _chunks(directory, part, parts)}
-    body = {"version": VERSION, "parts": parts, "files": blocks, "chunks": chunks, "custom": custom}
+    names, store = _files(directory)[part::parts], _open(directory)
+    keys = sorted(store.list().result())[part::parts]
+    with ThreadPoolExecutor(THREADS) as pool:  # so many chunks, and blocks, are in memory at once
+        digests = pool.map(lambda key: _hash(store.read(key).result().value), keys)
+        blocks = pool.map(lambda name: _entry(directory / name), names)
+        chunks = dict(zip([key.decode() for key in keys], digests, strict=True))
+        files = dict(zip(names, blocks, strict=True))
+    body = {"version": VERSION, "parts": parts, "files": files, "chunks": chunks, "custom": custom}
     text = json.dumps(body, separators=(",", ":")).encode()
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
@@ -189,20 +191,6 @@ def _difference(file: Path, entry: dict[str, Any]) -> str | None:
     except (OSError, ValueError) as error:
         return str(error)
     return None
-
-
-def _chunks(directory: Path, part: int, parts: int) -> Iterable[tuple[str, bytes]]:
-    """One process's share of the chunks in the store, a bounded number of them in memory."""
-    store = _open(directory)
-    keys = sorted(store.list().result())[part::parts]
-    waiting: list[tuple[bytes, Any]] = []
-    for key in keys:
-        waiting.append((key, store.read(key)))
-        if len(waiting) >= OUTSTANDING:
-            key, value = waiting.pop(0)
-            yield key.decode(), value.result().value
-    for key, value in waiting:
-        yield key.decode(), value.result().value
 
 
 def _open(directory: Path) -> ts.KvStore:
