@@ -32,7 +32,8 @@ import numpy as np
 
 from jzero import jaxprs
 from jzero.graph import LAYOUT, REDUCTIONS, Graph, on_piece
-from jzero.units import Cut, Excess, Home, Piece, Unit
+from jzero.pieces import Form, Piece
+from jzero.units import Cut, Excess, Home, Unit
 
 
 def stream(
@@ -94,6 +95,8 @@ class _Run:
         self.written: dict[int, Any] = {}  # results of units: in their home, as far as pieces have come
         self.wrote: list[tuple[int, ...]] = []  # for every unit that ran, its results
         self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by pieces, with a result
+        self.forms: dict[int, Form] = {}  # of results that are made of pieces
+        self.padded: dict[int, Any] = {}  # values in the shape in which pieces are taken of them
 
     def results(self) -> list[Any]:
         """All results, each in its home."""
@@ -107,7 +110,9 @@ class _Run:
 
     def _result(self, value: int, home: Home):
         if value in self.written:
-            return self.written[value].reshape(self.graph.avals[value].shape)
+            found, form = self.written[value], self.forms.get(value)
+            padded = form is not None and self.graph.avals[value].shape != form.stored
+            return form.cut(found) if padded else found.reshape(self.graph.avals[value].shape)
         if value in self.host:
             return self.host[value] if home.sharding else self._fetch(value, None)
         found = self._evaluate(value, self.values)
@@ -188,24 +193,42 @@ class _Run:
         """A piece of a value, or the part of a single number that comes from that piece."""
         if self.graph.is_small(value):
             node = self.graph.makers[value]
-            return REDUCTIONS[node.name][0](self._piece(node.ins[0], env, piece, tie))
-        shape = self.graph.avals[value].shape
+            reduce, _, neutral = REDUCTIONS[node.name]
+            part = self._piece(node.ins[0], env, piece, tie)
+            if self.graph.avals[node.ins[0]].shape != piece.form.stored:
+                part = piece.filled(part, neutral(part.dtype))
+            return reduce(part)
 
         def operand(v: int):
             if v not in env:
                 at = self.filled.get(v)
-                whole = self._evaluate(v, {}, tie, keep=True) if at is None else self.written[at]
+                whole = self._stored(v, piece.form, tie) if at is None else self.written[at]
                 whole = whole if tie is None else tie.after([whole])[0]
                 if self.graph.is_small(v):
                     return whole
                 env[v] = piece.of(whole)
             return env[v]
 
-        given = _Given(lambda v: v in env or not self.cut.made_by_pieces(v, shape))
+        given = _Given(lambda v: v in env or not self.cut.made_by_pieces(v, piece.form))
         for node in self.graph.needed(value, given):
-            results = on_piece(node, [operand(i) for i in node.ins], piece.shape)
+            operands = [operand(i) for i in node.ins]
+            if node.name == "pad":
+                results = [piece.filled(*operands)]
+            elif node.name == "slice":
+                results = operands
+            else:
+                results = on_piece(node, operands, piece.shape)
             env.update(zip(node.outs, results, strict=True))
         return operand(value)
+
+    def _stored(self, value: int, form: Form, tie: _Tie | None):
+        """A whole value that pieces are taken of, in the shape in which it is stored, for all of them."""
+        if value in self.padded:
+            return self.padded[value]
+        found = self._evaluate(value, {}, tie, keep=True)
+        if form.padded and self.graph.avals[value].shape == form.shape:
+            found = self.padded[value] = form.pad(found)
+        return found
 
     def _write(self, value: int, out, piece: Piece | None) -> None:
         home = self.cut.home_of(value)
@@ -217,6 +240,7 @@ class _Run:
             self.written[value] = home.take(out)
         else:
             out = home.take(jax.lax.with_sharding_constraint(out, piece.layout), piece.layout)
+            self.forms[value] = piece.form
             self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, piece), out, piece.start)
 
     def _buffer(self, value: int, piece: Piece):
@@ -232,7 +256,7 @@ class _Run:
             same = self.graph.avals[source]
             if source not in self.filled and (same.shape, same.dtype) == (aval.shape, aval.dtype):
                 self.filled[source] = value
-                return jnp.reshape(self.values[source], piece.view)
+                return jnp.reshape(self._stored(source, piece.form, None), piece.view)
         new = jnp.zeros(piece.view, aval.dtype)
         new = jax.lax.with_sharding_constraint(new, piece.layout)
         return home.take(new, piece.layout)  # XLA makes that an allocation on the host

@@ -11,8 +11,7 @@ than the bound.
 A unit above the bound is taken in pieces, where everything on the way is elementwise: a piece is sliced from the host
 array, and its result put in its place there. Arrays are seen as [n, size/n] in a dim that n devices share, so that a
 piece is a piece of every shard. In one array the fetch of a piece waits for the write of the one before; pieces of
-several arrays take turns, and the bus is busy both ways. A padded leaf is not cut: the optimizer sees another shape
-than is stored.
+several arrays take turns, and the bus is busy both ways. `pieces.py` says how a padded leaf is cut.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.graph import ELEMENTWISE, REDUCTIONS, Graph, Node
-from jzero.specs import make_spec, shard_factor, spec_entries
+from jzero.graph import ELEMENTWISE, REDUCTIONS, Graph, Node, cuts_end, pads_end
+from jzero.pieces import Form, Piece, pieces
+from jzero.specs import shard_factor
 
 ALIVE = 3  # units whose bytes may be on the device at once: written, updated, fetched
 
@@ -71,21 +70,6 @@ class Home:
 
 
 DEVICE = Home()
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Part of an array seen as `view`: where it begins there, its shape, and the layout of it in device memory."""
-
-    view: tuple[int, ...]
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    layout: NamedSharding
-
-    def of(self, x):
-        """The piece of an array."""
-        end = [a + b for a, b in zip(self.start, self.shape, strict=True)]
-        return jax.lax.slice(jnp.reshape(x, self.view), self.start, end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,29 +201,44 @@ class Cut:
         whole, size = Unit(values, tuple(sorted(sources))), self._bytes(values, sources)
         if size <= self.limit:
             return [whole]
-        homes = [*(self.homes[s] for s in sources), *(self.home_of(v) for v in values)]
-        shardings = list(dict.fromkeys(h.sharding for h in homes if h.sharding is not None))
         starts, reason = values, "update on the host" if self.whole else ""
         if self.graph.is_small(values[0]):  # a number that is reduced from pieces
             node = self.graph.makers[values[0]]
             starts, reason = node.ins[:1], reason if reduces_all(node, self.graph) else node.name
-        shape = self.graph.avals[starts[0]].shape
-        reason = reason or self._whole_because(starts, sources, shape, shardings)
-        if not reason:
-            found = pieces(shape, Home(shardings[0]), size, self.limit)
+        form = None if reason else self._form(starts, values, sources)
+        reason = reason or self._whole_because(starts, form)
+        if form is not None and not reason:
+            found = pieces(form, size, self.limit)
             return [dataclasses.replace(whole, piece=p) for p in found]
         if size > self.in_flight_bytes:
             self.excess.append(Excess(tuple(self._named(values)), size, reason))
         return [whole]
 
-    def _whole_because(self, starts, sources, shape: tuple[int, ...], shardings) -> str:
-        """Why results cannot be computed by pieces of a shape; empty where they can."""
-        if {self.graph.avals[v].shape for v in (*sources, *starts)} != {shape} or len(shardings) != 1:
+    def _form(self, starts, values, sources) -> Form | None:
+        """The one form of all arrays that results are computed from, and of these; None where they have several."""
+        hosted = [(s, self.homes[s]) for s in sources] + [(v, self.home_of(v)) for v in values]
+        found = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted if h.sharding is not None}
+        if len(found) != 1:
+            return None
+        ((stored, layout),) = found
+        shapes = {self.graph.avals[v].shape for v in starts}
+        for start in starts:
+            for node in self.graph.needed(start, self.homes):
+                if cuts_end(node) and self.graph.avals[node.ins[0]].shape == stored:
+                    shapes.add(self.graph.avals[node.outs[0]].shape)
+                elif pads_end(node) and self.graph.avals[node.outs[0]].shape == stored:
+                    shapes.add(self.graph.avals[node.ins[0]].shape)
+        shapes.discard(stored)
+        return None if len(shapes) > 1 else Form(shapes.pop() if shapes else stored, stored, layout)
+
+    def _whole_because(self, starts, form: Form | None) -> str:
+        """Why results cannot be computed by pieces; empty where they can."""
+        if form is None:
             return "arrays of several shapes or layouts"
         for start in starts:
             for node in self.graph.needed(start, self.homes):
-                of_shape = any(self.graph.avals[o].shape == shape for o in node.outs)
-                if of_shape and self.reads.get(node.outs[0]) and not self.by_pieces(node, shape):
+                of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
+                if of_form and self.reads.get(node.outs[0]) and not self.by_pieces(node, form):
                     return node.name
         return ""
 
@@ -249,16 +248,20 @@ class Cut:
             if out in values:
                 yield j
 
-    def made_by_pieces(self, value: int, shape: tuple[int, ...]) -> bool:
+    def made_by_pieces(self, value: int, form: Form) -> bool:
         """True for a value whose piece is computed from the pieces of others."""
         node = self.graph.makers.get(value)
-        return node is not None and self.graph.avals[value].shape == shape and self.by_pieces(node, shape)
+        of_form = self.graph.avals[value].shape in (form.shape, form.stored)
+        return node is not None and of_form and self.by_pieces(node, form)
 
-    def by_pieces(self, node: Node, shape: tuple[int, ...]) -> bool:
+    def by_pieces(self, node: Node, form: Form) -> bool:
         """True for a node that gives a piece of its result from the pieces of its operands."""
+        out, *shapes = (self.graph.avals[v].shape for v in (node.outs[0], *node.ins))
+        if form.padded and (cuts_end(node) or pads_end(node)):
+            return {out, shapes[0]} == {form.shape, form.stored}
         if node.name == "broadcast_in_dim":
             return self.graph.is_small(node.ins[0])
-        return node.name in ELEMENTWISE and all(self.graph.avals[i].shape in (shape, ()) for i in node.ins)
+        return node.name in ELEMENTWISE and all(shape in (out, ()) for shape in shapes)
 
 
 def reduces_all(node: Node, graph: Graph) -> bool:
@@ -274,42 +277,3 @@ def _in_turns(large: list[list[Unit]]) -> Iterator[Unit]:
         some = large[start : start + ALIVE]
         for i in range(max(map(len, some), default=0)):
             yield from (units[i] for units in some if i < len(units))
-
-
-def pieces(shape: tuple[int, ...], home: Home, size: int, limit: int) -> list[Piece]:
-    """An array in pieces: see [Note: pieces].
-
-    Args:
-      shape: of the array.
-      home: its layout in host memory, which divides every dim.
-      size: bytes of one device's shards of all arrays that are cut alike.
-      limit: bytes of one piece of them; a single row of the last dims may have more.
-    """
-    view: list[int] = []
-    entries: list[tuple[str, ...]] = []
-    for dim, axes in zip(shape, spec_entries(home.on_device.spec, len(shape)), strict=True):
-        n = shard_factor(make_spec([axes]), home.mesh)
-        view += [n, dim // n] if n > 1 else [dim]
-        entries += [axes, ()] if n > 1 else [()]
-    local = [1 if axes else dim for dim, axes in zip(view, entries, strict=True)]
-    per_value = size / math.prod(local)
-    layout = NamedSharding(home.mesh, make_spec(entries), memory_kind="device")
-
-    def boxes(at: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Piece]:
-        row = math.prod(local[at + 1 :]) * per_value
-        if at == len(view) or local[at] * row <= limit:
-            yield Piece(tuple(view), (*start, *(0 for _ in view[at:])), (*extent, *view[at:]), layout)
-        elif entries[at]:
-            yield from boxes(at + 1, (*start, 0), (*extent, view[at]))
-        elif row <= limit:
-            count = math.ceil(view[at] / (limit // row))
-            rows = math.ceil(view[at] / count)
-            for i in range(0, view[at], rows):
-                rest = view[at + 1 :]
-                box = (*extent, min(rows, view[at] - i), *rest)
-                yield Piece(tuple(view), (*start, i, *(0 for _ in rest)), box, layout)
-        else:
-            for i in range(view[at]):
-                yield from boxes(at + 1, (*start, i), (*extent, 1))
-
-    return list(boxes(0, (), ()))
