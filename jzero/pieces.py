@@ -75,6 +75,11 @@ class Piece:
     shape: tuple[int, ...]
     layout: NamedSharding
 
+    @property
+    def share(self) -> float:
+        """What part of the array it is."""
+        return math.prod(self.shape) / math.prod(self.view)
+
     def of(self, x):
         """The piece of an array in its stored shape."""
         end = [a + b for a, b in zip(self.start, self.shape, strict=True)]

@@ -10,6 +10,7 @@ for an H200 a barrier over arrays in host memory costs nothing: it moves no byte
 The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a unit and then all fetches of the
 next. So array n of unit i is written after array n of unit i+1 has been fetched, and array n of unit i+1 is fetched
 after array n-2 of unit i has been written: fetch n+1 and write n are all that can run, and they run beside each other.
+Where two units together are above the bound, since one cannot be cut, the first is written before the next is fetched.
 
 [Note: update on the host]
 Gradient and param go to the host instead, the unit is computed there (`compute_on("device_host")`), and what the device
@@ -101,10 +102,10 @@ class _Run:
     def results(self) -> list[Any]:
         """All results, each in its home."""
         units = [*self.cut.scalars, *self.cut.units]
-        env = self._exchange((), [], units[0]) if units else {}
+        env = self._exchange(None, [], units[0]) if units else {}
         for unit, later in itertools.zip_longest(units, units[1:]):
             outs = self._computed(unit, env)
-            env = self._exchange(unit.values, outs, later, unit.piece)
+            env = self._exchange(unit, outs, later)
             self.wrote.append(unit.values)
         return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_homes, strict=True)]
 
@@ -125,18 +126,22 @@ class _Run:
             return [self._evaluate(v, env, tie) for v in unit.values]
         return [self._piece(v, env, unit.piece, tie) for v in unit.values]
 
-    def _exchange(
-        self, values, outs: list[Any], later: Unit | None, piece: Piece | None = None
-    ) -> dict[int, Any]:
+    def _exchange(self, unit: Unit | None, outs: list[Any], later: Unit | None) -> dict[int, Any]:
         """Write the results of one unit and fetch the arguments of the next: see [Note: two lanes]."""
-        hosted = [
-            (v, x) for v, x in zip(values, outs, strict=True) if self.cut.home_of(v).sharding is not None
-        ]
+        values, piece = (unit.values, unit.piece) if unit else ((), None)
+        both = [u.nbytes for u in (unit, later) if u is not None]
+        alone = len(both) > 1 and sum(both) > self.cut.in_flight_bytes
+        hosted = []
         for v, x in zip(values, outs, strict=True):
-            if self.cut.home_of(v).sharding is None:
-                self._write(v, x, piece)
+            if alone or self.cut.home_of(v).sharding is None:
+                with jax.named_scope("jzero.write_back"):
+                    self._write(v, x, piece)
+            else:
+                hosted.append((v, x))
         sources = () if later is None else later.sources
         self._wait_for(sources, _Tie(self, 1))
+        if alone:
+            self._wait_for(sources, _Tie(self, 0, values))
         env: dict[int, Any] = {}
         for n in range(max(len(hosted), len(sources))):
             if n < len(sources):

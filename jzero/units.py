@@ -79,11 +79,13 @@ class Unit:
     Attributes:
       values: the numbers of the results.
       sources: the numbers of the host arguments that are fetched.
+      nbytes: of host arrays, of one device, that it holds.
       piece: None: whole.
     """
 
     values: tuple[int, ...]
     sources: tuple[int, ...]
+    nbytes: int
     piece: Piece | None = None
 
 
@@ -142,8 +144,8 @@ class Cut:
             if len(units) > 1 or size > self.limit:
                 large.append(units)
             elif small and held + size <= self.limit:
-                small[-1] = Unit((*small[-1].values, *values), (*small[-1].sources, *units[0].sources))
                 held += size
+                small[-1] = Unit((*small[-1].values, *values), (*small[-1].sources, *units[0].sources), held)
             else:
                 small += units
                 held = size
@@ -198,7 +200,8 @@ class Cut:
         return max(read, sum(shard_bytes(self.graph.avals[v], self.home_of(v)) for v in values))
 
     def _cut(self, values: tuple[int, ...], sources: frozenset[int]) -> list[Unit]:
-        whole, size = Unit(values, tuple(sorted(sources))), self._bytes(values, sources)
+        size = self._bytes(values, sources)
+        whole = Unit(values, tuple(sorted(sources)), size)
         if size <= self.limit:
             return [whole]
         starts, reason = values, "update on the host" if self.whole else ""
@@ -209,7 +212,7 @@ class Cut:
         reason = reason or self._whole_because(starts, form)
         if form is not None and not reason:
             found = pieces(form, size, self.limit)
-            return [dataclasses.replace(whole, piece=p) for p in found]
+            return [dataclasses.replace(whole, nbytes=round(size * p.share), piece=p) for p in found]
         if size > self.in_flight_bytes:
             self.excess.append(Excess(tuple(self._named(values)), size, reason))
         return [whole]
