@@ -140,13 +140,23 @@ def overlaps(compiled) -> tuple[int, int]:
     return fetches, beside
 
 
-@pytest.mark.parametrize(("count", "wider"), [(12, 1), (4, 32)])
-def test_fetches_begin_while_the_unit_before_is_written(count, wider):
-    fetches, beside = overlaps(program(count, "adam", wider=wider)[0])
-    assert fetches >= 3 * count
-    assert (
-        beside >= fetches / 4
-    )  # the others begin beside a fetch, or while the one write left is tied to them
+@pytest.mark.parametrize(
+    ("count", "chain", "wider", "arrays"),
+    [
+        (12, "adam", 1, 3),
+        (4, "adam", 32, 3),
+        (48, "if finite", 1, 3),
+        (48, "steps", 1, 4),
+        (48, "lion", 1, 2),
+    ],
+)
+def test_fetches_begin_while_the_unit_before_is_written(count, chain, wider, arrays):
+    compiled, _ = program(count, chain, wider=wider)
+    fetches, beside = overlaps(compiled)
+    assert fetches >= arrays * count
+    # the others begin beside a fetch, or while the one write left is tied to them
+    assert beside >= fetches / 4
+    assert all(t.asynchronous for t in find_transfers(parse(compiled.as_text())))
 
 
 def gpt(stage, scan, **fields):
@@ -208,6 +218,7 @@ def test_an_update_on_the_host_moves_gradients_and_params_alone(chain):
     assert (moved["device"], moved["host"]) == pytest.approx((closed.to_device, closed.to_host), rel=0.02)
     assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
     assert memory.host_temp_size_in_bytes <= BOUND + group_bytes(plan, 16)  # what the host copies is bounded
+    assert "offloaded_state_copied" not in {f.kind for f in jzero.findings(compiled, plan)}
 
 
 def test_select_keeps_state_on_the_host():
