@@ -8,8 +8,8 @@ for an H200 a barrier over arrays in host memory costs nothing: it moves no byte
 
 [Note: two lanes]
 The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a unit and then all fetches of the
-next. So array n of unit i is written after array n of unit i+1 has been fetched, and array n of unit i+1 is fetched
-after array n-2 of unit i has been written: fetch n+1 and write n are all that can run, and they run beside each other.
+next. So array n of unit i+1 is fetched after array n-1 of unit i has been written, and array n of unit i is written
+after array n-1 of unit i+1 has been fetched: fetch n and write n are all that can run, and they run beside each other.
 Where two units together are above the bound, since one cannot be cut, the first is written before the next is fetched.
 
 [Note: update on the host]
@@ -146,14 +146,14 @@ class _Run:
         for n in range(max(len(hosted), len(sources))):
             if n < len(sources):
                 with jax.named_scope("jzero.fetch"):
-                    if 2 <= n < len(hosted) + 2:
-                        self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 2][0]]))
+                    if 1 <= n <= len(hosted):
+                        self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 1][0]]))
                     env[sources[n]] = self._fetch(sources[n], later.piece if later else None)
             if n < len(hosted):
                 value, out = hosted[n]
                 with jax.named_scope("jzero.write_back"):
-                    if n < len(sources):
-                        out, env[sources[n]] = jax.lax.optimization_barrier((out, env[sources[n]]))
+                    if 1 <= n <= len(sources):
+                        out, env[sources[n - 1]] = jax.lax.optimization_barrier((out, env[sources[n - 1]]))
                     self._write(value, out, piece)
         return env
 
