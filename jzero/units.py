@@ -23,11 +23,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.errors import human_bytes
 from jzero.graph import ELEMENTWISE, REDUCTIONS, Graph, Node, cuts_end, pads_end
 from jzero.pieces import Form, Piece, pieces
 from jzero.specs import shard_factor
 
 ALIVE = 3  # units whose bytes may be on the device at once: written, updated, fetched
+MOST = 3000  # units that one program may have: XLA takes seconds to minutes for a hundred
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +133,16 @@ class Cut:
         self.limit = max(in_flight_bytes // ALIVE, 1)
         self.reads = graph.reads([i for i, h in self.homes.items() if h.sharding is not None])
         self.excess: list[Excess] = []
+        components = list(self._components())
+        self._check_count(components)
         self.scalars = [
             unit for value in self._needed_scalars() for unit in self._cut((value,), self._below(value))
         ]
         small: list[Unit] = []
         large: list[list[Unit]] = []
         held = 0
-        for values in self._components():
-            sources = frozenset().union(*(self.reads.get(v, frozenset()) for v in values))
+        for values in components:
+            sources = self._sources(values)
             units = self._cut(values, sources)
             size = self._bytes(values, sources)
             if len(units) > 1 or size > self.limit:
@@ -150,6 +154,20 @@ class Cut:
                 small += units
                 held = size
         self.units = [*_in_turns(large), *small]
+
+    def _check_count(self, components: list[tuple[int, ...]]) -> None:
+        """Raises ValueError where the bound is so small that XLA would not come to an end."""
+        total = sum(self._bytes(values, self._sources(values)) for values in components)
+        if not self.whole and total > MOST * self.limit:
+            raise ValueError(
+                f"Offload(in_flight_bytes={self.in_flight_bytes}): {human_bytes(total)} of state on a device would be "
+                f"cut into {total // self.limit} units, and {MOST} are the most that XLA compiles in a sensible time. "
+                f"Take at least {ALIVE * -(-total // MOST)}, or leave it out: a 64th of the state."
+            )
+
+    def _sources(self, values: Iterable[int]) -> frozenset[int]:
+        """The host arguments that results are computed from, other than through single numbers."""
+        return frozenset().union(*(self.reads.get(v, frozenset()) for v in values))
 
     def home_of(self, value: int) -> Home:
         """The home of a result."""
