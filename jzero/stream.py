@@ -10,6 +10,7 @@ for an H200 a barrier over arrays in host memory costs nothing: it moves no byte
 The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a unit and then all fetches of the
 next. So array n of unit i+1 is fetched after array n-1 of unit i has been written, and array n of unit i is written
 after array n-1 of unit i+1 has been fetched: fetch n and write n are all that can run, and they run beside each other.
+Of two pieces of one array the second is fetched before the first is written.
 Where two units together are above the bound, since one cannot be cut, the first is written before the next is fetched.
 
 [Note: update on the host]
@@ -142,18 +143,22 @@ class _Run:
         self._wait_for(sources, _Tie(self, 1))
         if alone:
             self._wait_for(sources, _Tie(self, 0, values))
+        # of one array a piece is fetched before the one before it is written, or XLA copies the array
+        homes = [self.cut.home_of(v) for v in values]
+        lag = int(any(h.replaces is not None and self.graph.ins[h.replaces] in sources for h in homes))
         env: dict[int, Any] = {}
         for n in range(max(len(hosted), len(sources))):
             if n < len(sources):
                 with jax.named_scope("jzero.fetch"):
-                    if 1 <= n <= len(hosted):
-                        self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 1][0]]))
+                    if 0 <= n - 1 - lag < len(hosted):
+                        self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 1 - lag][0]]))
                     env[sources[n]] = self._fetch(sources[n], later.piece if later else None)
             if n < len(hosted):
                 value, out = hosted[n]
                 with jax.named_scope("jzero.write_back"):
-                    if 1 <= n <= len(sources):
-                        out, env[sources[n - 1]] = jax.lax.optimization_barrier((out, env[sources[n - 1]]))
+                    if 0 <= n - 1 + lag < len(sources):
+                        before = sources[n - 1 + lag]
+                        out, env[before] = jax.lax.optimization_barrier((out, env[before]))
                     self._write(value, out, piece)
         return env
 

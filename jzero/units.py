@@ -293,8 +293,11 @@ def reduces_all(node: Node, graph: Graph) -> bool:
 
 
 def _in_turns(large: list[list[Unit]]) -> Iterator[Unit]:
-    """Pieces of up to `ALIVE` arrays in turns, so that one is fetched while another is written."""
-    for start in range(0, len(large), ALIVE):
-        some = large[start : start + ALIVE]
-        for i in range(max(map(len, some), default=0)):
-            yield from (units[i] for units in some if i < len(units))
+    """Pieces of up to `ALIVE` arrays in turns, so that one is fetched while another is written; long ones first."""
+    waiting = sorted(map(list, large), key=len)
+    active: list[list[Unit]] = []
+    while waiting or active:
+        while waiting and len(active) < ALIVE:
+            active.append(waiting.pop())
+        yield from [units.pop(0) for units in active]
+        active = [units for units in active if units]
