@@ -194,6 +194,23 @@ def test_a_stack_of_as_many_layers_as_devices_is_taken_in_pieces(stage):
     jzero.check(compiled, plan)
 
 
+def test_steps_in_a_scan_keep_the_state_in_place():
+    state, plan = state_of(2, scan=False, offload=jzero.Offload(in_flight_bytes=2**18))
+    batches = {"tokens": jax.ShapeDtypeStruct((4, *tokens()["tokens"].shape), jnp.int32)}
+    batches = jax.tree.map(lambda x: x.update(sharding=plan.sharding(jax.P(None, "data"))), batches)
+
+    def steps(state, batches):
+        return jax.lax.scan(train_step, state, batches)
+
+    compiled = jzero.pod("h200").compile(steps, state, batches, donate_argnums=0, compiler_options=QUICK)
+    memory = compiled.memory_analysis()
+    held = memory.host_argument_size_in_bytes
+    assert held > 2 * 2**18
+    assert memory.host_alias_size_in_bytes == held
+    assert memory.host_temp_size_in_bytes == 0
+    assert jzero.explain(compiled, plan).pcie == {"to_device": 4 * held, "to_host": 4 * held}
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_state_is_fetched_before_the_gradients_only_when_asked_for(prefetch):
     compiled, _ = gpt(2, False, offload=jzero.Offload(prefetch=prefetch))
