@@ -113,8 +113,8 @@ class _Run:
     def _result(self, value: int, home: Home):
         if value in self.written:
             found, form = self.written[value], self.forms.get(value)
-            padded = form is not None and self.graph.avals[value].shape != form.stored
-            return form.cut(found) if padded else found.reshape(self.graph.avals[value].shape)
+            shape = self.graph.avals[value].shape
+            return form.cut(found) if form is not None and shape != form.stored else found.reshape(shape)
         if value in self.host:
             return self.host[value] if home.sharding else self._fetch(value, None)
         found = self._evaluate(value, self.values)

@@ -351,9 +351,7 @@ def test_bad_configs(mesh):
         jzero.Offload(tier="nvme")
     with pytest.raises(ValueError, match="in_flight_bytes"):
         jzero.Offload(in_flight_bytes=0)
-    with pytest.raises(
-        ValueError, match=r"\(in_flight_bytes=1\): .* kB of state .* into \d+ units.* at least \d"
-    ):
+    with pytest.raises(ValueError, match=r"\(in_flight_bytes=1\): .* into \d+ units.* at least \d"):
         jzero.shard(odd(optax.adam(1e-2)), stage=1, mesh=mesh, offload=jzero.Offload(in_flight_bytes=1))
     with pytest.raises(TypeError, match="prefetch must be True or False"):
         jzero.Offload(prefetch=2)
