@@ -14,6 +14,7 @@ from test_check import QUICK, state_of, tokens, train_step
 
 import jzero
 from jzero.proof.hlo import parse
+from jzero.proof.lifetimes import most_on_device
 from jzero.proof.transfers import find_transfers
 
 pytest.importorskip(
@@ -101,6 +102,24 @@ def test_a_large_leaf_is_taken_in_pieces():
     assert memory.temp_size_in_bytes <= grads + 1.5 * BOUND
     assert memory.host_temp_size_in_bytes == 0
     assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
+
+
+def rolled():
+    """Moments that no piece of can be computed alone."""
+
+    def update(updates, state, params=None):
+        new = jax.tree.map(lambda g, m: 0.9 * m[::-1] + 0.1 * g, updates, state)
+        return new, new
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+
+
+def test_leaves_that_cannot_be_cut_are_not_there_together(monkeypatch):
+    monkeypatch.setitem(CHAINS, "rolled", rolled)
+    compiled, plan = program(4, "rolled", wider=8)  # 32, 64, 16 and 64 MiB
+    assert group_bytes(plan, 8) == BOUND
+    assert most_on_device(parse(compiled.as_text())) <= BOUND
+    assert compiled.memory_analysis().host_temp_size_in_bytes == 0
 
 
 @pytest.mark.parametrize(("count", "wider"), [(12, 1), (48, 1), (4, 32)])
