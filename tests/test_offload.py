@@ -352,8 +352,7 @@ def test_bad_configs(mesh):
     with pytest.raises(ValueError, match="in_flight_bytes"):
         jzero.Offload(in_flight_bytes=0)
     with pytest.raises(ValueError, match=r"\(in_flight_bytes=1\): .* into \d+ units.* at least \d"):
-        tiny = jzero.Offload(in_flight_bytes=1)
-        jzero.shard(lambda: odd(optax.adam(1e-2)), stage=0, mesh=mesh, offload=tiny)
+        jzero.shard(lambda: odd(optax.adam(1e-2)), stage=0, offload=jzero.Offload(in_flight_bytes=1))
     with pytest.raises(TypeError, match="prefetch must be True or False"):
         jzero.Offload(prefetch=2)
     with pytest.raises(TypeError, match=r"must be \"host\", a jzero.Offload or None"):
