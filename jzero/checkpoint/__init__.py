@@ -1,6 +1,6 @@
 """Checkpoints of a state that do not depend on its layout, with checksums; on top of orbax.
 
-What is stored is the logical state: no padding, no trace of stage, mesh or tier. It is restored into any other layout
+What is stored is the logical state: no padding, whatever the stage, mesh or tier. It is restored into any other layout
 of the same model and optimizer, whole or not at all, and every byte that is read is checked.
 """
 

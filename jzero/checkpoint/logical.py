@@ -2,7 +2,8 @@
 
 What is stored is a tree `{params, opt_state, step, master, ...}`: `opt_state` is that of the plain transformation, so
 that a run without masters stores the names that plain orbax stores of an ordinary TrainState, and one with masters the
-same names and `master` beside them. Nothing in it tells the stage, the number of devices or the tier.
+same names and `master` beside them. Its names, shapes, dtypes and values do not tell the stage, the number of devices
+or the tier. (Orbax notes in `_sharding` how each array lay; only a load without any target reads that.)
 
 [Note: cut for the way out]
 A leaf that is stored padded has no equal pieces in its logical shape along the padded dim. It is laid out for the save
@@ -50,6 +51,17 @@ class Leaf:
         """Stored padded by the plan of the state."""
         return tuple(np.shape(self.value)) != self.shape
 
+    @property
+    def empty(self) -> bool:
+        """It has no elements; orbax cannot store such a leaf, and it is left out."""
+        return 0 in self.shape
+
+    def nothing(self) -> Any:
+        """The value of an empty leaf."""
+        made = np.zeros(np.shape(self.value), self.value.dtype)
+        sharding = getattr(self.value, "sharding", None)
+        return made if isinstance(self.value, np.ndarray) else jax.device_put(made, sharding)
+
 
 def apart(state: Any, tx: Any, where: str) -> Parts:
     """The parts of a state of any kind: also of a mapping with `params` and `opt_state`, or of any other tree.
@@ -78,8 +90,11 @@ def _mapping_apart(state: Any, tx: Any, where: str) -> Parts:
             f"{where}: this tree holds the state of a transformation from jzero.zero. Pass a mapping "
             "{'params': ..., 'opt_state': ...} and tx=, the transformation."
         )
-    if callable(state) and not jax.tree.leaves(state):
-        raise TypeError(f"{where}: pass a state, or jzero.abstract(create, ...), not a function.")
+    if jax.tree_util.all_leaves([state]):
+        kind = "a function" if callable(state) else f"{type(state).__name__}"
+        raise TypeError(
+            f"{where}: pass a state, a tree of arrays, or jzero.abstract(create, ...), not {kind}."
+        )
     if not named:
         return Parts(None, None, None, state, None, None)
     rest = {k: v for k, v in known.items() if k not in ("params", "opt_state")}
@@ -158,6 +173,10 @@ def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
 
 def to_store(leaf: Leaf) -> Any:
     """The array of a leaf in its logical shape; see [Note: cut for the way out]."""
+    if leaf.empty:
+        return None
+    if isinstance(leaf.value, (bool, complex, np.generic)):
+        return np.asarray(leaf.value)  # of single numbers orbax stores Python's int and float alone
     if not leaf.padded:
         return leaf.value
     x = on_device(leaf.value)

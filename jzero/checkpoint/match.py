@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +43,16 @@ def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool,
             continue
         shape, dtype = have[name]
         want_shape, want_dtype = describe(leaf)
-        number = (
-            dtype.kind in "iub" and want_dtype.kind in "iub" and shape == ()
-        )  # a Python int is no dtype's
+        number = shape == () and _of_python(dtype, want_dtype, leaf.value)
         if shape != want_shape:
             rows.append(
                 (text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), "another shape")
             )
             castable = False
         elif (name != leaf.name or (dtype != want_dtype and not number)) and not cast:
-            what = "starts as the param" if name != leaf.name else "another dtype"
-            rows.append((text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), what))
+            what = "another dtype" if leaf.name in have else "starts as the param"
+            found = have.get(leaf.name, have[name])
+            rows.append((text(leaf.name), _typed(*found), _typed(want_shape, want_dtype), what))
         sources.append(Source(leaf, name))
     used = {source.name for source in sources} | wanted
     for name, (shape, dtype) in have.items():
@@ -90,7 +90,14 @@ def describe(leaf: Leaf) -> Described:
 
 
 def _dtype_of(x):
-    return x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+
+
+def _of_python(stored: np.dtype, wanted: np.dtype, value: Any) -> bool:
+    """True where one of two single numbers is Python's, which has no dtype: a step, say. A bool is no number."""
+    if stored.kind in "iu" and wanted.kind in "iu":
+        return np.int64 in (stored, wanted)
+    return isinstance(value, float) and jnp.issubdtype(stored, jnp.floating)
 
 
 def text(name: Name) -> str:

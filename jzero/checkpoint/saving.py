@@ -11,7 +11,11 @@ import jax
 
 from jzero.checkpoint import store
 from jzero.checkpoint.logical import apart, to_store, tree_of
+from jzero.checkpoint.match import text
+from jzero.errors import listing
 from jzero.jaxprs import is_tracer
+
+_NUMBERS = (bool, int, float, complex)
 
 
 class Saving:
@@ -28,7 +32,8 @@ class Saving:
           OSError: the disk is full, or refuses.
         """
         try:
-            self._response.result(timeout=timeout)
+            with store.disk_errors(self._path):
+                self._response.result(timeout=timeout)
         except TimeoutError:
             raise
         except BaseException:
@@ -92,7 +97,7 @@ def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
     """The tree of arrays that a save writes.
 
     Raises:
-      TypeError: abstract or traced leaves, or a `custom` that is no JSON.
+      TypeError: abstract or traced leaves, text or other things that are no numbers, or a `custom` that is no JSON.
     """
     try:
         json.dumps(custom)
@@ -108,6 +113,15 @@ def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
             f"{where}: {len(abstract)} of {len(leaves)} leaves are abstract or traced, with no values to save. Save "
             "outside of jit, a state of jzero.shard."
         )
-    if not leaves:
+    other = [
+        leaf for leaf in leaves if not hasattr(leaf.value, "dtype") and not isinstance(leaf.value, _NUMBERS)
+    ]
+    if other:
+        named = listing([(text(leaf.name), type(leaf.value).__name__) for leaf in other])
+        raise TypeError(
+            f"{where}: {len(other)} of {len(leaves)} leaves are neither arrays nor numbers:\n{named}\nLeave them out "
+            "of the tree; what is JSON can go into custom=."
+        )
+    if all(leaf.empty for leaf in leaves):
         raise TypeError(f"{where}: there are no arrays in this {type(state).__name__}.")
     return jax.tree.map(to_store, tree)

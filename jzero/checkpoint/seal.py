@@ -22,7 +22,7 @@ import tensorstore as ts
 import xxhash
 
 FOLDER = "checksums"
-BLOCK = 16 * 2**20  # bytes of a file under one checksum
+BLOCK = 4 * 2**20  # bytes of a file under one checksum
 SMALL = 2**20  # bytes: files below it are checked before anything is parsed
 VERSION = 1
 THREADS = 4
@@ -34,7 +34,7 @@ class Damage:
     """What is wrong with one file of a checkpoint.
 
     Attributes:
-      file: its path within the checkpoint.
+      file: its path within the checkpoint: `state/d/...`.
       what: missing, of another size, or which bytes differ.
     """
 
@@ -93,11 +93,11 @@ class Seal:
         try:
             data = (self.directory / name).read_bytes()
         except FileNotFoundError:
-            self.damage.append(Damage(name, "missing"))
+            self.damage.append(Damage(f"{self.directory.name}/{name}", "missing"))
             return None
         digest, _, text = data.partition(b"\n")
         if _hash(text).encode() != digest:
-            self.damage.append(Damage(name, "its own checksum is wrong"))
+            self.damage.append(Damage(f"{self.directory.name}/{name}", "its own checksum is wrong"))
             return None
         return json.loads(text)
 
@@ -172,18 +172,22 @@ def _fill(file, buffer: memoryview) -> int:
 
 
 def _compare(directory: Path, name: str, entry: dict[str, Any]) -> Damage | None:
-    file = directory / name
+    what = _difference(directory / name, entry)
+    return Damage(f"{directory.name}/{name}", what) if what else None
+
+
+def _difference(file: Path, entry: dict[str, Any]) -> str | None:
     try:
         size = file.stat().st_size
         if size != entry["size"]:
-            return Damage(name, f"{size} bytes instead of {entry['size']}")
+            return f"{size} bytes instead of {entry['size']}"
         for i, (got, want) in enumerate(zip(_blocks(file), entry["blocks"], strict=True)):
             if got != want:
-                return Damage(name, f"differs within bytes {i * BLOCK} to {min((i + 1) * BLOCK, size)}")
+                return f"differs within bytes {i * BLOCK} to {min((i + 1) * BLOCK, size)}"
     except FileNotFoundError:
-        return Damage(name, "missing")
+        return "missing"
     except (OSError, ValueError) as error:
-        return Damage(name, str(error))
+        return str(error)
     return None
 
 

@@ -98,7 +98,9 @@ class Steps:
         if self._metric is not None and self._metric not in (metrics or {}):
             raise ValueError(f"{where}: the best step is told by {self._metric!r}, which metrics= has not.")
         self._handler.custom = custom
-        self._orbax.save_async(step, tree, force=True, metrics=dict(metrics) if metrics else None)
+        kept: Any = dict(metrics) if metrics else None
+        with store.disk_errors(self.folder):
+            self._orbax.save_async(step, tree, force=True, metrics=kept, custom_metadata=store.MARK)
 
     @property
     def writing(self) -> bool:
@@ -111,7 +113,8 @@ class Steps:
         Raises:
           OSError, RuntimeError: a save failed.
         """
-        self._orbax.wait()
+        with store.disk_errors(self.folder):
+            self._orbax.wait()
 
     def close(self) -> None:
         """Waits, and frees what the folder's manager holds."""

@@ -9,13 +9,16 @@ steps as it does any other. Plain orbax reads them without jzero.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import glob
 import itertools
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,22 @@ from jzero.checkpoint.logical import Name
 from jzero.layout import path_keys
 
 STATE = "state"  # orbax's name for the tree of a checkpoint
+MARK: Any = {
+    "jzero.checkpoint": seal.VERSION
+}  # in orbax's metadata: has checksums, be they still there or not
+NOTES = "_CHECKPOINT_METADATA"  # orbax's, written after the checksums
 TEMPORARY = ".orbax-checkpoint-tmp"
 CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
-LEAST_READ_BYTES = 256 * 2**20  # that are read at once, of one process
+LEAST_READ_BYTES = 64 * 2**20  # that are read at once, of one process
 _barriers = itertools.count()
+
+
+@dataclasses.dataclass
+class Numpy:
+    """What to read as a numpy array: orbax knows it by these two fields, and by the lack of a sharding."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 class _Sealed:
@@ -74,7 +89,9 @@ class _Sealed:
 
 def writing(custom: Any = None) -> tuple[ocp.Context, type[_Sealed]]:
     """The orbax context to save in, and its handler: the `custom` of that is kept under the checksums."""
-    handler = type("Sealed", (_Sealed,), {"custom": custom})
+    plain = ocp.handlers.PyTreeHandler  # by whose name plain orbax finds how to read it
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    handler = type(plain.__name__, (_Sealed,), {"custom": custom, **names})
     registry = ocp.handlers.local_registry(include_global_registry=False)
     for other, name in ocp.handlers.global_registry().get_all_entries():
         if name != STATE:
@@ -90,11 +107,25 @@ def save_async(path: Path, tree: Any, *, custom: Any) -> Any:
     """Copies the arrays of a tree and writes them in the background."""
     clean(path)
     try:
-        with writing(custom)[0]:
-            return ocp.save_async(str(path), tree)
+        with disk_errors(path), writing(custom)[0]:
+            return ocp.save_async(str(path), tree, custom_metadata=MARK)
     except BaseException:
         clean(path)
         raise
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Makes what tensorstore says of a full disk an OSError: it comes as a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        if found is None:
+            raise
+        what = os.strerror(int(found[1]))
+        text = f"{what}: {path} is not saved. What was there before is untouched."
+        raise OSError(int(found[1]), text) from error
 
 
 def check_free(path: Path) -> None:
@@ -130,7 +161,7 @@ def locate(path: Any, where: str) -> Path:
         found = "\nCheckpoints beside it:\n" + "\n".join(beside) if beside else ""
         raise FileNotFoundError(f"{where}: there is nothing at {path}.{found}")
     if not (path / STATE).is_dir():
-        below = steps(path)
+        below = steps(path) if path.is_dir() else []
         if below:
             raise ValueError(
                 f"{where}: {path} holds {len(below)} checkpoints and is none itself. Name one: {below[-1]}"
@@ -145,11 +176,14 @@ def locate(path: Any, where: str) -> Path:
 def is_sealed(path: Path) -> bool:
     """True for a checkpoint that was saved with checksums, be they still there or not."""
     try:
-        return seal.exists(path / STATE) or __name__ in (path / "_CHECKPOINT_METADATA").read_text(
-            errors="replace"
-        )
+        return seal.exists(path / STATE) or next(iter(MARK)) in (path / NOTES).read_text(errors="replace")
     except OSError:
         return False
+
+
+def unreadable(error: Exception) -> seal.Damage:
+    """Orbax's notes on a checkpoint cannot be parsed."""
+    return seal.Damage(NOTES, f"orbax cannot read it ({error})")
 
 
 def steps(folder: Path) -> list[Path]:
@@ -178,19 +212,32 @@ def load(path: Path, tree: Any, targets: Mapping[Name, Any]) -> dict[Name, Any]:
     Where the shape of a target is larger than the stored one, the rest is zeros.
     """
     like = jax.tree_util.tree_map_with_path(lambda k, _: targets.get(path_keys(k), ocp.PLACEHOLDER), tree)
-    with _reading(max(map(_shard_bytes, targets.values()), default=0)):
+    stored = {path_keys(k): x for k, x in jax.tree_util.tree_leaves_with_path(tree)}
+    with _reading(max((_read_bytes(stored[k], x) for k, x in targets.items()), default=0)):
         out = ocp.load(str(path), like)
     flat = jax.tree_util.tree_leaves_with_path(out, is_leaf=lambda x: x is ocp.PLACEHOLDER)
     return {path_keys(k): x for k, x in flat if path_keys(k) in targets}
 
 
-def _shard_bytes(x: Any) -> int:
-    shape = x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape
-    return math.prod(shape) * 8
+def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct | Numpy) -> int:
+    """Bytes of the chunks that the largest piece of a target touches: what orbax reserves for it, or fails."""
+    shape, dtype = _described(stored)
+    chunk = getattr(getattr(stored, "storage_metadata", None), "chunk_shape", None) or shape
+    sharding = getattr(target, "sharding", None)
+    if sharding is None:
+        return math.prod(shape) * dtype.itemsize
+    pieces = sharding.addressable_devices_indices_map(target.shape).values()
+    return max(math.prod(map(_touched, piece, shape, chunk)) for piece in pieces) * dtype.itemsize
+
+
+def _touched(piece: slice, size: int, chunk: int) -> int:
+    """How much of a dim lies in chunks that a piece of it touches."""
+    start, stop, _ = piece.indices(size)
+    return -(-stop // chunk) * chunk - start // chunk * chunk
 
 
 def _reading(largest: int) -> ocp.Context:
     context = ocp.Context()
     context.array.loading.enable_padding_and_truncation = True
-    context.memory.read_concurrent_bytes = max(LEAST_READ_BYTES, 2 * largest)
+    context.memory.read_concurrent_bytes = max(LEAST_READ_BYTES, largest + 1)
     return context
