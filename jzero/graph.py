@@ -36,13 +36,22 @@ ELEMENTWISE = frozenset(
     )
 )  # fmt: skip
 
-REDUCTIONS = {  # of all values: on a piece, and of two pieces
-    "reduce_sum": (jnp.sum, jax.lax.add),
-    "reduce_max": (jnp.max, jax.lax.max),
-    "reduce_min": (jnp.min, jax.lax.min),
-    "reduce_and": (jnp.all, jax.lax.bitwise_and),
-    "reduce_or": (jnp.any, jax.lax.bitwise_or),
+REDUCTIONS = {  # of all values: on a piece, of two pieces, and the value that changes nothing
+    "reduce_sum": (jnp.sum, jax.lax.add, lambda dtype: 0),
+    "reduce_max": (jnp.max, jax.lax.max, lambda dtype: _extreme(dtype, -1)),
+    "reduce_min": (jnp.min, jax.lax.min, lambda dtype: _extreme(dtype, 1)),
+    "reduce_and": (jnp.all, jax.lax.bitwise_and, lambda dtype: True),
+    "reduce_or": (jnp.any, jax.lax.bitwise_or, lambda dtype: False),
 }
+
+
+def _extreme(dtype, sign: int):
+    """The least or the greatest value of a dtype."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        return sign * jnp.inf
+    return jnp.iinfo(dtype).max if sign > 0 else jnp.iinfo(dtype).min
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,3 +191,18 @@ def on_piece(node: Node, values: Sequence[Any], shape: tuple[int, ...]) -> list[
     if any(np.ndim(v) for v in values) and node.name not in ("select_n", "clamp", "optimization_barrier"):
         values = [v if np.ndim(v) else jnp.broadcast_to(v, shape) for v in values]
     return node.run(values)
+
+
+def cuts_end(node: Node) -> bool:
+    """True for a slice that leaves out the end of dims alone."""
+    if node.name != "slice":
+        return False
+    params = node.eqn.params
+    return not any(params["start_indices"]) and all(step == 1 for step in params["strides"] or ())
+
+
+def pads_end(node: Node) -> bool:
+    """True for padding at the end of dims alone."""
+    return node.name == "pad" and all(
+        not low and high >= 0 and not between for low, high, between in node.eqn.params["padding_config"]
+    )

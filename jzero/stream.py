@@ -8,8 +8,10 @@ for an H200 a barrier over arrays in host memory costs nothing: it moves no byte
 
 [Note: two lanes]
 The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a unit and then all fetches of the
-next. So array n of unit i is written after array n of unit i+1 has been fetched, and array n of unit i+1 is fetched
-after array n-2 of unit i has been written: fetch n+1 and write n are all that can run, and they run beside each other.
+next. So array n of unit i+1 is fetched after array n-1 of unit i has been written, and array n of unit i is written
+after array n-1 of unit i+1 has been fetched: fetch n and write n are all that can run, and they run beside each other.
+Of two pieces of one array the second is fetched before the first is written.
+Where two units together are above the bound, since one cannot be cut, the first is written before the next is fetched.
 
 [Note: update on the host]
 Gradient and param go to the host instead, the unit is computed there (`compute_on("device_host")`), and what the device
@@ -32,7 +34,8 @@ import numpy as np
 
 from jzero import jaxprs
 from jzero.graph import LAYOUT, REDUCTIONS, Graph, on_piece
-from jzero.units import Cut, Excess, Home, Piece, Unit
+from jzero.pieces import Form, Piece
+from jzero.units import Cut, Excess, Home, Unit
 
 
 def stream(
@@ -94,20 +97,24 @@ class _Run:
         self.written: dict[int, Any] = {}  # results of units: in their home, as far as pieces have come
         self.wrote: list[tuple[int, ...]] = []  # for every unit that ran, its results
         self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by pieces, with a result
+        self.forms: dict[int, Form] = {}  # of results that are made of pieces
+        self.padded: dict[int, Any] = {}  # values in the shape in which pieces are taken of them
 
     def results(self) -> list[Any]:
         """All results, each in its home."""
         units = [*self.cut.scalars, *self.cut.units]
-        env = self._exchange((), [], units[0]) if units else {}
+        env = self._exchange(None, [], units[0]) if units else {}
         for unit, later in itertools.zip_longest(units, units[1:]):
             outs = self._computed(unit, env)
-            env = self._exchange(unit.values, outs, later, unit.piece)
+            env = self._exchange(unit, outs, later)
             self.wrote.append(unit.values)
         return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_homes, strict=True)]
 
     def _result(self, value: int, home: Home):
         if value in self.written:
-            return self.written[value].reshape(self.graph.avals[value].shape)
+            found, form = self.written[value], self.forms.get(value)
+            shape = self.graph.avals[value].shape
+            return form.cut(found) if form is not None and shape != form.stored else found.reshape(shape)
         if value in self.host:
             return self.host[value] if home.sharding else self._fetch(value, None)
         found = self._evaluate(value, self.values)
@@ -120,30 +127,38 @@ class _Run:
             return [self._evaluate(v, env, tie) for v in unit.values]
         return [self._piece(v, env, unit.piece, tie) for v in unit.values]
 
-    def _exchange(
-        self, values, outs: list[Any], later: Unit | None, piece: Piece | None = None
-    ) -> dict[int, Any]:
+    def _exchange(self, unit: Unit | None, outs: list[Any], later: Unit | None) -> dict[int, Any]:
         """Write the results of one unit and fetch the arguments of the next: see [Note: two lanes]."""
-        hosted = [
-            (v, x) for v, x in zip(values, outs, strict=True) if self.cut.home_of(v).sharding is not None
-        ]
+        values, piece = (unit.values, unit.piece) if unit else ((), None)
+        both = [u.nbytes for u in (unit, later) if u is not None]
+        alone = len(both) > 1 and sum(both) > self.cut.in_flight_bytes
+        hosted = []
         for v, x in zip(values, outs, strict=True):
-            if self.cut.home_of(v).sharding is None:
-                self._write(v, x, piece)
+            if alone or self.cut.home_of(v).sharding is None:
+                with jax.named_scope("jzero.write_back"):
+                    self._write(v, x, piece)
+            else:
+                hosted.append((v, x))
         sources = () if later is None else later.sources
         self._wait_for(sources, _Tie(self, 1))
+        if alone:
+            self._wait_for(sources, _Tie(self, 0, values))
+        # of one array a piece is fetched before the one before it is written, or XLA copies the array
+        homes = [self.cut.home_of(v) for v in values]
+        lag = int(any(h.replaces is not None and self.graph.ins[h.replaces] in sources for h in homes))
         env: dict[int, Any] = {}
         for n in range(max(len(hosted), len(sources))):
             if n < len(sources):
                 with jax.named_scope("jzero.fetch"):
-                    if 2 <= n < len(hosted) + 2:
-                        self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 2][0]]))
+                    if 0 <= n - 1 - lag < len(hosted):
+                        self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 1 - lag][0]]))
                     env[sources[n]] = self._fetch(sources[n], later.piece if later else None)
             if n < len(hosted):
                 value, out = hosted[n]
                 with jax.named_scope("jzero.write_back"):
-                    if n < len(sources):
-                        out, env[sources[n]] = jax.lax.optimization_barrier((out, env[sources[n]]))
+                    if 0 <= n - 1 + lag < len(sources):
+                        before = sources[n - 1 + lag]
+                        out, env[before] = jax.lax.optimization_barrier((out, env[before]))
                     self._write(value, out, piece)
         return env
 
@@ -188,24 +203,42 @@ class _Run:
         """A piece of a value, or the part of a single number that comes from that piece."""
         if self.graph.is_small(value):
             node = self.graph.makers[value]
-            return REDUCTIONS[node.name][0](self._piece(node.ins[0], env, piece, tie))
-        shape = self.graph.avals[value].shape
+            reduce, _, neutral = REDUCTIONS[node.name]
+            part = self._piece(node.ins[0], env, piece, tie)
+            if self.graph.avals[node.ins[0]].shape != piece.form.stored:
+                part = piece.filled(part, neutral(part.dtype))
+            return reduce(part)
 
         def operand(v: int):
             if v not in env:
                 at = self.filled.get(v)
-                whole = self._evaluate(v, {}, tie, keep=True) if at is None else self.written[at]
+                whole = self._stored(v, piece.form, tie) if at is None else self.written[at]
                 whole = whole if tie is None else tie.after([whole])[0]
                 if self.graph.is_small(v):
                     return whole
                 env[v] = piece.of(whole)
             return env[v]
 
-        given = _Given(lambda v: v in env or not self.cut.made_by_pieces(v, shape))
+        given = _Given(lambda v: v in env or not self.cut.made_by_pieces(v, piece.form))
         for node in self.graph.needed(value, given):
-            results = on_piece(node, [operand(i) for i in node.ins], piece.shape)
+            operands = [operand(i) for i in node.ins]
+            if node.name == "pad":
+                results = [piece.filled(*operands)]
+            elif node.name == "slice":
+                results = operands
+            else:
+                results = on_piece(node, operands, piece.shape)
             env.update(zip(node.outs, results, strict=True))
         return operand(value)
+
+    def _stored(self, value: int, form: Form, tie: _Tie | None):
+        """A whole value that pieces are taken of, in the shape in which it is stored, for all of them."""
+        if value in self.padded:
+            return self.padded[value]
+        found = self._evaluate(value, {}, tie, keep=True)
+        if form.padded and self.graph.avals[value].shape == form.shape:
+            found = self.padded[value] = form.pad(found)
+        return found
 
     def _write(self, value: int, out, piece: Piece | None) -> None:
         home = self.cut.home_of(value)
@@ -217,6 +250,7 @@ class _Run:
             self.written[value] = home.take(out)
         else:
             out = home.take(jax.lax.with_sharding_constraint(out, piece.layout), piece.layout)
+            self.forms[value] = piece.form
             self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, piece), out, piece.start)
 
     def _buffer(self, value: int, piece: Piece):
@@ -232,7 +266,7 @@ class _Run:
             same = self.graph.avals[source]
             if source not in self.filled and (same.shape, same.dtype) == (aval.shape, aval.dtype):
                 self.filled[source] = value
-                return jnp.reshape(self.values[source], piece.view)
+                return jnp.reshape(self._stored(source, piece.form, None), piece.view)
         new = jnp.zeros(piece.view, aval.dtype)
         new = jax.lax.with_sharding_constraint(new, piece.layout)
         return home.take(new, piece.layout)  # XLA makes that an allocation on the host

@@ -11,8 +11,7 @@ than the bound.
 A unit above the bound is taken in pieces, where everything on the way is elementwise: a piece is sliced from the host
 array, and its result put in its place there. Arrays are seen as [n, size/n] in a dim that n devices share, so that a
 piece is a piece of every shard. In one array the fetch of a piece waits for the write of the one before; pieces of
-several arrays take turns, and the bus is busy both ways. A padded leaf is not cut: the optimizer sees another shape
-than is stored.
+several arrays take turns, and the bus is busy both ways. `pieces.py` says how a padded leaf is cut.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.graph import ELEMENTWISE, REDUCTIONS, Graph, Node
-from jzero.specs import make_spec, shard_factor, spec_entries
+from jzero.errors import human_bytes
+from jzero.graph import ELEMENTWISE, REDUCTIONS, Graph, Node, cuts_end, pads_end
+from jzero.pieces import Form, Piece, pieces
+from jzero.specs import shard_factor
 
 ALIVE = 3  # units whose bytes may be on the device at once: written, updated, fetched
+MOST = 3000  # units that one program may have: XLA takes seconds to minutes for a hundred
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,32 +75,19 @@ DEVICE = Home()
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """Part of an array seen as `view`: where it begins there, its shape, and the layout of it in device memory."""
-
-    view: tuple[int, ...]
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    layout: NamedSharding
-
-    def of(self, x):
-        """The piece of an array."""
-        end = [a + b for a, b in zip(self.start, self.shape, strict=True)]
-        return jax.lax.slice(jnp.reshape(x, self.view), self.start, end)
-
-
-@dataclasses.dataclass(frozen=True)
 class Unit:
     """What is fetched, computed and written together: results, or one piece of the results of large arrays.
 
     Attributes:
       values: the numbers of the results.
       sources: the numbers of the host arguments that are fetched.
+      nbytes: of host arrays, of one device, that it holds.
       piece: None: whole.
     """
 
     values: tuple[int, ...]
     sources: tuple[int, ...]
+    nbytes: int
     piece: Piece | None = None
 
 
@@ -145,25 +133,41 @@ class Cut:
         self.limit = max(in_flight_bytes // ALIVE, 1)
         self.reads = graph.reads([i for i, h in self.homes.items() if h.sharding is not None])
         self.excess: list[Excess] = []
+        components = list(self._components())
+        self._check_count(components)
         self.scalars = [
             unit for value in self._needed_scalars() for unit in self._cut((value,), self._below(value))
         ]
         small: list[Unit] = []
         large: list[list[Unit]] = []
         held = 0
-        for values in self._components():
-            sources = frozenset().union(*(self.reads.get(v, frozenset()) for v in values))
+        for values in components:
+            sources = self._sources(values)
             units = self._cut(values, sources)
             size = self._bytes(values, sources)
             if len(units) > 1 or size > self.limit:
                 large.append(units)
             elif small and held + size <= self.limit:
-                small[-1] = Unit((*small[-1].values, *values), (*small[-1].sources, *units[0].sources))
                 held += size
+                small[-1] = Unit((*small[-1].values, *values), (*small[-1].sources, *units[0].sources), held)
             else:
                 small += units
                 held = size
         self.units = [*_in_turns(large), *small]
+
+    def _check_count(self, components: list[tuple[int, ...]]) -> None:
+        """Raises ValueError where the bound is so small that XLA would not come to an end."""
+        total = sum(self._bytes(values, self._sources(values)) for values in components)
+        if not self.whole and total > MOST * self.limit:
+            raise ValueError(
+                f"Offload(in_flight_bytes={self.in_flight_bytes}): {human_bytes(total)} of state on a device would be "
+                f"cut into {total // self.limit} units, and {MOST} are the most that XLA compiles in a sensible time. "
+                f"Take at least {ALIVE * -(-total // MOST)}, or leave it out: a 64th of the state."
+            )
+
+    def _sources(self, values: Iterable[int]) -> frozenset[int]:
+        """The host arguments that results are computed from, other than through single numbers."""
+        return frozenset().union(*(self.reads.get(v, frozenset()) for v in values))
 
     def home_of(self, value: int) -> Home:
         """The home of a result."""
@@ -214,32 +218,48 @@ class Cut:
         return max(read, sum(shard_bytes(self.graph.avals[v], self.home_of(v)) for v in values))
 
     def _cut(self, values: tuple[int, ...], sources: frozenset[int]) -> list[Unit]:
-        whole, size = Unit(values, tuple(sorted(sources))), self._bytes(values, sources)
+        size = self._bytes(values, sources)
+        whole = Unit(values, tuple(sorted(sources)), size)
         if size <= self.limit:
             return [whole]
-        homes = [*(self.homes[s] for s in sources), *(self.home_of(v) for v in values)]
-        shardings = list(dict.fromkeys(h.sharding for h in homes if h.sharding is not None))
         starts, reason = values, "update on the host" if self.whole else ""
         if self.graph.is_small(values[0]):  # a number that is reduced from pieces
             node = self.graph.makers[values[0]]
             starts, reason = node.ins[:1], reason if reduces_all(node, self.graph) else node.name
-        shape = self.graph.avals[starts[0]].shape
-        reason = reason or self._whole_because(starts, sources, shape, shardings)
-        if not reason:
-            found = pieces(shape, Home(shardings[0]), size, self.limit)
-            return [dataclasses.replace(whole, piece=p) for p in found]
+        form = None if reason else self._form(starts, values, sources)
+        reason = reason or self._whole_because(starts, form)
+        if form is not None and not reason:
+            found = pieces(form, size, self.limit)
+            return [dataclasses.replace(whole, nbytes=round(size * p.share), piece=p) for p in found]
         if size > self.in_flight_bytes:
             self.excess.append(Excess(tuple(self._named(values)), size, reason))
         return [whole]
 
-    def _whole_because(self, starts, sources, shape: tuple[int, ...], shardings) -> str:
-        """Why results cannot be computed by pieces of a shape; empty where they can."""
-        if {self.graph.avals[v].shape for v in (*sources, *starts)} != {shape} or len(shardings) != 1:
+    def _form(self, starts, values, sources) -> Form | None:
+        """The one form of all arrays that results are computed from, and of these; None where they have several."""
+        hosted = [(s, self.homes[s]) for s in sources] + [(v, self.home_of(v)) for v in values]
+        found = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted if h.sharding is not None}
+        if len(found) != 1:
+            return None
+        ((stored, layout),) = found
+        shapes = {self.graph.avals[v].shape for v in starts}
+        for start in starts:
+            for node in self.graph.needed(start, self.homes):
+                if cuts_end(node) and self.graph.avals[node.ins[0]].shape == stored:
+                    shapes.add(self.graph.avals[node.outs[0]].shape)
+                elif pads_end(node) and self.graph.avals[node.outs[0]].shape == stored:
+                    shapes.add(self.graph.avals[node.ins[0]].shape)
+        shapes.discard(stored)
+        return None if len(shapes) > 1 else Form(shapes.pop() if shapes else stored, stored, layout)
+
+    def _whole_because(self, starts, form: Form | None) -> str:
+        """Why results cannot be computed by pieces; empty where they can."""
+        if form is None:
             return "arrays of several shapes or layouts"
         for start in starts:
             for node in self.graph.needed(start, self.homes):
-                of_shape = any(self.graph.avals[o].shape == shape for o in node.outs)
-                if of_shape and self.reads.get(node.outs[0]) and not self.by_pieces(node, shape):
+                of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
+                if of_form and self.reads.get(node.outs[0]) and not self.by_pieces(node, form):
                     return node.name
         return ""
 
@@ -249,16 +269,20 @@ class Cut:
             if out in values:
                 yield j
 
-    def made_by_pieces(self, value: int, shape: tuple[int, ...]) -> bool:
+    def made_by_pieces(self, value: int, form: Form) -> bool:
         """True for a value whose piece is computed from the pieces of others."""
         node = self.graph.makers.get(value)
-        return node is not None and self.graph.avals[value].shape == shape and self.by_pieces(node, shape)
+        of_form = self.graph.avals[value].shape in (form.shape, form.stored)
+        return node is not None and of_form and self.by_pieces(node, form)
 
-    def by_pieces(self, node: Node, shape: tuple[int, ...]) -> bool:
+    def by_pieces(self, node: Node, form: Form) -> bool:
         """True for a node that gives a piece of its result from the pieces of its operands."""
+        out, *shapes = (self.graph.avals[v].shape for v in (node.outs[0], *node.ins))
+        if form.padded and (cuts_end(node) or pads_end(node)):
+            return {out, shapes[0]} == {form.shape, form.stored}
         if node.name == "broadcast_in_dim":
             return self.graph.is_small(node.ins[0])
-        return node.name in ELEMENTWISE and all(self.graph.avals[i].shape in (shape, ()) for i in node.ins)
+        return node.name in ELEMENTWISE and all(shape in (out, ()) for shape in shapes)
 
 
 def reduces_all(node: Node, graph: Graph) -> bool:
@@ -269,47 +293,11 @@ def reduces_all(node: Node, graph: Graph) -> bool:
 
 
 def _in_turns(large: list[list[Unit]]) -> Iterator[Unit]:
-    """Pieces of up to `ALIVE` arrays in turns, so that one is fetched while another is written."""
-    for start in range(0, len(large), ALIVE):
-        some = large[start : start + ALIVE]
-        for i in range(max(map(len, some), default=0)):
-            yield from (units[i] for units in some if i < len(units))
-
-
-def pieces(shape: tuple[int, ...], home: Home, size: int, limit: int) -> list[Piece]:
-    """An array in pieces: see [Note: pieces].
-
-    Args:
-      shape: of the array.
-      home: its layout in host memory, which divides every dim.
-      size: bytes of one device's shards of all arrays that are cut alike.
-      limit: bytes of one piece of them; a single row of the last dims may have more.
-    """
-    view: list[int] = []
-    entries: list[tuple[str, ...]] = []
-    for dim, axes in zip(shape, spec_entries(home.on_device.spec, len(shape)), strict=True):
-        n = shard_factor(make_spec([axes]), home.mesh)
-        view += [n, dim // n] if n > 1 else [dim]
-        entries += [axes, ()] if n > 1 else [()]
-    local = [1 if axes else dim for dim, axes in zip(view, entries, strict=True)]
-    per_value = size / math.prod(local)
-    layout = NamedSharding(home.mesh, make_spec(entries), memory_kind="device")
-
-    def boxes(at: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Piece]:
-        row = math.prod(local[at + 1 :]) * per_value
-        if at == len(view) or local[at] * row <= limit:
-            yield Piece(tuple(view), (*start, *(0 for _ in view[at:])), (*extent, *view[at:]), layout)
-        elif entries[at]:
-            yield from boxes(at + 1, (*start, 0), (*extent, view[at]))
-        elif row <= limit:
-            count = math.ceil(view[at] / (limit // row))
-            rows = math.ceil(view[at] / count)
-            for i in range(0, view[at], rows):
-                rest = view[at + 1 :]
-                box = (*extent, min(rows, view[at] - i), *rest)
-                yield Piece(tuple(view), (*start, i, *(0 for _ in rest)), box, layout)
-        else:
-            for i in range(view[at]):
-                yield from boxes(at + 1, (*start, i), (*extent, 1))
-
-    return list(boxes(0, (), ()))
+    """Pieces of up to `ALIVE` arrays in turns, so that one is fetched while another is written; long ones first."""
+    waiting = sorted(map(list, large), key=len)
+    active: list[list[Unit]] = []
+    while waiting or active:
+        while waiting and len(active) < ALIVE:
+            active.append(waiting.pop())
+        yield from [units.pop(0) for units in active]
+        active = [units for units in active if units]

@@ -39,6 +39,23 @@ def pytest_sessionstart(session):
         pytest.exit(f"the tests need 8 simulated CPU devices, jax has {len(jax.devices())}", returncode=3)
 
 
+# Their tests share programs that take seconds to compile: one worker runs all of a file (or of a file's optimizer).
+TOGETHER = {
+    "test_buckets", "test_check", "test_check_offload", "test_gpu_accumulate", "test_gpu_offload", "test_gpu_program",
+    "test_gpu_scale", "test_hybrids", "test_offload_proof", "test_train", "test_train_checkpoints",
+}  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        name = item.path.stem
+        if name == "test_parity" and hasattr(item, "callspec"):
+            item.add_marker(pytest.mark.xdist_group(f"parity-{item.callspec.params.get('name')}"))
+        elif name in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.fixture
 def mesh():
     return Mesh(np.array(jax.devices()), ("data",))

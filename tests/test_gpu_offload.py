@@ -14,6 +14,7 @@ from test_check import QUICK, state_of, tokens, train_step
 
 import jzero
 from jzero.proof.hlo import parse
+from jzero.proof.lifetimes import most_on_device
 from jzero.proof.transfers import find_transfers
 
 pytest.importorskip(
@@ -103,6 +104,24 @@ def test_a_large_leaf_is_taken_in_pieces():
     assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
 
 
+def rolled():
+    """Moments that no piece of can be computed alone."""
+
+    def update(updates, state, params=None):
+        new = jax.tree.map(lambda g, m: 0.9 * m[::-1] + 0.1 * g, updates, state)
+        return new, new
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+
+
+def test_leaves_that_cannot_be_cut_are_not_there_together(monkeypatch):
+    monkeypatch.setitem(CHAINS, "rolled", rolled)
+    compiled, plan = program(4, "rolled", wider=8)  # 32, 64, 16 and 64 MiB
+    assert group_bytes(plan, 8) == BOUND
+    assert most_on_device(parse(compiled.as_text())) <= BOUND
+    assert compiled.memory_analysis().host_temp_size_in_bytes == 0
+
+
 @pytest.mark.parametrize(("count", "wider"), [(12, 1), (48, 1), (4, 32)])
 def test_the_creation_of_the_state_is_bounded_too(count, wider):
     compiled, plan = creation(count, wider)
@@ -140,13 +159,23 @@ def overlaps(compiled) -> tuple[int, int]:
     return fetches, beside
 
 
-@pytest.mark.parametrize(("count", "wider"), [(12, 1), (4, 32)])
-def test_fetches_begin_while_the_unit_before_is_written(count, wider):
-    fetches, beside = overlaps(program(count, "adam", wider=wider)[0])
-    assert fetches >= 3 * count
-    assert (
-        beside >= fetches / 4
-    )  # the others begin beside a fetch, or while the one write left is tied to them
+@pytest.mark.parametrize(
+    ("count", "chain", "wider", "arrays"),
+    [
+        (12, "adam", 1, 3),
+        (4, "adam", 32, 3),
+        (48, "if finite", 1, 3),
+        (48, "steps", 1, 4),
+        (48, "lion", 1, 2),
+    ],
+)
+def test_fetches_begin_while_the_unit_before_is_written(count, chain, wider, arrays):
+    compiled, _ = program(count, chain, wider=wider)
+    fetches, beside = overlaps(compiled)
+    assert fetches >= arrays * count
+    # the others begin beside a fetch, or while the one write left is tied to them
+    assert beside >= fetches / 4
+    assert all(t.asynchronous for t in find_transfers(parse(compiled.as_text())))
 
 
 def gpt(stage, scan, **fields):
@@ -184,6 +213,23 @@ def test_a_stack_of_as_many_layers_as_devices_is_taken_in_pieces(stage):
     jzero.check(compiled, plan)
 
 
+def test_steps_in_a_scan_keep_the_state_in_place():
+    state, plan = state_of(2, scan=False, offload=jzero.Offload(in_flight_bytes=2**18))
+    batches = {"tokens": jax.ShapeDtypeStruct((4, *tokens()["tokens"].shape), jnp.int32)}
+    batches = jax.tree.map(lambda x: x.update(sharding=plan.sharding(jax.P(None, "data"))), batches)
+
+    def steps(state, batches):
+        return jax.lax.scan(train_step, state, batches)
+
+    compiled = jzero.pod("h200").compile(steps, state, batches, donate_argnums=0, compiler_options=QUICK)
+    memory = compiled.memory_analysis()
+    held = memory.host_argument_size_in_bytes
+    assert held > 2 * 2**18
+    assert memory.host_alias_size_in_bytes == held
+    assert memory.host_temp_size_in_bytes == 0
+    assert jzero.explain(compiled, plan).pcie == {"to_device": 4 * held, "to_host": 4 * held}
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_state_is_fetched_before_the_gradients_only_when_asked_for(prefetch):
     compiled, _ = gpt(2, False, offload=jzero.Offload(prefetch=prefetch))
@@ -208,6 +254,7 @@ def test_an_update_on_the_host_moves_gradients_and_params_alone(chain):
     assert (moved["device"], moved["host"]) == pytest.approx((closed.to_device, closed.to_host), rel=0.02)
     assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
     assert memory.host_temp_size_in_bytes <= BOUND + group_bytes(plan, 16)  # what the host copies is bounded
+    assert "offloaded_state_copied" not in {f.kind for f in jzero.findings(compiled, plan)}
 
 
 def test_select_keeps_state_on_the_host():

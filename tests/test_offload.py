@@ -19,6 +19,7 @@ from models import max_error
 
 import jzero
 from jzero import offload, stream, units
+from jzero.pieces import Form, pieces
 
 P = jax.P
 TINY = 1500  # bytes: a third of it is less than the shard of any matrix here
@@ -172,7 +173,6 @@ def run_odd(state, data, steps=4):
     return state, losses
 
 
-@pytest.mark.filterwarnings("ignore:jzero. offload:UserWarning")  # what is padded cannot be cut so small
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("born", [True, False])
 def test_a_train_state_with_shapes_that_nothing_divides(stage, born, mesh):
@@ -351,6 +351,8 @@ def test_bad_configs(mesh):
         jzero.Offload(tier="nvme")
     with pytest.raises(ValueError, match="in_flight_bytes"):
         jzero.Offload(in_flight_bytes=0)
+    with pytest.raises(ValueError, match=r"\(in_flight_bytes=1\): .* into \d+ units.* at least \d"):
+        jzero.shard(lambda: odd(optax.adam(1e-2)), stage=0, offload=jzero.Offload(in_flight_bytes=1))
     with pytest.raises(TypeError, match="prefetch must be True or False"):
         jzero.Offload(prefetch=2)
     with pytest.raises(TypeError, match=r"must be \"host\", a jzero.Offload or None"):
@@ -385,10 +387,10 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(mesh, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 7, 60, 10**6])
 def test_pieces_cover_an_array_once(shape, limit, mesh):
     split = next(i for i, d in enumerate(shape) if d % 8 == 0)
-    home = units.Home(NamedSharding(mesh, P(*[None] * split, "data"), memory_kind=HOST))
+    home = NamedSharding(mesh, P(*[None] * split, "data"), memory_kind="device")
     size = 4 * math.prod(shape) // 8
     seen = np.zeros(shape, int)
-    for piece in units.pieces(shape, home, size, limit):
+    for piece in pieces(Form(shape, shape, home), size, limit):
         box = tuple(slice(a, a + b) for a, b in zip(piece.start, piece.shape, strict=True))
         seen.reshape(piece.view)[box] += 1
         assert piece.layout.shard_shape(piece.shape)  # every piece is a piece of every shard

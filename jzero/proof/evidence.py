@@ -17,6 +17,7 @@ from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.lifetimes import most_on_device
 from jzero.proof.places import phase_of, walk
+from jzero.proof.transfers import find_transfers
 from jzero.sharding import Plan
 from jzero.specs import entry_axes, shard_factor
 
@@ -219,6 +220,11 @@ class Evidence:
     def fetched_at_once(self) -> int:
         """Most bytes of arrays from or for the host that the device holds at one moment of the schedule."""
         return most_on_device(self.module)
+
+    @functools.cached_property
+    def largest_transfer(self) -> int:
+        """Bytes of the largest array, or piece of one, that moves between host and device."""
+        return max((t.bytes for t in find_transfers(self.module)), default=0)
 
     @property
     def on_cpu(self) -> bool:

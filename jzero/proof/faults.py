@@ -32,7 +32,6 @@ SHARE_GRADS = 0.2
 SHARE_KEPT = 0.1
 ROUNDS = 1.75
 DONATED = 0.9
-TWICE = 2
 _FEW = 3
 
 
@@ -154,6 +153,9 @@ def _offloaded_copied(e: Evidence) -> Found:
         return
     held, kept = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
     temp = getattr(stats, "host_temp_size_in_bytes", 0)
+    tier = e.plan.config.tier
+    if tier is not None and tier.update == "host" and temp <= e.plan.in_flight_bytes:
+        temp = 0  # what the host computes with, as asked for
     twice = sum(x.returned or 0 for x in kept if x.returned_on_host)
     if twice + temp > (1 - DONATED) * held:
         parts = (
@@ -187,7 +189,7 @@ def _offloaded_on_device(e: Evidence) -> Found:
         )
     else:
         bound = e.plan.in_flight_bytes
-        room, why = TWICE * bound, "were asked for (in_flight_bytes)"
+        room, why = bound + e.largest_transfer, "were asked for (in_flight_bytes)"
         remedy = (
             "tx = jzero.zero(tx, plan) in the step, which streams the state, and no device_put of it; a chain that "
             "cannot be cut is named in a warning when the step is traced."
