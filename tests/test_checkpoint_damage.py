@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from layouts import P, assert_same, mesh_of
 
 from jzero import checkpoint
-from jzero.checkpoint import CheckpointDamaged
+from jzero.checkpoint import CheckpointDamaged, seal
 
 FLIPS, FLIPS_LONG = 40, 200
 
@@ -260,3 +260,24 @@ def test_the_last_good_one_is_named(whole, tmp_path, tree):
     shutil.rmtree(tmp_path / "9")
     with pytest.raises(CheckpointDamaged, match="No other checkpoint beside it is whole"):
         checkpoint.verify(tmp_path / "11")
+
+
+def test_chunks_are_found_in_an_index_of_several_levels(tmp_path):
+    """Orbax's index is one node up to half a million chunks; above that it is a tree."""
+    config = {"max_inline_value_bytes": 10, "max_decoded_node_bytes": 600}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/", "config": config}).result()
+    rng = random.Random(0)
+    want = {f"params.layer_{i:03}.kernel": rng.randbytes(50 + i) for i in range(300)}
+    with ts.Transaction() as transaction:
+        for name, value in want.items():
+            store.with_transaction(transaction)[f"{name}/c/0/{len(value) % 3}"] = value
+    index, found = seal._Index(tmp_path), {}
+    assert index.leaves == set(want)
+    for file in (f for f in files_of(tmp_path) if f.name != "manifest.ocdbt"):
+        data, at = file.read_bytes(), 0
+        for length, leaf in index.segments(str(file.relative_to(tmp_path)), len(data)):
+            found |= {leaf: data[at : at + length]}
+            at += length
+        assert at == len(data)
+    found.pop(seal.EVERY)
+    assert found == want

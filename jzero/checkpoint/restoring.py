@@ -26,8 +26,9 @@ class CheckpointDamaged(ValueError):
       good: the last checkpoint in the same folder that is whole, or None.
     """
 
-    def __init__(self, path: Path, damage: Sequence[Damage], leaves: Sequence[str], good: Path | None):
-        self.damage, self.leaves, self.good = list(damage), list(leaves), good
+    def __init__(self, path: Path, damage: Sequence[Damage], good: Path | None):
+        leaves = sorted({leaf for d in damage for leaf in d.leaves})
+        self.damage, self.leaves, self.good = list(damage), leaves, good
         shown = [f"  {d}" for d in damage[:8]] + (
             [f"  ... and {len(damage) - 8} more"] if len(damage) > 8 else []
         )
@@ -76,7 +77,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
     checks = _opened(path)
     tree, have = _stored(path, checks)
     sources = match(leaves, have, cast=cast, where=where)
-    _refuse(path, checks, _large(checks))  # before anything is parsed, and on all processes alike
+    _refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = _read(path, tree, sources)
     values |= {leaf.name: leaf.nothing() for leaf in every if leaf.empty}
     return together(like, filled(parts, values))
@@ -103,7 +104,7 @@ def verify(path: Any) -> int:
             "jzero.checkpoint.save."
         )
     checks = Seal(path / store.STATE)
-    _refuse(path, checks, checks.damage or [*checks.small(), *_large(checks)])
+    _refuse(path, checks.damage or [*checks.small(), *_large(checks)])
     _stored(path, checks)
     return checks.nbytes
 
@@ -119,14 +120,14 @@ def custom(path: Any) -> Any:
     if not store.is_sealed(path):
         raise ValueError(f"jzero.checkpoint.custom: {path} is none of jzero's: plain orbax wrote it.")
     checks = Seal(path / store.STATE)
-    _refuse(path, checks, checks.damage)
+    _refuse(path, checks.damage)
     return checks.custom
 
 
 def checked(path: Path) -> None:
     """Raises CheckpointDamaged where any file is not as it was saved."""
     checks = _opened(path)
-    _refuse(path, checks, _large(checks))
+    _refuse(path, _large(checks))
 
 
 def _opened(path: Path) -> Seal | None:
@@ -138,7 +139,7 @@ def _opened(path: Path) -> Seal | None:
         )
         return None
     checks = Seal(path / store.STATE)
-    _refuse(path, checks, checks.damage or checks.small())
+    _refuse(path, checks.damage or checks.small())
     return checks
 
 
@@ -149,14 +150,14 @@ def _stored(path: Path, checks: Seal | None) -> tuple[Any, dict[Any, Any]]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if checks is None:
             raise
-        raise CheckpointDamaged(path, [store.unreadable(error)], [], _last_good(path)) from error
+        raise CheckpointDamaged(path, [store.unreadable(error)], _last_good(path)) from error
 
 
 def _large(checks: Seal | None) -> list[Damage]:
     return checks.large(part=jax.process_index(), parts=jax.process_count()) if checks is not None else []
 
 
-def _refuse(path: Path, checks: Seal | None, damage: Sequence[Damage]) -> None:
+def _refuse(path: Path, damage: Sequence[Damage]) -> None:
     """Raises CheckpointDamaged on all processes where any has found damage."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
@@ -165,7 +166,7 @@ def _refuse(path: Path, checks: Seal | None, damage: Sequence[Damage]) -> None:
         if not damage and found.any():
             damage = [Damage("", f"process {int(found.argmax())} found damage in a file")]
     if damage:
-        raise CheckpointDamaged(path, damage, checks.leaves() if checks is not None else [], _last_good(path))
+        raise CheckpointDamaged(path, damage, _last_good(path))
 
 
 def _last_good(damaged: Path) -> Path | None:

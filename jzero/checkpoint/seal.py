@@ -1,11 +1,12 @@
-"""Checksums of a saved state: of every file in blocks, and of every stored chunk by the leaf that it belongs to.
+"""Checksums of a saved state: of every byte of every file, each stored chunk by itself, with the leaf it belongs to.
 
-[Note: two tables]
-The blocks find damage: every byte of every file is in one, and reading them costs what a copy in memory costs. They
-do not say whose bytes they are, because tensorstore packs the chunks of many leaves into one data file. The chunks do:
-they are read by name, once when they are saved and again only when a block is wrong.
+[Note: segments]
+Tensorstore packs the chunks of many leaves into one data file; its own index says which bytes are whose. So a file is
+cut into segments: one per chunk, with the leaf's name, and the rest in blocks. One pass over the files hashes all of
+them, and a segment that differs names its leaf. Damage to a file of the index itself names every leaf: none of them can
+be trusted to be found.
 
-Each process hashes its share of files and chunks and writes a part of its own; a part begins with its own checksum.
+Each process hashes its share of the files and writes a part of its own; a part begins with its own checksum.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,15 @@ import tensorstore as ts
 import xxhash
 
 FOLDER = "checksums"
-BLOCK = 4 * 2**20  # bytes of a file under one checksum
+BLOCK = 4 * 2**20  # bytes of a file that belong to no chunk, under one checksum
+TASK = 16 * 2**20  # bytes that one thread hashes at a time
+BUFFER = 2**20
 SMALL = 2**20  # bytes: files below it are checked before anything is parsed
 VERSION = 1
 THREADS = 4
+EVERY = "*"  # in place of a leaf: a file of the index
+
+Segment = tuple[int, str | None]  # its length, its leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +41,12 @@ class Damage:
     Attributes:
       file: its path within the checkpoint: `state/d/...`.
       what: missing, of another size, or which bytes differ.
+      leaves: whose data it is, by the name that orbax has for them.
     """
 
     file: str
     what: str
+    leaves: tuple[str, ...] = ()
 
     def __str__(self):
         return f"{self.file}: {self.what}"
@@ -52,18 +60,114 @@ def write(directory: Path, *, part: int, parts: int, custom: Any) -> None:
       part, parts: the process and their number.
       custom: JSON of the caller, kept under the same checksum.
     """
-    names, store = _files(directory)[part::parts], _open(directory)
-    keys = sorted(store.list().result())[part::parts]
-    with ThreadPoolExecutor(THREADS) as pool:  # so many chunks, and blocks, are in memory at once
-        digests = pool.map(lambda key: _hash(store.read(key).result().value), keys)
-        blocks = pool.map(lambda name: _entry(directory / name), names)
-        chunks = dict(zip([key.decode() for key in keys], digests, strict=True))
-        files = dict(zip(names, blocks, strict=True))
-    body = {"version": VERSION, "parts": parts, "files": files, "chunks": chunks, "custom": custom}
+    index = _Index(directory)
+    names = _files(directory)[part::parts]
+    segments = {name: index.segments(name, (directory / name).stat().st_size) for name in names}
+    digests = _digests(directory, segments)
+    files = {
+        name: [
+            [length, digest, leaf]
+            for (length, leaf), digest in zip(segments[name], digests[name], strict=True)
+        ]
+        for name in names
+    }
+    leaves = sorted(index.leaves) if part == 0 else []
+    body = {"version": VERSION, "parts": parts, "files": files, "leaves": leaves, "custom": custom}
     text = json.dumps(body, separators=(",", ":")).encode()
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     (folder / f"{part}.json").write_bytes(_hash(text).encode() + b"\n" + text)
+
+
+class _Index:
+    """Whose bytes the data files hold, from tensorstore's index (OCDBT) of a directory.
+
+    Attributes:
+      leaves: the names of all stored leaves.
+    """
+
+    def __init__(self, directory: Path):
+        self._base = ts.KvStore.open(f"file://{directory}/").result()
+        self._chunks: dict[str, list[tuple[int, int, str]]] = {}
+        self._nodes = {"manifest.ocdbt"}
+        self.leaves: set[str] = set()
+        manifest = ts.ocdbt.dump(self._base).result()
+        self._walk(manifest["versions"][-1]["root"]["location"], b"")
+
+    def _walk(self, location: str, prefix: bytes) -> None:
+        self._nodes.add(_place(location)[0])
+        for entry in ts.ocdbt.dump(self._base, location).result()["entries"]:
+            key = prefix + entry["key"]
+            if "location" in entry:
+                self._walk(entry["location"], prefix + entry["subtree_common_prefix"])
+                continue
+            leaf = _leaf_of(key.decode())
+            self.leaves.add(leaf)
+            if "indirect_value" in entry:
+                file, offset, length = _place(entry["indirect_value"])
+                self._chunks.setdefault(file, []).append((offset, length, leaf))
+
+    def segments(self, name: str, size: int) -> list[Segment]:
+        """How a file is cut."""
+        rest = EVERY if name in self._nodes else None
+        found: list[Segment] = []
+        at = 0
+        for offset, length, leaf in sorted(self._chunks.get(name, ())):
+            found += [(n, rest) for n in _blocks(offset - at)]
+            found.append((length, leaf))
+            at = offset + length
+        return found + [(n, rest) for n in _blocks(size - at)]
+
+
+def _place(location: str) -> tuple[str, int, int]:
+    """`value:ocdbt.process_0/:d/1f:128:64` is at byte 128 of `ocdbt.process_0/d/1f`, 64 bytes long."""
+    _, folder, file, offset, length = location.split(":")
+    return folder + file, int(offset), int(length)
+
+
+def _blocks(count: int) -> list[int]:
+    return [BLOCK] * (count // BLOCK) + ([count % BLOCK] if count % BLOCK else [])
+
+
+def _digests(directory: Path, segments: dict[str, list[Segment]]) -> dict[str, list[str]]:
+    """The checksum of every segment, by a few threads; an error where a file cannot be read to its end."""
+    tasks = list(_tasks(segments))
+    found: dict[str, list[str]] = {name: [] for name in segments}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for (name, _, _), digests in zip(tasks, pool.map(lambda t: _read(directory, *t), tasks), strict=True):
+            found[name] += digests
+    return found
+
+
+def _tasks(segments: dict[str, list[Segment]]) -> Iterator[tuple[str, int, list[int]]]:
+    """Runs of segments: the file, where they begin, their lengths."""
+    for name, cuts in segments.items():
+        at, start, run = 0, 0, []
+        for length, _ in cuts:
+            run.append(length)
+            at += length
+            if at - start >= TASK:
+                yield name, start, run
+                start, run = at, []
+        if run:
+            yield name, start, run
+
+
+def _read(directory: Path, name: str, start: int, lengths: list[int]) -> list[str]:
+    buffer = memoryview(bytearray(min(max(lengths), BUFFER)))
+    found = []
+    with open(directory / name, "rb", buffering=0) as file:
+        file.seek(start)
+        for left in lengths:
+            digest = xxhash.xxh3_64()
+            while left:
+                count = file.readinto(buffer[:left])
+                if not count:
+                    raise OSError(f"{name} ends too early")
+                digest.update(buffer[:count])
+                left -= count
+            found.append(digest.hexdigest())
+    return found
 
 
 class Seal:
@@ -78,16 +182,16 @@ class Seal:
         self.directory = directory
         self.damage: list[Damage] = []
         self.custom: Any = None
-        self._files: dict[str, dict[str, Any]] = {}
-        self._chunks: dict[str, str] = {}
+        self._files: dict[str, list[tuple[int, str, str | None]]] = {}
+        self._every: list[str] = []
         part, parts = 0, 1
         while part < parts:
             body = self._part(part)
             if body is not None:
                 parts = body["parts"]
-                self.custom = body["custom"] if part == 0 else self.custom
                 self._files |= body["files"]
-                self._chunks |= body["chunks"]
+                if part == 0:
+                    self.custom, self._every = body["custom"], body["leaves"]
             part += 1
 
     def _part(self, part: int) -> dict[str, Any] | None:
@@ -95,49 +199,71 @@ class Seal:
         try:
             data = (self.directory / name).read_bytes()
         except FileNotFoundError:
-            self.damage.append(Damage(f"{self.directory.name}/{name}", "missing"))
+            self.damage.append(self._damage(name, "missing"))
             return None
         digest, _, text = data.partition(b"\n")
         if _hash(text).encode() != digest:
-            self.damage.append(Damage(f"{self.directory.name}/{name}", "its own checksum is wrong"))
+            self.damage.append(self._damage(name, "its own checksum is wrong"))
             return None
         return json.loads(text)
+
+    def _damage(self, name: str, what: str, leaves: Iterable[str | None] = ()) -> Damage:
+        named = set(leaves)
+        every = self._every if EVERY in named else sorted(x for x in named if x is not None)
+        return Damage(f"{self.directory.name}/{name}", what, tuple(every))
+
+    def _size(self, name: str) -> int:
+        return sum(length for length, _, _ in self._files[name])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files under checksums."""
-        return sum(entry["size"] for entry in self._files.values())
+        return sum(map(self._size, self._files))
 
     def small(self) -> list[Damage]:
         """What is wrong with small files: those that are parsed before any data is read."""
-        return self._check(name for name, entry in self._files.items() if entry["size"] < SMALL)
+        return self._check([name for name in self._files if self._size(name) < SMALL])
 
     def large(self, *, part: int = 0, parts: int = 1) -> list[Damage]:
         """What is wrong with one share of the large files."""
-        large = sorted(name for name, entry in self._files.items() if entry["size"] >= SMALL)
-        return self._check(large[part::parts])
+        return self._check(sorted(name for name in self._files if self._size(name) >= SMALL)[part::parts])
 
-    def _check(self, names: Iterable[str]) -> list[Damage]:
-        names = list(names)
-        with ThreadPoolExecutor(THREADS) as pool:
-            found = pool.map(lambda name: _compare(self.directory, name, self._files[name]), names)
-            return [damage for damage in found if damage is not None]
+    def _check(self, names: list[str]) -> list[Damage]:
+        found, readable = [], {}
+        for name in names:
+            what = self._unlike(name)
+            if what is None:
+                readable[name] = [(length, leaf) for length, _, leaf in self._files[name]]
+            else:
+                found.append(self._damage(name, what, (leaf for _, _, leaf in self._files[name])))
+        for name, digests in _digests(self.directory, readable).items():
+            found += self._compare(name, digests)
+        return sorted(found, key=lambda d: d.file)
 
-    def leaves(self) -> list[str]:
-        """The leaves whose stored chunks are damaged or cannot be read, by name; slow, for a message."""
+    def _unlike(self, name: str) -> str | None:
+        """What is wrong with a file that need not be read for it."""
         try:
-            store = _open(self.directory)
-        except Exception:
+            size = (self.directory / name).stat().st_size
+            with open(self.directory / name, "rb"):
+                pass
+        except FileNotFoundError:
+            return "missing"
+        except OSError as error:
+            return str(error)
+        want = self._size(name)
+        return None if size == want else f"{size} bytes instead of {want}"
+
+    def _compare(self, name: str, digests: list[str]) -> list[Damage]:
+        at, spans, leaves = 0, [], []
+        for (length, want, leaf), got in zip(self._files[name], digests, strict=True):
+            if got != want:
+                spans.append((at, at + length))
+                leaves.append(leaf)
+            at += length
+        if not spans:
             return []
-        bad = set()
-        for key, digest in self._chunks.items():
-            try:
-                ok = _hash(store.read(key).result().value) == digest
-            except Exception:
-                ok = False
-            if not ok:
-                bad.add(_leaf_of(key))
-        return sorted(bad)
+        more = f" and in {len(spans) - 1} more places" if len(spans) > 1 else ""
+        return [self._damage(name, f"differs within bytes {spans[0][0]} to {spans[0][1]}{more}", leaves)]
 
 
 def exists(directory: Path) -> bool:
@@ -152,49 +278,6 @@ def _files(directory: Path) -> list[str]:
         folders[:] = [f for f in folders if not (Path(root) == directory and f == FOLDER)]
         found += [str((Path(root) / name).relative_to(directory)) for name in names]
     return sorted(found)
-
-
-def _entry(file: Path) -> dict[str, Any]:
-    return {"size": file.stat().st_size, "blocks": list(_blocks(file))}
-
-
-def _blocks(file: Path) -> Iterable[str]:
-    buffer = memoryview(bytearray(min(BLOCK, max(file.stat().st_size, 1))))
-    with open(file, "rb", buffering=0) as f:
-        while count := _fill(f, buffer):
-            yield _hash(buffer[:count])
-
-
-def _fill(file, buffer: memoryview) -> int:
-    """Bytes read into a buffer: fewer than it holds at the end of the file alone."""
-    done = 0
-    while done < len(buffer) and (count := file.readinto(buffer[done:])):
-        done += count
-    return done
-
-
-def _compare(directory: Path, name: str, entry: dict[str, Any]) -> Damage | None:
-    what = _difference(directory / name, entry)
-    return Damage(f"{directory.name}/{name}", what) if what else None
-
-
-def _difference(file: Path, entry: dict[str, Any]) -> str | None:
-    try:
-        size = file.stat().st_size
-        if size != entry["size"]:
-            return f"{size} bytes instead of {entry['size']}"
-        for i, (got, want) in enumerate(zip(_blocks(file), entry["blocks"], strict=True)):
-            if got != want:
-                return f"differs within bytes {i * BLOCK} to {min((i + 1) * BLOCK, size)}"
-    except FileNotFoundError:
-        return "missing"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _open(directory: Path) -> ts.KvStore:
-    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{directory}/"}).result()
 
 
 def _leaf_of(key: str) -> str:
