@@ -4,7 +4,7 @@ What is stored is the logical state: no padding, whatever the stage, mesh or tie
 of the same model and optimizer, whole or not at all, and every byte that is read is checked.
 """
 
-from jzero.checkpoint.export import export
+from jzero.checkpoint.exporting import export
 from jzero.checkpoint.pretrained import load_safetensors
 from jzero.checkpoint.restoring import CheckpointDamaged, custom, restore, verify
 from jzero.checkpoint.saving import Saving, save, save_async

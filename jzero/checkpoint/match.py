@@ -110,7 +110,7 @@ def _typed(shape, dtype) -> str:
 
 
 def _message(rows, castable: bool, where: str) -> str:
-    lines = listing([("leaf", "checkpoint", "target", ""), *rows])
+    lines = listing([("leaf", "checkpoint", "target", ""), *rows], most=40)
     remedy = (
         "Pass cast=True to convert the dtypes: what is widened keeps its value, what is narrowed is rounded, masters "
         "start as the params where the checkpoint has none."

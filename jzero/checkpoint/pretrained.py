@@ -160,7 +160,7 @@ def _check(leaves, wanted, tensors: Mapping[str, _Tensor], ignore, cast: bool, w
             )
             only_dtypes = False
     if rows:
-        table = listing([("param", "", "tensor", ""), *rows])
+        table = listing([("param", "", "tensor", ""), *rows], most=40)
         raise ValueError(
             f"{where}: {len(rows)} params and tensors do not fit, and nothing was read:\n{table}\n"
             + ("Pass cast=True." if only_dtypes else "Name the tensors with names=.")

@@ -1,0 +1,261 @@
+"""Weights out of a checkpoint and into a sharded state, as safetensors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from layouts import mesh_of
+from models import logical
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import load_file, save_file
+
+import jzero
+from jzero import checkpoint
+from jzero.checkpoint import exporting
+
+
+class Net(nn.Module):
+    dtype: Any = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x):
+        kw = {"dtype": self.dtype, "param_dtype": self.dtype}
+        embed = nn.Embed(517, 33, **kw)  # 517 x 33: padded on 8 devices
+        x = nn.Dense(64, **kw)(embed(x))
+        x = nn.BatchNorm(use_running_average=True, **kw)(x)
+        return embed.attend(nn.Dense(33, **kw)(x))  # tied: one leaf, used twice
+
+
+class State(TrainState):
+    batch_stats: Any
+
+
+def create(dtype=jnp.bfloat16, seed=0):
+    model = Net(dtype)
+    variables = model.init(jax.random.key(seed), jnp.zeros((1, 4), jnp.int32))
+    return State.create(apply_fn=model.apply, params=variables["params"], tx=optax.adamw(1e-2),
+                        batch_stats=variables["batch_stats"])  # fmt: skip
+
+
+@jax.jit
+def step(state, x):
+    def loss(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        return jnp.mean(state.apply_fn(variables, x).astype(jnp.float32) ** 2)
+
+    return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+
+def train(state, steps=2):
+    x = jax.random.randint(jax.random.key(1), (8, 4), 0, 517)
+    for _ in range(steps):
+        state = step(state, jzero.plan_of(state).place_batch(x))
+    return state
+
+
+def flat(tree):
+    return {
+        ".".join(k.key for k in path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def whole(params):
+    return flat(jax.device_get(jzero.unshard(params)))
+
+
+def equal(a, b):
+    assert set(a) == set(b)
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train(jzero.shard(create, stage=3, mesh=mesh_of(8), min_shard_bytes=0))
+
+
+@pytest.fixture(scope="module")
+def path(trained, tmp_path_factory):
+    return checkpoint.save(tmp_path_factory.mktemp("weights") / "2", trained)
+
+
+# -- out
+
+
+def test_the_masters_are_exported(path, trained, tmp_path):
+    (file,) = checkpoint.export(path, tmp_path / "m.safetensors")
+    tensors = load_file(file)
+    assert {x.dtype for x in tensors.values()} == {np.dtype(np.float32)}
+    equal(tensors, flat(logical(trained).master))
+    assert "Embed_0.embedding" in tensors
+    assert len(tensors) == len(jax.tree.leaves(trained.params))  # the tied weight once
+
+
+def test_in_16_bits_they_are_the_params(path, trained, tmp_path):
+    (file,) = checkpoint.export(path, tmp_path / "m.safetensors", dtype="bfloat16")
+    equal(load_file(file), whole(trained.params))
+
+
+def test_large_weights_are_split_with_an_index(path, tmp_path):
+    seen = []
+    *files, index = checkpoint.export(
+        path, tmp_path / "m.safetensors", max_file_bytes=12_000, names=lambda n: f"model.{n}",
+        include=("batch_stats",), progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert [f.name for f in files] == [
+        f"m-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    assert len(files) > 1
+    found = json.loads(index.read_text())
+    tensors = {name: x for f in files for name, x in load_file(f).items()}
+    for name, file in found["weight_map"].items():
+        assert name in load_file(tmp_path / file)
+    assert set(found["weight_map"]) == set(tensors)
+    assert "model.batch_stats.BatchNorm_0.mean" in tensors
+    total = sum(x.nbytes for x in tensors.values())
+    assert found["metadata"]["total_size"] == total
+    assert seen[-1] == (total, total)
+    one = [f for f in files if sum(x.nbytes for x in load_file(f).values()) > 12_000]
+    assert all(len(load_file(f)) == 1 for f in one)  # a tensor above the limit is alone
+
+
+def test_weights_that_plain_orbax_wrote(tmp_path):
+    state = create(jnp.float32)
+    ocp.save(str(tmp_path / "plain"), state)
+    with pytest.warns(UserWarning, match="has no checksums"):
+        (file,) = checkpoint.export(tmp_path / "plain", tmp_path / "m.safetensors")
+    equal(load_file(file), flat(state.params))
+    ocp.save(str(tmp_path / "bare"), state.params)  # params alone
+    with pytest.warns(UserWarning, match="has no checksums"):
+        (file,) = checkpoint.export(tmp_path / "bare", tmp_path / "b.safetensors")
+    equal(load_file(file), flat(state.params))
+
+
+def test_an_export_that_fails_leaves_nothing(path, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+        yield
+
+    monkeypatch.setattr(exporting, "_values", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.export(path, tmp_path / "out" / "m.safetensors")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_what_cannot_be_exported(path, tmp_path):
+    with pytest.raises(ValueError, match=r"must end in \.safetensors"):
+        checkpoint.export(path, tmp_path / "m.bin")
+    with pytest.raises(ValueError, match=r"no 'batch_stat', only .*Did you mean 'batch_stats'"):
+        checkpoint.export(path, tmp_path / "m.safetensors", include=("batch_stat",))
+    with pytest.raises(ValueError, match="gives 1 names twice"):
+        checkpoint.export(path, tmp_path / "m.safetensors", names=lambda n: "x")
+    with pytest.raises(FileNotFoundError, match="there is nothing at"):
+        checkpoint.export(tmp_path / "3", tmp_path / "m.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+# -- in
+
+
+@pytest.mark.parametrize(
+    ("n", "fields"),
+    [(8, {"stage": 3}), (5, {"stage": 2}), (8, {"stage": 2, "offload": "host"}), (1, {"stage": 0})],
+)
+def test_into_any_layout(n, fields, path, trained, tmp_path):
+    (file,) = checkpoint.export(path, tmp_path / "m.safetensors")
+    state = jzero.shard(lambda: create(seed=1), mesh=mesh_of(n), min_shard_bytes=0, **fields)
+    before = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
+    loaded = checkpoint.load_safetensors(file, state, cast=True)
+    equal(whole(loaded.params), whole(trained.params))
+    equal(flat(logical(loaded).master), load_file(file))  # the fp32 values, not the cast of the params
+    assert jax.tree.map(lambda x: x.sharding, (loaded.params, loaded.opt_state)) == before
+    embedding = np.asarray(loaded.opt_state.master["Embed_0"]["embedding"])
+    assert (embedding.shape != (517, 33)) == (n > 1)
+    assert (embedding[517:] == 0).all()
+    assert (embedding[:, 33:] == 0).all()
+
+
+def test_from_a_model_of_another_library(path, trained, tmp_path):
+    """Other names, kernels transposed, tensors that nobody needs."""
+    (file,) = checkpoint.export(path, tmp_path / "m.safetensors", dtype="bfloat16")
+    theirs = {}
+    for name, x in load_file(file).items():
+        kernel = name.endswith(".kernel")
+        theirs["net." + name.replace(".kernel", ".weight")] = np.ascontiguousarray(x.T) if kernel else x
+    theirs["net.mask"] = np.zeros((4, 4), bool)
+    save_file(theirs, tmp_path / "theirs.safetensors")
+
+    def names(name):
+        renamed = "net." + name.replace(".kernel", ".weight")
+        return (renamed, (1, 0)) if name.endswith(".kernel") else renamed
+
+    state = jzero.shard(lambda: create(seed=1), stage=3, mesh=mesh_of(8), min_shard_bytes=0)
+    theirs_file = tmp_path / "theirs.safetensors"
+    loaded = checkpoint.load_safetensors(theirs_file, state, names=names, ignore=["*.mask"])
+    equal(whole(loaded.params), whole(trained.params))
+    with pytest.raises(ValueError, match="nothing was read") as caught:
+        checkpoint.load_safetensors(theirs_file, state)
+    text = str(caught.value)
+    assert "params/Dense_0/kernel" in text
+    assert "no such tensor. Did you mean 'net.Dense_0." in text
+    assert "net.mask" in text
+
+
+def test_split_files_by_index_and_by_folder(path, trained, tmp_path):
+    *_, index = checkpoint.export(path, tmp_path / "m.safetensors", max_file_bytes=9_000, dtype="bfloat16")
+    state = jzero.shard(lambda: create(seed=1), stage=2, mesh=mesh_of(8))
+    for files in (index, tmp_path):
+        equal(whole(checkpoint.load_safetensors(files, state).params), whole(trained.params))
+    next(tmp_path.glob("m-00001*")).unlink()
+    with pytest.raises(FileNotFoundError, match="names files that are not beside it: m-00001"):
+        checkpoint.load_safetensors(index, state)
+
+
+def test_what_does_not_fit_is_listed_and_nothing_changes(path, tmp_path):
+    (file,) = checkpoint.export(path, tmp_path / "m.safetensors")
+    state = jzero.shard(lambda: create(seed=1), stage=2, mesh=mesh_of(8))
+    rows = r"another dtype: cast=True converts(.|\n)*Pass cast=True"
+    with pytest.raises(ValueError, match=rf"7 params and tensors do not fit(.|\n)*{rows}"):
+        checkpoint.load_safetensors(file, state)
+    tensors = load_file(file)
+    tensors["Dense_0.kernel"] = tensors["Dense_0.kernel"].T.copy()
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"float32\[64, 33\]\s+another shape"):
+        checkpoint.load_safetensors(file, state, cast=True)
+    with pytest.raises(ValueError, match="is no order of its dims"):
+        checkpoint.load_safetensors(
+            file, state, cast=True, names={"Dense_0.kernel": ("Dense_0.kernel", (1, 1))}
+        )
+    with pytest.raises(TypeError, match="this state is abstract"):
+        checkpoint.load_safetensors(file, jzero.abstract(create, stage=2, mesh=mesh_of(8)))
+    with pytest.raises(FileNotFoundError, match="there is nothing at"):
+        checkpoint.load_safetensors(tmp_path / "no.safetensors", state)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no \.safetensors file in"):
+        checkpoint.load_safetensors(tmp_path / "empty", state)
+
+
+def test_an_nnx_pair_is_filled_in_place(tmp_path):
+    def make(seed):
+        model = nnx.Linear(16, 64, rngs=nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    pair = jzero.shard(lambda: make(0), stage=2, mesh=mesh_of(8), min_shard_bytes=0)
+    want = np.asarray(pair[0].kernel[...])
+    path = checkpoint.save(tmp_path / "1", pair)
+    (file,) = checkpoint.export(path, tmp_path / "m.safetensors")
+    assert set(load_file(file)) == {"kernel", "bias"}
+    other = jzero.shard(lambda: make(1), stage=3, mesh=mesh_of(8), min_shard_bytes=0)
+    assert not np.array_equal(np.asarray(other[0].kernel[...]), want)
+    assert checkpoint.load_safetensors(file, other) is other
+    np.testing.assert_array_equal(np.asarray(other[0].kernel[...]), want)
