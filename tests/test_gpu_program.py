@@ -104,7 +104,7 @@ def test_argument_bytes_equal_the_estimate(stage, n):
     assert abs(states - (estimate.params + estimate.opt_state)) <= 1e-3 * states + SCALARS
 
 
-@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("n", [8, pytest.param(64, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_argument_bytes_equal_the_papers_table_when_all_is_split(stage, n):
     plan, _, report = compiled(stage, n, scan=True, min_shard_bytes=0)

@@ -314,8 +314,8 @@ def test_bad_arguments(mesh):
         jzero.value_and_grad(3, plan)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"stage 3 gathers weights in each micro-batch"):
         jzero.value_and_grad(loss, sharded(3, mesh)[1], accumulate=2, reduce="step")
-    with pytest.raises(NotImplementedError, match="loss scaling is not there yet"):
-        jzero.value_and_grad(loss, plan, scale=2.0)
+    with pytest.raises(TypeError, match=r"scale=\): a jzero\.LossScale or a number, not list"):
+        jzero.value_and_grad(loss, plan, scale=[2.0])
     with pytest.raises(
         ValueError, match=r"8 devices x 3 micro-batches(.|\n)*64 = 2 x 24 \+ 16(.|\n)*multiple of 24"
     ):

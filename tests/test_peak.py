@@ -79,8 +79,13 @@ def all_large(monkeypatch):
     monkeypatch.setattr(uses, "_parts", lambda width, wanted: 4 if width % 4 == 0 else 1)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+LONG = pytest.mark.long
+CASES = [(1, True), (2, False), (3, False), (3, True)] + [
+    pytest.param(*c, marks=LONG) for c in ((1, False), (2, True))
+]
+
+
+@pytest.mark.parametrize(("stage", "scan"), CASES)
 def test_steps_equal_the_unsharded_ones(mesh, all_large, stage, scan):
     plain = create(scan, jnp.float32)
     state = m.shard(create(scan, jnp.float32), mesh, stage)
@@ -94,8 +99,7 @@ def test_steps_equal_the_unsharded_ones(mesh, all_large, stage, scan):
     assert m.max_error(state.params, plain.params) < 2e-4
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "scan"), CASES)
 def test_16_bit_params_are_the_cast_of_their_masters(mesh, all_large, stage, scan):
     state = m.shard(create(scan, jnp.bfloat16), mesh, stage)
     if stage < 3 and not scan:  # one copy at a time: some leaf is split on another dim than its first

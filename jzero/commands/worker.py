@@ -52,7 +52,14 @@ def _run(job: Job, out: IO[str]) -> None:
 
 
 def _peak() -> int:
-    """Bytes of host memory that this process has held at most."""
+    """Bytes of host memory that this program has held at most.
+
+    Linux counts into a process's `ru_maxrss` what its parent held when it was started; the status file does not.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
