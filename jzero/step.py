@@ -126,13 +126,12 @@ def reduce_grads(grads: list, plan: Plan) -> list:
 
 
 def reduce_grad(grad, x: Layout, plan: Plan):
-    """The gradient on its shard.
+    """The gradient on its shard: at every stage that splits state, so that it is a reduce-scatter.
 
-    A stage that keeps whole gradients says so first: an all-reduce, then a slice. So do vectors (biases,
-    norm scales): the layout of their gradient would spread back into what they are computed with, and batch
-    statistics would come out of the step split. XLA joins the two into a reduce-scatter where it can. In a scan over
-    layers it cannot: the all-reduce stays in the loop (3 Psi for a step of stage 1, where 2 are needed), so
-    that a stack is reduced to its shard at every stage.
+    Vectors (biases, norm scales) are reduced whole first: the layout of their gradient would spread back into what they
+    are computed with, and batch statistics would come out of the step split. For matrices a whole gradient in between
+    would be an all-reduce wherever something stands between it and the slice (a loss scale, a clip by hand, a cast, the
+    loop of a scan over layers): 3 Psi for a step of stage 1, where 2 are needed.
     """
     if grad is None:
         return None
