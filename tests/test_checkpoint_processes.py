@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 from checkpoint_worker import restored
 from layouts import mesh_of
-from test_processes import free_port
+from processes import launch
 
 from jzero import checkpoint
 from jzero.checkpoint.store import TEMPORARY
-
-HERE = pathlib.Path(__file__).parent
-
-
-def launch(count, devices, phase, folder):
-    """What each of the processes says."""
-    port = free_port()
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
-    env.pop("XLA_FLAGS", None)
-    command = [sys.executable, str(HERE / "checkpoint_worker.py")]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(count), port, str(devices), phase, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
-        for rank in range(count)
-    ]
-    try:
-        texts = [w.communicate(timeout=120)[0] for w in workers]  # a process that hangs is a failure
-    finally:
-        for w in workers:
-            w.kill()
-    for w, text in zip(workers, texts, strict=True):
-        assert w.returncode == 0, text[-4000:]
-    lines = [next(line for line in t.splitlines() if line.startswith("RESULT ")) for t in texts]
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Two checkpoints of two processes, and copies of one with a flipped byte and without a file."""
     folder = tmp_path_factory.mktemp("run")
-    saved = launch(2, 4, "save", folder)
+    saved = launch("checkpoint_worker.py", 2, 4, "save", folder, timeout=120)
     assert [w["devices"] for w in saved] == [8, 8]
     assert not [r for w in saved for r in w["runs"] if r["wrong"]]
     assert not [p for p in folder.iterdir() if TEMPORARY in p.name]
@@ -80,7 +46,7 @@ def check(worker):
 
 
 def test_four_processes_with_two_devices(folder):
-    found = launch(4, 2, "restore", folder)
+    found = launch("checkpoint_worker.py", 4, 2, "restore", folder, timeout=120)
     assert [w["devices"] for w in found] == [8] * 4
     for worker in found:
         check(worker)

@@ -2,51 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import numpy as np
-
-HERE = pathlib.Path(__file__).parent
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
-def launch(count: int) -> list[dict]:
-    port = free_port()
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
-    env.pop("XLA_FLAGS", None)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "worker.py"), str(rank), str(count), port],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
-        for rank in range(count)
-    ]
-    try:
-        texts = [w.communicate(timeout=300)[0] for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-    for w, text in zip(workers, texts, strict=True):
-        assert w.returncode == 0, text[-4000:]
-    lines = [next(line for line in t.splitlines() if line.startswith("RESULT ")) for t in texts]
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+from processes import launch
 
 
 def test_two_processes_equal_one_and_hold_half_each():
-    one, two = launch(1)[0], launch(2)
+    (one,) = launch("worker.py", 1, timeout=300)
+    two = launch("worker.py", 2, timeout=300)
     assert one["devices"] == 8
     assert [w["devices"] for w in two] == [8, 8]
     for index, single in enumerate(one["runs"]):

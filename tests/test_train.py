@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import free_port
 
 from train import config as flags
 from train import digits, gpt
@@ -162,12 +162,6 @@ def test_a_finished_run_is_not_overwritten_unasked(finished):
 
 
 # -- several processes
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.long

@@ -50,11 +50,6 @@ class Checkpoints:
         metrics = {"heldout": math.nan if heldout is None else heldout}
         self.steps.save(step, state, metrics=metrics, custom=with_it)
 
-    @property
-    def writing(self) -> bool:
-        """True while a checkpoint is being written."""
-        return self.steps.writing
-
     def wait(self) -> None:
         """Returns when everything is written."""
         self.steps.wait()

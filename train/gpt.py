@@ -163,7 +163,6 @@ class Result:
     """
 
     out: Path
-
     state: TrainState
     losses: list[tuple[int, float]]
     heldout: list[tuple[int, float]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,15 +17,11 @@ from jzero.checkpoint import store
 from jzero.checkpoint.logical import MASTER, Name
 from jzero.checkpoint.match import Described, text
 from jzero.checkpoint.restoring import checked
+from jzero.checkpoint.tensors import DTYPES, renamed
 from jzero.errors import listing, nearest
 
 FILE_BYTES = 5_000_000_000  # of one output file, as the Hugging Face hub has them
 READ_BYTES = 256 * 2**20  # of leaves that are in memory at once, or the largest leaf
-DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
-}  # fmt: skip
 
 
 def export(
@@ -64,10 +61,10 @@ def export(
     path, file = store.locate(path, where), Path(os.path.abspath(file))
     if file.suffix != ".safetensors":
         raise ValueError(f"{where}: {file.name} must end in .safetensors.")
-    checked(path)
+    checked(path, where)
     tree, have = store.stored(path)
     tensors = _tensors(have, dtype, names, tuple(include), where)
-    groups = _split(tensors, max_file_bytes)
+    groups = _split(tensors, [t.nbytes for t in tensors], max_file_bytes)
     total = sum(t.nbytes for t in tensors)
     done = 0
     outputs = _outputs(file, len(groups))
@@ -128,8 +125,8 @@ def _tensors(
         out = wanted if wanted is not None and floating else stored[1]
         if out.name not in DTYPES:
             raise ValueError(f"{where}: {text(name)} has dtype {out.name}, which safetensors has not.")
-        found.append(_Tensor(_renamed(".".join(plain), names), source, stored, out))
-    double = sorted({t.name for t in found if sum(t.name == u.name for u in found) > 1}) if names else []
+        found.append(_Tensor(renamed(".".join(plain), names), source, stored, out))
+    double = sorted(name for name, count in Counter(t.name for t in found).items() if count > 1)
     if double:
         raise ValueError(
             f"{where}: names= gives {len(double)} names twice:\n{listing([(n,) for n in double])}"
@@ -137,18 +134,16 @@ def _tensors(
     return sorted(found, key=lambda t: t.name)
 
 
-def _renamed(name: str, names: Any) -> str:
-    new: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
-    return new
-
-
-def _split(tensors: Sequence[_Tensor], most: int) -> list[list[_Tensor]]:
-    """Consecutive tensors of at most `most` bytes together."""
+def _split(tensors: Sequence[_Tensor], sizes: Sequence[int], most: int) -> list[list[_Tensor]]:
+    """Consecutive tensors of at most `most` bytes together; a larger one by itself."""
     groups: list[list[_Tensor]] = [[]]
-    for tensor in tensors:
-        if groups[-1] and sum(t.nbytes for t in groups[-1]) + tensor.nbytes > most:
+    held = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if groups[-1] and held + size > most:
             groups.append([])
+            held = 0
         groups[-1].append(tensor)
+        held += size
     return groups
 
 
@@ -176,14 +171,8 @@ def _write_header(out: BinaryIO, tensors: Sequence[_Tensor]) -> None:
 
 def _values(path: Path, tree: Any, tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, np.ndarray]]:
     """The tensors in order, read a bounded number of bytes at a time."""
-    group: list[_Tensor] = []
-    for i, tensor in enumerate(tensors):
-        group.append(tensor)
-        held = sum(math.prod(t.shape) * t.stored.itemsize for t in group)
-        if held < READ_BYTES and i + 1 < len(tensors):
-            continue
-        targets = {t.source: np.broadcast_to(np.zeros((), t.stored), t.shape) for t in group}
-        read = store.load(path, tree, targets)
+    sizes = [math.prod(t.shape) * t.stored.itemsize for t in tensors]
+    for group in _split(tensors, sizes, READ_BYTES):
+        read = store.load(path, tree, {t.source: store.Numpy(t.shape, t.stored) for t in group})
         for t in group:
             yield t, read.pop(t.source)
-        group = []

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.checkpoint.logical import MASTER, Leaf, Name
-from jzero.errors import listing, short_dtype
+from jzero.errors import listing, typed_shape
 
 Described = tuple[tuple[int, ...], np.dtype]
 
@@ -34,9 +34,10 @@ def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool,
       ValueError: every leaf that is missing, left over, or of another shape or dtype.
     """
     wanted = {leaf.name for leaf in leaves}
+    masters = any(name[0] == MASTER for name in have)
     sources, rows, castable = [], [], True
     for leaf in leaves:
-        name = _source(leaf, have, wanted)
+        name = _source(leaf, have, wanted, masters)
         if name is None:
             rows.append((text(leaf.name), "absent", _typed(*describe(leaf)), "missing"))
             castable = False
@@ -68,7 +69,8 @@ def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool,
     return sources
 
 
-def _source(leaf: Leaf, have: Mapping[Name, Described], wanted: set[Name]) -> Name | None:
+def _source(leaf: Leaf, have: Mapping[Name, Described], wanted: set[Name], masters: bool) -> Name | None:
+    """The stored array that a leaf is read from; `masters`: there are any."""
     master, kind = (MASTER, *leaf.name[1:]), leaf.name[0]
     if kind == "params" and master in have and master not in wanted and leaf.name in have:
         wider = describe(leaf)[1].itemsize > have[leaf.name][1].itemsize
@@ -76,8 +78,7 @@ def _source(leaf: Leaf, have: Mapping[Name, Described], wanted: set[Name]) -> Na
     if leaf.name in have:
         return leaf.name
     param = ("params", *leaf.name[1:])
-    any_master = any(name[0] == MASTER for name in have)
-    return param if kind == MASTER and not any_master and param in have else None
+    return param if kind == MASTER and not masters and param in have else None
 
 
 def describe(leaf: Leaf) -> Described:
@@ -106,7 +107,7 @@ def text(name: Name) -> str:
 
 
 def _typed(shape, dtype) -> str:
-    return f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
+    return typed_shape(jax.ShapeDtypeStruct(shape, dtype))
 
 
 def _message(rows, castable: bool, where: str) -> str:

@@ -6,16 +6,19 @@ import fnmatch
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import safe_open
 
 from jzero import kinds
 from jzero.checkpoint.logical import MASTER, Leaf, filled, tree_of
 from jzero.checkpoint.match import text
+from jzero.checkpoint.tensors import DTYPES, renamed
 from jzero.errors import listing, nearest
 
 Where = str | tuple[str, tuple[int, ...]]
@@ -56,55 +59,42 @@ def load_safetensors(
     leaves: list[Leaf] = jax.tree.leaves(tree_of(parts))
     if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TypeError(f"{where}: this state is abstract. Make it with jzero.shard(create, ...).")
-    tensors = _tensors(files, where)
     wanted = {
         leaf.name: _where(".".join(leaf.name[1:]), names) for leaf in leaves if leaf.name[0] == "params"
     }
-    _check(leaves, wanted, tensors, ignore, cast, where)
     values = {leaf.name: leaf.value for leaf in leaves}
-    for leaf in leaves:
-        if leaf.name[0] in ("params", MASTER):
-            tensor, order = wanted[("params", *leaf.name[1:])]
-            values[leaf.name] = _read(leaf, tensors[tensor], order)
+    with ExitStack() as opened:
+        tensors = _tensors(files, opened, where)
+        _check(leaves, wanted, tensors, ignore, cast, where)
+        for leaf in leaves:
+            if leaf.name[0] in ("params", MASTER):
+                tensor, order = wanted[("params", *leaf.name[1:])]
+                values[leaf.name] = _read(leaf, tensors[tensor], order)
     return kinds.put_together(state, filled(parts, values))
 
 
 class _Tensor:
-    """One tensor in a file, read in slices."""
+    """One tensor in an open file, read in slices."""
 
-    def __init__(self, file: Path, name: str):
-        from safetensors import safe_open
-
-        with safe_open(file, framework="np") as f:
-            view = f.get_slice(name)
-            self.shape, self.dtype = tuple(view.get_shape()), _DTYPES.get(view.get_dtype())
-        self.file, self.name = file, name
+    def __init__(self, file: Any, name: str):
+        self._file, self._name, self._view = file, name, file.get_slice(name)
+        self.shape = tuple(self._view.get_shape())
+        self.dtype = _NAMES.get(self._view.get_dtype())
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        from safetensors import safe_open
-
-        with safe_open(self.file, framework="np") as f:
-            view = f.get_slice(self.name)
-            return np.asarray(view[index] if index else f.get_tensor(self.name))
+        return np.asarray(self._view[index] if index else self._file.get_tensor(self._name))
 
 
-_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
-}  # fmt: skip
+_NAMES = {short: name for name, short in DTYPES.items()}
 
 
-def _tensors(files: Any, where: str) -> dict[str, _Tensor]:
-    from safetensors import safe_open
-
-    found: dict[str, _Tensor] = {}
-    for file in _files(Path(os.path.abspath(files)), where):
-        with safe_open(file, framework="np") as f:
-            names = list(f.keys())
-        for name in names:
-            found[name] = _Tensor(file, name)
-    return found
+def _tensors(files: Any, opened: ExitStack, where: str) -> dict[str, _Tensor]:
+    """All tensors by name, in files that stay open as long as `opened`."""
+    handles = [
+        opened.enter_context(safe_open(file, framework="np"))
+        for file in _files(Path(os.path.abspath(files)), where)
+    ]
+    return {name: _Tensor(f, name) for f in handles for name in f.keys()}  # noqa: SIM118 (a handle is no dict)
 
 
 def _files(path: Path, where: str) -> list[Path]:
@@ -127,7 +117,7 @@ def _files(path: Path, where: str) -> list[Path]:
 
 
 def _where(name: str, names: Any) -> tuple[str, tuple[int, ...] | None]:
-    given: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
+    given = renamed(name, names)
     return (given, None) if isinstance(given, str) else (given[0], tuple(given[1]))
 
 

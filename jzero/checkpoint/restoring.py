@@ -74,7 +74,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
     parts = apart(like, tx, where)
     every: list[Leaf] = jax.tree.leaves(tree_of(parts))
     leaves = [leaf for leaf in every if not leaf.empty]
-    checks = _opened(path)
+    checks = _opened(path, where)
     tree, have = _stored(path, checks)
     sources = match(leaves, have, cast=cast, where=where)
     _refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
@@ -124,17 +124,17 @@ def custom(path: Any) -> Any:
     return checks.custom
 
 
-def checked(path: Path) -> None:
+def checked(path: Path, where: str) -> None:
     """Raises CheckpointDamaged where any file is not as it was saved."""
-    checks = _opened(path)
+    checks = _opened(path, where)
     _refuse(path, _large(checks))
 
 
-def _opened(path: Path) -> Seal | None:
+def _opened(path: Path, where: str) -> Seal | None:
     """The checksums, and small files checked by them; None where plain orbax wrote the checkpoint."""
     if not store.is_sealed(path):
         warnings.warn(
-            f"jzero.checkpoint.restore: {path} has no checksums (plain orbax wrote it): damage to it cannot be seen.",
+            f"{where}: {path} has no checksums (plain orbax wrote it): damage to it cannot be seen.",
             stacklevel=3,
         )
         return None

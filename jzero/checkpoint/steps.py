@@ -102,11 +102,6 @@ class Steps:
         with store.disk_errors(self.folder):
             self._orbax.save_async(step, tree, force=True, metrics=kept, custom_metadata=store.MARK)
 
-    @property
-    def writing(self) -> bool:
-        """True while a step is being written."""
-        return self._orbax.is_saving_in_progress()
-
     def wait(self) -> None:
         """Returns when everything is written.
 

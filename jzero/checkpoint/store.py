@@ -31,9 +31,8 @@ from jzero.checkpoint.logical import Name
 from jzero.layout import path_keys
 
 STATE = "state"  # orbax's name for the tree of a checkpoint
-MARK: Any = {
-    "jzero.checkpoint": seal.VERSION
-}  # in orbax's metadata: has checksums, be they still there or not
+NAME = "jzero.checkpoint"
+MARK: Any = {NAME: seal.VERSION}  # in orbax's metadata: has checksums, be they still there or not
 NOTES = "_CHECKPOINT_METADATA"  # orbax's, written after the checksums
 TEMPORARY = ".orbax-checkpoint-tmp"
 CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
@@ -64,12 +63,8 @@ class _Sealed:
 
         async def finish():
             await written
-            path, part, parts = (
-                Path(await directory.await_creation()),
-                jax.process_index(),
-                jax.process_count(),
-            )
-            seal.write(path, part=part, parts=parts, custom=custom)
+            path = Path(await directory.await_creation())
+            seal.write(path, part=jax.process_index(), parts=jax.process_count(), custom=custom)
             await ocp.multihost.sync_global_processes(barrier, operation_id=barrier)
 
         return finish()
@@ -104,7 +99,11 @@ def writing(custom: Any = None) -> tuple[ocp.Context, type[_Sealed]]:
 
 
 def save_async(path: Path, tree: Any, *, custom: Any) -> Any:
-    """Copies the arrays of a tree and writes them in the background."""
+    """Copies the arrays of a tree and writes them in the background.
+
+    Raises:
+      OSError: the disk is full, or refuses; nothing is left of what was begun.
+    """
     clean(path)
     try:
         with disk_errors(path), writing(custom)[0]:
@@ -116,7 +115,11 @@ def save_async(path: Path, tree: Any, *, custom: Any) -> Any:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Makes what tensorstore says of a full disk an OSError: it comes as a ValueError."""
+    """What tensorstore says of a full disk, which comes as a ValueError, as what it is.
+
+    Raises:
+      OSError: with its number, and the path that was not saved.
+    """
     try:
         yield
     except ValueError as error:
@@ -176,7 +179,7 @@ def locate(path: Any, where: str) -> Path:
 def is_sealed(path: Path) -> bool:
     """True for a checkpoint that was saved with checksums, be they still there or not."""
     try:
-        return seal.exists(path / STATE) or next(iter(MARK)) in (path / NOTES).read_text(errors="replace")
+        return seal.exists(path / STATE) or NAME in (path / NOTES).read_text(errors="replace")
     except OSError:
         return False
 
