@@ -15,9 +15,10 @@ os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Many tests compile the same program; what one has compiled the others read, also those of the next run. (For the
 # CPU alone: JAX does not keep programs for GPUs that are not there.) JAX writes an entry in place and without locks:
-# a folder for each worker, and another for the processes that its tests start, some of which are killed in the middle.
-CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "main")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "started"))
+# one that is read half written is compiled again (pyproject.toml). Processes that the tests start have a folder of
+# their own, since some of them are killed in the middle.
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "started")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -27,7 +28,7 @@ import pytest
 from jax.sharding import Mesh
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_compilation_cache_dir", str(CACHE / "worker"))
+jax.config.update("jax_compilation_cache_dir", str(CACHE / "tests"))
 # steps in flight together can starve each other of threads on two cores, and XLA then aborts the process
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
