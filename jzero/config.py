@@ -33,9 +33,7 @@ STAGES = {
     3: Stage(True, True, True, "P_os+g+p: optimizer state, gradients and params split"),
 }
 
-_LATER = {
-    "moment_dtype": (None, "moments stored in another dtype"),
-}
+MOMENT_DTYPES = ("bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,8 @@ class ZeroConfig:
         `jzero.value_and_grad`; at stages 2 and 3 also by plain `jax.grad` through a sharded `apply_fn` or
         `gather_on_use`, for the weights of matmuls, lookups, biases and scales (a convolution's gradient is reduced
         in the dtype in which it is made).
-      moment_dtype: not there yet; None.
+      moment_dtype: dtype in which the optimizer's moments are stored: bfloat16 (rounded so that the mean is right),
+        float32 or float64. They are computed in the wider of it and their own. None: their own.
       updates: what the wrapped `update` returns: "land", leaves that land on the new param when they are
         added to the old one; "delta", plain arrays to add.
       offload: "host" or a `jzero.Offload`: optimizer state and masters live in pinned host memory, split as the stage
@@ -109,7 +108,6 @@ class ZeroConfig:
     Raises:
       TypeError: a field of the wrong kind (a bool is not an int).
       ValueError: a field out of its range.
-      NotImplementedError: a field whose work is not there yet, set to anything but its default.
     """
 
     stage: int = 2
@@ -131,7 +129,7 @@ class ZeroConfig:
         check_int(self.stage, "stage", where="ZeroConfig", low=0, high=3, remedy="Pass stage=0, 1, 2 or 3.")
         for name in ("axis", "batch_axis", "param_axis"):
             object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
-        for name in ("master_dtype", "compute_dtype", "reduce_dtype"):
+        for name in ("master_dtype", "compute_dtype", "reduce_dtype", "moment_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
         _check_choice(self.updates, "updates", ("land", "delta"))
         _check_choice(self.uneven, "uneven", ("pad", "replicate", "error"))
@@ -143,14 +141,14 @@ class ZeroConfig:
         if self.bucket_bytes is not None:
             check_int(self.bucket_bytes, "bucket_bytes", where="ZeroConfig", low=1)
         object.__setattr__(self, "offload", _offload(self.offload))
-        self._refuse_what_is_not_there()
+        self._check_together()
 
-    def _refuse_what_is_not_there(self):
-        for name, (default, what) in _LATER.items():
-            if getattr(self, name) != default:
-                raise NotImplementedError(
-                    f"ZeroConfig({name}=): {what} is not there yet. Leave it out ({default!r})."
-                )
+    def _check_together(self):
+        if self.moment_dtype is not None and self.moment_dtype.name not in MOMENT_DTYPES:
+            raise ValueError(
+                f"ZeroConfig(moment_dtype={self.moment_dtype.name}): squares of gradients are far below what it can "
+                f"hold. Pass one of {', '.join(MOMENT_DTYPES)}."
+            )
         if self.param_axis is not None and not set(self.param_axes) <= set(self.axes):
             raise ValueError(
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
@@ -199,7 +197,8 @@ class ZeroConfig:
     def adam_bytes(self, dtype) -> int:
         """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master where it has one."""
         master = self.master_for(dtype)
-        return 2 * jnp.dtype(dtype).itemsize if master is None else 3 * master.itemsize
+        moment = self.moment_dtype or master or jnp.dtype(dtype)
+        return 2 * moment.itemsize + (master.itemsize if master else 0)
 
 
 def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str) -> ZeroConfig:

@@ -65,7 +65,8 @@ def value_and_grad(
         not padding), called like `loss_fn` without params. None: micro-batches count the same. With it the result
         is the one-batch mean, and a micro-batch of weight 0 counts nothing, whatever its loss.
       reduce: "step", once after the loop; "microbatch", in each; "auto": "step" at stages 0 and 1, else
-        "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`.
+        "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" then hands over the
+        sums in it, "microbatch" (stages 2 and 3) reduces bucket by bucket and rounds the sums to the params' dtype.
       coupled: a loss that couples examples (BatchNorm, contrastive) is another one on micro-batches. "refuse" it,
         told from its jaxpr, or "allow" the loss of each micro-batch (with reduce="step": of each device's part).
       scale: a `jzero.LossScale` (or a number) for fp16: the loss is multiplied by it and the gradients are divided by
@@ -73,7 +74,7 @@ def value_and_grad(
 
     Returns:
       A function `(params, batch, ...) -> (loss, grads)`, or `((loss, aux), grads)`. Gradients are in the dtype of
-      the params for one micro-batch, for reduce="step" in `reduce_dtype` where the plan has one, in fp32 for summed
+      the params for one micro-batch, for "step" in `reduce_dtype` where the plan has one, in fp32 for summed
       shards and with `scale`, where an overflow leaves inf or nan in them.
 
     Raises:
@@ -138,7 +139,8 @@ def _mode(reduce: str, plan: Plan, accumulate: int) -> str:
             "whole gradient. Leave reduce out, or pass stage=2 (4 bytes per parameter more)."
         )
     if accumulate == 1:
-        return "plain" if plan.config.reduce_dtype is None or plan.config.row.params else "step"
+        in_place = plan.config.row.params or (plan.config.row.grads and reduce == "microbatch")
+        return "plain" if plan.config.reduce_dtype is None or in_place else "step"
     if reduce == "auto":
         return "microbatch" if plan.config.row.grads else "step"
     return reduce

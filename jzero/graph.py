@@ -26,7 +26,8 @@ CALLS = {
 LAYOUT = ("sharding_constraint", "layout_constraint")
 ELEMENTWISE = frozenset(
     (
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "bitcast_convert_type", "cbrt", "ceil",
         "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp",
         "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
         "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "population_count", "pow",

@@ -246,6 +246,34 @@ def _zeros(jaxpr, known: Sequence[bool]) -> list[bool]:
     return [is_zero(a) for a in jaxpr.outvars]
 
 
+def independent_outputs(fn: Callable, *trees) -> list[bool]:
+    """For each output of `fn`, whether no input has any part in it; read from the jaxpr, nothing runs.
+
+    Args:
+      fn: a function of trees to a flat list.
+      *trees: arrays or ShapeDtypeStructs.
+    """
+    leaves, tree = jax.tree.flatten(trees)
+    jaxpr, _ = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
+    return [not d for d in _depend(jaxpr, [True] * len(jaxpr.invars))]
+
+
+def _depend(jaxpr, known: Sequence[bool]) -> list[bool]:
+    env = dict(zip(jaxpr.invars, known, strict=True))
+
+    def depends(atom) -> bool:
+        return not is_literal(atom) and env.get(atom, False)
+
+    for eqn in jaxpr.eqns:
+        inputs = [depends(a) for a in eqn.invars]
+        if eqn.primitive.name in INLINE:
+            outs = _depend(opened(eqn.params["jaxpr"])[0], inputs)
+        else:
+            outs = [any(inputs)] * len(eqn.outvars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [depends(a) for a in jaxpr.outvars]
+
+
 def _is_key(value) -> bool:
     return hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 

@@ -24,6 +24,7 @@ from jzero.jaxprs import constant_zero_outputs, is_tracer
 from jzero.landing import OneByOne, is_copied, land_by_layers, land_on_sum, landing, lands_by_layers
 from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
+from jzero.moments import with_moment_dtype
 from jzero.offload import check_host_memory, homes_of, streamed
 from jzero.sharding import Plan
 from jzero.step import Step, on_shard, read_params_first, reduce_grads
@@ -117,6 +118,13 @@ class _Wrapped:
     plan: Plan
     key: Any
 
+    @functools.cached_property
+    def stored_tx(self):
+        """The transformation with its moments as they are stored."""
+        if self.plan.config.moment_dtype is None:
+            return self.tx
+        return with_moment_dtype(self.tx, self.plan, widen_abstract(self.plan.shapes, self.plan))
+
 
 class _Init(_Wrapped):
     def __call__(self, params):
@@ -138,7 +146,7 @@ class _Init(_Wrapped):
         """The same in device memory, wherever the state is to live."""
         wide = widen(params if masters is None else masters, params, self.plan)
         frozen = self.frozen(params)
-        inner = pin_state(self.tx.init(wide), self.plan)
+        inner = pin_state(self.stored_tx.init(wide), self.plan)
         return with_master(inner, wide, params, frozen, self.plan)
 
     def frozen(self, params) -> list[bool]:
@@ -150,7 +158,7 @@ class _Update(_Wrapped):
     @functools.cached_property
     def logical(self):
         """The shapes of the state as the wrapped transformation sees it; `init` is traced once for them."""
-        return jax.eval_shape(self.tx.init, widen_abstract(self.plan.shapes, self.plan))
+        return jax.eval_shape(self.stored_tx.init, widen_abstract(self.plan.shapes, self.plan))
 
     def __call__(self, updates, state, params=None, **extra):
         check_context_mesh()
@@ -164,7 +172,7 @@ class _Update(_Wrapped):
         tree = jax.tree.structure(params)
         if "value_fn" in extra:
             extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
-        step = Step(self.tx, self.plan, lambda: self.logical, tree, extra)
+        step = Step(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
         offloaded = self.plan.config.tier is not None
         with jax.named_scope("jzero.master"):
             shards = [on_shard(p, x, self.plan) for p, x in pairs]

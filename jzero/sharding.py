@@ -303,13 +303,14 @@ class Plan:
 
     def copy_specs(self, tree: Any) -> list[PartitionSpec]:
         """The layout of every leaf of the rest of a state: copies of params as the moments, anything else whole."""
-        copies = self.by_keys
+        return [x.state if x is not None and not x.padded else P() for x in self.copies(tree)]
+
+    def copies(self, tree: Any) -> list[Layout | None]:
+        """For each leaf the param whose shape it has and whose path its own ends with, else None."""
+        known = self.by_keys
         flat = [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
-        found = [next((copies[k[i:]] for i in range(len(k)) if k[i:] in copies), None) for k, _ in flat]
-        return [
-            x.state if x is not None and x.shape == s and not x.padded else P()
-            for x, (_, s) in zip(found, flat, strict=True)
-        ]
+        found = [(next((known[k[i:]] for i in range(len(k)) if k[i:] in known), None), s) for k, s in flat]
+        return [x if x is not None and x.shape == s else None for x, s in found]
 
     def _own_form(self, shape: tuple[int, ...], dtype) -> tuple[PartitionSpec, tuple[int, ...]]:
         """The layout and the stored shape of a state leaf that is no copy of a param, from its shape alone."""

@@ -15,6 +15,7 @@ gradient, whatever is cast afterwards, so the matmul is made in that dtype.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,8 +84,16 @@ class Uses:
 
     def wide(self, weight: Weight) -> Any:
         """The dtype in which a gradient is to be made and reduced, where it is wider than the weight's; else None."""
-        dtype = self.plan.config.reduce_dtype
-        return dtype if dtype is not None and dtype.itemsize > weight.shard.dtype.itemsize else None
+        dtype, own = self.plan.config.reduce_dtype, weight.shard.dtype
+        if dtype is not None and dtype.itemsize < own.itemsize and np.ndim(weight.shard) > 1:
+            warnings.warn(
+                f"jzero: reduce_dtype={dtype.name} is narrower than the {own.name} in which the model computes, and "
+                f"XLA reduces a gradient in the dtype of the matmul that makes it. Compute in {dtype.name} "
+                f"(Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}), or take "
+                'jzero.value_and_grad(reduce="step") at stage 1 or 2.',
+                stacklevel=2,
+            )
+        return dtype if dtype is not None and dtype.itemsize > own.itemsize else None
 
     def cut_of(self, eqn, values: list[Any]) -> tuple[int, int, int] | None:
         """Of a matmul whose weight's gradient is made here: the weight's position, a dim of it to cut, the parts.

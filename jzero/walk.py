@@ -142,7 +142,8 @@ class Walk(Uses):
 
     def remat(self, eqn, values: list[Any]) -> list[Any]:
         """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
-        flat, rewrap = unwrap(values)
+        # pinned: the gathered layout would spread back over a cast before the region (`compute_dtype`)
+        flat, rewrap = unwrap(self.on_shards(values))
         size = sum(v.nbytes for v in values if isinstance(v, Weight))
         inner = Walk(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
         handed = buckets.handed_through([eqn.params["jaxpr"]], [isinstance(v, Weight) for v in values])

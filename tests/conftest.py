@@ -17,8 +17,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # CPU alone: JAX does not keep programs for GPUs that are not there.) JAX writes an entry in place and without locks:
 # one that is read half written is compiled again (pyproject.toml). Processes that the tests start have a folder of
 # their own, since some of them are killed in the middle.
-CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "started")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).resolve().parents[1] / ".cache/jax/started")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -28,7 +27,7 @@ import pytest
 from jax.sharding import Mesh
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_compilation_cache_dir", str(CACHE / "tests"))
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".cache/jax/tests"))
 # steps in flight together can starve each other of threads on two cores, and XLA then aborts the process
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 

@@ -64,12 +64,6 @@ def test_a_config_of_another_kind():
         jzero.shard(create_state, {"stage": 2})
 
 
-@pytest.mark.parametrize("field", ["moment_dtype"])
-def test_what_is_not_there_yet_is_refused(field):
-    with raises(NotImplementedError, f"ZeroConfig({field}=)", "is not there yet"):
-        jzero.ZeroConfig(**{field: "host"})
-
-
 def test_choices_and_dtypes():
     with raises(ValueError, "updates must be one of 'land', 'delta'", "Did you mean 'delta'?"):
         jzero.ZeroConfig(updates="deltas")

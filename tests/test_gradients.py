@@ -266,6 +266,29 @@ def test_reduce_dtype_reduces_in_fp32(mesh):
     assert abs(float(rough["w"][0, 0]) - exact) > 1e-4
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_narrower_reduction_that_xla_does_not_do_is_said(stage, mesh):
+    params = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64))}
+    plan = jzero.make_plan(
+        params, stage=stage, mesh=mesh, min_shard_bytes=0, bucket_bytes=64, reduce_dtype=jnp.bfloat16
+    )
+    x = plan.place_batch(jnp.ones((64, 64)))
+
+    def loss(dtype):
+        return lambda p, x: jnp.mean(
+            x.astype(dtype) @ p["a"].astype(dtype) @ p["b"].astype(dtype), dtype=jnp.float32
+        )
+
+    fn = jax.grad(jzero.gather_on_use(loss(jnp.float32), plan))
+    with pytest.warns(
+        UserWarning, match=r"reduce_dtype=bfloat16 is narrower than the float32.*compute_dtype"
+    ):
+        jax.jit(fn).lower(plan.place(params), x)
+    jax.jit(jax.grad(jzero.gather_on_use(loss(jnp.bfloat16), plan))).lower(
+        plan.place(params), x
+    )  # no warning
+
+
 # --- losses that couple examples ------------------------------------------------------------------------------
 
 

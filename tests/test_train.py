@@ -1,6 +1,7 @@
 """train/: the GPT learns, resumes bitwise, and refuses what cannot run; the digits pass 95 %."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from processes import free_port
 
+import jzero
 from train import config as flags
 from train import digits, gpt
 from train.config import PRESETS
@@ -341,6 +343,35 @@ def test_bfloat16_params_and_float32_logits():
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     logits = jax.eval_shape(state.apply_fn, {"params": state.params}, batch_of(config)["tokens"])
     assert logits.dtype == jnp.float32
+
+
+def test_every_dtype_starts_from_the_same_numbers():
+    wide = new_state(SMALL)
+    half = new_state(with_model(SMALL, dtype="bfloat16"))
+    mixed = new_state(with_model(SMALL, dtype="bfloat16", param_dtype="float32"))
+    for a, b, c in zip(*(jax.tree.leaves(s.params) for s in (wide, half, mixed)), strict=True):
+        np.testing.assert_array_equal(a.astype(jnp.bfloat16), b)
+        np.testing.assert_array_equal(a, c)
+    state = jzero.shard(lambda: gpt.create_state(with_model(SMALL, dtype="bfloat16")), stage=2)
+    for a, master in zip(jax.tree.leaves(wide.params), jax.tree.leaves(state.opt_state.master), strict=True):
+        # not the rounded ones: these are 2^-9 off
+        np.testing.assert_allclose(a, jzero.unshard(master), rtol=1e-5, atol=1e-7)
+
+
+def test_fp16_skips_overflows_and_logs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(jzero, "LossScale", functools.partial(jzero.LossScale, initial=2.0**24))
+    config = dataclasses.replace(
+        with_model(SMALL, dtype="float16"), out=tmp_path / "run", steps=20, log_every=10
+    )
+    result = run(config)
+    skipped = int(result.state.scale.skipped)
+    assert 0 < skipped < 20
+    assert float(result.state.scale.value) < 2.0**24
+    assert {x.dtype for x in jax.tree.leaves(result.state.params)} == {jnp.dtype("float16")}
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jzero.unshard(result.state.params)))
+    rows = [row for row in read_metrics(config.out / "metrics.jsonl") if "loss_scale" in row]
+    assert [row["step"] for row in rows] == [10, 20]
+    assert rows[-1]["skipped_steps"] == skipped
 
 
 def test_sample_goes_past_the_window_and_repeats_with_its_key():

@@ -39,6 +39,8 @@ class Config:
     """ZeRO stage: 0 (plain data parallelism), 1, 2 or 3."""
     offload: Literal["host"] | None = None
     """Optimizer state in pinned host memory, streamed through the device."""
+    moment_dtype: Literal["bfloat16", "float32"] | None = None
+    """Of AdamW's stored moments; that of the params (or of their masters) where left out."""
     steps: int = 1000
     """Optimizer steps; the learning rate reaches its end there."""
     batch: int = 32

@@ -59,30 +59,44 @@ from train.model import GPT, sample
 from train.stopping import Stopping
 
 # ------------------------------------------------------------------------------------------------------------
-# The state and the step: plain Flax, nothing of jzero in them. Other tools import these two.
+# The state and the step: plain Flax, and but for fp16 nothing of jzero in them. Other tools import these two.
 # ------------------------------------------------------------------------------------------------------------
 
 
 class TrainState(train_state.TrainState):
-    """With a key; the dropout of step i is drawn from `fold_in(key, i)`, so a resumed run draws the same."""
+    """With a key; the dropout of step i is drawn from `fold_in(key, i)`, so a resumed run draws the same.
+
+    `scale`: of the loss, in fp16; else None.
+    """
 
     key: jax.Array
+    scale: jzero.LossScale | None = None
 
 
 def create_state(config: Config = PRESETS["default"]) -> TrainState:
     """A new train state: params from `config.seed`, AdamW with zero moments."""
-    model = GPT(config.model)
-    params = model.init(jax.random.key(config.seed), jnp.zeros((1, config.model.seq), jnp.int32))["params"]
+    model, wide = GPT(config.model), GPT(dataclasses.replace(config.model, dtype="float32", param_dtype=None))
+    params = wide.init(jax.random.key(config.seed), jnp.zeros((1, config.model.seq), jnp.int32))["params"]
+    # drawn in fp32: every dtype starts from the same numbers, and masters from these, not from their rounding
+    params = jax.tree.map(lambda p: p.astype(config.model.dtypes["param_dtype"]), params)
     key = jax.random.key(config.seed + 1)
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(config), key=key)
+    half = "float16" in config.model.dtypes.values()
+    return TrainState.create(
+        apply_fn=model.apply,
+        params=params,
+        tx=optimizer(config),
+        key=key,
+        scale=jzero.LossScale() if half else None,
+    )
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW under a warm-up and a cosine; only matrices decay."""
+    """Clip by the global norm, then AdamW under a warm-up and a cosine; only matrices decay. fp16 skips overflows."""
     o, warmup = config.optim, min(config.optim.warmup, config.steps - 1)
     rate = optax.warmup_cosine_decay_schedule(0.0, o.lr, warmup, config.steps, end_value=o.lr / 50)
     adamw = optax.adamw(rate, b2=o.b2, weight_decay=o.weight_decay, mask=is_matrix)
-    return optax.chain(optax.clip_by_global_norm(o.clip), adamw)
+    chain = optax.chain(optax.clip_by_global_norm(o.clip), adamw)
+    return optax.apply_if_finite(chain, 10**6) if "float16" in config.model.dtypes.values() else chain
 
 
 def is_matrix(params: Any) -> Any:
@@ -97,8 +111,22 @@ def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainSta
     def loss_of(params):
         return cross_entropy(state.apply_fn({"params": params}, batch["tokens"][:, :-1], rngs=rngs), batch)
 
+    if state.scale is not None:
+        return scaled_step(state, loss_of)
     loss, grads = jax.value_and_grad(loss_of)(state.params)
     return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def scaled_step(state: TrainState, loss_of: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The same in fp16: the loss is scaled, and a step whose gradients overflow changes nothing but the scale."""
+    scale = state.scale
+    assert scale is not None
+    vg = jzero.value_and_grad(loss_of, jzero.plan_of(state), scale=scale, batch_argnums=())
+    loss, grads = vg(state.params)
+    state = state.apply_gradients(grads=grads)
+    scale = scale.update(state.opt_state)
+    metrics = {"loss": loss, "loss_scale": scale.value, "skipped_steps": scale.skipped}
+    return state.replace(scale=scale), metrics
 
 
 def eval_step(state: TrainState, batch: dict[str, jax.Array]) -> jax.Array:
@@ -122,7 +150,7 @@ def prepare(config: Config) -> data.Corpus:
     Raises:
       ValueError, FileNotFoundError: what is wrong and the flag that mends it.
     """
-    jzero.ZeroConfig(stage=config.stage, offload=config.offload)
+    jzero.ZeroConfig(**zero_fields(config))
     flags.check(config, devices=jax.device_count(), processes=jax.process_count())
     corpus = data.load(config.data)
     data.check_size(corpus, seq=config.model.seq, batch=config.batch)
@@ -141,6 +169,11 @@ def prepare(config: Config) -> data.Corpus:
             raise ValueError(f"--resume-step {config.resume_step}: the run in {config.out} has {steps}.")
         check_identity(config.out, first_step(config), flags.identity(config, corpus.fingerprint))
     return corpus
+
+
+def zero_fields(config: Config) -> dict[str, Any]:
+    """What of a run's config is jzero's."""
+    return {"stage": config.stage, "offload": config.offload, "moment_dtype": config.moment_dtype}
 
 
 def first_step(config: Config) -> int:
@@ -198,11 +231,11 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         overwrite=config.overwrite and not config.resume,
     )
     if config.resume:
-        like = jzero.abstract(create, stage=config.stage, offload=config.offload)
+        like = jzero.abstract(create, **zero_fields(config))
         with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
             state = checkpoints.restore(start, like, stream)
     else:
-        state = jzero.shard(create, stage=config.stage, offload=config.offload)
+        state = jzero.shard(create, **zero_fields(config))
     plan, step, stopped = jzero.plan_of(state), start, False
     with checkpoints, log, Stopping() as stopping:
         # -- the plan, and what was compiled from it
@@ -222,7 +255,7 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         log.start_clock()
         for step in range(start + 1, config.steps + 1):
             state, metrics = step_fn(state, plan.place_batch(next(stream)))
-            log.step(step, metrics["loss"])
+            log.step(step, metrics)
             stopped = step < config.steps and stopping.after(step)
             last = step == config.steps
             if step % config.eval_every == 0 or last:

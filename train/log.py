@@ -45,7 +45,8 @@ class Log:
         self.out, self.start, self.steps, self.tokens, self.every = out, start, steps, tokens, every
         self.losses: list[tuple[int, float]] = []
         self.heldout: list[tuple[int, float]] = []
-        self.unread: list[tuple[int, Any]] = []
+        self.unread: list[tuple[int, dict[str, Any]]] = []
+        self.latest: dict[str, float] = {}
         self.first_process = jax.process_index() == 0
         self.console = Console(quiet=not self.first_process, highlight=False, soft_wrap=True, markup=False)
         self.progress = Progress(
@@ -93,13 +94,13 @@ class Log:
         logging.getLogger("tensorboardX").setLevel(logging.ERROR)
         self.board = tensorboardX.SummaryWriter(str(self.out / "tensorboard"), purge_step=self.start or None)
 
-    def step(self, step: int, loss: Any) -> None:
-        """One step's loss, still on the device; every few steps a line of metrics.
+    def step(self, step: int, metrics: dict[str, Any]) -> None:
+        """One step's loss and what else it measured, still on the device; every few steps a line of them.
 
         It is read when the next step is on its way: the devices do not wait for the host, and the host runs
         ahead of them by one step at most.
         """
-        self.unread.append((step, loss))
+        self.unread.append((step, metrics))
         on_line = step % self.every == 0 or step == self.steps
         self._read(leave=0 if on_line else 1)
         if on_line:
@@ -107,8 +108,9 @@ class Log:
 
     def _read(self, *, leave: int) -> None:
         while len(self.unread) > leave:
-            step, loss = self.unread.pop(0)
-            self.losses.append((step, float(loss)))
+            step, metrics = self.unread.pop(0)
+            self.latest = {k: float(v) for k, v in metrics.items() if k != "loss"}
+            self.losses.append((step, float(metrics["loss"])))
             self.steps_since += 1
 
     def _line(self, step: int) -> None:
@@ -117,8 +119,10 @@ class Log:
         rate = self.steps_since * self.tokens / seconds
         mean = float(np.mean([loss for _, loss in self.losses[-self.steps_since :]]))
         self.start_clock()
-        self._keep(step, loss=self.losses[-1][1], mean_loss=mean, tokens_per_second=round(rate, 1))
-        text = f"loss {mean:.3f}  {rate:,.0f} tokens/s"
+        own = {"loss": self.losses[-1][1], "mean_loss": mean, "tokens_per_second": round(rate, 1)}
+        self._keep(step, **own, **self.latest)
+        others = "".join(f"  {k.replace('_', ' ')} {v:,.0f}" for k, v in self.latest.items())
+        text = f"loss {mean:.3f}  {rate:,.0f} tokens/s{others}"
         self.progress.update(self.task, completed=step, text=text)
         if not self.console.is_terminal:
             eta = (self.steps - step) * self.tokens / rate

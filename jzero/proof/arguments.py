@@ -114,10 +114,16 @@ def argument_bytes(compiled: jax.stages.Compiled, kind_of: Callable[[str], str])
       Bytes by kind, leaves in host memory and arguments the program does not use left out.
     """
     totals = {"params": 0, "opt_state": 0, "rest": 0}
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: s is None)
-    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    for (path, info), sharding in zip(infos, shardings, strict=True):
+    for path, info, sharding in argument_shardings(compiled):
         if sharding is not None and sharding.memory_kind != "pinned_host":
             size = math.prod(sharding.shard_shape(info.shape))
             totals[kind_of(jax.tree_util.keystr(path))] += size * info.dtype.itemsize
     return totals
+
+
+def argument_shardings(compiled: jax.stages.Compiled) -> list[tuple[Any, Any, Any]]:
+    """(path, shape and dtype, sharding) of every argument; None for one that the program does not use."""
+    infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info)
+    # None is also what a state may hold in place of an array
+    shardings = tree.flatten_up_to(compiled.input_shardings)
+    return [(path, info, sharding) for (path, info), sharding in zip(infos, shardings, strict=True)]

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jzero.layout import Layout, path_keys
+from jzero.proof.arguments import argument_shardings
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
@@ -76,8 +77,8 @@ class Evidence:
     @functools.cached_property
     def leaves(self) -> list[Leaf]:
         """The arguments, each with its param and the result that takes its place."""
-        infos = jax.tree_util.tree_leaves_with_path(self.compiled.args_info)
-        shardings = jax.tree.leaves(self.compiled.input_shardings, is_leaf=lambda s: s is None)
+        rows = argument_shardings(self.compiled)
+        infos, shardings = [(path, info) for path, info, _ in rows], [sharding for *_, sharding in rows]
         paths, found = [path_keys(k) for k, _ in infos], []
         layouts = _layouts_of(paths, [tuple(i.shape) for _, i in infos], self.plan)
         home, returned = _home_of_params(paths, layouts, self.plan), self._returned(paths)

@@ -32,13 +32,14 @@ def _of_leaf(x: Layout, plan: Plan, accumulate: int) -> Iterable[tuple[tuple[str
     used, stored = (x.nbytes / shard_factor(s, mesh) for s in (x.used, x.stored))
     split = tuple(a for a in spec_axes(x.state) if a not in taken)
     whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
-    dtype = plan.config.compute_dtype
-    cast = 1.0 if dtype is None else dtype.itemsize / x.dtype.itemsize
+    dtype = plan.config.compute_dtype or x.dtype
+    cast = dtype.itemsize / x.dtype.itemsize
+    reduced = used * _reduced_itemsize(dtype, plan) / x.dtype.itemsize
     rounds = accumulate if plan.config.row.grads else 1
     if not x.along_one_dim:  # all-reduced and sliced, see [Note: several dims] in `split.py`
         split, whole = (), tuple(a for a in plan.batch_axes if a not in taken)
-    yield split, rounds * _ring(axis_size(mesh, split)) * used * cast
-    yield whole, rounds * 2 * _ring(axis_size(mesh, whole)) * used * cast / axis_size(mesh, split)
+    yield split, rounds * _ring(axis_size(mesh, split)) * reduced
+    yield whole, rounds * 2 * _ring(axis_size(mesh, whole)) * reduced / axis_size(mesh, split)
     kept = spec_axes(x.stored)
     yield (
         tuple(a for a in spec_axes(x.state) if a not in (*kept, *taken)),
@@ -46,6 +47,15 @@ def _of_leaf(x: Layout, plan: Plan, accumulate: int) -> Iterable[tuple[tuple[str
     )
     gathered = tuple(a for a in kept if a not in taken)
     yield gathered, accumulate * 2 * _ring(axis_size(mesh, gathered)) * used * cast
+
+
+def _reduced_itemsize(dtype, plan: Plan) -> int:
+    """Bytes per value of a gradient on the wire, of a weight that the model computes with in `dtype`."""
+    asked = plan.config.reduce_dtype
+    if asked is None:
+        return dtype.itemsize
+    # gathered on use a gradient is reduced in the dtype of the matmul that makes it, or in a wider one
+    return max(asked.itemsize, dtype.itemsize) if plan.config.row.params else asked.itemsize
 
 
 def _ring(n: float) -> float:
