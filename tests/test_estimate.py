@@ -86,6 +86,24 @@ def test_a_transformer_counts_activations_as_korthikanti_does():
     assert jzero.Transformer(**sizes, flash=True).working == 34 * s * b * h
 
 
+def test_saved_inputs_are_split_or_on_the_host():
+    sizes = {"layers": 12, "width": 1024, "heads": 16, "seq": 512}
+    one = 2 * 512 * 1024
+    plain, split = jzero.Transformer(**sizes), jzero.Transformer(**sizes, partition=4)
+    away, both = (jzero.Transformer(**sizes, offload=True, partition=n) for n in (1, 4))
+    assert [m.saved for m in (plain, split, away, both)] == [12 * one, 3 * one, 2 * one, one // 2]
+    assert [m.host for m in (plain, split, away, both)] == [0, 0, 12 * one, 3 * one]
+    assert plain.recomputed == both.recomputed == 12 * (plain.block - one)
+    assert jzero.Transformer(**sizes, remat=False).recomputed == 0
+    e = jzero.estimate(plan_of(2), model=away, accumulate=2)
+    assert (e.activations, e.activations_host, e.recomputed) == (2 * one, 12 * one, away.recomputed)
+    assert e.to_host == e.to_device == 2 * 12 * one
+    assert e.host_per_process == 12 * one * e.devices_per_process
+    assert "activations on the host" in str(e)
+    with pytest.raises(ValueError, match=r"jzero\.Transformer\(remat=False\)"):
+        jzero.Transformer(**sizes, remat=False, offload=True)
+
+
 def test_a_model_adds_activations_and_what_is_gathered():
     model = jzero.Transformer(layers=2, width=64, heads=2, seq=16)
     split, whole = (jzero.estimate(plan_of(stage), model=model) for stage in (3, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +83,15 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
 def estimate_json(e: Estimate) -> dict[str, Any]:
     """An estimate as plain data, in bytes."""
     names = ("params", "grads", "opt_state", "host", "activations", "working", "states", "total", "wire")
-    names += ("in_flight", "host_per_process", "host_per_node", "to_device", "to_host")
+    names += (
+        "activations_host",
+        "recomputed",
+        "in_flight",
+        "host_per_process",
+        "host_per_node",
+        "to_device",
+        "to_host",
+    )
     return {k: getattr(e, k) for k in names} | {"wire_psi": e.wire_psi, "wire_by_axes": dict(e.wire_by_axes)}
 
 
@@ -94,6 +103,8 @@ def report_json(report: Report, devices_per_node: int = 1) -> dict[str, Any]:
     wire = {"wire": report.wire.total, "wire_psi": report.wire.psi}
     memory["host_per_node"] = devices_per_node * report.memory.host_total
     wire |= report.pcie
+    if report.activations is not None:
+        wire["activations"] = dataclasses.asdict(report.activations)
     return memory | wire | {"wire_by_axes": dict(report.wire.by_axis), "wire_by_op": dict(report.wire.by_op)}
 
 

@@ -29,14 +29,17 @@ class Estimate:
       grads: reduced gradients; with accumulation the sum of them, in at least fp32.
       opt_state: optimizer state and masters in device memory; with `offload` what stays there: single numbers, keys.
       host: optimizer state and masters of one device in pinned host memory.
+      activations_host: block inputs of one device there, with a `model` that offloads them.
       in_flight: with `offload`, state from the host that is on the device at once: `plan.in_flight_bytes`, at most
         `host`.
       to_device, to_host: bytes of one device over PCIe in a step, each direction. With `update="device"` every host
         byte is read once and written once. A chain that takes a norm of its own updates, behind the moments, reads
         the state twice: this closed form still says once, `explain(compiled).transfers` counts. With `update="host"`
-        the shards of gradients and of params go there, and those of new params come back.
+        the shards of gradients and of params go there, and those of new params come back. Offloaded block inputs go
+        and come back once per micro-batch.
       devices_per_process: devices of the mesh that the process with the most of them has; of a pod, those of a host.
-      activations: what the forward pass saves for the backward pass; 0 without a `model`.
+      activations: what the forward pass saves in device memory for the backward pass; 0 without a `model`.
+      recomputed: activations that the backward pass makes again instead; bytes written, not held.
       working: what is alive on top at the worst moment; 0 without a `model`. One block computed again or the
         logits, and where weights are gathered on use the largest of them with its gradient.
       wire_by_axes: bytes that one device sends in a step, by mesh axes; rings assumed, both directions of a
@@ -55,6 +58,8 @@ class Estimate:
     to_host: int = 0
     devices_per_process: int = 1
     activations: int = 0
+    activations_host: int = 0
+    recomputed: int = 0
     working: int = 0
     wire_by_axes: Mapping[str, int]
     psi: int
@@ -74,7 +79,7 @@ class Estimate:
     @property
     def host_per_process(self) -> int:
         """Pinned host memory of one process, in bytes: what JAX's limit per process has to allow."""
-        return self.host * self.devices_per_process
+        return (self.host + self.activations_host) * self.devices_per_process
 
     @property
     def host_per_node(self) -> int:
@@ -100,8 +105,14 @@ class Estimate:
         names += ["in_flight"] if self.host else []
         names += ["activations", "working"] if self.activations else []
         rows = [(k, human_bytes(getattr(self, k))) for k in (*names, "total")]
-        if self.host:
-            rows.append(("host", human_bytes(self.host)))
+        rows += [("recomputed", human_bytes(self.recomputed))] if self.recomputed else []
+        if self.host or self.activations_host:
+            rows += [("host", human_bytes(self.host))] if self.host else []
+            rows += (
+                [("activations on the host", human_bytes(self.activations_host))]
+                if self.activations_host
+                else []
+            )
             rows.append(
                 (
                     "  per process",
@@ -167,6 +178,7 @@ def estimate(
     state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
     on_host = plan.config.tier is not None and plan.config.tier.update == "host"
     shards = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in plan.layouts)
+    moved = 0 if model is None else accumulate * model.host
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts),
@@ -174,10 +186,12 @@ def estimate(
         opt_state=state,
         host=host,
         in_flight=0 if on_host else min(plan.in_flight_bytes, host),
-        to_device=0 if not host else shards if on_host else host,
-        to_host=0 if not host else 2 * shards if on_host else host,
+        to_device=(0 if not host else shards if on_host else host) + moved,
+        to_host=(0 if not host else 2 * shards if on_host else host) + moved,
         devices_per_process=max(counts.values()),
         activations=0 if model is None else model.saved,
+        activations_host=0 if model is None else model.host,
+        recomputed=0 if model is None else model.recomputed,
         working=0 if model is None else model.working + _gathered_bytes(plan),
         wire_by_axes=wire_by_axes(plan, accumulate=accumulate),
         psi=plan.param_bytes,

@@ -72,13 +72,13 @@ def work_before(home: Computation) -> tuple[list[int], list[int]]:
     ops, written = [0], [0]
     for i in home.schedule:
         idle = i.opcode in IDLE or i.opcode.removesuffix("-start") in IDLE
-        size = 0 if idle else _written(home, i)
+        size = 0 if idle else output_bytes(home, i)
         ops.append(ops[-1] + (size > 0 or i.opcode in CALLERS))
         written.append(written[-1] + size)
     return ops, written
 
 
-def _written(home: Computation, i: Instruction) -> int:
+def output_bytes(home: Computation, i: Instruction) -> int:
     """Bytes an instruction writes, 0 for scalars, for what only waits, and for loops (theirs are state)."""
     if i.opcode.endswith("-done") or i.opcode == "while":
         return 0

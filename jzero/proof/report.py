@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero.proof import tables
+from jzero.proof.activations import Activations, find_activations
 from jzero.proof.arguments import argument_bytes
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
@@ -143,6 +144,8 @@ class Report:
       wire: totals.
       devices: number of devices of the program.
       mesh_shape: axis sizes by name, None where neither the plan nor the program has a mesh.
+      activations: bytes of one device that the forward pass saves for the backward pass in device memory (`saved`) and
+        in host memory (`host`), and that are made again there (`recomputed`); None without a backward pass.
     """
 
     collectives: tuple[Collective, ...]
@@ -151,6 +154,7 @@ class Report:
     wire: Wire
     devices: int
     mesh_shape: Mapping[str, int] | None
+    activations: Activations | None = None
 
     @property
     def pcie(self) -> dict[str, int]:
@@ -189,13 +193,15 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     module = parse(text_of(compiled))
     mesh_shape = _mesh_shape(compiled, plan)
     collectives = _grouped(find_collectives(module), mesh_shape, module.entry)
+    transfers = find_transfers(module)
     return Report(
         collectives=collectives,
-        transfers=find_transfers(module),
+        transfers=transfers,
         memory=_memory(compiled, getattr(plan, "kind_of", None)),
         wire=_wire(collectives, _psi_bytes(plan)),
         devices=module.partitions,
         mesh_shape=mesh_shape,
+        activations=find_activations(module, transfers),
     )
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from jzero.errors import human_bytes
 
 if TYPE_CHECKING:
+    from jzero.proof.activations import Activations
     from jzero.proof.report import Collective, Memory, Report
 
 WIDTH = 110
@@ -37,6 +38,12 @@ def render(report: Report) -> str:
         if report.transfers
         else []
     )
+    if report.activations is not None:
+        lines += [
+            "",
+            "from the forward to the backward pass, one device",
+            *lines_of(_activations(report.activations)),
+        ]
     lines += (
         ["", "memory per device", *lines_of(_memory(report.memory))] if report.memory else ["", NO_MEMORY]
     )
@@ -112,6 +119,15 @@ def _transfers(report: Report) -> Table:
         apart = sum(t.total_bytes for t in moves if t.asynchronous)
         share = f"{human_bytes(apart)} ({100 * apart / total:.0f} %)" if total else "-"
         table.add_row(f"to {to}", human_bytes(total), str(count), share)
+    return table
+
+
+def _activations(a: Activations) -> Table:
+    table = plain_table("", "bytes", right=("bytes",))
+    table.add_row("saved in device memory", human_bytes(a.saved))
+    if a.host:
+        table.add_row("saved in host memory", human_bytes(a.host))
+    table.add_row("computed again", human_bytes(a.recomputed))
     return table
 
 

@@ -26,10 +26,13 @@ class Transformer:
       remat: True: a block's input is saved and the block is computed again in the backward pass. False: all
         that the backward pass reads is saved.
       flash: attention scores are never stored whole (flash attention).
+      partition: devices over which a saved input is split (`jzero.remat(Block, plan, partition=)`).
+      offload: saved inputs wait in host memory (`jzero.remat(Block, plan, offload="host")`); two are on the device, one
+        on its way out or in and one at work.
 
     Raises:
       TypeError: a size is no integer.
-      ValueError: a size below 1 (`vocab`: below 0).
+      ValueError: a size below 1 (`vocab`: below 0); `partition` or `offload` without `remat`.
 
     Example:
       >>> Transformer(layers=36, width=4096, heads=32, seq=1024).saved  # 36 inputs, bf16[1024,4096]
@@ -50,13 +53,28 @@ class Transformer:
     dtype: Any = "bfloat16"
     remat: bool = True
     flash: bool = False
+    partition: int = 1
+    offload: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("dtype", "remat", "flash") and not (field.name == "ffn" and value is None):
+            if field.name not in ("dtype", "remat", "flash", "offload") and not (
+                field.name == "ffn" and value is None
+            ):
                 low = 0 if field.name == "vocab" else 1
                 check_int(value, field.name, where="jzero.Transformer", low=low)
+        if not self.remat and (self.offload or self.partition > 1):
+            raise ValueError(
+                "jzero.Transformer(remat=False): only saved block inputs are split or offloaded."
+            )
+
+    @property
+    def _kept(self) -> int:
+        """Bytes that one block keeps for its backward pass, wherever they wait."""
+        if not self.remat:
+            return self.block
+        return self._stream * jnp.dtype(self.dtype).itemsize // self.partition
 
     @property
     def _stream(self) -> int:
@@ -75,9 +93,18 @@ class Transformer:
 
     @property
     def saved(self) -> int:
-        """Bytes kept from the forward to the backward pass: block inputs, or all that each block's backward reads."""
-        kept = self._stream * jnp.dtype(self.dtype).itemsize if self.remat else self.block
-        return self.layers * kept
+        """Device bytes kept from the forward to the backward pass: block inputs, or all that a backward pass reads."""
+        return (min(2, self.layers) if self.offload else self.layers) * self._kept
+
+    @property
+    def host(self) -> int:
+        """Bytes of block inputs in host memory."""
+        return self.layers * self._kept if self.offload else 0
+
+    @property
+    def recomputed(self) -> int:
+        """Bytes that are made again in the backward pass instead of saved, over all blocks."""
+        return self.layers * (self.block - self._stream * jnp.dtype(self.dtype).itemsize) if self.remat else 0
 
     @property
     def working(self) -> int:

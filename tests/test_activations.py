@@ -1,0 +1,94 @@
+"""What `explain` says of activations: saved, on the host, computed again; compiled for H200."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jzero
+
+pytest.importorskip(
+    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
+)
+
+DIM, ROWS, LAYERS = 512, 256, 6  # of one device
+BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+INPUT = 2 * ROWS * DIM
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(DIM, **BF16)(nn.gelu(nn.Dense(4 * DIM, **BF16)(x))), None
+
+
+class Net(nn.Module):
+    remat: bool
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
+        if self.scan:
+            return nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=LAYERS)()(x, None)[0]
+        for i in range(LAYERS):
+            x, _ = block(name=f"block_{i}")(x)
+        return x
+
+
+@functools.cache
+def report(remat, scan):
+    pod = jzero.pod("h200", hosts=1, gpus_per_host=8)
+    model = Net(remat, scan)
+
+    def create():
+        params = model.init(jax.random.key(0), jnp.zeros((8, DIM), jnp.bfloat16))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+    state = jzero.abstract(create, stage=2, mesh=pod.mesh({"data": 8}))
+
+    def step(state, x):
+        def loss_of(params):
+            return jnp.mean(state.apply_fn({"params": params}, x).astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    x = jax.ShapeDtypeStruct((8 * ROWS, DIM), jnp.bfloat16)
+    compiled = pod.compile(jax.jit(step, donate_argnums=0), state, x)
+    return jzero.explain(compiled, jzero.plan_of(state))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_with_remat_block_inputs_are_saved(scan):
+    found = report(True, scan).activations
+    assert found is not None
+    # the first input is an argument, and the last result is read by the loss
+    assert (LAYERS - 1) * INPUT <= found.saved <= (LAYERS + 2) * INPUT
+    assert found.recomputed >= LAYERS * 4 * INPUT  # the MLP's hidden values
+    assert found.host == 0
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_without_remat_nothing_is_computed_again(scan):
+    found = report(False, scan).activations
+    assert found is not None
+    assert found.recomputed == 0
+    assert found.saved >= LAYERS * 5 * INPUT
+    assert found.saved <= report(False, scan).memory.temp
+
+
+def test_the_table_says_it():
+    text = str(report(True, False))
+    assert "from the forward to the backward pass" in text
+    assert "computed again" in text
+
+
+def test_a_program_without_a_backward_pass_has_none():
+    assert jzero.explain(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile()).activations is None
