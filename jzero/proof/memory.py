@@ -34,7 +34,7 @@ class Estimate:
       to_device, to_host: bytes of one device over PCIe in a step, each direction. With `update="device"` every host
         byte is read once and written once. A chain that takes a norm of its own updates, behind the moments, reads
         the state twice: this closed form still says once, `explain(compiled).transfers` counts. With `update="host"`
-        the shards of gradients and of params go there, and those of new params come back.
+        the shards of gradients go there, of params without master too, and those of new params come back.
       devices_per_process: devices of the mesh that the process with the most of them has; of a pod, those of a host.
       activations: what the forward pass saves for the backward pass; 0 without a `model`.
       working: what is alive on top at the worst moment; 0 without a `model`. One block computed again or the
@@ -167,6 +167,12 @@ def estimate(
     state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
     on_host = plan.config.tier is not None and plan.config.tier.update == "host"
     shards = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in plan.layouts)
+    followed = plan.config.updates == "land"  # a master does not need its param there
+    alone = sum(
+        x.nbytes // shard_factor(x.state, plan.mesh)
+        for x in plan.layouts
+        if not (followed and plan.config.master_for(x.dtype))
+    )
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts),
@@ -175,7 +181,7 @@ def estimate(
         host=host,
         in_flight=0 if on_host else min(plan.in_flight_bytes, host),
         to_device=0 if not host else shards if on_host else host,
-        to_host=0 if not host else 2 * shards if on_host else host,
+        to_host=0 if not host else shards + alone if on_host else host,
         devices_per_process=max(counts.values()),
         activations=0 if model is None else model.saved,
         working=0 if model is None else model.working + _gathered_bytes(plan),
