@@ -102,7 +102,7 @@ class _Run:
 
     def results(self) -> list[Any]:
         """All results, each in its home."""
-        units = [*self.cut.scalars, *self.cut.units]
+        units = [*self.cut.first, *self.cut.scalars, *self.cut.units]
         env = self._exchange(None, [], units[0]) if units else {}
         for unit, later in itertools.zip_longest(units, units[1:]):
             outs = self._computed(unit, env)
@@ -153,6 +153,8 @@ class _Run:
                     if 0 <= n - 1 - lag < len(hosted):
                         self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 1 - lag][0]]))
                     env[sources[n]] = self._fetch(sources[n], later.piece if later else None)
+                    if sources[n] in self.cut.kept:
+                        self.values[sources[n]] = env[sources[n]]
             if n < len(hosted):
                 value, out = hosted[n]
                 with jax.named_scope("jzero.write_back"):
