@@ -29,7 +29,7 @@ import jzero
 from train.model import GPT, Model
 
 ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
-VALUE = re.compile(r"^ value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)")
+VALUE = re.compile(r"^ value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)")
 ALIVE = re.compile(r"^    (\S+?)(\{[\d,]*\})?:(\d+)-(\d+)$")
 
 

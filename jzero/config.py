@@ -43,9 +43,9 @@ class Offload:
     Args:
       tier: "host": pinned host memory.
       update: where the new state is computed. "device": state is fetched, updated and written back, 24 bytes per
-        parameter over PCIe for Adam with a master. "host": gradient and param go to the host and the new param comes
-        back, 6 bytes per parameter in 16 bits, and the CPU computes; compiled for GPUs and tested on CPUs, but it has
-        not run on a GPU yet (docs/offload.md).
+        parameter over PCIe for Adam with a master. "host": the gradient goes to the host and the new param comes back,
+        4 bytes per parameter in 16 bits, and the CPU computes; compiled for GPUs and tested on CPUs, but it has not
+        run on a GPU yet (docs/offload.md).
       in_flight_bytes: bytes of state, of one device, that are on the device at once; three units of a third of it
         are fetched, updated and written. With update="host": the bytes that the host copies at once. None: a 64th of
         a device's share of the state, from 64 MiB to 1 GiB.

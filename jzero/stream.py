@@ -14,10 +14,10 @@ Of two pieces of one array the second is fetched before the first is written.
 Where two units together are above the bound, since one cannot be cut, the first is written before the next is fetched.
 
 [Note: update on the host]
-Gradient and param go to the host instead, the unit is computed there (`compute_on("device_host")`), and what the device
-needs comes back: 4 + 2 bytes per parameter over PCIe for 16-bit params instead of 24. Single numbers come from the
-device. XLA joins host computations that nothing keeps apart, and copies what they are given: the same ties bound that
-copy.
+The gradient goes to the host instead, the unit is computed there (`compute_on("device_host")`), and what the device
+needs comes back: 2 + 2 bytes per parameter over PCIe for 16-bit params instead of 24 (`follow.py` says why the param
+need not go along). Single numbers come from the device. XLA joins host computations that nothing keeps apart, and
+copies what they replace: the same ties bound that copy.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Run:
 
     def results(self) -> list[Any]:
         """All results, each in its home."""
-        units = [*self.cut.scalars, *self.cut.units]
+        units = [*self.cut.first, *self.cut.scalars, *self.cut.units]
         env = self._exchange(None, [], units[0]) if units else {}
         for unit, later in itertools.zip_longest(units, units[1:]):
             outs = self._computed(unit, env)
@@ -153,6 +153,8 @@ class _Run:
                     if 0 <= n - 1 - lag < len(hosted):
                         self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 1 - lag][0]]))
                     env[sources[n]] = self._fetch(sources[n], later.piece if later else None)
+                    if sources[n] in self.cut.kept:
+                        self.values[sources[n]] = env[sources[n]]
             if n < len(hosted):
                 value, out = hosted[n]
                 with jax.named_scope("jzero.write_back"):
@@ -298,13 +300,9 @@ class _HostRun(_Run):
             late = [jax.device_put(x, jax.memory.Space.Host) for x in late]
 
         def update(*arrays):
-            env = {**self.graph.known, **dict(zip((*unit.sources, *inputs), arrays, strict=True))}
-            for value in unit.values:
-                for node in self.graph.needed(value, env):
-                    operands = [env[i] for i in node.ins]
-                    results = operands[:1] if node.name in LAYOUT else node.run(operands)
-                    env.update((o, _hosted(x)) for o, x in zip(node.outs, results, strict=True))
-            return [env[v] for v in unit.values]
+            return run_on_host(
+                self.graph, unit.values, dict(zip((*unit.sources, *inputs), arrays, strict=True))
+            )
 
         for value, out in zip(unit.values, jaxprs.on_host(update)(*sources, *late), strict=True):
             home = self.cut.home_of(value)
@@ -321,6 +319,17 @@ class _HostRun(_Run):
             for node in self.graph.needed(value, given):
                 found.update((i, None) for i in node.ins if i in given and i not in self.graph.known)
         return list(found)
+
+
+def run_on_host(graph: Graph, values: Sequence[int], given: dict[int, Any]) -> list[Any]:
+    """Values of a graph, for those that are given, inside of a computation on the host."""
+    env = {**graph.known, **given}
+    for value in values:
+        for node in graph.needed(value, env):
+            operands = [env[i] for i in node.ins]
+            results = operands[:1] if node.name in LAYOUT else node.run(operands)
+            env.update((o, _hosted(x)) for o, x in zip(node.outs, results, strict=True))
+    return [env[v] for v in values]
 
 
 def _hosted(x):

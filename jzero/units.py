@@ -12,6 +12,12 @@ A unit above the bound is taken in pieces, where everything on the way is elemen
 array, and its result put in its place there. Arrays are seen as [n, size/n] in a dim that n devices share, so that a
 piece is a piece of every shard. In one array the fetch of a piece waits for the write of the one before; pieces of
 several arrays take turns, and the bus is busy both ways. `pieces.py` says how a padded leaf is cut.
+
+[Note: vectors beside a matrix]
+Adafactor keeps a row and a column for each matrix, from which all of its update is computed: arrays of several shapes,
+no piece of which belongs to a piece of the master. Where such vectors are new from themselves and from what is on the
+device alone, and few, they are fetched and written before all else and stay on the device to the end of the step. The
+matrix is then cut as if it were alone.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from jzero.pieces import Form, Piece, pieces
 from jzero.specs import shard_factor
 
 ALIVE = 3  # units whose bytes may be on the device at once: written, updated, fetched
+KEPT = 4  # vectors stay on the device up to this part of the bound, each below this part of its matrix
 MOST = 3000  # units that one program may have: XLA takes seconds to minutes for a hundred
 
 
@@ -112,6 +119,8 @@ class Cut:
     """How a function is cut: the units in the order in which they run, and what does not fit.
 
     Attributes:
+      kept: host arguments that stay on the device once they are fetched; see [Note: vectors beside a matrix].
+      first: their unit, if there are any.
       units: of the results that live in host memory or read what does.
       scalars: units of the single numbers that they need from host memory; these run first.
       excess: what needs more than the bound.
@@ -131,10 +140,19 @@ class Cut:
         self.made = dict(zip(graph.outs, out_homes, strict=True))
         self.homes = dict(zip(graph.ins, homes, strict=True))
         self.limit = max(in_flight_bytes // ALIVE, 1)
-        self.reads = graph.reads([i for i, h in self.homes.items() if h.sharding is not None])
+        hosted = [i for i, h in self.homes.items() if h.sharding is not None]
+        self.reads = graph.reads(hosted)
         self.excess: list[Excess] = []
         components = list(self._components())
         self._check_count(components)
+        self.first = [] if whole else self._first(components)
+        self.kept = frozenset(s for unit in self.first for s in unit.sources)
+        if self.first:
+            done = {v for unit in self.first for v in unit.values}
+            self.reads = graph.reads([i for i in hosted if i not in self.kept])
+            rest = (tuple(v for v in values if v not in done) for values in components)
+            components = [values for values in rest if values]
+            self.limit = max((in_flight_bytes - self.first[0].nbytes) // ALIVE, 1)
         self.scalars = [
             unit for value in self._needed_scalars() for unit in self._cut((value,), self._below(value))
         ]
@@ -164,6 +182,34 @@ class Cut:
                 f"cut into {total // self.limit} units, and {MOST} are the most that XLA compiles in a sensible time. "
                 f"Take at least {ALIVE * -(-total // MOST)}, or leave it out: a 64th of the state."
             )
+
+    def _first(self, components: list[tuple[int, ...]]) -> list[Unit]:
+        """The one unit of [Note: vectors beside a matrix], if any component asks for it; large ones come first."""
+        values: list[int] = []
+        sources: list[int] = []
+        sizes = {c: self._bytes(c, self._sources(c)) for c in components}
+        for component in sorted(components, key=lambda c: -sizes[c]):
+            if sizes[component] > self.limit:
+                vectors = self._vectors(component)
+                new = [v for v in component if self._replaced(v) in vectors]
+                if self._bytes((*values, *new), (*sources, *vectors)) <= self.in_flight_bytes // KEPT:
+                    values, sources = values + new, sources + vectors
+        return [Unit(tuple(values), tuple(sources), self._bytes(values, sources))] if sources else []
+
+    def _vectors(self, component: tuple[int, ...]) -> list[int]:
+        """The host arguments of a component that are smaller than its largest, if they are new from themselves."""
+        sources = sorted(self._sources(component))
+        sizes = {s: shard_bytes(self.graph.avals[s], self.homes[s]) for s in sources}
+        small = {s for s in sources if KEPT * sizes[s] < max(sizes.values())}
+        new = [v for v in component if self._replaced(v) in small]
+        through = (o for v in new for node in self.graph.needed(v, self.homes) for o in node.outs)
+        read = {s for o in through for s in self.reads.get(o, ()) or self._below(o)}
+        return sorted(small) if read <= small else []
+
+    def _replaced(self, value: int) -> int | None:
+        """The argument whose buffer a result takes."""
+        at = self.home_of(value).replaces
+        return None if at is None else self.graph.ins[at]
 
     def _sources(self, values: Iterable[int]) -> frozenset[int]:
         """The host arguments that results are computed from, other than through single numbers."""

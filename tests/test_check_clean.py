@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_check import BOTH, QUICK, constrained, create, found_in, state_of, tokens, train_step
+from test_check import (
+    BOTH,
+    QUICK,
+    constrained,
+    create,
+    found_in,
+    in_a_loop,
+    loss_of,
+    state_of,
+    tokens,
+    train_step,
+)
 
 import jzero
 
@@ -61,3 +73,46 @@ def test_batch_split_inside_of_the_step_is_no_fault():
         return train_step(state, constrained(batch, lambda x: plan.batch))
 
     assert found_in(state, plan, step, batch=tokens(8, plan.sharding(P()))) == {}
+
+
+def in_a_scan(stage, scan, unroll, step=train_step):
+    """Four steps in a loop, compiled, and their plan."""
+    state, plan = state_of(stage, scan=scan)
+    batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), tokens())
+    batches = jax.tree.map(lambda x: x.update(sharding=plan.sharding(P(None, "data"))), batches)
+
+    def steps(state, batches):
+        return jax.lax.scan(step, state, batches, unroll=unroll)
+
+    pod = jzero.pod("h200")
+    return pod.compile(steps, state, batches, donate_argnums=0, compiler_options=QUICK), plan
+
+
+@pytest.mark.parametrize(
+    ("stage", "scan", "unroll"),
+    [(0, False, 4), (1, False, 4), (1, True, 1), (2, False, 2), (2, True, 1), (2, True, 4), (3, True, 2)],
+)
+def test_clean_steps_in_a_scan(stage, scan, unroll):
+    compiled, plan = in_a_scan(stage, scan, unroll)
+    assert jzero.findings(compiled, plan) == ()
+    state, _ = state_of(stage, scan=scan)
+    one = jzero.pod("h200").compile(
+        train_step, state, tokens(), donate_argnums=0, plan=plan, compiler_options=QUICK
+    )
+    wire = jzero.explain(one, plan).wire.total
+    assert jzero.explain(compiled, plan).wire.total == pytest.approx(4 * wire, rel=0.01)
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_micro_batches_are_still_found_in_a_scan_of_steps(unroll):
+    def step(state, batch):
+        def grads_of(part):
+            return jax.grad(lambda p: loss_of(state, p, part))(state.params)
+
+        parts = jax.tree.map(lambda x: jnp.stack([(x + k) % 512 for k in range(4)]), batch)
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        return state.apply_gradients(grads=in_a_loop(grads_of, zeros, parts)), 0
+
+    compiled, plan = in_a_scan(2, True, unroll, step)
+    found = {f.kind: f.text for f in jzero.findings(compiled, plan)}
+    assert "reduced 4.0 times in a step" in found["reduction_per_microbatch"]

@@ -17,7 +17,8 @@ from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.lifetimes import most_on_device
-from jzero.proof.places import phase_of, walk
+from jzero.proof.places import Place, phase_of
+from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import find_transfers
 from jzero.sharding import Plan
 from jzero.specs import entry_axes, shard_factor
@@ -194,19 +195,23 @@ class Evidence:
         flat = sum(d[0] for d in self.dims(s) if len(d) == 1 and d[0] >= least)
         return flat + sum(math.prod(d) for d in self.dims(s) if len(d) > 1 and self.is_weight(d))
 
-    def trips(self, s: Site) -> int:
-        """Executions within one update: a loop of whole steps counts once."""
-        return math.prod(n or 1 for n in s.loops[len(self.step_loops) :])
+    def trips(self, s: Site) -> float:
+        """Executions within one update: a loop of whole steps counts once, and so do the steps of one round of it."""
+        return math.prod(n or 1 for n in s.loops[len(self.step_loops) :]) / self.updates
 
     @functools.cached_property
+    def _step(self) -> Place | None:
+        return step_of(self.module)
+
+    @property
     def step_loops(self) -> tuple[int, ...]:
-        """Trip counts of the loops that run whole steps: those with an optimizer update in them."""
-        depths = [
-            p.loops
-            for p in walk(self.module)
-            if p.loops and any("jzero.update" in line for line in p.computation.lines)
-        ]
-        return min(depths, key=len, default=())
+        """Trip counts of the loops that run whole steps."""
+        return self._step.loops if self._step is not None else ()
+
+    @functools.cached_property
+    def updates(self) -> int:
+        """How many steps one round of their loop has; see [Note: steps in a row] in `rounds.py`."""
+        return updates_in(self.module, self._step.computation) if self._step is not None else 1
 
     def kept(self, s: Site) -> int:
         """Bytes of gathered weights that the forward pass and the backward pass both read."""

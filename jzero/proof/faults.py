@@ -81,7 +81,7 @@ def _grads_all_reduced(e: Evidence) -> Found:
             f"gradients are all-reduced over {_axes(e.plan.config.axes)} where a reduce-scatter was planned: "
             f"{100 * total / _elements(e):.0f} % of the values of {len(e.split)} split params, whole on every device "
             "and sent twice.",
-            sum(s.bytes * e.trips(s) for s in sites),
+            round(sum(s.bytes * e.trips(s) for s in sites)),
             "hand the gradients to tx.update as jax.grad gives them: no with_sharding_constraint, pmean or output of "
             "the whole gradient (return optax.global_norm(grads) instead).",
         )
@@ -238,7 +238,7 @@ def _stack_before_loop(e: Evidence) -> Found:
         yield (
             f"{len(stacks)} stacks of layers are split along their scanned dim by their own layout, so that all layers "
             f"are gathered where one is used: {_names(stacks)}",
-            sum(s.wire_bytes * e.trips(s) for s in sites),
+            round(sum(s.wire_bytes * e.trips(s) for s in sites)),
             "leave the leading dim of the stack out of its layout (None), and jzero splits another one.",
         )
         return
@@ -294,7 +294,7 @@ def _activations_moved(e: Evidence) -> Found:
     least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch
     forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(e.parts(s)) >= least]
     sites = [s for s in sites if s.phase != "update"] + forward
-    moved = sum(s.wire_bytes * e.trips(s) for s in sites)
+    moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
     if moved > SHARE_MOVED * e.plan.param_bytes:
         ops = sorted({s.op for s in sites})
         yield (
@@ -343,7 +343,7 @@ def _elements(e: Evidence) -> int:
     return sum(e.local(x) for x in e.split)
 
 
-def _reduced(e: Evidence, axis: str) -> int:
+def _reduced(e: Evidence, axis: str) -> float:
     """Elements of gradients reduced along a mesh axis in a step."""
     zero = axis in e.plan.config.axes  # over a replica axis shards are reduced, of any size
     rows = [s for s, axes in e.sites if s.op in REDUCES and axis in axes and s.phase != "forward"]

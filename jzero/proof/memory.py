@@ -35,8 +35,8 @@ class Estimate:
       to_device, to_host: bytes of one device over PCIe in a step, each direction. With `update="device"` every host
         byte is read once and written once. A chain that takes a norm of its own updates, behind the moments, reads
         the state twice: this closed form still says once, `explain(compiled).transfers` counts. With `update="host"`
-        the shards of gradients and of params go there, and those of new params come back. Offloaded block inputs go
-        and come back once per micro-batch.
+        the shards of gradients go there, of params without master too, and those of new params come back. Offloaded
+        block inputs go and come back once per micro-batch.
       devices_per_process: devices of the mesh that the process with the most of them has; of a pod, those of a host.
       activations: what the forward pass saves in device memory for the backward pass; 0 without a `model`.
       recomputed: activations that the backward pass makes again instead; bytes written, not held.
@@ -179,6 +179,12 @@ def estimate(
     on_host = plan.config.tier is not None and plan.config.tier.update == "host"
     shards = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in plan.layouts)
     moved = 0 if model is None else accumulate * model.host
+    followed = plan.config.updates == "land"  # a master does not need its param there
+    alone = sum(
+        x.nbytes // shard_factor(x.state, plan.mesh)
+        for x in plan.layouts
+        if not (followed and plan.config.master_for(x.dtype))
+    )
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts),
@@ -187,7 +193,7 @@ def estimate(
         host=host,
         in_flight=0 if on_host else min(plan.in_flight_bytes, host),
         to_device=(0 if not host else shards if on_host else host) + moved,
-        to_host=(0 if not host else 2 * shards if on_host else host) + moved,
+        to_host=(0 if not host else shards + alone if on_host else host) + moved,
         devices_per_process=max(counts.values()),
         activations=0 if model is None else model.saved,
         activations_host=0 if model is None else model.host,

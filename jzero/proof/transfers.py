@@ -7,6 +7,10 @@ a plain `copy` that the program waits for. A piece of one moves by a `dynamic-sl
 `fusion-done`, named `dynamic-slice-start` and `dynamic-update-slice-start` and asynchronous. What moves is then the
 slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus. A host
 computation (`HostExecute`) reads and writes its own memory; of device arrays it is given copies, and fills some.
+
+[Note: params that were replaced]
+With `update="host"` a loop of no round, in which nothing moves, or of one sends the params (`follow.py`). It is listed,
+and counts in no sum.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from jzero.follow import TAKE_OVER
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.places import CALLERS, Place, name_stack, phase_of, walk
 
@@ -37,6 +42,7 @@ class Transfer:
       loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
       asynchronous: True where the program goes on between start and done.
       phase: `forward`, `backward`, `update` or empty.
+      seldom: True where it runs only after params were replaced; see [Note: params that were replaced].
     """
 
     to: str
@@ -46,11 +52,12 @@ class Transfer:
     loops: tuple[int, ...]
     asynchronous: bool
     phase: str = ""
+    seldom: bool = False
 
     @property
     def trips(self) -> int:
-        """Executions per step; an unknown loop counts once."""
-        return math.prod(n or 1 for n in self.loops)
+        """Executions per step; an unknown loop counts once, what runs seldom not at all."""
+        return 0 if self.seldom else math.prod(n or 1 for n in self.loops)
 
     @property
     def total_bytes(self) -> int:
@@ -104,7 +111,8 @@ def _transfers(module: Module, place: Place, i: Instruction) -> Iterator[Transfe
     for to, size in moves.items():
         if size:
             phase = phase_of(name_stack(place, i), module.has_backward)
-            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase)
+            seldom = any(TAKE_OVER in stack for stack in place.callers)
+            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, seldom)
 
 
 def _copied(result: Sequence[Shape], from_host: bool) -> dict[str, int]:
