@@ -133,7 +133,9 @@ class Walk(Uses):
             return jaxprs.bind(eqn, values)
         name = eqn.primitive.name
         if name in ON_SHARD:
-            return [ON_SHARD[name](eqn, values[0])]
+            changed = [ON_SHARD[name](eqn, values[0])]
+            # pinned: the gathered layout would spread back over a cast before a remat region (`compute_dtype`)
+            return changed if self.in_remat else self.on_shards(changed)
         if name in jaxprs.REMAT:
             return self.remat(eqn, values)
         if name in buckets.CLOSED:
@@ -142,8 +144,7 @@ class Walk(Uses):
 
     def remat(self, eqn, values: list[Any]) -> list[Any]:
         """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
-        # pinned: the gathered layout would spread back over a cast before the region (`compute_dtype`)
-        flat, rewrap = unwrap(self.on_shards(values))
+        flat, rewrap = unwrap(values)
         size = sum(v.nbytes for v in values if isinstance(v, Weight))
         inner = Walk(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
         handed = buckets.handed_through([eqn.params["jaxpr"]], [isinstance(v, Weight) for v in values])
