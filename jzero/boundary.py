@@ -1,0 +1,183 @@
+"""What a remat region keeps of its input: two primitives, whose forward and backward programs differ.
+
+[Note: the boundary of a block]
+`jax.checkpoint` keeps the inputs of a region as they are. To keep one split, or in host memory, and to have it back
+only for the second run, the region begins with `x, kept = begin(x)` and ends with `y = end(y, kept)`. Without
+differentiation both are the identity. Where JAX cuts the region into what runs forward and what runs again backward
+(the rules for `partial_eval_jaxpr_custom`):
+
+- forward, `begin` gives `x` as it came and makes the copy that is kept: constrained to its slice, sent to the host;
+  `end` ties the result of the block to that copy, so that it is written while the block runs. (XLA writes as late as
+  it can: for 12 unrolled layers that was just before the copy was read again.)
+- backward, `begin` is the copy, fetched and gathered. `x` itself is read by nothing there, so it is not kept.
+
+A sharding constraint round a `checkpoint_name` would do the first without primitives, but what it splits is gathered
+in the forward pass too, and its cotangent is split and gathered again.
+
+The rules ask the policy of the region: an outer region with another policy computes the inner one's input again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, Var
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero.jaxprs import is_literal
+
+BEGIN, END = "jzero_block_input", "jzero_block_output"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """How an input is kept: `split` over mesh axes instead of `whole`, and in host memory or not."""
+
+    split: NamedSharding | None
+    whole: NamedSharding | None
+    host: bool
+
+    def store(self, x: jax.Array) -> list[jax.Array]:
+        """The input as the block reads it, and the copy that is kept."""
+        kept = x
+        if self.split is not None:
+            x = jax.lax.with_sharding_constraint(x, self.whole)
+            kept = jax.lax.with_sharding_constraint(x, self.split)
+        return [x, jax.device_put(kept, jax.memory.Space.Host) if self.host else kept]
+
+    def load(self, kept: jax.Array) -> list[jax.Array]:
+        """The input again, from the copy."""
+        x = jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
+        if self.split is not None:
+            x = jax.lax.with_sharding_constraint(x, self.split)  # fetched as it lies, then gathered
+            x = jax.lax.with_sharding_constraint(x, self.whole)
+        return [x]
+
+    def batched(self) -> Kept:
+        """The same under `vmap`, with the new dim first."""
+
+        def moved(sharding):
+            return sharding and NamedSharding(sharding.mesh, P(P.UNCONSTRAINED, *sharding.spec))
+
+        return Kept(moved(self.split), moved(self.whole), self.host)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsInputs:
+    """A checkpoint policy: what `begin` keeps, and what another policy keeps."""
+
+    policy: Callable[..., Any] | None = None
+
+    def __call__(self, prim, *args, **params):
+        """As any of `jax.checkpoint_policies`."""
+        if prim.name == BEGIN:
+            return True
+        return False if self.policy is None else self.policy(prim, *args, **params)
+
+
+def begin(x: Any, kept: Kept) -> tuple[Any, Any]:
+    """The first thing in a region: its input, and a token for `end`."""
+    x, token = _begin_p.bind(x, kept=kept)
+    return x, token
+
+
+def end(y: Any, tokens: Sequence[Any]) -> Any:
+    """The last thing in a region: one of its results."""
+    return _end_p.bind(y, *tokens)
+
+
+_begin_p = Primitive(BEGIN)
+_begin_p.multiple_results = True
+_end_p = Primitive(END)
+
+
+def _begin_jvp(primals, tangents, *, kept):
+    outs = _begin_p.bind(*primals, kept=kept)
+    return outs, [tangents[0], ad.Zero(jax.typeof(outs[1]).to_tangent_aval())]
+
+
+def _begin_batch(args, dims, *, kept):
+    x = args[0] if dims[0] == 0 else jax.numpy.moveaxis(args[0], dims[0], 0)
+    return _begin_p.bind(x, kept=kept.batched()), [0, 0]
+
+
+def _end_batch(args, dims):
+    return _end_p.bind(*args), dims[0]
+
+
+def _begin_rule(saveable, unknown, instantiated, eqn):
+    (x,), kept = eqn.invars, eqn.params["kept"]
+    missing = [x] if not is_literal(x) and not instantiated[0] else []
+    if unknown[0]:
+        return None, eqn, [True, True], [True, True], missing
+    # `is`: some policies answer with objects, all of which are true
+    if saveable(_begin_p, x.aval, **eqn.params) is not True:
+        return eqn, eqn, [False, False], [True, True], missing
+    copy = eqn.outvars[1] if type(eqn.outvars[1]) is Var else Var(eqn.outvars[1].aval)
+    store, load = _programs(x.aval, copy.aval, kept)
+    known = store.replace(invars=[x], outvars=[eqn.outvars[0], copy], source_info=eqn.source_info)
+    staged = load.replace(invars=[copy], outvars=[eqn.outvars[0]], source_info=eqn.source_info)
+    return known, staged, [False, False], [True, False], [copy]
+
+
+def _end_rule(saveable, unknown, instantiated, eqn):
+    missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not is_literal(v)]
+    if any(unknown):
+        return None, eqn, [True], [True], missing
+    tie = _tie(*(v.aval for v in eqn.invars))
+    known = tie.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    return known, None, [False], [False], []
+
+
+@functools.lru_cache(maxsize=256)
+def _programs(aval, copy, kept: Kept):
+    """The equations of `store` and of `load`; one for all blocks of a kind."""
+
+    def jzero_store(x):
+        return kept.store(x)
+
+    def jzero_load(x):
+        return kept.load(x)
+
+    return _equation(jzero_store, aval), _equation(jzero_load, copy)
+
+
+@functools.lru_cache(maxsize=256)
+def _tie(*avals):
+    def jzero_tie(*values):
+        return [jax.lax.optimization_barrier(values)[0]]
+
+    return _equation(jzero_tie, *avals)
+
+
+def _equation(fn: Callable, *avals):
+    """A function as one equation, a call of it."""
+    return jax.make_jaxpr(jax.jit(fn))(*avals).eqns[0]
+
+
+def _lower_begin(ctx, x, *, kept):
+    return [x, x]
+
+
+_begin_p.def_impl(lambda x, *, kept: [x, x])
+_begin_p.def_abstract_eval(
+    lambda x, *, kept: [x, x.update(memory_space=jax.memory.Space.Host) if kept.host else x]
+)
+ad.primitive_jvps[_begin_p] = _begin_jvp
+batching.primitive_batchers[_begin_p] = _begin_batch
+pe.partial_eval_jaxpr_custom_rules[_begin_p] = _begin_rule
+mlir.register_lowering(_begin_p, _lower_begin)
+
+_end_p.def_impl(lambda y, *tokens: y)
+_end_p.def_abstract_eval(lambda y, *tokens: y)
+ad.primitive_jvps[_end_p] = lambda primals, tangents: (_end_p.bind(*primals), tangents[0])
+batching.primitive_batchers[_end_p] = _end_batch
+pe.partial_eval_jaxpr_custom_rules[_end_p] = _end_rule
+mlir.register_lowering(_end_p, lambda ctx, y, *tokens: [y])
