@@ -8,7 +8,8 @@ differentiation both are the identity. Where JAX cuts the region into what runs 
 
 - forward, `begin` gives `x` as it came and makes the copy that is kept: constrained to its slice, sent to the host;
   `end` ties the result of the block to that copy, so that it is written while the block runs. (XLA writes as late as
-  it can: for 12 unrolled layers that was just before the copy was read again.)
+  it can: in straight-line code that was just before the copy was read again.) A scan writes it in its turn by itself,
+  and XLA cannot place a stack on the host that a barrier reads as well, so there nothing is tied.
 - backward, `begin` is the copy, fetched and gathered. `x` itself is read by nothing there, so it is not kept.
 
 A sharding constraint round a `checkpoint_name` would do the first without primitives, but what it splits is gathered
@@ -90,7 +91,7 @@ def begin(x: Any, kept: Kept) -> tuple[Any, Any]:
 
 def end(y: Any, tokens: Sequence[Any]) -> Any:
     """The last thing in a region: one of its results."""
-    return _end_p.bind(y, *tokens)
+    return _end_p.bind(y, *tokens, tied=False)
 
 
 _begin_p = Primitive(BEGIN)
@@ -108,8 +109,12 @@ def _begin_batch(args, dims, *, kept):
     return _begin_p.bind(x, kept=kept.batched()), [0, 0]
 
 
-def _end_batch(args, dims):
-    return _end_p.bind(*args), dims[0]
+def _end_jvp(primals, tangents, *, tied):
+    return _end_p.bind(*primals, tied=tied), tangents[0]
+
+
+def _end_batch(args, dims, *, tied):
+    return _end_p.bind(*args, tied=tied), dims[0]
 
 
 def _begin_rule(saveable, unknown, instantiated, eqn):
@@ -131,9 +136,9 @@ def _end_rule(saveable, unknown, instantiated, eqn):
     missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not is_literal(v)]
     if any(unknown):
         return None, eqn, [True], [True], missing
-    tie = _tie(*(v.aval for v in eqn.invars))
-    known = tie.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-    return known, None, [False], [False], []
+    if not missing:  # nothing was kept: `begin` was in a region with another policy
+        return eqn, eqn, [False], [True], []
+    return eqn.replace(params={"tied": True}), None, [False], [False], []
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,14 +154,6 @@ def _programs(aval, copy, kept: Kept):
     return _equation(jzero_store, aval), _equation(jzero_load, copy)
 
 
-@functools.lru_cache(maxsize=256)
-def _tie(*avals):
-    def jzero_tie(*values):
-        return [jax.lax.optimization_barrier(values)[0]]
-
-    return _equation(jzero_tie, *avals)
-
-
 def _equation(fn: Callable, *avals):
     """A function as one equation, a call of it."""
     return jax.make_jaxpr(jax.jit(fn))(*avals).eqns[0]
@@ -164,6 +161,14 @@ def _equation(fn: Callable, *avals):
 
 def _lower_begin(ctx, x, *, kept):
     return [x, x]
+
+
+def _lower_end(ctx, y, *tokens, tied):
+    if not tied:
+        return [y]
+    return mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values)[0], multiple_results=False)(
+        ctx, y, *tokens
+    )
 
 
 _begin_p.def_impl(lambda x, *, kept: [x, x])
@@ -175,9 +180,9 @@ batching.primitive_batchers[_begin_p] = _begin_batch
 pe.partial_eval_jaxpr_custom_rules[_begin_p] = _begin_rule
 mlir.register_lowering(_begin_p, _lower_begin)
 
-_end_p.def_impl(lambda y, *tokens: y)
-_end_p.def_abstract_eval(lambda y, *tokens: y)
-ad.primitive_jvps[_end_p] = lambda primals, tangents: (_end_p.bind(*primals), tangents[0])
+_end_p.def_impl(lambda y, *tokens, tied: y)
+_end_p.def_abstract_eval(lambda y, *tokens, tied: y)
+ad.primitive_jvps[_end_p] = _end_jvp
 batching.primitive_batchers[_end_p] = _end_batch
 pe.partial_eval_jaxpr_custom_rules[_end_p] = _end_rule
-mlir.register_lowering(_end_p, lambda ctx, y, *tokens: [y])
+mlir.register_lowering(_end_p, _lower_end)

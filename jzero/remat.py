@@ -39,7 +39,7 @@ def remat(
     the same values. Without `partition` and `offload` it is what they are.
 
     Args:
-      subject: a linen Module class, an NNX Module class (its `__call__` then runs again), or a function, of modules too.
+      subject: a linen Module class, an NNX Module class (its `__call__` then runs again), or a function.
       plan: from `jzero.make_plan` or `jzero.plan_of(state)`, at any stage; gives the mesh.
       partition: mesh axis, or tuple of axes, over which the devices hold the same activations (tensor parallelism):
         each keeps its slice. Not an axis that splits the batch. None: kept as it is laid out.
@@ -69,52 +69,95 @@ def remat(
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 6.1: partitioned activation checkpointing, P_a and P_a+cpu.
     """
-    block = _Block(subject, plan, _axes(partition), offload, dim, _tuple(argnums), prevent_cse, _tuple(static_argnums))
-    return block.checked().wrapped(KeepsInputs(policy))
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"jzero.remat: plan must be a jzero.Plan, not {type(plan).__name__}: jzero.remat(Block, plan)."
+        )
+    if not _is_subject(subject):
+        raise TypeError(f"jzero.remat: {subject!r} is neither a Module class nor a function.")
+    if policy is not None and not callable(policy):
+        raise TypeError(f"jzero.remat(policy={policy!r}): pass one of jax.checkpoint_policies, or None.")
+    if offload not in (None, "host"):
+        raise ValueError(f'jzero.remat(offload={offload!r}): offload must be "host" or None.')
+    if offload is not None:
+        check_host(plan.mesh, f"jzero.remat(offload={offload!r})")
+    block = _Block(
+        subject, plan, _axes(partition, plan), offload is not None, _int(dim, "dim"), prevent_cse,
+        None if argnums is None else _ints(argnums, "argnums"), _ints(static_argnums, "static_argnums"),
+    )  # fmt: skip
+    return block.wrapped(KeepsInputs(policy))
+
+
+def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:
+    """The axes of `partition`, which the mesh has and the batch leaves whole."""
+    if partition is None:
+        return ()
+    axes = (partition,) if isinstance(partition, str) else tuple(partition)
+    shown = ", ".join(f"{k!r}: {v}" for k, v in plan.mesh.shape.items())
+    for name in axes:
+        if name not in plan.mesh.axis_names:
+            raise ValueError(
+                f"jzero.remat: partition axis {name!r} is not in the mesh {{{shown}}}."
+                f"{nearest(str(name), plan.mesh.axis_names)}"
+            )
+        if name in plan.batch_axes:
+            raise ValueError(
+                f"jzero.remat: partition axis {name!r} splits the batch already (batch axes {plan.batch_axes}): the "
+                f"activations of its devices differ. Pass an axis of tensor parallelism; the mesh is {{{shown}}}."
+            )
+    if not axes or len(set(axes)) != len(axes):
+        raise ValueError(f"jzero.remat(partition={partition!r}): name each axis once, or pass None.")
+    return axes
+
+
+def _int(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"jzero.remat({name}={value!r}): {name} must be an int.")
+    return value
+
+
+def _ints(value: Any, name: str) -> tuple[int, ...]:
+    return tuple(_int(v, name) for v in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The arguments of `remat`."""
+    """The checked arguments of `remat`."""
 
     subject: Any
     plan: Plan
     axes: tuple[str, ...]
-    offload: str | None
+    host: bool
     dim: int
-    argnums: tuple[int, ...] | None
     prevent_cse: bool
-    static_argnums: tuple[int, ...] | None
-
-    def checked(self) -> _Block:
-        """Itself, when its arguments are right."""
-        return self
+    argnums: tuple[int, ...] | None
+    static_argnums: tuple[int, ...]
 
     def wrapped(self, policy: KeepsInputs) -> Any:
         """The subject with its transformation."""
         options = {"policy": policy, "prevent_cse": self.prevent_cse}
-        linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
-        if linen is not None and _is_class(self.subject, linen.Module):
-            return self._linen(options)
+        if _is_class(self.subject, "flax.linen"):
+            return self.linen(options)
         options["static_argnums"] = self.static_argnums
-        if nnx is not None and _is_class(self.subject, nnx.Module):
-            return _nnx_class(self.subject, nnx.remat(self.marked(self.subject.__call__), **options))
+        if _is_class(self.subject, "flax.nnx"):
+            call = self.marked(self.subject.__call__)
+            return _nnx_class(self.subject, sys.modules["flax.nnx"].remat(call, **options))
         fn = self.marked(self.subject)
 
         @functools.wraps(self.subject)
         def run(*args, **kwargs):
-            if has_module((args, kwargs)):
-                return sys.modules["flax.nnx"].remat(fn, **options)(*args, **kwargs)
-            return jax.checkpoint(fn, **options)(*args, **kwargs)
+            of_modules = has_module((args, kwargs))
+            transform = sys.modules["flax.nnx"].remat if of_modules else jax.checkpoint
+            return transform(fn, **options)(*args, **kwargs)
 
         return run
 
-    def _linen(self, options):
+    def linen(self, options: dict[str, Any]) -> Any:
         """As `nn.remat` does it, with the input marked inside of the region."""
         from flax.core import lift
         from flax.linen.transforms import lift_transform
 
-        def checkpoint(fn, **options):  # its name is that of the class, as with nn.remat
+        def checkpoint(fn, **options):  # the class gets this name in front of its own, as with nn.remat
             return lift.checkpoint(self.marked(fn), **options)
 
         static = tuple(i - 1 for i in self.static_argnums)  # lifted functions do not count `self`
@@ -122,7 +165,7 @@ class _Block:
 
     def marked(self, fn: Callable) -> Callable:
         """The function with its input and its result marked, for inside of the region."""
-        if not (self.axes or self.offload):
+        if not (self.axes or self.host):
             return fn
 
         @functools.wraps(fn)
@@ -136,44 +179,45 @@ class _Block:
                 tokens.append(token)
                 return x
 
-            args = list(args)
+            marked = list(args)
             for i in self.inputs(args):
-                args[i] = jax.tree.map(mark, args[i])
-            return _with_end(fn(*args, **kwargs), tokens if self.prevent_cse else [])
+                marked[i] = jax.tree.map(mark, args[i])
+            out = fn(*marked, **kwargs)
+            return _with_end(out, tokens) if self.prevent_cse else out  # [Note: the boundary of a block]
 
         return region
 
     def inputs(self, args: Sequence[Any]) -> Sequence[int]:
         """The positions of the block's input."""
-        if self.argnums is not None:
+        if self.argnums is not None and all(-len(args) <= i < len(args) for i in self.argnums):
             return self.argnums
         found = [i for i, x in enumerate(args) if _is_floating(x)]
-        if not found:
+        if not found or self.argnums is not None:
             raise ValueError(
-                "jzero.remat: no argument of the block is a floating-point array: what is its input? Pass argnums=, its "
-                "position; `self` counts as 0."
+                f"jzero.remat: what is the block's input? argnums={self.argnums}, and of its {len(args)} positional "
+                f"arguments {len(found)} are floating-point arrays. Pass argnums=, its position; `self` counts as 0."
             )
         return found[:1]
 
-    def kept(self, x) -> Kept:
+    def kept(self, x: Any) -> Kept:
         """How this input is kept."""
         if not self.axes:
-            return Kept(None, None, True)
+            return Kept(None, None, self.host)
         parts = axis_size(self.plan.mesh, self.axes)
-        if not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] % parts:
-            why = division(x.shape[self.dim], parts) if -x.ndim <= self.dim < x.ndim else f"has {x.ndim} dims"
+        there = -x.ndim <= self.dim < x.ndim
+        if not there or x.shape[self.dim] % parts:
+            why = division(x.shape[self.dim], parts) if there else f"it has {x.ndim} dims"
+            axes = ", ".join(map(repr, self.axes))
             raise ValueError(
-                f"jzero.remat: partition={self.axes} has {parts} devices, which do not divide dim {self.dim} of the "
-                f"block's input {typed_shape(x)} ({why}). Pass dim=, a dim that {parts} divides, or pad the sequence."
+                f"jzero.remat: {axes} ({parts} devices) cannot split dim {self.dim} of the block's input "
+                f"{typed_shape(x)}: {why}. Pass dim=, one that {parts} divides, or pad it."
             )
         context = jax.sharding.get_abstract_mesh()
         mesh: Any = context if in_shard_map() else self.plan.array_mesh
-        open_ = [P.UNCONSTRAINED] * x.ndim
-        whole, split = list(open_), list(open_)
-        dim = self.dim % x.ndim
-        whole[dim] = None
-        split[dim] = named_on(make_spec([self.axes]), mesh)[0]
-        return Kept(NamedSharding(mesh, P(*split)), NamedSharding(mesh, P(*whole)), self.offload is not None)
+        whole, split = ([P.UNCONSTRAINED] * x.ndim for _ in range(2))
+        whole[self.dim] = None
+        split[self.dim] = named_on(make_spec([self.axes]), mesh)[0]
+        return Kept(NamedSharding(mesh, P(*split)), NamedSharding(mesh, P(*whole)), self.host)
 
 
 def _nnx_class(subject, call):
@@ -210,7 +254,15 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray)) and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _is_class(x: Any, base: type) -> bool:
-    return isinstance(x, type) and issubclass(x, base)
-def _axes(a): return () if a is None else (a,) if isinstance(a, str) else tuple(a)
-def _tuple(a): return None if a is None else (a,) if isinstance(a, int) else tuple(a)
+def _is_subject(x: Any) -> bool:
+    """A class of modules, or a function; not a module, which can be called as well."""
+    packages = ("flax.linen", "flax.nnx")
+    if isinstance(x, type):
+        return any(_is_class(x, p) for p in packages)
+    return callable(x) and not any(_is_class(type(x), p) for p in packages)
+
+
+def _is_class(x: Any, package: str) -> bool:
+    """A class of modules; without Flax in the process there is none."""
+    flax = sys.modules.get(package)
+    return flax is not None and isinstance(x, type) and issubclass(x, flax.Module)
