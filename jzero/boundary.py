@@ -39,35 +39,46 @@ BEGIN, END = "jzero_block_input", "jzero_block_output"
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """How an input is kept: `split` over mesh axes instead of `whole`, and in host memory or not."""
+    """How an input is kept.
 
-    split: NamedSharding | None
-    whole: NamedSharding | None
+    Attributes:
+      mesh, axes, dim: split over these axes of the mesh along this dim; no axes: as it is laid out.
+      host: in pinned host memory.
+      refused: why it cannot be kept so.
+    """
+
+    mesh: Any
+    axes: Any
+    dim: int
     host: bool
+    refused: str = ""
 
     def store(self, x: jax.Array) -> list[jax.Array]:
         """The input as the block reads it, and the copy that is kept."""
+        if self.refused:
+            raise ValueError(self.refused)
         kept = x
-        if self.split is not None:
-            x = jax.lax.with_sharding_constraint(x, self.whole)
-            kept = jax.lax.with_sharding_constraint(x, self.split)
+        if self.axes is not None:
+            x = self.constrain(x, None)
+            kept = self.constrain(x, self.axes)
         return [x, jax.device_put(kept, jax.memory.Space.Host) if self.host else kept]
 
     def load(self, kept: jax.Array) -> list[jax.Array]:
         """The input again, from the copy."""
         x = jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
-        if self.split is not None:
-            x = jax.lax.with_sharding_constraint(x, self.split)  # fetched as it lies, then gathered
-            x = jax.lax.with_sharding_constraint(x, self.whole)
+        if self.axes is not None:
+            x = self.constrain(self.constrain(x, self.axes), None)  # fetched as it lies, then gathered
         return [x]
+
+    def constrain(self, x: jax.Array, axes: Any) -> jax.Array:
+        """The dim split over the axes, or whole; the others as they are."""
+        entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
+        entries[self.dim] = axes
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*entries)))
 
     def batched(self) -> Kept:
         """The same under `vmap`, with the new dim first."""
-
-        def moved(sharding):
-            return sharding and NamedSharding(sharding.mesh, P(P.UNCONSTRAINED, *sharding.spec))
-
-        return Kept(moved(self.split), moved(self.whole), self.host)
+        return dataclasses.replace(self, dim=self.dim + 1)
 
 
 @dataclasses.dataclass(frozen=True)

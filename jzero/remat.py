@@ -11,14 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jzero.boundary import KeepsInputs, Kept, begin, end
 from jzero.errors import division, nearest, typed_shape
 from jzero.mesh import in_shard_map
 from jzero.modules import has_module
 from jzero.sharding import Plan, check_host
-from jzero.specs import P, axis_size, make_spec, named_on
+from jzero.specs import axis_size, make_spec, named_on
 
 
 def remat(
@@ -59,7 +58,8 @@ def remat(
     Raises:
       TypeError: `plan` is no Plan, or an argument is of the wrong kind.
       ValueError: an axis that the mesh has not or that splits the batch; an `offload` that is not "host", or devices
-        without pinned host memory. When called: a dim that is not there or not divisible, no floating-point array.
+        without pinned host memory. When called: no argument is a floating-point array. When differentiated: a dim that
+        is not there or not divisible.
 
     Cost:
       Per device and block, with A the bytes of its input on a device and m the size of `partition`: A / m kept instead
@@ -200,24 +200,22 @@ class _Block:
         return found[:1]
 
     def kept(self, x: Any) -> Kept:
-        """How this input is kept."""
+        """How this input is kept. One that cannot be split is refused where it is kept: not by `init`."""
         if not self.axes:
-            return Kept(None, None, self.host)
+            return Kept(None, None, 0, self.host)
         parts = axis_size(self.plan.mesh, self.axes)
-        there = -x.ndim <= self.dim < x.ndim
+        there, refused = -x.ndim <= self.dim < x.ndim, ""
         if not there or x.shape[self.dim] % parts:
             why = division(x.shape[self.dim], parts) if there else f"it has {x.ndim} dims"
             axes = ", ".join(map(repr, self.axes))
-            raise ValueError(
+            refused = (
                 f"jzero.remat: {axes} ({parts} devices) cannot split dim {self.dim} of the block's input "
                 f"{typed_shape(x)}: {why}. Pass dim=, one that {parts} divides, or pad it."
             )
         context = jax.sharding.get_abstract_mesh()
         mesh: Any = context if in_shard_map() else self.plan.array_mesh
-        whole, split = ([P.UNCONSTRAINED] * x.ndim for _ in range(2))
-        whole[self.dim] = None
-        split[self.dim] = named_on(make_spec([self.axes]), mesh)[0]
-        return Kept(NamedSharding(mesh, P(*split)), NamedSharding(mesh, P(*whole)), self.host)
+        names = named_on(make_spec([self.axes]), mesh)[0]
+        return Kept(mesh, names, self.dim % x.ndim if there else 0, self.host, refused)
 
 
 def _nnx_class(subject, call):
