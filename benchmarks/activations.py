@@ -49,9 +49,9 @@ class Config:
     layers: Literal["scan", "unrolled"] = "scan"
     depth: tuple[int, ...] = (12, 24, 48)
     options: tuple[str, ...] = tuple(OPTIONS)
-    dim: int = 512
-    seq: int = 4096
-    rows: Annotated[int, tyro.conf.arg(help="sequences per device")] = 1
+    dim: int = 256
+    seq: int = 2048
+    rows: Annotated[int, tyro.conf.arg(help="sequences per device")] = 8
 
 
 class Block(nn.Module):
@@ -62,7 +62,7 @@ class Block(nn.Module):
         kw = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
         y = nn.LayerNorm(name="norm_1", **kw)(x)
         q, k, v = (
-            nn.Dense(self.dim, name=f"{n}_in", **kw)(y).reshape(*y.shape[:2], self.dim // 128, 128)
+            nn.Dense(self.dim, name=f"{n}_in", **kw)(y).reshape(*y.shape[:2], self.dim // 64, 64)
             for n in "qkv"
         )
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla").reshape(x.shape)
