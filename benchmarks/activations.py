@@ -1,7 +1,7 @@
 """What blocks keep for the backward pass, and what it costs: device and host memory, wire, PCIe of compiled steps.
 
     python benchmarks/activations.py                                          # 12, 24, 48 layers in a scan: 4 minutes
-    python benchmarks/activations.py --layers unrolled --depth 4 8            # 5 minutes
+    python benchmarks/activations.py --layers unrolled --depth 6 12 --bucket-mib 1
     python benchmarks/activations.py --options nn.remat both --stages 3
     python benchmarks/activations.py --help
 
@@ -52,6 +52,7 @@ class Config:
     dim: int = 256
     seq: int = 2048
     rows: Annotated[int, tyro.conf.arg(help="sequences per device")] = 8
+    bucket_mib: Annotated[int, tyro.conf.arg(help="ZeroConfig(bucket_bytes=): about a block's weights")] = 8
 
 
 class Block(nn.Module):
@@ -116,7 +117,12 @@ def report(config: Config, stage: int, option: str, depth: int):
         return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(1e-2))
 
     params = jax.eval_shape(lambda: create(Block)).params
-    fields = {"stage": stage, "mesh": mesh, "param_specs": megatron(params), "bucket_bytes": 8 * 2**20}
+    fields = {
+        "stage": stage,
+        "mesh": mesh,
+        "param_specs": megatron(params),
+        "bucket_bytes": config.bucket_mib * 2**20,
+    }
     plan = jzero.make_plan(params, **fields)
     if option == "no remat":
         block = Block
