@@ -14,6 +14,7 @@ from jzero.proof.memory import Estimate, estimate
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
 from jzero.proof.transformer import Transformer
+from jzero.remat import remat
 from jzero.scale import LossScale
 from jzero.sharding import Plan, make_plan
 from jzero.state import abstract, plan_of, shard, unshard
@@ -50,6 +51,7 @@ __all__ = [
     "make_plan",
     "plan_of",
     "pod",
+    "remat",
     "select",
     "shard",
     "unshard",

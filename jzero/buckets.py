@@ -277,11 +277,17 @@ def find_ties(flat: Flat, buckets: Sequence[Bucket], prefetch: int) -> Iterator[
 
 
 def _entry(flat: Flat, bucket: Bucket, data: set[Key]) -> tuple[int, tuple[Key, ...]] | None:
-    """Where a bucket begins: the first step from its first use on that reads activations, and these."""
-    for at in range(bucket.steps[0], bucket.steps[-1] + 1):
+    """Where a bucket begins, and the activations that its first use, or the next one that reads any, reads.
+
+    A scale is broadcast before it meets an activation: the bucket begins there, if the activations are there by then.
+    """
+    first = bucket.steps[0]
+    made: set[Key] = set()
+    for at in range(first, bucket.steps[-1] + 1):
         keys = _activations(flat.steps[at], data)
         if keys:
-            return at, keys
+            return (first if made.isdisjoint(keys) else at), keys
+        made.update(flat.steps[at].outs)
     return None
 
 

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from jzero import jaxprs
+from jzero.boundary import BEGIN, END
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _where(eqn) -> str:
 
 # --- elementwise ------------------------------------------------------------------------------------------------
 
-_LINEAR = ("neg", "convert_element_type", "copy", "reduce_precision", "real", "imag", "stop_gradient")
+_LINEAR = ("neg", "convert_element_type", "copy", "name", "reduce_precision", "real", "imag", "stop_gradient")
 _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma div eq erf erf_inv
@@ -477,4 +478,7 @@ def _cond(eqn, ins: list[Kind]) -> list[Kind]:
     return joined if isinstance(ins[0], Const) else [Mixed(_where(eqn))] * len(joined)
 
 
-_STRUCTURED = {"scan": _scan, "while": _while, "cond": _cond, "optimization_barrier": lambda eqn, ins: ins}
+_STRUCTURED = {
+    "scan": _scan, "while": _while, "cond": _cond, "optimization_barrier": lambda eqn, ins: ins,
+    BEGIN: lambda eqn, ins: [ins[0], ins[0]], END: lambda eqn, ins: [ins[0]],
+}  # fmt: skip

@@ -381,7 +381,8 @@ def make_plan(
         for (k, x), b in zip(flat, bases, strict=True)
     ]
     _check_uneven(layouts, config, mesh)
-    _check_tier(config, mesh)
+    if config.tier is not None:
+        check_host(mesh, f"ZeroConfig(offload={config.tier.tier!r})")
     if axis_size(mesh, config.axes) == 1:
         notes.append(
             f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."
@@ -431,16 +432,14 @@ def _check_params(flat) -> None:
         )
 
 
-def _check_tier(config: ZeroConfig, mesh: Mesh) -> None:
-    """Raises ValueError where the devices have no host memory of the kind that offloaded state lives in."""
-    if config.tier is None:
-        return
+def check_host(mesh: Mesh, where: str) -> None:
+    """Raises ValueError where the devices have no host memory of the kind that offloaded arrays live in."""
     device = mesh.devices.flat[0]
     kinds = [m.kind for m in device.addressable_memories()]
     if HOST not in kinds:
         raise ValueError(
-            f"ZeroConfig(offload={config.tier.tier!r}): devices of platform {device.platform!r} have no {HOST} "
-            f"memory, only {', '.join(kinds)}. Leave offload out here."
+            f"{where}: devices of platform {device.platform!r} have no {HOST} memory, only {', '.join(kinds)}. "
+            "Leave offload out here."
         )
 
 

@@ -37,6 +37,7 @@ import jax
 import numpy as np
 
 from jzero import buckets, jaxprs
+from jzero.boundary import BEGIN
 from jzero.uses import Uses
 from jzero.weight import ON_SHARD, Weight, unwrap
 
@@ -132,6 +133,11 @@ class Walk(Uses):
         if not any(isinstance(v, Weight) for v in values):
             return jaxprs.bind(eqn, values)
         name = eqn.primitive.name
+        if name == BEGIN:
+            raise ValueError(
+                f"jzero.remat: a param of shape {values[0].shard.shape} is taken for the block's input. Pass argnums=, "
+                "the position of the activations; `self` counts as 0."
+            )
         if name in ON_SHARD:
             changed = [ON_SHARD[name](eqn, values[0])]
             # pinned: the gathered layout would spread back over a cast before a remat region (`compute_dtype`)

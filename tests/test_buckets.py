@@ -57,6 +57,23 @@ def test_small_weights_share_a_bucket(limit, want):
     assert found(mlp, squares(5), jnp.ones((2, 16)), limit)[0] == want
 
 
+def test_a_bucket_begins_where_its_first_weight_is_read():
+    """A scale is broadcast before it meets an activation; a tie behind that would not hold its gradient."""
+
+    def scaled(scale, weight, x):
+        x = x - jnp.mean(x)
+        return [(x * jnp.broadcast_to(scale, x.shape)) @ weight]
+
+    jaxpr, _ = jaxprs.trace(scaled, jnp.ones(16), jnp.ones((16, 16)), jnp.ones((2, 16)))
+    flat = buckets.flatten(jaxpr, [True, True, False])
+    sizes = dict.fromkeys(flat.ins[:2], 1024)
+    (tie,) = buckets.find_ties(flat, buckets.find_buckets(flat, sizes, 10**6, 1), 1)
+    first = next(i for i, step in enumerate(flat.steps) if flat.ins[0] in flat.reads(step))
+    assert flat.steps[first].eqn.primitive.name == "broadcast_in_dim"
+    assert tie.at == first
+    assert set(tie.reduce) == set(flat.ins[:2])
+
+
 def test_each_bucket_is_tied_to_the_one_before():
     _, ties = found(mlp, squares(4), jnp.ones((2, 16)), 1)
     assert ties == [(False, [1], [0, 1]), (False, [2], [2]), (False, [3], [3]), (False, [], [])]

@@ -1,0 +1,201 @@
+"""What blocks keep, in the programs compiled for H200: 2 x 4 devices, tensor parallelism on the second axis.
+
+The model is a stack of MLP blocks (Megatron's layout). A block's input is A bytes per device; with `nn.remat` each
+block keeps A. Every number is a difference between depths, so that what all layers share cancels out.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+import jzero
+
+pytest.importorskip(
+    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
+)
+
+DATA, MODEL = 2, 4
+DIM, ROWS, SEQ = (
+    256,
+    1,
+    32768,
+)  # rows of one device: with more XLA turns a scan's stack round, docs/activations.md
+A = ROWS * SEQ * DIM * 2
+SHALLOW, DEEP = {True: 12, False: 2}, {True: 48, False: 5}  # in a scan; unrolled
+OPTIONS = {
+    "nn.remat": None,
+    "partition": {"partition": "model"},
+    "offload": {"offload": "host"},
+    "both": {"partition": "model", "offload": "host"},
+}
+LONG = pytest.mark.long
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        kw = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
+        y = nn.LayerNorm(name="norm", **kw)(x)
+        y = checkpoint_name(nn.gelu(nn.Dense(4 * DIM, name="up", **kw)(y)), "hidden")
+        return x + nn.Dense(DIM, name="down", **kw)(y), None
+
+
+class Model(nn.Module):
+    layers: int
+    scan: bool
+    block: type
+
+    @nn.compact
+    def __call__(self, x):
+        if self.scan:
+            stack = nn.scan(
+                self.block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+            )
+            return stack(name="blocks")(x, None)[0]
+        for i in range(self.layers):
+            x, _ = self.block(name=f"block_{i}")(x)
+        return x
+
+
+def columns(params):
+    def spec(path, x):
+        name = jax.tree_util.keystr(path)
+        pair = (None, "model") if "up" in name else ("model", None)
+        return P(*[None] * (x.ndim - 2), *pair) if "kernel" in name else P()
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def train_step(state, x):
+    def loss_fn(params):
+        return jnp.mean(state.apply_fn({"params": params}, x).astype(jnp.float32) ** 2)
+
+    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+
+@functools.cache
+def compiled(options, scan, layers, stage=2, policy=None):
+    pod = jzero.pod("h200")
+    mesh = pod.mesh({"data": DATA, "model": MODEL})
+    x = jax.ShapeDtypeStruct((DATA * ROWS, SEQ, DIM), jnp.bfloat16)
+
+    def create(block):
+        model = Model(layers, scan, block)
+        params = model.init(jax.random.key(0), jnp.zeros((1, 1, DIM), jnp.bfloat16))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(1e-2))
+
+    params = jax.eval_shape(lambda: create(Block)).params
+    fields = {"stage": stage, "mesh": mesh, "param_specs": columns(params), "bucket_bytes": 2**19}
+    plan = jzero.make_plan(params, **fields)
+    if OPTIONS[options] is None:
+        block = nn.remat(Block, prevent_cse=not scan, policy=policy)
+    else:
+        block = jzero.remat(Block, plan, prevent_cse=not scan, policy=policy, **OPTIONS[options])
+    state = jzero.abstract(lambda: create(block), **fields)
+    return jzero.explain(pod.compile(train_step, state, x, donate_argnums=0), plan)
+
+
+def per_layer(options, scan, measure, **kw):
+    """How much a measure of the program grows with each layer."""
+    shallow, deep = (compiled(options, scan, n[scan], **kw) for n in (SHALLOW, DEEP))
+    return (measure(deep) - measure(shallow)) / (DEEP[scan] - SHALLOW[scan])
+
+
+def temp(report):
+    return report.memory.temp
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), 2, pytest.param(3, marks=LONG)])
+def test_each_block_of_a_scan_keeps_its_input_divided_by_the_devices_of_the_axis(stage):
+    """ZeRO paper, section 6.1: A / m instead of A."""
+    saved = per_layer("nn.remat", True, temp, stage=stage) - per_layer("partition", True, temp, stage=stage)
+    assert saved == pytest.approx(A * (MODEL - 1) / MODEL, rel=0.02)
+    assert per_layer("nn.remat", True, temp, stage=stage) >= A
+
+
+@pytest.mark.parametrize(
+    ("options", "scan", "stage"),
+    [
+        ("offload", True, 2),
+        ("both", True, 2),
+        ("both", False, 2),
+        ("both", True, 3),
+        pytest.param("offload", False, 2, marks=LONG),
+        pytest.param("offload", True, 3, marks=LONG),
+        pytest.param("both", False, 3, marks=LONG),
+    ],
+)
+def test_offloaded_inputs_take_host_memory_and_none_of_the_device(scan, stage, options):
+    """What still grows on the device are the model states: less than a twentieth of A here."""
+    kept = A // MODEL if options == "both" else A
+    assert per_layer(options, scan, lambda r: r.memory.host_temp, stage=stage) == pytest.approx(
+        kept, rel=0.01
+    )
+    growth = per_layer(options, scan, temp, stage=stage)
+    assert abs(growth) < 0.05 * A
+    assert growth * (DEEP[scan] - SHALLOW[scan]) < A  # from 12 to 48 layers in a scan
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+def test_partition_sends_one_gather_of_the_input_more_per_block(scan):
+    def sent(report):
+        return report.wire.by_axis["model"]
+
+    as_before = per_layer("nn.remat", scan, sent)
+    assert per_layer("both", scan, sent) - as_before == pytest.approx(A * (MODEL - 1) / MODEL, rel=0.001)
+    if scan:
+        assert per_layer("partition", scan, sent) == per_layer("both", scan, sent)
+        assert per_layer("offload", scan, sent) == as_before
+
+
+@pytest.mark.parametrize(
+    ("options", "scan"),
+    [("both", True), ("offload", True), ("both", False), pytest.param("offload", False, marks=LONG)],
+)
+def test_each_input_crosses_the_bus_once_each_way(options, scan):
+    kept, report = A // MODEL if options == "both" else A, compiled(options, scan, DEEP[scan])
+    back = [t for t in report.transfers if t.to == "device"]
+    out = [t for t in report.transfers if t.to == "host" and t.bytes == kept]
+    assert {t.bytes for t in back} == {kept}
+    assert sum(t.trips for t in back) == sum(t.trips for t in out) == DEEP[scan]
+    assert all(t.asynchronous for t in out)
+    zeros = [t.bytes for t in report.transfers if t.to == "host" and t not in out]
+    assert zeros == ([kept * DEEP[scan]] if scan else [])  # the stack of a scan, before the loop
+
+
+HIDDEN = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["hidden"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+EVERYTHING = jax.checkpoint_policies.everything_saveable
+
+
+def test_named_activations_go_to_the_host_beside_the_input():
+    """4 A of hidden activations, split over four devices."""
+    kept = per_layer("both", True, lambda r: r.memory.host_temp, policy=HIDDEN)
+    assert kept == pytest.approx(A + A // MODEL, rel=0.01)
+    assert abs(per_layer("both", True, temp, policy=HIDDEN)) < 0.05 * A
+
+
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=LONG)])
+def test_stage_3_gathers_weights_twice_whatever_the_policy_keeps(scan):
+    def gathered(report):
+        found = [c for c in report.collectives if c.op == "all-gather" and c.axes == ("data",)]
+        return sum(c.bytes * c.count * c.trips for c in found)
+
+    weights = 8 * DIM**2 * 2 / MODEL
+    for policy in (None, EVERYTHING):
+        assert per_layer("partition", scan, gathered, stage=3, policy=policy) == pytest.approx(
+            2 * weights, rel=0.02
+        )
