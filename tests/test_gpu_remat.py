@@ -172,6 +172,14 @@ def test_each_input_crosses_the_bus_once_each_way(options, scan):
     assert zeros == ([kept * DEEP[scan]] if scan else [])  # the stack of a scan, before the loop
 
 
+def test_explain_says_where_the_inputs_wait():
+    kept = [compiled(options, True, 48).activations for options in ("nn.remat", "partition", "offload", "both")]
+    assert [a.host for a in kept] == [0, 0, 48 * A, 48 * A // MODEL]
+    for a, size in zip(kept, (48 * A, 48 * A // MODEL, 0, 0), strict=True):
+        assert size <= a.saved <= size + 3 * A
+        assert a.recomputed >= 48 * A
+
+
 HIDDEN = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=["hidden"],

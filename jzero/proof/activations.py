@@ -26,7 +26,7 @@ class Activations:
 
     Attributes:
       saved: held in device memory from the forward to the backward pass.
-      host: sent to pinned host memory in the forward pass.
+      host: sent to pinned host memory in the forward pass and fetched in the backward pass.
       recomputed: written again in the backward pass, instead of saved; what stays inside of a kernel is not counted.
     """
 
@@ -46,9 +46,13 @@ def find_activations(module: Module, transfers: tuple[Transfer, ...]) -> Activat
         return None
     places = list(walk(module))
     entry = Place(module.computations[module.entry])
+    moved = {
+        to: sum(t.total_bytes for t in transfers if (t.to, t.phase) == (to, phase))
+        for to, phase in (("host", "forward"), ("device", "backward"))
+    }
     return Activations(
         saved=sum(_saved(module, entry)),
-        host=sum(t.total_bytes for t in transfers if t.to == "host" and t.phase == "forward"),
+        host=min(moved.values()),  # the stack of a scan is filled with zeros first, over the bus
         recomputed=sum(_again(p) for p in places),
     )
 
