@@ -81,7 +81,7 @@ def test_gradients_reduced_in_place_are_not_held_whole():
     in_place, _ = program('the same, reduce="microbatch"', 2)
     count = sum(x.size for x in plan.layouts)
     temps = [x.memory_analysis().temp_size_in_bytes / count for x in (whole, in_place)]
-    assert temps[0] > 4
+    assert temps[0] > 3.5  # fp32 sums, whole
     assert temps[1] < 0.7 * temps[0]
 
 
