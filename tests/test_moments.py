@@ -187,8 +187,13 @@ def test_shards_are_rounded_as_the_whole_is(stage, name, mesh):
     assert_laid_out(state, plan)
     assert dtypes(state.opt_state) == dtypes(plain.opt_state)
     assert any(d == BF16 for d in dtypes(state.opt_state).values())
+    pairs = zip(jax.tree.leaves(logical(state)), jax.tree.leaves(plain.opt_state), strict=True)
+    same = [np.asarray(a) == np.asarray(b) for a, b in pairs if b.dtype == BF16]
+    # a last bit of fp32 that is fused another way gives an element other random bits, and no more than that
+    assert np.mean(np.concatenate([x.ravel() for x in same])) > 0.95
     assert max_error(logical(state), plain.opt_state) <= ULP
-    assert max_error(state.params, plain.params) <= 2e-3
+    # a step of bf16 (2^-6) in a momentum of 4, times the rate, in each of six steps, of params up to 0.34
+    assert max_error(state.params, plain.params) <= 3e-3
 
 
 def test_a_skipped_step_changes_no_bit(mesh):
