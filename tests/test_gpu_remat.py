@@ -173,7 +173,9 @@ def test_each_input_crosses_the_bus_once_each_way(options, scan):
 
 
 def test_explain_says_where_the_inputs_wait():
-    kept = [compiled(options, True, 48).activations for options in ("nn.remat", "partition", "offload", "both")]
+    kept = [
+        compiled(options, True, 48).activations for options in ("nn.remat", "partition", "offload", "both")
+    ]
     assert [a.host for a in kept] == [0, 0, 48 * A, 48 * A // MODEL]
     for a, size in zip(kept, (48 * A, 48 * A // MODEL, 0, 0), strict=True):
         assert size <= a.saved <= size + 3 * A
