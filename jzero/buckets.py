@@ -177,6 +177,16 @@ def activation_bytes(jaxpr, weights: Sequence[bool]) -> int:
     return total
 
 
+def tied_tables(jaxpr, weights: Sequence[bool]) -> set[int]:
+    """Positions of the weights whose rows are looked up and that have another use: [Note: a tied embedding]."""
+    flat = flatten(jaxpr, weights)
+    uses: dict[Key, list[bool]] = collections.defaultdict(list)  # of each: is it a lookup
+    for step in flat.steps:
+        for key in flat.reads(step):
+            uses[flat.root(key)].append(jaxprs.row_lookup(step.eqn))
+    return {i for i, key in enumerate(flat.ins) if len(uses[key]) > 1 and any(uses[key])}
+
+
 def _region(eqn) -> tuple[Sequence[Any], int]:
     """The bodies of a region, a loop or branches, and how many leading operands they do not get; none: a plain one."""
     params, name = eqn.params, eqn.primitive.name

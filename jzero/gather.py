@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jzero import jaxprs
-from jzero.buckets import activation_bytes
+from jzero.buckets import activation_bytes, tied_tables
 from jzero.identity import same_key
 from jzero.layout import Layout, path_keys
 from jzero.mesh import check_context_mesh, in_shard_map
@@ -42,8 +42,9 @@ class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Compares by function and plan.
 
     At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
-    stages 0 and 1 it only calls the function. `shard` puts it round `apply_fn` at every
-    stage, so that two states of one kind have equal trees and an eager call with a whole batch is noticed.
+    stage 1 a tied embedding alone is looked after ([Note: a tied embedding] in `uses.py`), at stage 0 nothing. `shard`
+    puts it round `apply_fn` at every stage, so that two states of one kind have equal trees and an eager call with a
+    whole batch is noticed.
     """
 
     fn: Callable = dataclasses.field(compare=False)
@@ -54,13 +55,15 @@ class GatherOnUse:
         """Call the function; where params are stored split, each is gathered where it is used."""
         check_context_mesh()
         warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
-        if _tracing.get() or not (self.plan.config.row.params or orders(self.plan)):
+        if _tracing.get() or not self.plan.config.row.state:
             return self.fn(params, *args, **kwargs)
 
         def fn(params, args, kwargs):
             return self.fn(params, *args, **kwargs)
 
         if has_module(params):
+            if not walks(self.plan):
+                return fn(params, args, kwargs)
             return call(self._evaluate, fn, params, args, kwargs)
         return self._evaluate(fn, params, args, kwargs)
 
@@ -106,6 +109,10 @@ class GatherOnUse:
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
+        if not walks(self.plan):
+            picked = self._tied(jaxpr, picked)
+            if not any(picked):
+                return fn(params, args, kwargs)
         walk = Walk(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
             x if y is None else Weight(x, y.stored, y.used, y.grad)
@@ -120,6 +127,16 @@ class GatherOnUse:
             return False
         enough = self.plan.bucket_bytes * self.plan.batch_parts
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
+
+    def _tied(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
+        """Those of tables with more than one use, with gradients that go straight to the shards of their state."""
+        tied = tied_tables(jaxpr, [y is not None for y in layouts])
+        return [
+            dataclasses.replace(y, grad=y.state)
+            if y is not None and i in tied and y.state_shape == y.shape
+            else None
+            for i, y in enumerate(layouts)
+        ]
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
@@ -142,6 +159,11 @@ class GatherOnUse:
                 "params, Flax variables {'params': params} or the nnx.Module first."
             )
         return found
+
+
+def walks(plan: Plan) -> bool:
+    """True where every weight is gathered or reduced by the walk; else it looks after tied embeddings alone."""
+    return plan.config.row.params or orders(plan)
 
 
 def orders(plan: Plan) -> bool:
@@ -181,7 +203,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.3; Zhao et al., PyTorch FSDP (arXiv:2304.11277).
     """
-    if not (plan.config.row.params or orders(plan)):
+    if not walks(plan):
         return fn
     if isinstance(fn, GatherOnUse):
         fn = fn.fn

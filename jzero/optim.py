@@ -27,7 +27,7 @@ from jzero.mesh import check_context_mesh
 from jzero.moments import with_moment_dtype
 from jzero.offload import check_host_memory, homes_of, streamed
 from jzero.sharding import Plan
-from jzero.step import Step, on_shard, read_params_first, reduce_grads
+from jzero.step import Step, on_shards, read_params_first, reduce_grads
 from jzero.stored import align, pad, pin_state
 
 
@@ -175,13 +175,13 @@ class _Update(_Wrapped):
         step = Step(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
         offloaded = self.plan.config.tier is not None
         with jax.named_scope("jzero.master"):
-            shards = [on_shard(p, x, self.plan) for p, x in pairs]
+            shards, stored = on_shards([p for p, _ in pairs], self.plan)
             if offloaded:  # the masters take over what is new when they are fetched
                 wide: list[Any] = []
-                shards, grads = read_params_first(shards, grads, self.plan)
+                shards, grads = read_params_first(shards, stored, grads, self.plan)
             else:
                 inner, master = step.cut(inner, master)
-                wide, grads = read_params_first(step.masters(shards, master), grads, self.plan)
+                wide, grads = read_params_first(step.masters(shards, master), stored, grads, self.plan)
         grads = reduce_grads(grads, self.plan)
         if offloaded:
             news, inner, new_master = step.streamed(shards, grads, inner, master)

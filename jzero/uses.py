@@ -5,6 +5,12 @@ The gradient of an embedding lookup is added into zeros of the size of the whole
 before. Here a loop makes it some columns at a time, and reduces these: in straight-line code the zeros of all parts
 would still be made early, and nothing can tie a constant to its place.
 
+[Note: a tied embedding]
+Its gradient is the sum of two, and XLA adds the lookup's rows into that of the output head: this one, reduced
+already, is gathered again to take them, and all is reduced once more (2 Psi more for such a table, 64 H200). Where
+the lookup's gradient is constrained to its shards by itself, XLA adds the two first and reduces once. At stage 1, where
+gradients are reduced by the update, this is all that the walk does.
+
 [Note: a matmul on the way back]
 The gradient of a weight that is much larger than a bucket (an output head: 2 GB for a vocabulary of 256000) is made in
 parts, each a matmul of a slice of the activations or of the cotangent, and reduced while the next is made. The same
@@ -46,7 +52,8 @@ class Uses:
         """Gather the weights that the equation reads, bind it, and let go of them."""
         table = values[0]
         looked_up = jaxprs.row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
-        if looked_up and (self.is_cut(table) or self.wide(table) is not None):
+        alone = not (self.ordered or self.plan.config.row.params)
+        if looked_up and (alone or self.is_cut(table) or self.wide(table) is not None):
             return self.lookup(eqn, table, values[1])
         cut = self.cut_of(eqn, values)
         flat, rewrap = unwrap(self.on_shards(values))
