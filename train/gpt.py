@@ -220,10 +220,17 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     rows = config.batch // count
     bigram = data.bigram_loss(corpus.train, windows)
 
-    # -- state: born sharded, or read shard by shard
+    # -- the plan: from shapes alone, before anything is compiled
     create = functools.partial(create_state, config)
     tokens, start = config.batch * m.seq, first_step(config)
     log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
+    like = jzero.abstract(create, **zero_fields(config))
+    estimate = jzero.estimate(jzero.plan_of(like), tx=like.tx)
+    log.print(corpus.source)
+    log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
+    log.print(jzero.plan_of(like).describe(), estimate)
+
+    # -- state: born sharded, or read shard by shard
     if config.resume:
         for moved in set_aside(config.out, start) if me == 0 else ():
             log.print(f"moved a later checkpoint to {moved}")
@@ -235,18 +242,13 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         overwrite=config.overwrite and not config.resume,
     )
     if config.resume:
-        like = jzero.abstract(create, **zero_fields(config))
         with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
             state = checkpoints.restore(start, like, stream)
     else:
         state = jzero.shard(create, **zero_fields(config))
     plan, step, stopped = jzero.plan_of(state), start, False
     with checkpoints, log, Stopping() as stopping:
-        # -- the plan, and what was compiled from it
-        log.print(corpus.source)
-        log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
-        estimate = jzero.estimate(plan, tx=state.tx)
-        log.print(plan.describe(), estimate)
+        # -- the step, compiled
         blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
         options = plan.compiler_options  # for XLA:GPU; none elsewhere
         jitted = jax.jit(train_step, donate_argnums=0, compiler_options=options)
