@@ -125,6 +125,7 @@ class Loop:
         finally:
             for worker in workers:
                 worker.kill()
+                worker.wait()
         rows = told(log, count)
         self.check_start(row["from"], rows)
         self.check_rows(rows)

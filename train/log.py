@@ -49,7 +49,9 @@ class Log:
         self.unread: list[tuple[int, dict[str, Any]]] = []
         self.latest: dict[str, float] = {}
         self.first_process = jax.process_index() == 0
-        given = False if "OMPI_COMM_WORLD_RANK" in os.environ else None  # mpirun fakes a terminal, for files too
+        given = (
+            False if "OMPI_COMM_WORLD_RANK" in os.environ else None
+        )  # mpirun fakes a terminal, for files too
         self.console = Console(
             quiet=not self.first_process, highlight=False, soft_wrap=True, markup=False, force_terminal=given
         )

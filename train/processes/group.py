@@ -19,8 +19,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from jax._src.clusters import OmpiCluster, SlurmCluster
-
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -154,13 +152,22 @@ def _kubernetes(environ: Mapping[str, str]) -> _Launcher | None:
 
 
 def _address(launcher: _Launcher | None, environ: Mapping[str, str]) -> str | None:
-    """Where the launcher says process 0 is; JAX's own reading of it, on JAX_COORDINATOR_PORT where that is set."""
-    port = environ.get("JAX_COORDINATOR_PORT")
-    if launcher is not None and launcher.name == "Slurm" and "SLURM_JOB_ID" in environ:
-        return SlurmCluster.get_coordinator_address(None, port)
-    if launcher is not None and launcher.name == "Open MPI" and "OMPI_MCA_orte_hnp_uri" in environ:
-        return OmpiCluster.get_coordinator_address(None, port)
-    return None
+    """Where the launcher says process 0 is: the first host, and a port above 61440 that follows from the job.
+
+    As JAX reads it by itself (jax._src.clusters), on JAX_COORDINATOR_PORT where that is set.
+    """
+    host = job = None
+    if launcher is not None and launcher.name == "Slurm":
+        # node07,node09 or node[07-10,12] or node[07,12]: node07
+        found = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", environ["SLURM_STEP_NODELIST"])
+        host = found and found[1] + (found[2] or "")
+        job = _number(environ, "SLURM_JOB_ID")
+    elif launcher is not None and "OMPI_MCA_orte_hnp_uri" in environ:
+        # 1422917632.0;tcp://192.0.2.2,10.0.0.2:43927: the host of mpirun; the job is a multiple of 4096
+        found = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", environ["OMPI_MCA_orte_hnp_uri"])
+        host, job = (found[2] or f"[{found[3]}]", int(found[1]) // 4096) if found else (None, None)
+    port = environ.get("JAX_COORDINATOR_PORT") or (None if job is None else 61440 + job % 4096)
+    return None if host is None or port is None else f"{host}:{port}"
 
 
 def _devices(launcher: _Launcher | None, environ: Mapping[str, str]) -> tuple[int, ...] | None:

@@ -59,33 +59,42 @@ def _listen(group: Group, hello: dict[str, Any], until: float, timeout: float, h
         server = _server(group)
     except OSError as error:
         raise Refused(
-            f"process 0 cannot listen on {group.coordinator}: {error.strerror}. Give another port: --coordinator, or "
-            "JAX_COORDINATOR_PORT under srun and mpirun."
+            f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}. Give another port: "
+            "--coordinator, or JAX_COORDINATOR_PORT under srun and mpirun."
         ) from None
     told: list[tuple[dict[str, Any], Link | None]] = [(hello, None)]
+    silent: set[Link] = set()  # have not said who they are
     grace = False
     with server, selectors.DefaultSelector() as ready:
         ready.register(server, selectors.EVENT_READ)
         while len({h["me"] for h, _ in told}) < group.processes and time.monotonic() < until:
             for key, _ in ready.select(min(1.0, max(0.0, until - time.monotonic()))):
                 if key.fileobj is server:
-                    ready.register(Link(server.accept()[0], heartbeat), selectors.EVENT_READ)
+                    link = Link(server.accept()[0], heartbeat)
+                    silent.add(link)
+                    ready.register(link, selectors.EVENT_READ)
                     continue
-                link: Any = key.fileobj
+                link = key.fileobj
+                assert isinstance(link, Link)
                 came = _hello(link)
                 if came is None or came:
                     ready.unregister(link)
+                    silent.discard(link)
                 if came:
                     told.append((came, link))
             if not grace and _unfit([h for h, _ in told]):
                 grace, until = True, min(until, time.monotonic() + GRACE)
     text = _verdict(group, [h for h, _ in told], timeout)
+    links = {h["me"]: link for h, link in told if link is not None}
+    where = {h["me"]: h["where"] for h, _ in told}
     for _, link in told:
         if link is not None:
-            link.send(**({"stop": text} if text else {"go": {h["me"]: h["where"] for h, _ in told}}))
+            link.send(**({"stop": text} if text else {"go": where}))
+    for link in [*silent, *([x for _, x in told if x is not None] if text else [])]:
+        link.close()
     if text:
         raise Refused(text)
-    return {h["me"]: link for h, link in told if link is not None}, {h["me"]: h["where"] for h, _ in told}
+    return links, where
 
 
 def _server(group: Group) -> socket.socket:
@@ -135,6 +144,7 @@ def _call(group: Group, hello: dict[str, Any], until: float, timeout: float, hea
             time.sleep(0.5)
             continue
         if "stop" in messages[0]:
+            link.close()
             raise Refused(messages[0]["stop"])
         return {0: link}, {int(k): where for k, where in messages[0]["go"].items()}
     raise Refused(
