@@ -34,6 +34,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -333,9 +334,11 @@ def main(args: list[str] | None = None) -> None:
         except (ValueError, FileNotFoundError) as error:
             sys.exit(f"error: {error}")
         try:
-            train(config, corpus)
+            stopped = train(config, corpus).stopped
         except CheckpointDamaged as error:
             sys.exit(damaged(error))
+    if stopped:  # not 0: Kubernetes and docs/launch/slurm.sbatch start again what has not come to its end
+        sys.exit(128 + signal.SIGTERM)
 
 
 def joined(config: Config) -> tuple[data.Corpus | None, contextlib.AbstractContextManager[Any]]:
