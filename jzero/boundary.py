@@ -65,10 +65,15 @@ class Kept:
 
     def load(self, kept: jax.Array) -> list[jax.Array]:
         """The input again, from the copy."""
-        x = jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
-        if self.axes is not None:
-            x = self.constrain(self.constrain(x, self.axes), None)  # fetched as it lies, then gathered
-        return [x]
+        return [self.whole(self.fetched(kept))]
+
+    def fetched(self, kept: jax.Array) -> jax.Array:
+        """The copy on the device, as it lies."""
+        return jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """What was fetched, gathered."""
+        return x if self.axes is None else self.constrain(self.constrain(x, self.axes), None)
 
     def constrain(self, x: jax.Array, axes: Any) -> jax.Array:
         """The dim split over the axes, or whole; the others as they are."""
@@ -83,9 +88,10 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class KeepsInputs:
-    """A checkpoint policy: what `begin` keeps, and what another policy keeps."""
+    """A checkpoint policy: what `begin` keeps, and what another policy keeps. `ahead`: it may be fetched ahead."""
 
     policy: Callable[..., Any] | None = None
+    ahead: bool = False
 
     def __call__(self, prim, *args, **params):
         """As any of `jax.checkpoint_policies`."""
