@@ -40,7 +40,7 @@ def pytest_sessionstart(session):
 # Their tests share programs that take seconds to compile: one worker runs all of a file (or of a file's optimizer).
 TOGETHER = {
     "test_buckets", "test_check", "test_check_offload", "test_gpu_accumulate", "test_gpu_offload", "test_gpu_program",
-    "test_gpu_remat", "test_gpu_scale", "test_hybrids", "test_offload_proof", "test_processes", "test_train",
+    "test_gpu_remat", "test_gpu_scale", "test_scaling", "test_hybrids", "test_offload_proof", "test_processes", "test_train",
     "test_train_checkpoints",
 }  # fmt: skip
 
