@@ -77,7 +77,11 @@ def mesh_of(hosts: int, inner: str = "data", outer: str | None = None):
     devices = np.array(jax.devices())
     if outer is None:
         return jax.sharding.Mesh(devices, (inner,))
-    return jax.sharding.Mesh(devices.reshape(hosts, -1), (outer, inner))
+    mesh = jax.sharding.Mesh(devices.reshape(hosts, -1), (outer, inner))
+    if jax.process_count() > 1:  # told from the devices alone
+        assert mesh == jzero.mesh({outer: "hosts", inner: "host"}, devices=devices[::-1].tolist())
+        assert jzero.describe_mesh(mesh).count("cross between hosts") == 1
+    return mesh
 
 
 def batch(seed: int) -> dict:
