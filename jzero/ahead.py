@@ -97,7 +97,8 @@ def run(
 
     @jax.custom_vjp
     def block(values, slot, previous):
-        return region(*values), jnp.zeros(source.shape, source.dtype)
+        pinned = [kept.pinned(v) if i == source.at else v for i, v in enumerate(values)]
+        return region(*pinned), jnp.zeros(source.shape, source.dtype)
 
     def forward(values, slot, previous):
         outs, new = block(values, slot, previous)
@@ -127,14 +128,15 @@ def run(
             some = iter(some)
             return region(*[next(some) if f else v for f, v in zip(floating, moving, strict=True)])
 
-        _, transposed = jax.vjp(again, *[v for f, v in zip(floating, moving, strict=True) if f])
+        with jax.named_scope("rematted_computation"):  # as jax.checkpoint calls it: `explain` counts by that
+            _, transposed = jax.vjp(again, *[v for f, v in zip(floating, moving, strict=True) if f])
         grads = iter(transposed(given))
         return [next(grads) if f else None for f in floating], fetched, None
 
     block.defvjp(forward, backward)
     taken = (None, None) if chain is None else (chain.slot, jax.lax.stop_gradient(chain.previous))
     outs, slot = block(list(values), *taken)
-    return outs, Chain(source, slot, values[source.at])
+    return outs, Chain(source, slot, kept.pinned(values[source.at]))
 
 
 def finish(value: Any, chain: Chain) -> Any:

@@ -57,11 +57,13 @@ class Kept:
         """The input as the block reads it, and the copy that is kept."""
         if self.refused:
             raise ValueError(self.refused)
-        kept = x
-        if self.axes is not None:
-            x = self.constrain(x, None)
-            kept = self.constrain(x, self.axes)
+        x = self.pinned(x)
+        kept = x if self.axes is None else self.constrain(x, self.axes)
         return [x, jax.device_put(kept, jax.memory.Space.Host) if self.host else kept]
+
+    def pinned(self, x: jax.Array) -> jax.Array:
+        """The input as the block reads it: the layout of the copy must not spread to it."""
+        return x if self.axes is None else self.constrain(x, None)
 
     def load(self, kept: jax.Array) -> list[jax.Array]:
         """The input again, from the copy."""

@@ -43,9 +43,9 @@ class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Compares by function and plan.
 
     At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
-    stage 1 tied embeddings ([Note: a tied embedding] in `uses.py`) and block inputs on the host ([Note: one block ahead]
-    in `ahead.py`) are looked after, at stage 0 nothing. `shard` puts it round `apply_fn` at every stage, so that two states of one kind have equal trees and an eager call with a
-    whole batch is noticed.
+    stage 1 tied embeddings ([Note: a tied embedding] in `uses.py`) and block inputs on the host ([Note: one block
+    ahead] in `ahead.py`) are looked after, at stage 0 nothing. `shard` puts it round `apply_fn` at every stage, so
+    that two states of one kind have equal trees and an eager call with a whole batch is noticed.
     """
 
     fn: Callable = dataclasses.field(compare=False)

@@ -86,7 +86,7 @@ def remat(
         raise ValueError(f'jzero.remat(offload={offload!r}): offload must be "host" or None.')
     if isinstance(prefetch, bool) or prefetch not in (0, 1):
         raise ValueError(
-            f"jzero.remat(prefetch={prefetch!r}): 0 or 1: an input is fetched when its block needs it, or one block ahead."
+            f"jzero.remat(prefetch={prefetch!r}): 0 or 1: fetch an input when its block needs it, or one block ahead."
         )
     if offload is not None:
         check_host(plan.mesh, f"jzero.remat(offload={offload!r})")
