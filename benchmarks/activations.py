@@ -135,15 +135,23 @@ def report(config: Config, stage: int, option: str, depth: int):
     return jzero.explain(pod.compile(train_step, state, x, donate_argnums=0), plan)
 
 
+def fetched_beside_compute(report) -> str:
+    """The share of the bytes from the host that have compute between the start and the end of their copy."""
+    fetches = [t for t in report.transfers if t.to == "device"]
+    beside = sum(t.total_bytes for t in fetches if t.asynchronous and t.compute_ops)
+    return f"{100 * beside / sum(t.total_bytes for t in fetches):.0f} %" if fetches else "-"
+
+
 def main(config: Config) -> None:
     size = config.rows * config.seq * config.dim * 2
     print(
         f"A, the input of a block on one device: {size / 1e6:.1f} MB; {config.layers}; jax {jax.__version__}\n"
     )
     print(
-        "| stage | blocks | layers | device temp | host temp | wire, model axis | PCIe in + out | compiled in |"
+        "| stage | blocks | layers | device temp | host temp | wire, model axis | PCIe in + out | in, beside compute | "
+        "compiled in |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for stage in config.stages:
         for option in config.options:
             for depth in config.depth:
@@ -152,7 +160,7 @@ def main(config: Config) -> None:
                 row = [r.memory.temp, r.memory.host_temp, r.wire.by_axis["model"], r.pcie["to_device"]]
                 row = [f"{v / 1e6:.0f}" for v in row]
                 pcie = f"{row.pop()} + {r.pcie['to_host'] / 1e6:.0f} MB"
-                cells = [stage, option, depth, *(f"{v} MB" for v in row), pcie]
+                cells = [stage, option, depth, *(f"{v} MB" for v in row), pcie, fetched_beside_compute(r)]
                 print(
                     "| " + " | ".join(map(str, cells)), f"| {time.perf_counter() - start:.0f} s |", flush=True
                 )
