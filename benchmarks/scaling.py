@@ -39,10 +39,12 @@ KINDS = {
     "hpZ": {"stage": 3, "axis": BOTH, "param_axis": "data"},
 }
 SIZES = {
+    "7.5b": {"depth": 36, "dim": 4096, "heads": 32, "vocab": 50304, "seq": 1024, "scan": True},
     "gpt": {"depth": 8, "dim": 2048, "heads": 16, "vocab": 50304, "seq": 1024},
     "tied": {"depth": 8, "dim": 2048, "heads": 16, "vocab": 50304, "seq": 1024},
     "tiny": {"depth": 2, "dim": 1024, "heads": 8, "vocab": 512, "seq": 16},
 }
+TIED = ("7.5b", "tied")
 DEVICES = (8, 64, 512, 4096)
 
 
@@ -59,11 +61,11 @@ class Gpt(peak.Gpt):
         return nn.Dense(self.vocab, use_bias=False, **peak.BF16, name="head")(nn.LayerNorm(**peak.BF16)(x))
 
 
-def measure(kind: str, n: int, size: str = "gpt") -> dict:
+def measure(kind: str, n: int, size: str = "7.5b") -> dict:
     """Compiles one cell here: bytes per device, bytes on the wire by axes, collectives, and the closed form of each."""
     pod = jzero.pod("h200", hosts=n // 8, gpus_per_host=8)
     axes = {"replica": "hosts", "data": "host"} if kind in ("HSDP", "hpZ") else {"data": -1}
-    model = (peak.Gpt if size == "tied" else Gpt)(**SIZES[size], scan=False, kernels="2d")
+    model = (peak.Gpt if size in TIED else Gpt)(**{"scan": False} | SIZES[size], kernels="2d")
     create = lambda: peak.create(model, optax.adamw(3e-4))  # noqa: E731
     start = time.perf_counter()
     state = jzero.abstract(create, mesh=jzero.mesh(axes, pod=pod), **KINDS[kind])
@@ -179,7 +181,7 @@ def main() -> None:
     )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
-    parser.add_argument("--size", default="gpt", choices=list(SIZES))
+    parser.add_argument("--size", default="7.5b", choices=list(SIZES))
     parser.add_argument(
         "--out", type=Path, help="JSON file of what was measured; cells that it has are not run again"
     )
