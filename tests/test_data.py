@@ -1,6 +1,7 @@
 """train/data.py: the split, the pipeline's order and its resumption, the bigram baseline."""
 
 import itertools
+import json
 import math
 import re
 
@@ -137,6 +138,27 @@ def test_two_processes_share_the_rows_of_one():
     halves = [take(data.batches(text, seq=16, batch=8, seed=0, process=i, processes=2), 20) for i in range(2)]
     assert halves[0].shape == (20, 4, 17)
     np.testing.assert_array_equal(np.concatenate(halves, axis=1), whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 8), (8, 2), (4, 2)])
+@pytest.mark.parametrize("taken", [1, 7, 23])
+def test_another_number_of_processes_goes_on_without_repeating_or_dropping_a_row(before, after, taken):
+    """The state of process 0 is what a checkpoint keeps; 23 batches of 8 are past the first epoch of 125 windows."""
+    text = noise(1 + 16 * 125)
+    whole = take(data.batches(text, seq=16, batch=8, seed=5), 40)
+
+    def streams(count):
+        return [data.batches(text, seq=16, batch=8, seed=5, process=i, processes=count) for i in range(count)]
+
+    first = streams(before)
+    np.testing.assert_array_equal(np.concatenate([take(s, taken) for s in first], axis=1), whole[:taken])
+    state = first[0].get_state()
+    assert all(s.get_state() == state for s in first)  # any process's would do
+    second = streams(after)
+    for s in second:
+        s.set_state(json.loads(json.dumps(state)))
+    rest = np.concatenate([take(s, 40 - taken) for s in second], axis=1)
+    np.testing.assert_array_equal(rest, whole[taken:])
 
 
 def test_heldout_windows_are_evenly_spaced_whole_batches():

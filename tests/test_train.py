@@ -228,7 +228,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
 )
 def test_bad_sizes(config, text):
     with pytest.raises(ValueError, match=exactly(text)):
-        flags.check(config, devices=8, processes=1)
+        flags.check(config, devices=8)
 
 
 def test_unknown_stage():
@@ -256,15 +256,6 @@ def test_flags_go_on_top_of_a_preset():
         optim=dataclasses.replace(PRESETS["tiny"].optim, lr=0.5),
     )
     assert flags.parse([]) == PRESETS["default"]
-
-
-def test_several_processes_only_when_asked():
-    config = PRESETS["tiny"]
-    assert flags.group(config, {}) is None
-    environ = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}
-    assert flags.group(config, environ) == ("a:1", 2, None)
-    asked = dataclasses.replace(config, coordinator="b:2", processes=4, process_id=3)
-    assert flags.group(asked, environ) == ("b:2", 4, 3)
 
 
 # -- the model

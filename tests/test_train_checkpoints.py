@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path,
 
 def test_steps_to_resume_from(tmp_path):
     with pytest.raises(ValueError, match="--resume-step: pass --resume with it"):
-        flags.check(dataclasses.replace(CONFIG, resume_step=3), devices=8, processes=1)
+        flags.check(dataclasses.replace(CONFIG, resume_step=3), devices=8)
     config = dataclasses.replace(CONFIG, out=tmp_path / "run", resume=True, resume_step=7)
     (config.out / "checkpoints" / "10").mkdir(parents=True)
     with pytest.raises(ValueError, match=re.escape(f"--resume-step 7: the run in {config.out} has [10].")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -80,7 +79,11 @@ class Config:
     processes: int | None = None
     """Number of processes (or JAX_NUM_PROCESSES)."""
     process_id: int | None = None
-    """Which one this is, from 0 (or JAX_PROCESS_ID)."""
+    """Which one this is, from 0 (or JAX_PROCESS_ID). Under srun and mpirun none of the three is needed."""
+    start_timeout: float = 300
+    """Seconds that the processes wait for each other at the start."""
+    heartbeat: int = 30
+    """Seconds without a sign of a process after which the others end."""
     model: Annotated[Model, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Model)
     optim: Annotated[Optim, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Optim)
 
@@ -132,26 +135,12 @@ def parse(args: list[str] | None = None) -> Config:
     return tyro.cli(Config, args=args, default=PRESETS.get(preset, PRESETS["default"]), config=flat)
 
 
-def group(config: Config, environ: Any = os.environ) -> tuple[str, int | None, int | None] | None:
-    """(coordinator, processes, process id) where a flag or JAX_COORDINATOR_ADDRESS gives a coordinator."""
-    coordinator = config.coordinator or environ.get("JAX_COORDINATOR_ADDRESS")
-    if coordinator is None:
-        return None
-
-    def number(flag: int | None, name: str) -> int | None:
-        return int(environ[name]) if flag is None and name in environ else flag
-
-    processes = number(config.processes, "JAX_NUM_PROCESSES")
-    return coordinator, processes, number(config.process_id, "JAX_PROCESS_ID")
-
-
-def check(config: Config, *, devices: int, processes: int) -> None:
+def check(config: Config, *, devices: int) -> None:
     """Refuses what cannot run.
 
     Raises:
       ValueError: sizes that do not fit the devices or each other; a schedule without steps.
     """
-    m = config.model
     if config.batch % devices or config.batch < 1:
         each, rest = divmod(config.batch, devices)
         near = f"{each * devices} or {(each + 1) * devices}" if each > 0 else f"{devices}"
@@ -159,8 +148,16 @@ def check(config: Config, *, devices: int, processes: int) -> None:
             f"--batch {config.batch}: {devices} devices cannot split {config.batch} windows evenly "
             f"({config.batch} = {each} x {devices} + {rest}). Pass --batch {near}."
         )
-    if devices % processes:
-        raise ValueError(f"{devices} devices over {processes} processes: each must have the same number.")
+    check_alone(config)
+
+
+def check_alone(config: Config) -> None:
+    """As `check`, as far as a process knows it before it has met the others.
+
+    Raises:
+      ValueError: as for `check`.
+    """
+    m = config.model
     if m.width % m.heads or (m.width // m.heads) % 2:
         raise ValueError(
             f"--width {m.width} --heads {m.heads}: rotary positions need an even number of features per "
@@ -173,6 +170,11 @@ def check(config: Config, *, devices: int, processes: int) -> None:
     for name in ("steps", "log_every", "eval_every", "save_every", "keep", "eval_windows"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least 1.")
+    if config.heartbeat < 5 or config.start_timeout <= 0:
+        raise ValueError(
+            f"--heartbeat {config.heartbeat} --start-timeout {config.start_timeout:g}: a heartbeat of at least 5 s, "
+            "since a busy host answers late; and more than 0 s to start."
+        )
 
 
 def identity(config: Config, fingerprint: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@
     python train/gpt.py --preset tiny                     # the short form, for CI
     python train/gpt.py --data ~/books --dtype bfloat16 --out runs/books
 
-Two hosts (--out on a disk that both see; on one machine for a try: localhost:1234 and --devices 4):
+Many hosts: the same command under srun, mpirun or a Kubernetes indexed job (docs/launch.md), --out on a disk that all
+of them see. By hand (on one machine for a try: localhost:1234 and --devices 4):
 
     python train/gpt.py --coordinator host0:1234 --processes 2 --process-id 0
     python train/gpt.py --coordinator host0:1234 --processes 2 --process-id 1
@@ -29,9 +30,11 @@ bigram at 2.442. The presets gpt2-small and gpt2-xl are sized for GPUs and have 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -51,9 +54,10 @@ import jzero
 from jzero.checkpoint import CheckpointDamaged
 from jzero.errors import human_bytes
 from train import config as flags
-from train import data
+from train import data, processes
 from train.checkpoints import Checkpoints, check_identity, saved_steps, set_aside
 from train.config import PRESETS, Config
+from train.facts import facts
 from train.log import Log
 from train.model import GPT, sample
 from train.stopping import Stopping
@@ -144,15 +148,16 @@ def cross_entropy(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def prepare(config: Config) -> data.Corpus:
-    """The corpus, once every check has passed.
+def prepare(config: Config, corpus: data.Corpus | None = None) -> data.Corpus:
+    """The corpus (read where it is not given), once every check has passed.
 
     Raises:
       ValueError, FileNotFoundError: what is wrong and the flag that mends it.
     """
     jzero.ZeroConfig(**zero_fields(config))
-    flags.check(config, devices=jax.device_count(), processes=jax.process_count())
-    corpus = data.load(config.data)
+    processes.check_devices(jax.devices())
+    flags.check(config, devices=jax.device_count())
+    corpus = data.load(config.data) if corpus is None else corpus
     data.check_size(corpus, seq=config.model.seq, batch=config.batch)
     steps = saved_steps(config.out)
     if config.resume and not steps:
@@ -207,19 +212,26 @@ class Result:
 def train(config: Config, corpus: data.Corpus) -> Result:
     """The run that `config` describes, from step 0 or from the last checkpoint in `config.out`."""
     began = time.perf_counter()
-    me, processes, m = jax.process_index(), jax.process_count(), config.model
+    me, count, m = jax.process_index(), jax.process_count(), config.model
 
     # -- data: this process's rows of every batch; the bytes that the model and the bigram are both asked for
     sizes = {"seq": m.seq, "batch": config.batch}
-    stream = data.batches(corpus.train, **sizes, seed=config.seed, process=me, processes=processes)
+    stream = data.batches(corpus.train, **sizes, seed=config.seed, process=me, processes=count)
     windows = data.heldout_windows(corpus.heldout, **sizes, most=config.eval_windows)
-    rows = config.batch // processes
+    rows = config.batch // count
     bigram = data.bigram_loss(corpus.train, windows)
 
-    # -- state: born sharded, or read shard by shard
+    # -- the plan: from shapes alone, before anything is compiled
     create = functools.partial(create_state, config)
     tokens, start = config.batch * m.seq, first_step(config)
     log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
+    like = jzero.abstract(create, **zero_fields(config))
+    estimate = jzero.estimate(jzero.plan_of(like), tx=like.tx)
+    log.print(corpus.source)
+    log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
+    log.print(jzero.plan_of(like).describe(), estimate)
+
+    # -- state: born sharded, or read shard by shard
     if config.resume:
         for moved in set_aside(config.out, start) if me == 0 else ():
             log.print(f"moved a later checkpoint to {moved}")
@@ -231,18 +243,13 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         overwrite=config.overwrite and not config.resume,
     )
     if config.resume:
-        like = jzero.abstract(create, **zero_fields(config))
         with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
             state = checkpoints.restore(start, like, stream)
     else:
         state = jzero.shard(create, **zero_fields(config))
     plan, step, stopped = jzero.plan_of(state), start, False
     with checkpoints, log, Stopping() as stopping:
-        # -- the plan, and what was compiled from it
-        log.print(corpus.source)
-        log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
-        estimate = jzero.estimate(plan, tx=state.tx)
-        log.print(plan.describe(), estimate)
+        # -- the step, compiled
         blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
         options = plan.compiler_options  # for XLA:GPU; none elsewhere
         jitted = jax.jit(train_step, donate_argnums=0, compiler_options=options)
@@ -315,23 +322,56 @@ def damaged(error: CheckpointDamaged) -> str:
 def main(args: list[str] | None = None) -> None:
     """The command line. Devices and processes are set up here, before JAX is first used."""
     config = flags.parse(args)
-    os.environ.setdefault(
-        "NPROC", "32"
-    )  # XLA:CPU: fewer threads than simulated devices can wait for each other
+    # XLA:CPU: fewer threads than simulated devices can wait for each other
+    os.environ.setdefault("NPROC", "32")
     jax.config.update("jax_num_cpu_devices", config.devices)  # where there are GPUs, they are used instead
-    group = flags.group(config)
-    if group is not None:
-        jax.distributed.initialize(*group)
+    corpus, watch = joined(config)
+    with watch:
+        try:
+            corpus = prepare(config, corpus)
+        except CheckpointDamaged as error:
+            sys.exit(damaged(error))
+        except (ValueError, FileNotFoundError) as error:
+            sys.exit(f"error: {error}")
+        try:
+            stopped = train(config, corpus).stopped
+        except CheckpointDamaged as error:
+            sys.exit(damaged(error))
+    if stopped:  # not 0: Kubernetes and docs/launch/slurm.sbatch start again what has not come to its end
+        sys.exit(128 + signal.SIGTERM)
+
+
+def joined(config: Config) -> tuple[data.Corpus | None, contextlib.AbstractContextManager[Any]]:
+    """The data, and the watch over the other processes; nothing of both for a process by itself."""
+    given = {"coordinator": config.coordinator, "processes": config.processes}
     try:
-        corpus = prepare(config)
-    except CheckpointDamaged as error:
-        sys.exit(damaged(error))
-    except (ValueError, FileNotFoundError) as error:
+        group = processes.find(os.environ, **given, process_id=config.process_id)
+    except ValueError as error:
         sys.exit(f"error: {error}")
+    if group is None:
+        return None, contextlib.nullcontext()
+    corpus = wrong = None
+    try:  # what is wrong here, the others are to know: they wait for this process
+        flags.check_alone(config)
+        corpus = data.load(config.data)
+    except (ValueError, OSError) as error:
+        wrong = str(error)
     try:
-        train(config, corpus)
-    except CheckpointDamaged as error:
-        sys.exit(damaged(error))
+        same = facts(config, "" if corpus is None else corpus.fingerprint)
+        times = {"timeout": config.start_timeout, "heartbeat": config.heartbeat}
+        return corpus, processes.join(group, same, **times, remedy=lambda: remedy(config), error=wrong)
+    except processes.Refused as error:
+        sys.exit("\n".join(f"[process {group.me}] {line}" for line in f"error: {error}".splitlines()))
+
+
+def remedy(config: Config) -> str:
+    """What to do after a run of several processes has ended early."""
+    steps = saved_steps(config.out)
+    if not steps:
+        return f"No checkpoint is finished in {config.out}: start all processes again."
+    return (
+        f"The last finished checkpoint in {config.out} is of step {steps[-1]}: start all again with --resume."
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import resource
 import time
 from collections.abc import Iterator
@@ -48,7 +49,12 @@ class Log:
         self.unread: list[tuple[int, dict[str, Any]]] = []
         self.latest: dict[str, float] = {}
         self.first_process = jax.process_index() == 0
-        self.console = Console(quiet=not self.first_process, highlight=False, soft_wrap=True, markup=False)
+        given = (
+            False if "OMPI_COMM_WORLD_RANK" in os.environ else None
+        )  # mpirun fakes a terminal, for files too
+        self.console = Console(
+            quiet=not self.first_process, highlight=False, soft_wrap=True, markup=False, force_terminal=given
+        )
         self.progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
