@@ -176,15 +176,12 @@ class ZeroConfig:
         Args:
           source, world, auto: as in `jzero.deepspeed.read`.
 
-        Returns:
-          A ZeroConfig: stage, buckets, thresholds, hybrids, offload, dtypes.
-
         Raises:
-          FileNotFoundError, TypeError, ValueError: as `jzero.deepspeed.read`.
+          FileNotFoundError, TypeError, ValueError: as there.
 
         Warns:
           UserWarning: once, where the file asks for more than a ZeroConfig holds (batch, clipping, loss scale,
-            optimizer, activation checkpointing): the lines to write; and for what is not supported.
+            optimizer, activation checkpointing), with the lines to write, or for what is not supported.
         """
         from jzero.deepspeed import read  # it stands above this module
 

@@ -94,7 +94,7 @@ class Draft:
             fate = MAPPED if key.fate == MAPPED else NOT_NEEDED
             return fate, f'"auto": {AUTO_TEXT.get(name, "the default of DeepSpeed")}'
         if key.fate == MAPPED:
-            return NOT_NEEDED, "switched off, or belongs to what is"
+            return NOT_NEEDED, "switched off" if value is False else "of what is switched off"
         if key.fate != NOT_NEEDED and _off(value, key.off):
             return NOT_NEEDED, "asks for nothing"
         return key.fate, key.text

@@ -64,7 +64,7 @@ class FromDeepSpeed:
     own: bool
 
     def elsewhere(self) -> str:
-        """What a ZeroConfig does not hold: lines to write and keys that are not supported; empty where there is nothing.
+        """What a ZeroConfig does not hold: lines to write, keys that are not supported; "" where there is nothing.
 
         It is the warning of `ZeroConfig.from_deepspeed`.
         """
@@ -131,7 +131,9 @@ def _listing(rows: tuple[Row, ...]) -> str:
     names = [("  " if len(parts) > 1 else "") + parts[-1] for parts in split]
     first, second = max(map(len, names)), max(len(shown(row.value)) for row in rows)
     lines, section = [], ""
-    for parts, name, row in sorted(zip(split, names, rows, strict=True), key=lambda x: len(x[0]) > 1):
+    order = {parts[0]: i for i, parts in reversed(list(enumerate(split))) if len(parts) > 1}  # of sections
+    table = zip(split, names, rows, strict=True)
+    for parts, name, row in sorted(table, key=lambda x: order[x[0][0]] if len(x[0]) > 1 else -1):
         if len(parts) > 1 and parts[0] != section:
             section = parts[0]
             lines.append(f"  {section}")
