@@ -7,10 +7,12 @@ from typing import Any as _Any
 from jzero.config import Offload, ZeroConfig
 from jzero.gather import gather_on_use
 from jzero.gradients import value_and_grad
+from jzero.mesh import mesh
 from jzero.offload import select
 from jzero.optim import ZeroState, unwrap, zero
 from jzero.proof.check import CheckError, Finding, check, findings
 from jzero.proof.memory import Estimate, estimate
+from jzero.proof.network import describe_mesh
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
 from jzero.proof.transformer import Transformer
@@ -45,11 +47,13 @@ __all__ = [
     "check",
     "checkpoint",
     "deepspeed",
+    "describe_mesh",
     "estimate",
     "explain",
     "findings",
     "gather_on_use",
     "make_plan",
+    "mesh",
     "plan_of",
     "pod",
     "remat",

@@ -57,18 +57,25 @@ class Kept:
         """The input as the block reads it, and the copy that is kept."""
         if self.refused:
             raise ValueError(self.refused)
-        kept = x
-        if self.axes is not None:
-            x = self.constrain(x, None)
-            kept = self.constrain(x, self.axes)
+        x = self.pinned(x)
+        kept = x if self.axes is None else self.constrain(x, self.axes)
         return [x, jax.device_put(kept, jax.memory.Space.Host) if self.host else kept]
+
+    def pinned(self, x: jax.Array) -> jax.Array:
+        """The input as the block reads it: the layout of the copy must not spread to it."""
+        return x if self.axes is None else self.constrain(x, None)
 
     def load(self, kept: jax.Array) -> list[jax.Array]:
         """The input again, from the copy."""
-        x = jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
-        if self.axes is not None:
-            x = self.constrain(self.constrain(x, self.axes), None)  # fetched as it lies, then gathered
-        return [x]
+        return [self.whole(self.fetched(kept))]
+
+    def fetched(self, kept: jax.Array) -> jax.Array:
+        """The copy on the device, as it lies."""
+        return jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """What was fetched, gathered."""
+        return x if self.axes is None else self.constrain(self.constrain(x, self.axes), None)
 
     def constrain(self, x: jax.Array, axes: Any) -> jax.Array:
         """The dim split over the axes, or whole; the others as they are."""
@@ -83,9 +90,10 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class KeepsInputs:
-    """A checkpoint policy: what `begin` keeps, and what another policy keeps."""
+    """A checkpoint policy: what `begin` keeps, and what another policy keeps. `ahead`: it may be fetched ahead."""
 
     policy: Callable[..., Any] | None = None
+    ahead: bool = False
 
     def __call__(self, prim, *args, **params):
         """As any of `jax.checkpoint_policies`."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jzero import jaxprs
+from jzero.ahead import fetches
 from jzero.buckets import activation_bytes, tied_tables
 from jzero.identity import same_key
 from jzero.layout import Layout, path_keys
@@ -42,9 +43,9 @@ class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Compares by function and plan.
 
     At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
-    stage 1 a tied embedding alone is looked after ([Note: a tied embedding] in `uses.py`), at stage 0 nothing. `shard`
-    puts it round `apply_fn` at every stage, so that two states of one kind have equal trees and an eager call with a
-    whole batch is noticed.
+    stage 1 tied embeddings ([Note: a tied embedding] in `uses.py`) and block inputs on the host ([Note: one block
+    ahead] in `ahead.py`) are looked after, at stage 0 nothing. `shard` puts it round `apply_fn` at every stage, so
+    that two states of one kind have equal trees and an eager call with a whole batch is noticed.
     """
 
     fn: Callable = dataclasses.field(compare=False)
@@ -111,7 +112,7 @@ class GatherOnUse:
         jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
         if not walks(self.plan):
             picked = self._tied(jaxpr, picked)
-            if not any(picked):
+            if not any(picked) and not fetches(jaxpr):
                 return fn(params, args, kwargs)
         walk = Walk(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [

@@ -1,14 +1,160 @@
-"""The mesh of a plan: its axes are Auto, and the names that a config uses are among them."""
+"""`mesh`: axes on the boundaries of hosts and slices. And the mesh of a plan: Auto axes, of the names in its config."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jzero.config import ZeroConfig
-from jzero.errors import nearest
+from jzero.errors import listing, nearest
 from jzero.specs import whole_mesh
+from jzero.topology import grid, span
+
+LEVELS = {"slices": 0, "hosts": 1, "host": 2}  # dims of `topology.grid`
+
+
+def mesh(
+    axes: Mapping[str, int | str] | None = None,
+    /,
+    *,
+    devices: Sequence[Any] | None = None,
+    pod: Any = None,
+    devices_per_host: int | None = None,
+    **sizes: int | str,
+) -> Mesh:
+    """A mesh whose axes keep to the boundaries of hosts and slices, with Auto axes.
+
+    Devices are ordered slice by slice and host by host, whatever order they come in, and the last axis runs inside of a
+    host first. `print(jzero.describe_mesh(mesh))` says what crosses the network.
+
+    Args:
+      axes: size by axis name, from the outermost to the innermost. A size is a number; -1 or "rest", for one axis, what
+        the others leave; or a boundary: "host", the devices of one host, "hosts", all hosts (of a slice, where
+        another axis has "slices"), or "slices". An axis with a boundary stands there, wherever it is listed. None and
+        no keywords: all devices on `"data"`.
+      devices: of the mesh. None: `jax.devices()`, or those of `pod`.
+      pod: a `jzero.Pod`, to compile for.
+      devices_per_host: consecutive devices that share a host. None: those of one process (topology.py says more).
+      **sizes: axes as keywords, behind those of `axes`.
+
+    Returns:
+      A `jax.sharding.Mesh`, equal on every process.
+
+    Raises:
+      TypeError: a size of another kind.
+      ValueError: sizes that do not multiply to the number of devices, two axes on one boundary, hosts of different
+        sizes, an axis whose groups lie unevenly over hosts.
+
+    Example:
+      >>> import jax, jzero
+      >>> jzero.mesh().shape["data"] == len(jax.devices())
+      True
+      >>> jzero.mesh(replica="hosts", data="host").axis_names
+      ('replica', 'data')
+    """
+    named: dict[str, int | str] = {**(axes or {}), **sizes} or {"data": -1}
+    if pod is not None:
+        if devices is not None:
+            raise ValueError("jzero.mesh: pass devices= or pod=, not both.")
+        devices, devices_per_host = pod.devices, devices_per_host or pod.gpus_per_host
+    found = grid(jax.devices() if devices is None else devices, devices_per_host=devices_per_host)
+    if any(size == "hosts" for size in named.values()) and "slices" not in named.values():
+        found = found.reshape(1, -1, found.shape[2])
+    shape = _shape(named, found.shape)
+    made = Mesh(_arranged(named, shape, found), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    rows = [
+        (repr(name), f"groups of {shape[name]}", f"on hosts of {found.shape[2]}")
+        for name in shape
+        if found.flat[0].platform != "tpu"  # whose hosts share their slice's network
+        and not span(made, [name], devices_per_host=devices_per_host).even
+    ]
+    if rows:
+        raise ValueError(
+            f"jzero.mesh: {len(rows)} axes lie unevenly over the {found.shape[0] * found.shape[1]} hosts:\n"
+            f"{listing(rows)}\nSome of their groups would cross the network and others not. Pass sizes that divide "
+            "the devices of a host, or are multiples of them (with the axes behind them), or build a jax.sharding.Mesh "
+            "yourself."
+        )
+    return made
+
+
+def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str, int]:
+    """The size of every axis as a number."""
+    for name, size in named.items():
+        if isinstance(size, bool) or not isinstance(size, (int, str)):
+            raise TypeError(f"jzero.mesh: the size of axis {name!r} must be an int or a word, got {size!r}.")
+        if isinstance(size, str) and size not in (*LEVELS, "rest"):
+            known = (*LEVELS, "rest")
+            raise ValueError(
+                f"jzero.mesh: the size of axis {name!r} is {size!r}.{nearest(size, known)} "
+                f"Pass a number, or one of {', '.join(map(repr, known))}."
+            )
+        if isinstance(size, int) and size < 1 and size != -1:
+            raise ValueError(
+                f"jzero.mesh: the size of axis {name!r} is {size}; it must be at least 1, or -1."
+            )
+    for word in LEVELS:
+        twice = [name for name, size in named.items() if size == word]
+        if len(twice) > 1:
+            raise ValueError(
+                f"jzero.mesh: {' and '.join(map(repr, twice))} both have {word!r}; only one can."
+            )
+    rest = [name for name, size in named.items() if size in (-1, "rest")]
+    if len(rest) > 1:
+        raise ValueError(
+            f"jzero.mesh: {' and '.join(map(repr, rest))} both take the rest; only one axis can."
+        )
+    total = math.prod(levels)
+    shape = {k: levels[LEVELS[v]] if v in LEVELS else v for k, v in named.items() if k not in rest}
+    left, odd = divmod(total, math.prod(int(n) for n in shape.values()))
+    if odd or (left != 1 and not rest):
+        text = " x ".join(f"{shape.get(k, '?')} ({k})" for k in named)
+        hosts = f"{levels[0] * levels[1]} hosts x {levels[2]}"
+        raise ValueError(
+            f"jzero.mesh: {text} = {math.prod(int(n) for n in shape.values())} devices, but there are {hosts} = "
+            f"{total}.\nThe sizes must {'divide' if rest else 'multiply to'} {total}; one of them may be -1, the rest."
+        )
+    return {k: left if k in rest else int(shape[k]) for k in named}
+
+
+def _arranged(named: Mapping[str, int | str], shape: Mapping[str, int], found: np.ndarray) -> np.ndarray:
+    """The devices in the shape of the mesh: boundaries where they are named, the other axes over what is left."""
+    placed = {LEVELS[v]: name for name, v in named.items() if isinstance(v, str) and v in LEVELS}
+    free = [name for name in named if name not in placed.values()]
+    if set(placed) <= {0} and found.flat[0].platform == "tpu":
+        return _torus(free, placed.get(0), shape, found)
+    taken = [placed[level] for level in sorted(placed)]
+    last = [level for level in range(3) if level not in placed]
+    array = found.transpose([*sorted(placed), *last]).reshape([shape[k] for k in (*taken, *free)])
+    return array.transpose([[*taken, *free].index(name) for name in named])
+
+
+def _torus(
+    free: Sequence[str], across: str | None, shape: Mapping[str, int], found: np.ndarray
+) -> np.ndarray:
+    """TPUs: inside of a slice as JAX lays axes on its torus; `across`, or else the outermost axis, across slices.
+
+    Raises:
+      ValueError: the slices do not divide the outermost axis.
+    """
+    slices, inner = len(found), [shape[k] for k in free]
+    if across is None:
+        if inner[0] % slices:
+            raise ValueError(
+                f"jzero.mesh: the outermost axis, of {inner[0]} devices, does not divide by {slices} slices. Pass a "
+                f'first axis of a multiple of {slices}, such as {{"replica": "slices", ...}}.'
+            )
+        inner[0] //= slices
+    each = [mesh_utils.create_device_mesh(inner, part.ravel().tolist()) for part in found]
+    if across is None:
+        return np.concatenate(each)
+    return np.moveaxis(np.stack(each), 0, list(shape).index(across))
 
 
 def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]]:

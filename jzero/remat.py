@@ -26,6 +26,7 @@ def remat(
     *,
     partition: str | Sequence[str] | None = None,
     offload: str | None = None,
+    prefetch: int = 1,
     policy: Callable[..., Any] | None = None,
     dim: int = 1,
     argnums: int | Sequence[int] | None = None,
@@ -42,8 +43,12 @@ def remat(
       plan: from `jzero.make_plan` or `jzero.plan_of(state)`, at any stage; gives the mesh.
       partition: mesh axis, or tuple of axes, over which the devices hold the same activations (tensor parallelism):
         each keeps its slice. Not an axis that splits the batch. None: kept as it is laid out.
-      offload: "host": kept in pinned host memory: written while the block runs, fetched when the cotangent of its
-        result is there. None: in device memory.
+      offload: "host": kept in pinned host memory: written while a block runs, fetched for the second run. None: in
+        device memory.
+      prefetch: with `offload`, how many blocks ahead an input is fetched. 1: while the block behind it runs backward
+        (where the function is under `gather_on_use`: `apply_fn` of a sharded TrainState at stages 1 to 3, the loss of
+        `jzero.value_and_grad` or `gather_on_use` at stages 2 and 3; and without `policy`). 0: when the cotangent of the
+        block's result is there; forward mode (`jax.jvp`) through the block works with 0 alone.
       policy: what to keep besides, any of `jax.checkpoint_policies`; it may offload named activations. None: nothing,
         all is computed again. At stage 3 gathered weights are never kept, whatever it says.
       dim: the dim of the input that `partition` splits: 1, the sequence in [batch, sequence, features]. It must be
@@ -64,7 +69,7 @@ def remat(
     Cost:
       Per device and block, with A the bytes of its input on a device and m the size of `partition`: A / m kept instead
       of A, one all-gather more (A (m-1)/m sent) in the backward pass; with `offload` nothing in device memory but two
-      inputs on their way, and A / m over PCIe each way.
+      inputs on their way (three with `prefetch=1`), and A / m over PCIe each way.
 
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 6.1: partitioned activation checkpointing, P_a and P_a+cpu.
@@ -79,13 +84,17 @@ def remat(
         raise TypeError(f"jzero.remat(policy={policy!r}): pass one of jax.checkpoint_policies, or None.")
     if offload not in (None, "host"):
         raise ValueError(f'jzero.remat(offload={offload!r}): offload must be "host" or None.')
+    if isinstance(prefetch, bool) or prefetch not in (0, 1):
+        raise ValueError(
+            f"jzero.remat(prefetch={prefetch!r}): 0 or 1: fetch an input when its block needs it, or one block ahead."
+        )
     if offload is not None:
         check_host(plan.mesh, f"jzero.remat(offload={offload!r})")
     block = _Block(
         subject, plan, _axes(partition, plan), offload is not None, _int(dim, "dim"), prevent_cse,
         None if argnums is None else _ints(argnums, "argnums"), _ints(static_argnums, "static_argnums"),
     )  # fmt: skip
-    return block.wrapped(KeepsInputs(policy))
+    return block.wrapped(KeepsInputs(policy, ahead=bool(prefetch)))
 
 
 def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:

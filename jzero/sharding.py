@@ -38,7 +38,7 @@ from jzero.layout import (
     whole_below,
 )  # fmt: skip
 from jzero.mesh import resolve_mesh
-from jzero.placement import is_global, put
+from jzero.placement import check_same, is_global, put
 from jzero.specs import P, axis_size, entry_axes, finer_mesh, make_spec, named_on, shard_factor, spec_entries
 from jzero.split import find_split
 from jzero.xla import compiler_options
@@ -199,9 +199,10 @@ class Plan:
           The same tree of `jax.Array`, each with its stored layout.
 
         Raises:
-          ValueError: another tree, e.g. a batch (that is `place_batch`).
+          ValueError: another tree, e.g. a batch (that is `place_batch`); across processes, values that differ.
         """
         pairs = self.match(tree, where="plan.place")
+        check_same(tree, where="plan.place")
         placed = [put(leaf, self.sharding(x.stored)) for leaf, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
@@ -209,8 +210,9 @@ class Plan:
         """A batch split over the batch axes: numpy or JAX arrays in, global arrays out.
 
         With one process every leaf is the whole batch `[B, ...]`; with several each process passes its own
-        part, and the parts are joined in the order of the processes. Arrays that are split already are
-        returned as they are; scalars are replicated.
+        part, all of the same number of rows, and the parts are joined in the order of the processes. (Processes
+        that hold the same part, as with tensor parallelism across them, each pass it.) Arrays that are split
+        already are returned as they are; scalars are replicated.
 
         Raises:
           ValueError: a leaf whose leading dim the batch axes do not divide; lists the leaves.

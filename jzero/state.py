@@ -32,7 +32,7 @@ from jzero.kinds import Parts
 from jzero.layout import path_name
 from jzero.offload import check_host_memory, made_streamed
 from jzero.optim import init_shapes, is_wrapped, unwrap, zero
-from jzero.placement import put
+from jzero.placement import check_same, put
 from jzero.sharding import Plan, make_plan
 from jzero.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
 
@@ -65,7 +65,7 @@ def shard(
     Raises:
       TypeError: a state of an unknown kind, a creation function that needs arguments, an unknown field.
       ValueError: an axis that the mesh has not, optimizer state that does not belong to the params, arrays
-        committed to devices outside of the mesh.
+        committed to devices outside of the mesh; an existing state that is not the same on every process.
 
     Layout:
       params `Layout.stored`, moments and masters `Layout.state`, scalars replicated; see `Plan.describe`.
@@ -98,6 +98,7 @@ def shard(
     plan = _plan(parts, config, mesh, param_specs)
     _check_real(plan)
     _check_devices(parts, plan)
+    check_same(parts, where="jzero.shard")
     check_host_memory(lambda: init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
     return kinds.put_together(state, _place(parts, plan))
 

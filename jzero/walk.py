@@ -30,13 +30,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jzero import buckets, jaxprs
+from jzero import ahead, buckets, jaxprs
 from jzero.boundary import BEGIN
 from jzero.uses import Uses
 from jzero.weight import ON_SHARD, Weight, unwrap
@@ -49,7 +50,12 @@ class Walk(Uses):
       plan: gives the mesh, the bytes of a bucket and the prefetch distance.
       in_remat: inside a region that is computed again as a whole.
       ordered: weights are tied to their place in the program; not where all of them make one bucket.
+      chain: what the next block with an input on the host takes from the last one ([Note: one block ahead]).
+      in_loop: the body of a scan, whose carry holds the chain.
     """
+
+    chain: ahead.Chain | None = None
+    in_loop = False
 
     def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Outputs of the jaxpr; a weight that is passed through stays a weight."""
@@ -57,6 +63,7 @@ class Walk(Uses):
         env: dict[Any, Any] = {**flat.known, **dict(zip(flat.consts, consts, strict=True))}
         env.update(zip(flat.ins, args, strict=True))
         ties = self.ties(flat, env)
+        last = self.last_of_chains(flat)
 
         def read(atom):
             return atom.val if jaxprs.is_literal(atom) else env[atom]
@@ -69,10 +76,21 @@ class Walk(Uses):
                 for eqn in (*step.outer, step.eqn):
                     scopes.enter_context(jaxprs.scope_of(eqn))
                 outs = self.equation(step.eqn, values)
+            if number in last and self.chain is not None:
+                outs, self.chain = finished(outs, self.chain), None
             env.update(zip(step.outs, outs, strict=True))
             for tie in ties.get((number, True), ()):
                 self.tie(tie, flat, env)
         return [read(a) for a in flat.outs]
+
+    def last_of_chains(self, flat: buckets.Flat) -> set[int]:
+        """The steps with an input on the host that no such step of the same kind follows; none in a loop's body."""
+        kinds = [
+            (i, found) for i, s in enumerate(flat.steps) if (found := ahead.offloaded(s.eqn)) is not None
+        ]
+        pairs = itertools.pairwise(kinds)
+        ends = {i for (i, a), (_, b) in pairs if not a.follows(b)} | {i for i, _ in kinds[-1:]}
+        return set() if self.in_loop else ends
 
     def ties(self, flat: buckets.Flat, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
         """The ties by the number of their step, and whether they come after it."""
@@ -130,9 +148,13 @@ class Walk(Uses):
 
     def equation(self, eqn, values: list[Any]) -> list[Any]:
         """One equation: kept on the shard, walked into, or a use."""
-        if not any(isinstance(v, Weight) for v in values):
-            return jaxprs.bind(eqn, values)
         name = eqn.primitive.name
+        if not any(isinstance(v, Weight) for v in values):
+            if name in jaxprs.REMAT and ahead.offloaded(eqn) is not None:
+                return self.remat(eqn, values)
+            if name == "scan" and self.chain_of(eqn) is not None:
+                return self.scan_(eqn, values)
+            return jaxprs.bind(eqn, values)
         if name == BEGIN:
             raise ValueError(
                 f"jzero.remat: a param of shape {values[0].shard.shape} is taken for the block's input. Pass argnums=, "
@@ -159,6 +181,10 @@ class Walk(Uses):
             outs = inner.run(*jaxprs.opened(eqn.params["jaxpr"]), rewrap(flat))
             return inner.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
+        source = ahead.offloaded(eqn)
+        if source is not None and not self.in_remat and not isinstance(values[source.at], Weight):
+            outs, self.chain = ahead.run(region, flat, source, self.chain, in_loop=self.in_loop)
+            return _merged(outs, handed, values)
         policy = eqn.params["policy"]
         policy = never_save_gathered(policy) if self.plan.config.row.params else policy
         outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat)
@@ -172,6 +198,13 @@ class Walk(Uses):
         """A walk for the body of a loop or a branch."""
         return Walk(self.plan, in_remat=self.in_remat, ordered=self.ordered)
 
+    def chain_of(self, eqn) -> ahead.Input | None:
+        """What the blocks in the body of a scan keep on the host, where all of them keep the same."""
+        flat = buckets.flatten(jaxprs.opened(eqn.params["jaxpr"])[0], [False] * len(eqn.invars))
+        found = [x for s in flat.steps if (x := ahead.offloaded(s.eqn)) is not None]
+        alike = all(a.follows(b) for a, b in itertools.pairwise(found))
+        return found[0] if found and alike and not self.in_remat else None
+
     def scan_(self, eqn, values: list[Any]) -> list[Any]:
         """A scan: constants and stacked weights stay stored; a weight in the carry is gathered before it."""
         p = eqn.params
@@ -182,17 +215,23 @@ class Walk(Uses):
             + values[consts + carry :]
         )
 
+        source = self.chain_of(eqn)
+
         def body(state, xs):
+            state, chain = state
             inner = self.inner()
+            if source is not None:
+                inner.chain, inner.in_loop = ahead.Chain(source, *chain), True
             args = rewrap([*flat[:consts], *state, *xs], sliced_from=consts + carry)
             outs = inner.plain(inner.run(*jaxprs.opened(p["jaxpr"]), args))
-            return outs[:carry], outs[carry:]
+            return (outs[:carry], inner.chain and (inner.chain.slot, inner.chain.previous)), outs[carry:]
 
-        state, ys = jax.lax.scan(
-            body, list(flat[consts : consts + carry]), list(flat[consts + carry :]),
+        (state, chain), ys = jax.lax.scan(
+            body, (list(flat[consts : consts + carry]), source and source.empty()), list(flat[consts + carry :]),
             length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
         )  # fmt: skip
-        return [*state, *ys]
+        outs = [*state, *ys]
+        return outs if source is None or chain is None else finished(outs, ahead.Chain(source, *chain))
 
     def while_(self, eqn, values: list[Any]) -> list[Any]:
         """A while loop: constants stay stored, the carry is gathered before it."""
@@ -226,6 +265,14 @@ class Walk(Uses):
         index = values[0].astype(np.int32) if np.dtype(values[0].dtype) == bool else values[0]
         outs = jax.lax.switch(index, [branch(c) for c in eqn.params["branches"]], *flat)
         return _merged(outs, handed, values[1:])
+
+
+def finished(outs: Sequence[Any], chain: ahead.Chain) -> list[Any]:
+    """The results of the last block, the first floating-point one with the end of the chain."""
+    found = next(
+        i for i, o in enumerate(outs) if not isinstance(o, Weight) and buckets.is_floating(jax.typeof(o))
+    )
+    return [ahead.finish(o, chain) if i == found else o for i, o in enumerate(outs)]
 
 
 def _merged(outs: Sequence[Any], handed: Sequence[int | None], values: Sequence[Any]) -> list[Any]:

@@ -40,7 +40,8 @@ def pytest_sessionstart(session):
 # Their tests share programs that take seconds to compile: one worker runs all of a file (or of a file's optimizer).
 TOGETHER = {
     "test_buckets", "test_check", "test_check_offload", "test_gpu_accumulate", "test_gpu_offload", "test_gpu_program",
-    "test_gpu_remat", "test_gpu_scale", "test_hybrids", "test_offload_proof", "test_train", "test_train_checkpoints",
+    "test_gpu_remat", "test_gpu_scale", "test_hybrids", "test_offload_proof", "test_processes", "test_scaling",
+    "test_train", "test_train_checkpoints",
 }  # fmt: skip
 
 

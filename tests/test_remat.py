@@ -181,12 +181,13 @@ def test_a_function_of_an_nnx_module_under_nnx_scan(mesh):
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_at_every_stage_equals_the_plain_one(stage, scan, mesh):
+@pytest.mark.parametrize(("stage", "prefetch"), [(0, 1), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)])
+def test_a_step_at_every_stage_equals_the_plain_one(stage, prefetch, scan, mesh):
     """Three steps of SGD with momentum, tensor parallelism on the other axis: params to 2e-6."""
     params = linen_params(scan)
     plan = plan_for(params, mesh, stage, param_specs=columns(params))
-    block = jzero.remat(Block, plan, partition="model", offload="host", prevent_cse=not scan)
+    options = {"partition": "model", "offload": "host", "prefetch": prefetch}
+    block = jzero.remat(Block, plan, prevent_cse=not scan, **options)
 
     def create(block):
         tx = optax.sgd(0.1, momentum=0.9)
@@ -344,6 +345,7 @@ def test_second_derivatives(mesh):
         (ValueError, {"partition": "data"}, "'data' splits the batch already"),
         (ValueError, {"partition": ("model", "model")}, "name each axis once"),
         (ValueError, {"offload": "disk"}, 'offload must be "host"'),
+        (ValueError, {"offload": "host", "prefetch": 2}, "0 or 1"),
         (TypeError, {"policy": "dots"}, "jax.checkpoint_policies"),
         (TypeError, {"dim": True}, "dim must be an int"),
         (TypeError, {"argnums": 1.0}, "argnums"),

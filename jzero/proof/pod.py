@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jzero.errors import nearest
+from jzero.mesh import mesh
 from jzero.proof.arguments import fill_shardings
 from jzero.state import plan_of
 
@@ -37,11 +38,11 @@ class Pod:
     memory_bytes: int
     devices: tuple[Any, ...] = dataclasses.field(repr=False)
 
-    def mesh(self, axes: Mapping[str, int]) -> Mesh:
+    def mesh(self, axes: Mapping[str, int | str]) -> Mesh:
         """A mesh over all devices of the pod, with Auto axes; the last axis runs inside a host first.
 
         Args:
-          axes: size by axis name, from the outermost axis to the innermost.
+          axes: size by axis name, from the outermost axis to the innermost; a number, or a boundary as in `jzero.mesh`.
 
         Returns:
           A `jax.sharding.Mesh` of compile-only devices that keep memory kinds. Arrays cannot be put on it:
@@ -49,24 +50,27 @@ class Pod:
 
         Raises:
           TypeError: a size is not an int.
-          ValueError: the sizes do not multiply to the number of devices.
+          ValueError: the sizes do not multiply to the number of devices; as `jzero.mesh` where one is a word.
 
         Example:
           >>> import jzero
           >>> jzero.pod("h200", hosts=2).mesh({"replica": 2, "data": 8}).shape  # doctest: +SKIP
           OrderedDict({'replica': 2, 'data': 8})
         """
+        if any(isinstance(size, str) for size in axes.values()):
+            return mesh(axes, pod=self)
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int):
                 raise TypeError(f"pod.mesh: the size of axis {name!r} must be an int, got {size!r}.")
-        if not axes or math.prod(axes.values()) != len(self.devices):
+        counts: Any = axes.values()
+        if not axes or math.prod(counts) != len(self.devices):
             sizes = " x ".join(f"{size} ({name})" for name, size in axes.items()) or "no axes"
             raise ValueError(
-                f"pod.mesh: {sizes} = {math.prod(axes.values())} devices, but this pod has {self.hosts} "
+                f"pod.mesh: {sizes} = {math.prod(counts)} devices, but this pod has {self.hosts} "
                 f"hosts x {self.gpus_per_host} {self.gpu} = {len(self.devices)}.\nThe sizes must multiply to "
                 f'{len(self.devices)}, as in pod.mesh({{"data": {len(self.devices)}}}).'
             )
-        devices = np.array(self.devices, dtype=object).reshape(tuple(axes.values()))
+        devices = np.array(self.devices, dtype=object).reshape(tuple(counts))
         return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
     def compile(

@@ -110,15 +110,15 @@ def _wire(report: Report) -> Table:
 
 def _transfers(report: Report) -> Table:
     """One row per direction of host traffic; the number counts a transfer in a loop once for each trip."""
-    table = plain_table(
-        "", "bytes", "transfers", "asynchronous", right=("bytes", "transfers", "asynchronous")
-    )
+    columns = ("bytes", "transfers", "asynchronous", "beside compute")
+    table = plain_table("", *columns, right=columns)
     for to in ("device", "host"):
         moves = [t for t in report.transfers if t.to == to]
         total, count = sum(t.total_bytes for t in moves), sum(t.trips for t in moves)
         apart = sum(t.total_bytes for t in moves if t.asynchronous)
-        share = f"{human_bytes(apart)} ({100 * apart / total:.0f} %)" if total else "-"
-        table.add_row(f"to {to}", human_bytes(total), str(count), share)
+        beside = sum(t.total_bytes for t in moves if t.asynchronous and t.compute_ops)
+        shares = [f"{human_bytes(n)} ({100 * n / total:.0f} %)" if total else "-" for n in (apart, beside)]
+        table.add_row(f"to {to}", human_bytes(total), str(count), *shares)
     return table
 
 

@@ -16,12 +16,13 @@ and counts in no sum.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
 from jzero.follow import TAKE_OVER
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
-from jzero.proof.places import CALLERS, Place, name_stack, phase_of, walk
+from jzero.proof.places import CALLERS, Place, name_stack, phase_of, walk, work_before
 
 SAME = frozenset(
     ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
@@ -43,6 +44,8 @@ class Transfer:
       asynchronous: True where the program goes on between start and done.
       phase: `forward`, `backward`, `update` or empty.
       seldom: True where it runs only after params were replaced; see [Note: params that were replaced].
+      compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
+        their outputs.
     """
 
     to: str
@@ -53,6 +56,8 @@ class Transfer:
     asynchronous: bool
     phase: str = ""
     seldom: bool = False
+    compute_ops: int = 0
+    compute_bytes: int = 0
 
     @property
     def trips(self) -> int:
@@ -74,8 +79,9 @@ def find_transfers(module: Module) -> tuple[Transfer, ...]:
     Returns:
       One `Transfer` for each direction of each instruction, once for each place it is called from.
     """
+    work = functools.cache(work_before)  # once for each computation
     every = ((place, i) for place in walk(module) for i in place.computation.schedule)
-    return tuple(transfer for place, i in every for transfer in _transfers(module, place, i))
+    return tuple(transfer for place, i in every for transfer in _transfers(module, place, i, work))
 
 
 def done_of(home: Computation, i: Instruction) -> Instruction:
@@ -85,7 +91,7 @@ def done_of(home: Computation, i: Instruction) -> Instruction:
     return next((u for u in home.users.get(i.name, ()) if u.opcode.endswith("-done")), i)
 
 
-def _transfers(module: Module, place: Place, i: Instruction) -> Iterator[Transfer]:
+def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[Transfer]:
     if i.opcode in CARRIES or i.opcode.endswith("-done"):
         return
     home = place.computation
@@ -108,11 +114,15 @@ def _transfers(module: Module, place: Place, i: Instruction) -> Iterator[Transfe
             "device": sum(_read(module, home, i, name) for name in held),
             "host": sum(_written(module, home, i, result)) if any(s.on_host for s in result) else 0,
         }
+    ops, written, first, last = [0], [0], 0, 0
+    if paired and done_of(home, i) is not i:
+        (ops, written), first, last = work(home), home.order[i.name], home.order[done_of(home, i).name]
+    between = ops[last] - ops[first], written[last] - written[first]
     for to, size in moves.items():
         if size:
             phase = phase_of(name_stack(place, i), module.has_backward)
             seldom = any(TAKE_OVER in stack for stack in place.callers)
-            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, seldom)
+            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, seldom, *between)
 
 
 def _copied(result: Sequence[Shape], from_host: bool) -> dict[str, int]:

@@ -20,8 +20,8 @@ def wire_by_axes(plan: Plan, *, accumulate: int = 1) -> dict[str, int]:
     total: dict[str, float] = {}
     for x in plan.layouts:
         for axes, size in _of_leaf(x, plan, accumulate):
-            if axes and size:
-                name = "+".join(a for a in plan.mesh.axis_names if a in axes)
+            if size:
+                name = "+".join(a for a, n in plan.mesh.shape.items() if a in axes and n > 1)
                 total[name] = total.get(name, 0.0) + size
     return {axes: round(size) for axes, size in total.items()}
 
