@@ -103,14 +103,11 @@ def values_of(where: str, config: Mapping[str, Any], auto: Mapping[str, Any]) ->
 
 
 def nearest_key(name: str) -> str:
-    """` Did you mean ...?`: the last part of a key counts, its section where that is alike too."""
-    known = [*KEYS, *ALIASES, *SECTIONS]
-    close = nearest(name, known)
-    if close:
-        return close
-    tails = {k.rsplit(".", 1)[-1]: k for k in known}
-    tail = nearest(name.rsplit(".", 1)[-1], tails)
-    return f" Did you mean {tails[tail.split(chr(39))[1]]!r}?" if tail else ""
+    """` Did you mean ...?`: the same name in another section, or the name that is most alike."""
+    known = [*SECTIONS, *ALIASES, *KEYS]
+    tails = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
+    tail = name.rsplit(".", 1)[-1]
+    return nearest(tails[tail], known) if tail in tails else nearest(name, known)
 
 
 def _walk(
