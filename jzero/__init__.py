@@ -22,13 +22,13 @@ from jzero.sharding import Plan, make_plan
 from jzero.state import abstract, plan_of, shard, unshard
 
 if _TYPE_CHECKING:
-    from jzero import checkpoint
+    from jzero import checkpoint, deepspeed
 
 
 def __getattr__(name: str) -> _Any:
-    """`jzero.checkpoint` is loaded when it is asked for, so that `import jzero` loads no orbax."""
-    if name == "checkpoint":
-        return _import_module("jzero.checkpoint")
+    """`jzero.checkpoint` is loaded when it is asked for, so that `import jzero` loads no orbax; so is `deepspeed`."""
+    if name in ("checkpoint", "deepspeed"):
+        return _import_module(f"jzero.{name}")
     raise AttributeError(f"module 'jzero' has no attribute {name!r}")
 
 
@@ -46,6 +46,7 @@ __all__ = [
     "abstract",
     "check",
     "checkpoint",
+    "deepspeed",
     "describe_mesh",
     "estimate",
     "explain",

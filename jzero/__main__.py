@@ -1,4 +1,4 @@
-"""The command line: `python -m jzero plan`, or `jzero plan`; explain, verify, export."""
+"""The command line: `python -m jzero plan`, or `jzero plan`; explain, verify, export, deepspeed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import sys
 
 import tyro
 
+from jzero.commands.deepspeed import DeepSpeedCommand
 from jzero.commands.files import ExportCommand, VerifyCommand
 from jzero.commands.plan import ExplainCommand, PlanCommand
 
-COMMANDS = {"plan": PlanCommand, "explain": ExplainCommand, "verify": VerifyCommand, "export": ExportCommand}
+COMMANDS = {
+    "plan": PlanCommand,
+    "explain": ExplainCommand,
+    "verify": VerifyCommand,
+    "export": ExportCommand,
+    "deepspeed": DeepSpeedCommand,
+}
 
 
 def main(args: list[str] | None = None) -> int:

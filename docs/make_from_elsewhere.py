@@ -1,0 +1,41 @@
+"""Rewrites the table of DeepSpeed's keys in docs/from_elsewhere.md, from jzero/deepspeed/keys.py.
+
+python docs/make_from_elsewhere.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jzero.deepspeed.keys import ALIASES, KEYS
+
+PAGE = Path(__file__).with_name("from_elsewhere.md")
+TABLE = re.compile(r"(?<=<!-- keys -->\n).*?(?=<!-- end of keys -->)", re.DOTALL)
+
+
+def table() -> str:
+    """A row per key; keys of one section with the same fate and the same text share a row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for name, key in KEYS.items():
+        section, _, last = name.rpartition(".")
+        others = [
+            a.rpartition(".")[2] for a, k in ALIASES.items() if k == name and a.rpartition(".")[0] == section
+        ]
+        rows.setdefault((section, key.fate, key.text), []).append(
+            f"`{last}`" + (f" (`{'`, `'.join(others)}`)" if others else "")
+        )
+    order = list(dict.fromkeys(section for section, _, _ in rows))
+    lines = []
+    for section in order:
+        lines += [f"\n`{section}`\n" if section else "\nTop level\n", "| key | becomes |", "|---|---|"]
+        for (of, fate, text), names in rows.items():
+            if of == section:
+                lines.append(f"| {', '.join(names)} | {'' if fate == 'mapped' else f'*{fate}*: '}{text} |")
+    return "\n".join(lines) + "\n\n"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    assert TABLE.search(text), "the markers are not there"
+    PAGE.write_text(TABLE.sub(lambda _: table(), text))

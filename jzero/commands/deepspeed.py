@@ -1,0 +1,27 @@
+"""`jzero deepspeed`: what every key of a ds_config.json becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSpeedCommand:
+    """What every key of a DeepSpeed config becomes, and the lines to write."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """The ds_config.json."""
+    world: int | None = None
+    """Devices that share the batch; those of this machine where left out, and where the file needs them."""
+
+    def run(self) -> int:
+        """Read and print; 1 where a key is not supported."""
+        from jzero.deepspeed import read
+
+        found = read(self.path, world=self.world)
+        print(found)
+        return int(bool(found.not_supported))

@@ -1,0 +1,64 @@
+"""From DeepSpeed: `read("ds_config.json")` says what every key of it becomes. Nothing of DeepSpeed is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jzero.deepspeed.draft import Draft
+from jzero.deepspeed.found import FromDeepSpeed, Row
+from jzero.deepspeed.keys import KEYS, SOURCE, Key
+from jzero.deepspeed.precision import map_precision
+from jzero.deepspeed.source import load, values_of
+from jzero.deepspeed.training import map_batch, map_rest
+from jzero.deepspeed.zero import map_zero
+from jzero.errors import check_int
+
+__all__ = ["KEYS", "SOURCE", "FromDeepSpeed", "Key", "Row", "read"]
+
+
+def read(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    world: int | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> FromDeepSpeed:
+    """A DeepSpeed config in jzero's terms: a `jzero.ZeroConfig`, the other numbers, and what became of every key.
+
+    Call it after `jax.distributed.initialize`. Sections that are not needed or not supported as a whole (monitors,
+    profilers, autotuning, ...) are one key: what is in them is not looked at.
+
+    Args:
+      source: path of a ds_config.json, or its content as a dict.
+      world: devices that share the batch: all, over the size of other parallelism. None: `jax.device_count()`, looked
+        up only where the file needs it (train_batch_size, hpZ, MiCS).
+      auto: values for keys that say "auto", by dotted key: `{"bf16.enabled": True, "optimizer.params.lr": 1e-4}`.
+        Without them they are the defaults of Hugging Face's Trainer, where it has some, else jzero's; the rows say so.
+
+    Returns:
+      A `FromDeepSpeed`; `print` it.
+
+    Raises:
+      FileNotFoundError: no such file.
+      TypeError: a value of the wrong kind.
+      ValueError: no JSON; a key that DeepSpeed 0.19 does not know; a number out of its range; a batch size that is not
+        micro-batch x accumulation x devices; an NVMe tier; "auto" for stage, tier, hpZ or MiCS.
+
+    Example:
+      >>> import jzero.deepspeed
+      >>> found = jzero.deepspeed.read(
+      ...     {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7}, "bf16": {"enabled": True}}
+      ... )
+      >>> found.config.stage, found.config.bucket_bytes, found.param_dtype
+      (2, 100000000, 'bfloat16')
+    """
+    if world is not None:
+        check_int(world, "world", where="jzero.deepspeed.read", low=1)
+    where, config = load(source)
+    draft = Draft(where, values_of(where, config, auto or {}), world)
+    map_precision(draft)
+    map_zero(draft)
+    map_batch(draft)
+    map_rest(draft)
+    return draft.finish()

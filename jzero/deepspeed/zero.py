@@ -1,0 +1,128 @@
+"""The section zero_optimization: stage, buckets, thresholds, hybrids, offload.
+
+[Note: units]
+DeepSpeed counts buckets and thresholds in elements, jzero in bytes. A param has 2 bytes under fp16 and bf16 (and
+`data_types.param_dtype`), else 4.
+"""
+
+from __future__ import annotations
+
+import json
+
+from jzero.config import Offload
+from jzero.deepspeed.draft import Draft
+from jzero.deepspeed.keys import NOT_NEEDED, OPTIMIZER, PARAM, ZERO
+from jzero.errors import nearest
+
+
+def map_zero(draft: Draft) -> None:
+    """zero_optimization: stage, buckets, thresholds, hybrids, offload."""
+    stage = draft.get(ZERO + "stage", 0)
+    if stage > 3:
+        raise draft.refuse(ZERO + "stage", "it must be 0, 1, 2 or 3.")
+    draft.fields["stage"] = stage
+    draft.say(ZERO + "stage", f"stage={stage}")
+    if ZERO + "stage" not in draft.values:
+        draft.notes.append("zero_optimization.stage is not in the file: stage 0, as in DeepSpeed.")
+    size = 4 if draft.param_dtype in (None, "float32") else 2
+    of = f"x {size} bytes ({draft.param_dtype or 'float32'})"
+    reduce, prefetch = ZERO + "reduce_bucket_size", ZERO + "stage3_prefetch_bucket_size"
+    least = ZERO + "stage3_param_persistence_threshold"
+    buckets = {n: draft.get(n) for n in (reduce, prefetch) if draft.get(n)}
+    if stage < 3:
+        buckets.pop(prefetch, None)
+    if stage >= 2 and buckets:
+        chosen = min(buckets, key=lambda n: buckets[n])
+        draft.fields["bucket_bytes"] = buckets[chosen] * size
+        for name, value in buckets.items():
+            if name == chosen:
+                draft.say(name, f"bucket_bytes={value * size}: {value} elements {of}")
+            else:
+                draft.say(
+                    name, f"{value} elements: one bucket size for both, the smaller of the two", NOT_NEEDED
+                )
+    if stage == 3 and draft.get(least) is not None:
+        draft.fields["min_shard_bytes"] = draft.get(least) * size
+        draft.say(
+            least,
+            f"min_shard_bytes={draft.get(least) * size}: {draft.get(least)} elements {of}; their state stays whole too",
+        )
+    for name, stages in ((reduce, "2 and 3"), (prefetch, "3"), (least, "3")):
+        if name not in draft.rows:
+            zero = draft.get(name) == 0
+            draft.say(
+                name,
+                "0: jzero's own default" if zero else f"of stages {stages} here; this is stage {stage}",
+                NOT_NEEDED,
+            )
+    _hybrid(draft, stage)
+    _offload(draft, stage)
+
+
+def _hybrid(draft: Draft, stage: int) -> None:
+    hpz, mics = ZERO + "zero_hpz_partition_size", ZERO + "mics_shard_size"
+    inner = {name: draft.get(name, 0) for name in (hpz, mics)}
+    asked = [name for name in (hpz, mics) if inner[name] > (1 if name == hpz else 0)]
+    for name in (hpz, mics):
+        if name not in asked:
+            draft.say(name, "switched off", NOT_NEEDED)
+        elif stage != 3:
+            draft.say(name, f"of stage 3; this is stage {stage}", NOT_NEEDED)
+    if not asked or stage != 3:
+        return
+    if len(asked) == 2:
+        raise draft.refuse(hpz, f"and mics_shard_size is {inner[mics]}: keep one of the two.")
+    (name,) = asked
+    size, world = inner[name], draft.world()
+    if world % size:
+        raise draft.refuse(
+            name,
+            f"{world} devices = {world // size} x {size} + {world % size}: it must divide them. Pass world= where the "
+            "run has another number of devices.",
+        )
+    draft.mesh_axes = {"replica": world // size, "data": size}
+    both = ("replica", "data")
+    draft.fields |= (
+        {"axis": both, "param_axis": "data"} if name == hpz else {"axis": "data", "batch_axis": both}
+    )
+    fields = (
+        'axis=("replica", "data"), param_axis="data"'
+        if name == hpz
+        else 'axis="data", batch_axis=("replica", "data")'
+    )
+    draft.say(name, f"{fields}; the mesh: jzero.mesh({json.dumps(draft.mesh_axes)})")
+
+
+def _offload(draft: Draft, stage: int) -> None:
+    device, param, old = OPTIMIZER + "device", PARAM + "device", ZERO + "cpu_offload"
+    for name in (device, param):
+        value = draft.get(name, "none")
+        if value not in ("none", "cpu", "nvme"):
+            raise draft.refuse(
+                name, f"it must be none, cpu or nvme.{nearest(value, ('none', 'cpu', 'nvme'))}"
+            )
+    if draft.get(device) == "nvme":
+        raise draft.refuse(
+            device,
+            'there is no NVMe tier. Say "cpu": state and masters in pinned host memory, split over all devices '
+            "(jzero.estimate has the bytes per host).",
+        )
+    if draft.get(param) == "nvme":
+        raise draft.refuse(
+            param,
+            'there is no NVMe tier, and params stay in device memory. Say "none" (stage 3 keeps 1/N of them per '
+            "device; jzero.estimate has the bytes), or take more devices.",
+        )
+    if draft.get(old) and draft.get(device) is not None:
+        raise draft.refuse(old, f"and {device} is {draft.get(device)!r}: keep {device}.")
+    name = old if draft.get(old) else device
+    if not (draft.get(old) or draft.get(device, "none") == "cpu"):
+        return
+    if stage == 0:
+        draft.say(name, "of stages 1 to 3; this is stage 0", NOT_NEEDED)
+        return
+    draft.fields["offload"] = Offload()
+    draft.say(
+        name,
+        'offload=jzero.Offload(): updated on the device; update="host" updates on the CPU, as DeepSpeed does',
+    )
