@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s]+)\)")
-COMMENT = re.compile(r"^<!-- (?:setup|not run:|needs:).*?-->\n", re.DOTALL | re.MULTILINE)
+COMMENT = re.compile(r"^<!-- (?:setup|not run:|needs:|prints).*?-->\n", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 NOTE = re.compile(r"^\[Note: ([^\]]+)\]\s*?\n(.*?)(?=^\[Note: |\Z)", re.DOTALL | re.MULTILINE)
 PLACE = "<!-- notes -->"

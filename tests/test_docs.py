@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pages
 import pytest
 
@@ -22,9 +23,14 @@ def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if any("pod" in b.code for b in PROGRAMS[name]):
         pytest.importorskip("jax_plugins.xla_cuda12", reason="jzero.pod needs jzero[pod]")
-    ran, left = pages.execute(pages.PAGES[name], {"__name__": "page"})
+    ran, left, printed = pages.execute(pages.PAGES[name], {"__name__": "page"})
     assert ran or left, "no python was found"
     assert all(b.why or b.needs for b in left)
+    if f"jax {jax.__version__}" in pages.PAGES[name].read_text(
+        encoding="utf-8"
+    ):  # another one prints other figures
+        for block, text in printed:
+            assert block.code == text, f"line {block.line}; run: python tests/pages.py {name}"
 
 
 def test_blocks_that_are_not_run_are_counted():

@@ -56,7 +56,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 def test_comments_for_the_tests_are_not_shown(site):
     text = "".join(p.read_text(encoding="utf-8") for p in site.glob("*.html"))
-    assert not re.search(r"<!-- (setup|not run|needs|notes)", text)
+    assert not re.search(r"<!-- (setup|not run|needs|prints|notes)", text)
 
 
 def test_every_public_name_is_in_the_api(site):
