@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import concurrent.futures
 import os
 import re
@@ -87,3 +88,43 @@ def test_commands_that_pages_show_exist():
             if not re.search(rf"(?<![\w-]){flag}(?![\w-])", texts[program]):
                 missing.append(f"{name}: {' '.join(program)} has no {flag}")
     assert not missing, "\n".join(missing)
+
+
+def texts_of_the_code() -> list[str]:
+    """Every string of jzero's sources as one line, with `\0` where a value is put in."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.Constant):
+            return str(node.value) if isinstance(node.value, str) else ""
+        return "".join(text(v) for v in node.values) if isinstance(node, ast.JoinedStr) else "\0"
+
+    sources = [p.read_text(encoding="utf-8") for p in sorted((pages.ROOT / "jzero").rglob("*.py"))]
+    nodes = [n for s in sources for n in ast.walk(ast.parse(s))]
+    names = [n.name for n in nodes if isinstance(n, ast.ClassDef)]
+    return [*names, *(text(n) for n in nodes if isinstance(n, (ast.Constant, ast.JoinedStr)))]
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code():
+    page = (pages.ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    ours = page.split("## From JAX and XLA")[0]
+    quoted = re.findall(r"(?m)^\| `([^`]+)`", ours)
+    assert len(quoted) >= 40
+    texts = [" ".join(t.split(" ")) for t in texts_of_the_code()]
+
+    def found(message: str) -> bool:
+        parts = [re.escape(x.strip()) for x in message.split("...") if x.strip()]
+        return any(re.search(".*".join(parts), t, re.DOTALL) for t in texts)
+
+    assert [m for m in quoted if not found(m)] == []
+    assert not found("jzero.shard: this state is purple")
+
+
+def test_scopes_in_profiling_are_those_of_the_code():
+    page = (pages.ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
+    table = page.split("| scope |")[1].split("\n\n")[0]
+    sources = "".join(p.read_text(encoding="utf-8") for p in (pages.ROOT / "jzero").rglob("*.py"))
+    scopes = set(
+        re.findall(r"\"jzero\.(\w+)\"", "".join(re.findall(r"(?:named_scope\(|TAKE_OVER = ).*", sources)))
+    )
+    assert set(re.findall(r"`jzero\.(\w+)`", table)) == scopes
+    assert len(scopes) > 8
