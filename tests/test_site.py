@@ -1,0 +1,101 @@
+"""The docs as a site: it builds strictly, fetches nothing when it is read, and leaves nothing out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pages
+import pytest
+from scripts import DOCS, load
+
+import jzero
+
+hooks = load("site_hooks")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason="the site needs jzero[docs]")
+    pytest.importorskip("mkdocstrings", reason="the site needs jzero[docs]")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=pages.ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-3000:]
+    return folder
+
+
+def test_every_page_is_in_the_site_and_no_script(site):
+    there = {p.relative_to(site).with_suffix(".md").as_posix() for p in site.rglob("*.html")}
+    assert {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")} <= there
+    assert not list(site.rglob("*.py"))
+    assert (site / "launch" / "slurm.sbatch").is_file()
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (pages.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [p.name for p in DOCS.glob("*.md") if f" {p.name}\n" not in nav]
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for path in site.rglob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        loaded = re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?((?:https?:)?//[^\s\">]+)", text
+        )
+        assert not loaded, (path.name, loaded)
+    for path in site.rglob("*.css"):
+        assert not re.search(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", path.read_text(encoding="utf-8")), (
+            path.name
+        )
+
+
+def test_comments_for_the_tests_are_not_shown(site):
+    text = "".join(p.read_text(encoding="utf-8") for p in site.glob("*.html"))
+    assert not re.search(r"<!-- (setup|not run|needs|prints|notes)", text)
+
+
+def test_every_public_name_is_in_the_api(site):
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: jzero\.([\w.]+)$", page, re.MULTILINE)
+    assert sorted(x.split(".")[-1] for x in listed) == sorted(jzero.__all__)
+    for name in listed:  # where a module has the name of its function, the function is meant
+        module = importlib.util.find_spec(f"jzero.{name.split('.')[0]}")
+        assert ("." in name) == (module is not None) or name == "checkpoint", name
+    shown = re.search(r"members: \[(.*?)\]", page)
+    assert shown is not None
+    html = (site / "api.html").read_text(encoding="utf-8")
+    assert set(shown[1].split(", ")) <= set(jzero.checkpoint.__all__)
+    for name in [*listed, *(f"checkpoint.{x}" for x in jzero.checkpoint.__all__)]:
+        assert f'id="jzero.{name}"' in html, name
+    assert "&gt;&gt;&gt;" in html  # doctests are code
+
+
+def test_every_note_is_in_the_site(site):
+    sources = sorted((pages.ROOT / "jzero").rglob("*.py"))
+    written = [t for p in sources for t in re.findall(r"(?m)^\[Note: (.+)\]$", p.read_text(encoding="utf-8"))]
+    assert len(written) > 40
+    html = (site / "internals.html").read_text(encoding="utf-8")
+    for title in written:
+        assert re.search(rf">{re.escape(title)}<a class=\"headerlink\"", html), title
+    text = " ".join(re.sub(r"<[^>]+>", "", html).split())
+    assert "Two layouts" in text or "two layouts" in text
+
+
+def test_links_to_files_outside_of_docs():
+    text = "See [the wire](../jzero/proof/wire.py#L3), [design](design.md) and [JAX](https://docs.jax.dev)."
+    kept = "[design](design.md) and [JAX](https://docs.jax.dev)."
+    assert hooks.links(text, "plan.md", "") == f"See the wire (`jzero/proof/wire.py`), {kept}"
+    there = "https://example.org/x/blob/main/jzero/proof/wire.py#L3"
+    assert hooks.links(text, "plan.md", "https://example.org/x/") == f"See [the wire]({there}), {kept}"
+    with pytest.raises(ValueError, match="does not exist"):
+        hooks.links("[x](../jzero/nowhere.py)", "plan.md", "")
+
+
+def test_a_list_is_told_from_a_paragraph():
+    assert hooks.spaced("A:\n- b\n  c\n- d\n") == "A:\n\n- b\n  c\n- d\n"
