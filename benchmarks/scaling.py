@@ -4,9 +4,9 @@
     python benchmarks/scaling.py --kinds hpZ --devices 8 64        # some of them
 
 Every cell is compiled in a process of its own, so that the peak of its memory is its own. The model and the step are
-those of `benchmarks/peak.py`, unrolled: bf16 params, fp32 masters, AdamW, blocks under `nn.remat`; but the logits have
-a matrix of their own (`--size tied`: the embedding). "off" is relative to the closed form, `jzero.estimate`. Bytes on
-the wire are what one device sends in a step.
+those of `benchmarks/peak.py`: bf16 params, fp32 masters, AdamW, blocks under `nn.remat`; 36 of them in a scan, or with
+`--size gpt` and `tied` 8 small unrolled ones, with logits of a matrix of their own or of the embedding. "off" is
+relative to the closed form, `jzero.estimate`. Bytes on the wire are what one device sends in a step.
 """
 
 from __future__ import annotations

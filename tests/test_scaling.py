@@ -1,6 +1,6 @@
 """Weak scaling by compile: what a device holds and sends stays on the closed form as the devices grow to 512.
 
-The model of `benchmarks/scaling.py` with two layers; docs/scaling.md has 8 layers on up to 4096.
+The unrolled model of `benchmarks/scaling.py` with two layers; docs/scaling.md has 7.5B parameters on up to 4096.
 """
 
 from __future__ import annotations
