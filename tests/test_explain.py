@@ -185,7 +185,7 @@ def test_host_arguments_are_no_device_bytes():
     assert report.memory is not None
     assert (report.memory.arguments, report.memory.host_arguments) == (WEIGHT // 8, WEIGHT // 8)
     (row,) = [line.split() for line in str(report).splitlines() if line.strip().startswith("to device")]
-    assert row == ["to", "device", "8.19", "kB", "1", "8.19", "kB", "(100", "%)"]
+    assert row == ["to", "device", "8.19", "kB", "1", "8.19", "kB", "(100", "%)", "0", "B", "(0", "%)"]
 
 
 def test_host_bytes_are_apart():
