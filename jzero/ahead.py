@@ -5,7 +5,11 @@ JAX hands nothing but cotangents from the backward pass of one block to that of 
 block travels as one: every block takes a slot from the block before and gives one to the next, zeros that nothing
 reads; the cotangent of the slot is the input. Forward, block i + 1 sends the input of block i to the host; backward it
 fetches it, from its own start on, and its result is what block i runs again from. In the body of a scan XLA starts
-that copy first and waits for it last. The last input has no block behind it: it is fetched by the identity behind them.
+that copy first and waits for it last. Blocks whose inputs are alike make one chain; a scan has its own, in its carry.
+
+The last input has no block behind it: an identity over all results of the function, or of the scan, fetches it. Over
+all of them, because a backward pass leaves out what has no cotangent: the result of the last block may be unused, and
+the blocks before it would be handed zeros for their inputs. But every cotangent comes from some result.
 
 The values are those of `jax.checkpoint`. Forward mode through a block is not there (`jax.custom_vjp`).
 """
@@ -13,8 +17,8 @@ The values are those of `jax.checkpoint`. Forward mode through a block is not th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,35 +29,29 @@ from jzero.boundary import BEGIN, KeepsInputs, Kept
 
 
 @dataclasses.dataclass(frozen=True)
-class Input:
-    """What a remat region keeps on the host: its argument number `at`, an array of this shape and dtype."""
+class Kind:
+    """Of inputs that are alike: the slot of one fits another."""
 
-    at: int
     kept: Kept
     shape: tuple[int, ...]
     dtype: Any
 
-    def follows(self, other: Input) -> bool:
-        """Blocks of one kind: the slot of one fits the other."""
-        return (self.kept, self.shape, self.dtype) == (other.kept, other.shape, other.dtype)
 
-    def empty(self) -> tuple[Any, Any]:
-        """The slot and the input before the first turn of a loop."""
-        zeros = jnp.zeros(self.shape, self.dtype)
-        return zeros, zeros
+class Chain(NamedTuple):
+    """What a block hands to the next of its kind: the slot, and its input, which is to be sent to the host."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """What a block hands to the next: the slot, and its input, which is to be sent to the host."""
-
-    input: Input
     slot: Any
     previous: Any
 
 
-def offloaded(eqn) -> Input | None:
-    """The input that a remat region keeps on the host and that may be fetched ahead; else None."""
+def empty(kind: Kind) -> Chain:
+    """Before the first turn of a loop."""
+    zeros = jnp.zeros(kind.shape, kind.dtype)
+    return Chain(zeros, zeros)
+
+
+def offloaded(eqn) -> tuple[int, Kind] | None:
+    """The number and the kind of the input that a remat region keeps on the host and may fetch ahead; else None."""
     if eqn.primitive.name not in jaxprs.REMAT:
         return None
     policy = eqn.params["policy"]
@@ -63,10 +61,10 @@ def offloaded(eqn) -> Input | None:
     begins = [e for e in jaxpr.eqns if e.primitive.name == BEGIN]
     if len(begins) != 1 or begins[0].invars[0] not in jaxpr.invars:
         return None
-    kept, aval = begins[0].params["kept"], begins[0].invars[0].aval
+    kept, source = begins[0].params["kept"], begins[0].invars[0]
     if not kept.host or kept.refused:
         return None
-    return Input(jaxpr.invars.index(begins[0].invars[0]), kept, tuple(aval.shape), aval.dtype)
+    return jaxpr.invars.index(source), Kind(kept, tuple(source.aval.shape), source.aval.dtype)
 
 
 def fetches(jaxpr) -> bool:
@@ -78,7 +76,8 @@ def fetches(jaxpr) -> bool:
 def run(
     region: Callable[..., list[Any]],
     values: Sequence[Any],
-    source: Input,
+    at: int,
+    kind: Kind,
     chain: Chain | None,
     *,
     in_loop: bool,
@@ -88,21 +87,21 @@ def run(
     Args:
       region: the block as a function of arrays to a list of arrays.
       values: its arguments.
-      source: which of them is the input.
+      at, kind: which of them is the input, and what it is like.
       chain: of the block before; None for the first one.
       in_loop: the body of a loop, where XLA writes and fetches in each turn by itself.
     """
-    kept = source.kept
-    floating = [jnp.issubdtype(jnp.result_type(v), np.inexact) for v in values]
+    kept = kind.kept
+    floating = [_floating(v) for v in values]
 
     @jax.custom_vjp
     def block(values, slot, previous):
-        pinned = [kept.pinned(v) if i == source.at else v for i, v in enumerate(values)]
-        return region(*pinned), jnp.zeros(source.shape, source.dtype)
+        pinned = [kept.pinned(v) if i == at else v for i, v in enumerate(values)]
+        return region(*pinned), empty(kind).slot
 
     def forward(values, slot, previous):
         outs, new = block(values, slot, previous)
-        rest = [None if i == source.at else v for i, v in enumerate(values)]
+        rest = [None if i == at else v for i, v in enumerate(values)]
         if previous is None:
             return (outs, new), (rest, None)
         copy = kept.store(previous)[1]
@@ -116,13 +115,13 @@ def run(
         if copy is not None:
             if not in_loop:
                 copy, given = jax.lax.optimization_barrier((copy, given))
-            fetched = split(kept, copy)
-        moving = [x if i == source.at else v for i, v in enumerate(rest)]
+            fetched = kept.fetched(copy)
+        moving = [x if i == at else v for i, v in enumerate(rest)]
         if in_loop:
-            moving[source.at], given = jax.lax.optimization_barrier((x, given))
+            moving[at], given = jax.lax.optimization_barrier((x, given))
         else:
             moving, given = jax.lax.optimization_barrier((moving, given))
-        moving[source.at] = kept.whole(moving[source.at])
+        moving[at] = kept.whole(moving[at])
 
         def again(*some):
             some = iter(some)
@@ -136,25 +135,29 @@ def run(
     block.defvjp(forward, backward)
     taken = (None, None) if chain is None else (chain.slot, jax.lax.stop_gradient(chain.previous))
     outs, slot = block(list(values), *taken)
-    return outs, Chain(source, slot, kept.pinned(values[source.at]))
+    return outs, Chain(slot, kept.pinned(values[at]))
 
 
-def finish(value: Any, chain: Chain) -> Any:
-    """What comes out of the last block, with the fetch of its input on the way back."""
-    kept = chain.input.kept
+def finish(outs: Sequence[Any], chains: Mapping[Kind, Chain]) -> list[Any]:
+    """The results of a function, with the fetch of its last inputs on the way back: see [Note: one block ahead]."""
+    floating = [i for i, o in enumerate(outs) if _floating(o)]
 
     @jax.custom_vjp
-    def identity(value, slot, previous):
-        return value
+    def identity(values, slots, previous):
+        return values
 
-    identity.defvjp(
-        lambda value, slot, previous: (value, kept.store(previous)[1]),
-        lambda copy, cotangent: (cotangent, split(kept, copy), None),
-    )
-    return identity(value, chain.slot, jax.lax.stop_gradient(chain.previous))
+    def forward(values, slots, previous):
+        return values, [kind.kept.store(x)[1] for kind, x in zip(chains, previous, strict=True)]
+
+    def backward(copies, cotangents):
+        return cotangents, [kind.kept.fetched(x) for kind, x in zip(chains, copies, strict=True)], None
+
+    identity.defvjp(forward, backward)
+    slots, previous = ([c[i] for c in chains.values()] for i in range(2))
+    values = identity([outs[i] for i in floating], slots, jax.lax.stop_gradient(previous))
+    done = dict(zip(floating, values, strict=True))
+    return [done.get(i, o) for i, o in enumerate(outs)]
 
 
-def split(kept: Kept, copy: Any) -> Any:
-    """The copy on the device, split as it was kept; the block before gathers it."""
-    x = kept.fetched(copy)
-    return x if kept.axes is None else kept.constrain(x, kept.axes)
+def _floating(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, np.inexact)

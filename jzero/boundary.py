@@ -70,11 +70,12 @@ class Kept:
         return [self.whole(self.fetched(kept))]
 
     def fetched(self, kept: jax.Array) -> jax.Array:
-        """The copy on the device, as it lies."""
-        return jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
+        """The copy on the device, split as it was kept."""
+        x = jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
+        return x if self.axes is None else self.constrain(x, self.axes)
 
     def whole(self, x: jax.Array) -> jax.Array:
-        """What was fetched, gathered."""
+        """What was fetched, gathered; it may have come through a barrier, so it is said again how it lies."""
         return x if self.axes is None else self.constrain(self.constrain(x, self.axes), None)
 
     def constrain(self, x: jax.Array, axes: Any) -> jax.Array:

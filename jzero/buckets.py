@@ -282,7 +282,7 @@ def find_ties(flat: Flat, buckets: Sequence[Bucket], prefetch: int) -> Iterator[
             yield Tie(entry[0], False, entry[1], tuple(gather[i, False]), tuple(reduce[i, False]))
         if bucket.closed:
             at = bucket.steps[0]
-            outs = tuple(k for k in flat.steps[at].outs if is_floating(k[1].aval))
+            outs = tuple(k for k in flat.steps[at].outs if _floating(k[1]))
             yield Tie(at, True, outs, tuple(gather[i, True]), tuple(reduce[i, True]))
 
 
@@ -303,7 +303,7 @@ def _entry(flat: Flat, bucket: Bucket, data: set[Key]) -> tuple[int, tuple[Key, 
 
 def _activations(step: Step, data: set[Key]) -> tuple[Key, ...]:
     """The activations that a step reads, each once."""
-    return tuple(dict.fromkeys(a for a in step.ins if _is_in(a, data) and is_floating(a[1].aval)))
+    return tuple(dict.fromkeys(a for a in step.ins if _is_in(a, data) and _floating(a[1])))
 
 
 def _data(flat: Flat) -> set[Key]:
@@ -320,6 +320,5 @@ def _is_in(atom, keys: Container[Key]) -> bool:
     return not jaxprs.is_literal(atom) and atom in keys
 
 
-def is_floating(aval) -> bool:
-    """An array of real or complex numbers with at least one dim."""
-    return bool(np.ndim(aval)) and issubdtype(aval.dtype, np.inexact)
+def _floating(var) -> bool:
+    return bool(np.ndim(var.aval)) and issubdtype(var.aval.dtype, np.inexact)

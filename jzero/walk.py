@@ -30,7 +30,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -39,6 +38,7 @@ import numpy as np
 
 from jzero import ahead, buckets, jaxprs
 from jzero.boundary import BEGIN
+from jzero.sharding import Plan
 from jzero.uses import Uses
 from jzero.weight import ON_SHARD, Weight, unwrap
 
@@ -50,12 +50,15 @@ class Walk(Uses):
       plan: gives the mesh, the bytes of a bucket and the prefetch distance.
       in_remat: inside a region that is computed again as a whole.
       ordered: weights are tied to their place in the program; not where all of them make one bucket.
-      chain: what the next block with an input on the host takes from the last one ([Note: one block ahead]).
-      in_loop: the body of a scan, whose carry holds the chain.
+      inside: the body of a loop or a branch.
+      chains: what the next block with an input on the host takes from the last one of its kind ([Note: one block
+        ahead]); in a loop those of its carry.
     """
 
-    chain: ahead.Chain | None = None
-    in_loop = False
+    def __init__(self, plan: Plan, *, in_remat: bool = False, ordered: bool = True, inside: bool = False):
+        super().__init__(plan, in_remat=in_remat, ordered=ordered)
+        self.inside = inside
+        self.chains: dict[ahead.Kind, ahead.Chain] = {}
 
     def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Outputs of the jaxpr; a weight that is passed through stays a weight."""
@@ -63,7 +66,6 @@ class Walk(Uses):
         env: dict[Any, Any] = {**flat.known, **dict(zip(flat.consts, consts, strict=True))}
         env.update(zip(flat.ins, args, strict=True))
         ties = self.ties(flat, env)
-        last = self.last_of_chains(flat)
 
         def read(atom):
             return atom.val if jaxprs.is_literal(atom) else env[atom]
@@ -76,21 +78,11 @@ class Walk(Uses):
                 for eqn in (*step.outer, step.eqn):
                     scopes.enter_context(jaxprs.scope_of(eqn))
                 outs = self.equation(step.eqn, values)
-            if number in last and self.chain is not None:
-                outs, self.chain = finished(outs, self.chain), None
             env.update(zip(step.outs, outs, strict=True))
             for tie in ties.get((number, True), ()):
                 self.tie(tie, flat, env)
-        return [read(a) for a in flat.outs]
-
-    def last_of_chains(self, flat: buckets.Flat) -> set[int]:
-        """The steps with an input on the host that no such step of the same kind follows; none in a loop's body."""
-        kinds = [
-            (i, found) for i, s in enumerate(flat.steps) if (found := ahead.offloaded(s.eqn)) is not None
-        ]
-        pairs = itertools.pairwise(kinds)
-        ends = {i for (i, a), (_, b) in pairs if not a.follows(b)} | {i for i, _ in kinds[-1:]}
-        return set() if self.in_loop else ends
+        outs = [read(a) for a in flat.outs]
+        return outs if self.inside or not self.chains else ahead.finish(outs, self.chains)
 
     def ties(self, flat: buckets.Flat, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
         """The ties by the number of their step, and whether they come after it."""
@@ -150,9 +142,9 @@ class Walk(Uses):
         """One equation: kept on the shard, walked into, or a use."""
         name = eqn.primitive.name
         if not any(isinstance(v, Weight) for v in values):
-            if name in jaxprs.REMAT and ahead.offloaded(eqn) is not None:
+            if ahead.offloaded(eqn) is not None:
                 return self.remat(eqn, values)
-            if name == "scan" and self.chain_of(eqn) is not None:
+            if name == "scan" and self.kinds(eqn, values):
                 return self.scan_(eqn, values)
             return jaxprs.bind(eqn, values)
         if name == BEGIN:
@@ -181,9 +173,11 @@ class Walk(Uses):
             outs = inner.run(*jaxprs.opened(eqn.params["jaxpr"]), rewrap(flat))
             return inner.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
-        source = ahead.offloaded(eqn)
-        if source is not None and not self.in_remat and not isinstance(values[source.at], Weight):
-            outs, self.chain = ahead.run(region, flat, source, self.chain, in_loop=self.in_loop)
+        found = ahead.offloaded(eqn)
+        if found is not None and self.chained(*found, values):
+            at, kind = found
+            chain = self.chains.get(kind)
+            outs, self.chains[kind] = ahead.run(region, flat, at, kind, chain, in_loop=self.inside)
             return _merged(outs, handed, values)
         policy = eqn.params["policy"]
         policy = never_save_gathered(policy) if self.plan.config.row.params else policy
@@ -194,16 +188,22 @@ class Walk(Uses):
         """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
         return [o.shard if isinstance(o, Weight) else o for o in outs]
 
+    def chained(self, at: int, kind: ahead.Kind, values: Sequence[Any]) -> bool:
+        """The block's input may be fetched ahead: not in a region that runs again, nor in a branch."""
+        place = kind in self.chains or not self.inside
+        return place and not self.in_remat and not isinstance(values[at], Weight)
+
     def inner(self) -> Walk:
         """A walk for the body of a loop or a branch."""
-        return Walk(self.plan, in_remat=self.in_remat, ordered=self.ordered)
+        return Walk(self.plan, in_remat=self.in_remat, ordered=self.ordered, inside=True)
 
-    def chain_of(self, eqn) -> ahead.Input | None:
-        """What the blocks in the body of a scan keep on the host, where all of them keep the same."""
-        flat = buckets.flatten(jaxprs.opened(eqn.params["jaxpr"])[0], [False] * len(eqn.invars))
-        found = [x for s in flat.steps if (x := ahead.offloaded(s.eqn)) is not None]
-        alike = all(a.follows(b) for a, b in itertools.pairwise(found))
-        return found[0] if found and alike and not self.in_remat else None
+    def kinds(self, eqn, values: Sequence[Any]) -> list[ahead.Kind]:
+        """What the blocks in the body of a scan keep on the host and may fetch ahead."""
+        if self.in_remat:
+            return []
+        flat = buckets.flatten(jaxprs.opened(eqn.params["jaxpr"])[0], [isinstance(v, Weight) for v in values])
+        found = (ahead.offloaded(s.eqn) for s in flat.steps)
+        return list(dict.fromkeys(x[1] for x in found if x is not None))
 
     def scan_(self, eqn, values: list[Any]) -> list[Any]:
         """A scan: constants and stacked weights stay stored; a weight in the carry is gathered before it."""
@@ -215,23 +215,23 @@ class Walk(Uses):
             + values[consts + carry :]
         )
 
-        source = self.chain_of(eqn)
+        kinds = self.kinds(eqn, values)
 
         def body(state, xs):
-            state, chain = state
+            state, chains = state
             inner = self.inner()
-            if source is not None:
-                inner.chain, inner.in_loop = ahead.Chain(source, *chain), True
+            inner.chains = dict(zip(kinds, chains, strict=True))
             args = rewrap([*flat[:consts], *state, *xs], sliced_from=consts + carry)
             outs = inner.plain(inner.run(*jaxprs.opened(p["jaxpr"]), args))
-            return (outs[:carry], inner.chain and (inner.chain.slot, inner.chain.previous)), outs[carry:]
+            return (outs[:carry], [inner.chains[k] for k in kinds]), outs[carry:]
 
-        (state, chain), ys = jax.lax.scan(
-            body, (list(flat[consts : consts + carry]), source and source.empty()), list(flat[consts + carry :]),
+        start = list(flat[consts : consts + carry]), [ahead.empty(k) for k in kinds]
+        (state, chains), ys = jax.lax.scan(
+            body, start, list(flat[consts + carry :]),
             length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
         )  # fmt: skip
         outs = [*state, *ys]
-        return outs if source is None or chain is None else finished(outs, ahead.Chain(source, *chain))
+        return ahead.finish(outs, dict(zip(kinds, chains, strict=True))) if kinds else outs
 
     def while_(self, eqn, values: list[Any]) -> list[Any]:
         """A while loop: constants stay stored, the carry is gathered before it."""
@@ -265,14 +265,6 @@ class Walk(Uses):
         index = values[0].astype(np.int32) if np.dtype(values[0].dtype) == bool else values[0]
         outs = jax.lax.switch(index, [branch(c) for c in eqn.params["branches"]], *flat)
         return _merged(outs, handed, values[1:])
-
-
-def finished(outs: Sequence[Any], chain: ahead.Chain) -> list[Any]:
-    """The results of the last block, the first floating-point one with the end of the chain."""
-    found = next(
-        i for i, o in enumerate(outs) if not isinstance(o, Weight) and buckets.is_floating(jax.typeof(o))
-    )
-    return [ahead.finish(o, chain) if i == found else o for i, o in enumerate(outs)]
 
 
 def _merged(outs: Sequence[Any], handed: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
