@@ -111,9 +111,10 @@ def test_transfers_of_a_program():
     for to in ("device", "host"):
         assert sum(t.bytes * t.trips for t in report.transfers if t.to == to) == held
     (row,) = [line for line in str(report).splitlines() if line.strip().startswith("to device")]
-    count = sum(t.to == "device" for t in report.transfers)
-    assert row.split()[-3:] == ["kB", "(100", "%)"]
-    assert f" {count} " in row
+    back = [t for t in report.transfers if t.to == "device"]
+    beside = sum(t.total_bytes for t in back if t.compute_ops) / held
+    assert row.split()[-2:] == [f"({beside:.0%}"[:-1], "%)"]
+    assert f" {len(back)} " in row
 
 
 SLICES = """HloModule m, is_scheduled=true
@@ -162,6 +163,21 @@ def test_slices_in_a_loop_and_a_kernel_that_reads_the_host():
         ("device", "s", 64 * 4, 4, True),
         ("host", "u", 64 * 4, 4, False),
     ]
+
+
+def test_a_slice_of_host_memory_is_no_compute():
+    """Two slices on their way at once, and 256 bytes made between start and done of the first."""
+    text = SLICES.replace(
+        "  %sd = ",
+        "  %v = ((f32[4,64]{1,0:S(5)}, s32[]), f32[1,64]{1,0}, u32[]) fusion-start(%h, %i), kind=kLoop, "
+        "calls=%wrapped_slice\n"
+        "  %c = f32[64]{0} broadcast(%i), dimensions={}\n"
+        "  %sd = ",
+    ).replace("  %n = ", "  %vd = f32[1,64]{1,0} fusion-done(%v)\n  %n = ")
+    beside = {t.name: (t.compute_ops, t.compute_bytes) for t in find_transfers(parse(text))}
+    assert (beside["s"], beside["v"]) == ((1, 256), (1, 256))
+    beside = {t.name: (t.compute_ops, t.compute_bytes) for t in find_transfers(parse(SLICES))}
+    assert beside["s"] == (0, 0)
 
 
 def test_an_element_of_a_tuple_keeps_only_itself_alive():

@@ -66,16 +66,24 @@ def _enter(place: Place, i: Instruction, callee: Computation) -> Place:
 def work_before(home: Computation) -> tuple[list[int], list[int]]:
     """For each position of the schedule, how many instructions before it compute, and their output bytes.
 
-    Scalars are left out. A `fusion-start` (jaxlib 0.12 has slices and copies on streams of their own) counts
-    where it stands, with the bytes of its `fusion-done`. Two positions differ by what runs between them.
+    Scalars are left out, and what reads or writes host memory, which is copying whatever its opcode. A
+    `fusion-start` (jaxlib 0.12 has slices and copies on streams of their own) counts where it stands, with the bytes
+    of its `fusion-done`. Two positions differ by what runs between them.
     """
     ops, written = [0], [0]
     for i in home.schedule:
         idle = i.opcode in IDLE or i.opcode.removesuffix("-start") in IDLE
+        idle = idle or (i.opcode not in CALLERS and touches_host(home, i))
         size = 0 if idle else output_bytes(home, i)
         ops.append(ops[-1] + (size > 0 or i.opcode in CALLERS))
         written.append(written[-1] + size)
     return ops, written
+
+
+def touches_host(home: Computation, i: Instruction) -> bool:
+    """True where an operand or a result lies in host memory."""
+    operands = (home.instructions[o] for o in i.operands if o in home.instructions)
+    return any(s.on_host for x in (i, *operands) for s in x.shapes)
 
 
 def output_bytes(home: Computation, i: Instruction) -> int:
