@@ -5,6 +5,7 @@
 Each round starts 1, 2 or 4 processes of train/gpt.py, kills one of them by SIGKILL, and checks that:
 - the others end within the heartbeat, with an error, and name the process that is gone;
 - the next round continues from the last checkpoint that was begun, or the one before if that was not finished;
+- no more steps are lost than `--lose-at-most` allows: the interval of the checkpoints, one step more, or twice as many;
 - the state it restores is bitwise the one that was saved, whatever the number of processes and devices of both;
 - every process had, at every step, exactly its rows of the batch that this step has in a run that nothing happens to.
 At the end the losses are those of that run, up to the order of summation (another number of devices). Prints a table.
@@ -91,7 +92,7 @@ class Loop:
         self.out = folder / "run"
         self.saved: dict[int, int] = {}  # the digest of the last state that was saved as a step
         self.begun: list[int] = []
-        self.reached = 0
+        self.reached, self.lose = 0, EVERY
 
     def reference(self) -> None:
         """The run that nothing happens to: its rows and losses."""
@@ -109,12 +110,18 @@ class Loop:
         there = saved_steps(self.out)
         if there:
             checkpoint.verify(self.out / "checkpoints" / str(there[-1]))
-        workers = start(self.out, log, count, devices, *(["--resume"] if there else []))
+        before, self.lose = self.lose, self.random.choice([EVERY, EVERY + 1, 2 * EVERY])
+        more = (
+            [f"--lose-at-most={self.lose}"] if self.lose < 2 * EVERY else []
+        )  # twice as many without the flag
+        workers = start(self.out, log, count, devices, *more, *(["--resume"] if there else []))
         row = {
             "round": number,
             "processes": count,
             "devices": count * devices,
             "from": there[-1] if there else 0,
+            "lost": self.reached - (there[-1] if there else 0),
+            "of at most": before,
         }
         try:
             if kill:
@@ -127,7 +134,7 @@ class Loop:
                 worker.kill()
                 worker.wait()
         rows = told(log, count)
-        self.check_start(row["from"], rows)
+        self.check_start(row["from"], rows, before)
         self.check_rows(rows)
         self.saved |= together(rows, "saved")
         begun = [x["saved"] for x in rows[0] if "saved" in x]
@@ -160,15 +167,15 @@ class Loop:
         under_way = bool(list((self.out / "checkpoints").glob("*tmp*")))
         return {"killed": victim, "seconds": round(slowest, 1), "save under way": under_way}
 
-    def check_start(self, step: int, rows: list[list[dict[str, Any]]]) -> None:
+    def check_start(self, step: int, rows: list[list[dict[str, Any]]], lose: int) -> None:
         """It continued where it should, with the state that was saved there."""
+        assert self.reached - step <= lose, (self.reached, step)
         if not step:
             return
         found = together(rows, "restored")
         assert set(found) == {step}, (step, found)
         assert found[step] == self.saved[step], f"step {step} was restored with other bits than were saved"
         assert step in self.begun[-2:], (step, self.begun)
-        assert self.reached - step <= 2 * EVERY, (self.reached, step)
 
     def check_rows(self, rows: list[list[dict[str, Any]]]) -> None:
         """Each process had its part of the batch of each step."""

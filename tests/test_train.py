@@ -221,6 +221,11 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
         ),
         (dataclasses.replace(TINY, save_every=0), "--save-every 0: must be at least 1."),
         (
+            dataclasses.replace(TINY, save_every=20, lose_at_most=10),
+            "--lose-at-most 10: there is a checkpoint every 20 steps only. Pass --save-every 10, or --lose-at-most 20 "
+            "or more.",
+        ),
+        (
             dataclasses.replace(TINY, prompt=""),
             "--prompt: must not be empty; the sample needs a byte to start from.",
         ),

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 
 from jzero import checkpoint
 from jzero.__main__ import main as command
+from jzero.checkpoint import seal
 from train import config as flags
 from train import gpt
 from train.checkpoints import saved_steps
@@ -76,6 +78,27 @@ def test_sigterm_saves_and_the_run_goes_on_bitwise(whole, tmp_path, monkeypatch,
         np.testing.assert_array_equal(a, b)
     assert again.losses[-17:] == whole.losses[-17:]
     assert again.heldout == whole.heldout
+
+
+@pytest.mark.parametrize("lose", [5, 7])
+def test_training_waits_rather_than_lose_more_steps(lose, tmp_path, monkeypatch):
+    """Every step finds a finished checkpoint that is near enough, though each takes longer than the steps between."""
+    config = dataclasses.replace(CONFIG, out=tmp_path / "run", save_every=5, lose_at_most=lose)
+    behind, line, seal_up = [], Log.step, seal.write
+
+    def slow(*args, **kwargs):
+        time.sleep(0.3)
+        return seal_up(*args, **kwargs)
+
+    def step(log, number, metrics):
+        behind.append(number - max(saved_steps(config.out), default=0))
+        line(log, number, metrics)
+
+    monkeypatch.setattr(Log, "step", step)
+    monkeypatch.setattr(seal, "write", slow)
+    run(config)
+    assert len(behind) == config.steps
+    assert max(behind) <= lose
 
 
 def test_a_killed_run_goes_on_bitwise(whole, tmp_path):

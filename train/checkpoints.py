@@ -21,11 +21,23 @@ class Checkpoints:
       out: the run's folder.
       keep: how many of the last ones to keep.
       identity: settings that must not change when the run is resumed.
+      start: the step that the run begins after.
+      lose_at_most: how many steps training may be ahead of the last finished one; None: as many as it likes.
       overwrite: delete what is there.
     """
 
-    def __init__(self, out: Path, *, keep: int, identity: dict[str, Any], overwrite: bool = False):
-        self.identity = identity
+    def __init__(
+        self,
+        out: Path,
+        *,
+        keep: int,
+        identity: dict[str, Any],
+        start: int = 0,
+        lose_at_most: int | None = None,
+        overwrite: bool = False,
+    ):
+        self.identity, self.lose_at_most = identity, lose_at_most
+        self.begun = self.finished = start
         folder = (out / FOLDER).resolve()
         if overwrite and jax.process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -49,10 +61,16 @@ class Checkpoints:
         with_it = {"data": stream.get_state(), "identity": self.identity}
         metrics = {"heldout": math.nan if heldout is None else heldout}
         self.steps.save(step, state, metrics=metrics, custom=with_it)
+        self.finished, self.begun = self.begun, step  # it waits for the one before
+
+    def must_wait(self, step: int) -> bool:
+        """True where a run that is killed after `step` could lose more than it may: the same in every process."""
+        return self.lose_at_most is not None and step - self.finished > self.lose_at_most
 
     def wait(self) -> None:
         """Returns when everything is written."""
         self.steps.wait()
+        self.finished = self.begun
 
     def restore(self, step: int, like: Any, stream: Any) -> Any:
         """The state of a step, in the layout of `like`; sets `stream` to the batch that comes next.

@@ -64,6 +64,9 @@ class Config:
     """Held-out windows, evenly spaced; the bigram model is asked for the same bytes."""
     save_every: int = 250
     """Steps between two checkpoints."""
+    lose_at_most: int | None = None
+    """Steps that are lost at most when the run is killed: training waits for a checkpoint that is being written before
+    it goes further. At least --save-every, which is a wait for each. Left out: twice --save-every."""
     keep: int = 2
     """Of the last checkpoints; the one with the lowest held-out loss is kept too."""
     sample_bytes: int = 400
@@ -170,6 +173,11 @@ def check_alone(config: Config) -> None:
     for name in ("steps", "log_every", "eval_every", "save_every", "keep", "eval_windows"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least 1.")
+    if config.lose_at_most is not None and config.lose_at_most < config.save_every:
+        raise ValueError(
+            f"--lose-at-most {config.lose_at_most}: there is a checkpoint every {config.save_every} steps only. Pass "
+            f"--save-every {config.lose_at_most}, or --lose-at-most {config.save_every} or more."
+        )
     if config.heartbeat < 5 or config.start_timeout <= 0:
         raise ValueError(
             f"--heartbeat {config.heartbeat} --start-timeout {config.start_timeout:g}: a heartbeat of at least 5 s, "

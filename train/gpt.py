@@ -240,6 +240,8 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         config.out,
         keep=config.keep,
         identity=flags.identity(config, corpus.fingerprint),
+        start=start,
+        lose_at_most=config.lose_at_most,
         overwrite=config.overwrite and not config.resume,
     )
     if config.resume:
@@ -261,6 +263,9 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         # -- train
         log.start_clock()
         for step in range(start + 1, config.steps + 1):
+            if checkpoints.must_wait(step):
+                with log.not_training():
+                    checkpoints.wait()
             state, metrics = step_fn(state, plan.place_batch(next(stream)))
             log.step(step, metrics)
             stopped = step < config.steps and stopping.after(step)
