@@ -7,6 +7,7 @@ that read as late as it can, so that the buffer stays taken through the whole ba
 every gradient wait for all those reads, which costs nothing: the masters are compared in place. Without
 them the temp of a stage-2 step (0.2B GPT, H200) is 1.4 to 1.8 bytes per parameter, with them 0.3. Vectors do not
 wait: they are small, and what their gradients are computed from would wait with them.
+
 [Note: read twice]
 In a `lax.scan` of steps Shardy lets what reads the param in the forward pass read the shard instead: 3.5 Psi for a
 step of stage 2. It replaces the uses of a value by the end of a chain of constraints on it (stored, then split),

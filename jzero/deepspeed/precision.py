@@ -17,7 +17,11 @@ DTYPES = {
 
 
 def map_precision(draft: Draft) -> None:
-    """fp16, bf16, data_types, torch_autocast, communication_data_type."""
+    """fp16, bf16, data_types, torch_autocast, communication_data_type.
+
+    Raises:
+      ValueError: fp16 and bf16 at once; a dtype that is none.
+    """
     fp16, bf16 = draft.get("fp16.enabled", False), draft.get("bf16.enabled", False)
     if fp16 and bf16:
         raise ValueError(f"jzero.deepspeed: {draft.where}: fp16 and bf16 are both enabled. Keep one.")

@@ -16,7 +16,11 @@ from jzero.errors import nearest
 
 
 def map_zero(draft: Draft) -> None:
-    """zero_optimization: stage, buckets, thresholds, hybrids, offload."""
+    """zero_optimization: stage, buckets, thresholds, hybrids, offload.
+
+    Raises:
+      ValueError: a stage above 3; what two keys ask for does not go together.
+    """
     stage = draft.get(ZERO + "stage", 0)
     if stage > 3:
         raise draft.refuse(ZERO + "stage", "it must be 0, 1, 2 or 3.")
