@@ -13,8 +13,10 @@ ratio. All programs of a model are built first and timed in the same rounds.
 Stage 0: plain Flax, state whole on each device, batch split. Stages 1 and 2: `in_shardings` and `out_shardings` with
 split moments, and a constraint on the gradients (whole at 1, split at 2). Stage 3: params split as well, XLA
 decides where to gather. Which dim is split, and from which size on, is jzero's rule in both, so that the
-programs differ and not the choice. "3, gathered first" holds all whole weights at once, which stage 3 is there to
-avoid: it shows what gathering twice costs.
+programs differ and not the choice. Two more for stage 3, without a goal: "3, gathered first" holds all whole weights at
+once, which stage 3 is there to avoid; "3, gathered twice" drops them after the forward pass, as FSDP does by default
+and jzero always: a constraint and a `jax.checkpoint` whose policy saves all but the gathered weights (of unrolled
+layers; in a scan it would take a change in the model).
 """
 
 from __future__ import annotations
@@ -91,9 +93,15 @@ class Config:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def train_step(state: TrainState, batch: dict[str, jax.Array], constrain: Callable = lambda name, x: x):
-    """One update in plain Flax; `constrain` is the place where hand-written ZeRO says a layout."""
+def train_step(
+    state: TrainState,
+    batch: dict[str, jax.Array],
+    constrain: Callable = lambda name, x: x,
+    remat: Callable = lambda f: f,
+):
+    """One update in plain Flax; `constrain` is where hand-written ZeRO says a layout, `remat` what is kept."""
 
+    @remat
     def loss_of(params):
         logits = state.apply_fn({"params": constrain("used", params)}, batch["tokens"][:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
@@ -123,7 +131,7 @@ def split_spec(path: Any, leaf: Any, n: int) -> PartitionSpec:
     return P()
 
 
-def by_hand(stage: int, create: Callable, mesh: Mesh, *, gather_first: bool = False):
+def by_hand(stage: int, create: Callable, mesh: Mesh, *, gathered: Literal["first", "twice"] | None = None):
     """State and jitted step with NamedSharding alone; see the note at the top of this file."""
     shapes = jax.eval_shape(create)
     whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes)
@@ -134,13 +142,17 @@ def by_hand(stage: int, create: Callable, mesh: Mesh, *, gather_first: bool = Fa
         params=(split if stage == 3 else whole).params, opt_state=(split if stage else whole).opt_state
     )
     said = {"grads": (split if stage >= 2 else whole).params} if stage else {}
-    said |= {"used": whole.params} if gather_first else {}
+    said |= {"used": whole.params} if gathered else {}
 
     def constrain(name, tree):
         return jax.lax.with_sharding_constraint(tree, said[name]) if name in said else tree
 
+    more = {}
+    if gathered == "twice":
+        keep = lambda primitive, *_, **__: primitive.name != "sharding_constraint"  # noqa: E731
+        more["remat"] = functools.partial(jax.checkpoint, policy=keep)
     batch = NamedSharding(mesh, P("data"))
-    step = functools.partial(train_step, constrain=constrain)
+    step = functools.partial(train_step, constrain=constrain, **more)
     shardings = {"in_shardings": (layout, batch), "out_shardings": (layout, NamedSharding(mesh, P()))}
     return jax.jit(create, out_shardings=layout)(), step, shardings
 
@@ -226,7 +238,8 @@ def programs(model: Model, rows: int, stages: Sequence[int]) -> dict[str, Progra
             state = jzero.shard(create, stage=stage, mesh=mesh, min_shard_bytes=MIN_SHARD_BYTES)
             found[f"jzero {stage}"] = build((state, train_step, {}), batch)
     if 3 in stages:
-        found["hand 3, gathered first"] = build(by_hand(3, create, mesh, gather_first=True), batch)
+        for how in ("first",) if model.scan else ("first", "twice"):
+            found[f"hand 3, gathered {how}"] = build(by_hand(3, create, mesh, gathered=how), batch)
     return found
 
 
@@ -256,9 +269,9 @@ class Pair:
 
     @property
     def met(self) -> bool:
-        """Whether the goal is met."""
+        """Whether the goal is met: one program cannot be slower than itself, else by the ratio."""
         median, _, upper = self.summary
-        return median <= MEDIAN and upper <= UPPER
+        return self.same or (median <= MEDIAN and upper <= UPPER)
 
     @property
     def same(self) -> bool:
@@ -288,9 +301,8 @@ def pairs_of(found: dict[str, Program], stages: Sequence[int]) -> list[tuple[str
         ("plain Flax, all devices / one", plain, found["one device"]),
     ]
     pairs += [(str(s), found[f"jzero {s}"], found[f"hand {s}"]) for s in stages]
-    if 3 in stages:
-        pairs.append(("3, gathered first", found["jzero 3"], found["hand 3, gathered first"]))
-    return pairs
+    others = [name for name in found if name.startswith("hand 3, ")]
+    return pairs + [(name.removeprefix("hand "), found["jzero 3"], found[name]) for name in others]
 
 
 def measure(config: Config) -> list[Pair]:
