@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # its key-value store has no public name
 from jax.sharding import NamedSharding
 
 from jzero.errors import listing, typed_shape
@@ -73,9 +75,84 @@ def check_same(tree: Any, *, where: str) -> None:
     if rows:
         raise ValueError(
             f"{where}: the processes bring different values for {len(rows)} of {len(named)} leaves:\n{listing(rows)}\n"
-            "Use the same seed (and the same file) on every process, or pass the function that creates the state: it "
-            "runs once, over all of them."
+            "Use the same seed (and the same file) on every process."
         )
+
+
+def check_same_program(lowered: jax.stages.Lowered, *, where: str) -> None:
+    """Every process has lowered the same program, constants included. All processes must call.
+
+    JAX runs what each of them compiled, on its own devices: a seed that depends on the process, in a function that
+    creates a state, would give replicas of other values.
+
+    Raises:
+      ValueError: the programs differ.
+
+    Cost:
+      Across processes the program's text, about twice the bytes of its constants; 4 bytes per process are sent.
+    """
+    if jax.process_count() == 1:
+        return
+    sums = _gathered([zlib.crc32(lowered.as_text().encode())])[:, 0]
+    if others := np.flatnonzero(sums != sums[0]).tolist():
+        raise ValueError(
+            f"{where}: the creation function is another program on process {others[0]} than on process 0 "
+            f"({len(others)} of {len(sums)} differ). Something in it depends on the process: a seed, an array or a "
+            "file that it takes from outside, or jax.process_index(). It must be the same everywhere: it runs once, "
+            "over all of them."
+        )
+
+
+_rows_agreed: set[tuple[tuple[str, int], ...]] = set()
+_asked = itertools.count()
+
+
+def check_rows(rows: tuple[tuple[str, int], ...], *, where: str, seconds: float = 300) -> None:
+    """Every process passes as many rows: asked for numbers that this one has not passed before.
+
+    From its own rows each process reckons the shape of the whole batch, and JAX does not compare them. The processes
+    write to the store of `jax.distributed`, process 0 compares. What has been agreed on once is not asked again.
+
+    Args:
+      rows: the name of each leaf, and how many rows of it this process has.
+      where: the caller, for the error.
+      seconds: how long to wait for the others.
+
+    Raises:
+      ValueError: other numbers on other processes; or one that had nothing new to pass.
+    """
+    if jax.process_count() == 1 or not rows or rows in _rows_agreed:
+        return
+    client, me, wait = distributed.global_state.client, jax.process_index(), round(seconds * 1000)
+    where_to = f"jzero/rows/{next(_asked)}"
+    numbers = sorted({n for _, n in rows})
+    mine = f"{numbers[0]} rows" if len(numbers) == 1 else ", ".join(f"{name}: {n}" for name, n in rows)
+    if client is None:  # processes that do not know each other by jax.distributed
+        same = len({*_gathered([zlib.crc32(mine.encode())])[:, 0].tolist()}) == 1
+        wrong = "" if same else f"process {me} brings {mine}, others do not"
+    elif me:
+        client.key_value_set(f"{where_to}/{me}", mine)
+        wrong = _wait_for(client, f"{where_to}/verdict", wait)
+        wrong = f"process {me} brings {mine}, process 0 nothing new" if wrong is None else wrong
+    else:
+        found = {k: _wait_for(client, f"{where_to}/{k}", wait) for k in range(1, jax.process_count())}
+        bad = [f"process {k} {text or 'nothing new'}" for k, text in found.items() if text != mine]
+        wrong = f"process 0 brings {mine}, {', '.join(bad[:4])}{', ...' if bad[4:] else ''}" if bad else ""
+        client.key_value_set(f"{where_to}/verdict", wrong)
+    if wrong:
+        raise ValueError(
+            f"{where}: the processes do not pass the same number of rows: {wrong}.\nGive each process an equal part of "
+            "the batch, and leave out (or pad) a last one that is shorter somewhere. All processes must call."
+        )
+    _rows_agreed.add(rows)
+
+
+def _wait_for(client: Any, key: str, milliseconds: int) -> str | None:
+    """What another process writes, or None after that time."""
+    try:
+        return client.blocking_key_value_get(key, milliseconds)
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def _data(leaf) -> np.ndarray:

@@ -38,7 +38,7 @@ from jzero.layout import (
     whole_below,
 )  # fmt: skip
 from jzero.mesh import resolve_mesh
-from jzero.placement import check_same, is_global, put
+from jzero.placement import check_rows, check_same, is_global, put
 from jzero.specs import P, axis_size, entry_axes, finer_mesh, make_spec, named_on, shard_factor, spec_entries
 from jzero.split import find_split
 from jzero.xla import compiler_options
@@ -215,13 +215,14 @@ class Plan:
         already are returned as they are; scalars are replicated.
 
         Raises:
-          ValueError: a leaf whose leading dim the batch axes do not divide; lists the leaves.
+          ValueError: a leaf whose leading dim the batch axes do not divide; lists the leaves. Processes that pass
+            unequal numbers of rows (noticed with each number that is new to this process).
         """
         _check_batch(batch)
         parts = self.batch_parts
         local = parts if jax.process_count() == 1 else self._local_parts()
-        bad = []
-        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        leaves, bad = jax.tree_util.tree_leaves_with_path(batch), []
+        for path, x in leaves:
             into = parts if is_global(x) else local
             if np.ndim(x) and np.shape(x)[0] % into:
                 arithmetic = division(np.shape(x)[0], into)
@@ -232,6 +233,8 @@ class Plan:
                 f"({local} parts{' in this process' if local != parts else ''}):\n{listing(bad)}\n"
                 f"Pass a batch whose leading dim is a multiple of {local}."
             )
+        passed = [(jax.tree_util.keystr(k), len(x)) for k, x in leaves if np.ndim(x) and not is_global(x)]
+        check_rows(tuple(passed), where="plan.place_batch")
         return jax.tree.map(self._place_batch_leaf, batch)
 
     def _local_parts(self) -> int:

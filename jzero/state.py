@@ -32,7 +32,7 @@ from jzero.kinds import Parts
 from jzero.layout import path_name
 from jzero.offload import check_host_memory, made_streamed
 from jzero.optim import init_shapes, is_wrapped, unwrap, zero
-from jzero.placement import check_same, put
+from jzero.placement import check_same, check_same_program, put
 from jzero.sharding import Plan, make_plan
 from jzero.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
 
@@ -287,7 +287,11 @@ def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spe
     born, finish, plan, shapes = _creation(create, config, mesh, param_specs)
     _check_real(plan)
     check_host_memory(lambda: shapes.opt_state, plan)
-    return finish(born())
+    if jax.process_count() == 1:
+        return finish(born())
+    lowered = born.lower()
+    check_same_program(lowered, where="jzero.shard")
+    return finish(lowered.compile()())
 
 
 def lower_creation(

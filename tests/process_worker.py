@@ -26,7 +26,7 @@ from flax.training.train_state import TrainState
 from restore_memory import resident
 
 import jzero
-from jzero.placement import check_same
+from jzero.placement import check_rows, check_same
 
 STEPS, ROWS, LARGE = 4, 64, (2048, 16384)
 BOTH = ("replica", "data")
@@ -342,11 +342,20 @@ def differing(hosts):
     other.params["Dense_0"]["kernel"] = kernel.at[0, 0].add(1e-3 * rank)
     plan = jzero.make_plan(state.params, stage=2, mesh=mesh)
     shorter = {k: v for k, v in state.params.items() if rank == 0 or k == "Dense_0"}
+    outside = jnp.asarray([1.0, 2.0])[min(rank, 1)]
+
+    def scaled(by):
+        state = small()
+        return state.replace(params=jax.tree.map(lambda x: x * by, state.params))
+
     calls = {
         "shard": lambda: jzero.shard(other, stage=2, mesh=mesh),
         "place": lambda: plan.place(other.params),
         "tree": lambda: check_same({"a": shorter}, where="here"),
         "batch": lambda: plan.place_batch({"x": np.ones((8 // jax.process_count() + 1, 3))}),
+        "rows": lambda: plan.place_batch({"x": np.ones((8 * (1 + rank), 3))}),
+        "seed": lambda: jzero.shard(lambda: scaled(1 + rank), stage=3, mesh=mesh),
+        "constant": lambda: jzero.shard(lambda: scaled(outside), stage=3, mesh=mesh),
     }
     for name, call in calls.items():
         try:
@@ -354,6 +363,16 @@ def differing(hosts):
         except ValueError as error:
             said[name] = str(error)
     return said
+
+
+def alone() -> str:
+    """What the first process hears that passes a number of rows which is new to it, and to no other. The last case."""
+    try:
+        if jax.process_index() == 0:
+            check_rows((("x", 7),), where="here", seconds=1)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def born(hosts):
@@ -425,6 +444,7 @@ def main(rank: int, count: int, port: str) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank, heartbeat_timeout_seconds=20)
     found = {"devices": jax.device_count(), "born": born(count), "differing": differing(count)}
     found |= {name: CASES[name](count) for name in cases_of(count)}
+    found["alone"] = alone()
     print("RESULT " + json.dumps(found), flush=True)
 
 

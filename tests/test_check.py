@@ -11,6 +11,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -361,6 +362,24 @@ def test_cpu_programs():
 
     assert found(tokens(8, plan.batch), donate_argnums=0) == set()
     assert {"batch_not_split", "state_not_donated"} <= found(tokens(8, plan.sharding(P())))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_array_without_a_layout_that_xla_splits_along_another_dim(stage):
+    """As numpy arrays come; XLA splits the features over the devices of the state, and every device has all rows."""
+    layers = {"up": jnp.ones((256, 512)), "down": jnp.ones((512, 256))}
+    step = lambda s, x: s.apply_gradients(  # noqa: E731
+        grads=jax.grad(lambda p: jnp.mean(s.apply_fn(p, x) ** 2))(s.params)
+    )
+    apply = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]  # noqa: E731
+    state = jzero.shard(TrainState.create(apply_fn=apply, params=layers, tx=optax.adamw(1e-3)), stage=stage)
+    plan, x = jzero.plan_of(state), np.ones((8192, 256), np.float32)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, x).compile()
+    if stage < 3:  # what the program is
+        assert compiled.input_shardings[0][1].shard_shape(x.shape) == (8192, 32)
+    assert "batch_not_split" in {f.kind for f in findings(compiled, plan)}
+    compiled = jax.jit(step, donate_argnums=0).lower(state, plan.place_batch(x)).compile()
+    assert findings(compiled, plan) == ()
 
 
 def test_bad_input():

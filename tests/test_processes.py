@@ -91,3 +91,17 @@ def test_states_that_differ_between_processes_are_refused(count):
             assert f"  {leaf}  f32[24,32]  process 1 differs from process 0\nUse the same seed" in said[call]
         assert "other paths, shapes or dtypes" in said["tree"]
         assert f"({8 // count} parts in this process)" in said["batch"]
+        for call in ("seed", "constant"):
+            text = f"another program on process 1 than on process 0 ({count - 1} of {count} differ)"
+            assert text in said[call]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_unequal_numbers_of_rows_are_refused(count):
+    """Each process reckons the whole batch from its own rows; without the question the losses differ silently."""
+    others = ", ".join(f"process {k} {8 * (1 + k)} rows" for k in range(1, count))
+    for worker in workers(count):
+        assert f"number of rows: process 0 brings 8 rows, {others}.\n" in worker["differing"]["rows"]
+    first, *rest = workers(count)
+    assert "process 0 brings 7 rows, process 1 nothing new" in first["alone"]
+    assert not any(worker["alone"] for worker in rest)

@@ -35,6 +35,7 @@ class Leaf:
       name: its path in the arguments.
       shape, itemsize: of the whole array.
       held: bytes on one device; 0 where the program does not use it.
+      rows: of its first dim on one device.
       donated: True where its buffer is given away.
       on_host: True where it is in pinned host memory.
       layout: that of the param it is, or is a copy of (a moment, a master); else None.
@@ -57,6 +58,7 @@ class Leaf:
     returned_on_host: bool = False
     aliased: bool = False
     in_opt_state: bool = False
+    rows: int = 0
 
     def planned(self, plan: Plan) -> int | None:
         """Bytes on one device by the plan, None for a leaf that is no copy of a param."""
@@ -86,7 +88,8 @@ class Evidence:
         number = -1  # of the parameter: unused arguments are none
         for (path, info), keys, sharding, x in zip(infos, paths, shardings, layouts, strict=True):
             itemsize = 0 if jax.dtypes.issubdtype(info.dtype, jax.dtypes.prng_key) else info.dtype.itemsize
-            held = 0 if sharding is None else math.prod(sharding.shard_shape(info.shape)) * itemsize
+            local = info.shape if sharding is None else sharding.shard_shape(info.shape)
+            held = 0 if sharding is None else math.prod(local) * itemsize
             is_param = x is not None and _prefix(keys, x) == home
             name, shape = jax.tree_util.keystr(path[2:]) or f"argument {keys[-1]}", tuple(info.shape)
             back, back_on_host = returned.get(keys, (None, False))
@@ -94,7 +97,7 @@ class Evidence:
             number += sharding is not None
             aliased = sharding is not None and number in self.module.aliased
             of_state = ".opt_state" in jax.tree_util.keystr(path)
-            memory = (on_host, x, is_param, back, back_on_host, aliased, of_state)
+            memory = (on_host, x, is_param, back, back_on_host, aliased, of_state, local[0] if local else 0)
             found.append(Leaf(name, shape, itemsize, held, info.donated, *memory))
         return found
 

@@ -39,18 +39,21 @@ Found = Iterator[tuple[str, int, str]]
 
 
 def _batch_not_split(e: Evidence) -> Found:
-    """An argument that is whole, and along some batch axis no gradient is ever reduced."""
+    """An argument whose first dim is whole, and along some batch axis no gradient is ever reduced.
+
+    XLA may choose to split another dim of an array that comes without a layout, and the model with it.
+    """
     parts = e.plan.batch_parts
     if parts == 1 or not e.module.has_backward:
         return
-    whole = [x for x in e.batch if x.held * parts > math.prod(x.shape) * x.itemsize and x.shape[0] > 1]
+    whole = [x for x in e.batch if x.rows * parts > x.shape[0] > 1]
     shard = _elements(e) // axis_size(e.plan.mesh, e.plan.config.axes)  # what is reduced over a replica axis
     unreduced = [a for a in e.plan.batch_axes if e.plan.mesh.shape[a] > 1 and 2 * _reduced(e, a) < shard]
     if whole and unreduced:
         yield (
             f"no gradient is reduced over {_axes(unreduced)}, and {len(whole)} of {len(e.batch)} batch "
-            f"arrays are not split over batch axes {_axes(e.plan.batch_axes)} ({parts} parts): devices compute "
-            f"the same examples. {_names(whole)}",
+            f"arrays are not split over batch axes {_axes(e.plan.batch_axes)} ({parts} parts): every device "
+            f"computes all examples, or a part of the model for all of them. {_names(whole)}",
             sum(x.held for x in whole),
             "plan.place_batch(batch), or a batch of jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch).",
         )
