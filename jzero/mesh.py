@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,9 +48,9 @@ def mesh(
       A `jax.sharding.Mesh`, equal on every process.
 
     Raises:
-      TypeError: a size of another kind.
-      ValueError: sizes that do not multiply to the number of devices, two axes on one boundary, hosts of different
-        sizes, an axis whose groups lie unevenly over hosts.
+      TypeError: axes, a size, devices or a pod of another kind.
+      ValueError: sizes that do not multiply to the number of devices, two axes on one boundary, one axis twice, no
+        device or one twice, hosts of different sizes, an axis whose groups lie unevenly over hosts.
 
     Example:
       >>> import jax, jzero
@@ -58,12 +59,14 @@ def mesh(
       >>> jzero.mesh(replica="hosts", data="host").axis_names
       ('replica', 'data')
     """
-    named: dict[str, int | str] = {**(axes or {}), **sizes} or {"data": -1}
+    named = _named(axes, sizes)
     if pod is not None:
         if devices is not None:
             raise ValueError("jzero.mesh: pass devices= or pod=, not both.")
+        if not hasattr(pod, "gpus_per_host"):
+            raise TypeError(f"jzero.mesh: pod must be a jzero.Pod, not {pod!r}. Pass jzero.pod(...).")
         devices, devices_per_host = pod.devices, devices_per_host or pod.gpus_per_host
-    found = grid(jax.devices() if devices is None else devices, devices_per_host=devices_per_host)
+    found = grid(jax.devices() if devices is None else _devices(devices), devices_per_host=devices_per_host)
     if any(size == "hosts" for size in named.values()) and "slices" not in named.values():
         found = found.reshape(1, -1, found.shape[2])
     shape = _shape(named, found.shape)
@@ -82,6 +85,41 @@ def mesh(
             "yourself."
         )
     return made
+
+
+def _named(axes: Any, sizes: Mapping[str, int | str]) -> dict[str, int | str]:
+    """All axes, the outermost first."""
+    if not isinstance(axes, Mapping | None):
+        raise TypeError(
+            f'jzero.mesh: axes must be a mapping of sizes by name, such as {{"replica": 2, "data": -1}}, not {axes!r}.'
+        )
+    axes = axes or {}
+    for name in axes:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"jzero.mesh: an axis is named by a word, not {name!r}.")
+    if twice := [name for name in axes if name in sizes]:
+        raise ValueError(f"jzero.mesh: axis {twice[0]!r} is given twice, in the mapping and as a keyword.")
+    for name in sizes:
+        if close := difflib.get_close_matches(name, ("devices", "pod", "devices_per_host"), n=1, cutoff=0.85):
+            raise TypeError(
+                f"jzero.mesh: {name!r} is no option. Did you mean {close[0]!r}? An axis goes into the mapping: "
+                f"jzero.mesh({{{name!r}: ...}})."
+            )
+    return {**axes, **sizes} or {"data": -1}
+
+
+def _devices(devices: Any) -> list[Any]:
+    """The devices that were passed, once each."""
+    found = np.asarray(devices, dtype=object).ravel().tolist()
+    if not found:
+        raise ValueError("jzero.mesh: devices is empty. Leave it out for all devices.")
+    if wrong := [d for d in found if not hasattr(d, "process_index")]:
+        raise TypeError(f"jzero.mesh: devices must be JAX devices (jax.devices()), not {wrong[0]!r}.")
+    if len(set(map(id, found))) < len(found):
+        raise ValueError(
+            f"jzero.mesh: {len(found)} devices were passed, {len(set(map(id, found)))} different ones."
+        )
+    return found
 
 
 def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str, int]:

@@ -168,6 +168,25 @@ def test_errors(case):
 def test_wrong_kinds():
     with pytest.raises(TypeError, match=r"the size of axis 'data' must be an int or a word, got 2\.0"):
         jzero.mesh(data=2.0)  # type: ignore[arg-type]
+    for wrong in (["data"], "data", 8, [("data", 8)]):
+        with pytest.raises(TypeError, match="axes must be a mapping of sizes by name"):
+            jzero.mesh(wrong)
+    for wrong in (1, ""):
+        with pytest.raises(TypeError, match="an axis is named by a word, not"):
+            jzero.mesh({wrong: 8})
+    with pytest.raises(ValueError, match="devices is empty"):
+        jzero.mesh(devices=[])
+    with pytest.raises(TypeError, match=r"devices must be JAX devices \(jax.devices\(\)\), not 1"):
+        jzero.mesh(devices=[1, 2])
+    with pytest.raises(ValueError, match="8 devices were passed, 4 different ones"):
+        jzero.mesh(devices=jax.devices()[:4] * 2)
+    with pytest.raises(TypeError, match=r"pod must be a jzero\.Pod, not 'h200'"):
+        jzero.mesh(pod="h200")
+    with pytest.raises(ValueError, match="axis 'data' is given twice"):
+        jzero.mesh({"data": 4}, data=2)
+    with pytest.raises(TypeError, match=r"'device_per_host' is no option\. Did you mean 'devices_per_host'"):
+        jzero.mesh(replica="hosts", data="host", device_per_host=4)
+    assert jzero.mesh(model=2, pipe=-1).shape == {"model": 2, "pipe": 4}  # not taken for pod=
     with pytest.raises(ValueError, match="devices_per_host=3"):
         jzero.mesh(devices_per_host=3)
     with pytest.raises(TypeError, match="needs a mesh or a plan, got dict"):

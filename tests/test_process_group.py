@@ -28,9 +28,12 @@ def test_a_process_by_itself():
     batch_script = {"SLURM_JOB_ID": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert find(batch_script) is None
     assert find(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
-    assert (
-        find({"JOB_COMPLETION_INDEX": "3"}) is None
-    )  # a job of pods that have nothing to do with each other
+    pod = {"JOB_COMPLETION_INDEX": "3"}
+    assert find(pod | {"JAX_NUM_PROCESSES": "1"}) is None  # pods that have nothing to do with each other
+    with pytest.raises(
+        ValueError, match=r"process 3 of a Kubernetes indexed job.* Set JAX_NUM_PROCESSES and"
+    ):
+        find(pod)
     assert find({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}) is None
 
 

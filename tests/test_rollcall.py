@@ -81,6 +81,15 @@ def test_one_number_twice():
     assert found[0].startswith("the processes differ in their numbers: 1 is that of 2 processes (")
 
 
+def test_two_processes_0():
+    """The second cannot have the port; it asks who has it, and both are told, whatever is still missing."""
+    start = time.monotonic()
+    found = gather([(0, 3, SAME, None), (0, 3, SAME, None)], timeout=60, later=(1,))
+    assert time.monotonic() - start < 8
+    assert len(set(found)) == 1
+    assert found[0].startswith("the processes differ in their numbers: 0 is that of 2 processes (")
+
+
 def test_a_process_that_cannot_run_tells_the_others():
     found = gather(
         [(0, 2, SAME, None), (1, 2, SAME | {"data (checksum)": ""}, "--data x: no such file or folder.")]

@@ -225,6 +225,13 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
             "--lose-at-most 10: there is a checkpoint every 20 steps only. Pass --save-every 10, or --lose-at-most 20 "
             "or more.",
         ),
+        (dataclasses.replace(TINY, devices=0), "--devices 0: must be at least 1."),
+        (
+            dataclasses.replace(TINY, optim=dataclasses.replace(TINY.optim, lr=-1.0)),
+            "--lr -1: must be more than 0.",
+        ),
+        (dataclasses.replace(TINY, temperature=float("nan")), "--temperature nan: must be more than 0."),
+        (with_model(dropout=1.0), "--dropout 1: must be at least 0 and less than 1."),
         (
             dataclasses.replace(TINY, prompt=""),
             "--prompt: must not be empty; the sample needs a byte to start from.",
@@ -234,6 +241,11 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
 def test_bad_sizes(config, text):
     with pytest.raises(ValueError, match=exactly(text)):
         flags.check(config, devices=8)
+
+
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(ValueError, match=r"--out /proc/x: .* Pass a folder that can be written"):
+        gpt.prepare(dataclasses.replace(TINY, out=Path("/proc/x")))
 
 
 def test_unknown_stage():

@@ -170,9 +170,21 @@ def check_alone(config: Config) -> None:
         raise ValueError("--prompt: must not be empty; the sample needs a byte to start from.")
     if config.resume_step is not None and not config.resume:
         raise ValueError("--resume-step: pass --resume with it.")
-    for name in ("steps", "log_every", "eval_every", "save_every", "keep", "eval_windows"):
+    for name in ("steps", "devices", "log_every", "eval_every", "save_every", "keep", "eval_windows"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least 1.")
+    o = config.optim
+    for name, value, good, text in (
+        ("lr", o.lr, o.lr > 0, "more than 0"),
+        ("warmup", o.warmup, o.warmup >= 0, "at least 0"),
+        ("b2", o.b2, 0 <= o.b2 < 1, "at least 0 and less than 1"),
+        ("weight-decay", o.weight_decay, o.weight_decay >= 0, "at least 0"),
+        ("clip", o.clip, o.clip > 0, "more than 0"),
+        ("dropout", m.dropout, 0 <= m.dropout < 1, "at least 0 and less than 1"),
+        ("temperature", config.temperature, config.temperature > 0, "more than 0"),
+    ):
+        if not good:  # nan is none of these
+            raise ValueError(f"--{name} {value:g}: must be {text}.")
     if config.lose_at_most is not None and config.lose_at_most < config.save_every:
         raise ValueError(
             f"--lose-at-most {config.lose_at_most}: there is a checkpoint every {config.save_every} steps only. Pass "

@@ -154,6 +154,7 @@ def prepare(config: Config, corpus: data.Corpus | None = None) -> data.Corpus:
     Raises:
       ValueError, FileNotFoundError: what is wrong and the flag that mends it.
     """
+    flags.check_alone(config)
     jzero.ZeroConfig(**zero_fields(config))
     processes.check_devices(jax.devices())
     flags.check(config, devices=jax.device_count())
@@ -173,6 +174,12 @@ def prepare(config: Config, corpus: data.Corpus | None = None) -> data.Corpus:
         if config.resume_step is not None and config.resume_step not in steps:
             raise ValueError(f"--resume-step {config.resume_step}: the run in {config.out} has {steps}.")
         check_identity(config.out, first_step(config), flags.identity(config, corpus.fingerprint))
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out {config.out}: {error.strerror}. Pass a folder that can be written."
+        ) from None
     return corpus
 
 

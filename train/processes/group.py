@@ -73,13 +73,20 @@ def find(
     """
     launcher = _open_mpi(environ) or _slurm(environ) or _kubernetes(environ)
     count = _first(processes, _number(environ, "JAX_NUM_PROCESSES"), launcher and launcher.processes)
-    me = _first(process_id, _number(environ, "JAX_PROCESS_ID"), launcher and launcher.me)
+    given = _first(process_id, _number(environ, "JAX_PROCESS_ID"))
+    me = _first(given, launcher and launcher.me)
     said = coordinator or environ.get("JAX_COORDINATOR_ADDRESS")
     asked = said is not None or processes is not None or process_id is not None
     asked = asked or "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ
-    if count == 1 and not me:
+    if count == 1 and not given:  # also of a Kubernetes job whose pods have nothing to do with each other
         return None
-    if not asked and (launcher is None or count is None):
+    if not asked and launcher is not None and count is None:
+        raise ValueError(
+            f"this is process {me} of {launcher.name}, which does not say how many there are. Set JAX_NUM_PROCESSES "
+            "and JAX_COORDINATOR_ADDRESS in each (docs/launch/kubernetes.yaml), or JAX_NUM_PROCESSES=1 for pods that "
+            "have nothing to do with each other."
+        )
+    if not asked and launcher is None:
         return None
     source = launcher.name if launcher else "flags or JAX_* variables"
     missing = {

@@ -8,6 +8,7 @@ port is JAX's; the connections stay, and `watch.py` has them.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import socket
@@ -58,6 +59,8 @@ def _listen(group: Group, hello: dict[str, Any], until: float, timeout: float, h
     try:
         server = _server(group)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            _twin(group, hello, until, heartbeat)
         raise Refused(
             f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}. Give another port: "
             "--coordinator, or JAX_COORDINATOR_PORT under srun and mpirun."
@@ -97,6 +100,19 @@ def _listen(group: Group, hello: dict[str, Any], until: float, timeout: float, h
     return links, where
 
 
+def _twin(group: Group, hello: dict[str, Any], until: float, heartbeat: float) -> None:
+    """Where another process 0 of this run has the port, both are told; returns if the port is somebody else's.
+
+    Raises:
+      Refused: that there are two.
+    """
+    try:
+        _call(group, hello, min(until, time.monotonic() + 1), GRACE, heartbeat, answer=GRACE + 1)
+    except Refused as refused:
+        if "their numbers" in str(refused):
+            raise
+
+
 def _server(group: Group) -> socket.socket:
     """Listens on all addresses, as JAX does on this port afterwards; of a loopback coordinator on that alone."""
     host, port = group.address
@@ -121,8 +137,10 @@ def _hello(link: Any) -> dict[str, Any] | None:
     return None
 
 
-def _call(group: Group, hello: dict[str, Any], until: float, timeout: float, heartbeat: float):
-    """Any other process: finds process 0, says who it is, and waits for the answer."""
+def _call(
+    group: Group, hello: dict[str, Any], until: float, timeout: float, heartbeat: float, answer: float = 10
+):
+    """Any other process: finds process 0, says who it is, and waits for the answer, so many seconds beyond `until`."""
     why: Any = "no answer"
     while time.monotonic() < until:
         try:
@@ -135,7 +153,7 @@ def _call(group: Group, hello: dict[str, Any], until: float, timeout: float, hea
         messages: list[dict[str, Any]] | None = []
         try:
             while messages == []:
-                messages = link.receive(timeout=max(0.1, until + 10 - time.monotonic()))
+                messages = link.receive(timeout=max(0.1, until + answer - time.monotonic()))
         except (TimeoutError, ValueError):
             messages = None
         if messages is None:  # it ended, or this is somebody else's port
