@@ -404,6 +404,10 @@ def make_plan(
             f"reduce_dtype={config.reduce_dtype.name} is honoured by jzero.value_and_grad alone at stage "
             f"{config.stage}; jax.grad reduces in the dtype of the matmul that makes a gradient."
         )
+    if config.param_axis is not None and not config.row.params:
+        notes.append(
+            f"param_axis={config.param_axis!r} has no effect at stage {config.stage}: params are whole."
+        )
     return Plan(config, mesh, tuple(layouts), tuple(notes), jax.tree.structure(params), least)
 
 
@@ -481,7 +485,9 @@ def _check_batch(batch: Any) -> None:
                 "jax.lax.with_sharding_constraint(batch, plan.batch)."
             )
         in_list = bool(path) and isinstance(path[-1], jax.tree_util.SequenceKey)
-        if isinstance(leaf, str) or (in_list and not hasattr(leaf, "shape")):
+        if isinstance(leaf, str):
+            raise TypeError(f"plan.place_batch: {name} is a str. Pass arrays of numbers.")
+        if in_list and not hasattr(leaf, "shape"):
             raise TypeError(
                 f"plan.place_batch: {name} is a {type(leaf).__name__} in a list, which would be a scalar of its own. "
                 "Pass arrays: np.asarray(the list)."

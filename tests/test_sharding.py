@@ -284,3 +284,12 @@ def test_kind_of_an_argument(mesh):
 def test_a_field_that_plain_grad_ignores_is_noted():
     plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=1, reduce_dtype="float32")
     assert "reduce_dtype=float32 is honoured by jzero.value_and_grad alone" in plan.describe()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_param_axis_below_stage_3_is_told(stage):
+    mesh = jzero.mesh({"replica": 2, "data": -1})
+    plan = jzero.make_plan(
+        {"w": jnp.ones((64, 64))}, stage=stage, mesh=mesh, axis=("replica", "data"), param_axis="data"
+    )
+    assert ("param_axis='data' has no effect at stage 1: params are whole" in plan.describe()) == (stage == 1)
