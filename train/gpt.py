@@ -229,33 +229,16 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     bigram = data.bigram_loss(corpus.train, windows)
 
     # -- the plan: from shapes alone, before anything is compiled
-    create = functools.partial(create_state, config)
     tokens, start = config.batch * m.seq, first_step(config)
     log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
-    like = jzero.abstract(create, **zero_fields(config))
+    like = jzero.abstract(functools.partial(create_state, config), **zero_fields(config))
     estimate = jzero.estimate(jzero.plan_of(like), tx=like.tx)
     log.print(corpus.source)
     log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
     log.print(jzero.plan_of(like).describe(), estimate)
 
     # -- state: born sharded, or read shard by shard
-    if config.resume:
-        for moved in set_aside(config.out, start) if me == 0 else ():
-            log.print(f"moved a later checkpoint to {moved}")
-        multihost_utils.sync_global_devices("checkpoints after the one to resume from are set aside")
-    checkpoints = Checkpoints(
-        config.out,
-        keep=config.keep,
-        identity=flags.identity(config, corpus.fingerprint),
-        start=start,
-        lose_at_most=config.lose_at_most,
-        overwrite=config.overwrite and not config.resume,
-    )
-    if config.resume:
-        with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
-            state = checkpoints.restore(start, like, stream)
-    else:
-        state = jzero.shard(create, **zero_fields(config))
+    checkpoints, state = first_state(config, corpus, like, stream, log)
     plan, step, stopped = jzero.plan_of(state), start, False
     with checkpoints, log, Stopping() as stopping:
         # -- the step, compiled
@@ -296,6 +279,29 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         text = write_text(config, state)
         log.summary(bigram=bigram, text=text, seconds=time.perf_counter() - began)
     return Result(config.out, state, log.losses, log.heldout, bigram, text)
+
+
+def first_state(
+    config: Config, corpus: data.Corpus, like: TrainState, stream: Any, log: Log
+) -> tuple[Checkpoints, TrainState]:
+    """The run's checkpoints, and its state: new, or that of the last one, `stream` at the batch that comes next."""
+    start = first_step(config)
+    if config.resume:
+        for moved in set_aside(config.out, start) if jax.process_index() == 0 else ():
+            log.print(f"moved a later checkpoint to {moved}")
+        multihost_utils.sync_global_devices("checkpoints after the one to resume from are set aside")
+    checkpoints = Checkpoints(
+        config.out,
+        keep=config.keep,
+        identity=flags.identity(config, corpus.fingerprint),
+        start=start,
+        lose_at_most=config.lose_at_most,
+        overwrite=config.overwrite and not config.resume,
+    )
+    if not config.resume:
+        return checkpoints, jzero.shard(functools.partial(create_state, config), **zero_fields(config))
+    with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
+        return checkpoints, checkpoints.restore(start, like, stream)
 
 
 def write_text(config: Config, state: TrainState) -> str:
