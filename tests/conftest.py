@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from together import pytest_xdist_make_scheduler  # noqa: F401  (a hook)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".cache/jax/tests"))
@@ -35,24 +36,6 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 def pytest_sessionstart(session):
     if len(jax.devices()) != 8:
         pytest.exit(f"the tests need 8 simulated CPU devices, jax has {len(jax.devices())}", returncode=3)
-
-
-# Their tests share programs that take seconds to compile: one worker runs all of a file (or of a file's optimizer).
-TOGETHER = {
-    "test_buckets", "test_check", "test_check_offload", "test_gpu_accumulate", "test_gpu_offload", "test_gpu_program",
-    "test_gpu_remat", "test_gpu_scale", "test_hybrids", "test_offload_proof", "test_processes", "test_scaling",
-    "test_train", "test_train_checkpoints",
-}  # fmt: skip
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        name = item.path.stem
-        if name == "test_parity" and hasattr(item, "callspec"):
-            item.add_marker(pytest.mark.xdist_group(f"parity-{item.callspec.params.get('name')}"))
-        elif name in TOGETHER:
-            item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture

@@ -1,0 +1,35 @@
+"""Tests that share compiled programs run in one worker, whatever pytest and pytest-xdist make of markers."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from together import TOGETHER, group_of
+
+HERE = Path(__file__).parent
+
+
+def test_groups():
+    assert group_of("tests/test_remat.py::test_x[3-a]") == "test_remat"
+    assert group_of("tests/test_parity.py::test_ten_steps[0-adam]") == "parity-adam"
+    assert group_of("tests/test_parity.py::test_ten_steps[3-adam]") == "parity-adam"
+    assert group_of("tests/test_state.py::test_x[1]") == "tests/test_state.py::test_x[1]"
+    assert all((HERE / f"{name}.py").exists() for name in TOGETHER)
+
+
+def test_a_file_stays_in_one_worker(tmp_path):
+    """Two files of eight tests, two workers: one is a group and is not taken apart, the other is."""
+    (tmp_path / "conftest.py").write_text("from together import pytest_xdist_make_scheduler\n")
+    code = "import pytest, time\n\n@pytest.mark.parametrize('i', range(8))\ndef test_x(i):\n    time.sleep(0.05)\n"
+    for name in ("test_remat", "test_other"):
+        (tmp_path / f"{name}.py").write_text(code)
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist=loadgroup", "-v", "-p", "no:cacheprovider"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": str(HERE)}
+    done = subprocess.run([*command, str(tmp_path)], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert "16 passed" in done.stdout, done.stdout + done.stderr
+    ran = re.findall(r"\[(gw\d)\].*PASSED (\w+)\.py", done.stdout)
+    workers = {name: {gw for gw, file in ran if file == name} for name in ("test_remat", "test_other")}
+    assert len(workers["test_remat"]) == 1
+    assert len(workers["test_other"]) == 2
