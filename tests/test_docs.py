@@ -96,7 +96,12 @@ def texts_of_the_code() -> list[str]:
     def text(node: ast.AST) -> str:
         if isinstance(node, ast.Constant):
             return str(node.value) if isinstance(node.value, str) else ""
-        return "".join(text(v) for v in node.values) if isinstance(node, ast.JoinedStr) else "\0"
+        match node:
+            case ast.JoinedStr():
+                return "".join(map(text, node.values))
+            case ast.FormattedValue(ast.Call(ast.Name("counted"), [_, *nouns])):  # as a page quotes it
+                return f"\0 {text(nouns[1]) if nouns[1:] else text(nouns[0]) + 's'}"
+        return "\0"
 
     sources = [p.read_text(encoding="utf-8") for p in sorted((pages.ROOT / "jzero").rglob("*.py"))]
     nodes = [n for s in sources for n in ast.walk(ast.parse(s))]

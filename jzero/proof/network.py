@@ -65,7 +65,9 @@ def _title(mesh: Mesh, every: Span) -> str:
     slices = f" in {counted(every.slices, 'slice')}" if every.slices > 1 else ""
     kind = getattr(mesh.devices.flat[0], "device_kind", "device")
     each = mesh.devices.size / every.hosts
-    return f"{{{axes}}} over {counted(every.hosts, 'host')} x {each:g} devices{slices}: {kind}"
+    return (
+        f"{{{axes}}} over {counted(every.hosts, 'host')} x {each:g} device{'s' * (each != 1)}{slices}: {kind}"
+    )
 
 
 def _facts(found: Span) -> tuple[str, str]:
