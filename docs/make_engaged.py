@@ -26,9 +26,9 @@ VERSION = re.compile(r"\(jax ([\w.]+);")
 
 
 def outputs(text: str) -> list[str]:
-    """What the page's python blocks print, one text for each block that prints."""
+    """What the blocks of `engaged.py` on the page print, one text for each block that prints."""
     blocks = [code for language, code in BLOCK.findall(text) if language == "python"]
-    first = next(i for i, code in enumerate(blocks) if code.startswith("import"))
+    first = next(i for i, code in enumerate(blocks) if "pod = " in code)  # engaged.py
     found, names = [], {"__name__": PAGE.stem}
     for code in blocks[first:]:
         with contextlib.redirect_stdout(io.StringIO()) as out:

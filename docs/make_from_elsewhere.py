@@ -11,18 +11,20 @@ from pathlib import Path
 from jzero.deepspeed.keys import ALIASES, KEYS
 
 PAGE = Path(__file__).with_name("from_elsewhere.md")
+LINK = re.compile(r"docs/(\w+\.md)")
 TABLE = re.compile(r"(?<=<!-- keys -->\n).*?(?=<!-- end of keys -->)", re.DOTALL)
 
 
 def table() -> str:
-    """A row per key; keys of one section with the same fate and the same text share a row."""
+    """A row per key; keys of one section with the same fate and the same text share a row. Pages are links."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name, key in KEYS.items():
         section, _, last = name.rpartition(".")
         others = [
             a.rpartition(".")[2] for a, k in ALIASES.items() if k == name and a.rpartition(".")[0] == section
         ]
-        rows.setdefault((section, key.fate, key.text), []).append(
+        fate = key.fate + " where false" * any(off is True for off in key.off)
+        rows.setdefault((section, fate, key.text), []).append(
             f"`{last}`" + (f" (`{'`, `'.join(others)}`)" if others else "")
         )
     order = list(dict.fromkeys(section for section, _, _ in rows))
@@ -31,7 +33,8 @@ def table() -> str:
         lines += [f"\n`{section}`\n" if section else "\nTop level\n", "| key | becomes |", "|---|---|"]
         for (of, fate, text), names in rows.items():
             if of == section:
-                lines.append(f"| {', '.join(names)} | {'' if fate == 'mapped' else f'*{fate}*: '}{text} |")
+                said = ("" if fate == "mapped" else f"*{fate}*: ") + LINK.sub(r"[\g<0>](\1)", text)
+                lines.append(f"| {', '.join(names)} | {said} |")
     return "\n".join(lines) + "\n\n"
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import listing
+from jzero.errors import counted, listing
 from jzero.kinds import Parts
 from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap
 from jzero.placement import on_device
@@ -29,7 +29,8 @@ def check_belongs(parts: Parts, tx) -> None:
         if wanted.get(k) != got.get(k)
     ]
     raise ValueError(
-        f"jzero: the optimizer state does not belong to the params: {len(rows)} leaves differ from what tx.init "
+        f"jzero: the optimizer state does not belong to the params: "
+        f"{counted(len(rows), 'leaf differs', 'leaves differ')} from what tx.init "
         f"gives for them:\n{listing([('leaf', 'tx.init', 'given'), *rows])}\nBuild it with tx.init(params), as "
         "TrainState.create does."
     )

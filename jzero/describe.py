@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jzero.errors import human_bytes, table, typed_shape
+from jzero.errors import counted, human_bytes, table, typed_shape
 from jzero.specs import shard_factor
 
 
@@ -37,8 +37,8 @@ def describe_plan(plan: Any, tx: Any) -> str:
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
     bytes_whole = sum(x.nbytes for x in whole)
     parts.append(
-        f"{len(plan.layouts)} params, {sum(x.size for x in plan.layouts):,} values, {human_bytes(plan.param_bytes)}; "
-        f"{len(whole)} whole over the ZeRO axis ({human_bytes(bytes_whole)})"
+        f"{counted(len(plan.layouts), 'param')}, {sum(x.size for x in plan.layouts):,} values, "
+        f"{human_bytes(plan.param_bytes)}; {len(whole)} whole over the ZeRO axis ({human_bytes(bytes_whole)})"
     )
     return "\n".join([*parts, *(f"note: {note}" for note in plan.notes)])
 

@@ -75,6 +75,12 @@ def division(size: int, parts: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'data'?` when a known name is close, else an empty string."""
-    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """` Did you mean 'data'?` when a known name is close, whatever its case, else an empty string."""
+    names = {str(k).lower(): str(k) for k in known}
+    close = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
+    return f" Did you mean {names[close[0]]!r}?" if close else ""
+
+
+def counted(n: int, noun: str, nouns: str = "") -> str:
+    """`1 leaf`, `2 leaves`: the plural is that with an s, unless it is given."""
+    return f"{n} {noun if n == 1 else nouns or noun + 's'}"

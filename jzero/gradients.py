@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.coupling import check_examples_apart
-from jzero.errors import check_int, division, listing, typed_shape
+from jzero.errors import check_int, counted, division, listing, typed_shape
 from jzero.gather import as_written, gather_on_use
 from jzero.jaxprs import is_tracer
 from jzero.layout import Layout
@@ -232,8 +232,9 @@ class _ValueAndGrad:
             (typed_shape(x), division(np.shape(x)[0], parts) if np.ndim(x) else "no dim 0") for x in leaves
         ]
         raise ValueError(
-            f"jzero.value_and_grad: {self.plan.batch_parts} devices x {self.accumulate} micro-batches cannot split "
-            f"the batch evenly:\n{listing(rows)}\nDim 0 of every batch leaf must be the same multiple of {parts}; "
+            f"jzero.value_and_grad: {counted(self.plan.batch_parts, 'device')} x "
+            f"{counted(self.accumulate, 'micro-batch', 'micro-batches')} cannot split the batch evenly:\n"
+            f"{listing(rows)}\nDim 0 of every batch leaf must be the same multiple of {parts}; "
             "leaves that are no batch belong in an argument that batch_argnums leaves out."
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jzero.describe import leaf_bytes
-from jzero.errors import human_bytes, listing
+from jzero.errors import counted, human_bytes, listing
 from jzero.jaxprs import is_tracer
 from jzero.layout import path_name
 from jzero.sharding import HOST, Plan
@@ -94,7 +94,7 @@ def warn_excess(found: list[Excess], names: Sequence[str], plan: Plan) -> None:
     ]
     worst = max(x.nbytes for x in found)
     warnings.warn(
-        f"jzero: offload: {len(found)} parts of the optimizer state cannot be cut to in_flight_bytes="
+        f"jzero: offload: {counted(len(found), 'part')} of the optimizer state cannot be cut to in_flight_bytes="
         f"{human_bytes(plan.in_flight_bytes)}; up to {human_bytes(worst)} are on the device at once:\n"
         f"{listing([('leaves', 'bytes', 'because of'), *rows])}\n"
         "The step is right and its peak is higher by as much. An elementwise chain can be cut anywhere.",
@@ -192,14 +192,16 @@ def check_host_memory(shapes: Callable[[], Any], plan: Plan) -> None:
     allowed = int(limit) if limit.isdigit() else LIMIT_GB
     if devices and devices[0].platform in ("gpu", "cuda", "rocm") and allowed * 2**30 < needed:
         raise MemoryError(
-            f"jzero: offload needs {human_bytes(needed)} of pinned memory in this process ({len(devices)} devices), "
-            f"and JAX allows {human_bytes(allowed * 2**30)}. Set it before Python starts: {LIMIT}={gigabytes}"
+            f"jzero: offload needs {human_bytes(needed)} of pinned memory in this process "
+            f"({counted(len(devices), 'device')}), and JAX allows {human_bytes(allowed * 2**30)}. "
+            f"Set it before Python starts: {LIMIT}={gigabytes}"
         )
     free = available_memory()
     if free is not None and needed > free:
         raise MemoryError(
-            f"jzero: offload needs {human_bytes(needed)} of host memory in this process ({len(devices)} devices), and "
-            f"{human_bytes(free)} are free. It is shared by more devices, and a chain with fewer moments (lion, "
+            f"jzero: offload needs {human_bytes(needed)} of host memory in this process "
+            f"({counted(len(devices), 'device')}), and {human_bytes(free)} are free. "
+            "It is shared by more devices, and a chain with fewer moments (lion, "
             "adafactor) needs less."
         )
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jzero.errors import listing, typed_shape
+from jzero.errors import counted, listing, typed_shape
 from jzero.identity import same_key
 from jzero.jaxprs import constant_zero_outputs, is_tracer
 from jzero.landing import OneByOne, is_copied, land_by_layers, land_on_sum, landing, lands_by_layers
@@ -271,7 +271,7 @@ def _check_dtypes(pairs) -> None:
     bad = [(x.name, typed_shape(x), typed_shape(p)) for p, x in pairs if p.dtype != x.dtype]
     if bad:
         raise TypeError(
-            f"jzero.zero: update: {len(bad)} params have another dtype than in the plan:\n"
+            f"jzero.zero: update: {counted(len(bad), 'param has', 'params have')} another dtype than in the plan:\n"
             f"{listing([('param', 'plan', 'given'), *bad])}\nCast what replaces a param to its dtype, or make a plan "
             "for the new dtypes: jzero.shard(state, ...) again."
         )
@@ -287,7 +287,7 @@ def _check_grads(grads, plan: Plan) -> None:
     ]
     if bad:
         raise ValueError(
-            f"jzero.zero: update: {len(bad)} gradients have another shape than their param:\n"
+            f"jzero.zero: update: {counted(len(bad), 'gradient has', 'gradients have')} another shape than the param:\n"
             f"{listing([('param', 'its type', 'gradient'), *bad])}\nPer-example gradients (differential privacy) "
             "cannot be reduced before they are clipped: aggregate them first, and wrap the rest of the chain."
         )
@@ -302,8 +302,8 @@ def _check_devices(leaves, plan: Plan) -> None:
     ]
     if bad:
         raise ValueError(
-            f"jzero.zero: init: {len(bad)} params are committed to other devices than the plan's mesh of "
-            f"{len(mesh)}:\n{listing(bad)}\nPlace them first: params = plan.place(params)."
+            f"jzero.zero: init: {counted(len(bad), 'param is', 'params are')} committed to other devices than "
+            f"the plan's mesh of {len(mesh)}:\n{listing(bad)}\nPlace them first: params = plan.place(params)."
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero.errors import check_int, listing
+from jzero.errors import check_int, counted, listing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,8 @@ def places(devices: Sequence[Any], *, devices_per_host: int | None = None) -> li
         check_int(devices_per_host, "devices_per_host", where="jzero.mesh", low=1)
         if len(devices) % devices_per_host:
             raise ValueError(
-                f"jzero.mesh(devices_per_host={devices_per_host}): {len(devices)} devices are not a multiple of it."
+                f"jzero.mesh(devices_per_host={devices_per_host}): "
+                f"{counted(len(devices), 'device is', 'devices are')} not a multiple of it."
             )
         return [Place(s, i // devices_per_host) for i, s in enumerate(slices)]
     hosts = [int(d.process_index) for d in devices]
@@ -67,7 +68,7 @@ def grid(devices: Sequence[Any], *, devices_per_host: int | None = None) -> np.n
     ordered = sorted(by_host, key=lambda p: (p.slice, p.host))
     by_slice = collections.Counter(p.slice for p in ordered)
     if len({len(found) for found in by_host.values()}) > 1:
-        rows = [(f"host {p.host} of slice {p.slice}", f"{len(by_host[p])} devices") for p in ordered]
+        rows = [(f"host {p.host} of slice {p.slice}", counted(len(by_host[p]), "device")) for p in ordered]
         fewest = min(len(found) for found in by_host.values())
         raise ValueError(
             f"jzero.mesh: the {len(ordered)} hosts have different numbers of devices:\n{listing(rows)}\n"
@@ -75,10 +76,10 @@ def grid(devices: Sequence[Any], *, devices_per_host: int | None = None) -> np.n
             "jax.sharding.Mesh yourself."
         )
     if len(set(by_slice.values())) > 1:
-        rows = [(f"slice {s}", f"{count} hosts") for s, count in by_slice.items()]
+        rows = [(f"slice {s}", counted(count, "host")) for s, count in by_slice.items()]
         raise ValueError(
             f"jzero.mesh: the {len(by_slice)} slices have different numbers of hosts:\n{listing(rows)}\n"
-            f"Pass devices= with {min(by_slice.values())} hosts of each."
+            f"Pass devices= with {counted(min(by_slice.values()), 'host')} of each."
         )
     flat = [d for p in ordered for d in by_host[p]]
     array = np.empty(len(flat), dtype=object)

@@ -14,6 +14,8 @@ Three comments, which neither GitHub nor the site shows, stand on the line befor
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import dataclasses
 import importlib.util
@@ -21,7 +23,9 @@ import io
 import os
 import re
 import shlex
+import symtable
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +86,75 @@ def blocks(text: str) -> list[Block]:
 def program(text: str) -> list[Block]:
     """The blocks that are python, marked ones included, and what they print."""
     return [b for b in blocks(text) if b.language in ("python", "setup", "prints")]
+
+
+def yours(text: str) -> set[str]:
+    """Names that a page says are the reader's: those in the sentences that end with `are yours` or `is yours`."""
+    seen = re.sub(r"(?ms)^ *```.*?^ *```$|<!--.*?-->", "\n\n", text)
+    sentences = re.findall(r"((?:(?!\n\n|\.\s|:\s).)*?)\s(?:are|is)\syours\b", seen, re.DOTALL)
+    return {name for sentence in sentences for name in re.findall(r"`(\w+)(?:\([^`]*\))?`", sentence)}
+
+
+def undefined(text: str) -> list[tuple[int, str]]:
+    """Names that visible python reads, and their lines, where nothing above defines them or says that they are yours.
+
+    What a function reads may be defined until the end of its block.
+    """
+    known, found, lines = set(dir(builtins)), [], text.splitlines(keepends=True)
+    for block in program(text):
+        if block.language != "python":
+            continue
+        known |= yours("".join(lines[: block.line - 2]))
+        later: list[tuple[int, str]] = []
+        for statement in _flat(ast.parse(block.code).body):
+            line = block.line + statement.lineno - 1
+            top = symtable.symtable(ast.unparse(statement), "page", "exec")
+            found += [
+                (line, s.get_name())
+                for s in top.get_symbols()
+                if s.is_referenced() and s.get_name() not in known
+            ]
+            inside = [s.get_name() for t in _inner(top) for s in t.get_symbols() if s.is_global()]
+            runs_now = not isinstance(statement, ast.FunctionDef)
+            (found if runs_now else later).extend((line, name) for name in inside if name not in known)
+            known |= {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+        found += [(line, name) for line, name in later if name not in known]
+    return found
+
+
+def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements in the order in which they run; those that hold others as assignments, followed by what they hold."""
+    for s in statements:
+        match s:
+            case ast.For():
+                yield ast.copy_location(ast.Assign([s.target], s.iter), s)
+            case ast.With():
+                for item in s.items:
+                    names = [item.optional_vars] if item.optional_vars else []
+                    yield ast.copy_location(
+                        ast.Assign(names, item.context_expr) if names else ast.Expr(item.context_expr), s
+                    )
+            case ast.If() | ast.While():
+                yield ast.copy_location(ast.Expr(s.test), s)
+            case ast.Try():
+                yield from _flat(s.body)
+                for handler in s.handlers:
+                    name = ast.Name(handler.name or "_", ast.Store())
+                    yield ast.copy_location(ast.Assign([name], handler.type or ast.Constant(None)), s)
+                    yield from _flat(handler.body)
+                yield from _flat(s.finalbody)
+                continue
+            case _:
+                yield s
+                continue
+        yield from _flat(s.body)
+        yield from _flat(getattr(s, "orelse", []))
+
+
+def _inner(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    for child in table.get_children():
+        yield child
+        yield from _inner(child)
 
 
 def execute(page: Path, names: dict) -> tuple[int, list[Block], list[tuple[Block, str]]]:

@@ -231,7 +231,7 @@ def test_stack_split_along_its_scanned_dim(stage, axis, axes):
     found = found_in(*state_of(stage, scan=True, layers=4, mesh=mesh, param_specs=specs))
     assert set(found) == {"stack_gathered_before_loop"}
     finding = found["stack_gathered_before_loop"]
-    assert "4 stacks of layers are split along their scanned dim by their own layout" in finding.text
+    assert "4 stacks of layers are split along the scanned dim by their own layout" in finding.text
     assert "leading dim" in finding.remedy
     stacks = sum(2 * x.size for x in jax.tree.leaves(params["layers"]) if x.ndim == 3)
     assert finding.bytes >= 4 * stacks * 3 // 4  # once for each layer, forward alone

@@ -127,7 +127,12 @@ def test_another_dtype_is_converted_with_cast_alone(saved, saved_16_bit):
 def test_cast_of_single_leaves(tmp_path):
     tree = {"a": jnp.arange(3.0), "n": jnp.int32(3), "on": jnp.array(True), "far": np.int64(2**40)}
     path = checkpoint.save(tmp_path / "saved", tree)
-    refuse(path, tree | {"a": jnp.zeros(3, jnp.bfloat16)}, "1 leaves", "a f32[3] bf16[3] another dtype")
+    refuse(
+        path,
+        tree | {"a": jnp.zeros(3, jnp.bfloat16)},
+        "1 leaf of the checkpoint and the target differs",
+        "a f32[3] bf16[3] another dtype",
+    )
     refuse(path, tree | {"n": jnp.int8(0)}, "n i32[] i8[] another dtype")
     refuse(path, tree | {"on": jnp.int32(0)}, "on bool[] i32[] another dtype")
     refuse(path, tree | {"n": 0.5}, "n i32[] f64[] another dtype")
@@ -201,7 +206,7 @@ def test_paths(saved, tmp_path):
         checkpoint.restore(saved / "8", like)
     with pytest.raises(FileNotFoundError, match=r"there is nothing at .*/no/where\.$"):
         checkpoint.verify(tmp_path / "no" / "where")
-    with pytest.raises(ValueError, match=r"holds 1 checkpoints and is none itself. Name one: .*/7"):
+    with pytest.raises(ValueError, match=r"holds 1 checkpoint and is none itself. Name one: .*/7"):
         checkpoint.restore(saved, like)
     with pytest.raises(ValueError, match=r"is no checkpoint of a state: no folder 'state' in it"):
         checkpoint.restore(tmp_path, like)

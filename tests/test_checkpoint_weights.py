@@ -157,7 +157,7 @@ def test_what_cannot_be_exported(path, tmp_path):
         checkpoint.export(path, tmp_path / "m.bin")
     with pytest.raises(ValueError, match=r"no 'batch_stat', only .*Did you mean 'batch_stats'"):
         checkpoint.export(path, tmp_path / "m.safetensors", include=("batch_stat",))
-    with pytest.raises(ValueError, match="gives 1 names twice"):
+    with pytest.raises(ValueError, match="gives 1 name twice"):
         checkpoint.export(path, tmp_path / "m.safetensors", names=lambda n: "x")
     with pytest.raises(FileNotFoundError, match="there is nothing at"):
         checkpoint.export(tmp_path / "3", tmp_path / "m.safetensors")

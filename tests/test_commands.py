@@ -138,7 +138,7 @@ def test_flags_are_refused_before_anything_starts(args, message, capsys, monkeyp
         ({"--step": f"{FILE}:batch_first"}, "A step takes the state first, then the batch"),
         ({"--batch": "x=f32[36,256], y=f32[36,256]"}, "36 = 4 x 8 + 4"),
         ({"--batch": "x=f32[32,256]"}, "failed: KeyError: 'y'"),
-        ({"--mesh": "data=7"}, "7 (data) = 7 devices, but this pod has 1 hosts x 8 h200 = 8"),
+        ({"--mesh": "data=7"}, "7 (data) = 7 devices, but this pod has 1 host x 8 h200 = 8"),
         ({"--axis": "shard", "--mesh": "data=8"}, "'shard' is no axis of the mesh"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import textwrap
 import warnings
 
 import jax
@@ -190,6 +192,8 @@ def test_offload():
     assert zero(stage=2, cpu_offload=True).config == found.config
     assert zero(stage=2, offload_optimizer={"device": "none"}).config.offload is None
     assert zero(stage=0, offload_optimizer={"device": "cpu"}).config.offload is None
+    text = rows(found)["zero_optimization.offload_optimizer.pin_memory"].text
+    assert text == "host memory is always pinned"
     partly = zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5, "pin_memory": False})
     assert {r.key.split(".")[-1] for r in partly.not_supported} == {"ratio", "pin_memory"}
     assert [r.key for r in zero(stage=3, offload_param={"device": "cpu"}).not_supported] == [
@@ -310,7 +314,7 @@ def test_devices_are_those_of_jax_where_nobody_says():
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"zero_optimization": {"stge": 2}}, ValueError, r"1 unknown keys:\s+zero_optimization.stge Did you mean"),
+        ({"zero_optimization": {"stge": 2}}, ValueError, r"1 unknown key:\s+zero_optimization.stge Did you mean"),
         ({"gradient_acumulation_steps": 2}, ValueError, "Did you mean 'gradient_accumulation_steps'"),
         ({"fp16": {"loss_scale_windw": 2}}, ValueError, "Did you mean 'fp16.loss_scale_window'"),
         ({"stage": 2}, ValueError, "Did you mean 'zero_optimization.stage'"),
@@ -332,9 +336,18 @@ def test_devices_are_those_of_jax_where_nobody_says():
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, ValueError, "at least 1"),
         ({"communication_data_type": "fp1"}, ValueError, "Did you mean 'fp16'"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, TypeError, "lr is 'fast'; it must be a finite"),
+        ({"optimizer": {"type": "Adam", "params": {"weight_deacy": 0.1, "epz": 1e-8}}}, ValueError,
+         r"has 2 unknown keys:\n  optimizer.params.weight_deacy Did you mean 'weight_decay'\?\n  .*epz Did .* 'eps'"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1, "warmup_num_step": 3}}}, ValueError,
+         r"1 unknown key:\n  scheduler.params.warmup_num_step Did you mean 'warmup_num_steps'"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.5]}}}, ValueError,
+         r"betas is \[0.9, 1.5\]; both must be at least 0 and below 1"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": -1e-3}}}, ValueError, "lr is -0.001; it must be at least 0"),
+        ({"optimizer": {"type": "Adam", "params": {"eps": -1e-8}}}, ValueError, "eps is -1e-08; it must be at least 0"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, ValueError, "-1; it must be at"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, ValueError, "gradient_clipping"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, ValueError, "total_num_steps is None"),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, ValueError, "no optimizer is there"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, ValueError, "optimizer's lr, and there is none"),
         ({3: 4}, TypeError, "is no string"),
         ([], TypeError, "path of a ds_config.json or a dict"),
     ],
@@ -415,12 +428,89 @@ def test_optimizers_are_lines_of_optax(kind):
 def test_optimizers_and_arguments_that_optax_has_not():
     found = read({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1, "freeze_step": 3}}})
     assert len(found.not_supported) == 3
-    assert not any(line.startswith("tx") for line in found.code)
-    found = read({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "amsgrad": True, "epz": 1e-8}}})
+    assert "tx = ...  # your optax chain in place of OneBitAdam" in found.code
+    found = read({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "amsgrad": True}}})
     assert {r.key: r.text for r in found.not_supported} == {
         "optimizer.params.amsgrad": "optax.amsgrad, without decoupled weight decay",
-        "optimizer.params.epz": "no argument of it that is known here. Did you mean 'eps'?",
     }
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "hint"),
+    [
+        ("optimizer", "AdmaW", "Did you mean 'AdamW'?"), ("optimizer", "admaw", "Did you mean 'AdamW'?"),
+        ("optimizer", "FusedAdam", "Did you mean 'Adam'?"), ("optimizer", "RMSprop", ""), ("optimizer", "Muon", ""),
+        ("scheduler", "WarmupLRR", "Did you mean 'WarmupLR'?"), ("scheduler", "OneCycle", ""),
+    ],
+)  # fmt: skip
+def test_a_type_that_is_not_known_is_told_the_nearest(section, name, hint):
+    """RMSprop and others are names of torch.optim, which DeepSpeed takes: nothing is misspelt there."""
+    (row,) = read({section: {"type": name}}).not_supported
+    assert row.key == f"{section}.type"
+    assert row.text.endswith(hint)
+    assert bool(hint) == ("Did you mean" in row.text)
+
+
+def test_warmup_of_no_steps_is_that_of_two():
+    lines = []
+    for steps in (0, 1, 2):
+        params = {"warmup_num_steps": steps, "warmup_max_lr": 0.1}
+        found = read({"scheduler": {"type": "WarmupLR", "params": params}})
+        lines.append(found.code)
+        text = rows(found)["scheduler.params.warmup_num_steps"].text
+        assert text.startswith("taken as 2") == (steps < 2)
+    assert lines[0] == lines[1] == lines[2]
+
+
+PLACEHOLDERS = {
+    "tx": "optax.sgd(0.1)", "schedule": "optax.constant_schedule(0.1)", "warmup_steps": "2", "total_steps": "4",
+}  # fmt: skip
+PARTITIONED = {"activation_checkpointing": {"partition_activations": True}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {}, {"gradient_clipping": 1.0}, PARTITIONED,
+        {**PARTITIONED, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}},
+        {**PARTITIONED, "zero_optimization": {"stage": 3, "mics_shard_size": 2}, "gradient_accumulation_steps": 2},
+        *({"optimizer": {"type": name, "params": {"lr": 0.1}}} for name in ("AdmaW", "OneBitAdam", "Muon")),
+        *(
+            {"optimizer": {"type": "AdamW"}, "scheduler": {"type": name, "params": {}}}
+            for name in ("OneCycle", "LRRangeTest", "WarmupLRR")
+        ),
+        {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmupLR", "params": {}}},
+        *(
+            {"optimizer": {"type": "Adam"}, "scheduler": {"type": name, "params": {
+                "warmup_num_steps": steps, "total_num_steps": steps, "warmup_type": kind,
+            }}}
+            for name in ("WarmupDecayLR", "WarmupCosineLR") for steps in (2, "auto") for kind in ("log", "linear")
+        ),
+        {"fp16": {"enabled": True}, "gradient_accumulation_steps": 2}, {"bf16": {"enabled": True}},
+    ],
+)  # fmt: skip
+def test_the_printed_lines_run(config):
+    """As they are, with what is the reader's: the model and its shapes, params, the loss, and each `...`."""
+    found = read(config, world=8)
+    code = textwrap.dedent(str(found).split("\nwrite\n")[1])
+    code = re.sub(r"(?m)^(\w+) = \.\.\.  # .*", lambda m: f"{m[1]} = {PLACEHOLDERS[m[1]]}", code)
+    model = Small()
+    params = create_small(optax.sgd(0.1)).params
+    names: dict = {
+        "model": model, "params": params, "loss_fn": lambda p, b: loss_of(model.apply, p, b), "Block": Small,
+        "shapes": jax.eval_shape(lambda: params), "batch": batch(),
+    }  # fmt: skip
+    exec(code, names)
+    assert names["plan"].config == found.config
+    assert ("Block" in code) == bool(found.remat)
+    if found.remat:
+        assert names["Block"] is not Small
+        assert names["mesh"].shape == {
+            **dict.fromkeys(names["mesh"].shape, 0),
+            **names["mesh"].shape,
+            "model": 1,
+        }
+        assert jzero.mesh(found.mesh_axes) == names["mesh"]
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
@@ -566,6 +656,11 @@ def test_the_command(tmp_path, capsys):
     assert max(map(len, out.split("\nwrite\n")[0].splitlines())) <= 118
     path.write_text(json.dumps(ZEROPP))
     assert main(["deepspeed", str(path), "--world", "64"]) == 1
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 16}}))
+    assert main(["deepspeed", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "it must divide the devices of the run, and JAX has 8 devices here. Pass --world where" in told
+    assert "world=" not in told
     path.write_text('{"train_batch": 3}')
     assert main(["deepspeed", str(path)]) == 2
     assert "Did you mean 'train_batch_size'" in capsys.readouterr().err

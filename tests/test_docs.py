@@ -43,6 +43,29 @@ def test_the_pages_with_code_are_all_there():
     assert {"README.md", "docs/index.md", "docs/engaged.md", "docs/recipes.md"} <= set(WITH_CODE)
 
 
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_a_reader_has_every_name(name):
+    """What the visible blocks read is defined in them, or the page says that it is yours: `model` is yours."""
+    assert pages.undefined(pages.PAGES[name].read_text(encoding="utf-8")) == []
+
+
+def test_names_that_a_reader_has_not():
+    def undefined(code, before=""):
+        return pages.undefined(f"{before}\n\n<!-- setup\na = b = 1\n-->\n```python\n{code}\n```\n")
+
+    assert undefined("x = a\ny = b") == [(7, "a"), (8, "b")]
+    assert undefined("x = a + b", "Text of `b` first. `a`, an int, is yours ([A page](a.md)).") == [(7, "b")]
+    assert undefined("x = a", "A model.\n`a` and `f(x)`\nare yours:\n\n`b` is here") == []
+    assert sorted(undefined("a = f(a)")) == [(7, "a"), (7, "f")]
+    assert undefined("def f(x=1):\n    return g(x)\n\n\ndef g(x):\n    return len(x)") == []
+    assert undefined("def f(x):\n    return g(x)") == [(7, "g")]
+    assert undefined("for x in range(3):\n    y = [z * x for z in range(x)]\nprint(x, y, z)") == [(9, "z")]
+    assert (
+        undefined("try:\n    a = 1\nexcept ValueError as e:\n    print(e, a)\nwith open('f') as f:\n    f.g")
+        == []
+    )
+
+
 def test_a_wrong_block_fails(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("text\n\n<!-- setup\na = 1\n-->\n```python\nassert a == 1\n\nb\n```\n")
@@ -96,7 +119,12 @@ def texts_of_the_code() -> list[str]:
     def text(node: ast.AST) -> str:
         if isinstance(node, ast.Constant):
             return str(node.value) if isinstance(node.value, str) else ""
-        return "".join(text(v) for v in node.values) if isinstance(node, ast.JoinedStr) else "\0"
+        match node:
+            case ast.JoinedStr():
+                return "".join(map(text, node.values))
+            case ast.FormattedValue(ast.Call(ast.Name("counted"), [_, *nouns])):  # as a page quotes it
+                return f"\0 {text(nouns[1]) if nouns[1:] else text(nouns[0]) + 's'}"
+        return "\0"
 
     sources = [p.read_text(encoding="utf-8") for p in sorted((pages.ROOT / "jzero").rglob("*.py"))]
     nodes = [n for s in sources for n in ast.walk(ast.parse(s))]

@@ -169,7 +169,7 @@ def test_arrays_committed_to_devices_outside_of_the_mesh():
         jzero.shard(state, stage=2, mesh=four)
     params = jax.device_put({"w": jnp.ones((64, 64))}, jax.devices()[7])
     tx = jzero.zero(optax.adam(1e-3), jzero.make_plan({"w": jnp.ones((64, 64))}, stage=1, mesh=four))
-    with raises(ValueError, "1 params are committed to other devices", "params = plan.place(params)"):
+    with raises(ValueError, "1 param is committed to other devices", "params = plan.place(params)"):
         tx.init(params)
 
 
@@ -239,7 +239,7 @@ def test_per_example_gradients_are_refused(mesh):
     params = {"w": jnp.ones((64, 64))}
     tx = jzero.zero(optax.contrib.dpsgd(1e-2, 1.0, 1.0, 0), jzero.make_plan(params, stage=2, mesh=mesh))
     with raises(
-        ValueError, "1 gradients have another shape", "['w']", "f32[64,64]", "f32[8,64,64]", "Per-example"
+        ValueError, "1 gradient has another shape", "['w']", "f32[64,64]", "f32[8,64,64]", "Per-example"
     ):
         tx.update({"w": jnp.ones((8, 64, 64))}, tx.init(params), params)
 

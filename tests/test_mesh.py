@@ -154,7 +154,7 @@ ERRORS = {
                      "the 2 hosts have different numbers of devices:\n  host 0 of slice 0  8 devices\n"
                      "  host 1 of slice 0  7 devices\nAn axis could not keep to their boundaries. Pass devices= with"),
     "uneven slices": ({"data": -1}, [dataclasses.replace(d, slice_index=d.process_index // 2) for d in gpus(3)],
-                      "the 2 slices have different numbers of hosts:\n  slice 0  2 hosts\n  slice 1  1 hosts"),
+                      "the 2 slices have different numbers of hosts:\n  slice 0  2 hosts\n  slice 1  1 host"),
 }  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_same_pod_same_mesh():
 
 
 def test_mesh_sizes_must_multiply_to_the_devices(target):
-    message = "pod.mesh: 2 (replica) x 8 (data) = 16 devices, but this pod has 1 hosts x 8 h200 = 8."
+    message = "pod.mesh: 2 (replica) x 8 (data) = 16 devices, but this pod has 1 host x 8 h200 = 8."
     with pytest.raises(ValueError, match=re.escape(message)):
         target.mesh({"replica": 2, "data": 8})
     with pytest.raises(TypeError, match="the size of axis 'data' must be an int, got True"):

@@ -18,7 +18,7 @@ from jzero.checkpoint.logical import MASTER, Name
 from jzero.checkpoint.match import Described, text
 from jzero.checkpoint.restoring import checked
 from jzero.checkpoint.tensors import DTYPES, renamed
-from jzero.errors import listing, nearest
+from jzero.errors import counted, listing, nearest
 
 FILE_BYTES = 5_000_000_000  # of one output file, as the Hugging Face hub has them
 READ_BYTES = 256 * 2**20  # of leaves that are in memory at once, or the largest leaf
@@ -129,7 +129,7 @@ def _tensors(
     double = sorted(name for name, count in Counter(t.name for t in found).items() if count > 1)
     if double:
         raise ValueError(
-            f"{where}: names= gives {len(double)} names twice:\n{listing([(n,) for n in double])}"
+            f"{where}: names= gives {counted(len(double), 'name')} twice:\n{listing([(n,) for n in double])}"
         )
     return sorted(found, key=lambda t: t.name)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.checkpoint.logical import MASTER, Leaf, Name
-from jzero.errors import listing, typed_shape
+from jzero.errors import counted, listing, typed_shape
 
 Described = tuple[tuple[int, ...], np.dtype]
 
@@ -118,5 +118,10 @@ def _message(rows, castable: bool, where: str) -> str:
         if castable
         else "Restore into a state of the same model and optimizer; jzero.abstract(create, ...) makes one."
     )
-    found = f"{len(rows)} leaves of the checkpoint and the target differ, and nothing was read"
+    found = counted(
+        len(rows),
+        "leaf of the checkpoint and the target differs",
+        "leaves of the checkpoint and the target differ",
+    )
+    found += ", and nothing was read"
     return f"{where}: {found}:\n{lines}\n{remedy}"

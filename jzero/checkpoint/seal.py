@@ -22,6 +22,8 @@ from typing import Any
 import tensorstore as ts
 import xxhash
 
+from jzero.errors import counted
+
 FOLDER = "checksums"
 BLOCK = 4 * 2**20  # bytes of a file that belong to no chunk, under one checksum
 TASK = 16 * 2**20  # bytes that one thread hashes at a time
@@ -262,7 +264,7 @@ class Seal:
             at += length
         if not spans:
             return []
-        more = f" and in {len(spans) - 1} more places" if len(spans) > 1 else ""
+        more = f" and in {counted(len(spans) - 1, 'more place')}" if len(spans) > 1 else ""
         return [self._damage(name, f"differs within bytes {spans[0][0]} to {spans[0][1]}{more}", leaves)]
 
 

@@ -28,6 +28,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jzero.checkpoint import seal
 from jzero.checkpoint.logical import Name
+from jzero.errors import counted
 from jzero.layout import path_keys
 
 STATE = "state"  # orbax's name for the tree of a checkpoint
@@ -167,7 +168,7 @@ def locate(path: Any, where: str) -> Path:
         below = steps(path) if path.is_dir() else []
         if below:
             raise ValueError(
-                f"{where}: {path} holds {len(below)} checkpoints and is none itself. Name one: {below[-1]}"
+                f"{where}: {path} holds {counted(len(below), 'checkpoint')} and is none itself. Name one: {below[-1]}"
             )
         raise ValueError(
             f"{where}: {path} is no checkpoint of a state: no folder {STATE!r} in it, as jzero.checkpoint.save and "

@@ -11,7 +11,10 @@ import tyro
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedCommand:
-    """What every key of a DeepSpeed config becomes, and the lines to write."""
+    """What every key of a DeepSpeed config becomes, and the lines to write.
+
+    Exit status: 0 where every key is mapped or not needed, 1 where one is not supported, 2 where the file is refused.
+    """
 
     path: Annotated[Path, tyro.conf.Positional]
     """The ds_config.json."""
@@ -19,9 +22,16 @@ class DeepSpeedCommand:
     """Devices that share the batch; those of this machine where left out, and where the file needs them."""
 
     def run(self) -> int:
-        """Read and print; 1 where a key is not supported."""
+        """Read and print; 1 where a key is not supported.
+
+        Raises:
+          TypeError, ValueError, OSError: as `jzero.deepspeed.read`.
+        """
         from jzero.deepspeed import read
 
-        found = read(self.path, world=self.world)
+        try:
+            found = read(self.path, world=self.world)
+        except ValueError as error:  # in the words of the command line
+            raise ValueError(str(error).replace(" world=", " --world")) from None
         print(found)
         return int(bool(found.not_supported))

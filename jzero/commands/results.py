@@ -11,6 +11,7 @@ import jax
 
 from jzero.commands.search import largest_that_fits
 from jzero.commands.subject import Subject
+from jzero.errors import counted
 from jzero.kinds import is_pair
 from jzero.proof.check import findings
 from jzero.proof.memory import Estimate, estimate
@@ -56,7 +57,7 @@ def _findings(compiled: jax.stages.Compiled, plan: Plan) -> list[dict[str, Any]]
 
 def _search(subject: Subject, state, plan: Plan, total: int, limit: float, say: Say) -> dict[str, Any]:
     def measure(micro_batch: int) -> int:
-        say(f"compiling with {micro_batch} examples per device, to see what fits")
+        say(f"compiling with {counted(micro_batch, 'example')} per device, to see what fits")
         stats: Any = subject.compile(state, plan, micro_batch).memory_analysis()
         new = stats.output_size_in_bytes - stats.alias_size_in_bytes
         return stats.argument_size_in_bytes + stats.temp_size_in_bytes + new

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jzero.commands.job import Job
-from jzero.errors import human_bytes
+from jzero.errors import counted, human_bytes
 from jzero.proof.tables import lines_of, plain_table
 
 
@@ -22,9 +22,8 @@ def title(job: Job, answers: dict[str, Any]) -> str:
         return f"{job.preset or job.create}\n{pod}"
     values = results[0]["values"]
     count = f"{values / 1e9:.2f}B" if values >= 1e9 else f"{values / 1e6:.1f}M"
-    return (
-        f"{job.preset or job.create}: {count} params, {results[0]['micro_batch']} examples per device\n{pod}"
-    )
+    examples = counted(results[0]["micro_batch"], "example")
+    return f"{job.preset or job.create}: {count} params, {examples} per device\n{pod}"
 
 
 def stage_table(results: list[dict[str, Any]]) -> list[str]:

@@ -32,6 +32,7 @@ class Draft:
 
     def __init__(self, where: str, values: dict[str, Any], world: int | None):
         self.where, self.values, self._world = where, values, world
+        self.told = world is not None
         self.fields: dict[str, Any] = {}
         self.rows: dict[str, tuple[str, str]] = {}  # what is said about a key: its fate and a text
         self.notes: list[str] = []
@@ -96,14 +97,15 @@ class Draft:
         if key.fate == MAPPED:
             return NOT_NEEDED, "switched off" if value is False else "of what is switched off"
         if key.fate != NOT_NEEDED and _off(value, key.off):
-            return NOT_NEEDED, "asks for nothing"
+            return NOT_NEEDED, key.text if value is True else "asks for nothing"
         return key.fate, key.text
 
     def _code(self, config: ZeroConfig) -> list[str]:
         """The lines of a train script, in their order."""
         lines, mesh = [], ""
         if self.mesh_axes:
-            lines.append(f"mesh = jzero.mesh({json.dumps(self.mesh_axes)})")
+            model = "  # model: devices of your tensor parallelism" if "model" in self.mesh_axes else ""
+            lines.append(f"mesh = jzero.mesh({json.dumps(self.mesh_axes)}){model}")
             mesh = ", mesh=mesh"
         lines.append(f"config = {config_line(config)}")
         if self.remat:
@@ -112,8 +114,9 @@ class Draft:
                 "# where the model is built; shapes: jax.eval_shape of its init",
                 f"Block = jzero.remat(Block, jzero.make_plan(shapes, config{mesh}){keywords})",
             ]
+        default = {"tx": ["tx = ...  # your optax chain: the file has no optimizer"]}
         for part in ("params", "schedule", "tx", "clip", "skip"):
-            lines += self.lines.get(part, [])
+            lines += self.lines.get(part, default.get(part, []))
         create = "state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)"
         lines += [*self.lines.get("state", [create]), f"state = jzero.shard(state, config=config{mesh})"]
         lines.append("plan = jzero.plan_of(state)")

@@ -8,7 +8,13 @@ import textwrap
 from typing import Any
 
 from jzero.config import Offload, ZeroConfig
+from jzero.errors import counted
 from jzero.scale import LossScale
+
+IMPORTS = (
+    "import jax, jax.numpy as jnp, jzero, optax",
+    "from flax.training.train_state import TrainState",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +33,8 @@ class FromDeepSpeed:
     Attributes:
       config: the `jzero.ZeroConfig`: what `jzero.shard`, `abstract` and `make_plan` take as `config=`.
       world: devices that share the batch, or None where neither the file nor the caller needed it.
-      mesh_axes: mesh axes and their sizes, `{"replica": 8, "data": 8}`, for hpZ and MiCS; None: one axis over all.
+      mesh_axes: mesh axes and their sizes, `{"replica": 8, "data": 8}`, for hpZ and MiCS; with `"model": 1`, whose size
+        is yours to say, where activations are split over it; None: one axis over all.
       train_batch_size: examples in a step over all devices and micro-batches, or None where the file leaves it open.
       micro_batch_size: of them in one micro-batch on one device, or None.
       accumulate: micro-batches in a step, for `jzero.value_and_grad(accumulate=)`.
@@ -35,8 +42,8 @@ class FromDeepSpeed:
       clip: largest global norm of the gradients, or None.
       param_dtype: "float16" or "bfloat16", to which the params are cast before `jzero.shard`; None: as they are.
       remat: keywords of `jzero.remat`, besides the subject and the plan; empty where the file asks for none.
-      code: the lines of a train script that do what is not in `config`, in their order. They use `params`, `plan`,
-        `loss_fn`, `Block` and `model` of yours.
+      code: the lines of a train script that do what is not in `config`, in their order. They use `params`, `batch`,
+        `loss_fn`, `Block`, `shapes` and `model` of yours; `...` stands where you fill something in.
       mapped: keys that became a part of the above.
       not_needed: keys without a counterpart, each with the reason; also those that switch something off.
       not_supported: keys that ask for what is not there, each with what to do in its place.
@@ -77,7 +84,7 @@ class FromDeepSpeed:
         if self.not_supported:
             rows = "\n".join(f"    {r.key} = {shown(r.value)}: {r.text}" for r in self.not_supported)
             parts.append(
-                f"{'and ' if parts else ''}has {len(self.not_supported)} keys that are not supported:\n{rows}"
+                f"{'and ' if parts else ''}has {counted(len(self.not_supported), 'unsupported key')}:\n{rows}"
             )
         if not parts:
             return ""
@@ -95,7 +102,7 @@ class FromDeepSpeed:
                 parts.append(f"{title.replace('_', ' ')} ({len(rows)})\n{_listing(rows)}")
         if self.notes:
             parts.append("notes\n" + "\n".join(_wrapped(f"- {note}", "  ", "    ") for note in self.notes))
-        parts.append("write\n" + textwrap.indent("\n".join(self.code), "  "))
+        parts.append("write\n" + textwrap.indent("\n".join([*IMPORTS, "", *self.code]), "  "))
         return "\n\n".join(parts)
 
 

@@ -228,7 +228,7 @@ _LIST = [
     Key("sequence_parallel_size", "int", NOT_SUPPORTED, "split the sequence on a mesh axis of your own", off=(1, None)),
     Key("seq_parallel_communication_data_type", "str", NOT_SUPPORTED, "belongs to sequence_parallel_size", off=(None,)),
     Key("data_parallel_size", "int", NOT_NEEDED, "the mesh says it"),
-    Key("pipeline", "dict", NOT_SUPPORTED, "there are no pipeline stages"),
+    Key("pipeline", "dict", NOT_SUPPORTED, "there are no pipeline stages; docs/pipeline.md has some of your own"),
     Key("expert_parallel", "dict", NOT_SUPPORTED, "give the experts a layout on a mesh axis of their own"),
     Key("use_data_before_expert_parallelism", "bool", NOT_SUPPORTED, "the order of the mesh's axes says it"),
     Key("elasticity", "dict", NOT_SUPPORTED, "restore on another number of devices, and say the batch yourself"),

@@ -7,14 +7,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jzero.deepspeed.source import AUTO
+from jzero.deepspeed.source import AUTO, unknown_keys
 from jzero.errors import nearest
 
 # What Hugging Face's TrainingArguments put in the place of "auto" unless they are told otherwise.
 AUTO_VALUES = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_min_lr": 0.0}
 
 COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
+OPTIMIZERS = ("Adam", "AdamW", "Lion", "Lamb", "Adagrad", "SGD")
+OTHERS = (  # DeepSpeed's own others, and those of torch.optim
+    "muon", "muadam", "muadamw", "musgd", "adadelta", "adafactor", "adamax", "asgd", "lbfgs", "nadam", "radam",
+    "rmsprop", "rprop", "sparseadam",
+)  # fmt: skip
+OF_TORCH = ("foreach", "capturable", "differentiable", "fused")  # arguments that say how, not what
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+OTHER_SCHEDULES = ("OneCycle", "LRRangeTest")
 
 
 @dataclasses.dataclass
@@ -27,14 +34,14 @@ class Lines:
 
 
 class _Arguments:
-    """The arguments of a section, taken one by one; what nobody takes is refused."""
+    """The arguments of a section, taken one by one; what nobody takes is an error."""
 
     def __init__(self, where: str, section: str, given: Mapping[str, Any]):
         self.where, self.section, self.given, self.lines = where, section, given, Lines()
         self.known: list[str] = []
 
-    def value(self, name: str, default: Any, kind: str = "a finite number") -> Any:
-        """The argument's value, checked; "auto" is the trainer's default."""
+    def value(self, name: str, default: Any, kind: str = "a finite number", *, low: float | None = 0) -> Any:
+        """The argument's value, checked, a number at least `low`; "auto" is the trainer's default."""
         self.known.append(name)
         found = self.given.get(name)
         if found is None:
@@ -47,12 +54,21 @@ class _Arguments:
             raise TypeError(
                 f"jzero.deepspeed: {self.where}: {self.section}.{name} is {found!r}; it must be {kind}."
             )
+        if low is not None and _number(found) and found < low:
+            raise self.wrong(name, found, f"it must be at least {low:g}")
+        if name == "betas" and not all(0 <= beta < 1 for beta in found):
+            raise self.wrong(name, found, "both must be at least 0 and below 1")
         self.lines.used[name] = "in the line below"
         return int(found) if kind == "a whole number" else found
 
+    def wrong(self, name: str, found: Any, rule: str) -> ValueError:
+        """The error for a value out of its range."""
+        return ValueError(f"jzero.deepspeed: {self.where}: {self.section}.{name} is {found!r}; {rule}.")
+
     def only(self, name: str, value: Any, reason: str) -> None:
         """An argument that optax has not: `value` asks for nothing, any other is refused."""
-        found = self.value(name, value, "true or false" if isinstance(value, bool) else "a finite number")
+        kind = "true or false" if isinstance(value, bool) else "a finite number"
+        found = self.value(name, value, kind, low=None)
         if name in self.given:
             self.lines.used[name] = "asks for nothing"
             if found != value:
@@ -67,21 +83,25 @@ class _Arguments:
         )
 
     def rest(self) -> Lines:
-        """The lines, with every argument that was not taken refused."""
-        for name in self.given:
-            if name not in self.known:
-                self.lines.refused[name] = f"no argument of it that is known here.{nearest(name, self.known)}"
+        """The lines.
+
+        Raises:
+          ValueError: arguments that were not taken.
+        """
+        unknown = [name for name in self.given if name not in self.known]
+        if unknown:
+            raise unknown_keys(self.where, {f"{self.section}.{n}": nearest(n, self.known) for n in unknown})
         return self.lines
 
 
 def optimizer_lines(
     where: str, name: str, given: Mapping[str, Any], *, scheduled: bool
 ) -> tuple[Lines, float | None]:
-    """`tx = optax...`, and the learning rate it names; no line where optax has no such optimizer.
+    """`tx = optax...`, and the learning rate it names; `tx = ...` where the chain is the reader's to write.
 
     Raises:
       TypeError: an argument of the wrong kind.
-      ValueError: `max_grad_norm`, which DeepSpeed refuses too.
+      ValueError: an argument that is not known or out of its range; `max_grad_norm`, which DeepSpeed refuses too.
     """
     if "max_grad_norm" in given:
         raise ValueError(
@@ -89,11 +109,15 @@ def optimizer_lines(
             '"gradient_clipping" at the top level.'
         )
     args, kind = _Arguments(where, "optimizer.params", given), name.lower()
-    if kind not in ("adam", "adamw", "lion", "lamb", "adagrad", "sgd"):
+    if kind not in map(str.lower, OPTIMIZERS):
         why = "1-bit gradients are not there" if kind in COMPRESSED else "write the optax chain yourself"
         if kind == "muon":
             why = "see optax.contrib.muon, and say which params are its own"
-        return Lines(refused={"type": why, **dict.fromkeys(given, why)}), None
+        hint = "" if kind in (*COMPRESSED, *OTHERS) else nearest(name, (*OPTIMIZERS, *COMPRESSED, "Muon"))
+        line = f"tx = ...  # your optax chain in place of {name}{', with schedule' if scheduled else ''}"
+        lr = AUTO_VALUES["lr"] if given.get("lr") == AUTO else given.get("lr")
+        lines = Lines([line], refused={"type": why + _ended(hint), **dict.fromkeys(given, why)})
+        return lines, lr if _number(lr) else None
     lr = args.value("lr", {"adagrad": 1e-2}.get(kind, 1e-3))
     rate, decay_first = "schedule" if scheduled else repr(lr), ""
     if kind in ("adam", "adamw"):
@@ -104,7 +128,8 @@ def optimizer_lines(
         decay = args.value("weight_decay", 0.01 if torch_adam and decoupled else 0.0)
         args.only("amsgrad", False, "optax.amsgrad, without decoupled weight decay")
         args.only("bias_correction", True, "optax's Adam always corrects")
-        args.unneeded("set_grad_none", "fp32_optimizer_states", "fused", "foreach")
+        args.only("maximize", False, "negate the loss")
+        args.unneeded("set_grad_none", "fp32_optimizer_states", *OF_TORCH)
         line = f"{rate}, b1={b1}, b2={b2}, eps={eps}"
         if decoupled:
             line = f"optax.adamw({line}, weight_decay={decay})"
@@ -112,22 +137,29 @@ def optimizer_lines(
             line, decay_first = f"optax.adam({line})", decay
     elif kind == "lion":
         b1, b2 = args.value("betas", (0.9, 0.999), "a list of two numbers")
-        args.unneeded("set_grad_none")
+        args.unneeded("set_grad_none", "fp32_optimizer_states")
         line = f"optax.lion({rate}, b1={b1}, b2={b2}, weight_decay={args.value('weight_decay', 0.0)})"
     elif kind == "lamb":
         b1, b2 = args.value("betas", (0.9, 0.999), "a list of two numbers")
         for bound, usual in (("max_coeff", 10.0), ("min_coeff", 0.01)):
             args.only(bound, usual, "optax does not clamp LAMB's trust ratio")
         args.only("bias_correction", True, "optax's LAMB always corrects")
+        args.only("eps_inside_sqrt", False, "optax adds eps outside of the root")
+        args.only("amsgrad", False, "DeepSpeed's LAMB has none")
         decay = args.value("weight_decay", 0.0)
         line = f"optax.lamb({rate}, b1={b1}, b2={b2}, eps={args.value('eps', 1e-8)}, weight_decay={decay})"
     elif kind == "adagrad":
         start, decay_first = args.value("initial_accumulator_value", 0.0), args.value("weight_decay", 0.0)
         args.only("lr_decay", 0.0, "pass a schedule as the learning rate")
+        args.only("amsgrad", False, "DeepSpeed's Adagrad has none")
+        args.only("maximize", False, "negate the loss")
+        args.unneeded("fp32_optimizer_states", *OF_TORCH)
         line = f"optax.adagrad({rate}, initial_accumulator_value={start}, eps={args.value('eps', 1e-10)})"
     else:
         momentum, decay_first = args.value("momentum", 0.0), args.value("weight_decay", 0.0)
         args.only("dampening", 0.0, "optax.sgd has none")
+        args.only("maximize", False, "negate the loss")
+        args.unneeded(*OF_TORCH)
         nesterov = args.value("nesterov", False, "true or false")
         line = f"optax.sgd({rate}, momentum={momentum or None}, nesterov={nesterov})"
     if decay_first:
@@ -138,18 +170,20 @@ def optimizer_lines(
 
 
 def schedule_lines(where: str, name: str, given: Mapping[str, Any], lr: float | None) -> Lines:
-    """`schedule = optax...`; no line for a schedule that optax has not.
+    """`schedule = optax...`; `schedule = ...` where it is the reader's to write.
 
     DeepSpeed's runs one update behind: it is called after each, and its first two updates have the first rate.
 
     Raises:
       TypeError: an argument of the wrong kind.
-      ValueError: a number of steps below 1, or no learning rate to rise to.
+      ValueError: an argument that is not known or out of its range, or no learning rate to rise to.
     """
     args = _Arguments(where, "scheduler.params", given)
     if name not in SCHEDULES:
         why = f"write it with optax.schedules; {', '.join(SCHEDULES)} are known here"
-        return Lines(refused={"type": why, **dict.fromkeys(given, why)})
+        hint = "" if name in OTHER_SCHEDULES else nearest(name, (*SCHEDULES, *OTHER_SCHEDULES))
+        line = f"schedule = ...  # your schedule of optax in place of {name}"
+        return Lines([line], refused={"type": why + _ended(hint), **dict.fromkeys(given, why)})
     steps = {"warmup_num_steps": 1000} | ({} if name == "WarmupLR" else {"total_num_steps": None})
     counts: dict[str, str] = {}
     for step, default in steps.items():
@@ -157,17 +191,23 @@ def schedule_lines(where: str, name: str, given: Mapping[str, Any], lr: float | 
             args.known.append(step)
             free = step.replace("_num", "")
             args.lines.used[step] = f'"auto": the Trainer counts it; say it in {free}'
-            args.lines.code.append(f"{free} = ...  # how many: the Trainer filled it in")
+            least = ", at least 2" if step == "warmup_num_steps" else ""
+            args.lines.code.append(f"{free} = ...  # how many{least}: the Trainer filled it in")
             counts[step] = free
             continue
-        count = args.value(step, default, "a whole number")
-        if count is None or count < 1:
-            raise ValueError(
-                f"jzero.deepspeed: {where}: scheduler.params.{step} is {count}; it must be at least 1."
-            )
+        low = 0 if step == "warmup_num_steps" else 1
+        count = args.value(step, default, "a whole number", low=low)
+        if count is None:
+            raise args.wrong(step, None, f"it must be at least {low}")
         counts[step] = str(max(2, count) if step == "warmup_num_steps" else count)
+        if step == "warmup_num_steps" and count < 2:
+            args.lines.used[step] = "taken as 2, as in DeepSpeed" + (
+                " before 0.19.6, which refuses 0" if not count else ""
+            )
     warmup = counts["warmup_num_steps"]
-    left = f"{counts.get('total_num_steps')} - {warmup}"
+    total = counts.get("total_num_steps")
+    none_left = total is not None and total.isdigit() and warmup.isdigit() and int(total) <= int(warmup)
+    left = "1" if none_left else f"{total} - {warmup}"  # DeepSpeed divides by at least 1 too
     if name == "WarmupCosineLR":
         high = lr
         low = args.value("warmup_min_ratio", 0.0) * (lr or 0.0)
@@ -183,9 +223,7 @@ def schedule_lines(where: str, name: str, given: Mapping[str, Any], lr: float | 
         if name == "WarmupDecayLR":
             tail = f"optax.linear_schedule({high!r}, 0.0, {left})"
     if high is None:
-        raise ValueError(
-            f"jzero.deepspeed: {where}: {name} rises to the optimizer's lr, and no optimizer is there."
-        )
+        raise ValueError(f"jzero.deepspeed: {where}: {name} rises to the optimizer's lr, and there is none.")
     rise = f"optax.linear_schedule({low!r}, {high!r}, {warmup})"
     if args.value("warmup_type", "log", "a string") != "linear":
         start, by = (f"{low!r} + ", high - low) if low else ("", high)
@@ -193,6 +231,11 @@ def schedule_lines(where: str, name: str, given: Mapping[str, Any], lr: float | 
     args.only("last_batch_iteration", -1, "a restored checkpoint has the optimizer's count")
     args.lines.code.append(f"schedule = optax.join_schedules([{rise}, {tail}], [{warmup}])")
     return args.rest()
+
+
+def _ended(hint: str) -> str:
+    """What stands behind a text without a full stop."""
+    return f".{hint}" if hint else ""
 
 
 def _is(kind: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jzero.deepspeed.keys import ALIASES, KEYS, NEVER_AUTO, SECTIONS, Key, key_of
-from jzero.errors import nearest
+from jzero.errors import counted, nearest
 
 AUTO = "auto"
 
@@ -76,13 +76,7 @@ def values_of(where: str, config: Mapping[str, Any], auto: Mapping[str, Any]) ->
     unknown: list[str] = []
     _walk(where, config, "", flat, unknown)
     if unknown:
-        lines = [f"  {name}{nearest_key(name)}" for name in unknown]
-        raise ValueError(
-            f"jzero.deepspeed: {where} has {len(unknown)} unknown keys:\n"
-            + "\n".join(lines)
-            + "\nA key that is not "
-            "understood could be one that matters. Correct it, or take it out."
-        )
+        raise unknown_keys(where, {name: nearest_key(name) for name in unknown})
     for name in auto:
         if name not in flat:
             raise ValueError(
@@ -100,6 +94,15 @@ def values_of(where: str, config: Mapping[str, Any], auto: Mapping[str, Any]) ->
             f"would take its default: pass auto={{{refused[0]!r}: ...}}."
         )
     return {name: _checked(where, key_of(name), value) for name, value in flat.items()}
+
+
+def unknown_keys(where: str, hints: Mapping[str, str]) -> ValueError:
+    """The error for keys that DeepSpeed does not know, each with what is said behind it."""
+    lines = "\n".join(f"  {name}{hint}" for name, hint in hints.items())
+    return ValueError(
+        f"jzero.deepspeed: {where} has {counted(len(hints), 'unknown key')}:\n{lines}\n"
+        "A key that is not understood could be one that matters. Correct it, or take it out."
+    )
 
 
 def nearest_key(name: str) -> str:

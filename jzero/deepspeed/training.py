@@ -71,7 +71,10 @@ def map_rest(draft: Draft) -> None:
     part, host = (f"activation_checkpointing.{n}" for n in ("partition_activations", "cpu_checkpointing"))
     if draft.get(part, False):
         draft.remat["partition"] = "model"
-        draft.say(part, 'jzero.remat(partition="model"): needs a mesh axis "model" of tensor parallelism')
+        draft.mesh_axes = {**(draft.mesh_axes or {"data": -1}), "model": 1}
+        draft.say(
+            part, 'jzero.remat(partition="model"): give the mesh axis "model" the size of tensor parallelism'
+        )
     if draft.get(host, False):
         draft.remat["offload"] = "host"
         draft.say(host, 'jzero.remat(offload="host")')

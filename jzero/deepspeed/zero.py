@@ -12,7 +12,7 @@ import json
 from jzero.config import Offload
 from jzero.deepspeed.draft import Draft
 from jzero.deepspeed.keys import NOT_NEEDED, OPTIMIZER, PARAM, ZERO
-from jzero.errors import nearest
+from jzero.errors import counted, nearest
 
 
 def map_zero(draft: Draft) -> None:
@@ -79,11 +79,10 @@ def _hybrid(draft: Draft, stage: int) -> None:
     (name,) = asked
     size, world = inner[name], draft.world()
     if world % size:
-        raise draft.refuse(
-            name,
-            f"{world} devices = {world // size} x {size} + {world % size}: it must divide them. Pass world= where the "
-            "run has another number of devices.",
-        )
+        there = f"{counted(world, 'device')} = {world // size} x {size} + {world % size}: it must divide them"
+        if not draft.told:
+            there = f"it must divide the devices of the run, and JAX has {counted(world, 'device')} here"
+        raise draft.refuse(name, f"{there}. Pass world= where the run has another number of devices.")
     draft.mesh_axes = {"replica": world // size, "data": size}
     both = ("replica", "data")
     draft.fields |= (

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from jzero.errors import human_bytes, listing, typed_shape
+from jzero.errors import counted, human_bytes, listing, typed_shape
 from jzero.layout import Layout
 from jzero.proof.evidence import REDUCES, Evidence, Leaf
 from jzero.specs import axis_size, shard_factor
@@ -63,8 +63,8 @@ def _gather_on_use(e: Evidence) -> Found:
     weights = [x for x in e.split if x.stored != x.used]
     if weights and e.module.has_backward and not e.has_gathers:
         yield (
-            f"{len(weights)} params are stored split, and no weight is gathered where it is used: XLA chooses "
-            f"what to move. {_names(weights)}",
+            f"{counted(len(weights), 'param is', 'params are')} stored split, and no weight is gathered where it is "
+            f"used: XLA chooses what to move. {_names(weights)}",
             sum(x.nbytes for x in weights),
             "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned.",
         )
@@ -239,8 +239,8 @@ def _stack_before_loop(e: Evidence) -> Found:
         sites = {(s.computation, s.name): s for some in e.split_stacks.values() for s in some}.values()
         stacks = [x for x in e.plan.layouts if x.name in e.split_stacks]
         yield (
-            f"{len(stacks)} stacks of layers are split along their scanned dim by their own layout, so that all layers "
-            f"are gathered where one is used: {_names(stacks)}",
+            f"{counted(len(stacks), 'stack of layers is', 'stacks of layers are')} split along the scanned dim by "
+            f"their own layout, so that all layers are gathered where one is used: {_names(stacks)}",
             round(sum(s.wire_bytes * e.trips(s) for s in sites)),
             "leave the leading dim of the stack out of its layout (None), and jzero splits another one.",
         )
@@ -252,8 +252,8 @@ def _stack_before_loop(e: Evidence) -> Found:
     if found:
         names = {stacks[n].name: stacks[n] for n in found}
         yield (
-            f"{len(names)} stacks of layers are gathered whole, not one layer at a time inside the loop: "
-            f"{_names(list(names.values()))}",
+            f"{counted(len(names), 'stack of layers is', 'stacks of layers are')} gathered whole, not one layer at a "
+            f"time inside the loop: {_names(list(names.values()))}",
             sum(stacks[n].nbytes for n in found),
             "loss_fn = jzero.gather_on_use(loss_fn, plan), and no constraint on the stacked params before the scan.",
         )

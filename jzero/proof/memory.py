@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jzero.describe import leaf_bytes
-from jzero.errors import check_int, human_bytes, table
+from jzero.errors import check_int, counted, human_bytes, table
 from jzero.layout import Layout
 from jzero.optim import init_shapes, unwrap, zero
 from jzero.proof.transformer import Transformer
@@ -116,7 +116,7 @@ class Estimate:
             rows.append(
                 (
                     "  per process",
-                    f"{human_bytes(self.host_per_process)} ({self.devices_per_process} devices)",
+                    f"{human_bytes(self.host_per_process)} ({counted(self.devices_per_process, 'device')})",
                 )
             )
             rows.append(("  per node", human_bytes(self.host_per_node)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from jzero.errors import human_bytes, table
+from jzero.errors import counted, human_bytes, table
 from jzero.proof.wire import wire_by_axes
 from jzero.sharding import Plan
 from jzero.specs import whole_mesh
@@ -62,24 +62,22 @@ def describe_mesh(subject: Mesh | Plan, *, accumulate: int = 1, devices_per_host
 
 def _title(mesh: Mesh, every: Span) -> str:
     axes = ", ".join(f"{k!r}: {v}" for k, v in mesh.shape.items())
-    slices = f" in {_count(every.slices, 'slice')}" if every.slices > 1 else ""
+    slices = f" in {counted(every.slices, 'slice')}" if every.slices > 1 else ""
     kind = getattr(mesh.devices.flat[0], "device_kind", "device")
     each = mesh.devices.size / every.hosts
-    return f"{{{axes}}} over {_count(every.hosts, 'host')} x {each:g} devices{slices}: {kind}"
+    return (
+        f"{{{axes}}} over {counted(every.hosts, 'host')} x {each:g} device{'s' * (each != 1)}{slices}: {kind}"
+    )
 
 
 def _facts(found: Span) -> tuple[str, str]:
     """On how many hosts a group is, and what its collectives cross."""
-    where = _count(found.hosts, "host")
-    where += f", {_count(found.slices, 'slice')}" if found.slices > 1 else ""
+    where = counted(found.hosts, "host")
+    where += f", {counted(found.slices, 'slice')}" if found.slices > 1 else ""
     where += "" if found.even else ", unevenly"
     if found.slices > 1:
         return where, "cross between slices"
     return where, "cross between hosts" if found.hosts > 1 else "stay within a host"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 __all__ = ["describe_mesh"]

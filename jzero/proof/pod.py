@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jzero.errors import nearest
+from jzero.errors import counted, nearest
 from jzero.mesh import mesh
 from jzero.proof.arguments import fill_shardings
 from jzero.state import plan_of
@@ -66,9 +66,9 @@ class Pod:
         if not axes or math.prod(counts) != len(self.devices):
             sizes = " x ".join(f"{size} ({name})" for name, size in axes.items()) or "no axes"
             raise ValueError(
-                f"pod.mesh: {sizes} = {math.prod(counts)} devices, but this pod has {self.hosts} "
-                f"hosts x {self.gpus_per_host} {self.gpu} = {len(self.devices)}.\nThe sizes must multiply to "
-                f'{len(self.devices)}, as in pod.mesh({{"data": {len(self.devices)}}}).'
+                f"pod.mesh: {sizes} = {counted(math.prod(counts), 'device')}, but this pod has "
+                f"{counted(self.hosts, 'host')} x {self.gpus_per_host} {self.gpu} = {len(self.devices)}.\n"
+                f'The sizes must multiply to {len(self.devices)}, as in pod.mesh({{"data": {len(self.devices)}}}).'
             )
         devices = np.array(self.devices, dtype=object).reshape(tuple(counts))
         return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jzero.errors import human_bytes
+from jzero.errors import counted, human_bytes
 
 if TYPE_CHECKING:
     from jzero.proof.activations import Activations
@@ -25,13 +25,13 @@ def render(report: Report) -> str:
     """A report as text: collectives, totals, host traffic, memory."""
     mesh = " x ".join(f"{size} {name}" for name, size in (report.mesh_shape or {}).items())
     hidden = len(report.collectives) - MOST_ROWS
-    lines = [f"{report.devices} devices" + (f" ({mesh})" if mesh else "")]
+    lines = [counted(report.devices, "device") + (f" ({mesh})" if mesh else "")]
     lines += [
         "",
         "collectives (tensor and wire: of one execution; overlap: output of the compute in between)",
     ]
     lines += lines_of(_collectives(report)) if report.collectives else [" none"]
-    lines += [f" ... and {hidden} rows with less traffic"] if hidden > 0 else []
+    lines += [f" ... and {counted(hidden, 'row')} with less traffic"] if hidden > 0 else []
     lines += ["", "sent by one device in a step", *lines_of(_wire(report))] if report.collectives else []
     lines += (
         ["", "host transfers of one device in a step", *lines_of(_transfers(report))]
