@@ -105,3 +105,11 @@ def test_split_spec_is_the_rule_of_the_plan():
         assert any(
             spec != jax.P() for spec in jax.tree.leaves(by_hand, is_leaf=lambda x: isinstance(x, jax.P))
         )
+
+
+def test_programs_are_the_same_whatever_their_names_are():
+    text = "HloModule m\n\n%add.1 (a.1: f32[], b: f32[]) -> f32[] {\n  ROOT %s.1 = f32[] add(%a.1, %b)\n}\n"
+    renamed = text.replace("a.1", "x").replace("s.1", "sum").replace("add.1", "plus")
+    assert step.bare_lines(text) == step.bare_lines(renamed)
+    assert step.bare_lines(text) != step.bare_lines(text.replace("add(", "multiply("))
+    assert step.bare_lines(text) != step.bare_lines(text.replace("b: f32[]", "b: f32[2]"))
