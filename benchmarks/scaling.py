@@ -159,8 +159,10 @@ def plot(cells: list[dict], path: Path) -> None:
         for i, kind in enumerate(KINDS):
             mine = sorted((c for c in cells if c["kind"] == kind and "error" not in c), key=lambda c: c["n"])
             ns = [c["n"] for c in mine]
-            style = "o" if closed else "o-"
-            panel.plot(ns, [value(c) for c in mine], style, color=f"C{i}", label=kind, alpha=0.8)
+            # rings of growing size: one that lies on another does not hide it
+            style = {"marker": "o", "markersize": 4 + 2 * i, "fillstyle": "none", "markeredgewidth": 1.5}
+            line = "none" if closed else "-"
+            panel.plot(ns, [value(c) for c in mine], color=f"C{i}", label=kind, linestyle=line, **style)
             if closed:
                 panel.plot(ns, [closed(c) for c in mine], "-", color=f"C{i}", linewidth=1)
         panel.set(
@@ -170,6 +172,7 @@ def plot(cells: list[dict], path: Path) -> None:
             xscale="log",
         )
         panel.set_xticks(DEVICES, [str(n) for n in DEVICES])
+        panel.margins(y=0.1)
         panel.set_ylim(bottom=0)
     axes[0, 0].legend()
     figure.savefig(path, dpi=110)
