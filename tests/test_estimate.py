@@ -49,6 +49,26 @@ def test_accumulation(stage, psi):
 
 
 @pytest.mark.parametrize(
+    ("stage", "uses", "psi"),
+    [
+        (1, ["lookup", "matmul"], 2),  # one gradient, reduced by the update
+        (2, ["lookup", "matmul"], 3), (2, ["lookup"], 2),
+        (3, ["matmul"], 3), (3, ["lookup"], 2), (3, ["lookup", "matmul"], 5), (3, ["matmul", "matmul"], 6),
+    ],
+)  # fmt: skip
+def test_each_use_is_gathered_and_reduced_by_itself(stage, uses, psi):
+    assert jzero.estimate(plan_of(stage), uses={"['w']": uses}).wire_psi == psi
+
+
+def test_uses_that_are_wrong():
+    with pytest.raises(ValueError, match=r"uses= names 'w', no param of the plan\."):
+        jzero.estimate(plan_of(3), uses={"w": ["lookup"]})
+    for wrong in ("lookup", [], ["embed"]):
+        with pytest.raises(ValueError, match="Pass a word for each use: 'matmul' or 'lookup'"):
+            jzero.estimate(plan_of(3), uses={"['w']": wrong})
+
+
+@pytest.mark.parametrize(
     ("stage", "fields", "expected"),
     [
         # gradients: a reduce-scatter inside, an all-reduce of the shard across; params: gathered inside

@@ -5,17 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jzero.describe import leaf_bytes
-from jzero.errors import check_int, counted, human_bytes, table
+from jzero.errors import check_int, counted, human_bytes, nearest, table
 from jzero.layout import Layout
 from jzero.optim import init_shapes, unwrap, zero
 from jzero.proof.transformer import Transformer
-from jzero.proof.wire import wire_by_axes
+from jzero.proof.wire import GATHERS, wire_by_axes
 from jzero.sharding import HOST, Plan
 from jzero.specs import axis_size, shard_factor
 
@@ -133,7 +133,12 @@ class Estimate:
 
 
 def estimate(
-    plan: Plan, *, tx: Any = None, accumulate: int = 1, model: Transformer | None = None
+    plan: Plan,
+    *,
+    tx: Any = None,
+    accumulate: int = 1,
+    model: Transformer | None = None,
+    uses: Mapping[str, Sequence[str]] | None = None,
 ) -> Estimate:
     """Bytes per device and wire bytes of a run, in closed form.
 
@@ -144,13 +149,17 @@ def estimate(
       accumulate: micro-batches in a step.
       model: a `jzero.Transformer` with the sizes of the model and of one device's micro-batch, to count
         activations as well. Without it: the model states alone.
+      uses: by name of a param (as `plan.describe()` has it), what the model does with it: `"matmul"` or `"lookup"`,
+        once for each use. A plan knows shapes and not uses, so that a param counts as one matmul. A tied embedding,
+        `{"['embed']['embedding']": ("lookup", "matmul")}`, is reduced twice at stages 2 and 3, and gathered three times
+        at stage 3.
 
     Returns:
       An `Estimate`; printing it gives a table.
 
     Raises:
       TypeError: `plan` is no plan, `model` no `Transformer`, `accumulate` no integer.
-      ValueError: `accumulate` below 1.
+      ValueError: `accumulate` below 1; `uses` of a param that the plan has not, or of another kind.
 
     Cost:
       Memory per leaf of B bytes: B over the devices that its layout names; with accumulation gradients are
@@ -175,6 +184,7 @@ def estimate(
     if model is not None and not isinstance(model, Transformer):
         raise TypeError(f"jzero.estimate: model must be a jzero.Transformer, got {type(model).__name__}.")
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
+    _check_uses(uses or {}, plan)
     state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
     on_host = plan.config.tier is not None and plan.config.tier.update == "host"
     shards = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in plan.layouts)
@@ -199,11 +209,25 @@ def estimate(
         activations_host=0 if model is None else model.host,
         recomputed=0 if model is None else model.recomputed,
         working=0 if model is None else model.working + _gathered_bytes(plan),
-        wire_by_axes=wire_by_axes(plan, accumulate=accumulate),
+        wire_by_axes=wire_by_axes(plan, accumulate=accumulate, uses=uses),
         psi=plan.param_bytes,
         n=axis_size(plan.mesh, plan.batch_axes),
         assumed=assumed,
     )
+
+
+def _check_uses(uses: Mapping[str, Sequence[str]], plan: Plan) -> None:
+    names = [x.name for x in plan.layouts]
+    for name, kinds in uses.items():
+        if name not in names:
+            raise ValueError(
+                f"jzero.estimate: uses= names {name!r}, no param of the plan.{nearest(name, names)}"
+            )
+        if isinstance(kinds, str) or not kinds or not set(kinds) <= set(GATHERS):
+            known = " or ".join(map(repr, GATHERS))
+            raise ValueError(
+                f"jzero.estimate: uses[{name!r}] is {kinds!r}. Pass a word for each use: {known}."
+            )
 
 
 def _grad_bytes(x: Layout, plan: Plan, accumulate: int) -> int:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from jzero.layout import Layout
 from jzero.sharding import Plan
 from jzero.specs import axis_size, shard_factor, spec_axes
 
+GATHERS = {"matmul": 2, "lookup": 1}
+"""By use, how often a weight is gathered for it: forward and backward. The gradient of a lookup needs no weight."""
 
-def wire_by_axes(plan: Plan, *, accumulate: int = 1) -> dict[str, int]:
+
+def wire_by_axes(
+    plan: Plan, *, accumulate: int = 1, uses: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, int]:
     """Bytes that one device sends in a step, rings assumed, by axes ("data", "replica+data").
 
     Args:
       plan: of the state.
       accumulate: micro-batches in a step. Where gradients stay whole (stages 0 and 1) they are reduced once,
         after the loop; where they are split, once per micro-batch. Gathers on use happen in each.
+      uses: by name of a param, what it is used for; each use is gathered and reduced by itself where that happens on
+        use. A param that is not named has one matmul.
     """
     total: dict[str, float] = {}
     for x in plan.layouts:
-        for axes, size in _of_leaf(x, plan, accumulate):
+        for axes, size in _of_leaf(x, plan, accumulate, (uses or {}).get(x.name, ("matmul",))):
             if size:
                 name = "+".join(a for a, n in plan.mesh.shape.items() if a in axes and n > 1)
                 total[name] = total.get(name, 0.0) + size
     return {axes: round(size) for axes, size in total.items()}
 
 
-def _of_leaf(x: Layout, plan: Plan, accumulate: int) -> Iterable[tuple[tuple[str, ...], float]]:
+def _of_leaf(
+    x: Layout, plan: Plan, accumulate: int, uses: Sequence[str]
+) -> Iterable[tuple[tuple[str, ...], float]]:
     """(mesh axes, bytes) of each collective of one param: gradients, new params, weights gathered on use."""
     mesh, taken = plan.mesh, spec_axes(x.used)
     used, stored = (x.nbytes / shard_factor(s, mesh) for s in (x.used, x.stored))
@@ -35,7 +44,7 @@ def _of_leaf(x: Layout, plan: Plan, accumulate: int) -> Iterable[tuple[tuple[str
     dtype = plan.config.compute_dtype or x.dtype
     cast = dtype.itemsize / x.dtype.itemsize
     reduced = used * _reduced_itemsize(dtype, plan) / x.dtype.itemsize
-    rounds = accumulate if plan.config.row.grads else 1
+    rounds = accumulate * len(uses) if plan.config.row.grads else 1
     if not x.along_one_dim:  # all-reduced and sliced, see [Note: several dims] in `split.py`
         split, whole = (), tuple(a for a in plan.batch_axes if a not in taken)
     yield split, rounds * _ring(axis_size(mesh, split)) * reduced
@@ -46,7 +55,8 @@ def _of_leaf(x: Layout, plan: Plan, accumulate: int) -> Iterable[tuple[tuple[str
         _ring(shard_factor(x.state, mesh) / shard_factor(x.stored, mesh)) * stored,
     )
     gathered = tuple(a for a in kept if a not in taken)
-    yield gathered, accumulate * 2 * _ring(axis_size(mesh, gathered)) * used * cast
+    times = accumulate * sum(GATHERS[use] for use in uses)
+    yield gathered, times * _ring(axis_size(mesh, gathered)) * used * cast
 
 
 def _reduced_itemsize(dtype, plan: Plan) -> int:
