@@ -1,4 +1,4 @@
-"""One process of several that train with every feature: `python process_worker.py RANK COUNT PORT`.
+"""One process of several that train with every feature: `python process_worker.py RANK COUNT PORT PART`.
 
 `CASES[name](hosts)` is a few steps with one feature, each process with its own rows of the batch; `hosts` is the
 size of the mesh axis that runs across the processes. The one pytest process of eight devices runs the same functions.
@@ -425,28 +425,30 @@ CASES = {
 }
 
 
-SKIPPED_BY_FOUR = {  # processes: each feature is in another case too, and four compile everything four times
+SKIPPED_BY_FOUR = {  # processes, but in the long run: four compile everything four times
     "stage 1", "random", "stage 3, existing", "odd, stage 1", "odd, stage 2, existing", "odd, stage 3",
     "accumulate, microbatch", "NNX, stage 2, existing", "laid out again", "HSDP, stage 2", "all at once",
     "optax, stage 1", "offload, existing", "remat",
 }  # fmt: skip
 
 
-def cases_of(count: int) -> list[str]:
-    """The cases that `count` processes run."""
-    return [name for name in CASES if count < 4 or name not in SKIPPED_BY_FOUR]
+def cases_of(count: int, part: str = "first") -> list[str]:
+    """The cases that `count` processes run; "rest": those that are left out of the short run."""
+    return [name for name in CASES if (count < 4 or name not in SKIPPED_BY_FOUR) == (part == "first")]
 
 
-def main(rank: int, count: int, port: str) -> None:
+def main(rank: int, count: int, port: str, part: str) -> None:
     """Join the others, run every case, print a line of JSON."""
     jax.config.update("jax_num_cpu_devices", 8 // count)
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as in conftest.py
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank, heartbeat_timeout_seconds=20)
-    found = {"devices": jax.device_count(), "born": born(count), "differing": differing(count)}
-    found |= {name: CASES[name](count) for name in cases_of(count)}
+    found: dict[str, Any] = {"devices": jax.device_count()}
+    if part == "first":
+        found |= {"born": born(count), "differing": differing(count)}
+    found |= {name: CASES[name](count) for name in cases_of(count, part)}
     found["alone"] = alone()
     print("RESULT " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -21,9 +21,9 @@ LOOSER = {  # where sums of 16 bits are rounded in another order, or such a sum 
 
 
 @functools.cache
-def workers(count):
+def workers(count, part="first"):
     """What each of `count` processes found."""
-    return launch("process_worker.py", count, timeout=400)
+    return launch("process_worker.py", count, part, timeout=400)
 
 
 @functools.cache
@@ -36,9 +36,13 @@ def reference(case, count):
     return one_process(case, count if case in HYBRID else 2)
 
 
-@pytest.mark.parametrize(("case", "count"), [(case, c) for c in (2, 4) for case in cases_of(c)])
-def test_equals_one_process(case, count):
-    one, found = reference(case, count), [w[case] for w in workers(count)]
+RUN = [(case, c, "first") for c in (2, 4) for case in cases_of(c)]
+LONG = [pytest.param(case, 4, "rest", marks=pytest.mark.long) for case in cases_of(4, "rest")]
+
+
+@pytest.mark.parametrize(("case", "count", "part"), [*RUN, *LONG])
+def test_equals_one_process(case, count, part):
+    one, found = reference(case, count), [w[case] for w in workers(count, part)]
     for worker in found:
         np.testing.assert_allclose(worker["losses"], one["losses"], rtol=LOOSER.get(case, 1e-6))
         of_params = 1e-3 if case in LOOSER else 1e-5
