@@ -31,6 +31,22 @@ TOGETHER = 0.5  # seconds in which several processes of one host die
 PARTING = 5.0  # seconds that process 0 waits for the others to have read why they end
 
 
+def of_a_collective(error: BaseException | None) -> bool:
+    """True for an error whose reason may be another process: of JAX's runtime, or with a transport's name in it.
+
+    Of a function that was compiled before, jax 0.10.2 raises a plain ValueError ("UNKNOWN: Gloo AllGather failed").
+    """
+    while error is not None:
+        text = str(error)
+        runtime = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text
+        if runtime or any(
+            word in text for word in ("Gloo ", "NCCL ", "UNAVAILABLE: ", "Connection reset by peer")
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 class Watch:
     """One process's view of its group.
 
@@ -92,11 +108,13 @@ class Watch:
         told = isinstance(error, SystemExit)
         text = str(error.code) if told else "".join(traceback.format_exception(error)).rstrip()
         self.say(text)
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if of_a_collective(error):
             self.say(
                 f"A process that is gone is named within {self.heartbeat:g} s; else the error is of this one."
             )
             time.sleep(self.heartbeat)
+        elif not told:
+            time.sleep(2 * TOGETHER)  # any error may come from what a process that dies leaves undone
         short = text.splitlines()[0 if told else -1][:500]
         if self.group.me:
             self.links[0].send(failed=short)
