@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import types
+from typing import Any
+
 import numpy as np
 import pytest
 import tyro
@@ -64,13 +68,17 @@ def test_stage_2_is_the_program_that_is_written_by_hand(measured):
 
 
 def test_goal_is_median_and_upper_end():
-    def pair(ratios):
+    def pair(ratios, other="b"):
         ratios = np.array(ratios)
-        return step.Pair("m", "2", (None, None), (ratios, np.ones_like(ratios)))
+        programs: Any = tuple(
+            types.SimpleNamespace(lines=collections.Counter([line])) for line in ("a", other)
+        )
+        return step.Pair("m", "2", programs, (ratios, np.ones_like(ratios)))
 
     assert pair([0.99] * 20).met
     assert not pair([1.001] * 20).met, "the median"
     assert not pair([0.9] * 11 + [1.2] * 9).met, "the upper end"
+    assert pair([1.001] * 20, "a").met, "one program is not slower than itself"
 
 
 def test_bootstrap_interval():
