@@ -74,10 +74,13 @@ def division(size: int, parts: int) -> str:
     return f"{size} = {size // parts} x {parts} + {size % parts}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'data'?` when a known name is close, whatever its case, else an empty string."""
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """` Did you mean 'data'?` when a known name is close, whatever its case, else an empty string.
+
+    `cutoff`: how close, from 0 to 1, as for `difflib.get_close_matches`.
+    """
     names = {str(k).lower(): str(k) for k in known}
-    close = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=cutoff)
     return f" Did you mean {names[close[0]]!r}?" if close else ""
 
 

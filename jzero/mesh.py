@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -100,9 +99,9 @@ def _named(axes: Any, sizes: Mapping[str, int | str]) -> dict[str, int | str]:
     if twice := [name for name in axes if name in sizes]:
         raise ValueError(f"jzero.mesh: axis {twice[0]!r} is given twice, in the mapping and as a keyword.")
     for name in sizes:
-        if close := difflib.get_close_matches(name, ("devices", "pod", "devices_per_host"), n=1, cutoff=0.85):
+        if hint := nearest(name, ("devices", "pod", "devices_per_host"), cutoff=0.85):
             raise TypeError(
-                f"jzero.mesh: {name!r} is no option. Did you mean {close[0]!r}? An axis goes into the mapping: "
+                f"jzero.mesh: {name!r} is no option.{hint} An axis goes into the mapping: "
                 f"jzero.mesh({{{name!r}: ...}})."
             )
     return {**axes, **sizes} or {"data": -1}
@@ -115,10 +114,8 @@ def _devices(devices: Any) -> list[Any]:
         raise ValueError("jzero.mesh: devices is empty. Leave it out for all devices.")
     if wrong := [d for d in found if not hasattr(d, "process_index")]:
         raise TypeError(f"jzero.mesh: devices must be JAX devices (jax.devices()), not {wrong[0]!r}.")
-    if len(set(map(id, found))) < len(found):
-        raise ValueError(
-            f"jzero.mesh: {len(found)} devices were passed, {len(set(map(id, found)))} different ones."
-        )
+    if (different := len(set(map(id, found)))) < len(found):
+        raise ValueError(f"jzero.mesh: {len(found)} devices were passed, {different} different ones.")
     return found
 
 

@@ -103,30 +103,38 @@ def check_same_program(lowered: jax.stages.Lowered, *, where: str) -> None:
         )
 
 
-_rows_agreed: set[tuple[tuple[str, int], ...]] = set()
+_rows_agreed: set[tuple[tuple[Any, int], ...]] = set()
 _asked = itertools.count()
 
 
-def check_rows(rows: tuple[tuple[str, int], ...], *, where: str, seconds: float = 300) -> None:
+def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
     """Every process passes as many rows: asked for numbers that this one has not passed before.
 
     From its own rows each process reckons the shape of the whole batch, and JAX does not compare them. The processes
     write to the store of `jax.distributed`, process 0 compares. What has been agreed on once is not asked again.
 
     Args:
-      rows: the name of each leaf, and how many rows of it this process has.
+      batch: a tree; arrays with a first dim, its rows, are looked at, but for those that span the processes.
       where: the caller, for the error.
       seconds: how long to wait for the others.
 
     Raises:
       ValueError: other numbers on other processes; or one that had nothing new to pass.
     """
-    if jax.process_count() == 1 or not rows or rows in _rows_agreed:
+    if jax.process_count() == 1:
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    rows = tuple((path, np.shape(x)[0]) for path, x in leaves if np.ndim(x) and not is_global(x))
+    if not rows or rows in _rows_agreed:
         return
     client, me, wait = distributed.global_state.client, jax.process_index(), round(seconds * 1000)
     where_to = f"jzero/rows/{next(_asked)}"
     numbers = sorted({n for _, n in rows})
-    mine = f"{numbers[0]} rows" if len(numbers) == 1 else ", ".join(f"{name}: {n}" for name, n in rows)
+    mine = (
+        f"{numbers[0]} rows"
+        if len(numbers) == 1
+        else ", ".join(f"{jax.tree_util.keystr(k)}: {n}" for k, n in rows)
+    )
     if client is None:  # processes that do not know each other by jax.distributed
         same = len({*_gathered([zlib.crc32(mine.encode())])[:, 0].tolist()}) == 1
         wrong = "" if same else f"process {me} brings {mine}, others do not"

@@ -221,8 +221,8 @@ class Plan:
         _check_batch(batch)
         parts = self.batch_parts
         local = parts if jax.process_count() == 1 else self._local_parts()
-        leaves, bad = jax.tree_util.tree_leaves_with_path(batch), []
-        for path, x in leaves:
+        bad = []
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
             into = parts if is_global(x) else local
             if np.ndim(x) and np.shape(x)[0] % into:
                 arithmetic = division(np.shape(x)[0], into)
@@ -233,8 +233,7 @@ class Plan:
                 f"({local} parts{' in this process' if local != parts else ''}):\n{listing(bad)}\n"
                 f"Pass a batch whose leading dim is a multiple of {local}."
             )
-        passed = [(jax.tree_util.keystr(k), len(x)) for k, x in leaves if np.ndim(x) and not is_global(x)]
-        check_rows(tuple(passed), where="plan.place_batch")
+        check_rows(batch, where="plan.place_batch")
         return jax.tree.map(self._place_batch_leaf, batch)
 
     def _local_parts(self) -> int:

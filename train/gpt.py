@@ -285,7 +285,7 @@ def first_state(
     config: Config, corpus: data.Corpus, like: TrainState, stream: Any, log: Log
 ) -> tuple[Checkpoints, TrainState]:
     """The run's checkpoints, and its state: new, or that of the last one, `stream` at the batch that comes next."""
-    start = first_step(config)
+    start = log.start
     if config.resume:
         for moved in set_aside(config.out, start) if jax.process_index() == 0 else ():
             log.print(f"moved a later checkpoint to {moved}")

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 from jzero.follow import TAKE_OVER
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
-from jzero.proof.places import CALLERS, Place, name_stack, phase_of, walk, work_before
+from jzero.proof.places import CALLERS, Place, name_stack, phase_of, touches_host, walk, work_before
 
 SAME = frozenset(
     ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
@@ -95,10 +95,10 @@ def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[T
     if i.opcode in CARRIES or i.opcode.endswith("-done"):
         return
     home = place.computation
+    if not touches_host(home, i):
+        return
     operands = [home.instructions[o] for o in i.operands if o in home.instructions]
     hosted = [any(s.on_host for s in o.shapes) for o in operands]
-    if not any(hosted) and not any(s.on_host for s in i.shapes):
-        return
     paired = i.opcode.endswith("-start") and '"is_sync":true' not in i.attrs
     result = done_of(home, i).shapes if done_of(home, i) is not i else i.shapes
     if ON_HOST in i.attrs:
