@@ -25,20 +25,23 @@ def main(n: int = 64) -> None:
 
     print("| stage | split | states, estimated | states, compiled | temp, compiled | wire / step |")
     print("|---|---|---|---|---|---|")
-    for stage, row in STAGES.items():
-        plan, estimate, report = program.compiled(stage, n, layers=12, vocab=2048)
+    for stage, reshard in [*((s, True) for s in STAGES), (3, False)]:
+        row = STAGES[stage]
+        plan, estimate, report = program.compiled(stage, n, layers=12, vocab=2048, reshard=reshard)
         assert report.memory is not None
         split = [name for name in ("params", "grads", "state") if getattr(row, name)]
         held = report.memory.arguments / 1e6
         said = (estimate.params + estimate.opt_state) / 1e6
+        name = f"{stage}{'' if reshard else ', kept'}"
         print(
-            f"| {stage} | {', '.join(split) or 'nothing'} | {said:.1f} MB | {held:.1f} MB | "
+            f"| {name} | {', '.join(split) or 'nothing'} | {said:.1f} MB | {held:.1f} MB | "
             f"{report.memory.temp / 1e6:.0f} MB | {report.wire.psi:.2f} Psi |"
         )
     values = plan.param_bytes // 2
     print(
         f"\n{values / 1e6:.0f}M parameters, bf16 with fp32 masters, AdamW, {n} H200; jax {jax.__version__}, "
         f"jaxlib {jaxlib.__version__}. Temp holds gradients and activations."
+        "\n`3, kept`: `reshard_after_forward=False`."
     )
 
 

@@ -107,6 +107,9 @@ class ZeroConfig:
         gradients, and at stage 3 `prefetch` + 1 of gathered weights, are alive at once. None: a sixteenth of the
         params, at stage 2 from 4 to 32 MiB, at stage 3 at most 64 MiB.
       prefetch: stage 3: how many buckets ahead of its use a weight is gathered in unrolled code; at least 1.
+      reshard_after_forward: stage 3: True drops a gathered weight after its use, and the backward pass gathers it
+        again: 3 Psi on the wire. False keeps it from the forward to the backward pass: 2 Psi, and all params whole at
+        the end of the forward pass, as at stage 2; between steps they are split all the same.
 
     Raises:
       TypeError: a field of the wrong kind (a bool is not an int).
@@ -127,6 +130,7 @@ class ZeroConfig:
     min_shard_bytes: int | str = "auto"
     bucket_bytes: int | None = None
     prefetch: int = 1
+    reshard_after_forward: bool = True
 
     def __post_init__(self):
         check_int(self.stage, "stage", where="ZeroConfig", low=0, high=3, remedy="Pass stage=0, 1, 2 or 3.")
@@ -141,6 +145,11 @@ class ZeroConfig:
         else:
             check_int(self.min_shard_bytes, "min_shard_bytes", where="ZeroConfig", low=0)
         check_int(self.prefetch, "prefetch", where="ZeroConfig", low=1)
+        if not isinstance(self.reshard_after_forward, bool):
+            raise TypeError(
+                f"ZeroConfig(reshard_after_forward={self.reshard_after_forward!r}): must be True or False. "
+                "To gather weights over fewer devices pass param_axis=."
+            )
         if self.bucket_bytes is not None:
             check_int(self.bucket_bytes, "bucket_bytes", where="ZeroConfig", low=1)
         object.__setattr__(self, "offload", _offload(self.offload))
@@ -161,6 +170,11 @@ class ZeroConfig:
             raise ValueError(
                 f"ZeroConfig(compute_dtype=) has no effect at stage {self.stage}: it casts a param on its shard "
                 "before it is gathered, and only stage 3 gathers on use. Leave it out or pass stage=3."
+            )
+        if self.keeps_gathered and self.stage != 3:
+            raise ValueError(
+                f"ZeroConfig(reshard_after_forward=False) has no effect at stage {self.stage}, where params are whole "
+                "between steps too. Leave it out or pass stage=3."
             )
 
     @classmethod
@@ -216,6 +230,11 @@ class ZeroConfig:
     def param_axes(self) -> tuple[str, ...]:
         """Mesh axes that share params at stage 3."""
         return self.axes if self.param_axis is None else _as_tuple(self.param_axis)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Stage 3: a weight is gathered once, and whole until the backward pass is done with it."""
+        return not self.reshard_after_forward
 
     def master_for(self, dtype) -> np.dtype | None:
         """The dtype of the master copy of a param of `dtype`, or None where it needs none."""

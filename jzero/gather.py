@@ -199,7 +199,8 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
 
     Cost:
       Per device: `prefetch` + 1 buckets of gathered weights; in a remat region all of its own. Wire: 1 Psi forward,
-      1 Psi backward for the gathers, 1 Psi for the gradients.
+      1 Psi backward for the gathers, 1 Psi for the gradients. With `reshard_after_forward=False` all gathered weights
+      stay until the backward pass is done with them, and it gathers none.
 
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.3; Zhao et al., PyTorch FSDP (arXiv:2304.11277).

@@ -48,6 +48,11 @@ class Uses:
     def __init__(self, plan: Plan, *, in_remat: bool = False, ordered: bool = True):
         self.plan, self.in_remat, self.ordered = plan, in_remat, ordered
 
+    @property
+    def drops(self) -> bool:
+        """A gathered weight is gone after its use."""
+        return self.plan.config.row.params and not self.plan.config.keeps_gathered
+
     def use(self, eqn, values: list[Any]) -> list[Any]:
         """Gather the weights that the equation reads, bind it, and let go of them."""
         table = values[0]
@@ -65,7 +70,7 @@ class Uses:
                 return self.unary(eqn, *rewrap(flat))
             return jaxprs.bind(eqn, [self.gathered(v) for v in rewrap(flat)])
 
-        plain = self.in_remat or not self.plan.config.row.params
+        plain = self.in_remat or not self.drops
         return list(on_gathered(*flat) if plain else jax.checkpoint(on_gathered)(*flat))
 
     def lookup(self, eqn, table: Weight, index: Any) -> list[Any]:
@@ -207,10 +212,6 @@ class Uses:
             # reduced in the dtype in which it is made, before what casts it
             return jaxprs.linear(lambda x: [x], lambda g: [self.reduced(g, value)], [], [value.shard])[0]
 
-        def gather(shard):
-            with jax.named_scope("jzero.gather_weight"):
-                return [self.plan.constrain(self.plan.constrain(shard, value.stored), value.used)]
-
         # By way of the used layout XLA joins an all-reduce and a slice to a reduce-scatter, where all devices of the
         # batch share the gradient. With replicas or hpZ it would all-reduce whole gradients: straight to the shard
         # (not always: with few tokens XLA may then move activations).
@@ -220,7 +221,16 @@ class Uses:
             first = value.used if reduces and (shared_by_all or np.ndim(grad) <= 1) else value.grad
             return [self.plan.constrain(self.plan.constrain(grad, first), value.grad)]
 
-        return jaxprs.linear(gather, reduce, [], [value.shard])[0]
+        return jaxprs.linear(lambda shard: [self.whole(shard, value)], reduce, [], [value.shard])[0]
+
+    def whole(self, shard: Any, weight: Weight) -> Any:
+        """The all-gather."""
+        with jax.named_scope("jzero.gather_weight"):
+            return self.plan.constrain(self.plan.constrain(shard, weight.stored), weight.used)
+
+    def kept(self, weight: Weight) -> Weight:
+        """Gathered for all its uses; where these reduce its gradient themselves, what comes back is reduced."""
+        return weight.as_whole(self.gathered(weight, reduces=not self.ordered and self.wide(weight) is None))
 
 
 def _parts(width: int, wanted: int) -> int:

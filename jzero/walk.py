@@ -23,6 +23,11 @@ weights are tied to activations, bucket by bucket (`buckets.py` says which to wh
   gradients of the weights are on their shards. Nothing changes forward.
 
 A tie must be between values: XLA sees through a barrier with a constant in it.
+
+[Note: kept]
+With `reshard_after_forward=False` a weight takes the place of its shard in the walk when it is first read: gathered
+once for all its uses, before the remat region that reads it and not in it, so that the backward pass has it already.
+From there on it is a weight of stage 2, with the same order of reductions.
 """
 
 from __future__ import annotations
@@ -73,11 +78,12 @@ class Walk(Uses):
         for number, step in enumerate(flat.steps):
             for tie in ties.get((number, False), ()):
                 self.tie(tie, flat, env)
-            values = [read(a) for a in step.ins]
             with contextlib.ExitStack() as scopes:
                 for eqn in (*step.outer, step.eqn):
                     scopes.enter_context(jaxprs.scope_of(eqn))
-                outs = self.equation(step.eqn, values)
+                if self.plan.config.keeps_gathered:
+                    env.update({a: self.kept(env[a]) for a in self.to_keep(step, env)})
+                outs = self.equation(step.eqn, [read(a) for a in step.ins])
             env.update(zip(step.outs, outs, strict=True))
             for tie in ties.get((number, True), ()):
                 self.tie(tie, flat, env)
@@ -138,6 +144,19 @@ class Walk(Uses):
             env[key] = dataclasses.replace(weight, shard=shard)
         env.update(zip(activations, tied[len(keys) :], strict=True))
 
+    def to_keep(self, step: buckets.Step, env) -> list[buckets.Key]:
+        """The weights that a step is the first to read whole; see [Note: kept].
+
+        Not a stack that a scan takes layer by layer, nor what a loop or a branch may not read. A cast stays on the
+        shard; a transpose does not, since the weight may have been read without it.
+        """
+        name = step.eqn.primitive.name
+        if name in ("convert_element_type", "while", "cond"):
+            return []
+        ins = step.ins[: jaxprs.scan_counts(step.eqn.params)[0]] if name == "scan" else step.ins
+        keys = dict.fromkeys(a for a in ins if not jaxprs.is_literal(a))
+        return [a for a in keys if isinstance(env[a], Weight) and env[a].split]
+
     def equation(self, eqn, values: list[Any]) -> list[Any]:
         """One equation: kept on the shard, walked into, or a use."""
         name = eqn.primitive.name
@@ -180,13 +199,13 @@ class Walk(Uses):
             outs, self.chains[kind] = ahead.run(region, flat, at, kind, chain, in_loop=self.inside)
             return _merged(outs, handed, values)
         policy = eqn.params["policy"]
-        policy = never_save_gathered(policy) if self.plan.config.row.params else policy
+        policy = never_save_gathered(policy) if self.drops else policy
         outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat)
         return _merged(outs, handed, values)
 
     def plain(self, outs: Iterable[Any]) -> list[Any]:
         """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
-        return [o.shard if isinstance(o, Weight) else o for o in outs]
+        return [o.leaving if isinstance(o, Weight) else o for o in outs]
 
     def chained(self, at: int, kind: ahead.Kind, values: Sequence[Any]) -> bool:
         """The block's input may be fetched ahead: not in a region that runs again, nor in a branch."""

@@ -15,12 +15,24 @@ from jzero.specs import P
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A stored weight on its way to a use: the shard, its two layouts, and that of its reduced gradient."""
+    """A stored weight on its way to a use: the shard, its two layouts, and that of its reduced gradient.
+
+    Attributes:
+      shard: the array; the whole one of a weight that is kept.
+      stored, used, grad: its layout now, that of the arithmetic, and that of its gradient.
+      at_rest: of a weight that is kept, the array as it is stored.
+    """
 
     shard: Any
     stored: PartitionSpec
     used: PartitionSpec
     grad: PartitionSpec
+    at_rest: Any = None
+
+    @property
+    def leaving(self) -> Any:
+        """What a function returns for it: the stored array."""
+        return self.shard if self.at_rest is None else self.at_rest
 
     @property
     def split(self) -> bool:
@@ -36,6 +48,10 @@ class Weight:
     def is_reduced(self) -> bool:
         """Its gradient goes to its shard."""
         return self.grad != self.used
+
+    def as_whole(self, whole: Any) -> Weight:
+        """The same weight once it is gathered: whole, with a gradient that still goes to its shard."""
+        return dataclasses.replace(self, shard=whole, stored=self.used, at_rest=self.shard)
 
     def map(self, shard: Any, change: Callable[[PartitionSpec], PartitionSpec]) -> Weight:
         """Another array in its place, with each layout changed alike."""

@@ -82,6 +82,13 @@ def test_choices_and_dtypes():
         jzero.ZeroConfig(compute_dtype="bfloat16")
     with raises(ValueError, "param_axis='x'", "is not within axis='data'"):
         jzero.ZeroConfig(stage=3, param_axis="x")
+    for stage in range(3):
+        with raises(
+            ValueError, f"reshard_after_forward=False) has no effect at stage {stage}", "pass stage=3"
+        ):
+            jzero.ZeroConfig(stage=stage, reshard_after_forward=False)
+    with raises(TypeError, "reshard_after_forward=8", "True or False", "pass param_axis="):
+        jzero.ZeroConfig(stage=3, reshard_after_forward=8)
     with raises(ValueError, "an axis is named twice"):
         jzero.ZeroConfig(axis=("data", "data"))
     with raises(TypeError, "axis must be the name of a mesh axis"):

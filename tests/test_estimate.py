@@ -60,6 +60,19 @@ def test_each_use_is_gathered_and_reduced_by_itself(stage, uses, psi):
     assert jzero.estimate(plan_of(stage), uses={"['w']": uses}).wire_psi == psi
 
 
+def test_weights_that_are_kept_are_gathered_once():
+    kept = plan_of(3, reshard_after_forward=False)
+    assert jzero.estimate(kept).wire_psi == 2
+    assert jzero.estimate(kept, accumulate=4).wire_psi == 8
+    assert jzero.estimate(kept, uses={"['w']": ["lookup", "matmul"]}).wire_psi == 3  # reduced by each
+    model = jzero.Transformer(layers=2, width=64, heads=2, seq=64)
+    more = jzero.estimate(kept, model=model).working - jzero.estimate(plan_of(3), model=model).working
+    assert (more, jzero.estimate(kept).states) == (
+        0,
+        jzero.estimate(plan_of(3)).states,
+    )  # one weight: all is largest
+
+
 def test_uses_that_are_wrong():
     with pytest.raises(ValueError, match=r"uses= names 'w', no param of the plan\."):
         jzero.estimate(plan_of(3), uses={"w": ["lookup"]})

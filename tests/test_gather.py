@@ -111,18 +111,24 @@ def compare(fn, params, mesh, *args, **fields):
     return plan
 
 
+KEPT = {"reshard_after_forward": False}
+
+
+@pytest.mark.parametrize("fields", [{}, KEPT], ids=["dropped", "kept"])
 @pytest.mark.parametrize("index", range(6))
-def test_every_kind_of_equation(index, mesh):
+def test_every_kind_of_equation(index, fields, mesh):
     params, models = plain_models()
     data = batch()
-    compare(lambda p, x, y: jnp.mean((models[index](p, x) - y) ** 2), params, mesh, data["x"], data["y"])
+    compare(
+        lambda p, x, y: jnp.mean((models[index](p, x) - y) ** 2), params, mesh, data["x"], data["y"], **fields
+    )
 
 
 @pytest.mark.parametrize(
     "model", [Scanned(False), Scanned(True), Remat(), Remat("everything_saveable")], ids=repr
 )
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_linen_models(model, prefetch, mesh):
+@pytest.mark.parametrize("fields", [{"prefetch": 1}, {"prefetch": 3}, KEPT], ids=repr)
+def test_linen_models(model, fields, mesh):
     data = batch()
     params = model.init(jax.random.key(0), data["x"])["params"]
     plan = compare(
@@ -131,7 +137,7 @@ def test_linen_models(model, prefetch, mesh):
         mesh,
         data["x"],
         data["y"],
-        prefetch=prefetch,
+        **fields,
     )
     if isinstance(model, Scanned):
         stacked = [x for x in plan.layouts if x.scanned]

@@ -224,6 +224,26 @@ def test_loss_and_gradients(case, prefetch, mesh):
     assert gathers
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_kept_for_the_backward_pass(case, mesh):
+    """`reshard_after_forward=False`: the same numbers and layouts, and the backward pass gathers nothing."""
+
+    def loss_fn(p, x):
+        return (CASES[case](p, x) ** 2).mean()
+
+    plan, forward = compare(loss_fn, weights(), mesh, data(), reshard_after_forward=False)
+    in_all = gathers_of(jax.value_and_grad(jzero.gather_on_use(loss_fn, plan)), plan)
+    assert in_all == kept_weights(forward)[1]
+    dropped = jzero.make_plan(weights(), stage=3, mesh=mesh, min_shard_bytes=0)
+    twice = gathers_of(jax.value_and_grad(jzero.gather_on_use(loss_fn, dropped)), dropped)
+    assert in_all < twice or case == "while"  # whose backward pass reads no weight
+
+
+def gathers_of(fn, plan):
+    closed = jax.make_jaxpr(fn)(plan.place(weights()), plan.place_batch(data()))
+    return sum(is_gather(e) for e in equations(closed))
+
+
 class Scanned(nn.Module):
     """`nn.scan` with remat and dropout."""
 

@@ -116,6 +116,14 @@ def test_loss_gradients_statistics_and_keys(kind, mesh):
     compare(nnx.jit(nnx.value_and_grad(loss_of)), fn, kind, mesh, plan, model)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_weights_leave_the_module_as_they_were(kind, mesh):
+    """`reshard_after_forward=False`: each transform of NNX hands the module's weights on, and none leaves whole."""
+    model, _, plan = sharded(kind, mesh, reshard_after_forward=False)
+    fn = nnx.jit(nnx.value_and_grad(jzero.gather_on_use(loss_of, plan)))
+    compare(nnx.jit(nnx.value_and_grad(loss_of)), fn, kind, mesh, plan, model, calls=1)
+
+
 def with_aux(model, x, scale=1.0):
     out = model(x)
     return (out**2).mean() * scale, {"out": out, "name": "kept as it is"}
@@ -161,10 +169,11 @@ def test_modules_as_plain_trees(grad, mesh):
     assert max_error(values(grads), values(want)) < 2e-6
 
 
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", ["list", "scan remat"])
-def test_five_steps_in_place(kind, mesh):
+def test_five_steps_in_place(kind, reshard, mesh):
     """A whole step under `nnx.jit`, compiled once: the layouts do not drift, and the params equal the plain ones."""
-    model, optimizer, plan = sharded(kind, mesh)
+    model, optimizer, plan = sharded(kind, mesh, reshard_after_forward=reshard)
     plain = create(kind)
     traced = []
 

@@ -75,10 +75,14 @@ def train_step(state, batch):
 
 
 @functools.cache
-def compiled(stage, n, scan=False, min_shard_bytes=16 * 1024, seq=SEQ, **size):
+def compiled(stage, n, scan=False, min_shard_bytes=16 * 1024, seq=SEQ, reshard=True, **size):
     pod = jzero.pod("h200", hosts=n // 8, gpus_per_host=8)
     state = jzero.abstract(
-        lambda: create(scan, **size), stage=stage, mesh=pod.mesh({"data": n}), min_shard_bytes=min_shard_bytes
+        lambda: create(scan, **size),
+        stage=stage,
+        mesh=pod.mesh({"data": n}),
+        min_shard_bytes=min_shard_bytes,
+        reshard_after_forward=reshard,
     )
     plan = jzero.plan_of(state)
     batch = {"tokens": jax.ShapeDtypeStruct((n, seq), jnp.int32)}
@@ -164,6 +168,24 @@ def test_stage_3_gathers_weights_twice_and_no_activations(scan, n):
     assert abs(sent(report, "reduce-scatter") - plan.param_bytes) <= 0.02 * plan.param_bytes
     assert abs(sent(report, "all-gather") - 2 * plan.param_bytes) <= 0.04 * plan.param_bytes
     assert sent(report, "all-to-all", "collective-permute") == 0
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_weights_that_are_kept_are_gathered_once(scan):
+    """Under remat too, whose region reads what was gathered before it; the tied embedding once for both uses."""
+    plan, estimate, report = compiled(3, 8, scan, reshard=False)
+    assert report.wire.psi == pytest.approx(2, rel=0.02)
+    assert estimate.wire_psi == pytest.approx(2, rel=0.02)
+    assert abs(sent(report, "all-gather") - plan.param_bytes) <= 0.02 * plan.param_bytes
+    late = [c for c in report.collectives if c.op == "all-gather" and c.phase != "forward"]
+    assert sum(c.bytes * c.count * c.trips for c in late if set(c.dtype.split("+")) == {"bf16"}) == 0
+    dropped = compiled(3, 8, scan)[2]
+    assert report.memory is not None
+    assert dropped.memory is not None
+    assert report.memory.arguments == dropped.memory.arguments
+    # all params whole at the end of the forward pass, where else two buckets are
+    more = report.memory.temp - dropped.memory.temp
+    assert 0.5 * plan.param_bytes < more < 1.05 * plan.param_bytes
 
 
 @pytest.mark.parametrize("n", [8, 64])

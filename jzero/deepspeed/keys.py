@@ -101,7 +101,8 @@ _LIST = [
         "allgather_bucket_size": "stages 1 and 2 gather leaf by leaf, and XLA combines small ones",
         "sub_group_size": "state is streamed in units of `jzero.Offload(in_flight_bytes=)`, chosen from its size",
         "stage3_max_live_parameters": "at most `prefetch` + 1 buckets of gathered weights are alive",
-        "stage3_max_reuse_distance": "a weight is dropped after its use, and gathered again for the backward pass",
+        "stage3_max_reuse_distance": "a weight is dropped after its use, and gathered again for the backward pass; "
+        "`reshard_after_forward=False` keeps all",
         "stage3_module_granularity_threshold": "there are no hooks: buckets follow the order of uses in the program",
     }),
     *_unneeded(ZERO, "bool", {

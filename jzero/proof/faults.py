@@ -261,7 +261,7 @@ def _stack_before_loop(e: Evidence) -> Found:
 
 def _weights_kept(e: Evidence) -> Found:
     weights = [x for x in e.split if x.stored != x.used]
-    if e.on_cpu or not weights or next(_stack_before_loop(e), None):
+    if e.on_cpu or not weights or e.plan.config.keeps_gathered or next(_stack_before_loop(e), None):
         return
     gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
     kept = sum(e.kept(s) for s in gathers) + _carried(e, weights)

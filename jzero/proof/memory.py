@@ -41,7 +41,7 @@ class Estimate:
       activations: what the forward pass saves in device memory for the backward pass; 0 without a `model`.
       recomputed: activations that the backward pass makes again instead; bytes written, not held.
       working: what is alive on top at the worst moment; 0 without a `model`. One block computed again or the
-        logits, and where weights are gathered on use the largest of them with its gradient.
+        logits, and where weights are gathered on use the largest of them (all, where they are kept) with its gradient.
       wire_by_axes: bytes that one device sends in a step, by mesh axes; rings assumed, both directions of a
         link count once.
       psi: bytes of all params, whole.
@@ -164,8 +164,9 @@ def estimate(
     Cost:
       Memory per leaf of B bytes: B over the devices that its layout names; with accumulation gradients are
       summed in at least fp32. Wire per leaf: reduce-scatter and all-gather (n-1)/n B each, all-reduce
-      2 (n-1)/n B. Stages 1 and 2: one reduce-scatter, one all-gather. Stage 3: two all-gathers and one
-      reduce-scatter, each per micro-batch. With replicas the shard of a gradient is all-reduced among them.
+      2 (n-1)/n B. Stages 1 and 2: one reduce-scatter, one all-gather. Stage 3: two all-gathers (one with
+      `reshard_after_forward=False`) and one reduce-scatter, each per micro-batch. With replicas the shard of a gradient
+      is all-reduced among them.
       PCIe with `offload`: the bytes of every host leaf on the device, once in each direction.
 
     Example:
@@ -237,13 +238,15 @@ def _grad_bytes(x: Layout, plan: Plan, accumulate: int) -> int:
 
 
 def _gathered_bytes(plan: Plan) -> int:
-    """The largest weight that is gathered on use, one layer of a stack, and its gradient before it is reduced."""
-    sizes = (
-        x.nbytes // shard_factor(x.used, plan.mesh) // (x.shape[0] if x.scanned else 1)
-        for x in plan.layouts
-        if x.stored != x.used
-    )
-    return 2 * max(sizes, default=0)
+    """The largest weight that is gathered on use, one layer of a stack, and its gradient before it is reduced.
+
+    Where gathered weights are kept for the backward pass: all of them, and that gradient.
+    """
+    rows = [x for x in plan.layouts if x.stored != x.used]
+    sizes = [x.nbytes // shard_factor(x.used, plan.mesh) for x in rows]
+    layer = [size // (x.shape[0] if x.scanned else 1) for size, x in zip(sizes, rows, strict=True)]
+    largest = max(layer, default=0)
+    return largest + (sum(sizes) if plan.config.keeps_gathered else largest)
 
 
 def _state_bytes(plan: Plan, tx: Any) -> tuple[int, int, str]:

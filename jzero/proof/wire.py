@@ -55,7 +55,7 @@ def _of_leaf(
         _ring(shard_factor(x.state, mesh) / shard_factor(x.stored, mesh)) * stored,
     )
     gathered = tuple(a for a in kept if a not in taken)
-    times = accumulate * sum(GATHERS[use] for use in uses)
+    times = accumulate * (1 if plan.config.keeps_gathered else sum(GATHERS[use] for use in uses))
     yield gathered, times * _ring(axis_size(mesh, gathered)) * used * cast
 
 
