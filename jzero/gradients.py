@@ -28,8 +28,10 @@ from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
 from jzero.modules import has_module
 from jzero.scale import Factor, factor_of
+from jzero.scatter import needs_scatter, reduce_scatter
 from jzero.sharding import Plan
 from jzero.specs import P, entry_axes, make_spec, named_axes
+from jzero.stored import cut, pad
 
 REDUCE = ("auto", "step", "microbatch")
 
@@ -255,12 +257,18 @@ class _ValueAndGrad:
             grads = [self._reduced(g, x) for g, x in zip(scaled, plan.layouts, strict=True)]
             return jax.lax.psum(loss, axes) / total, _over_devices(aux, total, axes), grads
 
-        out = [_manual(plan.sharding(x.used if x.padded else x.state).spec, axes) for x in plan.layouts]
+        whole = [x.padded and not needs_scatter(x.shape, x.state, plan) for x in plan.layouts]
+        out = [
+            _manual(plan.sharding(x.used if w else x.state).spec, axes)
+            for w, x in zip(whole, plan.layouts, strict=True)
+        ]
         run = jax.shard_map(
             local, mesh=plan.array_mesh, in_specs=(P(), specs), out_specs=(P(), P(), out), axis_names=set(axes),
             check_vma=False,
         )  # fmt: skip
         loss, aux, grads = run(params, arrays)
+        rows = zip(grads, whole, plan.layouts, strict=True)
+        grads = [g if w else cut(g, x.shape, x.state, plan) for g, w, x in rows]
         return loss, aux, jax.tree.structure(params).unflatten(grads)
 
     def _reduced(self, grad, x: Layout):
@@ -269,6 +277,8 @@ class _ValueAndGrad:
         used, state = (self.plan.sharding(s).spec for s in (x.used, x.state))
         rest = [a for a in entry_axes(self.plan.batch.spec[0]) if a not in named_axes(used)]
         with jax.named_scope("jzero.reduce_grads"):
+            if x.padded and needs_scatter(x.shape, x.state, self.plan):
+                return reduce_scatter(grad, x.state, self.plan)
             for dim, entry in enumerate(() if x.padded else state):
                 axes = tuple(a for a in entry_axes(entry) if a in rest)
                 if axes:
@@ -292,12 +302,16 @@ class _ValueAndGrad:
             return [self._on_shard(g, x) for g, x in zip(grads, plan.layouts, strict=True)]
 
         total, loss, aux, sums = self._loop(lambda p, a: gathering(p, *a), params, *parts, pin=pin)
-        grads = pin([s / total for s in sums])
+        grads = [cut(s / total, x.shape, x.grad, plan) for s, x in zip(sums, plan.layouts, strict=True)]
         aux = jax.tree.map(lambda x: x / total if jnp.issubdtype(x.dtype, jnp.inexact) else x, aux)
         return loss / total, aux, jax.tree.structure(params).unflatten(grads)
 
     def _on_shard(self, grad, x: Layout):
-        return self.plan.constrain(grad, x.used if x.padded else x.grad)
+        """In the shape of the sums: padded where the pieces of a gradient would be unequal."""
+        return pad(grad, self._sum_shape(x), x.grad, self.plan)
+
+    def _sum_shape(self, x: Layout) -> tuple[int, ...]:
+        return x.state_shape if self.mode == "microbatch" and x.grad != x.used else x.shape
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -345,7 +359,8 @@ class _ValueAndGrad:
             grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
             return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums), _weighted(aux, w)
 
-        zeros = pin([jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in self.plan.layouts])
+        layouts = self.plan.layouts
+        zeros = pin([jnp.zeros(self._sum_shape(x), jnp.promote_types(x.dtype, jnp.float32)) for x in layouts])
         start = (jnp.float32(0), jnp.float32(0), zeros)
         steps = (jnp.arange(self.accumulate), stacked)
         # `check` reads this name: a reduction in each micro-batch is a fault where it was not asked for

@@ -154,6 +154,32 @@ _linear_p = Primitive(LINEAR)
 _linear_p.multiple_results = True
 
 
+def example_dims(eqn, at: int) -> tuple[int, int] | None:
+    """Of a product with weight `at`: the dim that examples lie along in the other operand, and in the result.
+
+    Of a matmul the first dim of the other operand that is not summed over. None: it has no such dim, or the two share
+    one (experts with their own tokens), so that the first need not be that of the examples; or it is no product.
+    """
+    numbers = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name == "conv_general_dilated":
+        grouped = at != 1 or eqn.params["batch_group_count"] > 1
+        return None if grouped else (numbers.lhs_spec[0], numbers.out_spec[0])
+    if eqn.primitive.name != "dot_general" or any(numbers[1]):
+        return None
+    free = [[d for d in range(a.aval.ndim) if d not in numbers[0][i]] for i, a in enumerate(eqn.invars)]
+    return (free[1 - at][0], 0 if at == 1 else len(free[0])) if free[1 - at] else None
+
+
+def conv_gradient(eqn, other, cotangent) -> Any:
+    """The gradient of the kernel of a `conv_general_dilated`, of some examples."""
+
+    def conv(kernel):
+        return eqn.primitive.bind(other, kernel, **eqn.primitive.get_bind_params(eqn.params))
+
+    kernel = eqn.invars[1].aval
+    return jax.linear_transpose(conv, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))(cotangent)[0]
+
+
 def linear(fn: Callable, back: Callable, fixed: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """`fn(*fixed, *args)` with a transpose of our own; unlike a `custom_vjp` it has a forward derivative too.
 

@@ -8,8 +8,9 @@ the gather (its split dim first) to that of the param: 5.5 to 6.5 GB for a 7.5B 
 layer at a time into the buffer of the old stack: 1.2 GB.
 
 [Note: one copy at a time]
-A leaf that is split on another dim than its first is gathered into a buffer of its own and copied to the layout of the
-param. XLA would gather all of them first. A chain of barriers begins each gather when the last copy is done.
+A leaf that is split on another dim than its first, on several, or padded, is gathered into a buffer of its own and
+copied to the layout of the param. XLA would gather all of them first. A chain of barriers begins each gather when the
+last copy is done.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def land_on_sum(delta, x: Layout, plan: Plan):
 
 
 def is_copied(x: Layout) -> bool:
-    """A large leaf whose gather is no whole result: its split dim is not the first."""
-    return x.state != x.stored and x.nbytes >= LARGE and not spec_axes(P(*x.state[:1]))
+    """A large leaf whose gather is no whole result: split along another dim than the first, several, or padded."""
+    return x.state != x.stored and x.nbytes >= LARGE and not (x.along_one_dim and spec_axes(P(*x.state[:1])))
 
 
 class OneByOne:

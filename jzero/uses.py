@@ -21,6 +21,7 @@ gradient, whatever is cast afterwards, so the matmul is made in that dtype.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ import jax
 import numpy as np
 
 from jzero import jaxprs
+from jzero.scatter import needs_scatter, summed
 from jzero.sharding import Plan
 from jzero.specs import P, spec_axes
 from jzero.weight import Weight, unwrap
@@ -58,14 +60,16 @@ class Uses:
         table = values[0]
         looked_up = jaxprs.row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
         alone = not (self.ordered or self.plan.config.row.params)
-        if looked_up and (alone or self.is_cut(table) or self.wide(table) is not None):
+        if looked_up and (
+            alone or self.is_cut(table) or self.wide(table) is not None or self.is_scattered(table)
+        ):
             return self.lookup(eqn, table, values[1])
         cut = self.cut_of(eqn, values)
         flat, rewrap = unwrap(self.on_shards(values))
 
         def on_gathered(*flat):
             if cut is not None:
-                return self.dot(eqn, rewrap(flat), *cut)
+                return self.product(eqn, rewrap(flat), *cut)
             if self.is_wide(eqn, values):
                 return self.unary(eqn, *rewrap(flat))
             return jaxprs.bind(eqn, [self.gathered(v) for v in rewrap(flat)])
@@ -85,8 +89,14 @@ class Uses:
         def back(index, cotangent):
             def part(i, grad):
                 some = jax.lax.dynamic_slice_in_dim(cotangent, i * (width // parts), width // parts, axis=-1)
-                some = jaxprs.lookup_gradient(eqn, index, some if wide is None else some.astype(wide), rows)
-                some = self.plan.constrain(some, table.grad).astype(grad.dtype)
+                some = self.made(
+                    lambda index, rest: jaxprs.lookup_gradient(
+                        eqn, index, rest if wide is None else rest.astype(wide), rows
+                    ),
+                    (index, some),
+                    (0, 0),
+                    table,
+                ).astype(grad.dtype)
                 return jax.lax.dynamic_update_slice_in_dim(grad, some, i * (width // parts), axis=1)
 
             zeros = self.plan.constrain(jax.numpy.zeros((rows, width), cotangent.dtype), table.grad)
@@ -108,14 +118,18 @@ class Uses:
         return dtype if dtype is not None and dtype.itemsize > own.itemsize else None
 
     def cut_of(self, eqn, values: list[Any]) -> tuple[int, int, int] | None:
-        """Of a matmul whose weight's gradient is made here: the weight's position, a dim of it to cut, the parts.
+        """Of a product whose weight's gradient is made here: the weight's position, a dim of it to cut, the parts.
 
-        That is one by a weight much larger than a bucket, or one whose gradient is reduced in a wider dtype.
+        That is a matmul by a weight much larger than a bucket, one whose gradient is reduced in a wider dtype, and a
+        matmul or a convolution whose gradient is scattered.
         """
         at = [i for i, v in enumerate(values) if isinstance(v, Weight)]
-        if eqn.primitive.name != "dot_general" or len(at) != 1 or not values[at[0]].is_reduced:
+        if len(at) != 1 or not values[at[0]].is_reduced:
             return None
         weight = values[at[0]]
+        if eqn.primitive.name != "dot_general":
+            scattered = jaxprs.example_dims(eqn, at[0]) is not None and self.is_scattered(weight)
+            return (at[0], 0, 1) if scattered and self.wide(weight) is None else None
         shape = weight.shard.shape
         parts, dim = 1, 0
         if self.is_cut(weight):
@@ -123,12 +137,18 @@ class Uses:
             parts, dim = min(
                 ((n, d) for d in free if (n := self.parts_of(shape[d], weight)) > 1), default=(1, 0)
             )
-        return (at[0], dim, parts) if parts > 1 or self.wide(weight) is not None else None
+        made_here = parts > 1 or self.wide(weight) is not None or self.is_scattered(weight)
+        return (at[0], dim, parts) if made_here else None
 
-    def dot(self, eqn, values: list[Any], at: int, dim: int, parts: int) -> list[Any]:
-        """A matmul whose weight's gradient is made in parts, each reduced while the next is made."""
+    def product(self, eqn, values: list[Any], at: int, dim: int, parts: int) -> list[Any]:
+        """A product whose weight's gradient is made here; in parts, each reduced while the next is made."""
         weight, other = values[at], values[1 - at]
         size, dtype = weight.shard.shape[dim] // parts, weight.shard.dtype
+
+        def gradient(other, cotangent, *, piece):
+            if eqn.primitive.name != "dot_general":
+                return jaxprs.conv_gradient(eqn, other, cotangent)
+            return jaxprs.dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
 
         def fn(other, whole):
             return jaxprs.bind(eqn, [whole, other] if at == 0 else [other, whole])
@@ -136,12 +156,27 @@ class Uses:
         def back(other, cotangent):
             def part(i, cotangent):
                 piece = (dim, i * size, size) if parts > 1 else None
-                grad = jaxprs.dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
-                return self.plan.constrain(grad, weight.grad).astype(dtype)
+                return self.made(
+                    functools.partial(gradient, piece=piece),
+                    (other, cotangent),
+                    jaxprs.example_dims(eqn, at),
+                    weight,
+                ).astype(dtype)
 
             return [self.plan.constrain(self.joined(part, cotangent, parts, dim), weight.grad)]
 
         return jaxprs.linear(fn, back, [other], [self.gathered(weight, reduces=False)])
+
+    def is_scattered(self, weight: Weight) -> bool:
+        """Its gradient is reduced by [Note: pieces along several dims] in `scatter.py`."""
+        return weight.is_reduced and needs_scatter(weight.shard.shape, weight.grad, self.plan)
+
+    def made(self, make: Callable[..., Any], rows: Sequence[Any], dims: Any, weight: Weight) -> Any:
+        """The gradient `make(*rows)` of a weight, or a part of it, on its shards; `dims`: of the examples, or None."""
+        found = None
+        if dims is not None and self.is_scattered(weight):
+            found = summed(make, rows, dims, weight.grad, self.plan)
+        return self.plan.constrain(make(*rows), weight.grad) if found is None else found
 
     def is_wide(self, eqn, values: list[Any]) -> bool:
         """True for a weight that is spread over examples (a bias, a scale) and whose gradient is reduced wider."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -57,13 +59,16 @@ def test_gradients_are_reduced_once_and_params_gathered(stage, width, parts):
     assert estimate.opt_state <= 1.02 * 12 * (plan.param_bytes // 2) / N
     assert report.memory.arguments - report.memory.aliased <= batch + 256
     assert estimate.params == pytest.approx(plan.param_bytes / (parts if stage == 3 else 1), rel=1e-3)
-    sent = dict.fromkeys(("all-reduce", "all-gather"), 0.0)
+    sent = collections.Counter()
     for c in report.collectives:
-        sent[c.op] = sent.get(c.op, 0) + c.total_wire_bytes / plan.param_bytes
-    assert set(sent) == {"all-reduce", "all-gather"}  # no all-to-all, no permute
-    assert sent["all-reduce"] == pytest.approx(2, rel=0.05)
+        sent[c.op] += c.total_wire_bytes / plan.param_bytes
+    # no all-to-all, no permute; at stage 1 XLA reduces, and has no reduce-scatter for such pieces
+    reduced = "all-reduce" if stage == 1 else "reduce-scatter"
+    assert {op for op, share in sent.items() if share > 1e-3} == {reduced, "all-gather"}
+    assert sent[reduced] == pytest.approx(2 if stage == 1 else 1, rel=0.05)
     gathers = 2 if stage == 3 and parts > 1 else 1
     assert sent["all-gather"] == pytest.approx(gathers, rel=0.2)
-    assert report.wire.psi == pytest.approx(estimate.wire_psi, rel=0.1)
+    first = (gathers - 1) / 3  # the input has no gradient: its weight is not gathered again
+    assert report.wire.psi == pytest.approx(estimate.wire_psi - first, rel=0.02)
     whole = stage == 3 and parts == 1
     assert [f.kind for f in jzero.findings(compiled, plan)] == ["replicated_leaves"] * whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from jzero.gather import walks
 from jzero.layout import Layout
 from jzero.sharding import Plan
 from jzero.specs import axis_size, shard_factor, spec_axes
@@ -45,7 +46,8 @@ def _of_leaf(
     cast = dtype.itemsize / x.dtype.itemsize
     reduced = used * _reduced_itemsize(dtype, plan) / x.dtype.itemsize
     rounds = accumulate * len(uses) if plan.config.row.grads else 1
-    if not x.along_one_dim:  # all-reduced and sliced, see [Note: several dims] in `split.py`
+    scattered = plan.config.row.grads and walks(plan) and not x.vector
+    if not (x.along_one_dim or scattered):  # all-reduced and sliced, see [Note: several dims] in `split.py`
         split, whole = (), tuple(a for a in plan.batch_axes if a not in taken)
     yield split, rounds * _ring(axis_size(mesh, split)) * reduced
     yield whole, rounds * 2 * _ring(axis_size(mesh, whole)) * reduced / axis_size(mesh, split)
