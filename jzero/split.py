@@ -10,7 +10,7 @@ before the loop. Shapes alone tell it: all leaves below one node of the tree sha
 Where no dim divides, the prime factors of the axis are dealt out to the dims: a kernel [1600, 4800] over 1024 devices
 is cut 64 x 16 (`[Note: sub-axes]` in `specs.py`). Among all deals that need at most `SLACK` of padding the one
 that cuts most pieces evenly is taken, then the one with the fewest dims: at stage 3 the even part of the split is how
-the param is stored. XLA makes a reduce-scatter of an even split along one dim alone; `scatter.py` has one for any other.
+the param is stored. XLA makes a reduce-scatter of an even split along one dim alone; `scatter.py` has one for others.
 
 [Note: padding]
 XLA stores no array in pieces of unequal size. Where no deal is even, the optimizer state is stored with the
