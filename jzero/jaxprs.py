@@ -7,6 +7,7 @@ Tested on the oldest and the newest supported jax. From 0.11 on an open and a cl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -152,6 +153,18 @@ def on_host(fn: Callable) -> Callable:
 LINEAR = "jzero_linear"
 _linear_p = Primitive(LINEAR)
 _linear_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    """A matmul or a convolution as a function of the operand that is no weight, and of the weight at `at`."""
+
+    eqn: Any
+    at: int
+
+    def __call__(self, other, weight):
+        """Its results."""
+        return bind(self.eqn, [weight, other] if self.at == 0 else [other, weight])
 
 
 def example_dims(eqn, at: int) -> tuple[int, int] | None:

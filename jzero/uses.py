@@ -150,9 +150,6 @@ class Uses:
                 return jaxprs.conv_gradient(eqn, other, cotangent)
             return jaxprs.dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
 
-        def fn(other, whole):
-            return jaxprs.bind(eqn, [whole, other] if at == 0 else [other, whole])
-
         def back(other, cotangent):
             def part(i, cotangent):
                 piece = (dim, i * size, size) if parts > 1 else None
@@ -165,7 +162,8 @@ class Uses:
 
             return [self.plan.constrain(self.joined(part, cotangent, parts, dim), weight.grad)]
 
-        return jaxprs.linear(fn, back, [other], [self.gathered(weight, reduces=False)])
+        whole = self.gathered(weight, reduces=False)
+        return jaxprs.linear(jaxprs.Product(eqn, at), back, [other], [whole])
 
     def is_scattered(self, weight: Weight) -> bool:
         """Its gradient is reduced by [Note: pieces along several dims] in `scatter.py`."""

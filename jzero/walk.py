@@ -198,8 +198,7 @@ class Walk(Uses):
             chain = self.chains.get(kind)
             outs, self.chains[kind] = ahead.run(region, flat, at, kind, chain, in_loop=self.inside)
             return _merged(outs, handed, values)
-        policy = eqn.params["policy"]
-        policy = never_save_gathered(policy) if self.drops else policy
+        policy = policy_of(eqn.params["policy"], drops=self.drops)
         outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat)
         return _merged(outs, handed, values)
 
@@ -292,12 +291,20 @@ def _merged(outs: Sequence[Any], handed: Sequence[int | None], values: Sequence[
     return [next(rest) if i is None else values[i] for i in handed]
 
 
-def never_save_gathered(policy):
-    """The user's checkpoint policy, minus gathered weights: those are gathered again."""
+def policy_of(policy, *, drops: bool):
+    """The user's checkpoint policy, asked of what a walked product stands for, and minus gathered weights.
+
+    These are gathered again, unless they are kept anyway.
+    """
     if policy is None:
         return None
 
-    def without_gathered(prim, *args, **params):
-        return False if prim.name in ("sharding_constraint", jaxprs.LINEAR) else policy(prim, *args, **params)
+    def decide(prim, *args, **params):
+        if prim.name == jaxprs.LINEAR and isinstance(params["fn"], jaxprs.Product):
+            product = params["fn"].eqn
+            return policy(product.primitive, *args, **product.params)
+        if drops and prim.name in ("sharding_constraint", jaxprs.LINEAR):
+            return False
+        return policy(prim, *args, **params)
 
-    return without_gathered
+    return decide

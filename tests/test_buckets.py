@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import jaxlib
@@ -11,6 +9,7 @@ import models as m
 import numpy as np
 import pytest
 import test_gpu_program as gpu
+from together import cached
 
 import jzero
 from benchmarks import buckets as bench
@@ -216,7 +215,7 @@ def test_options_are_for_gpus_of_a_tested_jaxlib(mesh, monkeypatch):
         assert xla.compiler_options(**given, gathers=True) == {}
 
 
-@functools.cache
+@cached
 def compiled(stage, n, scan, bucket, rows=1, layers=None):
     pytest.importorskip(
         "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from test_check import BOTH, QUICK, create, loss_of, state_of, tokens, train_step
+from together import cached
 
 import jzero
 from jzero.proof.check import findings
@@ -80,7 +81,7 @@ def compiled_step(state, plan, step=train_step, donate=0):
     )
 
 
-@functools.cache
+@cached
 def own_program(stage, scan, clip=False):
     state, plan = offloaded(stage, scan, clip=clip)
     return compiled_step(state, plan), plan

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +24,7 @@ from models import batch
 from orbax.checkpoint import v1 as ocp
 from test_checkpoint_kinds import raw, values_of
 from test_state import create_nnx, nnx_step
+from together import cached
 
 import jzero
 from jzero import checkpoint
@@ -114,7 +113,7 @@ def test_async_with_a_donating_step(tmp_path):
 # ------------------------------------------------------------------------------------ one writes, the other reads
 
 
-@functools.cache
+@cached
 def plain(dtype=jnp.float32):
     """An ordinary unsharded TrainState with random values, in a run: its step is an array."""
     return scrambled(create(dtype=dtype).replace(step=jnp.int32(0)))

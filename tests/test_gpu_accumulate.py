@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 import test_gpu_program as program
+from together import cached
 
 import jzero
 
@@ -23,7 +22,7 @@ def loss_of(state):
     return loss
 
 
-@functools.cache
+@cached
 def compiled(stage, reduce, scan=True, axes=(("data", 8),), accumulate=K, **fields):
     pod = jzero.pod("h200")
     mesh = pod.mesh(dict(axes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from test_check import QUICK, state_of, tokens, train_step
+from together import cached
 
 import jzero
 from jzero.proof.hlo import parse
@@ -63,7 +63,7 @@ def abstract_state(tx, plan):
     )
 
 
-@functools.cache
+@cached
 def program(count, chain, *, stage=3, wider=1, **fields):
     """An update alone: params, gradients and state as arguments, split as the stage says."""
     plan = plan_for(count, stage, wider, **fields)
@@ -77,7 +77,7 @@ def program(count, chain, *, stage=3, wider=1, **fields):
     return jzero.pod("h200").compile(update, *args, donate_argnums=(0, 1, 2)), plan
 
 
-@functools.cache
+@cached
 def creation(count, wider=1):
     plan = plan_for(count, 3, wider)
     tx = jzero.zero(CHAINS["adam"](), plan)

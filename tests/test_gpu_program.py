@@ -7,14 +7,13 @@ what is measured is the model states.
 
 from __future__ import annotations
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from together import cached
 
 import jzero
 
@@ -74,7 +73,7 @@ def train_step(state, batch):
     return state.apply_gradients(grads=grads), loss
 
 
-@functools.cache
+@cached
 def compiled(stage, n, scan=False, min_shard_bytes=16 * 1024, seq=SEQ, reshard=True, **size):
     pod = jzero.pod("h200", hosts=n // 8, gpus_per_host=8)
     state = jzero.abstract(

@@ -6,8 +6,6 @@ block keeps A. Every number is a difference between depths, so that what all lay
 
 from __future__ import annotations
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from together import cached
 
 import jzero
 
@@ -84,7 +83,7 @@ def train_step(state, x):
     return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
 
 
-@functools.cache
+@cached
 def compiled(options, scan, layers, stage=2, policy=None):
     pod = jzero.pod("h200")
     mesh = pod.mesh({"data": DATA, "model": MODEL})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,7 @@ import test_gpu_program as program
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import assert_batch_is_split, batch, create_small, loss_of, max_error
+from together import cached
 
 import jzero
 
@@ -50,7 +49,7 @@ def test_equals_the_plain_run(kind):
     )
 
 
-@functools.cache
+@cached
 def compiled(kind, tensor_parallel=False, scan=True):
     pod = jzero.pod("h200")
     sizes = {"replica": 2, "data": 2, "model": 2} if tensor_parallel else {"replica": 2, "data": 4}

@@ -6,7 +6,6 @@ What leaves a program's text is compared with the compiler's own bytes of host a
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import re
@@ -17,6 +16,7 @@ import pytest
 from flax.training.train_state import TrainState
 from test_check import QUICK, create, tokens, train_step
 from test_commands import SUBJECT
+from together import cached
 
 import jzero
 from jzero.__main__ import main
@@ -34,7 +34,7 @@ CHAIN = {
 }
 
 
-@functools.cache
+@cached
 def compiled(stage, scan, chain, in_flight=192 * 1024, plan_only=False):
     tx, shape = CHAIN[chain](), jax.eval_shape(lambda: create(scan))
 

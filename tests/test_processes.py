@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from process_worker import CASES, cases_of
 from processes import launch
+from together import cached
 
 MIB = 2**20
 HYBRID = ("HSDP, stage 2", "HSDP or MiCS, stage 3", "hpZ", "all at once", "laid out again", "model across")
@@ -20,7 +21,7 @@ LOOSER = {  # where sums of 16 bits are rounded in another order, or such a sum 
 }  # fmt: skip
 
 
-@functools.cache
+@cached
 def workers(count, part="first"):
     """What each of `count` processes found."""
     return launch("process_worker.py", count, part, timeout=400)

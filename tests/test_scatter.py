@@ -167,3 +167,22 @@ def test_gradients_of_each_example():
     ours = jax.jit(jax.vmap(jax.grad(lambda p, x: fn(p, x[None])), in_axes=(None, 0)))
     each = jax.vmap(jax.grad(lambda p, x: loss(p, x[None])), in_axes=(None, 0))
     assert max_error(ours(plan.place(params), plan.place_batch(x)), each(params, x)) < 2e-5
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoint_policies_see_the_products(stage):
+    """`dots_saveable` saves of a block what it saves where the devices divide the weights."""
+
+    def saved(width):
+        params = {k: jnp.ones((width, width)) for k in "ab"}
+        plan = jzero.make_plan(params, stage=stage, mesh=mesh_of(6), min_shard_bytes=0, bucket_bytes=512)
+        assert all(x.padded == (width == 44) for x in plan.layouts)
+        policy = jax.checkpoint_policies.dots_saveable
+        block = jax.checkpoint(lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]), policy=policy)
+        fn = jzero.gather_on_use(lambda p, x: (block(p, x) ** 2).mean(), plan)
+        x = plan.place_batch(jnp.ones((12, width)))
+        closed = jax.make_jaxpr(lambda p: jax.vjp(lambda p: fn(p, x), p))(params)
+        made = {v for e in equations(closed) for v in e.outvars}
+        return sum(v in made and v.aval.shape == x.shape for v in closed.jaxpr.outvars)
+
+    assert saved(44) == saved(48) >= 2

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from together import TOGETHER, group_of
+from together import TOGETHER, cached, group_of
 
 HERE = Path(__file__).parent
 
@@ -33,3 +33,17 @@ def test_a_file_stays_in_one_worker(tmp_path):
     workers = {name: {gw for gw, file in ran if file == name} for name in ("test_remat", "test_other")}
     assert len(workers["test_remat"]) == 1
     assert len(workers["test_other"]) == 2
+
+
+def test_a_default_is_no_second_program():
+    made = []
+
+    @cached
+    def program(stage, scan=False, **size):
+        made.append((stage, scan, size))
+        return len(made)
+
+    assert program(1) == program(1, False) == program(1, scan=False) == program(stage=1) == 1
+    assert program(1, True) == program(1, scan=True) == 2
+    assert program(1, layers=2) == program(1, False, layers=2) == 3
+    assert made == [(1, False, {}), (1, True, {}), (1, False, {"layers": 2})]
