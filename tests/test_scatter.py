@@ -154,6 +154,10 @@ def test_beside_tensor_parallelism():
     assert max_error(got, want) < 2e-6
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11),
+    reason="XLA of jax 0.12 aborts: pieces of unequal size under vmap (hlo_sharding_util.cc, `sliced.has_value()`)",
+)
 def test_gradients_of_each_example():
     """Under `vmap` a gradient is not summed, and there is nothing to scatter."""
     params = {k: v for k, v in weights().items() if k in ("up", "bias")}
