@@ -81,8 +81,13 @@ def land_on_sum(delta, x: Layout, plan: Plan):
 
 
 def is_copied(x: Layout) -> bool:
-    """A large leaf whose gather is no whole result: split along another dim than the first, several, or padded."""
-    return x.state != x.stored and x.nbytes >= LARGE and not (x.along_one_dim and spec_axes(P(*x.state[:1])))
+    """A large leaf whose gather is no whole result: split along another dim than the first, several, or padded.
+
+    Not one that stays split along another dim than the first: flat, it would have to be gathered whole.
+    """
+    if x.state == x.stored or x.nbytes < LARGE or spec_axes(P(*x.stored[1:])):
+        return False
+    return not (x.along_one_dim and spec_axes(P(*x.state[:1])))
 
 
 class OneByOne:

@@ -114,10 +114,14 @@ def make_layout(
     )
     params = over.even
     if rest and over.spec != base:
-        inner = find_split(shape, base, config.param_axes, mesh, skip=skip)
-        params = base if inner is None or inner.shape != shape else inner.spec
-        if params != base and add_axes(shape, base, (*config.param_axes, *rest), mesh, skip=skip) is None:
-            over = find_split(shape, params, rest, mesh, skip=skip) or over
+        if add_axes(shape, base, (*config.param_axes, *rest), mesh, skip=skip) is not None:
+            # along one dim for all: along the same one for the params, or new params would have to cross it whole
+            params = make_spec([tuple(a for a in entry_axes(e) if a not in rest) for e in over.spec])
+        else:
+            inner = find_split(shape, base, config.param_axes, mesh, skip=skip)
+            params = base if inner is None or inner.shape != shape else inner.spec
+            if params != base:
+                over = find_split(shape, params, rest, mesh, skip=skip) or over
     if over.shape != shape:
         if not row.params:
             reason = ""

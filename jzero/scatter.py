@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jzero.jaxprs import is_tracer
 from jzero.mesh import in_shard_map
 from jzero.sharding import Plan
-from jzero.specs import P, axis_size, entry_axes, is_sub_axis, make_spec, named_axes, spec_entries
+from jzero.specs import P, axis_size, entry_axes, make_spec, spec_entries
 
 
 def needs_scatter(shape: Sequence[int], spec: PartitionSpec, plan: Plan) -> bool:
@@ -29,8 +29,12 @@ def needs_scatter(shape: Sequence[int], spec: PartitionSpec, plan: Plan) -> bool
     entries = [entry_axes(e) for e in spec]
     pieces = [axis_size(plan.mesh, e) for e in entries]
     odd = any(size % n for size, n in zip(shape, pieces, strict=False))
-    if not odd and not any(map(is_sub_axis, named_axes(spec))):
-        return False
+    cut = [e for e in plan.sharding(spec).spec if set(entry_axes(e)) & set(batch_axes(plan))]
+    return (odd or len(cut) > 1) and is_of_batch(spec, plan)
+
+
+def is_of_batch(spec: PartitionSpec, plan: Plan) -> bool:
+    """No dim is cut over axes of the batch and others (tensor parallelism) together: their order would be lost."""
     batch = set(batch_axes(plan))
     own = [set(entry_axes(e)) for e in plan.sharding(spec).spec]
     return all(axes <= batch or not axes & batch for axes in own)
@@ -49,19 +53,24 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan) -> Any:
       spec: of the sum.
       plan: gives the mesh; axes of the batch that `spec` does not name hold the same piece.
     """
-    axes, mesh = batch_axes(plan), plan.array_mesh
-    entries = [
-        tuple(a for a in e if a in axes) for e in spec_entries(plan.sharding(spec).spec, np.ndim(value))
-    ]
-    short = [-size % axis_size(mesh, e) for size, e in zip(value.shape, entries, strict=True)]
+    axes, steps = batch_axes(plan), scatter_steps(np.ndim(value), spec, plan)
+    short = [0] * np.ndim(value)
+    for dim, own in steps:
+        short[dim] = -value.shape[dim] % axis_size(plan.array_mesh, own)
     if any(short):
         value = jnp.pad(value, [(0, n) for n in short])
-    place = {name: i for i, name in enumerate(mesh.axis_names)}
-    for dim in sorted(range(len(entries)), key=lambda d: -max((place[a] for a in entries[d]), default=-1)):
-        if entries[dim]:
-            value = jax.lax.psum_scatter(value, entries[dim], scatter_dimension=dim, tiled=True)
-    rest = tuple(a for a in axes if not any(a in e for e in entries))
+    for dim, own in steps:
+        value = jax.lax.psum_scatter(value, own, scatter_dimension=dim, tiled=True)
+    rest = tuple(a for a in axes if not any(a in own for _, own in steps))
     return jax.lax.psum(value, rest) if rest else value
+
+
+def scatter_steps(ndim: int, spec: PartitionSpec, plan: Plan) -> list[tuple[int, tuple[str, ...]]]:
+    """The dims to scatter, in order, each with its axes of the batch: innermost axes first."""
+    axes, names = batch_axes(plan), plan.array_mesh.axis_names
+    entries = spec_entries(plan.sharding(spec).spec, ndim)
+    found = [(dim, tuple(a for a in e if a in axes)) for dim, e in enumerate(entries)]
+    return sorted((x for x in found if x[1]), key=lambda x: -max(map(names.index, x[1])))
 
 
 def summed(

@@ -30,9 +30,9 @@ import jax
 import numpy as np
 
 from jzero import jaxprs
-from jzero.scatter import needs_scatter, summed
+from jzero.scatter import is_of_batch, needs_scatter, summed
 from jzero.sharding import Plan
-from jzero.specs import P, spec_axes
+from jzero.specs import P, shard_factor, spec_axes
 from jzero.weight import Weight, unwrap
 
 CUT_BUCKETS = 8  # times `bucket_bytes`: in parts from there on
@@ -61,7 +61,7 @@ class Uses:
         looked_up = jaxprs.row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
         alone = not (self.ordered or self.plan.config.row.params)
         if looked_up and (
-            alone or self.is_cut(table) or self.wide(table) is not None or self.is_scattered(table)
+            alone or self.is_cut(table) or self.wide(table) is not None or self.lookup_is_scattered(table)
         ):
             return self.lookup(eqn, table, values[1])
         cut = self.cut_of(eqn, values)
@@ -94,7 +94,7 @@ class Uses:
                         eqn, index, rest if wide is None else rest.astype(wide), rows
                     ),
                     (index, some),
-                    (0, 0),
+                    (0, 0) if self.lookup_is_scattered(table) else None,
                     table,
                 ).astype(grad.dtype)
                 return jax.lax.dynamic_update_slice_in_dim(grad, some, i * (width // parts), axis=1)
@@ -156,7 +156,7 @@ class Uses:
                 return self.made(
                     functools.partial(gradient, piece=piece),
                     (other, cotangent),
-                    jaxprs.example_dims(eqn, at),
+                    jaxprs.example_dims(eqn, at) if self.is_scattered(weight) else None,
                     weight,
                 ).astype(dtype)
 
@@ -169,11 +169,22 @@ class Uses:
         """Its gradient is reduced by [Note: pieces along several dims] in `scatter.py`."""
         return weight.is_reduced and needs_scatter(weight.shard.shape, weight.grad, self.plan)
 
+    def lookup_is_scattered(self, table: Weight) -> bool:
+        """Also where a table's gradient is split along the table's own dim over more devices (hpZ).
+
+        XLA all-reduces the whole gradient of a lookup there; along another dim it moves tokens, which is less.
+        """
+        dims, own = ([bool(e) for e in spec] for spec in (table.grad, table.stored))
+        pieces, parts = (shard_factor(spec, self.plan.mesh) for spec in (table.grad, table.stored))
+        finer = pieces > parts > 1 and dims == own and is_of_batch(table.grad, self.plan)
+        return finer or self.is_scattered(table)
+
     def made(self, make: Callable[..., Any], rows: Sequence[Any], dims: Any, weight: Weight) -> Any:
-        """The gradient `make(*rows)` of a weight, or a part of it, on its shards; `dims`: of the examples, or None."""
-        found = None
-        if dims is not None and self.is_scattered(weight):
-            found = summed(make, rows, dims, weight.grad, self.plan)
+        """The gradient `make(*rows)` of a weight, or a part of it, on its shards.
+
+        `dims`: those of the examples, where it is to be scattered by us; None where XLA reduces it.
+        """
+        found = None if dims is None else summed(make, rows, dims, weight.grad, self.plan)
         return self.plan.constrain(make(*rows), weight.grad) if found is None else found
 
     def is_wide(self, eqn, values: list[Any]) -> bool:

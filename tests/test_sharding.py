@@ -293,3 +293,20 @@ def test_param_axis_below_stage_3_is_told(stage):
         {"w": jnp.ones((64, 64))}, stage=stage, mesh=mesh, axis=("replica", "data"), param_axis="data"
     )
     assert ("param_axis='data' has no effect at stage 1: params are whole" in plan.describe()) == (stage == 1)
+
+
+def test_params_within_the_node_are_cut_along_the_dim_of_their_state():
+    """Else all of a new param would cross the network, and not only the part that the node has not."""
+    mesh = jzero.mesh({"replica": "hosts", "data": "host"}, pod=jzero.pod("h200", hosts=512))
+    shapes = {"up": (2048, 8192), "down": (8192, 2048), "square": (2048, 2048)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()}
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, axis=("replica", "data"), param_axis="data")
+    found = {x.keys[0]: (x.stored, x.state) for x in plan.layouts}
+    assert found == {
+        "up": (P(None, "data"), P(None, ("data", "replica"))),
+        "down": (P("data"), P(("data", "replica"))),
+        "square": (P("data"), P("data", "replica")),
+    }
+    psi, wire = plan.param_bytes, jzero.estimate(plan).wire_by_axes
+    assert wire["replica"] < 0.15 * psi * 2  # new params, and the second step of the square's gradient
+    assert wire["replica+data"] == pytest.approx(psi * 8 / 9, rel=0.01)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jzero.gather import walks
 from jzero.layout import Layout
+from jzero.scatter import needs_scatter, scatter_steps
 from jzero.sharding import Plan
-from jzero.specs import axis_size, shard_factor, spec_axes
+from jzero.specs import axis_of, axis_size, shard_factor, spec_axes
 
 GATHERS = {"matmul": 2, "lookup": 1}
 """By use, how often a weight is gathered for it: forward and backward. The gradient of a lookup needs no weight."""
@@ -46,11 +47,16 @@ def _of_leaf(
     cast = dtype.itemsize / x.dtype.itemsize
     reduced = used * _reduced_itemsize(dtype, plan) / x.dtype.itemsize
     rounds = accumulate * len(uses) if plan.config.row.grads else 1
-    scattered = plan.config.row.grads and walks(plan) and not x.vector
-    if not (x.along_one_dim or scattered):  # all-reduced and sliced, see [Note: several dims] in `split.py`
-        split, whole = (), tuple(a for a in plan.batch_axes if a not in taken)
-    yield split, rounds * _ring(axis_size(mesh, split)) * reduced
-    yield whole, rounds * 2 * _ring(axis_size(mesh, whole)) * reduced / axis_size(mesh, split)
+    steps = [split]
+    if needs_scatter(x.shape, x.state, plan):
+        if plan.config.row.grads and walks(plan) and not x.vector:
+            steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
+        else:  # all-reduced and sliced, see [Note: several dims] in `split.py`
+            steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
+    for own in steps:
+        yield tuple(map(axis_of, own)), rounds * _ring(axis_size(mesh, own)) * reduced
+        reduced /= axis_size(mesh, own)
+    yield whole, rounds * 2 * _ring(axis_size(mesh, whole)) * reduced
     kept = spec_axes(x.stored)
     yield (
         tuple(a for a in spec_axes(x.state) if a not in (*kept, *taken)),
