@@ -235,16 +235,17 @@ def programs(model: Model, rows: int, stages: Sequence[int]) -> dict[str, Progra
     batch = {"tokens": jax.device_put(tokens, NamedSharding(mesh, P("data")))}
     alone = jax.device_put({"tokens": tokens}, jax.devices()[0])
     found = {"one device": build((jax.jit(create)(), train_step, {}), alone)}
+
+    def ours(stage: int, **fields: Any) -> Program:
+        state = jzero.shard(create, stage=stage, mesh=mesh, min_shard_bytes=MIN_SHARD_BYTES, **fields)
+        return build((state, train_step, {}), batch)
+
     for stage in sorted({0, *stages}):
         found[f"hand {stage}"] = build(by_hand(stage, create, mesh), batch)
         if stage in stages:
-            state = jzero.shard(create, stage=stage, mesh=mesh, min_shard_bytes=MIN_SHARD_BYTES)
-            found[f"jzero {stage}"] = build((state, train_step, {}), batch)
+            found[f"jzero {stage}"] = ours(stage)
     if 3 in stages:
-        state = jzero.shard(
-            create, stage=3, mesh=mesh, min_shard_bytes=MIN_SHARD_BYTES, reshard_after_forward=False
-        )
-        found["jzero 3, kept"] = build((state, train_step, {}), batch)
+        found["jzero 3, kept"] = ours(3, reshard_after_forward=False)
         for how in ("first",) if model.scan else ("first", "twice"):
             found[f"hand 3, {how}"] = build(by_hand(3, create, mesh, gathered=how), batch)
     return found

@@ -28,9 +28,9 @@ from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
 from jzero.modules import has_module
 from jzero.scale import Factor, factor_of
-from jzero.scatter import needs_scatter, reduce_scatter
+from jzero.scatter import batch_axes, needs_scatter, of_batch, reduce_scatter
 from jzero.sharding import Plan
-from jzero.specs import P, entry_axes, make_spec, named_axes
+from jzero.specs import P, make_spec, named_axes
 from jzero.stored import cut, pad
 
 REDUCE = ("auto", "step", "microbatch")
@@ -243,10 +243,11 @@ class _ValueAndGrad:
     # --- one reduction after the loop -----------------------------------------------------------------------
 
     def _after_the_loop(self, fn, params, args, size: int):
-        plan, axes = self.plan, entry_axes(self.plan.batch.spec[0])
+        plan, axes = self.plan, batch_axes(self.plan)
         arrays, rest = _split_static(args)
         specs = [[P(axes) if i + 1 in self.batch_argnums else P() for _ in xs] for i, xs in enumerate(arrays)]
         self._check_apart(fn, params, args, size // (plan.batch_parts * self.accumulate))
+        rows = [(x, self._reduced_to(x)) for x in plan.layouts]
 
         def local(params, arrays):
             index = jax.lax.axis_index(axes)
@@ -254,37 +255,26 @@ class _ValueAndGrad:
             total, loss, aux, sums = self._loop(fn, params, *parts, pin=lambda x: x)
             total = jax.lax.psum(total, axes)
             scaled = [s / total for s in sums]
-            grads = [self._reduced(g, x) for g, x in zip(scaled, plan.layouts, strict=True)]
+            grads = [self._reduced(g, *row) for g, row in zip(scaled, rows, strict=True)]
             return jax.lax.psum(loss, axes) / total, _over_devices(aux, total, axes), grads
 
-        whole = [x.padded and not needs_scatter(x.shape, x.state, plan) for x in plan.layouts]
-        out = [
-            _manual(plan.sharding(x.used if w else x.state).spec, axes)
-            for w, x in zip(whole, plan.layouts, strict=True)
-        ]
         run = jax.shard_map(
-            local, mesh=plan.array_mesh, in_specs=(P(), specs), out_specs=(P(), P(), out), axis_names=set(axes),
-            check_vma=False,
+            local, mesh=plan.array_mesh, in_specs=(P(), specs),
+            out_specs=(P(), P(), [of_batch(spec, plan) for _, spec in rows]), axis_names=set(axes), check_vma=False,
         )  # fmt: skip
         loss, aux, grads = run(params, arrays)
-        rows = zip(grads, whole, plan.layouts, strict=True)
-        grads = [g if w else cut(g, x.shape, x.state, plan) for g, w, x in rows]
+        grads = [cut(g, x.shape, spec, plan) for g, (x, spec) in zip(grads, rows, strict=True)]
         return loss, aux, jax.tree.structure(params).unflatten(grads)
 
-    def _reduced(self, grad, x: Layout):
-        """One device's mean gradient, reduced to its shard; see `Layout.state`."""
+    def _reduced_to(self, x: Layout):
+        """`Layout.state`, or whole where its padded pieces share a dim with another axis."""
+        return x.used if x.padded and not needs_scatter(x.shape, x.state, self.plan) else x.state
+
+    def _reduced(self, grad, x: Layout, spec):
+        """One device's mean gradient, reduced to the layout `spec`; padded where its pieces would be unequal."""
         grad = grad.astype(self.plan.config.reduce_dtype or x.dtype)
-        used, state = (self.plan.sharding(s).spec for s in (x.used, x.state))
-        rest = [a for a in entry_axes(self.plan.batch.spec[0]) if a not in named_axes(used)]
         with jax.named_scope("jzero.reduce_grads"):
-            if x.padded and needs_scatter(x.shape, x.state, self.plan):
-                return reduce_scatter(grad, x.state, self.plan)
-            for dim, entry in enumerate(() if x.padded else state):
-                axes = tuple(a for a in entry_axes(entry) if a in rest)
-                if axes:
-                    grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
-                    rest = [a for a in rest if a not in axes]
-            return jax.lax.psum(grad, tuple(rest)) if rest else grad
+            return reduce_scatter(grad, spec, self.plan, but=named_axes(self.plan.sharding(x.used).spec))
 
     # --- a reduction in every micro-batch -------------------------------------------------------------------
 
@@ -408,11 +398,6 @@ def _over_devices(aux, total, axes):
     return jax.tree.map(
         lambda x: x / total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, summed
     )
-
-
-def _manual(spec, axes):
-    """A spec without the axes that stay automatic."""
-    return make_spec([tuple(a for a in entry_axes(e) if a in axes) for e in spec])
 
 
 def _split_static(args):

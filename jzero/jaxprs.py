@@ -135,12 +135,7 @@ def dot_gradient(eqn, at: int, other, cotangent, part: tuple[int, int, int] | No
         )
     if dtype is not None:
         return jnp.einsum(f"{its},{out}->{mine}", other, cotangent, preferred_element_type=dtype)
-
-    def dot(weight):
-        pair = (weight, other) if at == 0 else (other, weight)
-        return eqn.primitive.bind(*pair, **eqn.primitive.get_bind_params(eqn.params))
-
-    return jax.linear_transpose(dot, jax.ShapeDtypeStruct(shape, operands[at].dtype))(cotangent)[0]
+    return product_gradient(eqn, at, other, cotangent, shape)
 
 
 def on_host(fn: Callable) -> Callable:
@@ -183,14 +178,11 @@ def example_dims(eqn, at: int) -> tuple[int, int] | None:
     return (free[1 - at][0], 0 if at == 1 else len(free[0])) if free[1 - at] else None
 
 
-def conv_gradient(eqn, other, cotangent) -> Any:
-    """The gradient of the kernel of a `conv_general_dilated`, of some examples."""
-
-    def conv(kernel):
-        return eqn.primitive.bind(other, kernel, **eqn.primitive.get_bind_params(eqn.params))
-
-    kernel = eqn.invars[1].aval
-    return jax.linear_transpose(conv, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))(cotangent)[0]
+def product_gradient(eqn, at: int, other, cotangent, shape: Sequence[int] | None = None) -> Any:
+    """The gradient of the weight at `at` of a product, for some examples; `shape`: of a part of it."""
+    weight = eqn.invars[at].aval
+    part = jax.ShapeDtypeStruct(weight.shape if shape is None else tuple(shape), weight.dtype)
+    return jax.linear_transpose(lambda w: Product(eqn, at)(other, w)[0], part)(cotangent)[0]
 
 
 def linear(fn: Callable, back: Callable, fixed: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jzero.jaxprs import is_tracer
 from jzero.mesh import in_shard_map
 from jzero.sharding import Plan
-from jzero.specs import P, axis_size, entry_axes, make_spec, spec_entries
+from jzero.specs import axis_size, entry_axes, make_spec, spec_entries
 
 
 def needs_scatter(shape: Sequence[int], spec: PartitionSpec, plan: Plan) -> bool:
@@ -29,8 +29,7 @@ def needs_scatter(shape: Sequence[int], spec: PartitionSpec, plan: Plan) -> bool
     entries = [entry_axes(e) for e in spec]
     pieces = [axis_size(plan.mesh, e) for e in entries]
     odd = any(size % n for size, n in zip(shape, pieces, strict=False))
-    cut = [e for e in plan.sharding(spec).spec if set(entry_axes(e)) & set(batch_axes(plan))]
-    return (odd or len(cut) > 1) and is_of_batch(spec, plan)
+    return (odd or len(scatter_steps(len(shape), spec, plan)) > 1) and is_of_batch(spec, plan)
 
 
 def is_of_batch(spec: PartitionSpec, plan: Plan) -> bool:
@@ -42,18 +41,26 @@ def is_of_batch(spec: PartitionSpec, plan: Plan) -> bool:
 
 def batch_axes(plan: Plan) -> tuple[str, ...]:
     """The axes that split the batch, as the mesh of the plan's arrays names them."""
-    return entry_axes(plan.sharding(P(plan.batch_axes)).spec[0])
+    return entry_axes(plan.batch.spec[0])
 
 
-def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan) -> Any:
+def of_batch(spec: PartitionSpec, plan: Plan) -> PartitionSpec:
+    """What a `shard_map` over the batch axes is told of a layout: the other axes stay automatic."""
+    axes = batch_axes(plan)
+    return make_spec([tuple(a for a in entry_axes(e) if a in axes) for e in plan.sharding(spec).spec])
+
+
+def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence[str] = ()) -> Any:
     """Inside of a `shard_map` over the batch axes: this device's piece of the sum of all devices' values.
 
     Args:
       value: whole; padded here where pieces would be unequal.
       spec: of the sum.
       plan: gives the mesh; axes of the batch that `spec` does not name hold the same piece.
+      but: axes that are not summed over.
     """
-    axes, steps = batch_axes(plan), scatter_steps(np.ndim(value), spec, plan)
+    axes = tuple(a for a in batch_axes(plan) if a not in but)
+    steps = scatter_steps(np.ndim(value), spec, plan, but=but)
     short = [0] * np.ndim(value)
     for dim, own in steps:
         short[dim] = -value.shape[dim] % axis_size(plan.array_mesh, own)
@@ -65,11 +72,13 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan) -> Any:
     return jax.lax.psum(value, rest) if rest else value
 
 
-def scatter_steps(ndim: int, spec: PartitionSpec, plan: Plan) -> list[tuple[int, tuple[str, ...]]]:
+def scatter_steps(
+    ndim: int, spec: PartitionSpec, plan: Plan, *, but: Sequence[str] = ()
+) -> list[tuple[int, tuple[str, ...]]]:
     """The dims to scatter, in order, each with its axes of the batch: innermost axes first."""
-    axes, names = batch_axes(plan), plan.array_mesh.axis_names
-    entries = spec_entries(plan.sharding(spec).spec, ndim)
-    found = [(dim, tuple(a for a in e if a in axes)) for dim, e in enumerate(entries)]
+    names = plan.array_mesh.axis_names
+    entries = spec_entries(of_batch(spec, plan), ndim)
+    found = [(dim, tuple(a for a in e if a not in but)) for dim, e in enumerate(entries)]
     return sorted((x for x in found if x[1]), key=lambda x: -max(map(names.index, x[1])))
 
 
@@ -96,13 +105,12 @@ def summed(
         return None
     axes = batch_axes(plan)
     shape = jax.eval_shape(make, *rows).shape
-    out = make_spec([tuple(a for a in entry_axes(e) if a in axes) for e in plan.sharding(spec).spec])
 
     def own(*rows):
         return reduce_scatter(make(*rows), spec, plan)
 
     run = jax.shard_map(
-        own, mesh=plan.array_mesh, in_specs=tuple(make_spec([()] * d + [axes]) for d in dims), out_specs=out,
-        axis_names=set(axes), check_vma=False,
+        own, mesh=plan.array_mesh, in_specs=tuple(make_spec([()] * d + [axes]) for d in dims),
+        out_specs=of_batch(spec, plan), axis_names=set(axes), check_vma=False,
     )  # fmt: skip
     return plan.constrain(run(*rows)[tuple(slice(size) for size in shape)], spec)

@@ -147,7 +147,7 @@ class Uses:
 
         def gradient(other, cotangent, *, piece):
             if eqn.primitive.name != "dot_general":
-                return jaxprs.conv_gradient(eqn, other, cotangent)
+                return jaxprs.product_gradient(eqn, at, other, cotangent)
             return jaxprs.dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
 
         def back(other, cotangent):
