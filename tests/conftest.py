@@ -1,8 +1,14 @@
-"""Eight simulated CPU devices for every test; without them the suite fails, it does not skip."""
+"""Eight simulated CPU devices for every test; without them the suite fails, it does not skip.
+
+Tests marked `pod` compile for GPUs and need the extra `pod`; where it is missing they are left out, and the last lines
+of the run say so.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,8 +27,16 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).resolve().parents[1
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# The workers of one run share what one of them has compiled for a pod. With the cache off (JZERO_POD_CACHE=off, as in
+# CI) it is in a folder of this run, which the process that starts the workers makes and removes.
+RUN_FOLDER = None
+if os.environ.get("JZERO_POD_CACHE", "").lower() == "off":
+    RUN_FOLDER = tempfile.TemporaryDirectory(prefix="jzero-pods-")
+    os.environ["JZERO_POD_CACHE"] = RUN_FOLDER.name
+
 import jax
 import numpy as np
+import progress
 import pytest
 from jax.sharding import Mesh
 from together import pytest_xdist_make_scheduler  # noqa: F401  (a hook)
@@ -31,6 +45,31 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".cache/jax/tests"))
 # steps in flight together can starve each other of threads on two cores, and XLA then aborts the process
 jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+
+
+def pytest_configure(config):
+    progress.install(config)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without the compile-only plugin the tests that need it are left out; the summary says so, once."""
+    if HAS_PLUGIN:
+        return
+    left = [item for item in items if item.get_closest_marker("pod")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("pod")]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not HAS_PLUGIN:
+        terminalreporter.write_line(
+            "Left out: all tests that compile for GPUs (marker `pod`), since jax has no CUDA plugin here. "
+            'pip install -e ".[pod]" brings it; no GPU is needed.',
+            yellow=True,
+        )
 
 
 def pytest_sessionstart(session):

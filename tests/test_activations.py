@@ -13,9 +13,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 DIM, ROWS, LAYERS = 512, 256, 6  # of one device
 BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}

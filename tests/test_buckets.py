@@ -217,9 +217,6 @@ def test_options_are_for_gpus_of_a_tested_jaxlib(mesh, monkeypatch):
 
 @cached
 def compiled(stage, n, scan, bucket, rows=1, layers=None):
-    pytest.importorskip(
-        "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-    )
     pod = jzero.pod("h200", hosts=n // 8)
     mesh = pod.mesh({"data": n})
     state = jzero.abstract(lambda: gpu.create(scan, layers), stage=stage, mesh=mesh, bucket_bytes=bucket)
@@ -234,6 +231,7 @@ def moved(report, *ops):
     return [c for c in report.collectives if c.op in ops]
 
 
+@pytest.mark.pod
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nine_tenths_of_the_bytes_are_beside_compute(stage, scan):
@@ -245,6 +243,7 @@ def test_nine_tenths_of_the_bytes_are_beside_compute(stage, scan):
     assert beside >= 0.9 * total
 
 
+@pytest.mark.pod
 def test_a_bucket_is_as_large_on_64_devices_as_on_8():
     by_n = {n: moved(compiled(2, n, False, 8 * MIB, rows=32), "reduce-scatter") for n in (8, 64)}
     assert max(c.bytes for c in by_n[8]) <= 16 * MIB

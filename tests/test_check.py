@@ -20,9 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from jzero.proof.check import KINDS, CheckError, Finding, check, findings
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 LAYERS, DIM, HEADS, VOCAB, SEQ = 3, 128, 4, 512, 16
 UNROLLED = 2

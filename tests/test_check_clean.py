@@ -21,6 +21,8 @@ from test_check import (
 
 import jzero
 
+pytestmark = pytest.mark.pod
+
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @BOTH

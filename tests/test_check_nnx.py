@@ -19,6 +19,8 @@ from test_check_offload import in_host_memory
 import jzero
 from jzero.proof.check import findings
 
+pytestmark = pytest.mark.pod
+
 LAYERS, DIM, ROWS = 3, 128, 64
 
 

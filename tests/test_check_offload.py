@@ -19,6 +19,8 @@ from jzero.proof.check import findings
 from jzero.proof.evidence import Evidence
 from jzero.proof.hlo import parse
 
+pytestmark = pytest.mark.pod
+
 
 def in_host_memory(tree):
     """The abstract arrays of a state in pinned host memory, its scalars on the device."""

@@ -13,9 +13,7 @@ from jzero.commands.inputs import InputError, parse_axes, parse_batch, parse_nam
 from jzero.commands.presets import PRESETS, creator
 from jzero.commands.search import largest_that_fits
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 FILE = str(Path(__file__).with_name("cli_model.py"))
 SUBJECT = ["--create", f"{FILE}:create", "--step", f"{FILE}:step", "--batch", "x=f32[32,256], y=f32[32,256]"]
 

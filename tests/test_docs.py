@@ -19,11 +19,14 @@ WITH_CODE = [name for name, program in PROGRAMS.items() if any(b.language == "py
 NOT_RUN: dict[str, int] = {}
 
 
-@pytest.mark.parametrize("name", WITH_CODE)
+RUNS = [
+    pytest.param(name, marks=[pytest.mark.pod] * any("pod" in b.code for b in PROGRAMS[name])) for name in WITH_CODE
+]
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if any("pod" in b.code for b in PROGRAMS[name]):
-        pytest.importorskip("jax_plugins.xla_cuda12", reason="jzero.pod needs jzero[pod]")
     ran, left, printed = pages.execute(pages.PAGES[name], {"__name__": "page"})
     assert ran or left, "no python was found"
     assert all(b.why or b.needs for b in left)

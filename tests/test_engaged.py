@@ -11,9 +11,7 @@ from scripts import load
 
 from jzero.proof.check import KINDS
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 make = load("make_engaged")
 TEXT = make.PAGE.read_text(encoding="utf-8")

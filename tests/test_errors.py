@@ -283,8 +283,8 @@ def test_an_abstract_state_or_pod_given_to_shard(mesh):
         jzero.shard(jax.eval_shape(create_state), stage=2, mesh=mesh)
 
 
+@pytest.mark.pod
 def test_a_mesh_of_compile_only_devices(mesh):
-    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the jax-cuda12-plugin (jzero[pod])")
     pod = jzero.pod("h200")
     for state in (create_state, create_state()):
         with raises(TypeError, "compile-only devices (jzero.pod)", "jzero.abstract(state"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from jzero.proof.report import Collective, Memory, Report, Wire, explain
 
 WIDTH = 128
 WEIGHT = WIDTH * WIDTH * 4
-HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 
 
 def cpu_mesh(**axes) -> Mesh:
@@ -152,7 +150,7 @@ def test_program_of_one_device():
     assert "\n none\n" in str(report)
 
 
-@pytest.mark.skipif(not HAS_PLUGIN, reason='no CUDA plugin of jax: pip install "jzero[pod]"')
+@pytest.mark.pod
 def test_program_of_a_pod():
     target = pod("h200")
     mesh = target.mesh({"data": 8})
@@ -167,7 +165,7 @@ def test_program_of_a_pod():
     assert report.memory.peak > 0
 
 
-@pytest.mark.skipif(not HAS_PLUGIN, reason='no CUDA plugin of jax: pip install "jzero[pod]"')
+@pytest.mark.pod
 def test_host_arguments_are_no_device_bytes():
     target = pod("h200")
     mesh = target.mesh({"data": 8})

@@ -48,11 +48,8 @@ def test_what_is_alive_counts_shared_bytes_once():
     assert fragmentation.most_alive(temp, RANGES.replace("b{0}:2-4", "b{0}:4-4")) == 600
 
 
+@pytest.mark.pod
 def test_a_step_has_one_temp_with_little_lost_in_it(monkeypatch):
-    pytest.importorskip(
-        "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-    )
-
     def shrunk(**fields):
         return Model(**{**fields, "width": 256, "layers": 2, "heads": 2, "seq": 128})
 

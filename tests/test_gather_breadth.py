@@ -338,6 +338,7 @@ POD_CASES = {
 }
 
 
+@pytest.mark.pod
 @pytest.mark.parametrize("case", POD_CASES)
 def test_compiled_for_a_pod(case):
     """Each weight is gathered once per use in the forward pass, and again where the backward pass reads it."""

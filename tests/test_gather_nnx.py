@@ -268,6 +268,7 @@ def compiled(kind, wrapped=True):
     return plan, program, jzero.explain(program, plan)
 
 
+@pytest.mark.pod
 @pytest.mark.parametrize("kind", ["list", "scan", "list remat", "scan remat"])
 def test_weights_are_gathered_one_by_one(kind):
     """3 Psi on the wire, a few weights at once, nothing for `check` to find; donated state is taken over."""
@@ -280,6 +281,7 @@ def test_weights_are_gathered_one_by_one(kind):
     assert findings(program, plan) == ()
 
 
+@pytest.mark.pod
 def test_without_gather_on_use_check_says_so():
     plan, program, _ = compiled("list", wrapped=False)
     assert "gather_on_use_not_traced" in {f.kind for f in findings(program, plan)}

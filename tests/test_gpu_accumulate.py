@@ -10,6 +10,8 @@ from together import cached
 
 import jzero
 
+pytestmark = pytest.mark.pod
+
 K = 4
 
 

@@ -17,9 +17,7 @@ from jzero.proof.hlo import parse
 from jzero.proof.lifetimes import most_on_device
 from jzero.proof.transfers import find_transfers
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 MIB = 2**20
 BOUND = 64 * MIB

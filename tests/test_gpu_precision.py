@@ -13,9 +13,7 @@ from test_gpu_offload import abstract_state
 import jzero
 from benchmarks import precision
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 

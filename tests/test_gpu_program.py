@@ -17,9 +17,7 @@ from together import cached
 
 import jzero
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 LAYERS, SCANNED = 4, 12  # unrolled; in a scan
 DIM, HEADS, VOCAB, SEQ = 1024, 16, 512, 16

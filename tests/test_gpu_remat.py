@@ -18,9 +18,7 @@ from together import cached
 
 import jzero
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 DATA, MODEL = 2, 4
 DIM, ROWS, SEQ = (

@@ -76,6 +76,7 @@ def column_then_row(params):
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
+@pytest.mark.pod
 @pytest.mark.parametrize("kind", KINDS)
 def test_wire_bytes_per_axis_are_the_closed_form(kind):
     """What crosses `replica` is what crosses the slow network."""
@@ -88,6 +89,7 @@ def test_wire_bytes_per_axis_are_the_closed_form(kind):
     assert found == ()
 
 
+@pytest.mark.pod
 @pytest.mark.parametrize("kind", ["HSDP, stage 2", "HSDP or MiCS, stage 3"])
 def test_with_tensor_parallelism(kind):
     estimate, report, found = compiled(kind, tensor_parallel=True)

@@ -214,9 +214,7 @@ def test_what_a_step_sends_over_the_network():
     assert leaves(stage=3, axis=both) == {"replica+data": [mb["replica+data"], mb["replica+data"]]}
 
 
-@pytest.mark.skipif(
-    not __import__("importlib.util").util.find_spec("jax_plugins.xla_cuda12"), reason="needs jzero[pod]"
-)
+@pytest.mark.pod
 def test_pods():
     pod = jzero.pod("h200", hosts=2)
     mesh = jzero.mesh({"replica": "hosts", "data": "host"}, pod=pod)

@@ -103,6 +103,7 @@ def large():
     return plan, jzero.zero(CHAINS["adam"](), plan)
 
 
+@pytest.mark.pod
 def test_a_large_padded_leaf_is_within_the_bound(large):
     plan, tx = large
 
@@ -129,6 +130,7 @@ def test_a_large_padded_leaf_is_within_the_bound(large):
     assert ops == {"all-gather"}  # whole gradients came in; nothing moves between devices to be padded
 
 
+@pytest.mark.pod
 def test_a_large_padded_leaf_is_born_within_the_bound(large):
     plan, tx = large
     memory = jzero.pod("h200").compile(tx.init.trace, plan.shapes).memory_analysis()

@@ -53,6 +53,7 @@ def compiled(stage, scan, chain, in_flight=192 * 1024, plan_only=False):
     return state, plan, program, jzero.explain(program, plan)
 
 
+@pytest.mark.pod
 @pytest.mark.parametrize(
     ("stage", "scan", "chain"), [(1, False, "lion"), (2, True, "clip"), (3, False, "adamw")]
 )
@@ -68,6 +69,7 @@ def test_estimate_is_what_the_compiler_says(stage, scan, chain):
     assert (e.to_device, e.to_host) == (report.pcie["to_device"], report.pcie["to_host"])
 
 
+@pytest.mark.pod
 def test_state_that_the_chain_reads_twice():
     """Lamb takes norms of its updates, leaf by leaf: explain counts what the closed form leaves out."""
     state, plan, _, report = compiled(2, True, "lamb", in_flight=2**20)
@@ -76,6 +78,7 @@ def test_state_that_the_chain_reads_twice():
     assert report.pcie["to_device"] >= e.host
 
 
+@pytest.mark.pod
 def test_adam_is_assumed():
     state, plan = compiled(3, False, "adamw", plan_only=True)
     counted, assumed = jzero.estimate(plan, tx=state.tx), jzero.estimate(plan)
@@ -85,6 +88,7 @@ def test_adam_is_assumed():
     assert assumed.to_device == assumed.to_host == assumed.host
 
 
+@pytest.mark.pod
 def test_the_printed_estimate():
     _, plan = compiled(3, False, "adamw", plan_only=True)
     text = str(jzero.estimate(plan))
@@ -102,6 +106,7 @@ def test_the_printed_estimate():
     assert not re.search("host|pcie|in_flight", plain)
 
 
+@pytest.mark.pod
 def test_transfers_of_a_program():
     _, _, program, report = compiled(2, True, "clip")
     held = program.memory_analysis().host_argument_size_in_bytes
@@ -194,6 +199,7 @@ def test_an_element_of_a_tuple_keeps_only_itself_alive():
     assert most_on_device(parse(text)) == 2 * 32
 
 
+@pytest.mark.pod
 def test_describe_names_the_leaves_on_the_host():
     state, plan = compiled(3, False, "adamw", plan_only=True)
     text = plan.describe(state.tx)

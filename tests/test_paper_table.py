@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from scripts import load
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 table = load("make_paper_table")
 

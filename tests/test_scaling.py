@@ -11,9 +11,7 @@ import pytest
 
 from benchmarks import scaling
 
-pytest.importorskip(
-    "jax_plugins.xla_cuda12", reason="compile-only pods need the jax-cuda12-plugin (jzero[pod])"
-)
+pytestmark = pytest.mark.pod
 
 
 @functools.cache

@@ -295,6 +295,7 @@ def test_param_axis_below_stage_3_is_told(stage):
     assert ("param_axis='data' has no effect at stage 1: params are whole" in plan.describe()) == (stage == 1)
 
 
+@pytest.mark.pod
 def test_params_within_the_node_are_cut_along_the_dim_of_their_state():
     """Else all of a new param would cross the network, and not only the part that the node has not."""
     mesh = jzero.mesh({"replica": "hosts", "data": "host"}, pod=jzero.pod("h200", hosts=512))

@@ -13,13 +13,16 @@ those a real GPU would give, so this is the way for programs with and without ho
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
+import hashlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax._src import compiler, stages
 from jax._src.interpreters import pxla
@@ -27,6 +30,8 @@ from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.named_sharding import UnspecifiedValue
 from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import topologies
+
+from jzero.proof.pod_cache import MemoryStats, Program, get_or_compile, program_key
 
 INSTALL = 'pip install "jzero[pod]"'
 SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -53,8 +58,9 @@ class MemoryKind(str):
 class PodDevice:
     """One compile-only GPU that also knows its memories; every other attribute is the real device's."""
 
-    def __init__(self, target):
+    def __init__(self, target, pod: str):
         self.target = target
+        self.pod = pod
         self._memories = (MemoryKind("device"), MemoryKind("pinned_host"))
 
     def addressable_memories(self) -> tuple[MemoryKind, ...]:
@@ -70,7 +76,7 @@ class PodDevice:
         return next(m for m in self._memories if m == kind)
 
     def __getattr__(self, name: str):
-        if name == "target":  # only while a copy is being built: no real device to ask yet
+        if name in ("target", "pod"):  # only while a copy is being built: no real device to ask yet
             raise AttributeError(name)
         return getattr(self.target, name)
 
@@ -94,7 +100,7 @@ def pod_devices(config: str, hosts: int, gpus_per_host: int) -> tuple[PodDevice,
             topology = topologies.get_topology_desc(platform="cuda", **wanted)
         except Exception as error:
             raise RuntimeError(_REFUSED.format(jax.__version__)) from error
-    return tuple(PodDevice(d) for d in topology.devices)
+    return tuple(PodDevice(d, repr(wanted)) for d in topology.devices)
 
 
 def compile_lowered(lowered: Any, compiler_options: Mapping[str, Any] | None) -> jax.stages.Compiled:
@@ -108,12 +114,12 @@ def compile_lowered(lowered: Any, compiler_options: Mapping[str, Any] | None) ->
         lowered = lowered.lowered
     lowering: Any = lowered._lowering
     with _missing_ptxas_named():
-        loaded = _xla_compile(lowering, dict(lowering._compiler_options_kvs) | dict(compiler_options or {}))
-    stand_in: Any = _Swapped(lowered, _Executable(lowering, loaded))
+        program = _xla_compile(lowering, dict(lowering._compiler_options_kvs) | dict(compiler_options or {}))
+    stand_in: Any = _Swapped(lowered, _Executable(lowering, program))
     return jax.stages.Lowered.compile(stand_in)
 
 
-def _xla_compile(lowering, options: dict[str, Any]):
+def _xla_compile(lowering, options: dict[str, Any]) -> Program:
     """The private calls: what `jax.stages.Lowered.compile` does from StableHLO on, with the real devices."""
     args, devices = lowering.compile_args, list(lowering._device_list or ())
     if not devices or not all(isinstance(d, PodDevice) for d in devices):
@@ -128,8 +134,34 @@ def _xla_compile(lowering, options: dict[str, Any]):
     propagate = pxla.get_prop_to_input_output(args["in_shardings"], args["out_shardings"], effects)
     module, client = lowering.stablehlo(), real[0].client
     built = pxla.create_compile_options(module, args["tuple_args"], *propagate, client, real, options)
-    device_list = xla_client.DeviceList(tuple(real))
-    return compiler.backend_compile_and_load(client, module, device_list, built, list(args["host_callbacks"]))
+
+    def compile_program() -> Program:
+        callbacks = list(args["host_callbacks"])
+        device_list = xla_client.DeviceList(tuple(real))
+        return _read(compiler.backend_compile_and_load(client, module, device_list, built, callbacks))
+
+    key = program_key(
+        module.operation.get_asm(enable_debug_info=True),
+        devices[0].pod,
+        [d.id for d in devices],
+        hashlib.sha256(built.SerializeAsString()).hexdigest(),
+        os.environ.get("XLA_FLAGS", ""),
+        jaxlib.__version__,
+        client.platform_version,
+    )
+    return get_or_compile(key, compile_program)
+
+
+def _read(loaded) -> Program:
+    """All that `jax.stages.Compiled` is asked about a program that cannot run."""
+    stats = loaded.get_compiled_memory_stats()
+    memory = {f.name: getattr(stats, f.name, 0) for f in dataclasses.fields(MemoryStats)}
+    shardings = [
+        tuple(op.SerializeToString() for op in ops) for ops in pxla.get_op_sharding_from_executable(loaded)
+    ]
+    return Program(
+        "\n\n".join(m.to_string() for m in loaded.hlo_modules()), MemoryStats(**memory), *shardings
+    )
 
 
 class _Swapped:
@@ -152,17 +184,20 @@ class _Swapped:
 class _Executable(stages.Executable):
     """What a `jax.stages.Compiled` asks of its executable, short of running it."""
 
-    def __init__(self, lowering, loaded):
+    def __init__(self, lowering, program: Program):
         args = lowering.compile_args
-        self._loaded = loaded
+        self._program = program
         self._kept_var_idx, self._all_args_info = args["kept_var_idx"], args["all_args_info"]
         self.in_avals, self.out_avals = args["global_in_avals"], args["global_out_avals"]
-        in_ops, out_ops = pxla.get_op_sharding_from_executable(loaded)
-        self._in_shardings = _resolve(args["in_shardings"], in_ops, self.in_avals, lowering._device_list)
-        self._out_shardings = _resolve(args["out_shardings"], out_ops, self.out_avals, lowering._device_list)
+        devices = lowering._device_list
+        self._in_shardings = _resolve(args["in_shardings"], program.in_shardings, self.in_avals, devices)
+        self._out_shardings = _resolve(args["out_shardings"], program.out_shardings, self.out_avals, devices)
 
-    def xla_extension_executable(self):
-        return self._loaded
+    def as_text(self) -> str:
+        return self._program.text
+
+    def memory_analysis(self) -> MemoryStats:
+        return self._program.memory
 
     def input_shardings(self):
         return self._in_shardings
@@ -174,12 +209,14 @@ class _Executable(stages.Executable):
         raise NotImplementedError("compiled for a pod that is not attached: read this program, do not run it")
 
 
-def _resolve(shardings, ops, avals, devices) -> list:
+def _resolve(shardings, ops: tuple[bytes, ...], avals, devices) -> list:
     """The shardings of a program, with XLA's own choice where the user left it open."""
 
     def choice(i):
         on_host = getattr(avals[i], "memory_space", None) == jax.memory.Space.Host
-        return GSPMDSharding(devices, ops[i], memory_kind="pinned_host" if on_host else "device")
+        op = xla_client.OpSharding()
+        op.ParseFromString(ops[i])
+        return GSPMDSharding(devices, op, memory_kind="pinned_host" if on_host else "device")
 
     left_open = [isinstance(s, UnspecifiedValue) and len(ops) == len(shardings) for s in shardings]
     return [choice(i) if left_open[i] else s for i, s in enumerate(shardings)]
