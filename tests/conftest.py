@@ -50,10 +50,6 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 
 
-def pytest_configure(config):
-    progress.install(config)
-
-
 def pytest_collection_modifyitems(config, items):
     """Without the compile-only plugin the tests that need it are left out; the summary says so, once."""
     if HAS_PLUGIN:
@@ -73,6 +69,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionstart(session):
+    progress.install(session.config)
     if len(jax.devices()) != 8:
         pytest.exit(f"the tests need 8 simulated CPU devices, jax has {len(jax.devices())}", returncode=3)
 

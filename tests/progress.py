@@ -24,10 +24,6 @@ class Progress:
         self.total = self.done = self.failed = 0
         self.started = self.shown = now()
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionstart(self):
-        self.terminal.write_line("jax starts in each worker and the tests are collected: about ten seconds")
-
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node, ids):
         self.begin(len(ids))
@@ -75,8 +71,9 @@ class Progress:
 
 
 def install(config) -> None:
-    """Put it in place, unless every test is named (`-v`), or this is a worker."""
+    """Put it in place, unless every test is named (`-v`), or this process is a worker."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput") and config.get_verbosity() <= 0:
         config.pluginmanager.register(Progress(terminal), "progress")
+        terminal.write_line("Each worker starts jax and collects the tests, which takes a few seconds.")
         terminal._show_progress_info = False  # pytest's own percentages, at the end of each line of dots

@@ -8,8 +8,7 @@ import jaxlib
 import models as m
 import numpy as np
 import pytest
-import test_gpu_program as gpu
-from together import cached
+from programs import SEQ, cached, gpt_state, gpt_step
 
 import jzero
 from benchmarks import buckets as bench
@@ -219,11 +218,12 @@ def test_options_are_for_gpus_of_a_tested_jaxlib(mesh, monkeypatch):
 def compiled(stage, n, scan, bucket, rows=1, layers=None):
     pod = jzero.pod("h200", hosts=n // 8)
     mesh = pod.mesh({"data": n})
-    state = jzero.abstract(lambda: gpu.create(scan, layers), stage=stage, mesh=mesh, bucket_bytes=bucket)
+    layers = layers or (12 if scan else 4)
+    state = jzero.abstract(lambda: gpt_state(scan, layers), stage=stage, mesh=mesh, bucket_bytes=bucket)
     plan = jzero.plan_of(state)
-    batch = {"tokens": jax.ShapeDtypeStruct((n * rows, gpu.SEQ), jnp.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((n * rows, SEQ), jnp.int32)}
     options = plan.compiler_options
-    program = pod.compile(gpu.train_step, state, batch, donate_argnums=0, compiler_options=options, plan=plan)
+    program = pod.compile(gpt_step, state, batch, donate_argnums=0, compiler_options=options, plan=plan)
     return jzero.explain(program, plan)
 
 
@@ -250,7 +250,7 @@ def test_a_bucket_is_as_large_on_64_devices_as_on_8():
     assert max(c.bytes for c in by_n[64]) <= 16 * MIB
     counts = {n: sum(c.count * c.trips for c in sent) for n, sent in by_n.items()}
     assert counts[64] == pytest.approx(counts[8], rel=0.1)
-    assert counts[8] >= 2 * gpu.LAYERS
+    assert counts[8] >= 2 * 4
 
 
 def test_larger_buckets_are_fewer_and_take_more_memory():

@@ -16,72 +16,14 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
+from programs import QUICK, SEQ, Block, Gpt, gpt_loss, gpt_step, small_gpt, small_state, tokens
 
 import jzero
 from jzero.proof.check import KINDS, CheckError, Finding, check, findings
 
 pytestmark = pytest.mark.pod
 
-LAYERS, DIM, HEADS, VOCAB, SEQ = 3, 128, 4, 512, 16
-UNROLLED = 2
-# `check` reads collectives and layouts: code for the matmuls is a third of the compile time, and not read
-QUICK = {
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_disable_gpuasm_optimizations": True,
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-KW = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-norm = functools.partial(nn.RMSNorm, **KW)
-
-
-class Block(nn.Module):
-    """Attention and MLP, with relu for softmax and gelu: what they are does not change what is sent."""
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        dense = functools.partial(nn.Dense, use_bias=False, **KW)
-        q, k, v = (t.reshape(*t.shape[:2], HEADS, -1) for t in jnp.split(dense(3 * DIM)(norm()(x)), 3, -1))
-        weights = nn.relu(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8)
-        x = x + dense(DIM)(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
-        return x + dense(DIM)(nn.relu(dense(4 * DIM)(norm()(x)))), None
-
-
-class Gpt(nn.Module):
-    scan: bool
-    remat: bool = True
-    layers: int = LAYERS
-
-    @nn.compact
-    def __call__(self, tokens):
-        embed = nn.Embed(VOCAB, DIM, **KW)
-        x = embed(tokens)
-        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
-        if self.scan:
-            stack = nn.scan(
-                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
-            )
-            x, _ = stack(name="layers")(x, None)
-        else:
-            for i in range(UNROLLED):
-                x, _ = block(name=f"block_{i}")(x)
-        return embed.attend(norm()(x)).astype(jnp.float32)
-
-
-def create(scan, remat=True, layers=LAYERS):
-    model = Gpt(scan, remat, layers)
-    params = model.init(jax.random.key(0), jnp.zeros((1, SEQ), jnp.int32))["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(3e-4))
-
-
-def loss_of(state, params, batch):
-    logits = state.apply_fn({"params": params}, batch["tokens"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["tokens"][:, 1:]).mean()
-
-
-def train_step(state, batch):
-    loss, grads = jax.value_and_grad(lambda p: loss_of(state, p, batch))(state.params)
-    return state.apply_gradients(grads=grads), loss
+LAYERS = 3
 
 
 def constrained(tree, spec):
@@ -92,18 +34,7 @@ def whole(tree, mesh):
     return constrained(tree, lambda x: jax.NamedSharding(mesh, P()))
 
 
-def state_of(stage, *, scan, remat=True, layers=LAYERS, mesh=None, **fields):
-    mesh = jzero.pod("h200").mesh({"data": 8}) if mesh is None else mesh
-    fields = {"min_shard_bytes": 0, **fields}
-    state = jzero.abstract(lambda: create(scan, remat, layers), stage=stage, mesh=mesh, **fields)
-    return state, jzero.plan_of(state)
-
-
-def tokens(size=8, sharding=None):
-    return {"tokens": jax.ShapeDtypeStruct((size, SEQ), jnp.int32, sharding=sharding)}
-
-
-def found_in(state, plan, step=train_step, *, batch=None, donate=0, options=QUICK):
+def found_in(state, plan, step=gpt_step, *, batch=None, donate=0, options=QUICK):
     batch = tokens() if batch is None else batch
     program = jzero.pod("h200").compile(
         step, state, batch, donate_argnums=donate, plan=plan, compiler_options=options
@@ -117,7 +48,7 @@ BOTH = pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 @pytest.mark.parametrize("stage", [2, 3])
 @BOTH
 def test_batch_not_split(stage, scan):
-    state, plan = state_of(stage, scan=scan)
+    state, plan = small_state(stage, scan=scan)
     found = found_in(state, plan, batch=tokens(8, plan.sharding(P())))
     finding = found["batch_not_split"]
     assert finding.bytes == 8 * SEQ * 4
@@ -133,9 +64,9 @@ def naive(state):
 @functools.cache
 def naive_program(scan):
     """Not donated, too: a program with three findings."""
-    state, plan = state_of(3, scan=scan)
+    state, plan = small_state(3, scan=scan)
     return jzero.pod("h200").compile(
-        train_step, naive(state), tokens(), plan=plan, compiler_options=QUICK
+        gpt_step, naive(state), tokens(), plan=plan, compiler_options=QUICK
     ), plan
 
 
@@ -151,10 +82,10 @@ def test_gather_on_use_not_traced_and_activations_moved(scan):
 
 @BOTH
 def test_gradients_all_reduced(scan):
-    state, plan = state_of(2, scan=scan)
+    state, plan = small_state(2, scan=scan)
 
     def step(state, batch):
-        loss, grads = jax.value_and_grad(lambda p: loss_of(state, p, batch))(state.params)
+        loss, grads = jax.value_and_grad(lambda p: gpt_loss(state, p, batch))(state.params)
         grads = whole(grads, plan.mesh)
         clean = jax.tree.map(
             lambda g: g / (1 + jnp.sqrt(jnp.sum(g**2))), grads
@@ -169,10 +100,10 @@ def test_gradients_all_reduced(scan):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @BOTH
 def test_state_whole(stage, scan):
-    state, plan = state_of(stage, scan=scan)
+    state, plan = small_state(stage, scan=scan)
 
     def step(state, batch):
-        state, loss = train_step(state, batch)
+        state, loss = gpt_step(state, batch)
         return whole(state, plan.mesh), loss
 
     found = found_in(state, plan, step)
@@ -183,7 +114,7 @@ def test_state_whole(stage, scan):
 
 @BOTH
 def test_state_not_donated(scan):
-    found = found_in(*state_of(2, scan=scan), donate=())
+    found = found_in(*small_state(2, scan=scan), donate=())
     assert set(found) == {"state_not_donated"}
     assert "donate_argnums=0" in found["state_not_donated"].remedy
     assert found["state_not_donated"].bytes > 0
@@ -191,7 +122,7 @@ def test_state_not_donated(scan):
 
 @BOTH
 def test_replicated_leaves(scan):
-    found = found_in(*state_of(2, scan=scan, min_shard_bytes=2**20))
+    found = found_in(*small_state(2, scan=scan, min_shard_bytes=2**20))
     assert "replicated_leaves" in found
     finding = found["replicated_leaves"]
     assert "['Embed_0']['embedding']" in finding.text
@@ -200,11 +131,11 @@ def test_replicated_leaves(scan):
 
 
 def test_stack_gathered_before_the_loop():
-    state, plan = state_of(3, scan=True)
+    state, plan = small_state(3, scan=True)
 
     def step(state, batch):
         def loss_fn(params):
-            return loss_of(naive(state), whole(params, plan.mesh), batch)
+            return gpt_loss(naive(state), whole(params, plan.mesh), batch)
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), loss
@@ -223,10 +154,10 @@ def test_stack_split_along_its_scanned_dim(stage, axis, axes):
     def spec(path, x):
         return P(axis) if "layers" in jax.tree_util.keystr(path) and x.ndim == 3 else P()
 
-    params = jax.eval_shape(lambda: create(True, layers=4)).params
+    params = jax.eval_shape(lambda: small_gpt(True, layers=4)).params
     specs = jax.tree_util.tree_map_with_path(spec, params)
     mesh = jzero.pod("h200").mesh(axes)
-    found = found_in(*state_of(stage, scan=True, layers=4, mesh=mesh, param_specs=specs))
+    found = found_in(*small_state(stage, scan=True, layers=4, mesh=mesh, param_specs=specs))
     assert set(found) == {"stack_gathered_before_loop"}
     finding = found["stack_gathered_before_loop"]
     assert "4 stacks of layers are split along the scanned dim by their own layout" in finding.text
@@ -237,13 +168,13 @@ def test_stack_split_along_its_scanned_dim(stage, axis, axes):
 
 @BOTH
 def test_gathered_weights_kept(scan):
-    state, plan = state_of(3, scan=scan, remat=False)
+    state, plan = small_state(3, scan=scan, remat=False)
 
     def step(state, batch):
         def loss_fn(params):
             if scan:
-                return loss_of(naive_gathering(state, plan), params, batch)
-            return loss_of(naive(state), whole(params, plan.mesh), batch)
+                return gpt_loss(naive_gathering(state, plan), params, batch)
+            return gpt_loss(naive(state), whole(params, plan.mesh), batch)
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), loss
@@ -260,22 +191,14 @@ def naive_gathering(state, plan):
         @nn.compact
         def __call__(self, x, _=None):
             inner = nn.map_variables(Block, "params", lambda p: whole(p, plan.mesh), mutable=True)
-            return inner(name="block")(x, None)
+            return inner(self.dim, self.heads, self.dtype, name="block")(x, None)
 
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            embed = nn.Embed(VOCAB, DIM, **KW, name="Embed_0")
-            stack = nn.scan(
-                Gathering, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-            )
-            x, _ = stack(name="layers")(embed(tokens), None)
-            return embed.attend(norm(name="RMSNorm_0")(x)).astype(jnp.float32)
+    model = Gpt(True, LAYERS, dim=128, heads=4, remat=False, block=Gathering)
 
     def apply(variables, tokens):
         params = dict(variables["params"])
         params["layers"] = {"block": params["layers"]}
-        return Model().apply({"params": params}, tokens)
+        return model.apply({"params": params}, tokens)
 
     return state.replace(apply_fn=apply)
 
@@ -294,11 +217,11 @@ def unrolled_by_python(grads_of, zeros, parts):
 
 
 def microbatches_found(stage, scan, accumulate, parts=4):
-    state, plan = state_of(stage, scan=scan)
+    state, plan = small_state(stage, scan=scan)
 
     def step(state, batch):
         def grads_of(part):
-            return jax.grad(lambda p: loss_of(state, p, part))(state.params)
+            return jax.grad(lambda p: gpt_loss(state, p, part))(state.params)
 
         micro = jax.tree.map(lambda x: x.reshape(parts, -1, SEQ), batch)
         micro = constrained(micro, lambda x: plan.sharding(P(None, "data")))
@@ -352,10 +275,10 @@ def test_check_lists_every_finding_and_its_remedy():
 
 def test_cpu_programs():
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:8], ("data",))
-    state, plan = state_of(2, scan=True, mesh=mesh)
+    state, plan = small_state(2, scan=True, mesh=mesh)
 
     def found(batch, **options):
-        lowered = jax.jit(train_step, **options).lower(state, batch)
+        lowered = jax.jit(gpt_step, **options).lower(state, batch)
         return {f.kind for f in findings(lowered.compile({"xla_backend_optimization_level": 0}), plan)}
 
     assert found(tokens(8, plan.batch), donate_argnums=0) == set()
@@ -381,7 +304,7 @@ def test_an_array_without_a_layout_that_xla_splits_along_another_dim(stage):
 
 
 def test_bad_input():
-    _, plan = state_of(2, scan=True)
+    _, plan = small_state(2, scan=True)
     with pytest.raises(TypeError, match=r"needs a compiled program, got function"):
         findings(lambda x: x, plan)
     with pytest.raises(TypeError, match=r"jzero\.check: needs a plan, got int\. Pass jzero\.plan_of"):

@@ -6,18 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_check import (
-    BOTH,
-    QUICK,
-    constrained,
-    create,
-    found_in,
-    in_a_loop,
-    loss_of,
-    state_of,
-    tokens,
-    train_step,
-)
+from programs import QUICK, gpt_loss, gpt_step, small_gpt, small_state, tokens
+from test_check import BOTH, constrained, found_in, in_a_loop
 
 import jzero
 
@@ -28,18 +18,18 @@ pytestmark = pytest.mark.pod
 @BOTH
 def test_clean(stage, scan):
     options = None if stage >= 2 else QUICK  # None: as everyone compiles it
-    assert found_in(*state_of(stage, scan=scan), options=options) == {}
+    assert found_in(*small_state(stage, scan=scan), options=options) == {}
 
 
 @BOTH
 def test_clean_stage_3_without_remat(scan):
-    assert found_in(*state_of(3, scan=scan, remat=False)) == {}
+    assert found_in(*small_state(3, scan=scan, remat=False)) == {}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @BOTH
 def test_clean_large_batch(stage, scan):
-    assert found_in(*state_of(stage, scan=scan), batch=tokens(512)) == {}
+    assert found_in(*small_state(stage, scan=scan), batch=tokens(512)) == {}
 
 
 def tensor_parallel(params):
@@ -58,28 +48,28 @@ def tensor_parallel(params):
 @BOTH
 def test_clean_with_tensor_parallelism(stage, scan):
     mesh = jzero.pod("h200").mesh({"model": 2, "data": 4})
-    specs = tensor_parallel(jax.eval_shape(lambda: create(scan)).params)
-    assert found_in(*state_of(stage, scan=scan, mesh=mesh, param_specs=specs)) == {}
+    specs = tensor_parallel(jax.eval_shape(lambda: small_gpt(scan)).params)
+    assert found_in(*small_state(stage, scan=scan, mesh=mesh, param_specs=specs)) == {}
 
 
 @BOTH
 def test_clean_with_replicas(scan):
     mesh = jzero.pod("h200").mesh({"replica": 2, "data": 4})
-    assert found_in(*state_of(2, scan=scan, mesh=mesh, batch_axis=("replica", "data"))) == {}
+    assert found_in(*small_state(2, scan=scan, mesh=mesh, batch_axis=("replica", "data"))) == {}
 
 
 def test_batch_split_inside_of_the_step_is_no_fault():
-    state, plan = state_of(2, scan=True)
+    state, plan = small_state(2, scan=True)
 
     def step(state, batch):
-        return train_step(state, constrained(batch, lambda x: plan.batch))
+        return gpt_step(state, constrained(batch, lambda x: plan.batch))
 
     assert found_in(state, plan, step, batch=tokens(8, plan.sharding(P()))) == {}
 
 
-def in_a_scan(stage, scan, unroll, step=train_step):
+def in_a_scan(stage, scan, unroll, step=gpt_step):
     """Four steps in a loop, compiled, and their plan."""
-    state, plan = state_of(stage, scan=scan)
+    state, plan = small_state(stage, scan=scan)
     batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), tokens())
     batches = jax.tree.map(lambda x: x.update(sharding=plan.sharding(P(None, "data"))), batches)
 
@@ -97,9 +87,9 @@ def in_a_scan(stage, scan, unroll, step=train_step):
 def test_clean_steps_in_a_scan(stage, scan, unroll):
     compiled, plan = in_a_scan(stage, scan, unroll)
     assert jzero.findings(compiled, plan) == ()
-    state, _ = state_of(stage, scan=scan)
+    state, _ = small_state(stage, scan=scan)
     one = jzero.pod("h200").compile(
-        train_step, state, tokens(), donate_argnums=0, plan=plan, compiler_options=QUICK
+        gpt_step, state, tokens(), donate_argnums=0, plan=plan, compiler_options=QUICK
     )
     wire = jzero.explain(one, plan).wire.total
     assert jzero.explain(compiled, plan).wire.total == pytest.approx(4 * wire, rel=0.01)
@@ -109,7 +99,7 @@ def test_clean_steps_in_a_scan(stage, scan, unroll):
 def test_micro_batches_are_still_found_in_a_scan_of_steps(unroll):
     def step(state, batch):
         def grads_of(part):
-            return jax.grad(lambda p: loss_of(state, p, part))(state.params)
+            return jax.grad(lambda p: gpt_loss(state, p, part))(state.params)
 
         parts = jax.tree.map(lambda x: jnp.stack([(x + k) % 512 for k in range(4)]), batch)
         zeros = jax.tree.map(jnp.zeros_like, state.params)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from test_check import BOTH, QUICK, create, loss_of, state_of, tokens, train_step
-from together import cached
+from programs import QUICK, cached, gpt_loss, gpt_step, small_gpt, small_state, tokens
+from test_check import BOTH
 
 import jzero
 from jzero.proof.check import findings
@@ -35,13 +35,13 @@ def at_once(state, batch, plan, home):
     """What everybody writes first."""
     here = jax.tree.map(lambda s: s.with_memory_kind("device"), home)
     state = state.replace(opt_state=jax.device_put(state.opt_state, here))
-    state, loss = train_step(state, batch)
+    state, loss = gpt_step(state, batch)
     return state.replace(opt_state=jax.device_put(state.opt_state, home)), loss
 
 
 def leaf_by_leaf(state, batch, plan, home):
     """Adam by hand: the fetch of a leaf waits for the result of the leaf before."""
-    loss, grads = jax.value_and_grad(lambda p: loss_of(state, p, batch))(state.params)
+    loss, grads = jax.value_and_grad(lambda p: gpt_loss(state, p, batch))(state.params)
     adam, tree = state.opt_state.inner[0], jax.tree.structure(state.params)
     trees = (grads, adam.mu, adam.nu, state.opt_state.master)
     params, new, before = [], [], [jax.tree.leaves(grads)[0]]
@@ -66,7 +66,7 @@ def offloaded(stage, scan, *, clip=False, in_flight=192 * 1024):
     """A state that jzero offloads, and its plan."""
 
     def made():
-        state = create(scan)
+        state = small_gpt(scan)
         tx = optax.adamw(3e-4)
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
         return TrainState.create(apply_fn=state.apply_fn, params=state.params, tx=tx)
@@ -77,7 +77,7 @@ def offloaded(stage, scan, *, clip=False, in_flight=192 * 1024):
     return state, jzero.plan_of(state)
 
 
-def compiled_step(state, plan, step=train_step, donate=0):
+def compiled_step(state, plan, step=gpt_step, donate=0):
     return jzero.pod("h200").compile(
         step, state, tokens(), donate_argnums=donate, plan=plan, compiler_options=QUICK
     )
@@ -91,7 +91,7 @@ def own_program(stage, scan, clip=False):
 
 @functools.cache
 def program(step, scan):
-    state, plan = state_of(2, scan=scan)
+    state, plan = small_state(2, scan=scan)
     state = state.replace(opt_state=in_host_memory(state.opt_state))
     home = jax.tree.map(lambda x: x.sharding, state.opt_state)
     compiled = jzero.pod("h200").compile(
@@ -152,7 +152,7 @@ def test_state_that_is_not_offloaded():
     assert "8 of 24 leaves" in finding.text
 
     fields = {"stage": 2, "min_shard_bytes": 0}
-    held = jzero.abstract(lambda: create(True), **fields, mesh=plan.mesh)
+    held = jzero.abstract(lambda: small_gpt(True), **fields, mesh=plan.mesh)
     program = compiled_step(held, jzero.plan_of(held))
     assert findings(program, jzero.plan_of(held)) == ()
     (finding,) = findings(program, plan)

@@ -22,9 +22,9 @@ from layouts import (
 )
 from models import batch
 from orbax.checkpoint import v1 as ocp
+from programs import cached
 from test_checkpoint_kinds import raw, values_of
 from test_state import create_nnx, nnx_step
-from together import cached
 
 import jzero
 from jzero import checkpoint

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-import test_gpu_program as program
-from together import cached
+from programs import QUICK, SEQ, cached, gpt_state
 
 import jzero
 
@@ -28,7 +27,7 @@ def loss_of(state):
 def compiled(stage, reduce, scan=True, axes=(("data", 8),), accumulate=K, **fields):
     pod = jzero.pod("h200")
     mesh = pod.mesh(dict(axes))
-    state = jzero.abstract(lambda: program.create(scan), stage=stage, mesh=mesh, **fields)
+    state = jzero.abstract(lambda: gpt_state(scan), stage=stage, mesh=mesh, **fields)
     plan = jzero.plan_of(state)
 
     def step(state, batch):
@@ -36,8 +35,8 @@ def compiled(stage, reduce, scan=True, axes=(("data", 8),), accumulate=K, **fiel
         loss, grads = vg(state.params, batch)
         return state.apply_gradients(grads=grads), loss
 
-    batch = {"tokens": jax.ShapeDtypeStruct((accumulate * plan.batch_parts, program.SEQ), jnp.int32)}
-    built = pod.compile(step, state, batch, donate_argnums=0)
+    batch = {"tokens": jax.ShapeDtypeStruct((accumulate * plan.batch_parts, SEQ), jnp.int32)}
+    built = pod.compile(step, state, batch, donate_argnums=0, compiler_options=QUICK)
     estimate = jzero.estimate(plan, tx=state.tx, accumulate=accumulate)
     return plan, estimate, jzero.explain(built, plan), jzero.findings(built, plan)
 

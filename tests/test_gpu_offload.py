@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_check import QUICK, state_of, tokens, train_step
-from together import cached
+from programs import QUICK, cached, gpt_step, small_state, tokens
 
 import jzero
 from jzero.proof.hlo import parse
@@ -192,9 +191,9 @@ def test_fetches_begin_while_the_unit_before_is_written(count, chain, wider, arr
 
 
 def gpt(stage, scan, **fields):
-    state, plan = state_of(stage, scan=scan, **fields)
+    state, plan = small_state(stage, scan=scan, **fields)
     compiled = jzero.pod("h200").compile(
-        train_step, state, tokens(), donate_argnums=0, compiler_options=QUICK
+        gpt_step, state, tokens(), donate_argnums=0, compiler_options=QUICK
     )
     return compiled, plan
 
@@ -227,12 +226,12 @@ def test_a_stack_of_as_many_layers_as_devices_is_taken_in_pieces(stage):
 
 
 def test_steps_in_a_scan_keep_the_state_in_place():
-    state, plan = state_of(2, scan=False, offload=jzero.Offload(in_flight_bytes=2**18))
+    state, plan = small_state(2, scan=False, offload=jzero.Offload(in_flight_bytes=2**18))
     batches = {"tokens": jax.ShapeDtypeStruct((4, *tokens()["tokens"].shape), jnp.int32)}
     batches = jax.tree.map(lambda x: x.update(sharding=plan.sharding(jax.P(None, "data"))), batches)
 
     def steps(state, batches):
-        return jax.lax.scan(train_step, state, batches)
+        return jax.lax.scan(gpt_step, state, batches)
 
     compiled = jzero.pod("h200").compile(steps, state, batches, donate_argnums=0, compiler_options=QUICK)
     memory = compiled.memory_analysis()

@@ -14,7 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from together import cached
+from programs import cached
 
 import jzero
 

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import test_gpu_program as program
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import assert_batch_is_split, batch, create_small, loss_of, max_error
-from together import cached
+from programs import QUICK, SEQ, cached, gpt_state, gpt_step
 
 import jzero
 
@@ -53,18 +52,16 @@ def test_equals_the_plain_run(kind):
 def compiled(kind, tensor_parallel=False, scan=True):
     pod = jzero.pod("h200")
     sizes = {"replica": 2, "data": 2, "model": 2} if tensor_parallel else {"replica": 2, "data": 4}
-    specs = column_then_row(jax.eval_shape(lambda: program.create(scan)).params) if tensor_parallel else None
-    state = jzero.abstract(
-        lambda: program.create(scan), mesh=pod.mesh(sizes), param_specs=specs, **KINDS[kind]
-    )
+    specs = column_then_row(jax.eval_shape(lambda: gpt_state(scan)).params) if tensor_parallel else None
+    state = jzero.abstract(lambda: gpt_state(scan), mesh=pod.mesh(sizes), param_specs=specs, **KINDS[kind])
     plan = jzero.plan_of(state)
-    tokens = jax.ShapeDtypeStruct((2 * plan.batch_parts, program.SEQ), jnp.int32)
-    built = pod.compile(program.train_step, state, {"tokens": tokens}, donate_argnums=0)
+    tokens = jax.ShapeDtypeStruct((2 * plan.batch_parts, SEQ), jnp.int32)
+    built = pod.compile(gpt_step, state, {"tokens": tokens}, donate_argnums=0, compiler_options=QUICK)
     return jzero.estimate(plan, tx=state.tx), jzero.explain(built, plan), jzero.findings(built, plan)
 
 
 def column_then_row(params):
-    """Megatron's layout of `test_gpu_program.Block`."""
+    """Megatron's layout of `programs.Block`."""
 
     def spec(path, x):
         name = jax.tree_util.keystr(path)

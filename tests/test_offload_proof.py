@@ -14,9 +14,8 @@ import jax
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from test_check import QUICK, create, tokens, train_step
+from programs import QUICK, cached, gpt_step, small_gpt, tokens
 from test_commands import SUBJECT
-from together import cached
 
 import jzero
 from jzero.__main__ import main
@@ -36,10 +35,10 @@ CHAIN = {
 
 @cached
 def compiled(stage, scan, chain, in_flight=192 * 1024, plan_only=False):
-    tx, shape = CHAIN[chain](), jax.eval_shape(lambda: create(scan))
+    tx, shape = CHAIN[chain](), jax.eval_shape(lambda: small_gpt(scan))
 
     def made():
-        state = create(scan)
+        state = small_gpt(scan)
         return TrainState.create(apply_fn=state.apply_fn, params=state.params, tx=tx)
 
     assert shape.params
@@ -49,7 +48,7 @@ def compiled(stage, scan, chain, in_flight=192 * 1024, plan_only=False):
     plan = jzero.plan_of(state)
     if plan_only:
         return state, plan
-    program = pod.compile(train_step, state, tokens(), donate_argnums=0, plan=plan, compiler_options=QUICK)
+    program = pod.compile(gpt_step, state, tokens(), donate_argnums=0, plan=plan, compiler_options=QUICK)
     return state, plan, program, jzero.explain(program, plan)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from process_worker import CASES, cases_of
 from processes import launch
-from together import cached
+from programs import cached
 
 MIB = 2**20
 HYBRID = ("HSDP, stage 2", "HSDP or MiCS, stage 3", "hpZ", "all at once", "laid out again", "model across")

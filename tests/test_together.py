@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from together import TOGETHER, cached, group_of
+from programs import cached
+from together import TOGETHER, group_of
 
 HERE = Path(__file__).parent
 

@@ -5,8 +5,6 @@ By a test's name: pytest 9.2 has no place any more where xdist 3.8 would write t
 
 from __future__ import annotations
 
-import functools
-import inspect
 from pathlib import PurePosixPath
 
 import pytest
@@ -25,19 +23,6 @@ def group_of(nodeid: str) -> str:
     if stem == "test_parity" and test.endswith("]"):
         return f"parity-{test[:-1].rpartition('-')[2]}"
     return stem if stem in TOGETHER else nodeid
-
-
-def cached(fn):
-    """`functools.cache` by what a call means: to that one, an argument left out and its default are two programs."""
-    signature, inner = inspect.signature(fn), functools.cache(fn)
-
-    @functools.wraps(fn)
-    def call(*args, **kwargs):
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return inner(*bound.args, **bound.kwargs)
-
-    return call
 
 
 @pytest.hookimpl(optionalhook=True)
