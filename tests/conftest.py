@@ -35,6 +35,7 @@ if os.environ.get("JZERO_POD_CACHE", "").lower() == "off":
     os.environ["JZERO_POD_CACHE"] = RUN_FOLDER.name
 
 import jax
+import mutations
 import numpy as np
 import progress
 import pytest
@@ -46,17 +47,32 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().pare
 # steps in flight together can starve each other of threads on two cores, and XLA then aborts the process
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+if "JZERO_MUTATION" in os.environ:  # before any test module is imported
+    mutations.apply(os.environ["JZERO_MUTATION"])
+
 
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(config, items):
-    """Without the compile-only plugin the tests that need it are left out; the summary says so, once."""
-    if HAS_PLUGIN:
-        return
-    left = [item for item in items if item.get_closest_marker("pod")]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if not item.get_closest_marker("pod")]
+    """Cases that `default_cases` does not name are nightly. Without the plugin the tests that need it are left out."""
+    unknown = {}
+    for item in items:
+        marker = item.get_closest_marker("default_cases")
+        if marker is None:
+            continue
+        case = item.callspec.id
+        unknown.setdefault((item.parent.nodeid, item.originalname), set(marker.args)).discard(case)
+        if case not in marker.args:
+            item.add_marker(pytest.mark.nightly)
+    if any(unknown.values()) and not any("::" in arg for arg in config.args):
+        named = "\n".join(f"  {where[0]}::{where[1]}: {sorted(ids)}" for where, ids in unknown.items() if ids)
+        raise pytest.UsageError(f"default_cases names cases that do not exist:\n{named}")
+    if not HAS_PLUGIN:
+        left = [item for item in items if item.get_closest_marker("pod")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("pod")]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -433,7 +433,9 @@ SKIPPED_BY_FOUR = {  # processes, but in the long run: four compile everything f
 
 
 def cases_of(count: int, part: str = "first") -> list[str]:
-    """The cases that `count` processes run; "rest": those that are left out of the short run."""
+    """The cases that `count` processes run: "default", the few of the default tier; "first"; "rest", all others."""
+    if part == "default":
+        return ["stage 2", "stage 3", "accumulate, step", "HSDP, stage 2"]
     return [name for name in CASES if (count < 4 or name not in SKIPPED_BY_FOUR) == (part == "first")]
 
 

@@ -25,6 +25,7 @@ def measured(tmp_path_factory):
     return config, {p.label: p for p in pairs}, path
 
 
+@pytest.mark.nightly
 def test_both_programs_compute_the_same(measured):
     pair = measured[1]["2"]
     ours, by_hand = (p.losses for p in pair.programs)
@@ -34,6 +35,7 @@ def test_both_programs_compute_the_same(measured):
     assert measured[1]["plain Flax, all devices / one"].loss_difference < 1e-5
 
 
+@pytest.mark.nightly
 def test_a_pair_is_split_as_its_stage_says(measured):
     for program in measured[1]["2"].programs:
         moment = program.state.opt_state[1][0].mu["head"]["kernel"]

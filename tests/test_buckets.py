@@ -112,6 +112,7 @@ def test_a_jitted_part_and_a_cast_are_seen_through():
     assert found(fn, squares(3), jnp.ones((2, 16), jnp.bfloat16), 1)[0] == [[0], [1], [2]]
 
 
+@pytest.mark.default_cases("2-1-1", "2-600-3", "3-1-3", "3-2000-1")
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("bucket", [1, 600, 2000, 10**9])
 @pytest.mark.parametrize("stage", [2, 3])
@@ -231,6 +232,7 @@ def moved(report, *ops):
     return [c for c in report.collectives if c.op in ops]
 
 
+@pytest.mark.default_cases("2-True")
 @pytest.mark.pod
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -243,6 +245,7 @@ def test_nine_tenths_of_the_bytes_are_beside_compute(stage, scan):
     assert beside >= 0.9 * total
 
 
+@pytest.mark.nightly
 @pytest.mark.pod
 def test_a_bucket_is_as_large_on_64_devices_as_on_8():
     by_n = {n: moved(compiled(2, n, False, 8 * MIB, rows=32), "reduce-scatter") for n in (8, 64)}
@@ -253,6 +256,7 @@ def test_a_bucket_is_as_large_on_64_devices_as_on_8():
     assert counts[8] >= 2 * 4
 
 
+@pytest.mark.nightly
 def test_larger_buckets_are_fewer_and_take_more_memory():
     model = peak.Gpt(4, 2048, 16, 8192, 1024, False, "2d")
     small, large = (bench.measure(model, 2, 8, size * MIB, True, False) for size in (16, 4096))

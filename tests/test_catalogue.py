@@ -50,11 +50,13 @@ def held(plan: jzero.Plan) -> int:
     return sum(math.prod(x.state_shape) // shard_factor(x.state, plan.mesh) for x in plan.layouts)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("model", MODELS)
 def test_count_is_the_published_one(model):
     assert sum(x.size for x in plan_for(model, 8).layouts) == MODELS[model][1]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("n", DEVICES)
 @pytest.mark.parametrize("model", MODELS)
 def test_state_of_the_fullest_device(model, n):
@@ -72,6 +74,7 @@ def test_state_of_the_fullest_device(model, n):
         assert len(set(named_axes(x.state))) == len(named_axes(x.state))
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("n", DEVICES)
 @pytest.mark.parametrize("model", MODELS)
 def test_params_at_stage_3(model, n):
@@ -83,6 +86,7 @@ def test_params_at_stage_3(model, n):
         assert all(e in (None, state[d]) for d, e in enumerate(x.stored))
 
 
+@pytest.mark.unit
 def test_threshold_is_told():
     plan = plan_for("llama3-70b", 8)
     norm = next(x for x in plan.layouts if x.shape == (8192,))
@@ -91,6 +95,7 @@ def test_threshold_is_told():
     assert plan_for("gpt2", 1024).min_shard_bytes == 768 * 2
 
 
+@pytest.mark.unit
 def test_a_stored_shape_is_laid_out_as_the_logical_one():
     """A state leaf that is no copy of a param is known by its shape alone, the logical or the stored one."""
     plan = plan_for("resnet50", 1024)

@@ -45,6 +45,7 @@ def found_in(state, plan, step=gpt_step, *, batch=None, donate=0, options=QUICK)
 BOTH = pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 
 
+@pytest.mark.default_cases("scan-2", "unrolled-3")
 @pytest.mark.parametrize("stage", [2, 3])
 @BOTH
 def test_batch_not_split(stage, scan):
@@ -70,6 +71,7 @@ def naive_program(scan):
     ), plan
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_gather_on_use_not_traced_and_activations_moved(scan):
     program, plan = naive_program(scan)
@@ -80,6 +82,7 @@ def test_gather_on_use_not_traced_and_activations_moved(scan):
     assert found["activations_moved"].bytes > 0.05 * plan.param_bytes
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_gradients_all_reduced(scan):
     state, plan = small_state(2, scan=scan)
@@ -97,6 +100,7 @@ def test_gradients_all_reduced(scan):
     assert found["gradients_all_reduced"].bytes >= 0.9 * plan.param_bytes
 
 
+@pytest.mark.default_cases("scan-3", "unrolled-2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @BOTH
 def test_state_whole(stage, scan):
@@ -112,6 +116,7 @@ def test_state_whole(stage, scan):
     assert "comes back" in found["state_whole"].text
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_state_not_donated(scan):
     found = found_in(*small_state(2, scan=scan), donate=())
@@ -120,6 +125,7 @@ def test_state_not_donated(scan):
     assert found["state_not_donated"].bytes > 0
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_replicated_leaves(scan):
     found = found_in(*small_state(2, scan=scan, min_shard_bytes=2**20))
@@ -147,6 +153,7 @@ def test_stack_gathered_before_the_loop():
     assert "gathered_weights_kept" not in found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "axis", "axes"), [(2, "data", {"other": 2, "data": 4}), (3, "layers", {"layers": 4, "data": 2})]
 )
@@ -166,6 +173,7 @@ def test_stack_split_along_its_scanned_dim(stage, axis, axes):
     assert finding.bytes >= 4 * stacks * 3 // 4  # once for each layer, forward alone
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_gathered_weights_kept(scan):
     state, plan = small_state(3, scan=scan, remat=False)
@@ -231,6 +239,7 @@ def microbatches_found(stage, scan, accumulate, parts=4):
     return found_in(state, plan, step, batch=tokens(8 * parts)).get("reduction_per_microbatch"), plan
 
 
+@pytest.mark.default_cases("2-True-in_a_loop")
 @pytest.mark.parametrize(
     ("stage", "scan", "accumulate"),
     [(0, True, in_a_loop), (2, True, in_a_loop), (2, False, in_a_loop), (2, True, unrolled_by_python)],
@@ -242,6 +251,7 @@ def test_reduction_per_microbatch(stage, scan, accumulate):
     assert finding.bytes >= 2 * plan.param_bytes
 
 
+@pytest.mark.nightly
 def test_microbatches_and_layers_unrolled():
     """Where nothing is in a loop XLA itself adds the gradients up before it reduces them, once."""
     assert microbatches_found(2, False, unrolled_by_python, parts=2)[0] is None
@@ -285,6 +295,7 @@ def test_cpu_programs():
     assert {"batch_not_split", "state_not_donated"} <= found(tokens(8, plan.sharding(P())))
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_array_without_a_layout_that_xla_splits_along_another_dim(stage):
     """As numpy arrays come; XLA splits the features over the devices of the state, and every device has all rows."""

@@ -14,6 +14,7 @@ import jzero
 pytestmark = pytest.mark.pod
 
 
+@pytest.mark.default_cases("scan-0", "unrolled-1", "scan-2", "scan-3", "unrolled-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @BOTH
 def test_clean(stage, scan):
@@ -21,11 +22,13 @@ def test_clean(stage, scan):
     assert found_in(*small_state(stage, scan=scan), options=options) == {}
 
 
+@pytest.mark.nightly
 @BOTH
 def test_clean_stage_3_without_remat(scan):
     assert found_in(*small_state(3, scan=scan, remat=False)) == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 @BOTH
 def test_clean_large_batch(stage, scan):
@@ -44,6 +47,7 @@ def tensor_parallel(params):
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
+@pytest.mark.default_cases("scan-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @BOTH
 def test_clean_with_tensor_parallelism(stage, scan):
@@ -52,6 +56,7 @@ def test_clean_with_tensor_parallelism(stage, scan):
     assert found_in(*small_state(stage, scan=scan, mesh=mesh, param_specs=specs)) == {}
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_clean_with_replicas(scan):
     mesh = jzero.pod("h200").mesh({"replica": 2, "data": 4})
@@ -80,6 +85,7 @@ def in_a_scan(stage, scan, unroll, step=gpt_step):
     return pod.compile(steps, state, batches, donate_argnums=0, compiler_options=QUICK), plan
 
 
+@pytest.mark.default_cases("1-True-1")
 @pytest.mark.parametrize(
     ("stage", "scan", "unroll"),
     [(0, False, 4), (1, False, 4), (1, True, 1), (2, False, 2), (2, True, 1), (2, True, 4), (3, True, 2)],
@@ -95,6 +101,7 @@ def test_clean_steps_in_a_scan(stage, scan, unroll):
     assert jzero.explain(compiled, plan).wire.total == pytest.approx(4 * wire, rel=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("unroll", [1, 2])
 def test_micro_batches_are_still_found_in_a_scan_of_steps(unroll):
     def step(state, batch):

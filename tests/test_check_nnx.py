@@ -89,6 +89,7 @@ def found_in(pair, plan, step=train_step, *, donate=(0, 1), batch=None, rows=ROW
     return {f.kind: f for f in findings(compiled, plan)}
 
 
+@pytest.mark.default_cases("scan-2", "unrolled-1")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @BOTH
 def test_clean(stage, scan):
@@ -120,6 +121,7 @@ def gathering_module(plan):
     return step
 
 
+@pytest.mark.default_cases("scan-gathering_module")
 @pytest.mark.parametrize("make", [gathering, gathering_module])
 @BOTH
 def test_clean_stage_3_with_gather_on_use(scan, make):
@@ -135,6 +137,7 @@ def tensor_parallel(path, x):
     return P(*[None] * (x.ndim - 2), *found[0]) if found else P()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 @BOTH
 def test_clean_with_tensor_parallelism(stage, scan):
@@ -145,6 +148,7 @@ def test_clean_with_tensor_parallelism(stage, scan):
     assert found_in(pair, plan, gathering(plan) if stage == 3 else train_step) == {}
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_gather_on_use_not_traced_and_activations_moved(scan):
     pair, plan = pair_of(3, scan)
@@ -155,6 +159,7 @@ def test_gather_on_use_not_traced_and_activations_moved(scan):
     assert found["activations_moved"].bytes > 0.02 * plan.param_bytes
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_batch_not_split(scan):
     pair, plan = pair_of(2, scan)
@@ -162,6 +167,7 @@ def test_batch_not_split(scan):
     assert found["batch_not_split"].bytes == ROWS * DIM * 4
 
 
+@pytest.mark.nightly
 @BOTH
 def test_gradients_all_reduced(scan):
     pair, plan = pair_of(2, scan)
@@ -176,6 +182,7 @@ def test_gradients_all_reduced(scan):
     assert found["gradients_all_reduced"].bytes >= 0.9 * plan.param_bytes
 
 
+@pytest.mark.default_cases("scan-3")
 @pytest.mark.parametrize("stage", [2, 3])
 @BOTH
 def test_state_whole(stage, scan):
@@ -192,12 +199,14 @@ def test_state_whole(stage, scan):
     assert "comes back" in finding.text
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_state_not_donated(scan):
     found = found_in(*pair_of(2, scan), donate=())
     assert set(found) == {"state_not_donated"}
 
 
+@pytest.mark.nightly
 @BOTH
 def test_replicated_leaves(scan):
     found = found_in(*pair_of(2, scan, min_shard_bytes=100_000 if scan else 2**20))
@@ -205,6 +214,7 @@ def test_replicated_leaves(scan):
     assert "['first']['kernel']" in found["replicated_leaves"].text
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_weights_gathered_first_of_all(scan):
     pair, plan = pair_of(3, scan)
@@ -221,6 +231,7 @@ def test_weights_gathered_first_of_all(scan):
     assert found[kind].bytes >= 0.5 * plan.param_bytes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("scan", "accumulate"), [(True, in_a_loop), (False, in_a_loop), (True, unrolled_by_python)]
 )
@@ -238,6 +249,7 @@ def test_reduction_per_microbatch(scan, accumulate):
     assert re.search(r"reduced (3\.[6-9]|4\.\d) times", finding.text)
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_offloaded_state_on_device(scan):
     (model, optimizer), plan = pair_of(2, scan)

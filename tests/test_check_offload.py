@@ -105,6 +105,7 @@ def program(step, scan):
     return compiled, plan
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_fetched_at_once(scan):
     compiled, plan = program(at_once, scan)
@@ -116,11 +117,13 @@ def test_fetched_at_once(scan):
     assert "optimization_barrier" in finding.remedy
 
 
+@pytest.mark.default_cases("scan")
 @BOTH
 def test_fetched_leaf_by_leaf(scan):
     assert findings(*program(leaf_by_leaf, scan)) == ()
 
 
+@pytest.mark.default_cases("2-True-True")
 @pytest.mark.parametrize(
     ("stage", "scan", "clip"),
     [(1, False, True), (3, False, True), (2, True, True), (3, True, True)],
@@ -169,6 +172,7 @@ def test_on_the_cpu_backend_arguments_alone_tell(mesh):
     assert [f.kind for f in findings(lower(plain, x).compile(), plan)] == ["state_not_offloaded"]
 
 
+@pytest.mark.nightly
 def test_state_that_is_twice_on_the_host():
     state, plan = offloaded(2, True)
     program = compiled_step(state, plan, donate=())

@@ -83,6 +83,14 @@ CASES = (
 )
 
 
+@pytest.mark.default_cases(
+    "stage 1--f32",
+    "stage 3--bf16",
+    "5 devices--f32",
+    "model axis--f32",
+    "host--f32",
+    "params within the node--f32",
+)
 @pytest.mark.parametrize(("source", "targets", "dtype"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_from_one_layout_into_others(source, targets, dtype, tmp_path):
     moved(tmp_path / "saved", source, targets, dtype)
@@ -97,7 +105,7 @@ def test_from_one_layout_into_others(source, targets, dtype, tmp_path):
     }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_from_every_layout_into_every_other(source, dtype, tmp_path):

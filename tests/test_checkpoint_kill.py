@@ -74,6 +74,7 @@ def kill_again_and_again(folder, count):
     return dirty
 
 
+@pytest.mark.nightly
 def test_killed_while_saving(tmp_path):
     dirty = kill_again_and_again(tmp_path, KILLS)
     assert dirty >= KILLS // 2
@@ -100,6 +101,7 @@ def no_file_above():
 
 
 # a file object that cannot flush its last bytes says so once more when it is collected
+@pytest.mark.default_cases("False-5000", "True-200")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("limit", [200, 5_000, 2_000_000])
 @pytest.mark.parametrize("background", [False, True])

@@ -49,6 +49,7 @@ IN_16_BIT = ["frozen", "none"]
 CASES = [(name, jnp.float32) for name in OPTIMIZERS] + [(name, jnp.bfloat16) for name in IN_16_BIT]
 
 
+@pytest.mark.default_cases("clip, adamw-float32", "adafactor-float32", "muon-float32", "frozen-bfloat16")
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_optimizers(name, dtype, tmp_path):
     tx = OPTIMIZERS[name]()
@@ -92,6 +93,7 @@ def values_of(pair):
     return {path_keys(k): bits(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+@pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_an_nnx_pair(dtype, tmp_path):
     make = functools.partial(create_nnx, dtype)

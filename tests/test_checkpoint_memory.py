@@ -33,7 +33,7 @@ def measure(what, folder):
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_a_save_and_a_restore_hold_beside_the_state(tmp_path):
     saved = measure("save", tmp_path)
     assert saved["peak"] - saved["before"] < 1.5 * saved["state"]

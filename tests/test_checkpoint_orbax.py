@@ -59,6 +59,7 @@ def managed_there_and_back(path, state, like):
 WAYS = {"v1": v1_there_and_back, "standard": standard_there_and_back, "manager": managed_there_and_back}
 
 
+@pytest.mark.default_cases("v1-stage 3", "v1-host", "standard-stage 2", "manager-stage 1", "v1-5 devices")
 @pytest.mark.parametrize("layout", AS_IT_IS)
 @pytest.mark.parametrize("way", WAYS)
 def test_plain_orbax_on_a_state_as_it_is(way, layout, tmp_path):
@@ -70,6 +71,7 @@ def test_plain_orbax_on_a_state_as_it_is(way, layout, tmp_path):
     assert jzero.plan_of(back) == jzero.plan_of(state)
 
 
+@pytest.mark.default_cases("v1-host")
 @pytest.mark.parametrize("tier", [None, "host"])
 @pytest.mark.parametrize("way", WAYS)
 def test_plain_orbax_on_an_nnx_state(way, tier, tmp_path):

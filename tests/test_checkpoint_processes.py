@@ -45,6 +45,7 @@ def check(worker):
         assert "The last good checkpoint beside it: " in worker[name]
 
 
+@pytest.mark.nightly
 def test_four_processes_with_two_devices(folder):
     found = launch("checkpoint_worker.py", 4, 2, "restore", folder, timeout=120)
     assert [w["devices"] for w in found] == [8] * 4
@@ -54,6 +55,7 @@ def test_four_processes_with_two_devices(folder):
     assert len({tuple(r["held"] for r in w["runs"]) for w in found}) == 1  # a quarter each
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [8, 5])
 def test_one_process(devices, folder):
     check(restored(str(folder), mesh_of(devices)))

@@ -126,6 +126,11 @@ def test_flags_are_refused_before_anything_starts(args, message, capsys, monkeyp
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.default_cases(
+    "change1-has no 'creat'. Did you mean 'create'?",
+    "change5-36 = 4 x 8 + 4",
+    "change6-failed: KeyError: 'y'",
+)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -149,6 +154,7 @@ def test_what_cannot_be_used_is_one_clear_error(change, message, capsys):
     assert said.out == ""
 
 
+@pytest.mark.nightly
 def test_plan_as_json_and_as_a_plot(capsys, tmp_path):
     plot = tmp_path / "memory.png"
     args = ["plan", *SUBJECT, "--stages", "1,3", "--json", "--plot", str(plot), "--min-shard-bytes", "0"]
@@ -183,6 +189,7 @@ def test_plan_as_a_table_with_a_jitted_step(capsys):
     assert "jzero.check: nothing found at stage 2." in out
 
 
+@pytest.mark.nightly
 def test_a_crash_of_the_compiler_is_a_line_of_the_table(capfd):
     args = [
         "--create",

@@ -111,6 +111,7 @@ def zero(**fields):
     return read({"zero_optimization": fields}, world=8)
 
 
+@pytest.mark.unit
 def test_every_name_of_deepspeed_is_known_and_no_other():
     assert len(set(NAMES)) == len(NAMES)
     assert set(NAMES) == set(KEYS) | {n for n in ALIASES if n not in SECTIONS | {"bfloat16"}}
@@ -118,6 +119,7 @@ def test_every_name_of_deepspeed_is_known_and_no_other():
     assert ALIASES["bfloat16"] == "bf16"
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_in_one_list_with_a_reason(name):
     key = KEYS[ALIASES.get(name, name)]
@@ -131,6 +133,7 @@ def test_every_key_is_in_one_list_with_a_reason(name):
     assert len(next(iter(rows(found).values())).text) > 5
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "name", [n for n, k in KEYS.items() if k.fate == MAPPED and not n.endswith("params")]
 )
@@ -160,6 +163,7 @@ def test_what_the_catalogue_calls_mapped_is_mapped(name):
     assert name in rows(found, ["mapped"]), rows(found)[name]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages_and_units(stage):
     config = {
@@ -180,12 +184,14 @@ def test_stages_and_units(stage):
     assert len(rows(found)) == 5
 
 
+@pytest.mark.unit
 def test_no_zero_optimization_is_stage_0_and_true_is_stage_1():
     assert read({}).config.stage == 0
     assert "stage 0" in " ".join(read({}).notes)
     assert read({"zero_optimization": True}).config.stage == 1
 
 
+@pytest.mark.unit
 def test_offload():
     found = zero(stage=2, offload_optimizer={"device": "cpu", "pin_memory": True})
     assert found.config == jzero.ZeroConfig(stage=2, offload="host")
@@ -208,6 +214,7 @@ def test_offload():
         zero(stage=2, offload_optimizer={"device": "cpus"})
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", ["zero_hpz_partition_size", "mics_shard_size"])
 def test_hybrids_lay_states_out_as_they_do(name):
     found = zero(stage=3, **{name: 4})
@@ -223,6 +230,7 @@ def test_hybrids_lay_states_out_as_they_do(name):
     assert zero(stage=2, **{name: 4}).mesh_axes is None
 
 
+@pytest.mark.unit
 def test_hybrids_switched_off_and_both():
     found = zero(stage=3, zero_hpz_partition_size=1, mics_shard_size=-1)
     assert found.config == jzero.ZeroConfig(stage=3)
@@ -230,6 +238,7 @@ def test_hybrids_switched_off_and_both():
         zero(stage=3, zero_hpz_partition_size=4, mics_shard_size=4)
 
 
+@pytest.mark.unit
 def test_fp16_is_a_loss_scale():
     found = read(
         {
@@ -262,6 +271,7 @@ def test_fp16_is_a_loss_scale():
     assert [r.key for r in again.not_supported] == ["fp16.consecutive_hysteresis"]
 
 
+@pytest.mark.unit
 def test_16_bit_masters_and_moments():
     half = {"enabled": True, "bf16_master_weights_and_grads": True}
     config = read({"bf16": half}).config
@@ -280,6 +290,7 @@ def test_16_bit_masters_and_moments():
     assert "nn.Dense" in rows(found)["torch_autocast.enabled"].text
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("given", "expected"),  # (train_batch_size, micro, accumulation), as DeepSpeed derives them on 8 devices
     [
@@ -299,6 +310,7 @@ def test_the_batch_is_derived_as_deepspeed_does(given, expected):
     assert (found.train_batch_size, found.micro_batch_size, found.accumulate) == expected
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("given", [(64, 4, 3), (65, 4, None), (65, None, 2), (4, None, None), (4, 4, None)])
 def test_a_batch_that_does_not_come_out(given):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -306,11 +318,13 @@ def test_a_batch_that_does_not_come_out(given):
         read({k: v for k, v in zip(names, given, strict=True) if v is not None}, world=8)
 
 
+@pytest.mark.unit
 def test_devices_are_those_of_jax_where_nobody_says():
     assert read({"train_batch_size": 32}).world == len(jax.devices())
     assert read({"train_micro_batch_size_per_gpu": 4}).world is None
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
@@ -357,6 +371,7 @@ def test_bad_input(config, error, message):
         read(config, world=8)
 
 
+@pytest.mark.unit
 def test_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         read(tmp_path / "none.json")
@@ -371,6 +386,7 @@ def test_bad_files(tmp_path):
             read(path)
 
 
+@pytest.mark.unit
 def test_auto_is_a_default_that_is_told_and_can_be_given():
     config = {
         "train_batch_size": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
@@ -425,6 +441,7 @@ def test_optimizers_are_lines_of_optax(kind):
     np.testing.assert_array_equal(one["w"], two["w"])
 
 
+@pytest.mark.unit
 def test_optimizers_and_arguments_that_optax_has_not():
     found = read({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1, "freeze_step": 3}}})
     assert len(found.not_supported) == 3
@@ -435,6 +452,7 @@ def test_optimizers_and_arguments_that_optax_has_not():
     }
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("section", "name", "hint"),
     [
@@ -451,6 +469,7 @@ def test_a_type_that_is_not_known_is_told_the_nearest(section, name, hint):
     assert bool(hint) == ("Did you mean" in row.text)
 
 
+@pytest.mark.unit
 def test_warmup_of_no_steps_is_that_of_two():
     lines = []
     for steps in (0, 1, 2):
@@ -468,6 +487,7 @@ PLACEHOLDERS = {
 PARTITIONED = {"activation_checkpointing": {"partition_activations": True}}
 
 
+@pytest.mark.default_cases("config3", "config4", "config21")
 @pytest.mark.parametrize(
     "config",
     [
@@ -589,6 +609,7 @@ ZEROPP = {  # ZeRO++ over slow networks, activations on the host
 }  # fmt: skip
 
 
+@pytest.mark.unit
 def test_three_whole_configs():
     found = read(HUGGING_FACE, auto={"bf16.enabled": True})
     assert found.config == jzero.ZeroConfig(stage=3, offload="host")
@@ -623,6 +644,7 @@ def count_leaves(config):
     return sum(count_leaves(v) if isinstance(v, dict) and k not in whole else 1 for k, v in config.items())
 
 
+@pytest.mark.unit
 def test_from_deepspeed_warns_once_with_the_lines_to_write(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(ZEROPP))
@@ -646,6 +668,7 @@ def test_from_deepspeed_warns_once_with_the_lines_to_write(tmp_path):
     assert config == jzero.ZeroConfig(stage=1)
 
 
+@pytest.mark.unit
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(PRETRAINING))
@@ -695,6 +718,7 @@ TRAINED = {  # SGD, since Adam's steps would hide what clipping does
 }  # fmt: skip
 
 
+@pytest.mark.default_cases("0", "2", "offload")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -727,6 +751,7 @@ def test_what_it_says_trains_as_without(fields):
     assert parts["of"] == expected_parts
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_it_says_trains_in_fp16(stage):
     """From a scale of 2**30 the first steps overflow and are skipped; then the loss falls by a tenth in 20 steps."""

@@ -20,10 +20,19 @@ NOT_RUN: dict[str, int] = {}
 
 
 RUNS = [
-    pytest.param(name, marks=[pytest.mark.pod] * any("pod" in b.code for b in PROGRAMS[name])) for name in WITH_CODE
+    pytest.param(name, marks=[pytest.mark.pod] * any("pod" in b.code for b in PROGRAMS[name]))
+    for name in WITH_CODE
 ]
 
 
+@pytest.mark.default_cases(
+    "README.md",
+    "docs/index.md",
+    "docs/checkpoints.md",
+    "docs/proof.md",
+    "docs/stages.md",
+    "docs/from_elsewhere.md",
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -92,6 +101,7 @@ def help_of(program: tuple[str, ...]) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_commands_that_pages_show_exist():
     shown: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     count, missing = 0, []

@@ -28,6 +28,7 @@ def _escaped(text):
     return re.escape(text)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("stage", [4, -1])
 def test_a_stage_out_of_range(stage):
     with raises(
@@ -36,17 +37,20 @@ def test_a_stage_out_of_range(stage):
         jzero.ZeroConfig(stage=stage)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("stage", [True, False, 2.0, "2", None])
 def test_a_stage_that_is_no_integer(stage):
     with raises(TypeError, "ZeroConfig(stage=", "an integer from 0 to 3", type(stage).__name__):
         jzero.shard(create_state, stage=stage)
 
 
+@pytest.mark.unit
 def test_an_axis_that_the_mesh_has_not(mesh_2x4):
     with raises(ValueError, "axis 'dta' is not in the mesh {'model': 2, 'data': 4}", "Did you mean 'data'?"):
         jzero.shard(create_state, stage=2, axis="dta", mesh=mesh_2x4)
 
 
+@pytest.mark.unit
 def test_an_unknown_config_field():
     with raises(
         TypeError, "jzero.shard: unknown config field 'stag'", "Did you mean 'stage'?", "min_shard_bytes"
@@ -54,16 +58,19 @@ def test_an_unknown_config_field():
         jzero.shard(create_state, stag=2)
 
 
+@pytest.mark.unit
 def test_config_and_fields_together():
     with raises(TypeError, "pass config= or its fields (stage), not both"):
         jzero.shard(create_state, jzero.ZeroConfig(), stage=2)
 
 
+@pytest.mark.unit
 def test_a_config_of_another_kind():
     with raises(TypeError, "config must be a jzero.ZeroConfig, not dict"):
         jzero.shard(create_state, {"stage": 2})
 
 
+@pytest.mark.unit
 def test_choices_and_dtypes():
     with raises(ValueError, "updates must be one of 'land', 'delta'", "Did you mean 'delta'?"):
         jzero.ZeroConfig(updates="deltas")
@@ -95,6 +102,7 @@ def test_choices_and_dtypes():
         jzero.ZeroConfig(axis=3)
 
 
+@pytest.mark.unit
 def test_a_state_of_an_unknown_kind():
     with raises(
         TypeError,
@@ -112,6 +120,7 @@ def make():
     return [jnp.ones(3)]
 
 
+@pytest.mark.unit
 def test_a_creation_function_that_needs_arguments():
     def create(config, seed=0):
         return create_state()
@@ -132,6 +141,7 @@ def test_an_optimizer_state_that_does_not_belong_to_the_params(mesh):
         jzero.shard(TrainState(0, None, other, state.tx, wrong), stage=1, mesh=mesh)
 
 
+@pytest.mark.unit
 def test_integer_and_empty_params(mesh):
     with raises(
         ValueError, "1 of 2 params are not floating-point", "['table']", "i32[8]", "Keep them outside"
@@ -143,6 +153,7 @@ def test_integer_and_empty_params(mesh):
         jzero.make_plan({"w": jnp.ones((8, 8)), "act": jax.nn.relu}, stage=2, mesh=mesh)
 
 
+@pytest.mark.unit
 def test_uneven_leaves_as_an_error(mesh):
     shapes = {
         "embed": jax.ShapeDtypeStruct((50257, 769), jnp.bfloat16),
@@ -167,6 +178,7 @@ def test_a_mesh_of_one_device_works_and_says_so():
     np.testing.assert_allclose(loss, jax.jit(train_step)(create_state(), batch())[1], rtol=1e-6)
 
 
+@pytest.mark.unit
 def test_arrays_committed_to_devices_outside_of_the_mesh():
     four = Mesh(np.array(jax.devices()[:4]), ("data",))
     state = jax.device_put(create_state(), jax.devices()[7])
@@ -180,6 +192,7 @@ def test_arrays_committed_to_devices_outside_of_the_mesh():
         tx.init(params)
 
 
+@pytest.mark.unit
 def test_zero_refuses_what_is_no_transformation(mesh):
     plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=1, mesh=mesh)
     with raises(TypeError, "tx must be an optax transformation, not int"):
@@ -206,6 +219,7 @@ def test_a_batch_given_to_place_and_uneven_batches(mesh):
         plan.place_batch({"x": np.ones((12, 3), np.float32), "scale": 1.0})
 
 
+@pytest.mark.nightly
 def test_updates_only_land_on_their_own_params(mesh):
     state = jzero.shard(create_state, stage=2, mesh=mesh)
     grads = jax.tree.map(jnp.ones_like, state.params)
@@ -223,6 +237,7 @@ def test_updates_only_land_on_their_own_params(mesh):
         jax.jit(state.tx.update)(grads, state.opt_state, state.params)
 
 
+@pytest.mark.unit
 def test_explicit_axes_as_the_context_mesh_are_refused():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with (
@@ -232,6 +247,7 @@ def test_explicit_axes_as_the_context_mesh_are_refused():
         jzero.shard(create_state, stage=2, mesh=mesh)
 
 
+@pytest.mark.unit
 def test_layouts_that_do_not_fit_the_mesh(mesh_2x4):
     shapes = {"w": jax.ShapeDtypeStruct((9, 64), F32)}
     with raises(ValueError, "['w']", "'modl' is no axis of the mesh", "Did you mean 'model'?"):
@@ -242,6 +258,7 @@ def test_layouts_that_do_not_fit_the_mesh(mesh_2x4):
         jzero.make_plan(shapes, stage=2, mesh=[1])
 
 
+@pytest.mark.unit
 def test_per_example_gradients_are_refused(mesh):
     params = {"w": jnp.ones((64, 64))}
     tx = jzero.zero(optax.contrib.dpsgd(1e-2, 1.0, 1.0, 0), jzero.make_plan(params, stage=2, mesh=mesh))
@@ -265,6 +282,7 @@ def test_params_replaced_by_another_dtype(mesh):
         state.replace(params=fp32).apply_gradients(grads=fp32)
 
 
+@pytest.mark.unit
 def test_a_config_where_a_plan_belongs():
     with raises(TypeError, "plan must be a jzero.Plan, not ZeroConfig", "jzero.make_plan(params, ...)"):
         jzero.zero(optax.sgd(1e-3), jzero.ZeroConfig(stage=2))
@@ -278,6 +296,7 @@ def test_what_is_no_batch_of_arrays(mesh):
         jax.jit(plan.place_batch)(batch())
 
 
+@pytest.mark.unit
 def test_an_abstract_state_or_pod_given_to_shard(mesh):
     with raises(TypeError, "jzero.shard: this state is abstract", "jzero.abstract"):
         jzero.shard(jax.eval_shape(create_state), stage=2, mesh=mesh)

@@ -21,6 +21,7 @@ def plan_of(stage, axes=None, **fields):
     return jzero.make_plan(LEAF, stage=stage, mesh=mesh, **fields)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("stage", "params", "grads", "state"), [(0, 2, 2, 12), (1, 2, 2, 1.5), (2, 2, 0.25, 1.5), (3, 0.25, 0.25, 1.5)]
 )  # fmt: skip
@@ -31,6 +32,7 @@ def test_states_are_those_of_the_paper(stage, params, grads, state):
     assert e.wire_psi == (3 if stage == 3 else 2)
 
 
+@pytest.mark.unit
 def test_any_optimizer_is_counted_from_its_own_state():
     plan = plan_of(2)
     assert jzero.estimate(plan, tx=optax.sgd(1e-2)).opt_state == 4 * VALUES // 8
@@ -40,6 +42,7 @@ def test_any_optimizer_is_counted_from_its_own_state():
     assert 4 * VALUES // 8 < rows_and_columns < 4.2 * VALUES // 8 + 4 * (1024 + 512)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(("stage", "psi"), [(0, 2), (1, 2), (2, 5), (3, 12)])
 def test_accumulation(stage, psi):
     """Whole gradients are reduced once; split ones once per micro-batch; both are summed in fp32."""
@@ -48,6 +51,7 @@ def test_accumulation(stage, psi):
     assert e.grads == 4 * VALUES // (1 if stage < 2 else 8)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("stage", "uses", "psi"),
     [
@@ -60,6 +64,7 @@ def test_each_use_is_gathered_and_reduced_by_itself(stage, uses, psi):
     assert jzero.estimate(plan_of(stage), uses={"['w']": uses}).wire_psi == psi
 
 
+@pytest.mark.unit
 def test_weights_that_are_kept_are_gathered_once():
     kept = plan_of(3, reshard_after_forward=False)
     assert jzero.estimate(kept).wire_psi == 2
@@ -73,6 +78,7 @@ def test_weights_that_are_kept_are_gathered_once():
     )  # one weight: all is largest
 
 
+@pytest.mark.unit
 def test_uses_that_are_wrong():
     with pytest.raises(ValueError, match=r"uses= names 'w', no param of the plan\."):
         jzero.estimate(plan_of(3), uses={"w": ["lookup"]})
@@ -81,6 +87,7 @@ def test_uses_that_are_wrong():
             jzero.estimate(plan_of(3), uses={"['w']": wrong})
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("stage", "fields", "expected"),
     [
@@ -99,6 +106,7 @@ def test_hybrids_by_axis(stage, fields, expected):
     assert "over replica" in str(e)
 
 
+@pytest.mark.unit
 def test_tensor_parallelism_takes_its_part_first():
     mesh = jax.make_mesh((2, 4), ("model", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     plan = jzero.make_plan(LEAF, stage=2, mesh=mesh, param_specs={"w": jax.P(None, "model")})
@@ -107,6 +115,7 @@ def test_tensor_parallelism_takes_its_part_first():
     assert dict(e.wire_by_axes) == {"data": 2 * 3 * VALUES // 4}
 
 
+@pytest.mark.unit
 def test_a_transformer_counts_activations_as_korthikanti_does():
     """34 s b h + 5 a s^2 b bytes per layer in 16 bits (arXiv:2205.05198, equation 1), and one input with remat."""
     s, b, h, a, layers = 2048, 3, 6144, 64, 5
@@ -119,6 +128,7 @@ def test_a_transformer_counts_activations_as_korthikanti_does():
     assert jzero.Transformer(**sizes, flash=True).working == 34 * s * b * h
 
 
+@pytest.mark.unit
 def test_saved_inputs_are_split_or_on_the_host():
     sizes = {"layers": 12, "width": 1024, "heads": 16, "seq": 512}
     one = 2 * 512 * 1024
@@ -137,6 +147,7 @@ def test_saved_inputs_are_split_or_on_the_host():
         jzero.Transformer(**sizes, remat=False, offload=True)
 
 
+@pytest.mark.unit
 def test_a_model_adds_activations_and_what_is_gathered():
     model = jzero.Transformer(layers=2, width=64, heads=2, seq=16)
     split, whole = (jzero.estimate(plan_of(stage), model=model) for stage in (3, 2))
@@ -148,6 +159,7 @@ def test_a_model_adds_activations_and_what_is_gathered():
     assert "activations" in str(split)
 
 
+@pytest.mark.unit
 def test_bad_input():
     plan = plan_of(2)
     with pytest.raises(TypeError, match=r"needs a plan, got dict\. Pass jzero\.plan_of"):

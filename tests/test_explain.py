@@ -70,6 +70,7 @@ def of(report, op):
     return [c for c in report.collectives if c.op == op]
 
 
+@pytest.mark.unit
 def test_collectives_of_a_cpu_program(compiled):
     report = explain(compiled)
     (gather,) = of(report, "all-gather")
@@ -88,6 +89,7 @@ def test_collectives_of_a_cpu_program(compiled):
     assert report.mesh_shape == {"data": 8}
 
 
+@pytest.mark.unit
 def test_totals_are_the_sum_of_the_rows(compiled):
     report = explain(compiled)
     gathered, reduced = 2 * WEIGHT * 7 // 8, 2 * 2 * WEIGHT * 7 // 8
@@ -97,6 +99,7 @@ def test_totals_are_the_sum_of_the_rows(compiled):
     assert [c.total_wire_bytes for c in report.collectives] == [reduced, gathered]
 
 
+@pytest.mark.unit
 def test_psi_needs_a_plan(compiled, plan):
     assert explain(compiled).wire.psi is None
     wire = explain(compiled, plan).wire
@@ -104,6 +107,7 @@ def test_psi_needs_a_plan(compiled, plan):
     assert wire.psi == pytest.approx(3)  # an all-reduce is 2 Psi, the gathers 1
 
 
+@pytest.mark.unit
 def test_memory_adds_up(compiled):
     memory = explain(compiled).memory
     stats = compiled.memory_analysis()
@@ -115,6 +119,7 @@ def test_memory_adds_up(compiled):
     assert (memory.params, memory.opt_state, memory.rest) == (None, None, None)
 
 
+@pytest.mark.unit
 def test_arguments_are_split_where_the_plan_tells_them_apart(compiled, plan):
     def kind_of(path):
         return "params" if path.startswith("[0][0]") else "rest"
@@ -127,6 +132,7 @@ def test_arguments_are_split_where_the_plan_tells_them_apart(compiled, plan):
     assert sum(expected.values()) == memory.arguments
 
 
+@pytest.mark.unit
 def test_loops_of_a_cpu_program():
     mesh = cpu_mesh(data=4, model=2)
 
@@ -144,6 +150,7 @@ def test_loops_of_a_cpu_program():
     assert looped.total_wire_bytes == 5 * looped.wire_bytes
 
 
+@pytest.mark.unit
 def test_program_of_one_device():
     report = explain(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile())
     assert (report.collectives, report.wire.total, report.devices, report.mesh_shape) == ((), 0, 1, None)
@@ -186,6 +193,7 @@ def test_host_arguments_are_no_device_bytes():
     assert row == ["to", "device", "8.19", "kB", "1", "8.19", "kB", "(100", "%)", "0", "B", "(0", "%)"]
 
 
+@pytest.mark.unit
 def test_host_bytes_are_apart():
     memory = Memory(
         arguments=10, outputs=7, aliased=6, temp=5, peak=40,
@@ -207,6 +215,7 @@ def table(*rows) -> list[str]:
     return str(Report(rows, (), None, wire, 64, {"data": 64, "model": 1})).splitlines()
 
 
+@pytest.mark.unit
 def test_table():
     lines = table(
         ROW,
@@ -223,10 +232,12 @@ def test_table():
     assert max(map(len, lines)) <= 110
 
 
+@pytest.mark.unit
 def test_table_is_capped():
     assert " ... and 5 rows with less traffic" in table(*[ROW] * 45)
 
 
+@pytest.mark.unit
 def test_table_says_what_it_does_not_know():
     words = [
         " ".join(line.split())
@@ -235,6 +246,7 @@ def test_table_says_what_it_does_not_know():
     assert "3 x all-gather bf16 2.00 MB 1.75 MB ? (8) loop ? ? nothing 63.00 MB" in words
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("thing", "name"),
     [
@@ -251,6 +263,7 @@ def test_only_compiled_programs(thing, name):
         explain(thing)
 
 
+@pytest.mark.unit
 def test_compiled_program_without_text(compiled, monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: None)
     with pytest.raises(TypeError, match=r"no HLO text(.|\n)*Pass jax\.jit\(step\)"):

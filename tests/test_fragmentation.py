@@ -48,6 +48,7 @@ def test_what_is_alive_counts_shared_bytes_once():
     assert fragmentation.most_alive(temp, RANGES.replace("b{0}:2-4", "b{0}:4-4")) == 600
 
 
+@pytest.mark.nightly
 @pytest.mark.pod
 def test_a_step_has_one_temp_with_little_lost_in_it(monkeypatch):
     def shrunk(**fields):

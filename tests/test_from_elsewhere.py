@@ -48,6 +48,7 @@ def test_every_line_of_a_diff_is_on_a_side():
     assert all("jzero" not in line for _, diff in DIFFS for line in diff.splitlines() if line.startswith("-"))
 
 
+@pytest.mark.default_cases("FSDP2")
 @pytest.mark.parametrize(("name", "diff"), DIFFS, ids=[name for name, _ in DIFFS])
 def test_the_jzero_side_runs(name, diff, tmp_path, monkeypatch):
     """Four steps on one batch: the loss falls, params are stored in parts, the fields are those it says."""

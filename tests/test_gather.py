@@ -114,6 +114,7 @@ def compare(fn, params, mesh, *args, **fields):
 KEPT = {"reshard_after_forward": False}
 
 
+@pytest.mark.default_cases("0-dropped", "1-dropped", "2-kept", "3-dropped", "4-dropped", "5-kept")
 @pytest.mark.parametrize("fields", [{}, KEPT], ids=["dropped", "kept"])
 @pytest.mark.parametrize("index", range(6))
 def test_every_kind_of_equation(index, fields, mesh):
@@ -124,10 +125,15 @@ def test_every_kind_of_equation(index, fields, mesh):
     )
 
 
+@pytest.mark.default_cases("dropped-Scanned", "kept-Remat")
 @pytest.mark.parametrize(
-    "model", [Scanned(False), Scanned(True), Remat(), Remat("everything_saveable")], ids=repr
+    "model",
+    [Scanned(False), Scanned(True), Remat(), Remat("everything_saveable")],
+    ids=["Scanned", "Scanned, remat", "Remat", "everything saved"],
 )
-@pytest.mark.parametrize("fields", [{"prefetch": 1}, {"prefetch": 3}, KEPT], ids=repr)
+@pytest.mark.parametrize(
+    "fields", [{"prefetch": 1}, {"prefetch": 3}, KEPT], ids=["dropped", "prefetch 3", "kept"]
+)
 def test_linen_models(model, fields, mesh):
     data = batch()
     params = model.init(jax.random.key(0), data["x"])["params"]
@@ -232,6 +238,7 @@ def test_a_function_that_does_not_take_the_params_first(mesh):
         jax.eval_shape(fn, jnp.ones((8, 64)), {"w": jnp.ones((64, 64))})
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_eager_call_with_a_whole_batch_warns(stage, mesh):
     state = jzero.shard(create_state, stage=stage, mesh=mesh, min_shard_bytes=0)

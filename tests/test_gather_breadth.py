@@ -214,6 +214,19 @@ def kept_weights(closed):
     return whole & {v for v in closed.jaxpr.outvars if not hasattr(v, "val")}, len(gathers)
 
 
+@pytest.mark.default_cases(
+    "custom_vjp-3",
+    "custom_jvp-3",
+    "cond-3",
+    "switch-3",
+    "while-3",
+    "fori_loop-3",
+    "scan-3",
+    "scan in scan-1",
+    "vmap-3",
+    "tied-3",
+    "unused-3",
+)
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients(case, prefetch, mesh):
@@ -224,6 +237,7 @@ def test_loss_and_gradients(case, prefetch, mesh):
     assert gathers
 
 
+@pytest.mark.default_cases("cond", "scan", "tied")
 @pytest.mark.parametrize("case", CASES)
 def test_kept_for_the_backward_pass(case, mesh):
     """`reshard_after_forward=False`: the same numbers and layouts, and the backward pass gathers nothing."""
@@ -261,6 +275,7 @@ class Scanned(nn.Module):
         return nn.Dense(DIM)(x)
 
 
+@pytest.mark.nightly
 def test_linen_scan_with_dropout(mesh):
     model, keys = Scanned(), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     params = model.init(keys, data())["params"]
@@ -338,6 +353,7 @@ POD_CASES = {
 }
 
 
+@pytest.mark.default_cases("scan")
 @pytest.mark.pod
 @pytest.mark.parametrize("case", POD_CASES)
 def test_compiled_for_a_pod(case):

@@ -109,6 +109,7 @@ def compare(plain_fn, fn, kind, mesh, plan, model, calls=2):
     assert max_error(after, before) > 0, "neither statistics nor key counts have changed"
 
 
+@pytest.mark.default_cases("list", "scan")
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_gradients_statistics_and_keys(kind, mesh):
     model, _, plan = sharded(kind, mesh)
@@ -116,6 +117,7 @@ def test_loss_gradients_statistics_and_keys(kind, mesh):
     compare(nnx.jit(nnx.value_and_grad(loss_of)), fn, kind, mesh, plan, model)
 
 
+@pytest.mark.default_cases("scan remat")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_weights_leave_the_module_as_they_were(kind, mesh):
     """`reshard_after_forward=False`: each transform of NNX hands the module's weights on, and none leaves whole."""
@@ -140,6 +142,9 @@ WAYS = {
 }
 
 
+@pytest.mark.default_cases(
+    "aux-True", "grad-True", "some of the params-False", "keywords-True", "called-False"
+)
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_call(way, jitted, mesh):
@@ -169,6 +174,7 @@ def test_modules_as_plain_trees(grad, mesh):
     assert max_error(values(grads), values(want)) < 2e-6
 
 
+@pytest.mark.default_cases("scan remat-True")
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", ["list", "scan remat"])
 def test_five_steps_in_place(kind, reshard, mesh):
@@ -268,6 +274,7 @@ def compiled(kind, wrapped=True):
     return plan, program, jzero.explain(program, plan)
 
 
+@pytest.mark.default_cases("scan")
 @pytest.mark.pod
 @pytest.mark.parametrize("kind", ["list", "scan", "list remat", "scan remat"])
 def test_weights_are_gathered_one_by_one(kind):
@@ -281,6 +288,7 @@ def test_weights_are_gathered_one_by_one(kind):
     assert findings(program, plan) == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.pod
 def test_without_gather_on_use_check_says_so():
     plan, program, _ = compiled("list", wrapped=False)

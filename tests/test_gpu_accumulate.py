@@ -47,6 +47,7 @@ def reductions(report):
     return {(c.op, c.trips) for c in report.collectives if c.op in ops and c.bytes > 2**20}
 
 
+@pytest.mark.default_cases("1-True")
 @pytest.mark.parametrize(("stage", "scan"), [(0, True), (1, True), (1, False), (2, True)])
 def test_one_reduction_after_the_loop(stage, scan):
     plan, estimate, report, found = compiled(stage, "step", scan)
@@ -61,6 +62,7 @@ def test_one_reduction_after_the_loop(stage, scan):
     assert found == ()
 
 
+@pytest.mark.default_cases("2-True")
 @pytest.mark.parametrize(("stage", "scan"), [(2, True), (2, False), (3, True), (3, False)])
 def test_a_reduction_in_every_micro_batch(stage, scan):
     plan, estimate, report, found = compiled(stage, "microbatch", scan)
@@ -72,6 +74,7 @@ def test_a_reduction_in_every_micro_batch(stage, scan):
     assert found == ()
 
 
+@pytest.mark.default_cases("2-1-3")
 @pytest.mark.parametrize(
     ("stage", "accumulate", "psi"),
     [(2, 1, 2 + 1), (3, 1, 2 + 2), (2, K, 2 * K + 1), (3, K, (2 + 2) * K)],  # fp32 gradients, 16-bit params
@@ -85,6 +88,7 @@ def test_reduce_dtype_is_what_is_sent(stage, accumulate, psi):
     assert report.wire.psi == pytest.approx(psi, rel=0.02)
 
 
+@pytest.mark.default_cases("2-microbatch")
 @pytest.mark.parametrize(("stage", "reduce"), [(1, "step"), (2, "microbatch")])
 def test_with_replicas(stage, reduce):
     axes = (("replica", 2), ("data", 4))

@@ -86,6 +86,7 @@ def group_bytes(plan, per_value=12):
     return max(per_value * math.prod(x.state_shape) // 8 for x in plan.layouts)
 
 
+@pytest.mark.default_cases("adam", "if finite")
 @pytest.mark.parametrize("chain", CHAINS)
 def test_what_is_on_the_device_does_not_grow_with_the_leaves(chain):
     for count in (12, 48) if chain in ("adam", "steps") else (48,):
@@ -100,6 +101,7 @@ def test_what_is_on_the_device_does_not_grow_with_the_leaves(chain):
         assert memory.host_temp_size_in_bytes == 0
 
 
+@pytest.mark.default_cases("adam-12")
 @pytest.mark.parametrize(("chain", "per_value"), [("adam", 12), ("adafactor", 4)])
 def test_a_large_leaf_is_taken_in_pieces(chain, per_value):
     compiled, plan = program(4, chain, wider=32)
@@ -192,12 +194,11 @@ def test_fetches_begin_while_the_unit_before_is_written(count, chain, wider, arr
 
 def gpt(stage, scan, **fields):
     state, plan = small_state(stage, scan=scan, **fields)
-    compiled = jzero.pod("h200").compile(
-        gpt_step, state, tokens(), donate_argnums=0, compiler_options=QUICK
-    )
+    compiled = jzero.pod("h200").compile(gpt_step, state, tokens(), donate_argnums=0, compiler_options=QUICK)
     return compiled, plan
 
 
+@pytest.mark.default_cases("2-True", "3-False")
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_train_step_communicates_as_without(stage, scan):
@@ -214,6 +215,7 @@ def test_a_train_step_communicates_as_without(stage, scan):
     jzero.check(there, plan)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_stack_of_as_many_layers_as_devices_is_taken_in_pieces(stage):
     """The state of a stack is split on another dim than its layers, which the devices divide as well."""
@@ -225,6 +227,7 @@ def test_a_stack_of_as_many_layers_as_devices_is_taken_in_pieces(stage):
     jzero.check(compiled, plan)
 
 
+@pytest.mark.nightly
 def test_steps_in_a_scan_keep_the_state_in_place():
     state, plan = small_state(2, scan=False, offload=jzero.Offload(in_flight_bytes=2**18))
     batches = {"tokens": jax.ShapeDtypeStruct((4, *tokens()["tokens"].shape), jnp.int32)}
@@ -242,6 +245,7 @@ def test_steps_in_a_scan_keep_the_state_in_place():
     assert jzero.explain(compiled, plan).pcie == {"to_device": 4 * held, "to_host": 4 * held}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_state_is_fetched_before_the_gradients_only_when_asked_for(prefetch):
     compiled, _ = gpt(2, False, offload=jzero.Offload(prefetch=prefetch))
@@ -253,6 +257,7 @@ def test_state_is_fetched_before_the_gradients_only_when_asked_for(prefetch):
     assert (first < backward) == prefetch
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("count", "chain"), [(12, "adam"), (48, "adam"), (12, "steps")])
 def test_an_update_on_the_host_moves_gradients_down_and_params_up(count, chain):
     compiled, plan = program(count, chain, update="host")
@@ -276,6 +281,7 @@ def test_an_update_on_the_host_moves_gradients_down_and_params_up(count, chain):
     assert "offloaded_state_copied" not in {f.kind for f in jzero.findings(compiled, plan)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "scan"), [(1, False), (2, True), (3, False)])
 def test_a_train_step_that_updates_on_the_host(stage, scan):
     compiled, plan = gpt(stage, scan, offload=jzero.Offload(update="host", in_flight_bytes=2**20))

@@ -51,7 +51,7 @@ CASES = [
     ("fp32 params, layers in bf16, reduce_dtype=fp32", 3, {(GATHERED, "bf16"): 4, (REDUCED, "f32"): 4}),
     ('the same, reduce="microbatch"', 2, {(GATHERED, "bf16"): 2, (REDUCED, "f32"): 4}),
     *(
-        pytest.param(*case, marks=pytest.mark.long)
+        pytest.param(*case, marks=pytest.mark.nightly)
         for case in (
             ("fp32 params, layers in bf16", 2, {(GATHERED, "f32"): 4, (REDUCED, "bf16"): 2}),
             ("fp32, reduce_dtype=bf16", 1, {(GATHERED, "f32"): 4, (REDUCED, "bf16"): 2}),
@@ -74,6 +74,7 @@ def test_what_is_sent(name, stage, want):
         assert total == pytest.approx(closed, rel=0.04)
 
 
+@pytest.mark.nightly
 def test_gradients_reduced_in_place_are_not_held_whole():
     whole, plan = program("bf16 params, reduce_dtype=fp32", 2)
     in_place, _ = program('the same, reduce="microbatch"', 2)
@@ -83,6 +84,7 @@ def test_gradients_reduced_in_place_are_not_held_whole():
     assert temps[1] < 0.7 * temps[0]
 
 
+@pytest.mark.nightly
 def test_moments_in_bf16_are_what_the_estimate_says():
     compiled, plan = program("bf16 params, moment_dtype=bf16", 2)
     memory = jzero.explain(compiled, plan).memory

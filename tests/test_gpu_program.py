@@ -24,6 +24,7 @@ def compiled(stage, n, scan=False, min_shard_bytes=16 * 1024, reshard=True):
     return made.plan, made.estimate, made.report
 
 
+SIZES = [8, pytest.param(64, marks=pytest.mark.nightly)]
 BATCH_BYTES, SCALARS = SEQ * 4, 64  # the second: step, count and the like
 
 
@@ -32,7 +33,7 @@ def batch_bytes(model):
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(MODELS[model][2](1)))
 
 
-@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_argument_bytes_equal_the_estimate(stage, n):
     _, estimate, report = compiled(stage, n)
@@ -41,7 +42,8 @@ def test_argument_bytes_equal_the_estimate(stage, n):
     assert abs(states - (estimate.params + estimate.opt_state)) <= 1e-3 * states + SCALARS
 
 
-@pytest.mark.parametrize("n", [8, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.default_cases("2-8")
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_argument_bytes_equal_the_papers_table_when_all_is_split(stage, n):
     plan, _, report = compiled(stage, n, scan=True, min_shard_bytes=0)
@@ -51,7 +53,7 @@ def test_argument_bytes_equal_the_papers_table_when_all_is_split(stage, n):
     assert abs(report.memory.arguments - BATCH_BYTES - table) <= 1e-3 * table + SCALARS
 
 
-@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_donated_state_is_aliased_completely(stage, n):
     report = compiled(stage, n)[2]
@@ -59,7 +61,7 @@ def test_donated_state_is_aliased_completely(stage, n):
     assert report.memory.arguments - report.memory.aliased <= BATCH_BYTES + 256
 
 
-@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("stage", "scan"), [(1, False), (2, False), (2, True)])
 def test_stages_1_and_2_reduce_scatter_and_gather_16_bit(stage, scan, n):
     plan, estimate, report = compiled(stage, n, scan)
@@ -76,6 +78,7 @@ def test_stages_1_and_2_reduce_scatter_and_gather_16_bit(stage, scan, n):
     assert estimate.wire_psi == pytest.approx(2, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_a_tied_embedding_is_not_gathered_to_be_reduced_again():
     """3.1 Psi where the gradient of its second use is reduced, gathered and reduced again."""
     made = program(stage=1, n=64, size=(("vocab", 32768),), min_shard_bytes=16 * 1024, seq=1024, quick=False)
@@ -83,7 +86,7 @@ def test_a_tied_embedding_is_not_gathered_to_be_reduced_again():
     assert made.report.wire.psi == pytest.approx(2, rel=0.01)
 
 
-@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("n", SIZES)
 def test_stage_0_all_reduces_the_gradient_once(n):
     plan, _, report = compiled(0, n)
     assert abs(sent(report, "all-reduce") - plan.param_bytes) <= 0.02 * plan.param_bytes
@@ -91,7 +94,7 @@ def test_stage_0_all_reduces_the_gradient_once(n):
     assert report.wire.psi == pytest.approx(2, rel=0.02)
 
 
-@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("scan", [False, True])
 def test_stage_3_gathers_weights_twice_and_no_activations(scan, n):
     plan, estimate, report = compiled(3, n, scan)
@@ -120,7 +123,7 @@ def test_weights_that_are_kept_are_gathered_once(scan):
     assert 0.5 * plan.param_bytes < more < 1.05 * plan.param_bytes
 
 
-@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("n", SIZES)
 def test_stage_2_old_and_new_params_are_not_alive_together(n):
     plan, _, report = compiled(2, n)
     psi = plan.param_bytes // 2
@@ -128,6 +131,7 @@ def test_stage_2_old_and_new_params_are_not_alive_together(n):
     assert report.memory.total <= 1.06 * (2 + 14 / n) * psi
 
 
+@pytest.mark.default_cases("conv-2", "experts-3")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("model", ["conv", "experts"])
 def test_a_conv_net_and_a_mixture_of_experts(model, stage):

@@ -36,7 +36,7 @@ OPTIONS = {
     "both": {"partition": "model", "offload": "host"},
     "waiting": {"partition": "model", "offload": "host", "prefetch": 0},
 }
-LONG = pytest.mark.long
+NIGHTLY = pytest.mark.nightly
 
 
 class Block(nn.Module):
@@ -113,7 +113,7 @@ def temp(report):
     return report.memory.temp
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), 2, pytest.param(3, marks=LONG)])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=NIGHTLY), 2, pytest.param(3, marks=NIGHTLY)])
 def test_each_block_of_a_scan_keeps_its_input_divided_by_the_devices_of_the_axis(stage):
     """ZeRO paper, section 6.1: A / m instead of A."""
     saved = per_layer("nn.remat", True, temp, stage=stage) - per_layer("partition", True, temp, stage=stage)
@@ -128,9 +128,9 @@ def test_each_block_of_a_scan_keeps_its_input_divided_by_the_devices_of_the_axis
         ("both", True, 2),
         ("both", False, 2),
         ("both", True, 3),
-        pytest.param("offload", False, 2, marks=LONG),
-        pytest.param("offload", True, 3, marks=LONG),
-        pytest.param("both", False, 3, marks=LONG),
+        pytest.param("offload", False, 2, marks=NIGHTLY),
+        pytest.param("offload", True, 3, marks=NIGHTLY),
+        pytest.param("both", False, 3, marks=NIGHTLY),
     ],
 )
 def test_offloaded_inputs_take_host_memory_and_none_of_the_device(scan, stage, options):
@@ -158,7 +158,7 @@ def test_partition_sends_one_gather_of_the_input_more_per_block(scan):
 
 @pytest.mark.parametrize(
     ("options", "scan"),
-    [("both", True), ("offload", True), ("both", False), pytest.param("offload", False, marks=LONG)],
+    [("both", True), ("offload", True), ("both", False), pytest.param("offload", False, marks=NIGHTLY)],
 )
 def test_each_input_crosses_the_bus_once_each_way(options, scan):
     """But for the last of unrolled blocks, which XLA leaves where it is: nothing stands between out and back."""
@@ -177,9 +177,9 @@ def test_each_input_crosses_the_bus_once_each_way(options, scan):
     [
         ("offload", True, 2),
         ("both", False, 2),
-        pytest.param("both", True, 3, marks=LONG),
-        pytest.param("both", False, 3, marks=LONG),
-        pytest.param("offload", True, 1, marks=LONG),
+        pytest.param("both", True, 3, marks=NIGHTLY),
+        pytest.param("both", False, 3, marks=NIGHTLY),
+        pytest.param("offload", True, 1, marks=NIGHTLY),
     ],
 )
 def test_an_input_is_fetched_while_the_block_behind_it_runs(options, scan, stage):
@@ -225,7 +225,7 @@ def test_named_activations_go_to_the_host_beside_the_input():
     assert abs(per_layer("both", True, temp, policy=HIDDEN)) < 0.05 * A
 
 
-@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=LONG)])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=NIGHTLY)])
 def test_stage_3_gathers_weights_twice_whatever_the_policy_keeps(scan):
     def gathered(report):
         found = [c for c in report.collectives if c.op == "all-gather" and c.axes == ("data",)]

@@ -86,6 +86,7 @@ def sharded(stage, mesh, **fields):
     return state, plan, placed
 
 
+@pytest.mark.default_cases("1-step", "2-microbatch", "3-microbatch")
 @pytest.mark.parametrize(("stage", "reduce"), MODES)
 def test_equals_the_gradient_of_the_whole_batch(stage, reduce, mesh):
     state, plan, placed = sharded(stage, mesh)
@@ -99,6 +100,7 @@ def test_equals_the_gradient_of_the_whole_batch(stage, reduce, mesh):
     assert any(s != jax.P() for s in wanted) == (stage > 1 or (stage == 1 and reduce == "step"))
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_micro_batch_is_the_plain_path(stage, mesh):
     state, plan, placed = sharded(stage, mesh)
@@ -161,6 +163,7 @@ def masked_reference():
         return float(loss), jax.tree.map(np.asarray, grads)
 
 
+@pytest.mark.default_cases("1-step", "3-microbatch")
 @pytest.mark.parametrize(("stage", "reduce"), AUTO)
 def test_weights_make_a_masked_mean_right(stage, reduce, mesh):
     state, plan, _ = sharded(stage, mesh)
@@ -190,6 +193,7 @@ def test_a_masked_mean_without_weights_is_refused(mesh):
 # --- aux, keys, more arguments --------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("2-microbatch")
 @pytest.mark.parametrize(("stage", "reduce"), AUTO)
 def test_aux_is_averaged_and_counts_are_summed(stage, reduce, mesh):
     state, plan, placed = sharded(stage, mesh)
@@ -219,6 +223,7 @@ def test_aux_per_example_is_refused(mesh):
         jzero.value_and_grad(loss, plan, accumulate=K, has_aux=True)(state.params, placed)
 
 
+@pytest.mark.default_cases("2-microbatch")
 @pytest.mark.parametrize(("stage", "reduce"), AUTO)
 def test_every_micro_batch_draws_its_own_dropout(stage, reduce, mesh):
     state = models.shard(create(0.5), mesh, stage)

@@ -23,6 +23,7 @@ KINDS = {
 }
 
 
+@pytest.mark.default_cases("HSDP, stage 2", "hpZ")
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_plain_run(kind):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), BOTH)
@@ -73,6 +74,7 @@ def column_then_row(params):
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
+@pytest.mark.default_cases("HSDP, stage 2", "hpZ")
 @pytest.mark.pod
 @pytest.mark.parametrize("kind", KINDS)
 def test_wire_bytes_per_axis_are_the_closed_form(kind):
@@ -86,6 +88,7 @@ def test_wire_bytes_per_axis_are_the_closed_form(kind):
     assert found == ()
 
 
+@pytest.mark.default_cases("HSDP, stage 2")
 @pytest.mark.pod
 @pytest.mark.parametrize("kind", ["HSDP, stage 2", "HSDP or MiCS, stage 3"])
 def test_with_tensor_parallelism(kind):

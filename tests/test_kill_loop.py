@@ -4,6 +4,7 @@ import pytest
 from kill_loop import HEARTBEAT, SLACK, Loop
 
 
+@pytest.mark.nightly
 def test_killed_and_continued_on_other_numbers_of_processes(tmp_path):
     table = Loop(tmp_path, seed=1, show=True).run(2, [(2, 4), (4, 1), (1, 4)])
     assert [row["devices"] for row in table] == [8, 4, 4]

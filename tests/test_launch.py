@@ -92,6 +92,7 @@ def own_script(folder, code, counts):
     return found
 
 
+@pytest.mark.nightly
 def test_the_script_of_the_page_goes_on_with_the_next_row_on_other_numbers_of_processes(tmp_path):
     (block,) = [b for b in pages.program(pages.PAGES["docs/launch.md"].read_text()) if b.language == "python"]
     one = own_script(tmp_path / "one", block.code, [1, 1])

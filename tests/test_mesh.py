@@ -54,12 +54,14 @@ def ids(mesh):
     return [d.id for d in mesh.devices.flat]
 
 
+@pytest.mark.unit
 def test_all_devices_by_default():
     mesh = jzero.mesh()
     assert mesh == Mesh(np.array(jax.devices()), ("data",))
     assert mesh.axis_types == (AxisType.Auto,)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_axes_on_the_boundaries_of_hosts(shuffled):
     devices = gpus(4)
@@ -77,6 +79,7 @@ def test_axes_on_the_boundaries_of_hosts(shuffled):
         assert ids(mesh) == list(range(32))
 
 
+@pytest.mark.unit
 def test_an_axis_stands_where_its_word_says_wherever_it_is_listed():
     mesh = jzero.mesh({"data": "host", "replica": "hosts"}, devices=gpus(4))
     assert mesh.axis_names == ("data", "replica")
@@ -84,6 +87,7 @@ def test_an_axis_stands_where_its_word_says_wherever_it_is_listed():
     assert along(mesh, "replica") == [0, 1, 2, 3]
 
 
+@pytest.mark.unit
 def test_numbers_fill_hosts_from_the_last_axis():
     mesh = jzero.mesh({"data": 16, "model": 4}, devices=gpus(8))
     assert along(mesh, "model") == [0] * 4
@@ -93,6 +97,7 @@ def test_numbers_fill_hosts_from_the_last_axis():
     assert along(within, "data") == [0, 0]
 
 
+@pytest.mark.unit
 def test_slices():
     devices = [dataclasses.replace(d, slice_index=d.process_index // 2) for d in gpus(4)]
     mesh = jzero.mesh({"replica": "slices", "data": "hosts", "model": "host"}, devices=devices)
@@ -110,6 +115,7 @@ def test_slices():
     ]
 
 
+@pytest.mark.unit
 def test_one_process_per_gpu_has_its_machine_as_host():
     devices = [Device(i, i, i // 8) for i in range(16)]  # jax numbers the machines as slices
     assert jzero.mesh(replica="hosts", data="host", devices=devices).shape["data"] == 8
@@ -122,6 +128,7 @@ def test_one_process_per_gpu_has_its_machine_as_host():
     assert places(unnumbered[:2]) == [Place(0, 0), Place(0, 1)]
 
 
+@pytest.mark.unit
 def test_tpus_keep_to_their_torus():
     """Within a slice neighbours along an axis are neighbours on the torus; across slices the outermost axis."""
     mesh = jzero.mesh({"data": 4, "model": 4}, devices=tpus(1))
@@ -158,6 +165,7 @@ ERRORS = {
 }  # fmt: skip
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case):
     axes, devices, message = ERRORS[case]
@@ -165,6 +173,7 @@ def test_errors(case):
         jzero.mesh(axes, devices=devices)
 
 
+@pytest.mark.unit
 def test_wrong_kinds():
     with pytest.raises(TypeError, match=r"the size of axis 'data' must be an int or a word, got 2\.0"):
         jzero.mesh(data=2.0)  # type: ignore[arg-type]
@@ -193,6 +202,7 @@ def test_wrong_kinds():
         jzero.describe_mesh({})  # type: ignore[arg-type]
 
 
+@pytest.mark.unit
 def test_what_a_step_sends_over_the_network():
     """P bytes of params on 2 hosts x 4 devices; a ring over hosts leaves each of them once."""
     mesh = jzero.mesh({"replica": 2, "data": 4}, devices_per_host=4)

@@ -124,13 +124,14 @@ def run(state, place=lambda b: b, steps: int = 20):
     return state, losses
 
 
-LONG = pytest.mark.long
+NIGHTLY = pytest.mark.nightly
 
 
+@pytest.mark.default_cases("1-bfloat16")
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [(0, BF16), (1, BF16), (2, BF16), (3, BF16), (2, jnp.float32)]
-    + [pytest.param(stage, jnp.float32, marks=LONG) for stage in (0, 1, 3)],
+    + [pytest.param(stage, jnp.float32, marks=NIGHTLY) for stage in (0, 1, 3)],
 )
 def test_a_run_stays_beside_that_with_full_moments(stage, dtype, mesh):
     state = shard(create_state(adamw(), dtype), mesh, stage, moment_dtype="bfloat16")
@@ -157,12 +158,15 @@ def test_a_run_stays_beside_that_with_full_moments(stage, dtype, mesh):
             assert 0 < np.abs(a - b).max() < 0.1 * scale  # 0.037 here; other machines, other random bits
 
 
+@pytest.mark.default_cases("2-adamw", "3-adamw", "2-lion")
 @pytest.mark.parametrize(
     ("stage", "name"),
     [(2, name) for name in ("adamw", "lion", "sgd", "if finite", "steps")]
     + [(0, "adamw"), (1, "adamw"), (3, "adamw")]
     + [
-        pytest.param(i, name, marks=LONG) for i in (0, 1, 3) for name in ("lion", "sgd", "if finite", "steps")
+        pytest.param(i, name, marks=NIGHTLY)
+        for i in (0, 1, 3)
+        for name in ("lion", "sgd", "if finite", "steps")
     ],
 )
 def test_shards_are_rounded_as_the_whole_is(stage, name, mesh):
@@ -221,6 +225,7 @@ def test_estimate_counts_it(mesh):
     assert held < 1.3 * whole * 8 / 8  # 2 + 2 + 4 bytes over eight devices, and what stays whole
 
 
+@pytest.mark.nightly
 def test_with_state_on_the_host(mesh):
     make = lambda: create_state(adamw(), BF16)  # noqa: E731
     on_device, losses = run(shard(make(), mesh, 2, moment_dtype="bfloat16"), steps=5)

@@ -57,6 +57,7 @@ def test_the_page_is_up_to_date(two):
     assert nine.page(two) == PAGE, "run: python docs/make_nine_parameters.py"
 
 
+@pytest.mark.nightly
 def test_the_script_writes_it_with_two_devices_of_its_own(tmp_path):
     script = [sys.executable, str(DOCS / "make_nine_parameters.py"), str(tmp_path / "page.md")]
     subprocess.run(script, cwd=tmp_path, check=True, capture_output=True, timeout=120)

@@ -82,6 +82,7 @@ def without_padding(state, like):
         yield np.asarray(x)[kept]
 
 
+@pytest.mark.default_cases("adam-3", "shifted-3")
 @pytest.mark.parametrize(("name", "stage"), [("adam", 1), ("adam", 3), ("shifted", 3), ("adafactor", 2)])
 def test_equals_the_run_without_offload(name, stage, mesh):
     params, state, _ = offloaded(CHAINS[name](), stage, mesh)

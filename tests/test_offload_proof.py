@@ -52,6 +52,7 @@ def compiled(stage, scan, chain, in_flight=192 * 1024, plan_only=False):
     return state, plan, program, jzero.explain(program, plan)
 
 
+@pytest.mark.default_cases("2-True-clip")
 @pytest.mark.pod
 @pytest.mark.parametrize(
     ("stage", "scan", "chain"), [(1, False, "lion"), (2, True, "clip"), (3, False, "adamw")]
@@ -68,6 +69,7 @@ def test_estimate_is_what_the_compiler_says(stage, scan, chain):
     assert (e.to_device, e.to_host) == (report.pcie["to_device"], report.pcie["to_host"])
 
 
+@pytest.mark.nightly
 @pytest.mark.pod
 def test_state_that_the_chain_reads_twice():
     """Lamb takes norms of its updates, leaf by leaf: explain counts what the closed form leaves out."""
@@ -217,6 +219,7 @@ def test_describe_names_the_leaves_on_the_host():
     )
 
 
+@pytest.mark.nightly
 def test_the_command_line(capsys):
     """Adam of a model in fp32 (no master): 8 bytes for each of 131,584 values over 8 devices leave each device."""
     flags = ["--stages", "2,3", "--no-search", "--offload", "host", "--in-flight-bytes", "16384"]

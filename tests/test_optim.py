@@ -162,6 +162,7 @@ def test_a_line_search_sees_params_as_the_model_knows_them(mesh):
     assert max_error(got, want) < 1e-3
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_equinox(stage, mesh):
     model = eqx.nn.MLP(DIM_IN, DIM_OUT, 64, 2, key=jax.random.key(0))
@@ -278,6 +279,7 @@ def test_lookahead(stage, mesh):
     assert max_error(got, want) < 1e-5
 
 
+@pytest.mark.default_cases("3-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_layouts_hold_through_a_scan_of_steps(stage, dtype, mesh):

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.pod
 table = load("make_paper_table")
 
 
+@pytest.mark.default_cases("7.5B-64")
 @pytest.mark.parametrize("n", table.DEVICES)
 @pytest.mark.parametrize("model", table.PAPER)
 def test_three_cells(model, n):

@@ -206,8 +206,19 @@ def plain_runs(name):
     return fed_gradients(name, make()), *end_to_end(name, make())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+# One optimizer of each kind runs at every stage: elementwise, factored, of a matrix, masked, of several transformations,
+# accumulating, injected hyper-parameters. (Masters: tests/test_optim.py.) The others at stage 1, and all nightly.
+KINDS = ("adam", "adafactor", "muon", "masked", "multi_transform", "multi_steps", "inject_hyperparams")
+CASES = [
+    pytest.param(
+        stage, name, marks=[] if stage == 1 or name in KINDS else [pytest.mark.nightly], id=f"{stage}-{name}"
+    )
+    for stage in (0, 1, 2, 3)
+    for name in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize(("stage", "name"), CASES)
 def test_ten_steps_equal_the_plain_run(name, stage, mesh):
     fed, ended, losses = plain_runs(name)
     same, ours, _ = EXCEPT.get(name, (1e-6, 1e-5, ""))

@@ -31,6 +31,7 @@ def batch(model):
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_at_stage_3_equals_the_plain_one(name, mesh):
     """bf16 models: losses to 1 %, since sums are rounded in another order."""
@@ -67,6 +68,7 @@ def test_each_token_goes_to_two_experts_and_weights_sum_to_one():
     assert not out[:, room:].any(), "tokens over the room of an expert are dropped"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_alive_adds_up_to_temp(stage):
     model = peak.Gpt(depth=4, dim=512, heads=8, vocab=8192, seq=512, scan=True, kernels="2d")

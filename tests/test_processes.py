@@ -37,11 +37,15 @@ def reference(case, count):
     return one_process(case, count if case in HYBRID else 2)
 
 
-RUN = [(case, c, "first") for c in (2, 4) for case in cases_of(c)]
-LONG = [pytest.param(case, 4, "rest", marks=pytest.mark.long) for case in cases_of(4, "rest")]
+RUN = [(case, 2, "default") for case in cases_of(2, "default")]
+NIGHTLY = [
+    pytest.param(case, count, part, marks=pytest.mark.nightly)
+    for count, part in ((2, "first"), (4, "first"), (4, "rest"))
+    for case in cases_of(count, part)
+]
 
 
-@pytest.mark.parametrize(("case", "count", "part"), [*RUN, *LONG])
+@pytest.mark.parametrize(("case", "count", "part"), [*RUN, *NIGHTLY])
 def test_equals_one_process(case, count, part):
     one, found = reference(case, count), [w[case] for w in workers(count, part)]
     for worker in found:
@@ -61,6 +65,7 @@ def test_equals_one_process(case, count, part):
         assert [w["scale"] for w in found] == [[512.0, 1]] * count
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 4])
 def test_each_process_holds_its_share(count):
     """Bytes of params and state, by stage; on hybrid meshes, shared within a process alone."""
@@ -76,6 +81,7 @@ def test_each_process_holds_its_share(count):
     assert by_device["hpZ"] == pytest.approx(whole * (1 / within + 2 / 8) / 3, rel=0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 4])
 def test_no_process_ever_holds_a_whole_state(count):
     """Of 384 MiB: peaks of memory, with 64 MiB for what a compiler and threads take. Made whole first, it is seen."""
@@ -87,6 +93,7 @@ def test_no_process_ever_holds_a_whole_state(count):
             assert worker["born"]["existing"]["peak"] > max(320 * MIB, 1.25 * born["peak"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 4])
 def test_states_that_differ_between_processes_are_refused(count):
     for worker in workers(count):
@@ -101,6 +108,7 @@ def test_states_that_differ_between_processes_are_refused(count):
             assert text in said[call]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 4])
 def test_unequal_numbers_of_rows_are_refused(count):
     """Each process reckons the whole batch from its own rows; without the question the losses differ silently."""

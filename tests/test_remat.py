@@ -129,6 +129,15 @@ def functions(plan, scan, options):
     return loss
 
 
+@pytest.mark.default_cases(
+    "linen-unrolled-both",
+    "linen-scan-partition",
+    "linen-scan-offload",
+    "linen-scan-a name is offloaded",
+    "functions-unrolled-offload",
+    "functions-scan-both",
+    "functions-scan-dots are kept",
+)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize("make", [linen, functions])
@@ -180,6 +189,7 @@ def test_a_function_of_an_nnx_module_under_nnx_scan(mesh):
     assert max_error(found, expected) < 2e-6
 
 
+@pytest.mark.default_cases("1-1-scan", "2-0-unrolled", "3-1-scan")
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize(("stage", "prefetch"), [(0, 1), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)])
 def test_a_step_at_every_stage_equals_the_plain_one(stage, prefetch, scan, mesh):

@@ -89,6 +89,7 @@ CASES = {
 }
 
 
+@pytest.mark.default_cases("stage 3", "stage 2, in every micro-batch")
 @pytest.mark.parametrize("name", CASES)
 def test_an_overflow_on_one_shard_skips_the_step_everywhere(name, mesh):
     fields, options = CASES[name]
@@ -120,6 +121,7 @@ def test_an_overflow_on_one_shard_skips_the_step_everywhere(name, mesh):
     assert max_error(logical(state).master, plain.params) < 4e-3
 
 
+@pytest.mark.default_cases("3-2", "1-1")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_power_of_two_changes_no_bit_of_fp32_gradients(stage, accumulate, mesh):

@@ -19,12 +19,13 @@ def measured(kind, n):
     return scaling.measure(kind, n, "tiny")
 
 
-LONG = [pytest.param(kind, 512, marks=pytest.mark.long) for kind in ("stage 2", "hpZ")]
+NIGHTLY = [pytest.param(kind, 512, marks=pytest.mark.nightly) for kind in ("stage 2", "hpZ")]
 
 
+@pytest.mark.default_cases("stage 3-8")
 @pytest.mark.parametrize(
     ("kind", "n"),
-    [(k, n) for k in ("stage 2", "stage 3", "hpZ") for n in (8, 64)] + [("stage 3", 512), *LONG],
+    [(k, n) for k in ("stage 2", "stage 3", "hpZ") for n in (8, 64)] + [("stage 3", 512), *NIGHTLY],
 )
 def test_on_the_closed_form(kind, n):
     """Within 2 % in sum; and no more collectives than on 8 devices, but for the four that a new axis brings."""

@@ -84,6 +84,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.default_cases("six devices-3")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_the_plain_gradients(name, stage):
@@ -97,6 +98,7 @@ def test_equals_the_plain_gradients(name, stage):
     compare(plan, params, on_use, least=4)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_16_bit_weights(stage):
     params = weights(jnp.bfloat16)
@@ -114,6 +116,7 @@ def test_reduced_in_fp32():
     assert "float32" in {e.outvars[0].aval.dtype.name for e in scattered}
 
 
+@pytest.mark.default_cases("2-step")
 @pytest.mark.parametrize(
     ("stage", "reduce"), [(1, "step"), (2, "step"), (2, "microbatch"), (3, "microbatch")]
 )

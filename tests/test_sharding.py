@@ -20,6 +20,7 @@ from jzero.split import add_axes
 P = jax.P
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("shape", "base", "want"),
     [
@@ -39,6 +40,7 @@ def test_leaf_rule(shape, base, want, mesh_2x4):
     assert add_axes(shape, base, ("data",), mesh_2x4) == want
 
 
+@pytest.mark.unit
 def test_the_scanned_dim_is_told_from_shapes():
     def find(tree):
         return {"/".join(k) for k in scanned_paths([(tuple(k.split("/")), s) for k, s in tree.items()])}
@@ -51,6 +53,7 @@ def test_the_scanned_dim_is_told_from_shapes():
     assert not find({"dense/kernel": (64, 32), "dense/bias": (32,)})
 
 
+@pytest.mark.unit
 def test_min_shard_bytes_keeps_small_leaves_whole_and_says_so(mesh):
     shapes = {
         "small": jax.ShapeDtypeStruct((64, 32), jnp.float32),
@@ -64,6 +67,7 @@ def test_min_shard_bytes_keeps_small_leaves_whole_and_says_so(mesh):
     assert jzero.make_plan(shapes, stage=3, mesh=mesh, min_shard_bytes=0).layouts[1].stored == P("data")
 
 
+@pytest.mark.unit
 def test_plans_are_hashable_values(mesh):
     shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     a, b = (jzero.make_plan(shapes, stage=2, mesh=mesh) for _ in range(2))
@@ -73,6 +77,7 @@ def test_plans_are_hashable_values(mesh):
     assert len({a, b}) == 1
 
 
+@pytest.mark.unit
 def test_a_stage_is_a_row_of_layouts(mesh):
     shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     rows = {}
@@ -102,6 +107,7 @@ def test_describe_has_a_row_per_leaf(mesh):
     assert "80 B < min_shard_bytes 256 B" in bias
 
 
+@pytest.mark.unit
 def test_place_batch_takes_numpy_jnp_scalars_and_placed_arrays(mesh):
     plan = jzero.plan_of(jzero.shard(create_state, stage=2, mesh=mesh))
     placed = plan.place_batch({**batch(), "j": jnp.ones((8, 2)), "scale": 2.0})
@@ -139,6 +145,7 @@ def create_tensor(boxed=True):
 WANT = {0: [P(None, "model"), P("model")], 3: [P("data", "model"), P(("model", "data"))]}
 
 
+@pytest.mark.default_cases("3-param_specs", "2-metadata")
 @pytest.mark.parametrize("given", ["metadata", "param_specs", "arrays"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tensor_parallel_layouts_are_kept_and_the_zero_axis_added(stage, given, mesh_2x4):
@@ -173,6 +180,7 @@ def test_tensor_parallel_layouts_are_kept_and_the_zero_axis_added(stage, given, 
     assert max_error(nn.meta.unbox(state.params), plain.params) < 1e-5
 
 
+@pytest.mark.unit
 def test_nnx_metadata_is_kept(mesh_2x4):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -193,6 +201,7 @@ def test_nnx_metadata_is_kept(mesh_2x4):
 # ------------------------------------------------------------------------------------------ axes of a mesh
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_explicit_axes_work_on_an_auto_mesh_over_the_same_devices(stage):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
@@ -203,12 +212,14 @@ def test_explicit_axes_work_on_an_auto_mesh_over_the_same_devices(stage):
     np.testing.assert_allclose(loss, jax.jit(train_step)(create_state(), batch())[1], rtol=1e-5)
 
 
+@pytest.mark.unit
 def test_no_mesh_takes_all_devices_on_one_axis():
     plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=2)
     assert dict(plan.mesh.shape) == {"data": 8}
     assert dict(jzero.make_plan({"w": jnp.ones((64, 64))}, stage=2, axis="fsdp").mesh.shape) == {"fsdp": 8}
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_and_shards_on_two_axes(stage):
     """HSDP: state over "data", the batch over both axes."""
@@ -229,6 +240,7 @@ def test_replicas_and_shards_on_two_axes(stage):
     }
 
 
+@pytest.mark.nightly
 def test_params_within_the_node_and_state_over_all():
     """hpZ: stage 3 params over a part of the axes that share the state."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"))
@@ -244,6 +256,7 @@ def test_params_within_the_node_and_state_over_all():
     assert loss_of(state.apply_fn, state.params, data) < loss
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_params_that_an_earlier_run_split_are_not_taken_for_tensor_parallelism(stage, mesh):
     old = jzero.shard(create_state, stage=3, mesh=mesh, min_shard_bytes=0)
@@ -253,6 +266,7 @@ def test_params_that_an_earlier_run_split_are_not_taken_for_tensor_parallelism(s
     assert plan.layouts == want.layouts
 
 
+@pytest.mark.unit
 def test_no_mesh_takes_the_mesh_that_the_params_are_split_on(mesh_2x4):
     w = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh_2x4, P(None, "model")))
     plan = jzero.make_plan({"w": w}, stage=2, min_shard_bytes=0)
@@ -281,11 +295,13 @@ def test_kind_of_an_argument(mesh):
     assert (memory.params, memory.opt_state) == (estimate.params, estimate.opt_state)
 
 
+@pytest.mark.unit
 def test_a_field_that_plain_grad_ignores_is_noted():
     plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=1, reduce_dtype="float32")
     assert "reduce_dtype=float32 is honoured by jzero.value_and_grad alone" in plan.describe()
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("stage", [1, 3])
 def test_param_axis_below_stage_3_is_told(stage):
     mesh = jzero.mesh({"replica": 2, "data": -1})

@@ -30,6 +30,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly
 def test_every_page_is_in_the_site_and_no_script(site):
     there = {p.relative_to(site).with_suffix(".md").as_posix() for p in site.rglob("*.html")}
     assert {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")} <= there

@@ -33,6 +33,7 @@ from jzero.state import lower_creation
 P = jax.P
 
 
+@pytest.mark.default_cases("3-donate0", "1-donate1")
 @pytest.mark.parametrize("donate", [(), (0,)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_layouts_hold_for_a_hundred_steps_and_nothing_recompiles(stage, donate, mesh):
@@ -56,6 +57,7 @@ def test_layouts_hold_for_a_hundred_steps_and_nothing_recompiles(stage, donate, 
     assert int(state.step) == 100
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_states_of_one_kind_have_equal_trees(stage, mesh):
     a, b = shard(create_state, mesh, stage), shard(create_state(), mesh, stage)
@@ -125,6 +127,7 @@ def bf16_state(tx=None):
     return create_state(tx, dtype=jnp.bfloat16)
 
 
+@pytest.mark.default_cases("2-0.0003", "3-0.01")
 @pytest.mark.parametrize("lr", [3e-4, 1e-2, 1.0])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_params_are_exactly_the_cast_of_the_master(stage, lr, mesh):
@@ -144,6 +147,7 @@ def test_params_are_exactly_the_cast_of_the_master(stage, lr, mesh):
     assert_laid_out(state, plan)
 
 
+@pytest.mark.default_cases("1", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_16_bit_run_equals_a_hand_written_fp32_master_run(stage, mesh):
     """Fed the same 16-bit gradients: fp32 masters within 1e-6, and no drift of small updates (lr 3e-5)."""
@@ -193,6 +197,7 @@ def test_the_master_starts_from_the_fp32_values_of_the_creation_function(mesh):
         np.testing.assert_array_equal(np.asarray(m), np.asarray(p, np.float32))
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_params_replaced_between_steps_are_taken_over(stage, mesh):
     """Half of one leaf pruned by the user: the master follows there, and keeps its extra bits elsewhere."""
@@ -257,6 +262,7 @@ def full_step(state, batch):
     return state.replace(ema=ema), loss
 
 
+@pytest.mark.default_cases("3-existing", "1-born")
 @pytest.mark.parametrize("create", [create_full, create_full()], ids=["born", "existing"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_state_with_batch_stats_dropout_keys_and_an_ema(stage, create, mesh):
@@ -328,6 +334,7 @@ def test_lora_adapters_beside_a_base_that_is_none(mesh):
 # ------------------------------------------------------------------------------ a live change of stage or mesh
 
 
+@pytest.mark.default_cases("float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_live_change_of_stage_and_mesh_keeps_every_bit(dtype, mesh):
     state = shard(lambda: create_state(dtype=dtype), mesh, 1)
@@ -387,6 +394,7 @@ def nnx_step(model, optimizer, batch):
     return loss
 
 
+@pytest.mark.default_cases("2-bfloat16-True", "3-float32-False", "1-float32-True")
 @pytest.mark.parametrize("born", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

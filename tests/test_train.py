@@ -166,7 +166,7 @@ def test_a_finished_run_is_not_overwritten_unasked(finished):
 # -- several processes
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_processes_give_the_losses_of_one(tmp_path):
     def start(out, *more):
         command = [
@@ -336,6 +336,7 @@ def test_no_byte_sees_the_ones_after_it():
     np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.nightly
 def test_dropout_is_drawn_from_the_key_and_the_step():
     config = with_model(SMALL, dropout=0.5)
     state, batch = new_state(config), batch_of(config)
@@ -353,6 +354,7 @@ def test_bfloat16_params_and_float32_logits():
     assert logits.dtype == jnp.float32
 
 
+@pytest.mark.nightly
 def test_every_dtype_starts_from_the_same_numbers():
     wide = new_state(SMALL)
     half = new_state(with_model(SMALL, dtype="bfloat16"))
@@ -366,6 +368,7 @@ def test_every_dtype_starts_from_the_same_numbers():
         np.testing.assert_allclose(a, jzero.unshard(master), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.nightly
 def test_fp16_skips_overflows_and_logs_them(tmp_path, monkeypatch):
     monkeypatch.setattr(jzero, "LossScale", functools.partial(jzero.LossScale, initial=2.0**24))
     config = dataclasses.replace(
@@ -396,5 +399,6 @@ def test_sample_goes_past_the_window_and_repeats_with_its_key():
 # -- digits
 
 
+@pytest.mark.nightly
 def test_digits_pass_95_percent():
     assert digits.train(digits.Config()) > digits.PASS

@@ -54,6 +54,7 @@ def whole(tmp_path_factory):
     return run(dataclasses.replace(CONFIG, out=tmp_path_factory.mktemp("whole") / "run"))
 
 
+@pytest.mark.nightly
 def test_sigterm_saves_and_the_run_goes_on_bitwise(whole, tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(CONFIG, out=tmp_path / "run")
     before, line = signal.getsignal(signal.SIGTERM), Log.step
@@ -80,6 +81,7 @@ def test_sigterm_saves_and_the_run_goes_on_bitwise(whole, tmp_path, monkeypatch,
     assert again.heldout == whole.heldout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("lose", [5, 7])
 def test_training_waits_rather_than_lose_more_steps(lose, tmp_path, monkeypatch):
     """Every step finds a finished checkpoint that is near enough, though each takes longer than the steps between."""
@@ -140,6 +142,7 @@ def test_the_last_and_the_best_are_kept(whole):
     assert saved_steps(whole.out) == sorted({best, 30})
 
 
+@pytest.mark.nightly
 def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, out=tmp_path / "run", keep=3, steps=20)
     first = run(config)

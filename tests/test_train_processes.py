@@ -86,6 +86,7 @@ def test_missing_data_on_one_host_ends_all(start, tmp_path):
         assert "nowhere: no such file or folder" in said(tmp_path, me)
 
 
+@pytest.mark.nightly
 def test_an_indexed_job_trains_and_a_stopped_process_ends_all_within_the_heartbeat(start, tmp_path):
     """The variables of docs/launch/kubernetes.yaml; SIGSTOP: what a process does that hangs, with its host alive."""
     workers = []
@@ -106,6 +107,7 @@ def test_an_indexed_job_trains_and_a_stopped_process_ends_all_within_the_heartbe
     )
 
 
+@pytest.mark.nightly
 def test_unlike_numbers_of_devices_are_refused(start, tmp_path):
     workers = [start(0, 2), start(1, 2, "--devices=3")]
     for me, worker in enumerate(workers):
@@ -126,6 +128,7 @@ def test_unlike_devices():
     check_devices(devices[:4])
 
 
+@pytest.mark.nightly
 def test_a_damaged_checkpoint_ends_all_with_the_reason(start, tmp_path):
     """An error after JAX has started: a checkpoint of nothing."""
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)

@@ -85,12 +85,13 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.default_cases("adamw-8-2", "per matrix-5-3")
 @pytest.mark.parametrize(
     ("name", "n", "stage"),
     [
         *((name, n, stage) for name in ("adamw", "factored") for n, stage in ((8, 1), (8, 2), (5, 3))),
         *((name, n, stage) for name in ("per matrix", "accumulating") for n, stage in ((8, 2), (5, 3))),
-        *(pytest.param(name, 8, 1, marks=pytest.mark.long) for name in ("per matrix", "accumulating")),
+        *(pytest.param(name, 8, 1, marks=pytest.mark.nightly) for name in ("per matrix", "accumulating")),
     ],
 )
 def test_equals_the_plain_run(name, n, stage):
@@ -104,13 +105,14 @@ def test_equals_the_plain_run(name, n, stage):
         assert held <= 1.02 * total / n + 8
 
 
+@pytest.mark.default_cases("adamw-2", "factored-3")
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
         *((name, stage) for name in ("adamw", "factored") for stage in (1, 2, 3)),
         *((name, 3) for name in ("per matrix", "accumulating")),
         *(
-            pytest.param(name, s, marks=pytest.mark.long)
+            pytest.param(name, s, marks=pytest.mark.nightly)
             for name in ("per matrix", "accumulating")
             for s in (1, 2)
         ),
@@ -165,6 +167,7 @@ HYBRIDS = {
 }
 
 
+@pytest.mark.default_cases("params within the node")
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_hybrids_over_several_dims(kind):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"))
@@ -187,6 +190,7 @@ def within(inner, outer, shape):
     return all(b[0] <= a[0] and a[1] <= b[1] for a, b in spans)
 
 
+@pytest.mark.default_cases("step")
 @pytest.mark.parametrize("reduce", ["step", "microbatch"])
 def test_micro_batches_over_several_dims(reduce):
     mine = create_several(optax.sgd(0.1))
@@ -234,6 +238,7 @@ def test_a_live_change_of_the_number_of_devices_keeps_every_bit():
         assert max_error(logical(state), want) == 0
 
 
+@pytest.mark.nightly
 def test_born_sharded_and_eager():
     tx = optax.adam(1e-2)
     born = jzero.shard(lambda: create(tx), stage=2, mesh=mesh_of(8), min_shard_bytes=0)
@@ -264,6 +269,7 @@ def test_16_bit_masters_are_padded_too():
     assert max_error(both[0].params, half.params) > 0.01
 
 
+@pytest.mark.nightly
 def test_a_live_change_over_several_dims_keeps_every_bit():
     state = jzero.shard(create_several(optax.adam(1e-2)), stage=3, mesh=mesh_of(8), min_shard_bytes=0)
     state, _ = jax.jit(step)(state, jzero.plan_of(state).place_batch(batch(8, (5, 5))))

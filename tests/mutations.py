@@ -1,0 +1,355 @@
+"""Would the default tier notice? Each mutation breaks one public behaviour, and a test has to fail.
+
+`python tests/mutations.py` names that test for each, or ends with 1.
+
+A mutation replaces a public name of jzero (or of a library below it) by one that does the wrong thing, so that it means
+the same however the code behind that name is arranged. `JZERO_MUTATION=<number>` applies one when the tests start
+(tests/conftest.py). Each is run against the test files beside it, in the default tier, until a test fails.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A fault: what it does, the files whose tests should see it, and the function that puts it in place."""
+
+    what: str
+    files: tuple[str, ...]
+    apply: Callable[[], None]
+
+
+FOUND: list[Mutation] = []
+
+
+def mutation(what: str, *files: str):
+    def keep(apply):
+        FOUND.append(Mutation(what, tuple(f"tests/test_{f}.py" for f in files), apply))
+        return apply
+
+    return keep
+
+
+def wrap(owner: Any, name: str, around: Callable) -> None:
+    """`owner.name` becomes `around(original, *args, **kwargs)`."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+def wrap_method(cls: type, name: str, around: Callable) -> None:
+    original = getattr(cls, name)
+
+    def method(self, *args, **kwargs):
+        return around(original, self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+def force(change: Callable[[Any], dict[str, Any]]) -> None:
+    """Configs are changed on their way into `shard`, `abstract` and `make_plan`."""
+    import jzero
+
+    names = {f.name for f in dataclasses.fields(jzero.ZeroConfig)}
+
+    def forced(original, subject, config=None, **kwargs):
+        fields = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
+        given = config or jzero.ZeroConfig(**fields)
+        return original(subject, dataclasses.replace(given, **change(given)), **kwargs)
+
+    for name in ("shard", "abstract", "make_plan"):
+        wrap(jzero, name, forced)
+
+
+def update_class() -> type:
+    """The class of what `jzero.zero(tx, plan).update` is."""
+    import jax.numpy as jnp
+    import optax
+
+    import jzero
+
+    return type(jzero.zero(optax.sgd(1.0), jzero.make_plan({"w": jnp.ones((8, 8))}, stage=1)).update)
+
+
+@mutation("a stage that splits nothing", "state")
+def _():
+    force(lambda c: {"min_shard_bytes": 2**60})
+
+
+@mutation("stage 3 keeps params whole", "state")
+def _():
+    force(lambda c: {"stage": min(c.stage, 2)})
+
+
+@mutation("a gather that keeps the weight until the backward pass", "gpu_program")
+def _():
+    force(lambda c: {"reshard_after_forward": c.stage < 3})
+
+
+@mutation("stage 2 keeps whole gradients", "gpu_program")
+def _():
+    force(lambda c: {"stage": 1} if c.stage == 2 else {})
+
+
+@mutation("leaves that no dim divides stay whole", "uneven")
+def _():
+    force(lambda c: {"uneven": "replicate"})
+
+
+@mutation("offload is ignored", "offload")
+def _():
+    force(lambda c: {"offload": None})
+
+
+@mutation("moment_dtype is ignored", "moments")
+def _():
+    force(lambda c: {"moment_dtype": None})
+
+
+@mutation("masters are rebuilt from the rounded params", "optim")
+def _():
+    import jax
+    import jax.numpy as jnp
+
+    def rebuilt(original, self, updates, state, params=None, **extra):
+        if getattr(state, "master", None) is not None:
+            wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+            kept = jax.tree.map(lambda m, w: w if m.shape == w.shape else m, state.master, wide)
+            state = state._replace(master=kept)
+        return original(self, updates, state, params, **extra)
+
+    wrap_method(update_class(), "__call__", rebuilt)
+
+
+@mutation("params that the user replaced are overwritten by the masters", "optim")
+def _():
+    import jax
+
+    def overwritten(original, self, updates, state, params=None, **extra):
+        if getattr(state, "master", None) is not None:
+            params = jax.tree.map(
+                lambda p, m: m.astype(p.dtype) if m.shape == p.shape else p, params, state.master
+            )
+        return original(self, updates, state, params, **extra)
+
+    wrap_method(update_class(), "__call__", overwritten)
+
+
+@mutation("every wrapped optimizer equals every other", "identity")
+def _():
+    cls = update_class()
+    cls.__eq__ = lambda self, other: type(other) is cls  # pyright: ignore
+    cls.__hash__ = lambda self: 0  # pyright: ignore
+
+
+@mutation("a batch that is not split", "state", "parity")
+def _():
+    import jax
+
+    import jzero
+
+    def whole(original, self, batch):
+        everywhere = jax.NamedSharding(self.mesh, jax.P())
+        return jax.tree.map(lambda x: jax.device_put(x, everywhere), batch)
+
+    wrap_method(jzero.Plan, "place_batch", whole)
+
+
+@mutation("all micro-batches but the first are dropped", "gradients")
+def _():
+    import jax
+
+    import jzero
+
+    def first(original, loss_fn, plan, **kwargs):
+        parts = kwargs.pop("accumulate", 1)
+        fn = original(loss_fn, plan, **kwargs)
+        return lambda params, batch, *rest, **kw: fn(
+            params, jax.tree.map(lambda x: x[: len(x) // parts], batch), *rest, **kw
+        )
+
+    wrap(jzero, "value_and_grad", first)
+
+
+@mutation("the weights of micro-batches are ignored", "gradients")
+def _():
+    import jzero
+
+    wrap(jzero, "value_and_grad", lambda original, f, plan, **kw: original(f, plan, **{**kw, "weight": None}))
+
+
+@mutation("weights are not gathered where they are used", "gather", "gather_nnx")
+def _():
+    import jzero
+
+    wrap(jzero, "gather_on_use", lambda original, fn, plan, **kw: fn)
+
+
+@mutation("remat keeps a block's input whole", "remat")
+def _():
+    import jzero
+
+    wrap(jzero, "remat", lambda original, *args, **kw: original(*args, **{**kw, "partition": None}))
+
+
+@mutation("the loss scale never changes", "scale")
+def _():
+    import jzero
+
+    wrap_method(jzero.LossScale, "update", lambda original, self, after: self)
+
+
+@mutation("unshard returns what is stored, padding and all", "uneven")
+def _():
+    import jzero
+
+    wrap(jzero, "unshard", lambda original, tree, **kw: tree)
+
+
+@mutation("a checksum is never compared", "checkpoint_damage")
+def _():
+    import xxhash
+
+    class Same:
+        update = staticmethod(lambda data: None)
+        digest = staticmethod(lambda: bytes(8))
+        hexdigest = staticmethod(lambda: "0" * 16)
+        intdigest = staticmethod(lambda: 0)
+
+    for name in ("xxh3_64", "xxh3_128", "xxh64"):
+        size = 32 if "128" in name else 16
+        setattr(xxhash, name, lambda *a, **k: Same)
+        setattr(xxhash, f"{name}_hexdigest", lambda *a, size=size, **k: "0" * size)
+        setattr(xxhash, f"{name}_digest", lambda *a, size=size, **k: bytes(size // 2))
+        setattr(xxhash, f"{name}_intdigest", lambda *a, **k: 0)
+
+
+@mutation("restore leaves the optimizer state as it was", "checkpoint")
+def _():
+    import jax
+    import jax.numpy as jnp
+
+    from jzero import checkpoint
+
+    def partly(original, path, like, **kw):
+        state = original(path, like, **kw)
+        if not hasattr(state, "opt_state"):
+            return state
+        return state.replace(opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))
+
+    wrap(checkpoint, "restore", partly)
+
+
+@mutation("check finds nothing", "check")
+def _():
+    import jzero
+    from jzero.proof import check
+
+    for owner in (jzero, check):
+        wrap(owner, "findings", lambda original, *args, **kw: ())
+
+
+@mutation("explain counts what a loop sends once", "explain", "gpu_program")
+def _():
+    import jzero
+    from jzero.proof import report
+
+    def once(original, *args, **kw):
+        found = original(*args, **kw)
+        flat = tuple(dataclasses.replace(c, trips=1) for c in found.collectives)
+        return dataclasses.replace(found, collectives=flat)
+
+    for owner in (jzero, report):
+        wrap(owner, "explain", once)
+
+
+@mutation("estimate forgets that state is split", "estimate", "gpu_program")
+def _():
+    import jzero
+    from jzero.proof import memory
+
+    def whole(original, plan, **kw):
+        found = original(plan, **kw)
+        return dataclasses.replace(found, opt_state=found.opt_state * plan.shards)
+
+    for owner in (jzero, memory):
+        wrap(owner, "estimate", whole)
+
+
+@mutation("a mesh has its axes the wrong way round", "mesh", "hybrids")
+def _():
+    import jax
+
+    import jzero
+
+    def turned(original, *args, **kw):
+        mesh = original(*args, **kw)
+        return jax.sharding.Mesh(mesh.devices.T, mesh.axis_names[::-1], axis_types=mesh.axis_types[::-1])
+
+    wrap(jzero, "mesh", turned)
+
+
+@mutation("the stage of a DeepSpeed config is not read", "deepspeed")
+def _():
+    from jzero import deepspeed
+
+    def unread(original, *args, **kw):
+        found = original(*args, **kw)
+        return dataclasses.replace(found, config=dataclasses.replace(found.config, stage=0))
+
+    wrap(deepspeed, "read", unread)
+
+
+def apply(number: str) -> None:
+    FOUND[int(number)].apply()
+
+
+def failing_test(number: int) -> tuple[str, str]:
+    """The first test of the default tier that fails under a mutation, and the end of what pytest printed."""
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "0",
+        "-rf",
+        "--durations=0",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        [*words, *FOUND[number].files], cwd=ROOT, env={**os.environ, "JZERO_MUTATION": str(number)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", done.stdout, re.MULTILINE)
+    return (failed[1] if failed and done.returncode == 1 else ""), done.stdout[-2000:] + done.stderr[-500:]
+
+
+def main(words: list[str]) -> int:
+    chosen = [i for i, m in enumerate(FOUND) if not words or any(w in m.what for w in words)]
+    caught = 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for i, (test, output) in zip(chosen, pool.map(failing_test, chosen), strict=True):
+            caught += bool(test)
+            print(f"{FOUND[i].what}: {test or 'NO TEST FAILED'}", flush=True)
+            if not test:
+                print(output)
+    print(f"\n{caught} passed, {len(chosen) - caught} failed")
+    return 0 if caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
