@@ -43,6 +43,7 @@ def test_a_pair_is_split_as_its_stage_says(measured):
         assert program.state.params["head"]["kernel"].sharding.is_fully_replicated
 
 
+@pytest.mark.nightly
 def test_ratios_are_first_over_second(measured):
     for pair in measured[1].values():
         assert pair.ratios.shape == (2,)

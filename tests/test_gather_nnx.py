@@ -142,9 +142,7 @@ WAYS = {
 }
 
 
-@pytest.mark.default_cases(
-    "aux-True", "grad-True", "some of the params-False", "keywords-True", "called-False"
-)
+@pytest.mark.default_cases("aux-True", "called-False")
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_call(way, jitted, mesh):

@@ -101,7 +101,7 @@ def test_what_is_on_the_device_does_not_grow_with_the_leaves(chain):
         assert memory.host_temp_size_in_bytes == 0
 
 
-@pytest.mark.default_cases("adam-12")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("chain", "per_value"), [("adam", 12), ("adafactor", 4)])
 def test_a_large_leaf_is_taken_in_pieces(chain, per_value):
     compiled, plan = program(4, chain, wider=32)
@@ -171,6 +171,7 @@ def overlaps(compiled) -> tuple[int, int]:
     return fetches, beside
 
 
+@pytest.mark.default_cases("12-adam-1-3", "48-lion-1-2")
 @pytest.mark.parametrize(
     ("count", "chain", "wider", "arrays"),
     [

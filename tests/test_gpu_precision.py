@@ -45,20 +45,18 @@ def sent(name, stage):
 
 
 GATHERED, REDUCED = "all-gather", "reduce-scatter"
-CASES = [
-    ("fp32 params, layers in bf16", 3, {(GATHERED, "bf16"): 4, (REDUCED, "bf16"): 2}),
+DEFAULT = [
     ("fp32 params, compute_dtype=bf16", 3, {(GATHERED, "bf16"): 4, (REDUCED, "bf16"): 2}),
-    ("fp32 params, layers in bf16, reduce_dtype=fp32", 3, {(GATHERED, "bf16"): 4, (REDUCED, "f32"): 4}),
     ('the same, reduce="microbatch"', 2, {(GATHERED, "bf16"): 2, (REDUCED, "f32"): 4}),
-    *(
-        pytest.param(*case, marks=pytest.mark.nightly)
-        for case in (
-            ("fp32 params, layers in bf16", 2, {(GATHERED, "f32"): 4, (REDUCED, "bf16"): 2}),
-            ("fp32, reduce_dtype=bf16", 1, {(GATHERED, "f32"): 4, (REDUCED, "bf16"): 2}),
-            ("bf16 params, reduce_dtype=fp32", 1, {(GATHERED, "bf16"): 2, (REDUCED, "f32"): 4}),
-        )
-    ),
-]  # fmt: skip
+]
+NIGHTLY = [
+    ("fp32 params, layers in bf16", 3, {(GATHERED, "bf16"): 4, (REDUCED, "bf16"): 2}),
+    ("fp32 params, layers in bf16, reduce_dtype=fp32", 3, {(GATHERED, "bf16"): 4, (REDUCED, "f32"): 4}),
+    ("fp32 params, layers in bf16", 2, {(GATHERED, "f32"): 4, (REDUCED, "bf16"): 2}),
+    ("fp32, reduce_dtype=bf16", 1, {(GATHERED, "f32"): 4, (REDUCED, "bf16"): 2}),
+    ("bf16 params, reduce_dtype=fp32", 1, {(GATHERED, "bf16"): 2, (REDUCED, "f32"): 4}),
+]
+CASES = [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
 
 
 @pytest.mark.parametrize(("name", "stage", "want"), CASES)

@@ -206,7 +206,7 @@ def plain_runs(name):
     return fed_gradients(name, make()), *end_to_end(name, make())
 
 
-# One optimizer of each kind runs at every stage: elementwise, factored, of a matrix, masked, of several transformations,
+# One optimizer of each kind runs at every stage: elementwise, factored, of a matrix, masked, several transformations,
 # accumulating, injected hyper-parameters. (Masters: tests/test_optim.py.) The others at stage 1, and all nightly.
 KINDS = ("adam", "adafactor", "muon", "masked", "multi_transform", "multi_steps", "inject_hyperparams")
 CASES = [
