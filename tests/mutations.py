@@ -117,7 +117,7 @@ def _():
     force(lambda c: {"moment_dtype": None})
 
 
-@mutation("masters are rebuilt from the rounded params", "optim")
+@mutation("masters are rebuilt from the rounded params", "state")
 def _():
     import jax
     import jax.numpy as jnp
@@ -132,7 +132,7 @@ def _():
     wrap_method(update_class(), "__call__", rebuilt)
 
 
-@mutation("params that the user replaced are overwritten by the masters", "optim")
+@mutation("params that the user replaced are overwritten by the masters", "state")
 def _():
     import jax
 
