@@ -4,6 +4,11 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from jzero.proof.plugin import hide as _hide_plugin
+
+_hide_plugin()  # before jax is imported for the first time: on jax 0.10 that loads the plugin's libraries
+
+# ruff: noqa: E402
 from jzero.config import Offload, ZeroConfig
 from jzero.gather import gather_on_use
 from jzero.gradients import value_and_grad

@@ -34,6 +34,7 @@ if os.environ.get("JZERO_POD_CACHE", "").lower() == "off":
     RUN_FOLDER = tempfile.TemporaryDirectory(prefix="jzero-pods-")
     os.environ["JZERO_POD_CACHE"] = RUN_FOLDER.name
 
+import jzero  # noqa: F401, I001  (before jax, whose import is noisy where the compile-only plugin is installed)
 import jax
 import mutations
 import numpy as np

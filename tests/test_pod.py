@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.proof import compile_only
+from jzero.proof import compile_only, plugin
 from jzero.proof.pod import gpus, pod
 
 SIZE = 256
@@ -272,7 +272,7 @@ def test_without_a_plugin(monkeypatch):
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    monkeypatch.setattr(compile_only, "PLUGINS", ("jax_plugins.no_such_plugin",))
+    monkeypatch.setattr(plugin, "NAMES", ("jax_plugins.no_such_plugin",))
     with pytest.raises(
         ImportError, match=r'has no CUDA plugin here(.|\n)*pip install "jzero\[pod\]"'
     ) as caught:
@@ -301,10 +301,37 @@ def test_without_ptxas(target, monkeypatch):
 
 
 @pytest.mark.pod
-@pytest.mark.parametrize("before", ["", "import jax; jax.devices(); "])
+@pytest.mark.parametrize("before", ["", "import jax; jax.devices(); ", "import jzero, jax; jax.devices(); "])
 def test_starts_without_jax_platforms(before):
     """The plugin refuses to start without cuDNN unless it is told not to ask; `pod` tells it."""
     code = before + "from jzero.proof.pod import pod; import os; assert len(pod('h200').devices) == 8; "
     code += "assert 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK' not in os.environ"
-    free = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", compile_only.SKIP_CHECK)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=free, timeout=120, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=free(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    if not before.startswith("import jax"):  # what jax says before jzero is imported is not ours to keep
+        assert done.stderr == ""
+
+
+@pytest.mark.pod
+@pytest.mark.skipif(plugin.has_driver(), reason="with a CUDA driver jax starts its plugin")
+def test_a_program_that_asks_for_no_pod_does_not_see_the_plugin():
+    """Nothing is printed, and neither of its libraries is loaded; asked for, the platform is there to be refused."""
+    code = "import jzero, jax, sys; assert jax.devices()[0].platform == 'cpu'; "
+    code += "assert not any('xla_cuda_plugin' in line for line in open('/proc/self/maps'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=free(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    asked = {**free(), "JAX_PLATFORMS": "cuda"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=asked, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "Unable to load CUDA" in done.stderr
+
+
+def free() -> dict[str, str]:
+    """The environment of a user who has set nothing of jax."""
+    return {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", plugin.SKIP_CHECK)}

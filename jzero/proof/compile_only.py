@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import hashlib
-import importlib
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,17 +29,16 @@ from jax._src.named_sharding import UnspecifiedValue
 from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import topologies
 
+from jzero.proof import plugin
 from jzero.proof.pod_cache import MemoryStats, Program, get_or_compile, program_key
 
 INSTALL = 'pip install "jzero[pod]"'
-SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 _REFUSED = (
     "jzero.pod: the CUDA plugin of jax {} does not start.\nSet JAX_PLATFORMS=cpu (or "
-    + SKIP_CHECK
+    + plugin.SKIP_CHECK
     + "=1) before "
     "Python starts, and check that jax-cuda12-plugin has the version of jax; " + INSTALL + " installs it."
 )
-PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 
 
 class MemoryKind(str):
@@ -92,7 +89,7 @@ def pod_devices(config: str, hosts: int, gpus_per_host: int) -> tuple[PodDevice,
       RuntimeError: the plugin is there and refused the topology.
     """
     wanted = {"target_config": config, "topology": f"1x{hosts}x{gpus_per_host}"}
-    with _without_cuda_libraries():
+    with plugin.without_cuda_libraries():
         try:
             topology = topologies.get_topology_desc(platform="cuda", **wanted)
         except NotImplementedError:
@@ -228,28 +225,13 @@ def _start_plugin() -> None:
     Raises:
       ImportError: none is installed.
     """
-    for name in PLUGINS:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name).initialize()
-            return
+    if plugin.start():
+        return
     raise ImportError(
         f"jzero.pod: jax {jax.__version__} has no CUDA plugin here, without which XLA knows no GPU.\n"
         f"{INSTALL} installs what it needs (no driver, no GPU). The plugin must have the version of jax:\n"
         f'  pip install "jax-cuda12-plugin=={jax.__version__}" "jax-cuda12-pjrt=={jax.__version__}"'
     )
-
-
-@contextlib.contextmanager
-def _without_cuda_libraries() -> Iterator[None]:
-    """Let the plugin start where there is no GPU: it asks for cuDNN then, which a compile does not need."""
-    if glob.glob("/dev/nvidia[0-9]*") or SKIP_CHECK in os.environ:
-        yield
-        return
-    os.environ[SKIP_CHECK] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[SKIP_CHECK]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,99 @@
+"""JAX's CUDA plugin on a machine without a GPU: kept out of programs that ask for no pod, started for those that do.
+
+JAX starts every plugin that is installed. Without a CUDA driver this one is only good for compiling for pods, and every
+program prints two dozen lines of traceback and the plugin's C++ log. `hide` puts a module that does nothing in its
+place until `start` is called. A machine with a driver is left alone, and so is JAX_PLATFORMS=cuda.
+
+On jax 0.10 `import jax` itself loads libraries of the plugin that log six lines. A program that imports jax before jzero
+sees them; QR and eigenvalues do not compile without these libraries, so they cannot be left out of the extra `pod`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+
+NAMES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+HIDDEN = "hidden by jzero until jzero.pod is called: this machine has no CUDA driver"
+
+
+def hide() -> None:
+    """Let JAX find an empty plugin, unless it is loaded already, wanted, or of use here."""
+    wanted = os.environ.get("JAX_PLATFORMS", "")
+    if "cuda" in wanted or "gpu" in wanted or has_driver():
+        return
+    for name in NAMES:
+        if name not in sys.modules and _installed(name):
+            empty = types.ModuleType(name, HIDDEN)
+            empty.initialize = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+            sys.modules[name] = empty
+            if "jax" not in sys.modules:
+                with _quiet():
+                    importlib.import_module("jax")
+
+
+def start() -> bool:
+    """Register the plugin with JAX, without the CUDA libraries that a compile does not need; False if there is none."""
+    for name in NAMES:
+        if getattr(sys.modules.get(name), "__doc__", None) == HIDDEN:
+            del sys.modules[name]
+        if _installed(name):
+            with without_cuda_libraries(), _quiet():
+                importlib.import_module(name).initialize()
+            return True
+    return False
+
+
+def has_driver() -> bool:
+    """Whether the CUDA driver can be loaded, without which no program of this machine runs on a GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def without_cuda_libraries() -> Iterator[None]:
+    """Let the plugin start where there is no GPU: it asks for cuDNN then, which a compile does not need."""
+    if has_driver() or SKIP_CHECK in os.environ:
+        yield
+        return
+    os.environ[SKIP_CHECK] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[SKIP_CHECK]
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # no package of that kind at all; a module without a spec
+        return False
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what C++ libraries write to file descriptor 2 while they load; an error shows it after all."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            log.seek(0)
+            os.write(kept, log.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
