@@ -27,7 +27,6 @@ from jzero.conversion import as_array, check_belongs, convert_opt_state, without
 from jzero.describe import leaf_bytes
 from jzero.errors import human_bytes, listing, typed_shape
 from jzero.gather import GatherOnUse
-from jzero.identity import same_key
 from jzero.kinds import Parts
 from jzero.layout import path_name
 from jzero.offload import check_host_memory, made_streamed
@@ -235,9 +234,9 @@ def _notes_on_rest(rest: Any, plan: Plan) -> list[str]:
 
 
 def _wrap_apply(parts: Parts, plan: Plan):
-    """`apply_fn` with gather on use at stage 3; at every stage it compares by the model, not by the bound method."""
+    """`apply_fn` with gather on use."""
     plain = parts.apply_fn.fn if isinstance(parts.apply_fn, GatherOnUse) else parts.apply_fn
-    return None if plain is None else GatherOnUse(plain, plan, same_key(plain))
+    return None if plain is None else GatherOnUse(plain, plan)
 
 
 def _layout(parts: Parts, plan: Plan) -> Parts:

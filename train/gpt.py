@@ -32,11 +32,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +79,29 @@ class TrainState(train_state.TrainState):
 
 def create_state(config: Config = PRESETS["default"]) -> TrainState:
     """A new train state: params from `config.seed`, AdamW with zero moments."""
-    model, wide = GPT(config.model), GPT(dataclasses.replace(config.model, dtype="float32", param_dtype=None))
-    params = wide.init(jax.random.key(config.seed), jnp.zeros((1, config.model.seq), jnp.int32))["params"]
-    # drawn in fp32: every dtype starts from the same numbers, and masters from these, not from their rounding
-    params = jax.tree.map(lambda p: p.astype(config.model.dtypes["param_dtype"]), params)
-    key = jax.random.key(config.seed + 1)
+    return creator(config)()
+
+
+def creator(config: Config) -> Callable[[], TrainState]:
+    """A function that makes the state. Model and optimizer are made here, once: a step compiled for one state that it
+    makes takes every other."""
+    model, tx = GPT(config.model), optimizer(config)
     half = "float16" in config.model.dtypes.values()
-    return TrainState.create(
-        apply_fn=model.apply,
-        params=params,
-        tx=optimizer(config),
-        key=key,
-        scale=jzero.LossScale() if half else None,
-    )
+
+    def create() -> TrainState:
+        wide = GPT(dataclasses.replace(config.model, dtype="float32", param_dtype=None))
+        params = wide.init(jax.random.key(config.seed), jnp.zeros((1, config.model.seq), jnp.int32))["params"]
+        # drawn in fp32: every dtype starts from the same numbers, and masters from these, not from their rounding
+        params = jax.tree.map(lambda p: p.astype(config.model.dtypes["param_dtype"]), params)
+        return TrainState.create(
+            apply_fn=model.apply,
+            params=params,
+            tx=tx,
+            key=jax.random.key(config.seed + 1),
+            scale=jzero.LossScale() if half else None,
+        )
+
+    return create
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
@@ -231,14 +241,15 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     # -- the plan: from shapes alone, before anything is compiled
     tokens, start = config.batch * m.seq, first_step(config)
     log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
-    like = jzero.abstract(functools.partial(create_state, config), **zero_fields(config))
+    create = creator(config)
+    like = jzero.abstract(create, **zero_fields(config))
     estimate = jzero.estimate(jzero.plan_of(like), tx=like.tx)
     log.print(corpus.source)
     log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
     log.print(jzero.plan_of(like).describe(), estimate)
 
     # -- state: born sharded, or read shard by shard
-    checkpoints, state = first_state(config, corpus, like, stream, log)
+    checkpoints, state = first_state(config, corpus, create, like, stream, log)
     plan, step, stopped = jzero.plan_of(state), start, False
     with checkpoints, log, Stopping() as stopping:
         # -- the step, compiled
@@ -282,7 +293,12 @@ def train(config: Config, corpus: data.Corpus) -> Result:
 
 
 def first_state(
-    config: Config, corpus: data.Corpus, like: TrainState, stream: Any, log: Log
+    config: Config,
+    corpus: data.Corpus,
+    create: Callable[[], TrainState],
+    like: TrainState,
+    stream: Any,
+    log: Log,
 ) -> tuple[Checkpoints, TrainState]:
     """The run's checkpoints, and its state: new, or that of the last one, `stream` at the batch that comes next."""
     start = log.start
@@ -299,7 +315,7 @@ def first_state(
         overwrite=config.overwrite and not config.resume,
     )
     if not config.resume:
-        return checkpoints, jzero.shard(functools.partial(create_state, config), **zero_fields(config))
+        return checkpoints, jzero.shard(create, **zero_fields(config))
     with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
         return checkpoints, checkpoints.restore(start, like, stream)
 
