@@ -7,7 +7,7 @@ whole are all-reduced by design, and an embedding that is used twice is reduced 
 
 [Note: the CPU backend]
 It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
-memory apart. So `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`, `offloaded_state_on_device`
+memory apart. So `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`, `offloaded_state_on_device`
 and `offloaded_state_copied` are not looked for in its programs: compile for `jzero.pod`. The other kinds show on
 both.
 
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jzero.errors import counted, human_bytes, listing, typed_shape
 from jzero.layout import Layout
 from jzero.proof.evidence import REDUCES, Evidence, Leaf
+from jzero.proof.offsets import wrong_slices
 from jzero.specs import axis_size, shard_factor
 
 SHARE_WHOLE = 0.05
@@ -36,6 +37,24 @@ _FEW = 3
 
 
 Found = Iterator[tuple[str, int, str]]
+
+
+def _slices_wrong(e: Evidence) -> Found:
+    """Slices in loops that are not those of their index: see [Note: offsets of a slice] in `offsets.py`."""
+    found = [] if e.on_cpu else wrong_slices(e.module)
+    if found:
+        shown = "; ".join(
+            f"%{x.name} of {x.array.dtype}[{','.join(map(str, x.array.dims))}]{' on the host' if x.array.on_host else ''} "
+            f"begins at byte {x.needed[0]} and goes on by {x.needed[1]} a round, XLA wrote {x.written[0]} and {x.written[1]}"
+            for x in found[:_FEW]
+        )
+        yield (
+            f"{counted(len(found), 'slice', 'slices')} in a loop will be taken where the index does not point to, and "
+            f"the values are wrong: {shown}{_more(found)}.",
+            sum(x.bytes * (x.trips or 1) for x in found),
+            "jaxlib >= 0.11.2, which needs Python 3.12 (openxla/xla pull request 46231); or layers that are not in a scan, "
+            "or no offload in it.",
+        )
 
 
 def _batch_not_split(e: Evidence) -> Found:
@@ -325,6 +344,7 @@ def _reduction_per_microbatch(e: Evidence) -> Found:
 
 
 KINDS: dict[str, Callable[[Evidence], Found]] = {
+    "loop_slices_wrong": _slices_wrong,
     "batch_not_split": _batch_not_split,
     "gather_on_use_not_traced": _gather_on_use,
     "gradients_all_reduced": _grads_all_reduced,
