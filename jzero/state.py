@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,12 +28,13 @@ from jzero.describe import leaf_bytes
 from jzero.errors import human_bytes, listing, typed_shape
 from jzero.gather import GatherOnUse
 from jzero.kinds import Parts
-from jzero.layout import path_name
+from jzero.layout import path_keys, path_name
 from jzero.offload import check_host_memory, made_streamed
 from jzero.optim import init_shapes, is_wrapped, unwrap, zero
 from jzero.placement import check_same, check_same_program, put
-from jzero.sharding import Plan, make_plan
+from jzero.sharding import Plan, plan_for
 from jzero.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
+from jzero.stacks import stacked_by_scan
 
 
 def shard(
@@ -42,6 +43,7 @@ def shard(
     *,
     mesh: Mesh | None = None,
     param_specs: Any = None,
+    scan_axes: Mapping[str, int | None] | None = None,
     **fields,
 ) -> Any:
     """A train state split over the data axis; the train step stays as it is.
@@ -57,6 +59,8 @@ def shard(
       config: a `ZeroConfig`; or pass its fields as keywords (`stage=2`).
       mesh: the devices; None: all of them on one axis named as `config.axis`.
       param_specs: a tree of PartitionSpec for the params (tensor parallelism).
+      scan_axes: which dim of which params is a stack of layers, as for `make_plan`. None: what a scan in the creation
+        function stacks up is one; of other params it is guessed from shapes, and `plan_of(state).describe()` says so.
 
     Returns:
       The same class. For an existing NNX pair the same two objects, changed in place.
@@ -87,14 +91,14 @@ def shard(
     """
     config = make_config(config, fields, where="jzero.shard")
     if kinds.is_creator(state):
-        return _born_sharded(_checked_creator(state, "jzero.shard"), config, mesh, param_specs)
+        return _born_sharded(_checked_creator(state, "jzero.shard"), config, mesh, param_specs, scan_axes)
     parts = kinds.take_apart(state, where="jzero.shard")
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(parts)):
         raise TypeError(
             "jzero.shard: this state is abstract (jax.ShapeDtypeStruct leaves) and has nothing to place. Use "
             "jzero.abstract(state, ...) to compile a step with it, or pass the function that creates it."
         )
-    plan = _plan(parts, config, mesh, param_specs)
+    plan = _plan(parts, config, mesh, param_specs, scan_axes)
     _check_real(plan)
     _check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
@@ -108,6 +112,7 @@ def abstract(
     *,
     mesh: Mesh | None = None,
     param_specs: Any = None,
+    scan_axes: Mapping[str, int | None] | None = None,
     **fields,
 ) -> Any:
     """The state that `shard` would give, as `jax.ShapeDtypeStruct` leaves that carry their shardings.
@@ -115,7 +120,7 @@ def abstract(
     Nothing is allocated: it is what to compile a step with for a pod, or to restore a checkpoint into.
 
     Args:
-      state, config, mesh, param_specs, **fields: as for `shard`.
+      state, config, mesh, param_specs, scan_axes, **fields: as for `shard`.
 
     Returns:
       The same class with abstract leaves (for an NNX pair, a new pair).
@@ -125,11 +130,11 @@ def abstract(
     """
     config = make_config(config, fields, where="jzero.abstract")
     if kinds.is_creator(state):
-        shapes, rebuild = _trace_creator(_checked_creator(state, "jzero.abstract"))
+        shapes, rebuild, stacks = _trace_creator(_checked_creator(state, "jzero.abstract"))
     else:
         parts = kinds.take_apart(state, where="jzero.abstract")
-        shapes, rebuild = jax.tree.map(_shape, parts), kinds.rebuilder(state)
-    plan = _plan(shapes, config, mesh, param_specs)
+        shapes, rebuild, stacks = jax.tree.map(_shape, parts), kinds.rebuilder(state), {}
+    plan = _plan(shapes, config, mesh, param_specs, scan_axes, stacks)
     tx = zero(unwrap(shapes.tx), plan)
     opt_state = init_shapes(tx, shapes.params)
     check_belongs(shapes, tx)
@@ -210,15 +215,17 @@ def _checked_creator(create: Callable, where: str) -> Callable[[], Any]:
     return create
 
 
-def _plan(parts: Parts, config: ZeroConfig, mesh, param_specs) -> Plan:
-    """The plan for a state; one that was sharded before brings its layouts without the ZeRO axis."""
+def _plan(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes, stacks=None) -> Plan:
+    """The plan for a state; one that was sharded before brings its layouts without the ZeRO axis, and its stacks."""
+    if is_wrapped(parts.tx):
+        stacks = {x.keys: x.scan_dim for x in parts.tx.init.plan.layouts if not x.guessed}
     if param_specs is None and is_wrapped(parts.tx):
         old = parts.tx.init.plan
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), [x.used for x in old.layouts])
         mesh = old.mesh if mesh is None else mesh
     if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
-    plan = make_plan(parts.params, config, mesh=mesh, param_specs=param_specs)
+    plan = plan_for(parts.params, config, mesh, param_specs, scan_axes, stacks or {})
     return dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
 
 
@@ -281,9 +288,9 @@ def _place(parts: Parts, plan: Plan) -> Parts:
     return _map_layout(parts, plan, lambda x, s: put(x if hasattr(x, "dtype") else jnp.asarray(x), s))
 
 
-def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs) -> Any:
+def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
-    born, finish, plan, shapes = _creation(create, config, mesh, param_specs)
+    born, finish, plan, shapes = _creation(create, config, mesh, param_specs, scan_axes)
     _check_real(plan)
     check_host_memory(lambda: shapes.opt_state, plan)
     if jax.process_count() == 1:
@@ -294,20 +301,27 @@ def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spe
 
 
 def lower_creation(
-    create: Callable[[], Any], config: ZeroConfig, *, mesh: Mesh | None = None, param_specs: Any = None
+    create: Callable[[], Any],
+    config: ZeroConfig,
+    *,
+    mesh: Mesh | None = None,
+    param_specs: Any = None,
+    scan_axes: Mapping[str, int | None] | None = None,
 ) -> jax.stages.Lowered:
     """The program by which `shard` creates a state, lowered: compile it to read what creation holds at once.
 
     Args:
-      create, config, mesh, param_specs: as for `shard`.
+      create, config, mesh, param_specs, scan_axes: as for `shard`.
     """
-    return _creation(create, config, mesh, param_specs)[0].lower()
+    return _creation(create, config, mesh, param_specs, scan_axes)[0].lower()
 
 
-def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[Any]], Any], Plan, Parts]:
+def _creation(
+    create, config, mesh, param_specs, scan_axes
+) -> tuple[Any, Callable[[list[Any]], Any], Plan, Parts]:
     """The jitted creation of all leaves in their layout, what makes a state of them, the plan and the shapes."""
-    shapes, rebuild = _trace_creator(create)
-    plan = _plan(shapes, config, mesh, param_specs)
+    shapes, rebuild, stacks = _trace_creator(create)
+    plan = _plan(shapes, config, mesh, param_specs, scan_axes, stacks)
     tx = zero(unwrap(shapes.tx), plan)
     tree, count = jax.tree.structure(shapes), len(plan.layouts)
     order = _params_first(shapes)
@@ -335,8 +349,8 @@ def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[An
     return jitted, lambda leaves: rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves)), plan, target
 
 
-def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any]]:
-    """The shapes of what a creation function returns, and how to put such a state together."""
+def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]:
+    """The shapes of what a creation function returns, how to put such a state together, and its stacks of layers."""
     box: list[Any] = []
 
     def run():
@@ -347,8 +361,15 @@ def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any]]:
         box[:] = [parts.statics(), kinds.rebuilder(state)]
         return parts.arrays()
 
-    arrays = jax.eval_shape(run)
-    return box[0].with_arrays(arrays), box[1]
+    jitted = jax.jit(run)
+    arrays = jitted.eval_shape()  # one trace serves both
+    parts = box[0].with_arrays(arrays)
+    flat = jax.tree_util.tree_leaves_with_path(parts.params)
+    dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))
+    stacks: dict[tuple[str, ...], int | None] = {
+        path_keys(k): d for (k, _), d in zip(flat, dims, strict=True) if d is not None
+    }
+    return parts, box[1], stacks
 
 
 def _parts_of(create) -> Parts:

@@ -61,10 +61,10 @@ def host_loop_limit(platform: str, where: str) -> str:
     if platform not in GPUS or _version() >= HOST_LOOPS:
         return ""
     return (
-        f"{where} inside of a loop (scan) is refused on GPUs with jaxlib {jaxlib.__version__}: XLA would fetch the layers "
-        "of the backward loop in the order of the forward one, and gradients would be wrong (openxla/xla pull request "
-        f"46231). Use jaxlib >= {_text(HOST_LOOPS)} (Python 3.12), or unrolled layers in place of the scan (longer to "
-        "compile), or leave offload out (inputs then stay in device memory)."
+        f"{where} inside of a loop (scan) is refused on GPUs with jaxlib {jaxlib.__version__}: XLA would fetch the "
+        "layers of the backward loop in the order of the forward one, and gradients would be wrong (openxla/xla pull "
+        f"request 46231). Use jaxlib >= {_text(HOST_LOOPS)} (Python 3.12), or unrolled layers in place of "
+        "the scan (longer to compile), or leave offload out (inputs then stay in device memory)."
     )
 
 

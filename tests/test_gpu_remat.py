@@ -90,7 +90,9 @@ def train_step(state, x):
 @cached
 def compiled(options, scan, layers, stage=2, policy=None):
     if scan and (OPTIONS[options] or {}).get("offload") and host_loop_limit("gpu", "offload"):
-        pytest.skip(f"offload in a scan is refused with jaxlib {jaxlib.__version__}: see the test of the refusal")
+        pytest.skip(
+            f"offload in a scan is refused with jaxlib {jaxlib.__version__}: see the test of the refusal"
+        )
     pod = jzero.pod("h200")
     mesh = pod.mesh({"data": DATA, "model": MODEL})
     x = jax.ShapeDtypeStruct((DATA * ROWS, SEQ, DIM), jnp.bfloat16)

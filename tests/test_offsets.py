@@ -30,7 +30,9 @@ def test_a_backward_loop_that_reads_the_host_as_a_forward_one_would():
     assert (found.array.dims, found.array.on_host, found.bytes, found.trips) == ((6, 4, 256), True, LAYER, 6)
 
 
-@pytest.mark.parametrize("program", ["host_scan", "scan_stage3", "accumulate", "host_moments", "unrolled_stage2"])
+@pytest.mark.parametrize(
+    "program", ["host_scan", "scan_stage3", "accumulate", "host_moments", "unrolled_stage2"]
+)
 @pytest.mark.parametrize("version", ["0.10.2", "0.12.0.1"])
 def test_right_offsets_are_passed_over(program, version):
     if (program, version) != ("host_scan", "0.10.2"):
@@ -40,7 +42,11 @@ def test_right_offsets_are_passed_over(program, version):
 @pytest.mark.parametrize(
     ("version", "right", "wrong"),
     [
-        ("0.10.2", '"byte_offset":"655360","byte_stride":"-131072"', '"byte_offset":"0","byte_stride":"131072"'),
+        (
+            "0.10.2",
+            '"byte_offset":"655360","byte_stride":"-131072"',
+            '"byte_offset":"0","byte_stride":"131072"',
+        ),
         ("0.12.0.1", '"byte_offset":"10240","byte_stride":"-2048"', '"byte_offset":"0","byte_stride":"2048"'),
         ("0.12.0.1", '"byte_offset":"0","byte_stride":"2048"', '"byte_offset":"10240","byte_stride":"-2048"'),
         ("0.12.0.1", '"byte_offset":"655360","byte_stride":"-131072"', '"byte_offset":"655360"'),
@@ -61,11 +67,15 @@ def test_an_index_that_depends_on_more_than_counters_is_left_aside():
 
 def test_layouts_and_outer_loops():
     """Column-major in memory; the index is that of the outer loop, handed through the inner one."""
-    text = PROGRAM.format(level=1, offset=0, stride=4)
-    assert found_in(text) == []
-    (found,) = found_in(PROGRAM.format(level=1, offset=0, stride=256))
+
+    def program(level, stride):
+        config = f'"loop_index":"{level}","byte_offset":"0","byte_stride":"{stride}"'
+        return PROGRAM.format(config=f'backend_config={{"dynamic_slice_config":{{{config}}}}}')
+
+    assert found_in(program(1, 4)) == []
+    (found,) = found_in(program(1, 256))
     assert found.needed == (0, 4)
-    (found,) = found_in(PROGRAM.format(level=0, offset=0, stride=4))
+    (found,) = found_in(program(0, 4))
     assert found.needed == (0, 0)
 
 
@@ -91,7 +101,7 @@ PROGRAM = """HloModule nested, is_scheduled=true
   %x = f32[8,64]{{0,1:S(5)}} get-tuple-element(%p), index=2
   %zero = s32[] constant(0)
   %one = s32[] constant(1)
-  %piece = f32[1,64]{{0,1}} dynamic-slice(%x, %i, %zero), dynamic_slice_sizes={{1,64}}, backend_config={{"dynamic_slice_config":{{"loop_index":"{level}","byte_offset":"{offset}","byte_stride":"{stride}"}}}}
+  %piece = f32[1,64]{{0,1}} dynamic-slice(%x, %i, %zero), dynamic_slice_sizes={{1,64}}, {config}
   %next = s32[] add(%j, %one)
   ROOT %out = (s32[], s32[], f32[8,64]{{0,1}}) tuple(%next, %i, %x)
 }}
@@ -102,7 +112,7 @@ PROGRAM = """HloModule nested, is_scheduled=true
   %y = f32[8,64]{{0,1:S(5)}} get-tuple-element(%q), index=1
   %nought = s32[] constant(0)
   %start = (s32[], s32[], f32[8,64]{{0,1}}) tuple(%nought, %n, %y)
-  %loop = (s32[], s32[], f32[8,64]{{0,1}}) while(%start), condition=%inner_cond, body=%inner_body, backend_config={{"known_trip_count":{{"n":"3"}}}}
+  %loop = (s32[], s32[], f32[8,64]{{0,1}}) while(%start), body=%inner_body, c={{"known_trip_count":{{"n":"3"}}}}
   %unit = s32[] constant(1)
   %step = s32[] add(%n, %unit)
   ROOT %outs = (s32[], f32[8,64]{{0,1}}) tuple(%step, %y)
@@ -112,6 +122,6 @@ ENTRY %main (a: f32[8,64]) -> (s32[], f32[8,64]) {{
   %a = f32[8,64]{{0,1:S(5)}} parameter(0)
   %first = s32[] constant(0)
   %begin = (s32[], f32[8,64]{{0,1}}) tuple(%first, %a)
-  ROOT %all = (s32[], f32[8,64]{{0,1}}) while(%begin), condition=%outer_cond, body=%outer_body, backend_config={{"known_trip_count":{{"n":"8"}}}}
+  ROOT %all = (s32[], f32[8,64]{{0,1}}) while(%begin), body=%outer_body, c={{"known_trip_count":{{"n":"8"}}}}
 }}
 """

@@ -68,9 +68,9 @@ def check(compiled: jax.stages.Compiled, plan: Plan) -> None:
 def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
     """Every way in which a compiled step does not do what its plan says; empty where it does.
 
-    In a program of the CPU backend `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`,
-    `offloaded_state_copied` and `offloaded_state_on_device` are not looked for, since its collectives and its memory
-    are not those of a GPU: compile for `jzero.pod`.
+    In a program of the CPU backend `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`,
+    `activations_moved`, `offloaded_state_copied` and `offloaded_state_on_device` are not looked for, since its
+    collectives and its memory are not those of a GPU: compile for `jzero.pod`.
 
     Args:
       compiled: a compiled train step: state in, new state out.

@@ -15,6 +15,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jzero.proof.hlo import Computation, Instruction, Module, Shape, dtype_bits
 
@@ -22,7 +23,7 @@ CONFIG = '"dynamic_slice_config":'
 SLICES = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # where the indices begin among the operands
 ROUNDS = 8
 THROUGH = ("bitcast", "copy", "reshape", "convert", "optimization-barrier", "opt-barrier")
-COMPUTES: dict[str, Callable[..., int]] = {
+COMPUTES: dict[str, Callable[..., Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "negate": operator.neg,
     "minimum": min, "maximum": max, "and": operator.and_, "or": operator.or_,
     "select": lambda p, a, b: a if p else b, "clamp": lambda low, x, high: min(max(x, low), high),
@@ -99,13 +100,17 @@ class _Reader:
             names = (c for c in i.callees("calls", "to_apply") if c in self.module.computations)
             yield from (self.inside(frame, i, self.module.computations[c], 0) for c in names)
         elif kind == "conditional":
-            for n, name in enumerate(i.callees("branch_computations", "true_computation", "false_computation")):
+            for n, name in enumerate(
+                i.callees("branch_computations", "true_computation", "false_computation")
+            ):
                 yield self.inside(frame, i, self.module.computations[name], 1 + n)
 
     def inside(self, frame: _Frame, i: Instruction, computation: Computation, first: int) -> _Frame:
         """What is called with the operands from `first` on."""
         return _Frame(
-            computation, frame.loops, lambda n, path, rounds: self.value(frame, i.operands[first + n], path, rounds)
+            computation,
+            frame.loops,
+            lambda n, path, rounds: self.value(frame, i.operands[first + n], path, rounds),
         )
 
     def body(self, frame: _Frame, loop: Instruction, computation: Computation) -> _Frame:
@@ -117,7 +122,9 @@ class _Reader:
             if not path:
                 return None
             kept = computation.instructions.get(root.operands[path[0]]) if root.opcode == "tuple" else None
-            invariant = kept is not None and kept.index == path[0] and _is_parameter(computation, kept.operands[0])
+            invariant = (
+                kept is not None and kept.index == path[0] and _is_parameter(computation, kept.operands[0])
+            )
             if invariant or not rounds[depth]:
                 return self.value(frame, loop.operands[0], path, rounds)
             before = (*rounds[:depth], rounds[depth] - 1, *rounds[depth + 1 :])
@@ -143,7 +150,9 @@ class _Reader:
             return self.value(frame, i.operands[0], path, rounds)
         if i.opcode == "fusion":
             (inner,) = self.called(frame, i)
-            return self.value(inner, next(r.name for r in inner.computation.schedule if r.is_root), path, rounds)
+            return self.value(
+                inner, next(r.name for r in inner.computation.schedule if r.is_root), path, rounds
+            )
         compute = COMPARES.get(i.attrs.partition("direction=")[2][:2]) if i.opcode == "compare" else None
         compute = compute or COMPUTES.get(i.opcode)
         if compute is None or path:

@@ -2,9 +2,10 @@
 
     JAX_PLATFORMS=cpu python tests/hlo/make.py            # once with the oldest jax, once with the newest
 
-writes (all, or the programs that are named) `<program>.<cpu|h200>.jax<version>.txt.gz` for the jax it runs on: 10 s on two cores, no GPU. The
-programs are plain JAX, without jzero's own layouts, so that the texts change only when XLA does. Each
-function says what its program holds; `tests/test_hlo.py` states, by hand, what must be found in it.
+writes `<program>.<cpu|h200>.jax<version>.txt.gz` for the jax it runs on, of all programs or of those that are
+named: 10 s on two cores, no GPU. The programs are plain JAX, without jzero's own layouts, so that the texts change
+only when XLA does. Each function says what its program holds; `tests/test_hlo.py` states, by hand, what must be found
+in it.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def host_moments(mesh):
 
 
 def host_scan(mesh):
-    """Six scanned layers whose inputs the forward loop writes to the host and the backward loop reads, last one first."""
+    """Six scanned layers; their inputs go to the host in one loop and come back in the other, last one first."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["x"],
