@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero.buffers import Kept
 from jzero.config import BUCKET_BYTES, BUCKETS, GATHERED_BUCKET_BYTES, LEAST_BUCKET, ZeroConfig, make_config
 from jzero.describe import describe_plan
 from jzero.errors import division, human_bytes, listing, typed_shape
@@ -190,7 +191,7 @@ class Plan:
     def place(self, tree: Any) -> Any:
         """Params laid out as stored, split over the mesh.
 
-        A leaf that lies there already is shared, not copied: donating the result takes the given array too.
+        A leaf that lies there already is copied, so that a donated step leaves the given array as it was.
 
         Args:
           tree: the params (numpy or JAX arrays, whole or in another layout) the plan was made for.
@@ -203,7 +204,8 @@ class Plan:
         """
         pairs = self.match(tree, where="plan.place")
         check_same(tree, where="plan.place")
-        placed = [put(leaf, self.sharding(x.stored)) for leaf, x in pairs]
+        kept = Kept(tree)
+        placed = [kept.apart(put(leaf, self.sharding(x.stored))) for leaf, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
     def place_batch(self, batch: Any) -> Any:

@@ -22,8 +22,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import jaxprs, kinds
+from jzero.buffers import Kept
 from jzero.config import ZeroConfig, make_config
-from jzero.conversion import as_array, check_belongs, convert_opt_state, without_padding
+from jzero.conversion import as_array, check_belongs, convert_opt_state, logical_shapes, without_padding
 from jzero.describe import leaf_bytes
 from jzero.errors import human_bytes, listing, typed_shape
 from jzero.gather import GatherOnUse
@@ -50,8 +51,9 @@ def shard(
 
     Params, optimizer state and every other leaf are placed as the stage says; `tx` is wrapped by
     `jzero.zero`, and at stage 3 `apply_fn` by `jzero.gather_on_use`. An existing state is placed leaf by
-    leaf; a function that creates one runs under `jax.jit` with sharded outputs, so that no device ever holds
-    more of a leaf than its shard. A sharded state is laid out again (another stage or mesh), values kept.
+    leaf, and shares no memory with the new one: a donated step leaves it as it was. A function that creates one
+    runs under `jax.jit` with sharded outputs, so that no device ever holds more of a leaf than its shard. A
+    sharded state is laid out again (another stage or mesh), values kept.
 
     Args:
       state: a Flax `TrainState` (or a subclass with more fields), a pair `(nnx.Module, nnx.Optimizer)`, or a
@@ -103,7 +105,8 @@ def shard(
     _check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
     check_host_memory(lambda: init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
-    return kinds.put_together(state, _place(parts, plan))
+    # an NNX pair is filled in place: what it held before, it does not keep
+    return kinds.put_together(state, _place(parts, plan, Kept(() if kinds.is_pair(state) else parts)))
 
 
 def abstract(
@@ -137,7 +140,7 @@ def abstract(
     plan = _plan(shapes, config, mesh, param_specs, scan_axes, stacks)
     tx = zero(unwrap(shapes.tx), plan)
     opt_state = init_shapes(tx, shapes.params)
-    check_belongs(shapes, tx)
+    check_belongs(shapes.replace(opt_state=logical_shapes(shapes)), tx)
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=_wrap_apply(shapes, plan))
     target = target.replace(
         step=None if target.step is None else jax.ShapeDtypeStruct((), _step_dtype(target.step))
@@ -169,7 +172,7 @@ def plan_of(state: Any) -> Plan:
 
 
 def unshard(tree: Any, *, tx: Any = None) -> Any:
-    """Every array of a tree whole on each device of its mesh: for evaluation, sampling or export.
+    """Every array of a tree whole on each device of its mesh, in memory of its own: for evaluation, sampling or export.
 
     Args:
       tree: arrays in any layout, e.g. `state.params`.
@@ -186,10 +189,14 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
       The bytes of the whole tree on every device; an all-gather.
     """
 
+    kept = Kept(tree)
+
     def whole(x):
-        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding) or x.is_fully_replicated:
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
             return x
-        return put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
+        if not x.is_fully_replicated:
+            x = put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
+        return kept.apart(x)
 
     if tx is None:
         return jax.tree.map(whole, tree)
@@ -278,14 +285,16 @@ def _map_layout(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding], 
     return jax.tree.map(place, parts, _layout(parts, plan))
 
 
-def _place(parts: Parts, plan: Plan) -> Parts:
-    """An existing state in its layout, leaf by leaf."""
+def _place(parts: Parts, plan: Plan, kept: Kept) -> Parts:
+    """An existing state in its layout, leaf by leaf; a leaf that would share memory with `kept` is copied."""
     tx = zero(unwrap(parts.tx), plan)
     opt_state = convert_opt_state(parts, tx, plan, place=put, store=put)
     parts = parts.replace(tx=tx, apply_fn=_wrap_apply(parts, plan), opt_state=opt_state)
     if parts.step is not None:
         parts = parts.replace(step=jnp.asarray(parts.step, _step_dtype(parts.step)))
-    return _map_layout(parts, plan, lambda x, s: put(x if hasattr(x, "dtype") else jnp.asarray(x), s))
+    return _map_layout(
+        parts, plan, lambda x, s: kept.apart(put(x if hasattr(x, "dtype") else jnp.asarray(x), s))
+    )
 
 
 def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes) -> Any:
