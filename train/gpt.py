@@ -59,6 +59,7 @@ from train.checkpoints import Checkpoints, check_identity, saved_steps, set_asid
 from train.config import PRESETS, Config
 from train.facts import facts
 from train.log import Log
+from train.memory import check_fits
 from train.model import GPT, sample
 from train.stopping import Stopping
 
@@ -214,7 +215,8 @@ def first_step(config: Config) -> int:
 class Result:
     """What a run ends with; losses in nats per byte, `losses` and `heldout` as (step, loss).
 
-    `stopped`: it was told to stop before its last step, and has a checkpoint there. `out`: its folder.
+    `stopped`: by which signal, where it was told to stop before its last step; it has a checkpoint there. `out`: its
+    folder.
     """
 
     out: Path
@@ -223,7 +225,7 @@ class Result:
     heldout: list[tuple[int, float]]
     bigram: float
     text: str
-    stopped: bool = False
+    stopped: signal.Signals | None = None
 
 
 def train(config: Config, corpus: data.Corpus) -> Result:
@@ -243,22 +245,27 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
     create = creator(config)
     like = jzero.abstract(create, **zero_fields(config))
-    estimate = jzero.estimate(jzero.plan_of(like), tx=like.tx)
+    plan = jzero.plan_of(like)
+    estimate = jzero.estimate(plan, tx=like.tx)
     log.print(corpus.source)
     log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
-    log.print(jzero.plan_of(like).describe(), estimate)
+    log.print(plan.describe(), estimate)
+
+    # -- the step, compiled for a state that is not there yet: on CPU the machine may be too small for it
+    check_fits(estimate.params + estimate.opt_state, 0, batch=config.batch)
+    blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
+    options = plan.compiler_options  # for XLA:GPU; none elsewhere
+    jitted = jax.jit(train_step, donate_argnums=0, compiler_options=options)
+    step_fn = jitted.lower(like, blank).compile()
+    stats: Any = step_fn.memory_analysis()
+    check_fits(stats.argument_size_in_bytes, stats.temp_size_in_bytes, batch=config.batch)
+    eval_fn = jax.jit(eval_step).lower(like, blank).compile()
+    log.print(memory_line(step_fn, estimate))
 
     # -- state: born sharded, or read shard by shard
     checkpoints, state = first_state(config, corpus, create, like, stream, log)
-    plan, step, stopped = jzero.plan_of(state), start, False
+    step, stopped = start, None
     with checkpoints, log, Stopping() as stopping:
-        # -- the step, compiled
-        blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
-        options = plan.compiler_options  # for XLA:GPU; none elsewhere
-        jitted = jax.jit(train_step, donate_argnums=0, compiler_options=options)
-        step_fn = jitted.lower(state, blank).compile()
-        eval_fn = jax.jit(eval_step).lower(state, blank).compile()
-        log.print(memory_line(step_fn, estimate))
         heldout = [plan.place_batch({"tokens": x[me * rows : (me + 1) * rows]}) for x in windows]
 
         # -- train
@@ -269,8 +276,8 @@ def train(config: Config, corpus: data.Corpus) -> Result:
                     checkpoints.wait()
             state, metrics = step_fn(state, plan.place_batch(next(stream)))
             log.step(step, metrics)
-            stopped = step < config.steps and stopping.after(step)
             last = step == config.steps
+            stopped = None if last else stopping.after(step)
             if step % config.eval_every == 0 or last:
                 with log.not_training():
                     log.evaluation(step, sum(float(eval_fn(state, x)) for x in heldout) / len(heldout))
@@ -285,8 +292,8 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         with log.waiting("waiting for the checkpoint"):
             checkpoints.wait()
         if stopped:
-            log.print(f"stopped by SIGTERM after step {step}: go on with --resume")
-            return Result(config.out, state, log.losses, log.heldout, bigram, "", stopped=True)
+            log.print(f"stopped by {stopped.name} after step {step}: go on with --resume")
+            return Result(config.out, state, log.losses, log.heldout, bigram, "", stopped=stopped)
         text = write_text(config, state)
         log.summary(bigram=bigram, text=text, seconds=time.perf_counter() - began)
     return Result(config.out, state, log.losses, log.heldout, bigram, text)
@@ -371,8 +378,10 @@ def main(args: list[str] | None = None) -> None:
             stopped = train(config, corpus).stopped
         except CheckpointDamaged as error:
             sys.exit(damaged(error))
+        except MemoryError as error:
+            sys.exit(f"error: {error}")
     if stopped:  # not 0: Kubernetes and docs/launch/slurm.sbatch start again what has not come to its end
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + stopped)
 
 
 def joined(config: Config) -> tuple[data.Corpus | None, contextlib.AbstractContextManager[Any]]:
