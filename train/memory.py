@@ -40,6 +40,6 @@ def check_fits(held: int, temp: int, *, batch: int) -> None:
     remedy = f"--batch {smaller} (now {batch}), " if smaller > 0 else ""
     raise MemoryError(
         f"this run needs {human_bytes(count * (held + temp))} of memory, {human_bytes(held + temp)} for each of "
-        f"{count} simulated devices, and this machine has {human_bytes(there)}. Pass {remedy}--preset default or tiny, or "
-        "run it on GPUs, for which gpt2-small and gpt2-xl are sized."
+        f"{count} simulated devices, and this machine has {human_bytes(there)}. Pass {remedy}--preset default or "
+        "tiny, or run it on GPUs, for which gpt2-small and gpt2-xl are sized."
     )
