@@ -156,7 +156,11 @@ def main(config: Config) -> None:
         for option in config.options:
             for depth in config.depth:
                 start = time.perf_counter()
-                r = report(config, stage, option, depth)
+                try:
+                    r = report(config, stage, option, depth)
+                except NotImplementedError as error:
+                    print(f"| {stage} | {option} | {depth} | {error} |" + " |" * 5, flush=True)
+                    continue
                 row = [r.memory.temp, r.memory.host_temp, r.wire.by_axis["model"], r.pcie["to_device"]]
                 row = [f"{v / 1e6:.0f}" for v in row]
                 pcie = f"{row.pop()} + {r.pcie['to_host'] / 1e6:.0f} MB"

@@ -92,6 +92,8 @@ def run(
       in_loop: the body of a loop, where XLA writes and fetches in each turn by itself.
     """
     kept = kind.kept
+    if in_loop and kept.loop_limit:
+        raise NotImplementedError(kept.loop_limit)
     floating = [_floating(v) for v in values]
 
     @jax.custom_vjp

@@ -45,6 +45,7 @@ class Kept:
       mesh, axes, dim: split over these axes of the mesh along this dim; no axes: as it is laid out.
       host: in pinned host memory.
       refused: why it cannot be kept so.
+      loop_limit: why it could not be kept so in a loop.
     """
 
     mesh: Any
@@ -52,11 +53,12 @@ class Kept:
     dim: int
     host: bool
     refused: str = ""
+    loop_limit: str = ""
 
     def store(self, x: jax.Array) -> list[jax.Array]:
         """The input as the block reads it, and the copy that is kept."""
         if self.refused:
-            raise ValueError(self.refused)
+            raise (NotImplementedError if self.refused == self.loop_limit else ValueError)(self.refused)
         x = self.pinned(x)
         kept = x if self.axes is None else self.constrain(x, self.axes)
         return [x, jax.device_put(kept, jax.memory.Space.Host) if self.host else kept]

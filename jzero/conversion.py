@@ -126,6 +126,12 @@ def logical_state(parts: Parts) -> Any:
     return without_padding(parts.opt_state, parts.tx) if is_wrapped(parts.tx) else parts.opt_state
 
 
+def logical_shapes(parts: Parts) -> Any:
+    """The same as `jax.ShapeDtypeStruct`, of arrays or of such."""
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), parts.opt_state)
+    return jax.eval_shape(lambda state: logical_state(parts.replace(opt_state=state)), plain)
+
+
 def without_padding(opt_state: Any, tx: Any) -> Any:
     """The state of a wrapped transformation in logical shapes: what dims were padded by is cut off."""
     plan = tx.init.plan

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 from jzero.errors import counted, human_bytes, table, typed_shape
 from jzero.specs import shard_factor
 
+SHOWN = 3
+
 
 def _text(spec: PartitionSpec) -> str:
     return str(spec).replace("PartitionSpec", "P")
@@ -40,7 +42,21 @@ def describe_plan(plan: Any, tx: Any) -> str:
         f"{counted(len(plan.layouts), 'param')}, {sum(x.size for x in plan.layouts):,} values, "
         f"{human_bytes(plan.param_bytes)}; {len(whole)} whole over the ZeRO axis ({human_bytes(bytes_whole)})"
     )
-    return "\n".join([*parts, *(f"note: {note}" for note in plan.notes)])
+    return "\n".join([*parts, *(f"note: {note}" for note in [*plan.notes, *_guesses(plan)])])
+
+
+def _guesses(plan: Any) -> list[str]:
+    """Which leaves were taken for stacks of layers without being known as such, where that decides a layout."""
+    found = [x for x in plan.layouts if x.guessed]
+    if not found or plan.n == 1 or not plan.config.row.state:
+        return []
+    paths = ["/".join(x.keys) for x in found]
+    shown = ", ".join(f"{path} {typed_shape(x)}" for path, x in list(zip(paths, found, strict=True))[:SHOWN])
+    return [
+        f"dim 0 of {counted(len(found), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
+        f"{shown}{f' and {len(found) - SHOWN} more' if len(found) > SHOWN else ''}. If it is one, or if it is none "
+        f'(experts), say so: scan_axes={{"{paths[0].partition("/")[0]}": 0}}, or scan_axes={{}}.'
+    ]
 
 
 def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:

@@ -16,7 +16,6 @@ import numpy as np
 from jzero import jaxprs
 from jzero.ahead import fetches
 from jzero.buckets import activation_bytes, tied_tables
-from jzero.identity import same_key
 from jzero.layout import Layout, path_keys
 from jzero.mesh import check_context_mesh, in_shard_map
 from jzero.modules import call, has_module, is_module, without_root
@@ -40,17 +39,16 @@ def as_written() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class GatherOnUse:
-    """A function of params that gathers each stored weight where it is used. Compares by function and plan.
+    """A function of params that gathers each stored weight where it is used. Equal where function (`==`) and plan are.
 
     At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
     stage 1 tied embeddings ([Note: a tied embedding] in `uses.py`) and block inputs on the host ([Note: one block
     ahead] in `ahead.py`) are looked after, at stage 0 nothing. `shard` puts it round `apply_fn` at every stage, so
-    that two states of one kind have equal trees and an eager call with a whole batch is noticed.
+    that an eager call with a whole batch is noticed.
     """
 
-    fn: Callable = dataclasses.field(compare=False)
+    fn: Callable
     plan: Plan
-    key: Any
 
     def __call__(self, params, *args, **kwargs):
         """Call the function; where params are stored split, each is gathered where it is used."""
@@ -85,7 +83,7 @@ class GatherOnUse:
         return traced and not in_shard_map() and any(self._layouts(params, required=False))
 
     def __getattr__(self, name):
-        if name in ("fn", "plan", "key"):  # not set yet: copying, unpickling
+        if name in ("fn", "plan"):  # not set yet: copying, unpickling
             raise AttributeError(name)
         return getattr(self.fn, name)
 
@@ -209,7 +207,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
         return fn
     if isinstance(fn, GatherOnUse):
         fn = fn.fn
-    return GatherOnUse(fn, plan, same_key(fn))
+    return GatherOnUse(fn, plan)
 
 
 def warn_whole_batch(leaves: Sequence[Any], plan: Plan) -> None:

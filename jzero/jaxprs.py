@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
-from jax._src.core import Tracer
+from jax._src.core import Tracer, trace_ctx
 from jax.experimental import compute_on
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -38,6 +38,20 @@ def opened(closed) -> tuple[Any, list[Any]]:
 def is_tracer(value) -> bool:
     """True for an abstract value inside of a trace."""
     return isinstance(value, Tracer)
+
+
+def in_differentiated_loop() -> bool:
+    """True while the body of a loop is traced, unless gradients are taken inside of that body.
+
+    What the body keeps for its backward pass is then stacked over the rounds.
+    """
+    trace: Any = trace_ctx.trace
+    while trace is not None and type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
+        info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if info is not None and info.traced_for in ("scan", "fori_loop", "while_body"):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 def is_literal(atom) -> bool:

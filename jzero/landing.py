@@ -111,7 +111,7 @@ class OneByOne:
 
 def lands_by_layers(x: Layout) -> bool:
     """See [Note: layer by layer]."""
-    return x.scanned and x.state != x.stored and x.nbytes >= LARGE
+    return x.scan_dim == 0 and x.state != x.stored and x.nbytes >= LARGE
 
 
 def land_by_layers(param, shard, x: Layout, plan: Plan):

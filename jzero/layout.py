@@ -54,8 +54,9 @@ class Layout:
       grad: PartitionSpec of its reduced gradient.
       state: PartitionSpec of its master, its moments and its update.
       state_shape: shape in which master and moments are stored: that of the param, or padded.
-      scanned: True where the leading dim is that of a scan over layers.
+      scan_dim: the dim along which layers are stacked for a scan; None where it is no stack.
       reason: why it stays whole over the ZeRO axis; empty where it does not.
+      guessed: `scan_dim` was told from shapes alone; see [Note: what is known of stacks] in `stacks.py`.
     """
 
     name: str
@@ -67,8 +68,9 @@ class Layout:
     grad: PartitionSpec
     state: PartitionSpec
     state_shape: tuple[int, ...]
-    scanned: bool
+    scan_dim: int | None
     reason: str
+    guessed: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -96,17 +98,40 @@ class Layout:
         return not self.padded and not self.several_dims
 
     @property
+    def scanned(self) -> bool:
+        """It is a stack of layers."""
+        return self.scan_dim is not None
+
+    @property
+    def layers(self) -> int:
+        """How many layers a stack has; 1 for what is none."""
+        return 1 if self.scan_dim is None else self.shape[self.scan_dim]
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """The shape of one layer of a stack; its own for what is none."""
+        return tuple(n for dim, n in enumerate(self.shape) if dim != self.scan_dim)
+
+    @property
     def vector(self) -> bool:
         """A bias or a norm's scale, of one layer or of a stack of them."""
-        return len(self.shape) - self.scanned <= 1
+        return len(self.layer_shape) <= 1
 
 
 def make_layout(
-    path, leaf, base, config: ZeroConfig, mesh: Mesh, scanned: bool, min_shard_bytes: int = 0
+    path,
+    leaf,
+    base,
+    config: ZeroConfig,
+    mesh: Mesh,
+    scan_dim: int | None,
+    min_shard_bytes: int = 0,
+    *,
+    guessed: bool = False,
 ) -> Layout:
     """The layouts of one param, its gradient and its state, from its shape and what it brings along."""
     leaf = as_abstract(leaf)
-    shape, row, skip = tuple(leaf.shape), config.row, (0,) if scanned else ()
+    shape, row, skip = tuple(leaf.shape), config.row, () if scan_dim is None else (scan_dim,)
     # the axes that share params first: a shard of the state is then a part of the shard of the param
     rest = tuple(a for a in config.axes if a not in config.param_axes)
     over, reason = cut_leaf(
@@ -134,7 +159,7 @@ def make_layout(
         stored=params if row.params else base, used=base,
         grad=over.spec if row.grads else base, state=over.spec if row.state else base,
         state_shape=over.shape if row.state else shape,
-        scanned=scanned, reason=reason if row.state else f"stage {config.stage} splits nothing",
+        scan_dim=scan_dim, reason=reason if row.state else f"stage {config.stage} splits nothing", guessed=guessed,
     )  # fmt: skip
 
 
@@ -186,27 +211,6 @@ def whole_below(config: ZeroConfig, leaves: Sequence[tuple[int, int, int]], n: i
         if left < 0:
             return own
     return MAX_WHOLE_BYTES
-
-
-def scanned_paths(leaves: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> set[tuple[str, ...]]:
-    """The paths of params that are stacked for a scan over layers, told from shapes.
-
-    A node of the tree is a stack when it has at least two leaves, all of them share their leading dim and
-    have another one, one has three or more, and the leading dim is not the largest dim of them all (a
-    plain `[d, d]` projection would share it too).
-    """
-    groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
-    for keys, shape in leaves:
-        for depth in range(1, len(keys)):
-            groups.setdefault(keys[:depth], []).append((keys, shape))
-    found: set[tuple[str, ...]] = set()
-    for members in groups.values():
-        shapes = [s for _, s in members]
-        if len(shapes) < 2 or any(len(s) < 2 for s in shapes) or max(map(len, shapes)) < 3:
-            continue
-        if len({s[0] for s in shapes}) == 1 and shapes[0][0] < max(d for s in shapes for d in s[1:]):
-            found |= {keys for keys, _ in members}
-    return found
 
 
 def base_specs(params, flat, param_specs, mesh: Mesh, axes: Sequence[str]) -> list[PartitionSpec]:

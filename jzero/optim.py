@@ -19,7 +19,6 @@ import jax
 import optax
 
 from jzero.errors import counted, listing, typed_shape
-from jzero.identity import same_key
 from jzero.jaxprs import constant_zero_outputs, is_tracer
 from jzero.landing import OneByOne, is_copied, land_by_layers, land_on_sum, landing, lands_by_layers
 from jzero.layout import Layout
@@ -91,8 +90,7 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
         raise TypeError(
             "jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx)."
         )
-    key = same_key(tx)
-    return optax.GradientTransformationExtraArgs(_Init(tx, plan, key), _Update(tx, plan, key))
+    return optax.GradientTransformationExtraArgs(_Init(tx, plan), _Update(tx, plan))
 
 
 def is_wrapped(tx: Any) -> bool:
@@ -112,11 +110,10 @@ def unwrap(tx: Any) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class _Wrapped:
-    """Compares and hashes by what the transformation computes (`same_key`) and by the plan."""
+    """Equal where the transformations are equal (`==`) and the plans: a step is traced anew where plain Flax would."""
 
-    tx: Any = dataclasses.field(compare=False, repr=False)
+    tx: Any = dataclasses.field(repr=False)
     plan: Plan
-    key: Any
 
     @functools.cached_property
     def stored_tx(self):

@@ -14,10 +14,14 @@ import numpy as np
 
 from jzero.boundary import KeepsInputs, Kept, begin, end
 from jzero.errors import division, nearest, typed_shape
+from jzero.jaxprs import in_differentiated_loop
 from jzero.mesh import in_shard_map
 from jzero.modules import has_module
 from jzero.sharding import Plan, check_host
 from jzero.specs import axis_size, make_spec, named_on
+from jzero.xla import host_loop_limit
+
+WHERE = 'jzero.remat(offload="host")'
 
 
 def remat(
@@ -65,6 +69,8 @@ def remat(
       ValueError: an axis that the mesh has not or that splits the batch; an `offload` that is not "host", or devices
         without pinned host memory. When called: no argument is a floating-point array. When differentiated: a dim that
         is not there or not divisible.
+      NotImplementedError: when differentiated: `offload` in a scan, on GPUs with jaxlib before 0.11.2, whose XLA gets
+        the gradients wrong (openxla/xla pull request 46231).
 
     Cost:
       Per device and block, with A the bytes of its input on a device and m the size of `partition`: A / m kept instead
@@ -210,10 +216,13 @@ class _Block:
 
     def kept(self, x: Any) -> Kept:
         """How this input is kept. One that cannot be split is refused where it is kept: not by `init`."""
+        platform = self.plan.mesh.devices.flat[0].platform
+        limit = host_loop_limit(platform, WHERE) if self.host else ""
+        refused = limit if limit and in_differentiated_loop() else ""
         if not self.axes:
-            return Kept(None, None, 0, self.host)
+            return Kept(None, None, 0, self.host, refused, limit)
         parts = axis_size(self.plan.mesh, self.axes)
-        there, refused = -x.ndim <= self.dim < x.ndim, ""
+        there = -x.ndim <= self.dim < x.ndim
         if not there or x.shape[self.dim] % parts:
             why = division(x.shape[self.dim], parts) if there else f"it has {x.ndim} dims"
             axes = ", ".join(map(repr, self.axes))
@@ -224,7 +233,7 @@ class _Block:
         context = jax.sharding.get_abstract_mesh()
         mesh: Any = context if in_shard_map() else self.plan.array_mesh
         names = named_on(make_spec([self.axes]), mesh)[0]
-        return Kept(mesh, names, self.dim % x.ndim if there else 0, self.host, refused)
+        return Kept(mesh, names, self.dim % x.ndim if there else 0, self.host, refused, limit)
 
 
 def _nnx_class(subject, call):

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero.buffers import Kept
 from jzero.config import BUCKET_BYTES, BUCKETS, GATHERED_BUCKET_BYTES, LEAST_BUCKET, ZeroConfig, make_config
 from jzero.describe import describe_plan
 from jzero.errors import division, human_bytes, listing, typed_shape
@@ -34,13 +35,13 @@ from jzero.layout import (
     make_layout,
     mesh_of,
     path_keys,
-    scanned_paths,
     whole_below,
 )  # fmt: skip
 from jzero.mesh import resolve_mesh
 from jzero.placement import check_rows, check_same, is_global, put
 from jzero.specs import P, axis_size, entry_axes, finer_mesh, make_spec, named_on, shard_factor, spec_entries
 from jzero.split import find_split
+from jzero.stacks import stack_dims
 from jzero.xla import compiler_options
 
 HOST = "pinned_host"
@@ -64,7 +65,7 @@ class Plan:
     config: ZeroConfig
     mesh: Mesh
     layouts: tuple[Layout, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     tree: Any = dataclasses.field(default=None, compare=False, repr=False)
     min_shard_bytes: int = 0
 
@@ -190,7 +191,7 @@ class Plan:
     def place(self, tree: Any) -> Any:
         """Params laid out as stored, split over the mesh.
 
-        A leaf that lies there already is shared, not copied: donating the result takes the given array too.
+        A leaf that lies there already is copied, so that a donated step leaves the given array as it was.
 
         Args:
           tree: the params (numpy or JAX arrays, whole or in another layout) the plan was made for.
@@ -203,7 +204,8 @@ class Plan:
         """
         pairs = self.match(tree, where="plan.place")
         check_same(tree, where="plan.place")
-        placed = [put(leaf, self.sharding(x.stored)) for leaf, x in pairs]
+        kept = Kept(tree)
+        placed = [kept.apart(put(leaf, self.sharding(x.stored))) for leaf, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
     def place_batch(self, batch: Any) -> Any:
@@ -345,6 +347,7 @@ def make_plan(
     *,
     mesh: Mesh | None = None,
     param_specs: Any = None,
+    scan_axes: Mapping[str, int | None] | None = None,
     **fields,
 ) -> Plan:
     """The layout of every param, gradient and optimizer-state leaf, from shapes.
@@ -357,6 +360,10 @@ def make_plan(
       mesh: the devices. None: the mesh that the params are split on, else all devices on one axis with the name
         of `config.axis`. Explicit axes are laid out on an Auto mesh over the same devices.
       param_specs: a tree of PartitionSpec like `params` (or a prefix of it).
+      scan_axes: which dim of which params is a stack of layers that a scan runs over; it is not split. Maps paths
+        (`"layers"`, `"layers/mlp/kernel"`, `"*/experts"`: a path or the beginning of one, with `*` for any text) to the
+        dim, None for no stack; of several that match the first decides, and what none matches is no stack. `{}`: there
+        is no stack. None: it is guessed from shapes, and `describe()` names the guesses.
 
     Returns:
       A `Plan`, hashable, valid for any tree of the same shapes.
@@ -364,7 +371,7 @@ def make_plan(
     Raises:
       ValueError: an axis that the mesh has not, empty or integer params, `uneven="error"` and a leaf that no
         dim divides.
-      TypeError: params that are no arrays.
+      TypeError: params that are no arrays, `scan_axes` that is no mapping of paths to dims.
 
     Example:
       >>> import jax, jzero
@@ -372,16 +379,29 @@ def make_plan(
       >>> jzero.make_plan(shapes, stage=2).layouts[0].state
       P('data',)
     """
-    config = make_config(config, fields, where="jzero.make_plan")
+    return plan_for(
+        params, make_config(config, fields, where="jzero.make_plan"), mesh, param_specs, scan_axes, {}
+    )
+
+
+def plan_for(
+    params: Any,
+    config: ZeroConfig,
+    mesh: Mesh | None,
+    param_specs: Any,
+    scan_axes: Mapping[str, int | None] | None,
+    stacks: Mapping[tuple[str, ...], int | None],
+) -> Plan:
+    """`make_plan`, for params of which `stacks` says what is known otherwise: see [Note: what is known of stacks]."""
     mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
     flat = jax.tree_util.tree_leaves_with_path(params)
     _check_params(flat)
     bases = base_specs(params, flat, param_specs, mesh, config.axes)
-    scanned = scanned_paths([(path_keys(k), tuple(np.shape(x))) for k, x in flat])
+    dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
     sizes = [_bytes_of(x, b, config, mesh) for (_, x), b in zip(flat, bases, strict=True)]
     least = whole_below(config, sizes, axis_size(mesh, config.axes))
     layouts = [
-        make_layout(k, x, b, config, mesh, path_keys(k) in scanned, least)
+        make_layout(k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed)
         for (k, x), b in zip(flat, bases, strict=True)
     ]
     _check_uneven(layouts, config, mesh)
@@ -468,7 +488,8 @@ def _check_uneven(layouts: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> 
 def _padding(leaves: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> str:
     """Bytes of zeros on one device that padding these leaves takes."""
     found = [
-        (x, find_split(x.shape, x.used, config.axes, mesh, skip=(0,) if x.scanned else ())) for x in leaves
+        (x, find_split(x.shape, x.used, config.axes, mesh, skip=() if x.scan_dim is None else (x.scan_dim,)))
+        for x in leaves
     ]
     added = (math.prod(split.shape) - x.size for x, split in found if split is not None)
     return human_bytes(sum(added) * 12 / axis_size(mesh, config.axes))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,19 +22,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import jaxprs, kinds
+from jzero.buffers import Kept
 from jzero.config import ZeroConfig, make_config
-from jzero.conversion import as_array, check_belongs, convert_opt_state, without_padding
+from jzero.conversion import as_array, check_belongs, convert_opt_state, logical_shapes, without_padding
 from jzero.describe import leaf_bytes
 from jzero.errors import human_bytes, listing, typed_shape
 from jzero.gather import GatherOnUse
-from jzero.identity import same_key
 from jzero.kinds import Parts
-from jzero.layout import path_name
+from jzero.layout import path_keys, path_name
 from jzero.offload import check_host_memory, made_streamed
 from jzero.optim import init_shapes, is_wrapped, unwrap, zero
 from jzero.placement import check_same, check_same_program, put
-from jzero.sharding import Plan, make_plan
+from jzero.sharding import Plan, plan_for
 from jzero.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
+from jzero.stacks import stacked_by_scan
 
 
 def shard(
@@ -43,14 +44,16 @@ def shard(
     *,
     mesh: Mesh | None = None,
     param_specs: Any = None,
+    scan_axes: Mapping[str, int | None] | None = None,
     **fields,
 ) -> Any:
     """A train state split over the data axis; the train step stays as it is.
 
     Params, optimizer state and every other leaf are placed as the stage says; `tx` is wrapped by
     `jzero.zero`, and at stage 3 `apply_fn` by `jzero.gather_on_use`. An existing state is placed leaf by
-    leaf; a function that creates one runs under `jax.jit` with sharded outputs, so that no device ever holds
-    more of a leaf than its shard. A sharded state is laid out again (another stage or mesh), values kept.
+    leaf, and shares no memory with the new one: a donated step leaves it as it was. A function that creates one
+    runs under `jax.jit` with sharded outputs, so that no device ever holds more of a leaf than its shard. A
+    sharded state is laid out again (another stage or mesh), values kept.
 
     Args:
       state: a Flax `TrainState` (or a subclass with more fields), a pair `(nnx.Module, nnx.Optimizer)`, or a
@@ -58,6 +61,8 @@ def shard(
       config: a `ZeroConfig`; or pass its fields as keywords (`stage=2`).
       mesh: the devices; None: all of them on one axis named as `config.axis`.
       param_specs: a tree of PartitionSpec for the params (tensor parallelism).
+      scan_axes: which dim of which params is a stack of layers, as for `make_plan`. None: what a scan in the creation
+        function stacks up is one; of other params it is guessed from shapes, and `plan_of(state).describe()` says so.
 
     Returns:
       The same class. For an existing NNX pair the same two objects, changed in place.
@@ -88,19 +93,20 @@ def shard(
     """
     config = make_config(config, fields, where="jzero.shard")
     if kinds.is_creator(state):
-        return _born_sharded(_checked_creator(state, "jzero.shard"), config, mesh, param_specs)
+        return _born_sharded(_checked_creator(state, "jzero.shard"), config, mesh, param_specs, scan_axes)
     parts = kinds.take_apart(state, where="jzero.shard")
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(parts)):
         raise TypeError(
             "jzero.shard: this state is abstract (jax.ShapeDtypeStruct leaves) and has nothing to place. Use "
             "jzero.abstract(state, ...) to compile a step with it, or pass the function that creates it."
         )
-    plan = _plan(parts, config, mesh, param_specs)
+    plan = _plan(parts, config, mesh, param_specs, scan_axes)
     _check_real(plan)
     _check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
     check_host_memory(lambda: init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
-    return kinds.put_together(state, _place(parts, plan))
+    # an NNX pair is filled in place: what it held before, it does not keep
+    return kinds.put_together(state, _place(parts, plan, Kept(() if kinds.is_pair(state) else parts)))
 
 
 def abstract(
@@ -109,6 +115,7 @@ def abstract(
     *,
     mesh: Mesh | None = None,
     param_specs: Any = None,
+    scan_axes: Mapping[str, int | None] | None = None,
     **fields,
 ) -> Any:
     """The state that `shard` would give, as `jax.ShapeDtypeStruct` leaves that carry their shardings.
@@ -116,7 +123,7 @@ def abstract(
     Nothing is allocated: it is what to compile a step with for a pod, or to restore a checkpoint into.
 
     Args:
-      state, config, mesh, param_specs, **fields: as for `shard`.
+      state, config, mesh, param_specs, scan_axes, **fields: as for `shard`.
 
     Returns:
       The same class with abstract leaves (for an NNX pair, a new pair).
@@ -126,14 +133,14 @@ def abstract(
     """
     config = make_config(config, fields, where="jzero.abstract")
     if kinds.is_creator(state):
-        shapes, rebuild = _trace_creator(_checked_creator(state, "jzero.abstract"))
+        shapes, rebuild, stacks = _trace_creator(_checked_creator(state, "jzero.abstract"))
     else:
         parts = kinds.take_apart(state, where="jzero.abstract")
-        shapes, rebuild = jax.tree.map(_shape, parts), kinds.rebuilder(state)
-    plan = _plan(shapes, config, mesh, param_specs)
+        shapes, rebuild, stacks = jax.tree.map(_shape, parts), kinds.rebuilder(state), {}
+    plan = _plan(shapes, config, mesh, param_specs, scan_axes, stacks)
     tx = zero(unwrap(shapes.tx), plan)
     opt_state = init_shapes(tx, shapes.params)
-    check_belongs(shapes, tx)
+    check_belongs(shapes.replace(opt_state=logical_shapes(shapes)), tx)
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=_wrap_apply(shapes, plan))
     target = target.replace(
         step=None if target.step is None else jax.ShapeDtypeStruct((), _step_dtype(target.step))
@@ -165,7 +172,7 @@ def plan_of(state: Any) -> Plan:
 
 
 def unshard(tree: Any, *, tx: Any = None) -> Any:
-    """Every array of a tree whole on each device of its mesh: for evaluation, sampling or export.
+    """Every array of a tree whole on each device of its mesh, in memory of its own: for evaluation, sampling or export.
 
     Args:
       tree: arrays in any layout, e.g. `state.params`.
@@ -182,10 +189,14 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
       The bytes of the whole tree on every device; an all-gather.
     """
 
+    kept = Kept(tree)
+
     def whole(x):
-        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding) or x.is_fully_replicated:
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
             return x
-        return put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
+        if not x.is_fully_replicated:
+            x = put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
+        return kept.apart(x)
 
     if tx is None:
         return jax.tree.map(whole, tree)
@@ -211,15 +222,17 @@ def _checked_creator(create: Callable, where: str) -> Callable[[], Any]:
     return create
 
 
-def _plan(parts: Parts, config: ZeroConfig, mesh, param_specs) -> Plan:
-    """The plan for a state; one that was sharded before brings its layouts without the ZeRO axis."""
+def _plan(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes, stacks=None) -> Plan:
+    """The plan for a state; one that was sharded before brings its layouts without the ZeRO axis, and its stacks."""
+    if is_wrapped(parts.tx):
+        stacks = {x.keys: x.scan_dim for x in parts.tx.init.plan.layouts if not x.guessed}
     if param_specs is None and is_wrapped(parts.tx):
         old = parts.tx.init.plan
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), [x.used for x in old.layouts])
         mesh = old.mesh if mesh is None else mesh
     if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
-    plan = make_plan(parts.params, config, mesh=mesh, param_specs=param_specs)
+    plan = plan_for(parts.params, config, mesh, param_specs, scan_axes, stacks or {})
     return dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
 
 
@@ -235,9 +248,9 @@ def _notes_on_rest(rest: Any, plan: Plan) -> list[str]:
 
 
 def _wrap_apply(parts: Parts, plan: Plan):
-    """`apply_fn` with gather on use at stage 3; at every stage it compares by the model, not by the bound method."""
+    """`apply_fn` with gather on use."""
     plain = parts.apply_fn.fn if isinstance(parts.apply_fn, GatherOnUse) else parts.apply_fn
-    return None if plain is None else GatherOnUse(plain, plan, same_key(plain))
+    return None if plain is None else GatherOnUse(plain, plan)
 
 
 def _layout(parts: Parts, plan: Plan) -> Parts:
@@ -272,19 +285,21 @@ def _map_layout(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding], 
     return jax.tree.map(place, parts, _layout(parts, plan))
 
 
-def _place(parts: Parts, plan: Plan) -> Parts:
-    """An existing state in its layout, leaf by leaf."""
+def _place(parts: Parts, plan: Plan, kept: Kept) -> Parts:
+    """An existing state in its layout, leaf by leaf; a leaf that would share memory with `kept` is copied."""
     tx = zero(unwrap(parts.tx), plan)
     opt_state = convert_opt_state(parts, tx, plan, place=put, store=put)
     parts = parts.replace(tx=tx, apply_fn=_wrap_apply(parts, plan), opt_state=opt_state)
     if parts.step is not None:
         parts = parts.replace(step=jnp.asarray(parts.step, _step_dtype(parts.step)))
-    return _map_layout(parts, plan, lambda x, s: put(x if hasattr(x, "dtype") else jnp.asarray(x), s))
+    return _map_layout(
+        parts, plan, lambda x, s: kept.apart(put(x if hasattr(x, "dtype") else jnp.asarray(x), s))
+    )
 
 
-def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs) -> Any:
+def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
-    born, finish, plan, shapes = _creation(create, config, mesh, param_specs)
+    born, finish, plan, shapes = _creation(create, config, mesh, param_specs, scan_axes)
     _check_real(plan)
     check_host_memory(lambda: shapes.opt_state, plan)
     if jax.process_count() == 1:
@@ -295,20 +310,27 @@ def _born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spe
 
 
 def lower_creation(
-    create: Callable[[], Any], config: ZeroConfig, *, mesh: Mesh | None = None, param_specs: Any = None
+    create: Callable[[], Any],
+    config: ZeroConfig,
+    *,
+    mesh: Mesh | None = None,
+    param_specs: Any = None,
+    scan_axes: Mapping[str, int | None] | None = None,
 ) -> jax.stages.Lowered:
     """The program by which `shard` creates a state, lowered: compile it to read what creation holds at once.
 
     Args:
-      create, config, mesh, param_specs: as for `shard`.
+      create, config, mesh, param_specs, scan_axes: as for `shard`.
     """
-    return _creation(create, config, mesh, param_specs)[0].lower()
+    return _creation(create, config, mesh, param_specs, scan_axes)[0].lower()
 
 
-def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[Any]], Any], Plan, Parts]:
+def _creation(
+    create, config, mesh, param_specs, scan_axes
+) -> tuple[Any, Callable[[list[Any]], Any], Plan, Parts]:
     """The jitted creation of all leaves in their layout, what makes a state of them, the plan and the shapes."""
-    shapes, rebuild = _trace_creator(create)
-    plan = _plan(shapes, config, mesh, param_specs)
+    shapes, rebuild, stacks = _trace_creator(create)
+    plan = _plan(shapes, config, mesh, param_specs, scan_axes, stacks)
     tx = zero(unwrap(shapes.tx), plan)
     tree, count = jax.tree.structure(shapes), len(plan.layouts)
     order = _params_first(shapes)
@@ -336,8 +358,8 @@ def _creation(create, config, mesh, param_specs) -> tuple[Any, Callable[[list[An
     return jitted, lambda leaves: rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves)), plan, target
 
 
-def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any]]:
-    """The shapes of what a creation function returns, and how to put such a state together."""
+def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]:
+    """The shapes of what a creation function returns, how to put such a state together, and its stacks of layers."""
     box: list[Any] = []
 
     def run():
@@ -348,8 +370,15 @@ def _trace_creator(create) -> tuple[Parts, Callable[[Parts], Any]]:
         box[:] = [parts.statics(), kinds.rebuilder(state)]
         return parts.arrays()
 
-    arrays = jax.eval_shape(run)
-    return box[0].with_arrays(arrays), box[1]
+    jitted = jax.jit(run)
+    arrays = jitted.eval_shape()  # one trace serves both
+    parts = box[0].with_arrays(arrays)
+    flat = jax.tree_util.tree_leaves_with_path(parts.params)
+    dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))
+    stacks: dict[tuple[str, ...], int | None] = {
+        path_keys(k): d for (k, _), d in zip(flat, dims, strict=True) if d is not None
+    }
+    return parts, box[1], stacks
 
 
 def _parts_of(create) -> Parts:

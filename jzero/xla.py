@@ -1,4 +1,4 @@
-"""XLA options for one `jax.jit`, by jaxlib version: what neither a layout nor a tie can say.
+"""What depends on the jaxlib version: XLA options for one `jax.jit`, and what an old XLA:GPU gets wrong.
 
 [Note: options]
 Ties put every collective in its place; whether it runs beside compute is the scheduler's choice. By default XLA:GPU has
@@ -10,12 +10,15 @@ on 64 GPUs) or of a *result* (all-gather). The options here allow more than one 
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import jaxlib
 
+GPUS = ("gpu", "cuda", "rocm")
 TESTED = ((0, 10), (0, 12))  # oldest and newest jaxlib that these names were compiled with
 IN_FLIGHT = 4
+HOST_LOOPS = (0, 11, 2)  # the first jaxlib whose backward loops read the right slice of a host array
 
 
 def compiler_options(*, platform: str, bucket_bytes: int, n: int, gathers: bool) -> dict[str, int]:
@@ -31,9 +34,9 @@ def compiler_options(*, platform: str, bucket_bytes: int, n: int, gathers: bool)
       Names and values for `jax.jit(..., compiler_options=)`. Empty on other platforms, and, with a warning, for a
       jaxlib newer than was tested: an unknown name is an error to XLA.
     """
-    if platform not in ("gpu", "cuda", "rocm"):
+    if platform not in GPUS:
         return {}
-    version = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
+    version = _version()[:2]
     if not TESTED[0] <= version <= TESTED[1]:
         warnings.warn(
             f"jzero: no XLA options for jaxlib {jaxlib.__version__}: tested are {_text(TESTED[0])} to "
@@ -46,6 +49,27 @@ def compiler_options(*, platform: str, bucket_bytes: int, n: int, gathers: bool)
         found["xla_gpu_all_gather_combine_threshold_bytes"] = bucket_bytes
         found["xla_gpu_experimental_parallel_collective_overlap_limit"] = IN_FLIGHT
     return found
+
+
+def host_loop_limit(platform: str, where: str) -> str:
+    """Why arrays on the host cannot be kept from a forward for a backward loop, with this jaxlib; empty where they can.
+
+    Args:
+      platform: of the devices.
+      where: the caller, for the text.
+    """
+    if platform not in GPUS or _version() >= HOST_LOOPS:
+        return ""
+    return (
+        f"{where} inside of a loop (scan) is refused on GPUs with jaxlib {jaxlib.__version__}: XLA would fetch the "
+        "layers of the backward loop in the order of the forward one, and gradients would be wrong (openxla/xla pull "
+        f"request 46231). Use jaxlib >= {_text(HOST_LOOPS)} (Python 3.12), or unrolled layers in place of "
+        "the scan (longer to compile), or leave offload out (inputs then stay in device memory)."
+    )
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", jaxlib.__version__)[:3])
 
 
 def _text(version: tuple[int, ...]) -> str:

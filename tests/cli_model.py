@@ -19,9 +19,12 @@ class Net(nn.Module):
         return nn.Dense(256)(jnp.tanh(nn.Dense(256)(x)))
 
 
+NET, ADAM = Net(), optax.adam(1e-3)
+
+
 def create():
-    params = Net().init(jax.random.key(0), jnp.ones((1, 256)))["params"]
-    return TrainState.create(apply_fn=Net().apply, params=params, tx=optax.adam(1e-3))
+    params = NET.init(jax.random.key(0), jnp.ones((1, 256)))["params"]
+    return TrainState.create(apply_fn=NET.apply, params=params, tx=ADAM)
 
 
 def create_with(width):
@@ -64,7 +67,7 @@ def make_batch():
 
 def create_pair():
     model = nnx.Linear(256, 256, rngs=nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
 
 
 def pair_step(model, optimizer, x):

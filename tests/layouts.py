@@ -58,10 +58,13 @@ def model_specs():
     return {k: split.get(k, P()) for k in SHAPES}
 
 
+ADAMW = optax.adamw(1e-2)
+
+
 def create(tx=None, dtype=jnp.float32):
     """A TrainState of SHAPES; no model, so that nothing but the updates is compiled."""
     params = {k: jnp.full(s, 0.5, dtype) for k, s in SHAPES.items()}
-    return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2) if tx is None else tx)
+    return TrainState.create(apply_fn=None, params=params, tx=ADAMW if tx is None else tx)
 
 
 def shard(state, layout, **fields):

@@ -5,7 +5,7 @@ No attention biases: the gradient of a key bias is zero but for rounding, and Ad
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
@@ -47,20 +47,23 @@ class Small(nn.Module):
         return nn.Dense(DIM_OUT)(x)
 
 
+SMALL, MLPS = Small(), {jnp.dtype(t): Mlp(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)}
+
+
 def create_small(tx):
-    """A fresh TrainState of the Small model."""
-    model = Small()
-    params = model.init(jax.random.key(0), jnp.ones((1, DIM_IN)))["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    """A fresh TrainState of the Small model; equal in kind to another one with this `tx`."""
+    params = SMALL.init(jax.random.key(0), jnp.ones((1, DIM_IN)))["params"]
+    return TrainState.create(apply_fn=SMALL.apply, params=params, tx=tx)
 
 
+@cache
 def adamw():
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
 def create_state(tx=None, dtype=jnp.float32):
-    """A fresh TrainState of the Mlp."""
-    model = Mlp(dtype)
+    """A fresh TrainState of the Mlp; equal in kind to another one of this dtype (and of this `tx`)."""
+    model = MLPS[jnp.dtype(dtype)]
     params = model.init(jax.random.key(0), jnp.ones((1, DIM_IN), dtype))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=adamw() if tx is None else tx)
 

@@ -168,7 +168,7 @@ def test_stack_split_along_its_scanned_dim(stage, axis, axes):
     assert set(found) == {"stack_gathered_before_loop"}
     finding = found["stack_gathered_before_loop"]
     assert "4 stacks of layers are split along the scanned dim by their own layout" in finding.text
-    assert "leading dim" in finding.remedy
+    assert "that dim of the stack out of its layout" in finding.remedy
     stacks = sum(2 * x.size for x in jax.tree.leaves(params["layers"]) if x.ndim == 3)
     assert finding.bytes >= 4 * stacks * 3 // 4  # once for each layer, forward alone
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import jax
 import pytest
 
 from jzero.__main__ import main
-from jzero.commands.inputs import InputError, parse_axes, parse_batch, parse_names, parse_stages
+from jzero.commands.drive import run_job
+from jzero.commands.inputs import (
+    InputError,
+    load_function,
+    parse_axes,
+    parse_batch,
+    parse_names,
+    parse_stages,
+)
+from jzero.commands.job import Job
 from jzero.commands.presets import PRESETS, creator
 from jzero.commands.search import largest_that_fits
 
@@ -227,3 +237,56 @@ def test_explain_of_an_nnx_pair_that_did_not_engage(capsys):
     out = capsys.readouterr().out
     assert "replicated_leaves" in out
     assert "Remedy: pass ZeroConfig(min_shard_bytes=0)" in out
+
+
+# --- what is imported from where ----------------------------------------------------------------------------------
+
+
+FOREIGN = """
+import pathlib
+pathlib.Path(__file__).with_suffix(".ran").touch()
+raise ImportError("a file of the current folder took the place of a module")
+"""
+
+
+@pytest.fixture
+def folder_of_impostors(tmp_path, monkeypatch):
+    """The current folder, with files called like modules that are installed."""
+    for name in ("jax", "numpy", "optax", "flax", "json", "jzero", "tyro"):
+        (tmp_path / f"{name}.py").write_text(FOREIGN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def job(**fields):
+    given = {"create": None, "step": None, "batch": None, "preset": None, "seq": None, "batch_per_gpu": 1}
+    given |= {"gpu": "h200", "hosts": 1, "gpus_per_host": 8, "mesh": None, "fields": {}, "stages": [1]}
+    return Job(**(given | {"search": False, "fraction": 0.9} | fields))
+
+
+def test_a_preset_imports_nothing_from_the_current_folder(folder_of_impostors):
+    with pytest.raises(InputError, match="'nowhere' is no axis"):
+        run_job(job(preset="gpt2-small", fields={"axis": "nowhere"}, mesh={"data": 8}))
+    assert list(folder_of_impostors.glob("*.ran")) == []
+
+
+def test_create_and_step_come_from_there_after_everything_else(folder_of_impostors):
+    for name in ("mine", "beside"):
+        (folder_of_impostors / f"{name}.py").write_text(
+            "import flax, optax\ndef create(): return 1 / 0\ndef step(s): pass"
+        )
+    (folder_of_impostors / "mine.py").write_text("from beside import create, step")
+    for create in ("mine:create", "mine.py:create"):
+        with pytest.raises(InputError, match=r"failed: ZeroDivisionError: .*\n  at beside.py:2"):
+            run_job(job(create=create, step="mine:step", batch="f32[8]"))
+    assert list(folder_of_impostors.glob("*.ran")) == []
+
+
+def test_a_file_called_like_a_module_is_not_that_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "optax.py").write_text("def create(): return 'mine'")
+    import optax
+
+    assert load_function(f"{tmp_path / 'optax.py'}:create", "--create")() == "mine"
+    assert sys.modules["optax"] is optax
+    assert sys.path[-1] == str(tmp_path)

@@ -768,3 +768,81 @@ def test_what_it_says_trains_in_fp16(stage):
     static = {**config, "fp16": {"enabled": True, "loss_scale": 128}}
     _, losses = run(read(static), steps=10)
     assert losses[-1] < 0.9 * losses[0]
+
+
+# --- files that are no configs, or that mean harm -----------------------------------------------------------------
+
+
+def written(tmp_path, text):
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    return path
+
+
+FORGED = "Adam\n  import os; os.system('true')  #"
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+@pytest.mark.parametrize(
+    "name", [FORGED, "Adam\r", "Adam # x", "Adam'", "A" * 65, "", "\u202eAdam", "Ad\u00e4m"]
+)
+def test_a_name_goes_into_code_as_a_name_alone(section, name, tmp_path, capsys):
+    config = {section: {"type": name, "params": {"lr": 1e-3}}}
+    with pytest.raises(ValueError, match=rf"{section}.type is .*letters, digits and _ . - alone"):
+        read(config)
+    assert main(["deepspeed", str(written(tmp_path, json.dumps(config)))]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "place", [{"a\nb": 1}, {"optimizer": {"type": "Mine", "params": {"lr\n  import os": 1}}}]
+)
+def test_a_key_is_one_line(place):
+    with pytest.raises(ValueError, match="has characters that do not print"):
+        read(place)
+
+
+def brackets(depth, text="[]"):
+    return "[" * depth + text + "]" * depth
+
+
+@pytest.mark.parametrize("depth", [40, 100_000])
+def test_deep_json_is_refused(depth, tmp_path):
+    path = written(tmp_path, f'{{"wandb": {{"x": {brackets(depth)}}}}}')
+    with pytest.raises(ValueError, match=r"ds_config.json is nested deeper than 32 levels"):
+        read(path)
+    value = {}
+    for _ in range(depth):
+        value = {"x": value}
+    with pytest.raises(ValueError, match="the dict is nested deeper than 32 levels"):
+        read({"wandb": value})
+    read({"wandb": {"x": json.loads(brackets(20))}})
+
+
+def test_huge_json_is_refused(tmp_path):
+    path = written(tmp_path, json.dumps({"wandb": {"x": "y" * 2**20}}))
+    with pytest.raises(ValueError, match=r"ds_config.json has 1.05 MB, and a config at most 1.05 MB"):
+        read(path)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**9, 1e308, -1, math.nan, math.inf, 0])
+def test_any_number_anywhere_is_taken_or_refused_in_words(value):
+    for name, key in KEYS.items():
+        if key.kind not in ("int", "number"):
+            continue
+        config = {}
+        *sections, last = name.split(".")
+        inner = config
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+        if sections == ["fp16"]:
+            inner["enabled"] = True
+        if sections[:1] == ["zero_optimization"]:
+            config["zero_optimization"]["stage"] = value if last == "stage" else 3
+        try:
+            str(read(config, world=8))
+        except (ValueError, TypeError) as error:
+            assert str(error).startswith(("jzero", "ZeroConfig", "LossScale")), (name, error)  # noqa: PT017

@@ -6,9 +6,12 @@ block keeps A. Every number is a difference between depths, so that what all lay
 
 from __future__ import annotations
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jaxlib
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -17,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from programs import cached
 
 import jzero
+from jzero.xla import host_loop_limit
 
 pytestmark = pytest.mark.pod
 
@@ -83,6 +87,10 @@ def train_step(state, x):
 
 @cached
 def compiled(options, scan, layers, stage=2, policy=None):
+    if scan and (OPTIONS[options] or {}).get("offload") and host_loop_limit("gpu", "offload"):
+        pytest.skip(
+            f"offload in a scan is refused with jaxlib {jaxlib.__version__}: see the test of the refusal"
+        )
     pod = jzero.pod("h200")
     mesh = pod.mesh({"data": DATA, "model": MODEL})
     x = jax.ShapeDtypeStruct((DATA * ROWS, SEQ, DIM), jnp.bfloat16)
@@ -236,3 +244,63 @@ def test_stage_3_gathers_weights_twice_whatever_the_policy_keeps(scan):
         assert per_layer("partition", scan, gathered, stage=3, policy=policy) == pytest.approx(
             2 * weights, rel=0.02
         )
+
+
+def offloaded_scan(pod):
+    """The plan of a stack of weights, and a step with a policy of the user's own in a scan."""
+    plan = jzero.make_plan(
+        {"w": jax.ShapeDtypeStruct((6, DIM, DIM), jnp.bfloat16)}, stage=0, mesh=pod.mesh({"data": 8})
+    )
+
+    def step(params, x):
+        def loss(params):
+            @partial(jax.checkpoint, policy=HIDDEN)
+            def layer(h, w):
+                return jnp.tanh(checkpoint_name(h, "hidden") @ w), None
+
+            return jnp.mean(jax.lax.scan(layer, x, params["w"])[0].astype(jnp.float32) ** 2)
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    return plan, step
+
+
+@cached
+def findings_of_a_policy():
+    pod = jzero.pod("h200")
+    plan, step = offloaded_scan(pod)
+    x = jax.ShapeDtypeStruct((64, DIM), jnp.bfloat16, sharding=plan.batch)
+    return jzero.findings(pod.compile(step, plan.shapes, x, donate_argnums=0), plan)
+
+
+OLD = bool(host_loop_limit("gpu", "offload"))
+
+
+@pytest.mark.skipif(not OLD, reason="jaxlib >= 0.11.2 reads host arrays in backward loops in the right order")
+def test_check_finds_what_an_old_jaxlib_makes_of_a_policy_in_a_scan():
+    (found,) = [f for f in findings_of_a_policy() if f.kind == "loop_slices_wrong"]
+    assert f"begins at byte {5 * 8 * DIM * 2} and goes on by -{8 * DIM * 2}" in found.text
+
+
+@pytest.mark.skipif(OLD, reason="jaxlib < 0.11.2 reads host arrays in backward loops in the wrong order")
+def test_check_passes_a_policy_in_a_scan():
+    assert [f for f in findings_of_a_policy() if f.kind == "loop_slices_wrong"] == []
+
+
+@pytest.mark.skipif(not OLD, reason="jaxlib >= 0.11.2 takes it: the tests above")
+@pytest.mark.parametrize("options", ["offload", "both", "waiting"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_old_jaxlib_refuses_offload_in_a_scan(options, stage):
+    mesh = jzero.pod("h200").mesh({"data": DATA, "model": MODEL})
+    plan = jzero.make_plan(
+        {"w": jax.ShapeDtypeStruct((6, DIM, DIM), jnp.bfloat16)}, stage=stage, mesh=mesh, bucket_bytes=2**16
+    )
+    block = jzero.remat(lambda w, x: jnp.tanh(x @ w), plan, argnums=1, prevent_cse=False, **OPTIONS[options])
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (block(w, x), None), x, params["w"])[0])
+
+    x = jax.ShapeDtypeStruct((DATA, 8, DIM), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="46231"):
+        jax.eval_shape(jax.grad(jzero.gather_on_use(loss, plan)), plan.shapes, x)

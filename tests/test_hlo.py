@@ -83,6 +83,14 @@ MANUAL = [
     ("all-reduce", "f32", 1, X // 2, 2 * X // 2 * 7 // 8, ("data", "model"), (), "forward", "", SYNC),
     ("all-reduce", "f32", 1, X // 2, 2 * X // 2 * 3 // 4, ("data",), (), "forward", "", SYNC),
 ]
+W = 256 * 256 * 2  # one layer's gradient, bf16
+
+
+def host_scan(asynchronous):
+    grads = ("all-reduce", "bf16", 1, W, 2 * W * 7 // 8, ("data",), (6,), "backward", "", asynchronous)
+    return [grads, LOSS]
+
+
 EXPECTED = {
     "scan_stage3.h200": (DATA64, SCAN_STAGE3),
     "unrolled_stage2.h200": (DATA8, UNROLLED),
@@ -95,6 +103,7 @@ EXPECTED = {
     "manual.h200": (DATA4_MODEL2, MANUAL),
     "manual.cpu": (DATA4_MODEL2, MANUAL),
     "host_moments.h200": (DATA8, []),
+    "host_scan.h200": (DATA8, {"0.10.2": host_scan(ASYNC), "0.12.0.1": host_scan(SYNC)}),
 }
 
 
@@ -117,6 +126,7 @@ def by_size(row):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_collectives_are_those_computed_by_hand(name, version):
     mesh_shape, expected = EXPECTED[name]
+    expected = expected[version] if isinstance(expected, dict) else expected
     found = [seen(site, mesh_shape) for site in find_collectives(load(name, version))]
     assert sorted(found, key=by_size) == sorted(expected, key=by_size)
 
@@ -178,6 +188,17 @@ def test_host_copies(version):
     shard = 256 * 256 * 4 // 8
     assert (down.to, down.bytes, down.asynchronous, down.trips) == ("device", shard, True, 1)
     assert (up.to, up.bytes, up.asynchronous, up.trips) == ("host", shard, True, 1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("version", VERSIONS)
+def test_host_slices_in_loops(version):
+    """The stack that is made on the host, its writes in the forward loop, its reads in the backward loop."""
+    moves = [(t.to, t.bytes, t.trips, t.phase) for t in find_transfers(load("host_scan.h200", version))]
+    layer = 4 * 256 * 2
+    assert moves == [
+        ("host", 6 * layer, 1, "forward"), ("host", layer, 6, "forward"), ("device", layer, 6, "backward")
+    ]  # fmt: skip
 
 
 @pytest.mark.unit

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from models import assert_batch_is_split, max_error
 
 import jzero
+from jzero import xla
 
 DIM, SEQ, BATCH, LAYERS = 24, 6, 8, 3
 HOST = jax.memory.Space.Host
@@ -473,3 +474,69 @@ def test_a_platform_without_pinned_memory(mesh):
     ):
         jzero.remat(Block, plan, offload="host")
     jzero.remat(Block, plan, partition="model")
+
+
+# --- XLA of old jaxlibs reads a host array backwards in the wrong order -------------------------------------------
+
+
+@pytest.fixture
+def old_gpu(monkeypatch):
+    """CPU devices that pass for GPUs, with the oldest jaxlib."""
+    monkeypatch.setattr(xla, "GPUS", ("cpu",))
+    monkeypatch.setattr(xla.jaxlib, "__version__", "0.11.1")
+
+
+def traced_grad(loss, plan):
+    return jax.make_jaxpr(jax.grad(loss))(plan.place(fn_params()), plan.place_batch(inputs()))
+
+
+REFUSED = r'jzero.remat\(offload="host"\) inside of a loop .* jaxlib 0.11.1.* 46231.*jaxlib >= 0.11.2 \(Python 3.12\)'
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("options", ["offload", "both", "waiting"])
+def test_offload_in_a_scan_is_refused_where_xla_gets_it_wrong(options, stage, mesh, old_gpu):
+    plan = plan_for(fn_params(), mesh, stage, bucket_bytes=2048)
+    given = OPTIONS["both"] | {"prefetch": 0} if options == "waiting" else OPTIONS[options]
+    for wrap in (lambda loss: loss, lambda loss: jzero.gather_on_use(loss, plan)):
+        loss = wrap(functions(plan, True, given))
+        with pytest.raises(NotImplementedError, match=REFUSED):
+            traced_grad(loss, plan)
+        jax.eval_shape(loss, fn_params(), inputs())  # nothing is kept without a gradient
+        traced_grad(wrap(functions(plan, False, given)), plan)
+        traced_grad(wrap(functions(plan, True, OPTIONS["partition"])), plan)
+
+
+def test_a_linen_scan_is_refused_as_well(mesh, old_gpu):
+    params = linen_params(True)
+    plan = plan_for(params, mesh)
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        jax.make_jaxpr(jax.grad(linen(plan, True, OPTIONS["offload"])))(params, inputs())
+
+
+def test_a_loop_over_micro_batches_keeps_nothing(mesh, old_gpu):
+    plan = plan_for(fn_params(), mesh, 2, bucket_bytes=2048)
+    loss = functions(plan, False, OPTIONS["offload"])
+    for reduce in ("step", "microbatch"):
+        vg = jzero.value_and_grad(loss, plan, accumulate=2, reduce=reduce)
+        jax.make_jaxpr(vg)(plan.place(fn_params()), plan.place_batch(inputs((2 * BATCH, SEQ, DIM))))
+
+
+def test_a_block_that_was_traced_before_its_scan_is_refused(mesh, old_gpu):
+    plan = plan_for(fn_params(), mesh, 3, bucket_bytes=2048)
+    block = jax.jit(jzero.remat(block_fn, plan, **OPTIONS["offload"], argnums=1))
+
+    def loss(params, x):
+        x = block(jax.tree.map(lambda a: a[0], params), x)
+        return jnp.mean(jax.lax.scan(lambda x, p: (block(p, x), None), x, params)[0] ** 2)
+
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        traced_grad(jzero.gather_on_use(loss, plan), plan)
+
+
+@pytest.mark.parametrize(("version", "wrong"), [("0.11.1", True), ("0.11.2", False), ("0.12.0.1", False)])
+def test_only_gpus_with_an_old_jaxlib(version, wrong, monkeypatch):
+    monkeypatch.setattr(xla.jaxlib, "__version__", version)
+    assert bool(xla.host_loop_limit("gpu", "here")) == wrong
+    assert not xla.host_loop_limit("cpu", "here")
+    assert not xla.host_loop_limit("tpu", "here")

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from models import DIM_IN, DIM_OUT, assert_batch_is_split, batch, create_state, loss_of, max_error, train_step
 
 import jzero
-from jzero.layout import scanned_paths
 from jzero.split import add_axes
 
 P = jax.P
@@ -38,19 +37,6 @@ P = jax.P
 )
 def test_leaf_rule(shape, base, want, mesh_2x4):
     assert add_axes(shape, base, ("data",), mesh_2x4) == want
-
-
-@pytest.mark.unit
-def test_the_scanned_dim_is_told_from_shapes():
-    def find(tree):
-        return {"/".join(k) for k in scanned_paths([(tuple(k.split("/")), s) for k, s in tree.items()])}
-
-    stack = {"layers/dense/kernel": (8, 64, 32), "layers/dense/bias": (8, 32), "layers/norm/scale": (8, 64)}
-    other = {"embed/table": (512, 64), "head/kernel": (64, 512)}
-    assert find(stack | other) == set(stack)
-    assert not find({"attn/q/kernel": (64, 64), "attn/k/kernel": (64, 64), "attn/o/kernel": (64, 64)})
-    assert not find({"conv/kernel": (3, 3, 64, 64), "conv/bias": (64,)})
-    assert not find({"dense/kernel": (64, 32), "dense/bias": (32,)})
 
 
 @pytest.mark.unit

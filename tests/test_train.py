@@ -18,7 +18,7 @@ from processes import free_port
 
 import jzero
 from train import config as flags
-from train import digits, gpt
+from train import digits, gpt, memory
 from train.config import PRESETS
 from train.log import read_metrics
 from train.model import GPT, Model
@@ -402,3 +402,55 @@ def test_sample_goes_past_the_window_and_repeats_with_its_key():
 @pytest.mark.nightly
 def test_digits_pass_95_percent():
     assert digits.train(digits.Config()) > digits.PASS
+
+
+# --- memory of a machine that simulates devices -------------------------------------------------------------------
+
+
+def test_what_the_machine_cannot_hold_is_refused_with_a_batch_that_fits(monkeypatch):
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 25 * 10**9)
+    memory.check_fits(300 * 10**6, 0, batch=128)
+    with pytest.raises(MemoryError) as caught:
+        memory.check_fits(300 * 10**6, 34 * 10**9, batch=128)
+    assert str(caught.value).startswith(
+        "this run needs 274.40 GB of memory, 34.30 GB for each of 8 simulated devices, and this machine has 25.00 GB. "
+        "Pass --batch 8 (now 128), --preset default or tiny"
+    )
+    for held, temp in ((10**10, 0), (10**10, 10**9)):  # no batch helps
+        with pytest.raises(MemoryError, match=r"Pass --preset default or tiny"):
+            memory.check_fits(held, temp, batch=128)
+
+
+def test_the_memory_of_the_machine_is_that_of_its_container(tmp_path, monkeypatch):
+    whole = memory.machine_bytes()
+    assert 2**28 < whole < 2**48
+    monkeypatch.setattr(memory, "LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "nothing")))
+    found = []
+    for text in ("max", str(2**62), str(2**28)):
+        (tmp_path / "memory.max").write_text(text + "\n")
+        found.append(memory.machine_bytes())
+    assert found[0] == found[1] >= whole
+    assert found[2] == 2**28
+
+
+@pytest.mark.parametrize(
+    ("limit", "asks"), [(10**6, "Pass --preset"), (11 * 10**6, r"Pass --batch \d+ \(now")]
+)
+def test_a_run_that_does_not_fit_leaves_nothing_behind(limit, asks, tmp_path, monkeypatch):
+    """Before anything is compiled where the state alone is too large, else before it is made."""
+    config = dataclasses.replace(TINY, out=tmp_path / "run")
+    monkeypatch.setattr(memory, "machine_bytes", lambda: limit)
+    monkeypatch.setattr(jzero, "shard", None)
+    with pytest.raises(MemoryError, match=asks):
+        run(config)
+    assert not (config.out / "checkpoints").exists()
+
+
+def test_the_command_says_so_in_one_line(tmp_path, monkeypatch):
+    def train(*_):
+        raise MemoryError("this run needs more")
+
+    monkeypatch.setattr(gpt, "train", train)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with pytest.raises(SystemExit, match=exactly("error: this run needs more")):
+        gpt.main(["--preset=tiny", f"--out={tmp_path / 'run'}"])

@@ -23,6 +23,7 @@ from train.checkpoints import saved_steps
 from train.config import PRESETS
 from train.log import Log
 from train.model import Model
+from train.stopping import Stopping
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = dataclasses.replace(
@@ -55,23 +56,26 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_sigterm_saves_and_the_run_goes_on_bitwise(whole, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_bitwise(number, whole, tmp_path, monkeypatch, capfd):
     config = dataclasses.replace(CONFIG, out=tmp_path / "run")
-    before, line = signal.getsignal(signal.SIGTERM), Log.step
+    before, line = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)], Log.step
 
     def at_13(log, step, loss):
         line(log, step, loss)
         if step == 13:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(Log, "step", at_13)
     stopped = run(config)
     monkeypatch.undo()
-    assert stopped.stopped
+    assert stopped.stopped == number
     assert int(stopped.state.step) == 13
     assert saved_steps(config.out)[-1] == 13
-    assert "stopped by SIGTERM after step 13: go on with --resume" in capsys.readouterr().out
-    assert signal.getsignal(signal.SIGTERM) == before
+    out, err = capfd.readouterr()
+    assert f"stopped by {number.name} after step 13: go on with --resume" in out
+    assert ("Once more: at once, without one." in err) == (number == signal.SIGINT)
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
     again = run(dataclasses.replace(config, resume=True))
     assert not again.stopped
     # losses are kept in lines every ten steps; those of a stopped run between two lines are not
@@ -79,6 +83,21 @@ def test_sigterm_saves_and_the_run_goes_on_bitwise(whole, tmp_path, monkeypatch,
         np.testing.assert_array_equal(a, b)
     assert again.losses[-17:] == whole.losses[-17:]
     assert again.heldout == whole.heldout
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    before = signal.getsignal(signal.SIGINT)
+
+    def twice():
+        with Stopping() as stopping:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stopping.after(1) == signal.SIGINT
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 @pytest.mark.nightly

@@ -108,11 +108,11 @@ def train(config: Config) -> float:
     began = time.perf_counter()
     images, heldout = load()
     per_epoch = len(images["label"]) // config.batch
-    schedule = optax.cosine_decay_schedule(config.lr, config.epochs * per_epoch)
+    tx = optax.adamw(optax.cosine_decay_schedule(config.lr, config.epochs * per_epoch), weight_decay=1e-2)
 
     def create():
         model = Classifier(config.width, nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adamw(schedule, weight_decay=1e-2), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     model, optimizer = jzero.shard(create, stage=config.stage, mesh=mesh)

@@ -32,11 +32,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ from train.checkpoints import Checkpoints, check_identity, saved_steps, set_asid
 from train.config import PRESETS, Config
 from train.facts import facts
 from train.log import Log
+from train.memory import check_fits
 from train.model import GPT, sample
 from train.stopping import Stopping
 
@@ -79,19 +80,29 @@ class TrainState(train_state.TrainState):
 
 def create_state(config: Config = PRESETS["default"]) -> TrainState:
     """A new train state: params from `config.seed`, AdamW with zero moments."""
-    model, wide = GPT(config.model), GPT(dataclasses.replace(config.model, dtype="float32", param_dtype=None))
-    params = wide.init(jax.random.key(config.seed), jnp.zeros((1, config.model.seq), jnp.int32))["params"]
-    # drawn in fp32: every dtype starts from the same numbers, and masters from these, not from their rounding
-    params = jax.tree.map(lambda p: p.astype(config.model.dtypes["param_dtype"]), params)
-    key = jax.random.key(config.seed + 1)
+    return creator(config)()
+
+
+def creator(config: Config) -> Callable[[], TrainState]:
+    """A function that makes the state. Model and optimizer are made here, once: a step compiled for one state that it
+    makes takes every other."""
+    model, tx = GPT(config.model), optimizer(config)
     half = "float16" in config.model.dtypes.values()
-    return TrainState.create(
-        apply_fn=model.apply,
-        params=params,
-        tx=optimizer(config),
-        key=key,
-        scale=jzero.LossScale() if half else None,
-    )
+
+    def create() -> TrainState:
+        wide = GPT(dataclasses.replace(config.model, dtype="float32", param_dtype=None))
+        params = wide.init(jax.random.key(config.seed), jnp.zeros((1, config.model.seq), jnp.int32))["params"]
+        # drawn in fp32: every dtype starts from the same numbers, and masters from these, not from their rounding
+        params = jax.tree.map(lambda p: p.astype(config.model.dtypes["param_dtype"]), params)
+        return TrainState.create(
+            apply_fn=model.apply,
+            params=params,
+            tx=tx,
+            key=jax.random.key(config.seed + 1),
+            scale=jzero.LossScale() if half else None,
+        )
+
+    return create
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
@@ -204,7 +215,8 @@ def first_step(config: Config) -> int:
 class Result:
     """What a run ends with; losses in nats per byte, `losses` and `heldout` as (step, loss).
 
-    `stopped`: it was told to stop before its last step, and has a checkpoint there. `out`: its folder.
+    `stopped`: by which signal, where it was told to stop before its last step; it has a checkpoint there. `out`: its
+    folder.
     """
 
     out: Path
@@ -213,7 +225,7 @@ class Result:
     heldout: list[tuple[int, float]]
     bigram: float
     text: str
-    stopped: bool = False
+    stopped: signal.Signals | None = None
 
 
 def train(config: Config, corpus: data.Corpus) -> Result:
@@ -231,23 +243,29 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     # -- the plan: from shapes alone, before anything is compiled
     tokens, start = config.batch * m.seq, first_step(config)
     log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
-    like = jzero.abstract(functools.partial(create_state, config), **zero_fields(config))
-    estimate = jzero.estimate(jzero.plan_of(like), tx=like.tx)
+    create = creator(config)
+    like = jzero.abstract(create, **zero_fields(config))
+    plan = jzero.plan_of(like)
+    estimate = jzero.estimate(plan, tx=like.tx)
     log.print(corpus.source)
     log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
-    log.print(jzero.plan_of(like).describe(), estimate)
+    log.print(plan.describe(), estimate)
+
+    # -- the step, compiled for a state that is not there yet: on CPU the machine may be too small for it
+    check_fits(estimate.params + estimate.opt_state, 0, batch=config.batch)
+    blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
+    options = plan.compiler_options  # for XLA:GPU; none elsewhere
+    jitted = jax.jit(train_step, donate_argnums=0, compiler_options=options)
+    step_fn = jitted.lower(like, blank).compile()
+    stats: Any = step_fn.memory_analysis()
+    check_fits(stats.argument_size_in_bytes, stats.temp_size_in_bytes, batch=config.batch)
+    eval_fn = jax.jit(eval_step).lower(like, blank).compile()
+    log.print(memory_line(step_fn, estimate))
 
     # -- state: born sharded, or read shard by shard
-    checkpoints, state = first_state(config, corpus, like, stream, log)
-    plan, step, stopped = jzero.plan_of(state), start, False
+    checkpoints, state = first_state(config, corpus, create, like, stream, log)
+    step, stopped = start, None
     with checkpoints, log, Stopping() as stopping:
-        # -- the step, compiled
-        blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
-        options = plan.compiler_options  # for XLA:GPU; none elsewhere
-        jitted = jax.jit(train_step, donate_argnums=0, compiler_options=options)
-        step_fn = jitted.lower(state, blank).compile()
-        eval_fn = jax.jit(eval_step).lower(state, blank).compile()
-        log.print(memory_line(step_fn, estimate))
         heldout = [plan.place_batch({"tokens": x[me * rows : (me + 1) * rows]}) for x in windows]
 
         # -- train
@@ -258,8 +276,8 @@ def train(config: Config, corpus: data.Corpus) -> Result:
                     checkpoints.wait()
             state, metrics = step_fn(state, plan.place_batch(next(stream)))
             log.step(step, metrics)
-            stopped = step < config.steps and stopping.after(step)
             last = step == config.steps
+            stopped = None if last else stopping.after(step)
             if step % config.eval_every == 0 or last:
                 with log.not_training():
                     log.evaluation(step, sum(float(eval_fn(state, x)) for x in heldout) / len(heldout))
@@ -274,15 +292,20 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         with log.waiting("waiting for the checkpoint"):
             checkpoints.wait()
         if stopped:
-            log.print(f"stopped by SIGTERM after step {step}: go on with --resume")
-            return Result(config.out, state, log.losses, log.heldout, bigram, "", stopped=True)
+            log.print(f"stopped by {stopped.name} after step {step}: go on with --resume")
+            return Result(config.out, state, log.losses, log.heldout, bigram, "", stopped=stopped)
         text = write_text(config, state)
         log.summary(bigram=bigram, text=text, seconds=time.perf_counter() - began)
     return Result(config.out, state, log.losses, log.heldout, bigram, text)
 
 
 def first_state(
-    config: Config, corpus: data.Corpus, like: TrainState, stream: Any, log: Log
+    config: Config,
+    corpus: data.Corpus,
+    create: Callable[[], TrainState],
+    like: TrainState,
+    stream: Any,
+    log: Log,
 ) -> tuple[Checkpoints, TrainState]:
     """The run's checkpoints, and its state: new, or that of the last one, `stream` at the batch that comes next."""
     start = log.start
@@ -299,7 +322,7 @@ def first_state(
         overwrite=config.overwrite and not config.resume,
     )
     if not config.resume:
-        return checkpoints, jzero.shard(functools.partial(create_state, config), **zero_fields(config))
+        return checkpoints, jzero.shard(create, **zero_fields(config))
     with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
         return checkpoints, checkpoints.restore(start, like, stream)
 
@@ -355,8 +378,10 @@ def main(args: list[str] | None = None) -> None:
             stopped = train(config, corpus).stopped
         except CheckpointDamaged as error:
             sys.exit(damaged(error))
+        except MemoryError as error:
+            sys.exit(f"error: {error}")
     if stopped:  # not 0: Kubernetes and docs/launch/slurm.sbatch start again what has not come to its end
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + stopped)
 
 
 def joined(config: Config) -> tuple[data.Corpus | None, contextlib.AbstractContextManager[Any]]:

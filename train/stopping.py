@@ -1,36 +1,47 @@
-"""A run that is told to stop (SIGTERM: a scheduler takes the machine back) ends after a step, at a checkpoint."""
+"""A run that is told to stop, by a scheduler (SIGTERM) or by Ctrl-C, ends after a step, at a checkpoint."""
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
+NOTICE = b"\nCtrl-C: the run ends after this step, with a checkpoint. Once more: at once, without one.\n"
+
 
 class Stopping:
     """Tells when to stop. One process listens for SIGTERM itself; several leave it to JAX's preemption service.
 
-    That service makes all processes stop after the same step when any of them is told to.
+    That service makes all processes stop after the same step when any of them is told to. The first Ctrl-C tells it
+    too; the second one raises KeyboardInterrupt, as without this class.
     """
 
     def __init__(self):
-        self._told = False
-        self._before: Any = None
+        self._told: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopping:
-        if jax.process_count() == 1:
-            self._before = signal.signal(signal.SIGTERM, self._hear)
+        heard = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
+        self._before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def _hear(self, number: int, frame: Any) -> None:
-        self._told = True
+        self._told = signal.Signals(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)  # for the second one
+            os.write(2, NOTICE)  # a signal may come in the middle of a print
+            if jax.process_count() > 1:
+                os.kill(os.getpid(), signal.SIGTERM)  # JAX's service hears that, and tells the others
 
-    def after(self, step: int) -> bool:
-        """True when the run should stop after this step; every process asks after every step."""
-        return self._told or (jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step))
+    def after(self, step: int) -> signal.Signals | None:
+        """What stops the run after this step, None where nothing does; every process asks after every step."""
+        if jax.process_count() == 1:
+            return self._told
+        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None

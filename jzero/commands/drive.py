@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,17 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jzero.commands.inputs import InputError
 from jzero.commands.job import Job
+
+# The same jzero as here, and nothing else from its folder or from the current one: a file there, such as jax.py, is
+# not to take the place of a module that is installed.
+START = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("jzero", sys.argv[2])
+sys.modules["jzero"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["jzero"])
+from jzero.commands.worker import main
+main()
+"""
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -77,7 +89,8 @@ def _worker(job: str) -> Iterator[tuple[Iterator[dict[str, Any]], subprocess.Pop
     """The process, its events, and the file that what it prints goes to. It ends with the block."""
     ours, theirs = os.pipe()
     env = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    command = [sys.executable, "-m", "jzero.commands.worker", str(theirs)]
+    package = Path(__file__).parents[1] / "__init__.py"
+    command = [sys.executable, "-P", "-c", START, str(theirs), str(package)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, pass_fds=[theirs]

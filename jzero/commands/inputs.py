@@ -47,6 +47,7 @@ def load_function(target: str, flag: str) -> Callable[..., Any]:
 
 
 def _load_module(name: str, flag: str):
+    _can_import_from(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -61,14 +62,23 @@ def _load_module(name: str, flag: str):
 def _load_file(path: Path, flag: str):
     if not path.is_file():
         raise InputError(f"{flag}: no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = (
+        path.stem if path.stem not in sys.modules else f"{path.stem} of {flag}"
+    )  # a file called jax.py is not jax
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # what stands beside it can be imported, as when it is run
-    sys.modules[path.stem] = module
+    _can_import_from(path.parent)  # what stands beside it can be imported
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _can_import_from(folder: Path) -> None:
+    """A folder of the user's, after everything else: no file in it takes the place of an installed module."""
+    if str(folder.resolve()) not in sys.path:
+        sys.path.append(str(folder.resolve()))
 
 
 def check_creator(create: Callable[..., Any], target: str) -> None:

@@ -123,10 +123,11 @@ def creator(preset: Preset, *, seq: int) -> Callable[[], Any]:
             logits = embed.attend(x) if p.tied else dense(p.vocab, use_bias=False, name="head")(x)
             return logits.astype(jnp.float32)
 
+    model, tx = Model(), optax.adamw(3e-4)
+
     def create():
-        model = Model()
         params = model.init(jax.random.key(0), jnp.zeros((1, seq), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(3e-4))
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     return create
 

@@ -75,7 +75,3 @@ def _is_foreign(error: BaseException) -> bool:
 def _say(out: IO[str], **event: Any) -> None:
     out.write(json.dumps(event) + "\n")
     out.flush()
-
-
-if __name__ == "__main__":
-    main()

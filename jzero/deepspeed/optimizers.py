@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from jzero.deepspeed.source import AUTO, unknown_keys
+from jzero.deepspeed.source import AUTO, is_number, unknown_keys
 from jzero.errors import nearest
 
 # What Hugging Face's TrainingArguments put in the place of "auto" unless they are told otherwise.
@@ -54,7 +53,7 @@ class _Arguments:
             raise TypeError(
                 f"jzero.deepspeed: {self.where}: {self.section}.{name} is {found!r}; it must be {kind}."
             )
-        if low is not None and _number(found) and found < low:
+        if low is not None and is_number(found) and found < low:
             raise self.wrong(name, found, f"it must be at least {low:g}")
         if name == "betas" and not all(0 <= beta < 1 for beta in found):
             raise self.wrong(name, found, "both must be at least 0 and below 1")
@@ -117,7 +116,7 @@ def optimizer_lines(
         line = f"tx = ...  # your optax chain in place of {name}{', with schedule' if scheduled else ''}"
         lr = AUTO_VALUES["lr"] if given.get("lr") == AUTO else given.get("lr")
         lines = Lines([line], refused={"type": why + _ended(hint), **dict.fromkeys(given, why)})
-        return lines, lr if _number(lr) else None
+        return lines, lr if is_number(lr) else None
     lr = args.value("lr", {"adagrad": 1e-2}.get(kind, 1e-3))
     rate, decay_first = "schedule" if scheduled else repr(lr), ""
     if kind in ("adam", "adamw"):
@@ -244,9 +243,5 @@ def _is(kind: str, value: Any) -> bool:
     if kind == "a string":
         return isinstance(value, str)
     if kind == "a list of two numbers":
-        return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_number, value))
-    return _number(value) and (kind != "a whole number" or float(value).is_integer())
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_number, value))
+    return is_number(value) and (kind != "a whole number" or float(value).is_integer())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jzero.deepspeed.keys import ALIASES, KEYS, NEVER_AUTO, SECTIONS, Key, key_of
-from jzero.errors import counted, nearest
+from jzero.errors import counted, human_bytes, nearest
 
 AUTO = "auto"
+LARGEST = 2**20  # bytes of a file
+DEEPEST = 32  # objects and lists in one another
+_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)  # of an optimizer or a schedule
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -21,9 +25,10 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[
     Raises:
       TypeError: neither a path nor a dict, or no object in the file.
       FileNotFoundError: no such file.
-      ValueError: no JSON, or a key that is there twice.
+      ValueError: no JSON, a key that is there twice, or more than a config can hold (1 MiB, 32 levels).
     """
     if isinstance(source, Mapping):
+        _check_depth("the dict", source)
         return "the dict", dict(source)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
@@ -33,6 +38,11 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[
     if not path.is_file():
         raise FileNotFoundError(
             f"jzero.deepspeed: there is no file {str(path)!r} (from {str(Path.cwd())!r})."
+        )
+    if path.stat().st_size > LARGEST:
+        raise ValueError(
+            f"jzero.deepspeed: {path.name} has {human_bytes(path.stat().st_size)}, and a config at most "
+            f"{human_bytes(LARGEST)}. Is it the right file?"
         )
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
@@ -45,11 +55,33 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[
         raise ValueError(f"jzero.deepspeed: {path.name} is no UTF-8 text: {error.reason}.") from None
     except ValueError as error:
         raise ValueError(f"jzero.deepspeed: {path.name}: {error}") from None
+    except RecursionError:
+        raise _too_deep(path.name) from None
     if not isinstance(found, dict):
         raise TypeError(
             f"jzero.deepspeed: {path.name} holds a {type(found).__name__}; a config is an object, {{...}}."
         )
+    _check_depth(path.name, found)
     return path.name, found
+
+
+def _check_depth(where: str, found: Any) -> None:
+    """Raises ValueError for what is nested deeper than any config."""
+    level: list[Any] = [found]
+    for _ in range(DEEPEST):
+        inner = [
+            v.values() if isinstance(v, Mapping) else v
+            for v in level
+            if isinstance(v, (Mapping, list, tuple))
+        ]
+        level = [v for values in inner for v in values]
+        if not level:
+            return
+    raise _too_deep(where)
+
+
+def _too_deep(where: str) -> ValueError:
+    return ValueError(f"jzero.deepspeed: {where} is nested deeper than {DEEPEST} levels: that is no config.")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,6 +153,7 @@ def _walk(
             raise TypeError(
                 f"jzero.deepspeed: {where}: the key {given!r} in {prefix or 'the config'} is no string."
             )
+        _check_key(where, given)
         name = ALIASES.get(prefix + given, prefix + given)
         if name == "zero_optimization" and isinstance(value, bool):
             value = {"stage": int(value)}  # the form of DeepSpeed before 0.3
@@ -134,6 +167,8 @@ def _walk(
                 )
             _walk(where, value, name + ".", flat, unknown)
         elif name in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping):
+            for k in value:
+                _check_key(where, k)
             flat.update({f"{name}.{k}": v for k, v in value.items()})
         elif name not in KEYS:
             unknown.append(prefix + given)
@@ -143,6 +178,14 @@ def _walk(
             )
         else:
             flat[name] = value
+
+
+def _check_key(where: str, key: Any) -> None:
+    """Raises ValueError for a key that would print as several lines, or as something else than it is."""
+    if isinstance(key, str) and not key.isprintable():
+        raise ValueError(
+            f"jzero.deepspeed: {where}: the key {key[:40]!r} has characters that do not print. No key has any."
+        )
 
 
 def _first(section: str) -> str:
@@ -155,8 +198,8 @@ def _checked(where: str, key: Key, value: Any) -> Any:
         return value
     right = {
         "bool": isinstance(value, bool),
-        "int": _is_number(value) and float(value).is_integer(),
-        "number": _is_number(value),
+        "int": is_number(value) and float(value).is_integer(),
+        "number": is_number(value),
         "str": isinstance(value, str),
         "dict": isinstance(value, Mapping),
         "list": isinstance(value, (list, tuple)),
@@ -167,6 +210,11 @@ def _checked(where: str, key: Key, value: Any) -> Any:
             "dict": "an object", "list": "a list",
         }  # fmt: skip
         raise TypeError(f"jzero.deepspeed: {where}: {key.name} is {value!r}; it must be {kinds[key.kind]}.")
+    if key.name in ("optimizer.type", "scheduler.type") and not _NAME.fullmatch(value):
+        raise ValueError(
+            f"jzero.deepspeed: {where}: {key.name} is {value[:80]!r}; a name has letters, digits and _ . - alone, at "
+            "most 64 of them."
+        )
     if key.low is not None and value < key.low:
         raise ValueError(
             f"jzero.deepspeed: {where}: {key.name} is {value!r}; it must be at least {key.low:g}."
@@ -174,5 +222,7 @@ def _checked(where: str, key: Key, value: Any) -> Any:
     return int(value) if key.kind == "int" else value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """True for a finite number; a bool is none, nor is an integer beyond what a float holds."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and abs(value) <= sys.float_info.max

@@ -68,16 +68,16 @@ def check(compiled: jax.stages.Compiled, plan: Plan) -> None:
 def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
     """Every way in which a compiled step does not do what its plan says; empty where it does.
 
-    In a program of the CPU backend `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`,
-    `offloaded_state_copied` and `offloaded_state_on_device` are not looked for, since its collectives and its memory
-    are not those of a GPU: compile for `jzero.pod`.
+    In a program of the CPU backend `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`,
+    `activations_moved`, `offloaded_state_copied` and `offloaded_state_on_device` are not looked for, since its
+    collectives and its memory are not those of a GPU: compile for `jzero.pod`.
 
     Args:
       compiled: a compiled train step: state in, new state out.
       plan: the plan of that state.
 
     Returns:
-      One `Finding` per kind, in the order of `KINDS`: what wastes most comes first.
+      One `Finding` per kind, in the order of `KINDS`: wrong values first, then what wastes most.
 
     Raises:
       TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.

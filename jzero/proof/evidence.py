@@ -137,7 +137,8 @@ class Evidence:
         """Stacks that their own layout splits along the scanned dim, by name, and what gathers each whole."""
         found: dict[str, list[Site]] = collections.defaultdict(list)
         for x in self.plan.layouts:
-            axes = entry_axes(x.stored[0]) if x.scanned and x.stored else ()
+            split = x.scan_dim is not None and x.scan_dim < len(x.stored)
+            axes = entry_axes(x.stored[x.scan_dim]) if split else ()
             held = self.plan.sharding(x.stored).shard_shape(x.shape) if axes else ()
             for s, over in self.sites if axes else ():
                 gathers = s.op == "all-gather" and s.phase != "update" and set(axes) <= set(over)
@@ -147,7 +148,7 @@ class Evidence:
 
     def local(self, x: Layout, *, sliced: bool = False) -> int:
         """Elements of a param as the model uses it, on one device; with `sliced`, of one layer of a stack."""
-        return x.size // shard_factor(x.used, self.plan.mesh) // (x.shape[0] if sliced and x.scanned else 1)
+        return x.size // shard_factor(x.used, self.plan.mesh) // (x.layers if sliced else 1)
 
     @functools.cached_property
     def weight_sizes(self) -> frozenset[int]:
@@ -161,7 +162,7 @@ class Evidence:
 
     @functools.cached_property
     def _weight_dims(self) -> frozenset[tuple[int, ...]]:
-        shapes = (x.shape[cut:] for x in self.split for cut in range(1 + x.scanned))
+        shapes = (shape for x in self.split for shape in (x.shape, x.layer_shape))
         return frozenset(tuple(sorted(d for d in shape if d > 1)) for shape in shapes)
 
     @functools.cached_property

@@ -7,9 +7,9 @@ whole are all-reduced by design, and an embedding that is used twice is reduced 
 
 [Note: the CPU backend]
 It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
-memory apart. So `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`, `offloaded_state_on_device`
-and `offloaded_state_copied` are not looked for in its programs: compile for `jzero.pod`. The other kinds show on
-both.
+memory apart. So `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`,
+`offloaded_state_on_device` and `offloaded_state_copied` are not looked for in its programs: compile for `jzero.pod`.
+The other kinds show on both.
 
 [Note: a stack split along its scanned dim]
 By the user's own layout: the loop then gathers the whole stack for each layer, and reduces its whole gradient.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jzero.errors import counted, human_bytes, listing, typed_shape
 from jzero.layout import Layout
 from jzero.proof.evidence import REDUCES, Evidence, Leaf
+from jzero.proof.offsets import wrong_slices
 from jzero.specs import axis_size, shard_factor
 
 SHARE_WHOLE = 0.05
@@ -36,6 +37,25 @@ _FEW = 3
 
 
 Found = Iterator[tuple[str, int, str]]
+
+
+def _slices_wrong(e: Evidence) -> Found:
+    """Slices in loops that are not those of their index: see [Note: offsets of a slice] in `offsets.py`."""
+    found = [] if e.on_cpu else wrong_slices(e.module)
+    if found:
+        shown = "; ".join(
+            f"%{x.name} of {x.array.dtype}[{','.join(map(str, x.array.dims))}]"
+            f"{' on the host' if x.array.on_host else ''} begins at byte {x.needed[0]} and goes on by {x.needed[1]} a "
+            f"round, XLA wrote {x.written[0]} and {x.written[1]}"
+            for x in found[:_FEW]
+        )
+        yield (
+            f"{counted(len(found), 'slice', 'slices')} in a loop will be taken where the index does not point to, and "
+            f"the values are wrong: {shown}{_more(found)}.",
+            sum(x.bytes * (x.trips or 1) for x in found),
+            "jaxlib >= 0.11.2, which needs Python 3.12 (openxla/xla pull request 46231); or layers that are not in a "
+            "scan, or no offload in it.",
+        )
 
 
 def _batch_not_split(e: Evidence) -> Found:
@@ -76,7 +96,7 @@ def _grads_all_reduced(e: Evidence) -> Found:
     sites = [s for s in e.over_zero_axes("all-reduce") if not s.sliced and s.phase != "forward"]
     rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
-    allowed = sum(e.local(x) * (2 if len(x.shape) - x.scanned > 1 else 1) for x in others)
+    allowed = sum(e.local(x) * (1 if x.vector else 2) for x in others)
     smallest = min(e.local(x, sliced=True) for x in e.split)
     total = sum(n for _, n in rows) - allowed
     if total > SHARE_GRADS * _elements(e) and any(sum(e.parts(s)) >= smallest for s, _ in rows):
@@ -242,13 +262,18 @@ def _stack_before_loop(e: Evidence) -> Found:
             f"{counted(len(stacks), 'stack of layers is', 'stacks of layers are')} split along the scanned dim by "
             f"their own layout, so that all layers are gathered where one is used: {_names(stacks)}",
             round(sum(s.wire_bytes * e.trips(s) for s in sites)),
-            "leave the leading dim of the stack out of its layout (None), and jzero splits another one.",
+            "leave that dim of the stack out of its layout (None), and jzero splits another one."
+            + (
+                ' Where it is no stack (its shape alone was looked at): scan_axes={"path of the param": None}.'
+                if any(x.guessed for x in stacks)
+                else ""
+            ),
         )
         return
     stacks = {e.local(x): x for x in e.split if x.scanned and x.stored != x.used}
     sites = [s for s in e.over_zero_axes("all-gather") if s.phase != "update"]
     parts = [(n, dims) for s in sites for n, dims in zip(e.parts(s), e.dims(s), strict=True) if n in stacks]
-    found = [n for n, d in parts if len(d) >= len(stacks[n].shape) and stacks[n].shape[0] in d]
+    found = [n for n, d in parts if len(d) >= len(stacks[n].shape) and stacks[n].layers in d]
     if found:
         names = {stacks[n].name: stacks[n] for n in found}
         yield (
@@ -277,7 +302,7 @@ def _weights_kept(e: Evidence) -> Found:
 
 def _carried(e: Evidence, weights: list[Layout]) -> int:
     """Bytes of whole stacks of weights that a loop carries, the largest loop's; told by their dims."""
-    stacks = {(x.shape[0], tuple(sorted(x.shape[1:])), e.local(x)) for x in weights if x.scanned}
+    stacks = {(x.layers, tuple(sorted(x.layer_shape)), e.local(x)) for x in weights if x.scanned}
     computations = e.module.computations.values()
     homes = [c for c in computations if any(" while(" in line for line in c.lines)]
     loops = [i for c in homes for i in c.schedule if i.opcode == "while"]
@@ -325,6 +350,7 @@ def _reduction_per_microbatch(e: Evidence) -> Found:
 
 
 KINDS: dict[str, Callable[[Evidence], Found]] = {
+    "loop_slices_wrong": _slices_wrong,
     "batch_not_split": _batch_not_split,
     "gather_on_use_not_traced": _gather_on_use,
     "gradients_all_reduced": _grads_all_reduced,

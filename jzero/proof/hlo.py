@@ -38,11 +38,13 @@ class Shape:
       dtype: HLO name, such as `bf16`.
       dims: its sizes, on one device.
       on_host: True where the layout names host memory.
+      layout: its dims from the one that lies closest in memory to the outermost, as text: `2,1,0`.
     """
 
     dtype: str
     dims: tuple[int, ...]
     on_host: bool = False
+    layout: str = dataclasses.field(default="", compare=False)
 
     @property
     def size(self) -> int:
@@ -53,6 +55,12 @@ class Shape:
     def nbytes(self) -> int:
         """Bytes on one device; dtypes below a byte are packed."""
         return -(-self.size * dtype_bits(self.dtype) // 8)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements between neighbours along each dim."""
+        order = [int(d) for d in self.layout.split(",") if d] or list(reversed(range(len(self.dims))))
+        return tuple(math.prod(self.dims[d] for d in order[: order.index(k)]) for k in range(len(self.dims)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,12 +217,12 @@ def parse_instruction(line: str) -> Instruction | None:
         return None
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     opcode, _, tail = rest[end:].lstrip().partition("(")
-    if opcode == "parameter":
+    if opcode in ("parameter", "constant"):
         operands, attrs = "", tail
     else:
         close = _closing(tail, -1)
         operands, attrs = tail[:close], tail[close + 1 :]
-    names = tuple(_NAME.findall(operands)) if opcode != "constant" else ()
+    names = tuple(_NAME.findall(operands))
     *root, name = head.split()
     return Instruction(name.lstrip("%"), opcode, tuple(_shapes(rest[:end])), names, attrs, bool(root))
 
@@ -230,7 +238,8 @@ def dtype_bits(dtype: str) -> int:
 def _shapes(text: str) -> Iterator[Shape]:
     """The arrays in a type, tuples flattened; `<=8` (a bound of a dynamic size) counts as 8."""
     for dtype, dims, layout in _SHAPE.findall(text):
-        yield Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), _HOST_SPACE in layout)
+        sizes = tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)
+        yield Shape(dtype, sizes, _HOST_SPACE in layout, layout.partition(":")[0])
 
 
 def _closing(text: str, start: int) -> int:

@@ -244,7 +244,7 @@ def _gathered_bytes(plan: Plan) -> int:
     """
     rows = [x for x in plan.layouts if x.stored != x.used]
     sizes = [x.nbytes // shard_factor(x.used, plan.mesh) for x in rows]
-    layer = [size // (x.shape[0] if x.scanned else 1) for size, x in zip(sizes, rows, strict=True)]
+    layer = [size // x.layers for size, x in zip(sizes, rows, strict=True)]
     largest = max(layer, default=0)
     return largest + (sum(sizes) if plan.config.keeps_gathered else largest)
 

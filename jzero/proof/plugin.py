@@ -4,8 +4,8 @@ JAX starts every plugin that is installed. Without a CUDA driver this one is onl
 program prints two dozen lines of traceback and the plugin's C++ log. `hide` puts a module that does nothing in its
 place until `start` is called. A machine with a driver is left alone, and so is JAX_PLATFORMS=cuda.
 
-On jax 0.10 `import jax` itself loads libraries of the plugin that log six lines. A program that imports jax before jzero
-sees them; QR and eigenvalues do not compile without these libraries, so they cannot be left out of the extra `pod`.
+On jax 0.10 `import jax` itself loads libraries of the plugin, which log six lines. A program that imports jax first
+sees them. QR and eigenvalues do not compile without these libraries, so the extra `pod` needs them.
 """
 
 from __future__ import annotations

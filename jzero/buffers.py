@@ -1,0 +1,60 @@
+"""Which memory arrays lie in: what is laid out for training shares none with the arrays that the caller keeps.
+
+`jax.device_put` hands buffers on where it can: an array that lies there already, the part of the first device, memory
+of numpy arrays on the CPU. A donated step then takes them from the caller too.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Kept:
+    """The memory of the arrays of a tree: those of JAX, and of numpy."""
+
+    def __init__(self, tree: Any):
+        spans = [span for leaf in jax.tree.leaves(tree) for span in _spans(leaf)]
+        self.known = all(start is not None for start, _ in spans)
+        self.starts, self.ends = [], []
+        for start, size in sorted((start, size) for start, size in spans if start is not None and size):
+            self.starts.append(start)
+            self.ends.append(max(start + size, self.ends[-1] if self.ends else 0))
+
+    def apart(self, x: jax.Array) -> jax.Array:
+        """The array itself where it lies elsewhere, else a copy of it in the same layout."""
+        if not self.shares(x):
+            return x
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(self.apart(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return jax.device_put(x, x.sharding, may_alias=False)
+
+    def shares(self, x: jax.Array) -> bool:
+        """True where a part of an array lies in this memory, or where the platform does not tell."""
+        return any(start is None or (size and self._holds(start)) for start, size in _spans(x))
+
+    def _holds(self, at: int) -> bool:
+        i = bisect.bisect_right(self.starts, at) - 1
+        return not self.known or (i >= 0 and at < self.ends[i])
+
+
+def _spans(leaf: Any) -> list[tuple[int | None, int]]:
+    """Start and bytes of each part of an array in this process; no start where the platform does not tell."""
+    if isinstance(leaf, np.ndarray):
+        low, high = np.lib.array_utils.byte_bounds(leaf)
+        return [(low, high - low)]
+    if not isinstance(leaf, jax.Array):
+        return []
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return [(_start(shard.data), shard.data.nbytes) for shard in leaf.addressable_shards]
+
+
+def _start(data: jax.Array) -> int | None:
+    try:
+        return data.unsafe_buffer_pointer()
+    except (jax.errors.JaxRuntimeError, NotImplementedError, AttributeError):
+        return None
