@@ -143,6 +143,7 @@ def made_beside_a_fetch(report, size: int) -> str:
 
 
 def main(config: Config) -> None:
+    os.environ["JZERO_POD_CACHE"] = "off"  # the seconds of compiling are printed
     size = config.rows * config.seq * config.dim * 2
     print(
         f"A, the input of a block on one device: {size / 1e6:.1f} MB; {config.layers}; jax {jax.__version__}\n"

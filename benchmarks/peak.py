@@ -224,6 +224,7 @@ def build(args, layers: str, kernels: str) -> Gpt | Conv:
 
 
 def main() -> None:
+    os.environ["JZERO_POD_CACHE"] = "off"  # the seconds of compiling are printed
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -184,6 +184,7 @@ def plot(cells: list[dict], path: Path) -> None:
 
 
 def main() -> None:
+    os.environ["JZERO_POD_CACHE"] = "off"  # the seconds of compiling are printed
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
