@@ -2,8 +2,8 @@
 
 [Note: when a lock is stale]
 If host, boot and process namespace are the observer's, it looks for the process: it is gone, or its number is that of a
-process which started at another time. Elsewhere the time of the lock must stand still for 60 s. Both times come from the
-file system (the lock's, and that of a file which the observer writes beside it), so clocks of hosts need not agree. An
+process which started at another time. Elsewhere the time of the lock must stand still for 60 s. Both times come from
+the file system (the lock's, and that of a file which the observer writes beside it): clocks of hosts need not agree. An
 observer waits until the lock is renewed, or stale: a job that is queued again on another host starts by itself.
 """
 
@@ -49,7 +49,7 @@ class Holder:
 
     @classmethod
     def me(cls) -> Holder:
-        """This process, with a token of its own."""
+        """The holder that this process is, with a new token."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return cls(platform.node(), _place(), os.getpid(), _started(os.getpid()), uuid.uuid4().hex, since)
 

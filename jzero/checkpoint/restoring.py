@@ -27,7 +27,7 @@ class CheckpointDamaged(ValueError):
       good: the last checkpoint in the same folder that is whole, or None.
     """
 
-    def __init__(self, path: Path, damage: Sequence[Damage], good: Path | None):
+    def __init__(self, path: Path, damage: Sequence[Damage], good: Path | None, remedy: str = ""):
         leaves = sorted({leaf for d in damage for leaf in d.leaves})
         self.damage, self.leaves, self.good = list(damage), leaves, good
         shown = [f"  {d}" for d in damage[:8]] + (
@@ -36,11 +36,12 @@ class CheckpointDamaged(ValueError):
         named = ", ".join(leaves[:8]) + (f" and {len(leaves) - 8} more" if len(leaves) > 8 else "")
         lines = [f"{path} is damaged, and nothing of it is used:", *shown]
         lines += [f"Leaves with damaged data: {named}."] if leaves else []
-        lines += [
+        found = (
             f"The last good checkpoint beside it: {good}"
             if good
             else "No other checkpoint beside it is whole."
-        ]
+        )
+        lines += [remedy or found]
         super().__init__("\n".join(lines))
 
 
@@ -94,7 +95,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     checks = _opened(path, where)
     tree, have = store.stored(path)
     sources = match(leaves, have, cast=cast, where=where, only=only)
-    _refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
+    refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}
     values |= _read(path, tree, sources, have, where)
     values |= {leaf.name: leaf.nothing() for leaf in wanted if leaf.empty}
@@ -122,7 +123,7 @@ def verify(path: Any) -> int:
             "jzero.checkpoint.save."
         )
     checks = Seal(path)
-    _refuse(path, checks.damage or [*checks.small(), *_large(checks)])
+    refuse(path, checks.damage or [*checks.small(), *_large(checks)])
     return checks.nbytes
 
 
@@ -137,14 +138,14 @@ def custom(path: Any) -> Any:
     if not store.is_sealed(path):
         raise ValueError(f"jzero.checkpoint.custom: {path} is none of jzero's: plain orbax wrote it.")
     checks = Seal(path)
-    _refuse(path, checks.damage)
+    refuse(path, checks.damage)
     return checks.custom
 
 
 def checked(path: Path, where: str) -> None:
     """Raises CheckpointDamaged where any file is not as it was saved."""
     checks = _opened(path, where)
-    _refuse(path, _large(checks))
+    refuse(path, _large(checks))
 
 
 def _opened(path: Path, where: str) -> Seal | None:
@@ -157,7 +158,7 @@ def _opened(path: Path, where: str) -> Seal | None:
         return None
     checks = Seal(path)
     unread = checks.unread()
-    _refuse(path, checks.damage or [d for d in checks.small() if d.file not in unread])
+    refuse(path, checks.damage or [d for d in checks.small() if d.file not in unread])
     return checks
 
 
@@ -165,8 +166,8 @@ def _large(checks: Seal | None) -> list[Damage]:
     return checks.large(part=jax.process_index(), parts=jax.process_count()) if checks is not None else []
 
 
-def _refuse(path: Path, damage: Sequence[Damage]) -> None:
-    """Raises CheckpointDamaged on all processes where any has found damage."""
+def refuse(path: Path, damage: Sequence[Damage], remedy: str = "") -> None:
+    """Raises CheckpointDamaged on all processes where any has found damage; `remedy`: if not the checkpoint beside."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -174,7 +175,7 @@ def _refuse(path: Path, damage: Sequence[Damage]) -> None:
         if not damage and found.any():
             damage = [Damage("", f"process {int(found.argmax())} found damage in a file")]
     if damage:
-        raise CheckpointDamaged(path, damage, last_good(path))
+        raise CheckpointDamaged(path, damage, None if remedy else last_good(path), remedy)
 
 
 def last_good(damaged: Path) -> Path | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jzero.checkpoint import pending, store
+from jzero.checkpoint import commit, pending, store
 from jzero.checkpoint.logical import apart, refuse_collisions, to_store, tree_of
 from jzero.checkpoint.match import text
 from jzero.errors import listing
@@ -87,7 +87,7 @@ def save_async(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> 
     path = store.absolute(path, where)
     tree = to_write(state, tx, custom, where=where)
     store.check_free(path, where)
-    return Saving(path, store.save_async(path, tree, custom=custom))
+    return Saving(path, commit.save_async(path, tree, custom=custom))
 
 
 def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -218,11 +219,10 @@ class Seal:
 
     def _part(self, part: int) -> dict[str, Any] | None:
         name = f"{FOLDER}/{part}.json"
-        try:
-            data = (self.directory / name).read_bytes()
-        except FileNotFoundError:
+        if not (self.directory / name).is_file():
             self.damage.append(self._damage(name, "missing"))
             return None
+        data = (self.directory / name).read_bytes()
         digest, _, text = data.partition(b"\n")
         if _hash(text).encode() != digest:
             self.damage.append(self._damage(name, "its own checksum is wrong"))
@@ -269,7 +269,9 @@ class Seal:
     def _unlike(self, name: str) -> str | None:
         """What is wrong with a file that need not be read for it."""
         try:
-            size = (self.directory / name).stat().st_size
+            found = (self.directory / name).stat()
+            if not stat.S_ISREG(found.st_mode):  # to open a pipe would take forever
+                return "no regular file"
             with open(self.directory / name, "rb"):
                 pass
         except FileNotFoundError:
@@ -277,7 +279,7 @@ class Seal:
         except OSError as error:
             return str(error)
         want = self._size(name)
-        return None if size == want else f"{size} bytes instead of {want}"
+        return None if found.st_size == want else f"{found.st_size} bytes instead of {want}"
 
     def _compare(self, name: str, digests: list[str]) -> list[Damage]:
         at, spans, leaves = 0, [], []

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jzero.checkpoint import lock, pending, store
+from jzero.checkpoint import commit, lock, pending, store
+from jzero.checkpoint.metrics import numbers_of
 from jzero.checkpoint.restoring import custom, restore
 from jzero.checkpoint.saving import to_write
 from jzero.checkpoint.seal import Seal
@@ -111,7 +111,7 @@ class Steps:
         """
         where = "jzero.checkpoint.Steps.save"
         check_int(step, "step", where=where, low=0)
-        numbers = _numbers(metrics, where)
+        numbers = numbers_of(metrics, where)
         if self._metric is not None and self._metric not in numbers:
             raise ValueError(f"{where}: the best step is told by {self._metric!r}, which metrics= has not.")
         tree = to_write(state, tx, custom, where=where)
@@ -127,7 +127,7 @@ class Steps:
             self._metrics[int(step)] = numbers
             self._rotate()
 
-        self._future = store.save_async(
+        self._future = commit.save_async(
             path, tree, custom=custom, metrics=numbers, before=writer.check, after=written
         )
         self._last = int(step)
@@ -192,8 +192,8 @@ class Steps:
             if path.exists():
                 raise
             raise FileNotFoundError(
-                f"jzero.checkpoint.Steps.restore: {path} was removed while it was read: the run that writes there keeps "
-                f"only its last steps. There are {self.steps} now."
+                f"jzero.checkpoint.Steps.restore: {path} was removed while it was read: the run that writes there "
+                f"keeps only its last steps. There are {self.steps} now."
             ) from error
 
     def custom(self, step: int | None = None) -> Any:
@@ -265,36 +265,3 @@ class Steps:
                 f"({self._doubts[step]}). It is not compared with the others, and not deleted.",
                 stacklevel=3,
             )
-
-
-def _numbers(metrics: Mapping[str, Any] | None, where: str) -> dict[str, float]:
-    """Metrics as numbers of Python.
-
-    Raises:
-      TypeError: no mapping, a name that is no text, a value that is no number.
-    """
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"{where}: metrics are numbers by name, {{'loss': 0.5}}, not {type(metrics).__name__}."
-        )
-    return {_name(name, where): _number(name, value, where) for name, value in metrics.items()}
-
-
-def _name(name: Any, where: str) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"{where}: the name of a metric is text, not {name!r}.")
-    return name
-
-
-def _number(name: str, value: Any, where: str) -> float:
-    try:
-        array = np.asarray(value)
-        if array.size != 1 or not (array.dtype.kind in "biu" or jnp.issubdtype(array.dtype, jnp.floating)):
-            raise TypeError("a metric is one real number")
-        return array.reshape(()).item() if array.dtype.kind in "iub" else float(array.reshape(()))
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{where}: metrics[{name!r}] must be one real number, not {type(value).__name__} ({value!r:.40})."
-        ) from None
