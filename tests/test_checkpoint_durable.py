@@ -46,7 +46,7 @@ def test_all_is_flushed_before_the_name_and_the_name_after(way, tmp_path, calls)
     assert staging.startswith(f"{path}{TEMPORARY}")
     flushed = {c[1]: i for i, c in enumerate(calls[:at]) if c[0] == "flush"}
     sizes = {c[1]: c[2] for c in calls[:at] if c[0] == "flush"}
-    names = [p for p in path.rglob("*")]
+    names = list(path.rglob("*"))
     assert any(p.name == "_CHECKPOINT_METADATA" for p in names)
     assert any(p.parent.name == "checksums" for p in names)
     for p in [*names, path]:

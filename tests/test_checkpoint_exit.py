@@ -36,7 +36,7 @@ CASES = {
     "exception": SAVE + "raise RuntimeError('boom')\n",
     "normal": "checkpoint.save_async(path, tree)\n",
     "steps": "steps = checkpoint.Steps(path)\nsteps.save(1, tree)\n",
-    "steps and an exception": "with checkpoint.Steps(path) as s:\n    s.save(1, tree)\n    raise RuntimeError('boom')\n",
+    "steps and an exception": "with checkpoint.Steps(path) as s:\n    s.save(1, tree)\n    raise ValueError('boom')\n",
     "abandoned": HANG + SAVE,
     "full": FAIL + SAVE,
 }

@@ -315,7 +315,7 @@ def test_metrics_are_what_was_passed(tmp_path):
         assert (steps.steps, steps.best) == ([1, 2], 1)
     assert seal.Seal(tmp_path / "1").metrics == {"loss": 0.5, "n": 3, "half": 0.25, "one": 1.0, "on": True}
     with ocp.training.Checkpointer(str(tmp_path)) as plain:  # and plain orbax finds them
-        assert [(c.step, c.metrics["loss"]) for c in plain.checkpoints][0] == (1, 0.5)
+        assert next((c.step, c.metrics["loss"]) for c in plain.checkpoints) == (1, 0.5)
     with checkpoint.Steps(tmp_path, best="acc") as steps:
         assert steps.best is None
 
@@ -370,7 +370,7 @@ def test_after_a_full_disk_nothing_is_left_and_the_next_save_works(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[0][1]))
         big = {"w": np.random.default_rng(0).random(10_000)}
-        with pytest.raises(OSError, match=r"File too large: .*/2 is not saved"):
+        with pytest.raises(OSError, match=r"File too large: .*/2 is not saved"):  # noqa: PT012 (by either)
             steps.save(2, big, metrics={"loss": 0.5})
             steps.wait()
     finally:
