@@ -25,7 +25,7 @@ from jzero.checkpoint.tensors import (
     check_names,
     check_texts,
     checksum_file,
-    checksum_line,
+    checksum_text,
     renamed,
 )
 from jzero.errors import check_int, counted, listing, nearest
@@ -49,7 +49,7 @@ def export(
     Args:
       path: a checkpoint of `jzero.checkpoint.save` or plain orbax.
       file: `model.safetensors`. Above `max_file_bytes` in all it is split: `model-00001-of-00003.safetensors` and so
-        on, with `model.safetensors.index.json` as the Hugging Face hub has it. Beside each file lies its checksum,
+        on, with `model.safetensors.index.json` as the Hugging Face hub has it. Their checksums lie beside them, in
         `model.safetensors.xxh3`, which `load_safetensors` and `xxhsum -c` read.
       dtype: of all floating-point tensors; None: as stored, the fp32 master where there is one.
       max_file_bytes: of tensors in one file; one larger tensor has a file of its own.
@@ -85,7 +85,7 @@ def export(
     done = 0
     outputs = _outputs(file, len(groups))
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _Files() as written:
+    with _Files(checksum_file(file)) as written:
         for name, group in zip(outputs, groups, strict=True):
             with written.open(name) as out:
                 out.write(_header(group))
@@ -109,7 +109,8 @@ def export(
 class _Files:
     """Files that get their names, with their checksums beside them, when all are written; else nothing is left."""
 
-    def __init__(self):
+    def __init__(self, sums: Path):
+        self._sums = sums
         self._digests: dict[Path, str] = {}
 
     def __enter__(self) -> _Files:
@@ -131,11 +132,11 @@ class _Files:
         self._digests[file] = hashed.digest.hexdigest()
 
     def keep(self) -> None:
-        """Gives all their names. An old checksum goes first: it would be taken for that of the new file."""
-        for file, digest in self._digests.items():
-            checksum_file(file).unlink(missing_ok=True)
+        """Gives all their names. Old checksums go first: they would be taken for those of the new files."""
+        self._sums.unlink(missing_ok=True)
+        for file in self._digests:
             durable.rename(_temporary(file), file)
-            durable.write(checksum_file(file), checksum_line(digest, file).encode())
+        durable.write(self._sums, checksum_text(self._digests).encode())
 
 
 class _Hashed:

@@ -34,8 +34,8 @@ def load_safetensors(
 
     Args:
       files: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder that holds them. Of an index
-        each tensor is read from the file that it names. A file with a checksum beside it, as `export` writes them, is
-        read against that first; safetensors by itself has none, and a flipped bit in other files is not seen.
+        each tensor is read from the file that it names. Files with checksums beside them, as `export` writes them, are
+        read against those first; safetensors by itself has none, and a flipped bit in other files is not seen.
       state: from `jzero.shard` (or a plain state): its layouts are kept; moments and step are as they were.
       names: from the param's name (`Dense_0.kernel`) to the tensor's, as a function or a mapping; None: the same. A
         pair `(name, (1, 0))` transposes: dims of the tensor in the order of the param's, as a torch Linear needs.

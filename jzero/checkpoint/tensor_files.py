@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jzero.checkpoint.restoring import refuse
-from jzero.checkpoint.tensors import DTYPES, damage
+from jzero.checkpoint.tensors import DTYPES, damaged
 from jzero.errors import counted, listing
 
 
@@ -38,7 +38,7 @@ def tensors_of(path: Path, ignore: Sequence[str], opened: ExitStack, where: str)
     """The tensors by name, in files that stay open as long as `opened`: those of an index, or all."""
     files, index = _files(path, where)
     share = files[jax.process_index() :: jax.process_count()]
-    refuse(path, [d for file in share for d in damage(file)], "Get or export it again.")
+    refuse(path, damaged(share), "Get or export it again.")
     handles = {file: _opened(file, opened, where) for file in files}
     places: dict[str, list[Path]] = {}
     for file, handle in handles.items():
@@ -99,7 +99,7 @@ def _files(path: Path, where: str) -> tuple[list[Path], dict[str, Path] | None]:
         return [_regular(f, where) for f in found], None
     if _regular(path, where).suffix != ".json":
         return [path], None
-    refuse(path, damage(path) if jax.process_index() == 0 else [], "Get or export it again.")
+    refuse(path, damaged([path]) if jax.process_index() == 0 else [], "Get or export it again.")
     index = {name: path.parent / file for name, file in _weight_map(path, where).items()}
     found = sorted(set(index.values()))
     missing = [f.name for f in found if not f.exists()]

@@ -1,12 +1,12 @@
 """What going out to safetensors and coming in from it have in common: dtypes and tensors by name, checksums.
 
-The format has no checksum. `export` writes one beside each file, `model.safetensors.xxh3`: a line that `xxhsum -c`
-reads.
+The format has no checksum. `export` writes those of its files beside them, into `model.safetensors.xxh3`, as
+`xxhsum -c` reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +48,41 @@ def check_texts(value: Any, name: str, where: str) -> tuple[str, ...]:
 
 
 def checksum_file(file: Path) -> Path:
-    """Where the checksum of a file lies."""
+    """Where the checksums of an export to `file` lie, of all its files."""
     return file.with_name(f"{file.name}.xxh3")
 
 
-def checksum_line(digest: str, file: Path) -> str:
-    """As `xxhsum -H3` writes it."""
-    return f"XXH3_{digest}  {file.name}\n"
+def checksum_text(digests: Mapping[Path, str]) -> str:
+    """Checksums by file, as `xxhsum -H3` writes them, and in a comment that of these lines."""
+    lines = "".join(f"XXH3_{digest}  {file.name}\n" for file, digest in digests.items())
+    return f"{lines}# {xxhash.xxh3_64_hexdigest(lines.encode())}\n"
 
 
-def damage(file: Path) -> list[Damage]:
-    """What is wrong with a file that has a checksum beside it; nothing is known of one that has none."""
-    beside = checksum_file(file)
-    if not beside.is_file():
-        return []
+def damaged(files: Iterable[Path]) -> list[Damage]:
+    """What is wrong with files for which there are checksums beside them; nothing is known of the others."""
+    found = []
+    for file in files:
+        for sums in sorted(file.parent.glob("*.safetensors.xxh3")):
+            digests = _digests(sums)
+            if digests is None:
+                found.append(Damage(sums.name, "its own checksum is wrong"))
+            elif file.name in digests and digests[file.name] != _digest(file):
+                found.append(Damage(file.name, f"differs from its checksum in {sums.name}"))
+    return list(dict.fromkeys(found))
+
+
+def _digests(sums: Path) -> dict[str, str] | None:
+    """The checksums in a file, by name; None where it is damaged itself."""
+    lines, mark, own = sums.read_text(errors="replace").rpartition("# ") if sums.is_file() else ("", "", "")
+    if not mark or own != xxhash.xxh3_64_hexdigest(lines.encode()) + "\n":
+        return None
+    pairs = [line.split("  ", 1) for line in lines.splitlines()]
+    return {name: digest.removeprefix("XXH3_") for digest, name in pairs}
+
+
+def _digest(file: Path) -> str:
     digest = xxhash.xxh3_64()
     with open(file, "rb", buffering=0) as data:
         while block := data.read(BUFFER):
             digest.update(block)
-    if beside.read_text(errors="replace") == checksum_line(digest.hexdigest(), file):
-        return []
-    return [Damage(file.name, f"differs from its checksum in {beside.name}")]
+    return digest.hexdigest()
