@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
+from saver import state_of
 
 from jzero import checkpoint
-from jzero.checkpoint import lock, seal
+from jzero.checkpoint import lock, seal, store
 from jzero.checkpoint.lock import Holder, WriterLock
 from jzero.checkpoint.store import TEMPORARY
 
@@ -364,22 +365,42 @@ def test_links_and_other_things_among_the_steps(tmp_path):
     assert checkpoint.verify(elsewhere) > 0
 
 
-def test_after_a_full_disk_nothing_is_left_and_the_next_save_works(tmp_path):
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # of files that cannot be flushed
+@pytest.mark.parametrize("limit", [300, 8_000, 3_000_000])
+def test_after_a_full_disk_nothing_is_left_and_the_next_save_works(limit, tmp_path):
+    """Threads of orbax go on for a while when one has failed, and make anew what was removed."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     steps = fill(tmp_path, [1.0])
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[0][1]))
-        big = {"w": np.random.default_rng(0).random(10_000)}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[0][1]))
         with pytest.raises(OSError, match=r"File too large: .*/2 is not saved"):  # noqa: PT012 (by either)
-            steps.save(2, big, metrics={"loss": 0.5})
+            steps.save(2, state_of(2), metrics={"loss": 0.5})
             steps.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
         signal.signal(signal.SIGXFSZ, before[1])
+    time.sleep(0.1)
     assert sorted(os.listdir(tmp_path)) == ["1", lock.NAME]
     steps.save(2, tree(2), metrics={"loss": 0.5})
     steps.close()
     assert steps.steps == [1, 2]
+
+
+def test_what_threads_of_a_failed_save_make_anew_is_removed_again(tmp_path):
+    left = tmp_path / f"2{TEMPORARY}-whole" / "state" / "d"
+
+    def go_on():
+        for _ in range(5):
+            left.mkdir(parents=True, exist_ok=True)
+            time.sleep(0.06)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    store.clean(tmp_path / "2", failed=True)
+    thread.join()
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_run_left_goes_with_the_first_save(tmp_path):

@@ -83,7 +83,7 @@ def save_async(
                     durable.flush_folders(staging)
                     durable.rename(staging, path)
         except BaseException:
-            clean(path)
+            clean(path, failed=True)
             raise
         _meet(f"{barrier}.renamed")
         if jax.process_index() == 0:
@@ -93,7 +93,7 @@ def save_async(
         with disk_errors(path), context:
             response = ocp.save_async(str(staging), tree, custom_metadata=MARK)
     except BaseException:
-        clean(path)
+        clean(path, failed=True)
         raise
     return pending.start(path, work)
 

@@ -122,6 +122,7 @@ class Steps:
             raise ValueError(f"{where}: step {step} is not after the last one in {self.folder}, {last}.")
         path = self.folder / str(int(step))
         store.check_free(path, where)
+        store.clean_steps(self.folder)
 
         def written() -> None:
             self._metrics[int(step)] = numbers

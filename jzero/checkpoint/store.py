@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ STATE = "state"  # orbax's name for the tree of a checkpoint
 NAME = "jzero.checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what is not, or no longer, a checkpoint
 STAGING, DELETED = "-whole", "-deleted"
+RETRIES, RETRY_SECONDS = 50, 0.1
 LEAST_READ_BYTES = 64 * 2**20  # that are read at once, of one process
 
 
@@ -74,11 +76,27 @@ def check_free(path: Path, where: str) -> None:
             pass
 
 
-def clean(path: Path) -> None:
-    """Removes what a killed save left behind."""
+def clean(path: Path, *, failed: bool = False) -> None:
+    """Removes what a killed save left behind.
+
+    `failed`: a save of this process, some threads of which may still write, and make folders anew, when one of them has
+    failed. It is removed until it stays away.
+    """
     if jax.process_index() == 0 and path.parent.is_dir():
-        for left in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        pattern = f"{glob.escape(path.name)}{TEMPORARY}*"
+        _remove(path.parent, pattern)
+        for _ in range(RETRIES if failed else 0):
+            time.sleep(RETRY_SECONDS)
+            if not _remove(path.parent, pattern):
+                break
+
+
+def _remove(folder: Path, pattern: str) -> bool:
+    """Removes folders by their names; False where there are none."""
+    found = list(folder.glob(pattern))
+    for left in found:
+        shutil.rmtree(left, ignore_errors=True)
+    return bool(found)
 
 
 def delete(path: Path) -> None:
@@ -145,8 +163,7 @@ def numbered(folder: Path) -> list[int]:
 def clean_steps(folder: Path) -> None:
     """Removes what killed saves of steps left behind; for the one that holds the folder's lock."""
     if jax.process_index() == 0:
-        for left in folder.glob(f"[0-9]*{TEMPORARY}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        _remove(folder, f"[0-9]*{TEMPORARY}*")
 
 
 def stored(path: Path) -> tuple[Any, dict[Name, tuple[tuple[int, ...], np.dtype]]]:
