@@ -15,11 +15,13 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
+from layouts import assert_same
 from orbax.checkpoint import v1 as ocp
 from saver import state_of
 
 from jzero import checkpoint
-from jzero.checkpoint import lock, seal, store
+from jzero.checkpoint import lock, pending, seal, store
 from jzero.checkpoint.lock import Holder, WriterLock
 from jzero.checkpoint.store import TEMPORARY
 
@@ -261,6 +263,19 @@ def test_a_forked_process_leaves_the_lock_alone(tmp_path):
     assert mine.file.exists()
 
 
+def test_after_an_exception_a_save_that_hangs_is_not_waited_for_forever(tmp_path, held, monkeypatch):
+    """The lock stays until it is finished, or the process ends."""
+    monkeypatch.setattr(pending, "EXIT_SECONDS", 0.1)
+    with pytest.raises(TimeoutError) as caught, checkpoint.Steps(tmp_path) as steps:  # noqa: PT012
+        steps.save(1, tree())
+        raise ValueError("boom")
+    assert isinstance(caught.value.__context__, ValueError)
+    assert (tmp_path / lock.NAME).exists()
+    held.set()
+    steps.close()
+    assert os.listdir(tmp_path) == ["1"]
+
+
 # ---------------------------------------------------------------------------------------- metrics in doubt
 
 
@@ -299,6 +314,40 @@ def test_a_step_whose_metrics_are_damaged_is_named_and_kept(how, tmp_path):
         steps.wait()
         assert steps.steps == ([1, 4] if harmless else [1, 3, 5])
         assert steps.restore(tree(), step=3 if not harmless else 4)["w"][0] == (4 if harmless else 3)
+
+
+def test_a_step_that_its_writer_removes_meanwhile_is_in_no_doubt(tmp_path, monkeypatch):
+    fill(tmp_path, [0.1, 0.9])
+    sealed = store.is_sealed
+    monkeypatch.setattr(
+        store, "is_sealed", lambda path: shutil.rmtree(path) if path.name == "1" else sealed(path)
+    )
+    assert checkpoint.Steps(tmp_path, best="loss").best == 2
+
+
+def test_steps_of_others_are_in_doubt(tmp_path):
+    """Those that plain orbax wrote, and an earlier version, whose checksums were of the data alone."""
+    fill(tmp_path, [0.3])
+    with ocp.training.Checkpointer(str(tmp_path)) as plain:
+        plain.save(2, tree(2), metrics={"loss": 0.1}, force=True)
+    fill(tmp_path / "old", [0.2])
+    sums = tmp_path / "old" / "1" / "state" / "checksums" / "0.json"
+    body = json.loads(sums.read_bytes().partition(b"\n")[2])
+    body |= {"version": 1, "files": {n[6:]: x for n, x in body["files"].items() if n.startswith("state/")}}
+    del body["metrics"]
+    text = json.dumps(body).encode()
+    sums.write_bytes(xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text)
+    assert checkpoint.verify(tmp_path / "old" / "1") > 0
+    assert_same(checkpoint.restore(tmp_path / "old" / "1", tree()), tree(1))
+    (tmp_path / "old" / "1").rename(tmp_path / "3")
+    with checkpoint.Steps(tmp_path, keep=1, best="loss") as steps:
+        with pytest.warns(UserWarning, match="cannot be trusted") as told:
+            assert steps.best == 1
+        assert ["step 2" in str(w.message) for w in told] == [True, False]
+        assert "an earlier version wrote it" in str(told[1].message)
+        steps.save(4, tree(4), metrics={"loss": 0.5})
+        steps.wait()
+        assert steps.steps == [1, 2, 3, 4]
 
 
 def test_metrics_are_what_was_passed(tmp_path):

@@ -110,17 +110,17 @@ def _meet(name: str) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """What tensorstore says of a full disk, which comes as a ValueError, as what it is.
+    """What tensorstore says of a full disk, which comes as a ValueError, as what it is; and always with the path.
 
     Raises:
       OSError: with its number, and the path that was not saved.
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         found = re.search(r"os_error_code='(\d+)'", str(error))
-        if found is None:
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        if number is None:
             raise
-        what = os.strerror(int(found[1]))
-        text = f"{what}: {path} is not saved. What was there before is untouched."
-        raise OSError(int(found[1]), text) from error
+        text = f"{os.strerror(number)}: {path} is not saved. What was there before is untouched."
+        raise OSError(number, text) from error

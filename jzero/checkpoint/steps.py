@@ -80,8 +80,8 @@ class Steps:
     def __enter__(self) -> Steps:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        self._close(None if kind is None else pending.EXIT_SECONDS)
 
     def save(
         self,
@@ -139,24 +139,29 @@ class Steps:
         Raises:
           OSError, FolderInUse: the save failed. It is not there, and the next one begins anew.
         """
-        future, self._future = self._future, None
-        if future is not None:
-            try:
-                pending.result(future)
-            except BaseException:
-                if future.done():
-                    self._last = -1
-                else:  # Ctrl-C: it goes on
-                    self._future = future
-                raise
-            self._warn()
+        self._wait(None)
 
     def close(self) -> None:
         """Waits, and releases the lock; the folder can be read and written again."""
+        self._close(None)
+
+    def _wait(self, timeout: float | None) -> None:
+        if self._future is None:
+            return
+        future = self._future
         try:
-            self.wait()
+            pending.result(future, timeout)
         finally:
-            if self._lock is not None:
+            if future.done():  # else it goes on, after Ctrl-C or the timeout, until the process ends
+                self._future = None
+                self._last = -1 if future.exception() else self._last
+        self._warn()
+
+    def _close(self, timeout: float | None) -> None:
+        try:
+            self._wait(timeout)
+        finally:
+            if self._lock is not None and self._future is None:
                 self._lock.release()
                 self._lock = None
 
@@ -247,11 +252,12 @@ class Steps:
 
     def _read_metrics(self, step: int) -> None:
         path = self.folder / str(step)
-        if not store.is_sealed(path):
+        checks = Seal(path) if store.is_sealed(path) else None
+        if not path.exists():
+            return  # its writer has removed it
+        if checks is None:
             self._doubts[step] = "it has no checksums"
-            return
-        checks = Seal(path)
-        if checks.damage:
+        elif checks.damage:
             self._doubts[step] = str(checks.damage[0])
         elif not checks.has_metrics:
             self._doubts[step] = "an earlier version wrote it, whose metrics have no checksum"
