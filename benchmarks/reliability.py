@@ -163,7 +163,8 @@ def ends(folder: Path, quick: bool) -> Found:
                 continue
             given_up = name in ("abandoned", "full")
             final = path / "1" if "steps" in name else path
-            lost += process.returncode != int(given_up or "exception" in name) or final.exists() == given_up
+            status = 3 if name == "status" else int(given_up or "exception" in name)
+            lost += process.returncode != status or final.exists() == given_up
     count = len(exits.CASES)
     return Found(f"{count} ways to end with a save under way, among them an exception", times * count, lost)
 

@@ -35,6 +35,7 @@ SAVE = "saving = checkpoint.save_async(path, tree)\n"
 CASES = {
     "exception": SAVE + "raise RuntimeError('boom')\n",
     "normal": "checkpoint.save_async(path, tree)\n",
+    "status": SAVE + "sys.exit(3)\n",
     "steps": "steps = checkpoint.Steps(path)\nsteps.save(1, tree)\n",
     "steps and an exception": "with checkpoint.Steps(path) as s:\n    s.save(1, tree)\n    raise ValueError('boom')\n",
     "abandoned": HANG + SAVE,
@@ -65,10 +66,10 @@ def ended(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("case", ["exception", "normal", "steps", "steps and an exception"])
+@pytest.mark.parametrize("case", ["exception", "normal", "status", "steps", "steps and an exception"])
 def test_a_save_under_way_is_finished(case, ended):
     status, said, path, _ = ended[case]
-    assert status == (1 if "exception" in case else 0), said
+    assert status == (1 if "exception" in case else 3 if case == "status" else 0), said
     assert ("boom" in said) == ("exception" in case)
     final = path / "1" if "steps" in case else path
     if case != "steps and an exception":  # there `with` waits
