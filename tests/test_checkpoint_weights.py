@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import xxhash
 from flax import nnx
 from flax.training.train_state import TrainState
 from layouts import mesh_of
@@ -230,6 +232,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(path, tmp_path):
     tensors = load_file(file)
     tensors["Dense_0.kernel"] = tensors["Dense_0.kernel"].T.copy()
     save_file(tensors, file)
+    (tmp_path / "m.safetensors.xxh3").unlink()
     with pytest.raises(ValueError, match=r"float32\[64, 33\]\s+another shape"):
         checkpoint.load_safetensors(file, state, cast=True)
     with pytest.raises(ValueError, match="is no order of its dims"):
@@ -243,6 +246,174 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(path, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"no \.safetensors file in"):
         checkpoint.load_safetensors(tmp_path / "empty", state)
+
+
+# -- files that are not what they seem
+
+
+def small(seed=0):
+    """A state of two params, and its weights."""
+    params = {"w": jnp.full((4, 3), seed + 1.0), "attn": {"bias": jnp.full(3, seed + 2.0)}}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1e-2))
+
+
+WEIGHTS = {"w": np.full((4, 3), 7, np.float32), "attn.bias": np.full(3, 8, np.float32)}
+
+
+def pieces(folder, files, index=None, name="m"):
+    """Files of tensors, and an index."""
+    folder.mkdir(exist_ok=True)
+    for file, tensors in files.items():
+        save_file(tensors, folder / file)
+    if index is None:
+        return folder
+    path = folder / f"{name}.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": index}))
+    return path
+
+
+def loaded(path, **more):
+    return checkpoint.load_safetensors(path, small(), **more).params
+
+
+OLD = {k: np.zeros_like(v) for k, v in WEIGHTS.items()}
+MAP = {"w": "a.safetensors", "attn.bias": "b.safetensors"}
+
+
+def test_the_index_tells_which_file(tmp_path):
+    files = {"a.safetensors": WEIGHTS, "b.safetensors": WEIGHTS, "z.safetensors": OLD}
+    index = pieces(tmp_path, files, MAP)
+    for path in (index, tmp_path):  # a folder with an index is read by it
+        assert loaded(path)["w"][0, 0] == 7
+        assert loaded(path)["attn"]["bias"][0] == 8
+    pieces(
+        tmp_path, {"b.safetensors": OLD | {"attn.bias": WEIGHTS["attn.bias"]}}, MAP
+    )  # the last file has another w
+    assert loaded(index)["w"][0, 0] == 7
+
+
+def test_a_tensor_in_two_files_without_an_index(tmp_path):
+    pieces(tmp_path, {"a.safetensors": WEIGHTS, "b.safetensors": OLD})
+    with pytest.raises(
+        ValueError, match=r"2 tensors in more than one file of .*\n.*a\.safetensors, b\.safetensors"
+    ):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        (MAP | {"w": "b.safetensors"}, r"disagree on 1 tensor:\n +w +b\.safetensors +not in that file"),
+        ({"w": "a.safetensors"}, "attn.bias"),
+        (MAP | {"w": "../x.safetensors"}, r"names files outside of its folder, .*\['\.\./x\.safetensors'\]"),
+        (MAP | {"w": "/etc/passwd"}, "names files outside of its folder"),
+        (MAP | {"w": 3}, "must name the file of each tensor"),
+        ({}, "must name the file of each tensor"),
+        ([], "must name the file of each tensor"),
+    ],
+)
+def test_an_index_that_is_wrong(index, text, tmp_path):
+    files = {"a.safetensors": {"w": WEIGHTS["w"]}, "b.safetensors": {"attn.bias": WEIGHTS["attn.bias"]}}
+    save_file(WEIGHTS, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=text):
+        loaded(pieces(tmp_path / "m", files, index))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", "null", "[" * 100_000])
+def test_an_index_that_is_none(text, tmp_path):
+    (tmp_path / "m.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="is no index of safetensors files"):
+        loaded(tmp_path / "m.safetensors.index.json")
+
+
+def test_several_indices(tmp_path):
+    pieces(tmp_path, {"a.safetensors": WEIGHTS}, dict.fromkeys(WEIGHTS, "a.safetensors"))
+    pieces(tmp_path, {}, dict.fromkeys(WEIGHTS, "a.safetensors"), name="n")
+    with pytest.raises(ValueError, match=r"Pass one of them"):
+        loaded(tmp_path)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.safetensors")
+    os.mkfifo(tmp_path / "b.json")
+    for path in (tmp_path, tmp_path / "a.safetensors", tmp_path / "b.json"):
+        with pytest.raises(ValueError, match="is no regular file"):
+            loaded(path)
+    index = pieces(tmp_path / "m", {}, {"w": "p"})
+    os.mkfifo(tmp_path / "m" / "p")
+    with pytest.raises(ValueError, match="is no regular file"):
+        loaded(index)
+    (tmp_path / "c.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        loaded(tmp_path / "c.safetensors")
+
+
+def test_every_flipped_bit_of_an_export_is_seen(tmp_path):
+    state = small(3)
+    path = checkpoint.save(tmp_path / "1", state)
+    *files, index = checkpoint.export(path, tmp_path / "m.safetensors", max_file_bytes=30)
+    assert len(files) == 2
+    sums = tmp_path / "m.safetensors.xxh3"
+    lines = [f"XXH3_{xxhash.xxh3_64_hexdigest(f.read_bytes())}  {f.name}" for f in (*files, index)]
+    assert sums.read_text().splitlines()[:-1] == lines
+    for file in (*files, index, sums):
+        data = file.read_bytes()
+        for at in range(0, len(data), 5):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+            text = rf"{file.name}: (differs from its checksum in|its own checksum is wrong)"
+            with pytest.raises(checkpoint.CheckpointDamaged, match=text):
+                loaded(index)
+        file.write_bytes(data)
+    equal(flat(loaded(index)), flat(state.params))
+    sums.write_text("")
+    with pytest.raises(checkpoint.CheckpointDamaged, match="Get or export it again"):
+        loaded(index)
+    checkpoint.export(path, tmp_path / "m.safetensors", max_file_bytes=30)  # over the old one
+    equal(flat(loaded(index)), flat(state.params))
+
+
+def test_values_that_the_dtype_cannot_hold(tmp_path):
+    save_file(WEIGHTS | {"w": np.full((4, 3), np.nan, np.float32)}, tmp_path / "m.safetensors")
+    state = small()
+    ints = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.int32), state.params))
+    with pytest.raises(
+        ValueError, match=r"load_safetensors: w: 12 of 12 values of f32 cannot be held by i32"
+    ):
+        checkpoint.load_safetensors(tmp_path / "m.safetensors", ints, cast=True)
+    path = checkpoint.save(tmp_path / "1", {"w": jnp.full(3, 1e6)})
+    with pytest.raises(ValueError, match=r"export: w: 3 of 3 values of f32 cannot be held by f16"):
+        checkpoint.export(path, tmp_path / "half.safetensors", dtype="float16")
+    assert not list(tmp_path.glob("*half*"))
+    with pytest.raises(ValueError, match="it is for floating-point tensors"):
+        checkpoint.export(path, tmp_path / "half.safetensors", dtype="int8")
+
+
+def test_one_text_is_no_list(path, tmp_path):
+    save_file(WEIGHTS | {"x.attn.bias": np.ones(3), "extra": np.ones(3)}, tmp_path / "m.safetensors")
+    with pytest.raises(
+        TypeError, match=r"ignore='\*\.attn\.bias'\): ignore is a list. Pass ignore=\['\*\.attn\.bias'\]"
+    ):
+        loaded(tmp_path / "m.safetensors", ignore="*.attn.bias")
+    with pytest.raises(ValueError, match=r"1 params and tensors do not fit(.|\n)*extra"):
+        loaded(tmp_path / "m.safetensors", ignore=["*.attn.bias"])
+    with pytest.raises(TypeError, match="include is a list"):
+        checkpoint.export(path, tmp_path / "e.safetensors", include="batch_stats")
+    with pytest.raises(TypeError, match="ignore is a list of texts"):
+        loaded(tmp_path / "m.safetensors", ignore=[3])
+    with pytest.raises(TypeError, match="names is a function or a mapping"):
+        loaded(tmp_path / "m.safetensors", names=["w"])
+    with pytest.raises(TypeError, match=r"a pair of name and dims, \(name, \(1, 0\)\)"):
+        loaded(tmp_path / "m.safetensors", names=lambda name: 3)
+    with pytest.raises(TypeError, match="cast is True or False"):
+        loaded(tmp_path / "m.safetensors", cast="no")
+
+
+def test_params_of_one_name(tmp_path):
+    save_file({"a.b": np.ones(3)}, tmp_path / "m.safetensors")
+    params = {"a": {"b": jnp.zeros(3)}, "a.b": jnp.zeros(3)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1e-2))
+    with pytest.raises(ValueError, match="load_safetensors: 1 name would be that of several leaves"):
+        checkpoint.load_safetensors(tmp_path / "m.safetensors", state)
 
 
 def test_an_nnx_pair_is_filled_in_place(tmp_path):

@@ -1,9 +1,11 @@
 """train/gpt.py's checkpoints: a run that is stopped, killed or damaged goes on as if it had not been."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +33,11 @@ CONFIG = dataclasses.replace(
     model=Model(width=32, layers=1, heads=1, seq=16, dropout=0.1),
     steps=30, log_every=10, eval_every=10, save_every=10, eval_windows=16, sample_bytes=4, keep=1,
 )  # fmt: skip
+
+
+@functools.cache
+def corpus():
+    return gpt.data.load(CONFIG.data)
 
 
 def run(config):
@@ -194,6 +201,39 @@ def test_steps_to_resume_from(tmp_path):
     (config.out / "checkpoints" / "10").mkdir(parents=True)
     with pytest.raises(ValueError, match=re.escape(f"--resume-step 7: the run in {config.out} has [10].")):
         gpt.prepare(config)
+
+
+def test_an_empty_last_step_names_the_good_one(whole, tmp_path):
+    config = dataclasses.replace(CONFIG, out=tmp_path / "run", resume=True)
+    folder = config.out / "checkpoints"
+    (folder / "30").mkdir(parents=True)
+    message = rf"--resume: step 30 is no checkpoint of a run. .*{folder}/30 is no checkpoint of a state"
+    with pytest.raises(ValueError, match=message) as caught:
+        gpt.prepare(config)
+    assert "--resume-step" not in str(caught.value)  # there is none
+    shutil.copytree(whole.out / "checkpoints" / "30", folder / "20")
+    with pytest.raises(ValueError, match=message) as caught:
+        gpt.prepare(config)
+    assert str(caught.value).endswith("Continue from the last good one: --resume --resume-step 20")
+
+
+def test_two_runs_cannot_have_one_folder(whole, tmp_path, monkeypatch, capsys):
+    """The second is refused before it writes anything, also with --overwrite and --resume."""
+    out = tmp_path / "run"
+    shutil.copytree(whole.out, out)
+    with checkpoint.Steps(out / "checkpoints", write=True):
+        files = lambda: {f: f.stat().st_mtime_ns for f in out.rglob("*") if f.is_file()}  # noqa: E731
+        before = files()
+        for more in ({"overwrite": True}, {"resume": True, "steps": 40}):
+            config = dataclasses.replace(CONFIG, out=out, **more)
+            with pytest.raises(checkpoint.FolderInUse, match="two runs would overwrite each other's checkpoints"):
+                gpt.train(config, corpus())
+        monkeypatch.setattr(gpt.flags, "parse", lambda args: dataclasses.replace(CONFIG, out=out, overwrite=True))
+        monkeypatch.setattr(gpt, "prepare", lambda *_: corpus())
+        with pytest.raises(SystemExit, match=rf"error: --out {out} is in use\. .* is being written to by process"):
+            gpt.main([])
+        assert files() == before
+    assert not (out / "checkpoints" / "writer.lock").exists()
 
 
 def test_export_from_the_command_line(whole, tmp_path, capsys):

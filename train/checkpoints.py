@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jzero import checkpoint
+from jzero.checkpoint.restoring import last_good
 
 FOLDER, ASIDE = "checkpoints", "set_aside"
 
@@ -24,6 +25,9 @@ class Checkpoints:
       start: the step that the run begins after.
       lose_at_most: how many steps training may be ahead of the last finished one; None: as many as it likes.
       overwrite: delete what is there.
+
+    Raises:
+      FolderInUse: another run with the same `out` is alive.
     """
 
     def __init__(
@@ -39,9 +43,10 @@ class Checkpoints:
         self.identity, self.lose_at_most = identity, lose_at_most
         self.begun = self.finished = start
         folder = (out / FOLDER).resolve()
+        self.steps = checkpoint.Steps(folder, keep=keep, best="heldout", write=True)
         if overwrite and jax.process_index() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        self.steps = checkpoint.Steps(folder, keep=keep, best="heldout")
+            for step in saved_steps(out):
+                shutil.rmtree(folder / str(step))
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -105,7 +110,15 @@ def check_identity(out: Path, step: int, now: dict[str, Any]) -> None:
     Raises:
       ValueError: with each setting that differs, or what is damaged.
     """
-    saved = checkpoint.custom(out / FOLDER / str(step))["identity"]
+    path = out / FOLDER / str(step)
+    try:
+        saved = checkpoint.custom(path)["identity"]
+    except checkpoint.CheckpointDamaged:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        good = last_good(path)
+        remedy = f"\nContinue from the last good one: --resume --resume-step {good.name}" if good else ""
+        raise ValueError(f"--resume: step {step} is no checkpoint of a run. {error}{remedy}") from error
     changed = [name for name in now if saved.get(name) != now[name]]
     if changed:
         lines = [f"  {name}: {saved.get(name)} in the checkpoint, {now[name]} now" for name in changed]

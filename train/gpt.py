@@ -51,7 +51,7 @@ from flax.training import train_state
 from jax.experimental import multihost_utils
 
 import jzero
-from jzero.checkpoint import CheckpointDamaged
+from jzero.checkpoint import CheckpointDamaged, FolderInUse
 from jzero.errors import human_bytes
 from train import config as flags
 from train import data, processes
@@ -309,10 +309,6 @@ def first_state(
 ) -> tuple[Checkpoints, TrainState]:
     """The run's checkpoints, and its state: new, or that of the last one, `stream` at the batch that comes next."""
     start = log.start
-    if config.resume:
-        for moved in set_aside(config.out, start) if jax.process_index() == 0 else ():
-            log.print(f"moved a later checkpoint to {moved}")
-        multihost_utils.sync_global_devices("checkpoints after the one to resume from are set aside")
     checkpoints = Checkpoints(
         config.out,
         keep=config.keep,
@@ -321,10 +317,18 @@ def first_state(
         lose_at_most=config.lose_at_most,
         overwrite=config.overwrite and not config.resume,
     )
-    if not config.resume:
-        return checkpoints, jzero.shard(create, **zero_fields(config))
-    with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
-        return checkpoints, checkpoints.restore(start, like, stream)
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(checkpoints)
+        if not config.resume:
+            state = jzero.shard(create, **zero_fields(config))
+        else:
+            for moved in set_aside(config.out, start) if jax.process_index() == 0 else ():
+                log.print(f"moved a later checkpoint to {moved}")
+            multihost_utils.sync_global_devices("checkpoints after the one to resume from are set aside")
+            with log.waiting(f"reading the checkpoint of step {start}, {size_of(like)}"):
+                state = checkpoints.restore(start, like, stream)
+        opened.pop_all()  # training closes them
+    return checkpoints, state
 
 
 def write_text(config: Config, state: TrainState) -> str:
@@ -380,6 +384,8 @@ def main(args: list[str] | None = None) -> None:
             sys.exit(damaged(error))
         except MemoryError as error:
             sys.exit(f"error: {error}")
+        except FolderInUse as error:
+            sys.exit(f"error: --out {config.out} is in use. {error}")
     if stopped:  # not 0: Kubernetes and docs/launch/slurm.sbatch start again what has not come to its end
         sys.exit(128 + stopped)
 

@@ -5,6 +5,7 @@ of the same model and optimizer, whole or not at all, and every byte that is rea
 """
 
 from jzero.checkpoint.exporting import export
+from jzero.checkpoint.lock import FolderInUse
 from jzero.checkpoint.pretrained import load_safetensors
 from jzero.checkpoint.restoring import CheckpointDamaged, custom, restore, verify
 from jzero.checkpoint.saving import Saving, save, save_async
@@ -12,6 +13,7 @@ from jzero.checkpoint.steps import Steps
 
 __all__ = [
     "CheckpointDamaged",
+    "FolderInUse",
     "Saving",
     "Steps",
     "custom",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,13 +13,22 @@ from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
-from jzero.checkpoint import store
+from jzero.checkpoint import durable, store
+from jzero.checkpoint.converting import converted
 from jzero.checkpoint.logical import MASTER, Name
 from jzero.checkpoint.match import Described, text
 from jzero.checkpoint.restoring import checked
-from jzero.checkpoint.tensors import DTYPES, renamed
-from jzero.errors import counted, listing, nearest
+from jzero.checkpoint.tensors import (
+    DTYPES,
+    check_names,
+    check_texts,
+    checksum_file,
+    checksum_text,
+    renamed,
+)
+from jzero.errors import check_int, counted, listing, nearest
 
 FILE_BYTES = 5_000_000_000  # of one output file, as the Hugging Face hub has them
 READ_BYTES = 256 * 2**20  # of leaves that are in memory at once, or the largest leaf
@@ -39,7 +49,8 @@ def export(
     Args:
       path: a checkpoint of `jzero.checkpoint.save` or plain orbax.
       file: `model.safetensors`. Above `max_file_bytes` in all it is split: `model-00001-of-00003.safetensors` and so
-        on, with `model.safetensors.index.json` as the Hugging Face hub has it.
+        on, with `model.safetensors.index.json` as the Hugging Face hub has it. Their checksums lie beside them, in
+        `model.safetensors.xxh3`, which `load_safetensors` and `xxhsum -c` read.
       dtype: of all floating-point tensors; None: as stored, the fp32 master where there is one.
       max_file_bytes: of tensors in one file; one larger tensor has a file of its own.
       names: from `Dense_0.kernel` to the name in the file, as a function or a mapping; None: unchanged.
@@ -50,7 +61,9 @@ def export(
       The files written, the index last.
 
     Raises:
-      ValueError: two tensors of one name, a part that is not there, a dtype that safetensors lacks.
+      ValueError: two tensors of one name, a part that is not there, a dtype that safetensors lacks, a number that
+        `dtype` cannot hold.
+      TypeError: `include` is one text, `names` is no function or mapping.
       CheckpointDamaged: as `restore`.
       FileNotFoundError: nothing is at `path`.
 
@@ -58,38 +71,87 @@ def export(
       256 MiB of host memory, or the largest leaf. A tied weight is one leaf and one tensor.
     """
     where = "jzero.checkpoint.export"
-    path, file = store.locate(path, where), Path(os.path.abspath(file))
+    check_names(names, where)
+    include = check_texts(include, "include", where)
+    check_int(max_file_bytes, "max_file_bytes", where=where, low=1)
+    path, file = store.locate(path, where), store.absolute(file, where)
     if file.suffix != ".safetensors":
         raise ValueError(f"{where}: {file.name} must end in .safetensors.")
     checked(path, where)
     tree, have = store.stored(path)
-    tensors = _tensors(have, dtype, names, tuple(include), where)
+    tensors = _tensors(have, dtype, names, include, where)
     groups = _split(tensors, [t.nbytes for t in tensors], max_file_bytes)
     total = sum(t.nbytes for t in tensors)
     done = 0
     outputs = _outputs(file, len(groups))
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = [f.with_name(f".{f.name}.tmp") for f in outputs]
-    try:
-        for name, group in zip(temporary, groups, strict=True):
-            with open(name, "wb") as out:
-                _write_header(out, group)
+    with _Files(checksum_file(file)) as written:
+        for name, group in zip(outputs, groups, strict=True):
+            with written.open(name) as out:
+                out.write(_header(group))
                 for tensor, value in _values(path, tree, group):
-                    out.write(np.ascontiguousarray(value, dtype=tensor.dtype).tobytes())
+                    what = f"{where}: {tensor.name}"
+                    out.write(np.ascontiguousarray(converted(value, tensor.dtype, what)).tobytes())
                     done += tensor.nbytes
                     if progress is not None:
                         progress(done, total)
-        for name, final in zip(temporary, outputs, strict=True):
-            name.replace(final)
-    finally:
-        for name in temporary:
-            name.unlink(missing_ok=True)
-    if len(groups) == 1:
-        return outputs
-    index = file.with_name(file.name + ".index.json")
-    weight_map = {t.name: f.name for f, group in zip(outputs, groups, strict=True) for t in group}
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    return [*outputs, index]
+        if len(groups) > 1:
+            index = file.with_name(file.name + ".index.json")
+            weight_map = {t.name: f.name for f, group in zip(outputs, groups, strict=True) for t in group}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+            with written.open(index) as out:
+                out.write(text.encode())
+            outputs.append(index)
+        written.keep()
+    return outputs
+
+
+class _Files:
+    """Files that get their names, with their checksums beside them, when all are written; else nothing is left."""
+
+    def __init__(self, sums: Path):
+        self._sums = sums
+        self._digests: dict[Path, str] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for file in self._digests:
+            _temporary(file).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def open(self, file: Path) -> Iterator[_Hashed]:
+        """A file to write to, under a temporary name."""
+        self._digests[file] = ""
+        with open(_temporary(file), "wb") as out:
+            hashed = _Hashed(out)
+            yield hashed
+            out.flush()
+            os.fsync(out.fileno())
+        self._digests[file] = hashed.digest.hexdigest()
+
+    def keep(self) -> None:
+        """Gives all their names. Old checksums go first: they would be taken for those of the new files."""
+        self._sums.unlink(missing_ok=True)
+        for file in self._digests:
+            durable.rename(_temporary(file), file)
+        durable.write(self._sums, checksum_text(self._digests).encode())
+
+
+class _Hashed:
+    """A file whose bytes are hashed as they are written."""
+
+    def __init__(self, out: BinaryIO):
+        self._out, self.digest = out, xxhash.xxh3_64()
+
+    def write(self, data: bytes) -> None:
+        self._out.write(data)
+        self.digest.update(data)
+
+
+def _temporary(file: Path) -> Path:
+    return file.with_name(f".{file.name}.tmp")
 
 
 class _Tensor:
@@ -110,7 +172,7 @@ def _tensors(
             raise ValueError(
                 f"{where}: the checkpoint has no {part!r}, only {sorted(top)}.{nearest(part, top)}"
             )
-    wanted = None if dtype is None else jnp.dtype(dtype)
+    wanted = _wanted(dtype, where)
     found = []
     for name in have:
         if name[0] == "params":
@@ -134,6 +196,20 @@ def _tensors(
     return sorted(found, key=lambda t: t.name)
 
 
+def _wanted(dtype: Any, where: str) -> np.dtype | None:
+    if dtype is None:
+        return None
+    try:
+        wanted = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{where}(dtype={dtype!r}): no dtype. Pass 'bfloat16', say.") from None
+    if not jnp.issubdtype(wanted, jnp.floating):
+        raise ValueError(
+            f"{where}(dtype={wanted.name!r}): it is for floating-point tensors. Pass 'bfloat16', say."
+        )
+    return wanted
+
+
 def _split(tensors: Sequence[_Tensor], sizes: Sequence[int], most: int) -> list[list[_Tensor]]:
     """Consecutive tensors of at most `most` bytes together; a larger one by itself."""
     groups: list[list[_Tensor]] = [[]]
@@ -153,7 +229,7 @@ def _outputs(file: Path, count: int) -> list[Path]:
     return [file.with_name(f"{file.stem}-{i + 1:05}-of-{count:05}.safetensors") for i in range(count)]
 
 
-def _write_header(out: BinaryIO, tensors: Sequence[_Tensor]) -> None:
+def _header(tensors: Sequence[_Tensor]) -> bytes:
     """The safetensors header: its length in 8 bytes, then JSON with dtype, shape and place of every tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "flax"}}
     at = 0
@@ -166,7 +242,7 @@ def _write_header(out: BinaryIO, tensors: Sequence[_Tensor]) -> None:
         at += t.nbytes
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)  # data begins at a multiple of 8
-    out.write(len(data).to_bytes(8, "little") + data)
+    return len(data).to_bytes(8, "little") + data
 
 
 def _values(path: Path, tree: Any, tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, np.ndarray]]:

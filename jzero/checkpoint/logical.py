@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import kinds
+from jzero.errors import counted, listing
 from jzero.kinds import Parts
 from jzero.layout import path_keys
 from jzero.optim import ZeroState, is_wrapped
@@ -154,6 +155,22 @@ def _leaves(tree: Any, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:
 
 def _named(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda k, x: dataclasses.replace(x, name=path_keys(k)), tree)
+
+
+def refuse_collisions(leaves: Sequence[Leaf], where: str) -> None:
+    """Raises ValueError where two leaves would be stored under one name: orbax joins the names of a path by dots."""
+    by_name: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        by_name.setdefault(".".join(leaf.name), []).append(leaf)
+    double = {name: found for name, found in by_name.items() if len(found) > 1}
+    if double:
+        rows = [
+            (name, "  and  ".join(str(list(leaf.name)) for leaf in found)) for name, found in double.items()
+        ]
+        raise ValueError(
+            f"{where}: {counted(len(double), 'name')} would be that of several leaves:\n{listing(rows)}\nA path is "
+            "stored as its keys joined by dots, and keys as text. Rename one of the keys."
+        )
 
 
 def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:

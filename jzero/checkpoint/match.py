@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.checkpoint.converting import convertible
 from jzero.checkpoint.logical import MASTER, Leaf, Name
 from jzero.errors import counted, listing, typed_shape
 
@@ -24,8 +25,10 @@ class Source:
     name: Name
 
 
-def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool, where: str) -> list[Source]:
-    """A source for every leaf.
+def match(
+    leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool, where: str, only: str | None = None
+) -> list[Source]:
+    """A source for every leaf; with `only`, stored arrays that are no params are of no interest.
 
     With `cast`, dtypes may differ, masters that the checkpoint lacks start as its params, and masters that the target
     lacks are left out: a param that is wider than the stored one is then read from its master.
@@ -43,6 +46,7 @@ def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool,
             castable = False
             continue
         shape, dtype = have[name]
+        real = convertible(dtype, describe(leaf)[1])
         want_shape, want_dtype = describe(leaf)
         number = shape == () and _of_python(dtype, want_dtype, leaf.value)
         if shape != want_shape:
@@ -50,14 +54,17 @@ def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool,
                 (text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), "another shape")
             )
             castable = False
+        elif not real:
+            rows.append((text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), "complex"))
+            castable = False
         elif (name != leaf.name or (dtype != want_dtype and not number)) and not cast:
-            what = "another dtype" if leaf.name in have else "starts as the param"
             found = have.get(leaf.name, have[name])
+            what = _why(leaf, found[1]) if leaf.name in have else "starts as the param"
             rows.append((text(leaf.name), _typed(*found), _typed(want_shape, want_dtype), what))
         sources.append(Source(leaf, name))
     used = {source.name for source in sources} | wanted
     for name, (shape, dtype) in have.items():
-        if name in used:
+        if name in used or (only is not None and name[0] != "params"):
             continue
         if name[0] != MASTER:
             castable = False
@@ -65,7 +72,7 @@ def match(leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool,
             continue
         rows.append((text(name), _typed(shape, dtype), "absent", "not asked for"))
     if rows:
-        raise ValueError(_message(rows, castable, where))
+        raise ValueError(_message(rows, castable, where, only is None and _params_fit(wanted, rows)))
     return sources
 
 
@@ -87,7 +94,14 @@ def describe(leaf: Leaf) -> Described:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, dtype))
         return tuple(data.shape), np.dtype(data.dtype)
+    if isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)  # of 64 bits without jax_enable_x64 32 are left
     return leaf.shape, np.dtype(dtype)
+
+
+def _why(leaf: Leaf, stored: np.dtype) -> str:
+    wide = stored == np.dtype(_dtype_of(leaf.value))
+    return "64 bits need jax_enable_x64" if wide else "another dtype"
 
 
 def _dtype_of(x):
@@ -110,7 +124,14 @@ def _typed(shape, dtype) -> str:
     return typed_shape(jax.ShapeDtypeStruct(shape, dtype))
 
 
-def _message(rows, castable: bool, where: str) -> str:
+def _params_fit(wanted: set[Name], rows: Sequence[tuple[str, ...]]) -> bool:
+    """There are params, and what does not fit is something else."""
+    return any(name[0] == "params" for name in wanted) and not any(
+        row[0].startswith("params/") for row in rows
+    )
+
+
+def _message(rows, castable: bool, where: str, params_fit: bool) -> str:
     lines = listing([("leaf", "checkpoint", "target", ""), *rows], most=40)
     remedy = (
         "Pass cast=True to convert the dtypes: what is widened keeps its value, what is narrowed is rounded, masters "
@@ -118,6 +139,11 @@ def _message(rows, castable: bool, where: str) -> str:
         if castable
         else "Restore into a state of the same model and optimizer; jzero.abstract(create, ...) makes one."
     )
+    if params_fit:
+        remedy += (
+            ' Or pass only="params": the params fit, and optimizer state, step and all else stay as they are in the '
+            "target."
+        )
     found = counted(
         len(rows),
         "leaf of the checkpoint and the target differs",

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
 
 from jzero import kinds
-from jzero.checkpoint.logical import MASTER, Leaf, filled, tree_of
+from jzero.checkpoint import store
+from jzero.checkpoint.converting import check_flag, converted, convertible
+from jzero.checkpoint.logical import MASTER, Leaf, filled, refuse_collisions, tree_of
 from jzero.checkpoint.match import text
-from jzero.checkpoint.tensors import DTYPES, renamed
+from jzero.checkpoint.tensor_files import Tensor, ignored, tensors_of
+from jzero.checkpoint.tensors import check_names, check_texts, renamed
 from jzero.errors import listing, nearest
 
 Where = str | tuple[str, tuple[int, ...]]
@@ -35,11 +33,13 @@ def load_safetensors(
     """A state with the weights of safetensors files in place of its params.
 
     Args:
-      files: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder that holds them.
+      files: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder that holds them. Of an index
+        each tensor is read from the file that it names. Files with checksums beside them, as `export` writes them, are
+        read against those first; safetensors by itself has none, and a flipped bit in other files is not seen.
       state: from `jzero.shard` (or a plain state): its layouts are kept; moments and step are as they were.
       names: from the param's name (`Dense_0.kernel`) to the tensor's, as a function or a mapping; None: the same. A
         pair `(name, (1, 0))` transposes: dims of the tensor in the order of the param's, as a torch Linear needs.
-      ignore: patterns (`*.attn.bias`) of tensors that the model has no use for.
+      ignore: patterns (`["*.attn.bias"]`) of tensors that the model has no use for.
       cast: convert dtypes to those of the params.
 
     Returns:
@@ -47,81 +47,58 @@ def load_safetensors(
 
     Raises:
       ValueError: params without a tensor, tensors without a param, other shapes, other dtypes without `cast`; all are
-        listed, and nothing is changed.
+        listed, and nothing is changed. A tensor that is in two files, an index that disagrees with its files or names
+        some outside of its folder, what is no regular file; with `cast`, values that the dtype cannot hold.
+      CheckpointDamaged: a file is not what its checksum says.
       FileNotFoundError: no such file.
-      TypeError: an abstract state.
+      TypeError: an abstract state; `ignore` is one text.
 
     Cost:
       Each shard is read by itself; no leaf is whole on a host or device unless its layout says so.
     """
     where = "jzero.checkpoint.load_safetensors"
+    check_names(names, where)
+    check_flag(cast, "cast", where)
+    ignore = check_texts(ignore, "ignore", where)
+    path = store.absolute(files, where)
     parts = kinds.take_apart(state, where=where)
     leaves: list[Leaf] = jax.tree.leaves(tree_of(parts))
+    refuse_collisions([leaf for leaf in leaves if leaf.name[0] == "params"], where)
     if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TypeError(f"{where}: this state is abstract. Make it with jzero.shard(create, ...).")
     wanted = {
-        leaf.name: _where(".".join(leaf.name[1:]), names) for leaf in leaves if leaf.name[0] == "params"
+        leaf.name: _where(".".join(leaf.name[1:]), names, where)
+        for leaf in leaves
+        if leaf.name[0] == "params"
     }
     values = {leaf.name: leaf.value for leaf in leaves}
     with ExitStack() as opened:
-        tensors = _tensors(files, opened, where)
+        tensors = tensors_of(path, ignore, opened, where)
         _check(leaves, wanted, tensors, ignore, cast, where)
         for leaf in leaves:
             if leaf.name[0] in ("params", MASTER):
                 tensor, order = wanted[("params", *leaf.name[1:])]
-                values[leaf.name] = _read(leaf, tensors[tensor], order)
+                values[leaf.name] = _read(leaf, tensors[tensor], order, f"{where}: {tensor}")
     return kinds.put_together(state, filled(parts, values))
 
 
-class _Tensor:
-    """One tensor in an open file, read in slices."""
-
-    def __init__(self, file: Any, name: str):
-        self._file, self._name, self._view = file, name, file.get_slice(name)
-        self.shape = tuple(self._view.get_shape())
-        self.dtype = _NAMES.get(self._view.get_dtype())
-
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        return np.asarray(self._view[index] if index else self._file.get_tensor(self._name))
-
-
-_NAMES = {short: name for name, short in DTYPES.items()}
-
-
-def _tensors(files: Any, opened: ExitStack, where: str) -> dict[str, _Tensor]:
-    """All tensors by name, in files that stay open as long as `opened`."""
-    handles = [
-        opened.enter_context(safe_open(file, framework="np"))
-        for file in _files(Path(os.path.abspath(files)), where)
-    ]
-    return {name: _Tensor(f, name) for f in handles for name in f.keys()}  # noqa: SIM118 (a handle is no dict)
-
-
-def _files(path: Path, where: str) -> list[Path]:
-    if not path.exists():
-        raise FileNotFoundError(f"{where}: there is nothing at {path}.")
-    if path.is_dir():
-        found = sorted(path.glob("*.safetensors"))
-        if not found:
-            raise FileNotFoundError(f"{where}: no .safetensors file in {path}.")
-        return found
-    if path.suffix != ".json":
-        return [path]
-    found = sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()})
-    missing = [f.name for f in found if not f.exists()]
-    if missing:
-        raise FileNotFoundError(
-            f"{where}: {path.name} names files that are not beside it: {', '.join(missing)}."
-        )
-    return found
-
-
-def _where(name: str, names: Any) -> tuple[str, tuple[int, ...] | None]:
+def _where(name: str, names: Any, where: str) -> tuple[str, tuple[int, ...] | None]:
     given = renamed(name, names)
-    return (given, None) if isinstance(given, str) else (given[0], tuple(given[1]))
+    if isinstance(given, str):
+        return given, None
+    try:
+        tensor, order = given
+        order = tuple(int(d) for d in order)
+    except (TypeError, ValueError):
+        tensor = order = None
+    if not isinstance(tensor, str) or order is None:
+        raise TypeError(
+            f"{where}: names= gives {given!r} for {name}: a name, or a pair of name and dims, (name, (1, 0))."
+        )
+    return tensor, order
 
 
-def _check(leaves, wanted, tensors: Mapping[str, _Tensor], ignore, cast: bool, where: str) -> None:
+def _check(leaves, wanted, tensors: Mapping[str, Tensor], ignore, cast: bool, where: str) -> None:
     rows, only_dtypes = [], True
     for leaf in leaves:
         if leaf.name not in wanted:
@@ -140,11 +117,14 @@ def _check(leaves, wanted, tensors: Mapping[str, _Tensor], ignore, cast: bool, w
         elif (t.shape if order is None else tuple(t.shape[d] for d in order)) != leaf.shape:
             rows.append((text(leaf.name), want, f"{name} {got}", "another shape"))
             only_dtypes = False
+        elif t.dtype is None or not convertible(jnp.dtype(t.dtype), jnp.dtype(leaf.value.dtype)):
+            rows.append((text(leaf.name), want, f"{name} {got}", "no conversion keeps its values"))
+            only_dtypes = False
         elif t.dtype != leaf.value.dtype.name and not cast:
             rows.append((text(leaf.name), want, f"{name} {got}", "another dtype: cast=True converts"))
     used = {name for name, _ in wanted.values()}
     for name in sorted(set(tensors) - used):
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore):
+        if not ignored(name, ignore):
             rows.append(
                 ("", "", f"{name} {list(tensors[name].shape)}", "no param takes it: ignore= leaves it out")
             )
@@ -157,7 +137,7 @@ def _check(leaves, wanted, tensors: Mapping[str, _Tensor], ignore, cast: bool, w
         )
 
 
-def _read(leaf: Leaf, tensor: _Tensor, order: tuple[int, ...] | None) -> jax.Array:
+def _read(leaf: Leaf, tensor: Tensor, order: tuple[int, ...] | None, where: str) -> jax.Array:
     """A param or a master in its layout; beyond the logical shape, zeros."""
     like = leaf.value
     shape, dtype = tuple(np.shape(like)), jnp.dtype(like.dtype)
@@ -170,7 +150,7 @@ def _read(leaf: Leaf, tensor: _Tensor, order: tuple[int, ...] | None) -> jax.Arr
             part = inside if order is None else [inside[order.index(d)] for d in range(len(order))]
             value = tensor.read(tuple(part))
             value = value if order is None else value.transpose(order)
-            out[tuple(slice(0, n) for n in value.shape)] = value.astype(dtype)
+            out[tuple(slice(0, n) for n in value.shape)] = converted(value, dtype, where)
         return out
 
     if not isinstance(like, jax.Array):

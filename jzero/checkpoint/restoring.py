@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero.checkpoint import store
-from jzero.checkpoint.logical import Leaf, apart, filled, together, tree_of
-from jzero.checkpoint.match import Source, match
+from jzero.checkpoint.converting import check_flag, converted, loses, to_check
+from jzero.checkpoint.logical import MASTER, Leaf, apart, filled, refuse_collisions, together, tree_of
+from jzero.checkpoint.match import Described, Source, describe, match, text
 from jzero.checkpoint.seal import Damage, Seal
 
 
@@ -26,7 +27,7 @@ class CheckpointDamaged(ValueError):
       good: the last checkpoint in the same folder that is whole, or None.
     """
 
-    def __init__(self, path: Path, damage: Sequence[Damage], good: Path | None):
+    def __init__(self, path: Path, damage: Sequence[Damage], good: Path | None, remedy: str = ""):
         leaves = sorted({leaf for d in damage for leaf in d.leaves})
         self.damage, self.leaves, self.good = list(damage), leaves, good
         shown = [f"  {d}" for d in damage[:8]] + (
@@ -35,15 +36,16 @@ class CheckpointDamaged(ValueError):
         named = ", ".join(leaves[:8]) + (f" and {len(leaves) - 8} more" if len(leaves) > 8 else "")
         lines = [f"{path} is damaged, and nothing of it is used:", *shown]
         lines += [f"Leaves with damaged data: {named}."] if leaves else []
-        lines += [
+        found = (
             f"The last good checkpoint beside it: {good}"
             if good
             else "No other checkpoint beside it is whole."
-        ]
+        )
+        lines += [remedy or found]
         super().__init__("\n".join(lines))
 
 
-def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
+def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: str | None = None) -> Any:
     """Reads a state in the layout of another, every byte checked.
 
     Args:
@@ -51,14 +53,20 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
       like: a state in the wanted layout, or what `jzero.abstract` returns: any stage, mesh, number of devices or
         processes, tier; also an ordinary unsharded state. Its values are not used.
       tx: for a mapping of `params` and `opt_state`, the transformation from `jzero.zero`.
-      cast: convert dtypes. What is widened keeps its value, what is narrowed is rounded; masters start as the params
-        where the checkpoint has none, and are left out where the target has none.
+      cast: convert dtypes. What is widened keeps its value, what is narrowed is rounded; a value that the new dtype
+        cannot hold at all is refused. Masters start as the params where the checkpoint has none, and are left out
+        where the target has none.
+      only: `"params"` reads the params (and fp32 masters of them that `like` has) and nothing else: for evaluation,
+        fine-tuning, another optimizer. Optimizer state, step and all other fields are those of `like`; where that is
+        abstract, they stay abstract.
 
     Returns:
       A state like `like`; an NNX pair is filled in place and returned.
 
     Raises:
       ValueError: leaves that are missing, left over, or of another shape or dtype, all of them listed; nothing is read.
+        With `cast`, values that the new dtype cannot hold: NaN or 300 as int8, 1e6 as float16.
+      TypeError: `cast` is no bool, `like` is no state.
       CheckpointDamaged: a file is not as it was saved; names the leaves and the last good checkpoint.
       FileNotFoundError: nothing is there.
 
@@ -70,16 +78,27 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False) -> Any:
       read twice, the second time from the file system's cache.
     """
     where = "jzero.checkpoint.restore"
+    check_flag(cast, "cast", where)
+    if only not in (None, "params"):
+        raise ValueError(f'{where}(only={only!r}): only can be "params", or None for the whole state.')
     path = store.locate(path, where)
     parts = apart(like, tx, where)
     every: list[Leaf] = jax.tree.leaves(tree_of(parts))
-    leaves = [leaf for leaf in every if not leaf.empty]
+    refuse_collisions(every, where)
+    wanted = [leaf for leaf in every if only is None or leaf.name[0] in ("params", MASTER)]
+    if only is not None and not any(leaf.name[0] == "params" for leaf in wanted):
+        raise TypeError(
+            f'{where}: only="params" is for a state, or a mapping with "params"; this tree has none.'
+        )
+    names = {leaf.name for leaf in wanted}
+    leaves = [leaf for leaf in wanted if not leaf.empty]
     checks = _opened(path, where)
-    tree, have = _stored(path, checks)
-    sources = match(leaves, have, cast=cast, where=where)
-    _refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
-    values = _read(path, tree, sources)
-    values |= {leaf.name: leaf.nothing() for leaf in every if leaf.empty}
+    tree, have = store.stored(path)
+    sources = match(leaves, have, cast=cast, where=where, only=only)
+    refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
+    values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}
+    values |= _read(path, tree, sources, have, where)
+    values |= {leaf.name: leaf.nothing() for leaf in wanted if leaf.empty}
     return together(like, filled(parts, values))
 
 
@@ -103,9 +122,8 @@ def verify(path: Any) -> int:
             f"jzero.checkpoint.verify: {path} has no checksums: plain orbax wrote it. Restore it and save it with "
             "jzero.checkpoint.save."
         )
-    checks = Seal(path / store.STATE)
-    _refuse(path, checks.damage or [*checks.small(), *_large(checks)])
-    _stored(path, checks)
+    checks = Seal(path)
+    refuse(path, checks.damage or [*checks.small(), *_large(checks)])
     return checks.nbytes
 
 
@@ -119,15 +137,15 @@ def custom(path: Any) -> Any:
     path = store.locate(path, "jzero.checkpoint.custom")
     if not store.is_sealed(path):
         raise ValueError(f"jzero.checkpoint.custom: {path} is none of jzero's: plain orbax wrote it.")
-    checks = Seal(path / store.STATE)
-    _refuse(path, checks.damage)
+    checks = Seal(path)
+    refuse(path, checks.damage)
     return checks.custom
 
 
 def checked(path: Path, where: str) -> None:
     """Raises CheckpointDamaged where any file is not as it was saved."""
     checks = _opened(path, where)
-    _refuse(path, _large(checks))
+    refuse(path, _large(checks))
 
 
 def _opened(path: Path, where: str) -> Seal | None:
@@ -138,27 +156,18 @@ def _opened(path: Path, where: str) -> Seal | None:
             stacklevel=3,
         )
         return None
-    checks = Seal(path / store.STATE)
-    _refuse(path, checks.damage or checks.small())
+    checks = Seal(path)
+    unread = checks.unread()
+    refuse(path, checks.damage or [d for d in checks.small() if d.file not in unread])
     return checks
-
-
-def _stored(path: Path, checks: Seal | None) -> tuple[Any, dict[Any, Any]]:
-    """What the checkpoint holds; of sealed ones orbax's notes on the whole are the one file without a checksum."""
-    try:
-        return store.stored(path)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if checks is None:
-            raise
-        raise CheckpointDamaged(path, [store.unreadable(error)], _last_good(path)) from error
 
 
 def _large(checks: Seal | None) -> list[Damage]:
     return checks.large(part=jax.process_index(), parts=jax.process_count()) if checks is not None else []
 
 
-def _refuse(path: Path, damage: Sequence[Damage]) -> None:
-    """Raises CheckpointDamaged on all processes where any has found damage."""
+def refuse(path: Path, damage: Sequence[Damage], remedy: str = "") -> None:
+    """Raises CheckpointDamaged on all processes where any has found damage; `remedy`: if not the checkpoint beside."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -166,29 +175,53 @@ def _refuse(path: Path, damage: Sequence[Damage]) -> None:
         if not damage and found.any():
             damage = [Damage("", f"process {int(found.argmax())} found damage in a file")]
     if damage:
-        raise CheckpointDamaged(path, damage, _last_good(path))
+        raise CheckpointDamaged(path, damage, None if remedy else last_good(path), remedy)
 
 
-def _last_good(damaged: Path) -> Path | None:
+def last_good(damaged: Path) -> Path | None:
     """The newest checkpoint beside a damaged one that is whole."""
     for path in reversed(store.steps(damaged.parent)):
         if path == damaged or not store.is_sealed(path):
             continue
-        checks = Seal(path / store.STATE)
+        checks = Seal(path)
         if not (checks.damage or checks.small() or checks.large()):
             return path
     return None
 
 
-def _read(path: Path, tree: Any, sources: Sequence[Source]) -> dict[Any, Any]:
+def _read(
+    path: Path, tree: Any, sources: Sequence[Source], have: Mapping[Any, Described], where: str
+) -> dict[Any, Any]:
     """The values by the name of their leaf; a stored array that two leaves start from is read for each."""
     values, left = {}, list(sources)
     while left:
         now = list({s.name: s for s in reversed(left)}.values())
-        read = store.load(path, tree, {s.name: _target(s.leaf) for s in now})
-        values |= {s.leaf.name: _as_given(read[s.name], s.leaf.value) for s in now}
+        careful = {s.name for s in now if to_check(have[s.name][1], describe(s.leaf)[1])}
+        read = store.load(
+            path,
+            tree,
+            {s.name: store.Numpy(*have[s.name]) if s.name in careful else _target(s.leaf) for s in now},
+        )
+        for s in now:
+            value = read.pop(s.name)
+            value = _placed(value, s.leaf, where) if s.name in careful else value
+            if loses(have[s.name][1], describe(s.leaf)[1], value):
+                whole = store.load(path, tree, {s.name: store.Numpy(*have[s.name])})
+                converted(whole[s.name], describe(s.leaf)[1], f"{where}: {text(s.leaf.name)}")
+            values[s.leaf.name] = _as_given(value, s.leaf.value)
         left = [s for s in left if s not in now]
     return values
+
+
+def _placed(value: np.ndarray, leaf: Leaf, where: str) -> Any:
+    """A whole array on the host in the dtype and layout of a leaf; beyond the logical shape, zeros."""
+    made = converted(value, describe(leaf)[1], f"{where}: {text(leaf.name)}")
+    target = _target(leaf)
+    if isinstance(target, store.Numpy):
+        return made
+    padded = np.zeros(target.shape, made.dtype)
+    padded[tuple(map(slice, made.shape))] = made
+    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: padded[index])
 
 
 def _target(leaf: Leaf) -> Any:

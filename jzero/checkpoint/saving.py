@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jzero.checkpoint import store
-from jzero.checkpoint.logical import apart, to_store, tree_of
+from jzero.checkpoint import commit, pending, store
+from jzero.checkpoint.logical import apart, refuse_collisions, to_store, tree_of
 from jzero.checkpoint.match import text
 from jzero.errors import listing
 from jzero.jaxprs import is_tracer
@@ -21,8 +21,8 @@ _NUMBERS = (bool, int, float, complex)
 class Saving:
     """A save under way. `result()` waits until the checkpoint is there, and raises what went wrong."""
 
-    def __init__(self, path: Path, response: Any):
-        self._path, self._response = path, response
+    def __init__(self, path: Path, future: Future):
+        self._path, self._future = path, future
 
     def result(self, timeout: float | None = None) -> Path:
         """The path of the finished checkpoint.
@@ -31,14 +31,7 @@ class Saving:
           TimeoutError: it is not finished after `timeout` seconds.
           OSError: the disk is full, or refuses.
         """
-        try:
-            with store.disk_errors(self._path):
-                self._response.result(timeout=timeout)
-        except TimeoutError:
-            raise
-        except BaseException:
-            store.clean(self._path)
-            raise
+        pending.result(self._future, timeout)
         return self._path
 
 
@@ -57,6 +50,8 @@ def save(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Path:
 
     Raises:
       FileExistsError: there is something at `path` already.
+      ValueError: two leaves that would be stored under one name: `{"a": {"b": x}, "a.b": y}`.
+      NotImplementedError: a `path` that is the address of a bucket.
       TypeError: `custom` is no JSON, or a state of an unknown kind.
       OSError: the disk is full or cannot be written; what was there before is untouched.
 
@@ -82,21 +77,24 @@ def save_async(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> 
       path, state, tx, custom: as for `save`.
 
     Returns:
-      A `Saving`; call its `result()` before the process ends.
+      A `Saving`; its `result()` tells whether the checkpoint is there. A process that ends before that, also by an
+      exception, finishes the save first, and says so; after 300 s it is abandoned, and the process ends with 1.
 
     Raises:
       FileExistsError, TypeError, OSError: as for `save`.
     """
-    path = Path(os.path.abspath(path))
-    tree = to_write(state, tx, custom, where="jzero.checkpoint.save")
-    store.check_free(path)
-    return Saving(path, store.save_async(path, tree, custom=custom))
+    where = "jzero.checkpoint.save"
+    path = store.absolute(path, where)
+    tree = to_write(state, tx, custom, where=where)
+    store.check_free(path, where)
+    return Saving(path, commit.save_async(path, tree, custom=custom))
 
 
 def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
     """The tree of arrays that a save writes.
 
     Raises:
+      ValueError: two leaves of one name.
       TypeError: abstract or traced leaves, text or other things that are no numbers, or a `custom` that is no JSON.
     """
     try:
@@ -122,6 +120,7 @@ def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
             f"{where}: {len(other)} of {len(leaves)} leaves are neither arrays nor numbers:\n{named}\nLeave them out "
             "of the tree; what is JSON can go into custom=."
         )
+    refuse_collisions(leaves, where)
     if all(leaf.empty for leaf in leaves):
         raise TypeError(f"{where}: there are no arrays in this {type(state).__name__}.")
     return jax.tree.map(to_store, tree)

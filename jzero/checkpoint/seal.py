@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,18 @@ from typing import Any
 import tensorstore as ts
 import xxhash
 
+from jzero.checkpoint import durable
 from jzero.errors import counted
 
-FOLDER = "checksums"
+STATE = "state/"  # where orbax's files lie in a checkpoint
+FOLDER = "state/checksums"
 BLOCK = 4 * 2**20  # bytes of a file that belong to no chunk, under one checksum
 TASK = 16 * 2**20  # bytes that one thread hashes at a time
 BUFFER = 2**20
 SMALL = 2**20  # bytes: files below it are checked before anything is parsed
-VERSION = 1
+VERSION = 2  # in 1 the names of files were relative to `state`, and those beside it had no checksums
 THREADS = 4
+NOTES = "_CHECKPOINT_METADATA"  # orbax's on the whole checkpoint
 EVERY = "*"  # in place of a leaf: a file of the index
 
 Segment = tuple[int, str | None]  # its length, its leaf
@@ -54,17 +58,19 @@ class Damage:
         return f"{self.file}: {self.what}"
 
 
-def write(directory: Path, *, part: int, parts: int, custom: Any) -> None:
-    """Hashes this process's share of a finished directory and writes it down.
+def write(
+    directory: Path, *, part: int, parts: int, custom: Any, metrics: Mapping[str, float] | None = None
+) -> None:
+    """Hashes this process's share of a finished checkpoint, writes it down, and flushes all of that to the disk.
 
     Args:
       directory: what orbax has written; every process sees all files.
       part, parts: the process and their number.
-      custom: JSON of the caller, kept under the same checksum.
+      custom, metrics: JSON of the caller, kept under the same checksum.
     """
-    index = _Index(directory)
+    index = _Index(directory / STATE)
     names = _files(directory)[part::parts]
-    segments = {name: index.segments(name, (directory / name).stat().st_size) for name in names}
+    segments = {name: _segments(index, name, (directory / name).stat().st_size) for name in names}
     digests = _digests(directory, segments)
     files = {
         name: [
@@ -75,10 +81,19 @@ def write(directory: Path, *, part: int, parts: int, custom: Any) -> None:
     }
     leaves = sorted(index.leaves) if part == 0 else []
     body = {"version": VERSION, "parts": parts, "files": files, "leaves": leaves, "custom": custom}
-    text = json.dumps(body, separators=(",", ":")).encode()
+    text = json.dumps(body | {"metrics": metrics}, separators=(",", ":")).encode()
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
-    (folder / f"{part}.json").write_bytes(_hash(text).encode() + b"\n" + text)
+    durable.write(folder / f"{part}.json", _hash(text).encode() + b"\n" + text)
+    for name in names:
+        durable.flush(directory / name)
+
+
+def _segments(index: _Index, name: str, size: int) -> list[Segment]:
+    """How a file of a checkpoint is cut."""
+    if name.startswith(STATE):
+        return index.segments(name.removeprefix(STATE), size)
+    return [(n, None) for n in _blocks(size)]
 
 
 class _Index:
@@ -89,7 +104,7 @@ class _Index:
     """
 
     def __init__(self, directory: Path):
-        self._base = ts.KvStore.open(f"file://{directory}/").result()
+        self._base = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()  # no URL: % # ?
         self._chunks: dict[str, list[tuple[int, int, str]]] = {}
         self._nodes = {"manifest.ocdbt"}
         self.leaves: set[str] = set()
@@ -173,17 +188,21 @@ def _read(directory: Path, name: str, start: int, lengths: list[int]) -> list[st
 
 
 class Seal:
-    """The checksums of one directory, read and themselves checked.
+    """The checksums of one checkpoint, read and themselves checked.
 
     Attributes:
       damage: what is wrong with the checksum files themselves.
       custom: the caller's JSON.
+      metrics: numbers by name, or None; where `damage` is empty.
+      has_metrics: they are under the checksums.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.damage: list[Damage] = []
         self.custom: Any = None
+        self.metrics: dict[str, float] | None = None
+        self.has_metrics = False
         self._files: dict[str, list[tuple[int, str, str | None]]] = {}
         self._every: list[str] = []
         part, parts = 0, 1
@@ -191,18 +210,19 @@ class Seal:
             body = self._part(part)
             if body is not None:
                 parts = body["parts"]
-                self._files |= body["files"]
+                before = STATE if body["version"] == 1 else ""
+                self._files |= {before + name: cuts for name, cuts in body["files"].items()}
                 if part == 0:
                     self.custom, self._every = body["custom"], body["leaves"]
+                    self.metrics, self.has_metrics = body.get("metrics"), "metrics" in body
             part += 1
 
     def _part(self, part: int) -> dict[str, Any] | None:
         name = f"{FOLDER}/{part}.json"
-        try:
-            data = (self.directory / name).read_bytes()
-        except FileNotFoundError:
+        if not (self.directory / name).is_file():
             self.damage.append(self._damage(name, "missing"))
             return None
+        data = (self.directory / name).read_bytes()
         digest, _, text = data.partition(b"\n")
         if _hash(text).encode() != digest:
             self.damage.append(self._damage(name, "its own checksum is wrong"))
@@ -212,7 +232,7 @@ class Seal:
     def _damage(self, name: str, what: str, leaves: Iterable[str | None] = ()) -> Damage:
         named = set(leaves)
         every = self._every if EVERY in named else sorted(x for x in named if x is not None)
-        return Damage(f"{self.directory.name}/{name}", what, tuple(every))
+        return Damage(name, what, tuple(every))
 
     def _size(self, name: str) -> int:
         return sum(length for length, _, _ in self._files[name])
@@ -225,6 +245,10 @@ class Seal:
     def small(self) -> list[Damage]:
         """What is wrong with small files: those that are parsed before any data is read."""
         return self._check([name for name in self._files if self._size(name) < SMALL])
+
+    def unread(self) -> set[str]:
+        """Files that a restore does not read: without them the state is whole."""
+        return {name for name in self._files if not name.startswith(STATE) and name != NOTES}
 
     def large(self, *, part: int = 0, parts: int = 1) -> list[Damage]:
         """What is wrong with one share of the large files."""
@@ -245,7 +269,9 @@ class Seal:
     def _unlike(self, name: str) -> str | None:
         """What is wrong with a file that need not be read for it."""
         try:
-            size = (self.directory / name).stat().st_size
+            found = (self.directory / name).stat()
+            if not stat.S_ISREG(found.st_mode):  # to open a pipe would take forever
+                return "no regular file"
             with open(self.directory / name, "rb"):
                 pass
         except FileNotFoundError:
@@ -253,7 +279,7 @@ class Seal:
         except OSError as error:
             return str(error)
         want = self._size(name)
-        return None if size == want else f"{size} bytes instead of {want}"
+        return None if found.st_size == want else f"{found.st_size} bytes instead of {want}"
 
     def _compare(self, name: str, digests: list[str]) -> list[Damage]:
         at, spans, leaves = 0, [], []
@@ -277,7 +303,7 @@ def _files(directory: Path) -> list[str]:
     """All files below a directory but the checksums, relative to it, in one order on all processes."""
     found = []
     for root, folders, names in os.walk(directory):
-        folders[:] = [f for f in folders if not (Path(root) == directory and f == FOLDER)]
+        folders[:] = [f for f in folders if Path(root) / f != directory / FOLDER]
         found += [str((Path(root) / name).relative_to(directory)) for name in names]
     return sorted(found)
 

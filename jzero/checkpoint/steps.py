@@ -1,34 +1,45 @@
-"""The checkpoints of a run: a folder of steps, the last few and the best of them kept."""
+"""The checkpoints of a run: a folder of steps, the last few and the best of them kept, one writer at a time."""
 
 from __future__ import annotations
 
 import math
-import os
+import warnings
+import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from orbax.checkpoint import v1 as ocp
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-from jzero.checkpoint import store
+from jzero.checkpoint import commit, lock, pending, store
+from jzero.checkpoint.metrics import numbers_of
 from jzero.checkpoint.restoring import custom, restore
 from jzero.checkpoint.saving import to_write
+from jzero.checkpoint.seal import Seal
+from jzero.errors import check_int
 
 
 class Steps:
     """A folder of checkpoints, `<folder>/<step>`, written in the background.
 
-    A step that was killed while it was written never has its final name; what is left of it is removed when the folder
-    is opened again.
+    A reader changes nothing. The first `save` makes it the writer: it takes a lock on the folder (`writer.lock`, which
+    `close` releases) and removes what a killed save left behind. As long as one writer lives, a second one is refused.
 
     Args:
-      folder: made if it is not there. Across processes, on a file system that all of them see.
+      folder: made by the first save if it is not there. Across processes, on a file system that all of them see.
       keep: how many of the last steps are kept.
-      best: the name of a metric; the step with the best value of it is kept too.
+      best: the name of a metric; the step with the best value of it is kept too. A step whose metrics cannot be trusted
+        (its checksums are damaged, or plain orbax wrote it) is named in a warning, and not deleted.
       mode: whether the smallest ("min") or the largest value is the best.
+      write: become the writer now, not with the first save.
 
     Raises:
       ValueError: `keep` below 1, another `mode`.
+      TypeError: `folder` is no path, `keep` no integer, `best` no text.
+      FolderInUse: with `write`, another run writes there.
 
     Example:
       >>> import jax.numpy as jnp, jzero, tempfile
@@ -41,32 +52,36 @@ class Steps:
     """
 
     def __init__(
-        self, folder: Any, *, keep: int = 3, best: str | None = None, mode: Literal["min", "max"] = "min"
+        self,
+        folder: Any,
+        *,
+        keep: int = 3,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        write: bool = False,
     ):
-        if keep < 1:
-            raise ValueError(f"jzero.checkpoint.Steps(keep={keep}): keep at least 1.")
+        where = "jzero.checkpoint.Steps"
+        check_int(keep, "keep", where=where, low=1)
         if mode not in ("min", "max"):
-            raise ValueError(f"jzero.checkpoint.Steps(mode={mode!r}): mode is 'min' or 'max'.")
-        self.folder = Path(os.path.abspath(folder))
-        self._metric, self._mode = best, mode
-        policies = ocp.training.preservation_policies
-        kept: list[Any] = [policies.LatestN(keep)]
-        if best is not None:
-            kept.append(policies.BestN(get_metric_fn=self._rank, n=1, keep_checkpoints_without_metrics=False))
-        policy: Any = policies.AnyPreservationPolicy(kept)
-        context, self._handler = store.writing()
-        self._orbax = ocp.training.Checkpointer(
-            str(self.folder),
-            context=context,
-            preservation_policy=policy,
-            cleanup_tmp_directories=True,
-        )
+            raise ValueError(f"{where}(mode={mode!r}): mode is 'min' or 'max'.")
+        if best is not None and not isinstance(best, str):
+            raise TypeError(f"{where}(best={best!r}): best is the name of a metric.")
+        self.folder = store.absolute(folder, where)
+        self._keep, self._metric, self._mode = keep, best, mode
+        self._metrics: dict[int, Mapping[str, float]] = {}  # those that are certain
+        self._doubts: dict[int, str] = {}
+        self._told: set[int] = set()
+        self._lock: lock.WriterLock | None = None
+        self._future: Future | None = None
+        self._last = -1
+        if write:
+            self._become_writer()
 
     def __enter__(self) -> Steps:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        self._close(None if kind is None else pending.EXIT_SECONDS)
 
     def save(
         self,
@@ -79,69 +94,181 @@ class Steps:
     ) -> None:
         """Copies the arrays and returns; the files are written while training goes on.
 
-        Waits first until the save before is finished.
+        Waits first until the save before is finished. A process that ends before a save does waits for it; see
+        `jzero.checkpoint.save_async`.
 
         Args:
           step: its number, larger than that of the last one.
           state, tx, custom: as for `jzero.checkpoint.save`.
-          metrics: numbers by name.
+          metrics: numbers by name; also arrays of one number.
 
         Raises:
           ValueError: a step that is there or behind; `best` is not among the metrics.
-          OSError, RuntimeError: the save before this one failed.
+          TypeError: a step that is no integer, a metric that is no number.
+          FolderInUse: another run writes to this folder.
+          FileExistsError: there is something of that name which is no checkpoint.
+          OSError: the disk is full, or refuses; also of the save before this one.
         """
         where = "jzero.checkpoint.Steps.save"
+        check_int(step, "step", where=where, low=0)
+        numbers = numbers_of(metrics, where)
+        if self._metric is not None and self._metric not in numbers:
+            raise ValueError(f"{where}: the best step is told by {self._metric!r}, which metrics= has not.")
         tree = to_write(state, tx, custom, where=where)
-        last = self.steps[-1] if self.steps else -1
+        writer = self._become_writer()
+        self.wait()
+        last = max([self._last, *self.steps[-1:]])
         if step <= last:
             raise ValueError(f"{where}: step {step} is not after the last one in {self.folder}, {last}.")
-        if self._metric is not None and self._metric not in (metrics or {}):
-            raise ValueError(f"{where}: the best step is told by {self._metric!r}, which metrics= has not.")
-        self._handler.custom = custom
-        kept: Any = dict(metrics) if metrics else None
-        with store.disk_errors(self.folder):
-            self._orbax.save_async(step, tree, force=True, metrics=kept, custom_metadata=store.MARK)
+        path = self.folder / str(int(step))
+        store.check_free(path, where)
+        store.clean_steps(self.folder)
+
+        def written() -> None:
+            self._metrics[int(step)] = numbers
+            self._rotate()
+
+        self._future = commit.save_async(
+            path, tree, custom=custom, metrics=numbers, before=writer.check, after=written
+        )
+        self._last = int(step)
 
     def wait(self) -> None:
         """Returns when everything is written.
 
         Raises:
-          OSError, RuntimeError: a save failed.
+          OSError, FolderInUse: the save failed. It is not there, and the next one begins anew.
         """
-        with store.disk_errors(self.folder):
-            self._orbax.wait()
+        self._wait(None)
 
     def close(self) -> None:
-        """Waits, and frees what the folder's manager holds."""
-        self._orbax.close()
+        """Waits, and releases the lock; the folder can be read and written again."""
+        self._close(None)
+
+    def _wait(self, timeout: float | None) -> None:
+        if self._future is None:
+            return
+        future = self._future
+        try:
+            pending.result(future, timeout)
+        finally:
+            if future.done():  # else it goes on, after Ctrl-C or the timeout, until the process ends
+                self._future = None
+                self._last = -1 if future.exception() else self._last
+        self._warn()
+
+    def _close(self, timeout: float | None) -> None:
+        try:
+            self._wait(timeout)
+        finally:
+            if self._lock is not None and self._future is None:
+                self._lock.release()
+                self._lock = None
 
     @property
     def steps(self) -> list[int]:
-        """The finished steps, ascending."""
-        return sorted(c.step for c in self._orbax.checkpoints)
+        """The finished steps that are there now, ascending."""
+        return store.numbered(self.folder)
 
     @property
     def best(self) -> int | None:
-        """The step with the best metric; None without `best=` or without a step."""
-        if self._metric is None or not self._orbax.checkpoints:
-            return None
-        return max(self._orbax.checkpoints, key=lambda c: self._rank(c.metrics)).step
+        """The step with the best metric; None without `best=`, or where no step has that metric."""
+        found = self._best(self.steps)
+        self._warn()
+        return found
 
-    def restore(self, like: Any, *, step: int | None = None, tx: Any = None, cast: bool = False) -> Any:
-        """A step in the layout of `like`: the last one, or the one named; see `jzero.checkpoint.restore`."""
-        return restore(self._path(step), like, tx=tx, cast=cast)
+    def restore(
+        self,
+        like: Any,
+        *,
+        step: int | None = None,
+        tx: Any = None,
+        cast: bool = False,
+        only: str | None = None,
+    ) -> Any:
+        """A step in the layout of `like`: the last one, or the one named; see `jzero.checkpoint.restore`.
+
+        Raises:
+          FileNotFoundError: there is no such step, or its writer removed it while it was read.
+        """
+        path = self._path(step)
+        try:
+            return restore(path, like, tx=tx, cast=cast, only=only)
+        except (ValueError, OSError) as error:
+            if path.exists():
+                raise
+            raise FileNotFoundError(
+                f"jzero.checkpoint.Steps.restore: {path} was removed while it was read: the run that writes there "
+                f"keeps only its last steps. There are {self.steps} now."
+            ) from error
 
     def custom(self, step: int | None = None) -> Any:
         """The JSON that was saved with a step; see `jzero.checkpoint.custom`."""
         return custom(self._path(step))
 
     def _path(self, step: int | None) -> Path:
-        if step is None and not self.steps:
-            raise FileNotFoundError(f"jzero.checkpoint.Steps: no step in {self.folder}.")
-        return self.folder / str(self.steps[-1] if step is None else step)
+        where = "jzero.checkpoint.Steps"
+        if step is None:
+            last = np.int32(max(self.steps, default=-1))
+            if jax.process_count() > 1:  # all read the same one
+                last = multihost_utils.broadcast_one_to_all(last)
+            if last < 0:
+                raise FileNotFoundError(f"{where}: no step in {self.folder}.")
+            step = int(last)
+        check_int(step, "step", where=where, low=0)
+        return self.folder / str(step)
 
-    def _rank(self, metrics: Any) -> float:
-        """Larger is better; what has no such metric, or nan, is worst."""
-        value = (metrics or {}).get(self._metric, math.nan)
-        value = -value if self._mode == "min" else value
-        return -math.inf if math.isnan(value) else value
+    def _become_writer(self) -> lock.WriterLock:
+        if self._lock is None:
+            writer = lock.WriterLock(self.folder)
+            lock.everywhere(writer)
+            weakref.finalize(self, writer.release)
+            self._lock = writer
+            store.clean_steps(self.folder)
+        return self._lock
+
+    def _rotate(self) -> None:
+        """Deletes the steps that are not to be kept; never one whose metrics are in doubt, nor a link."""
+        steps = self.steps
+        kept = {*steps[-self._keep :], self._best(steps), *self._doubts}
+        for step in steps:
+            path = self.folder / str(step)
+            if step not in kept and not path.is_symlink():
+                store.delete(path)
+
+    def _best(self, steps: list[int]) -> int | None:
+        if self._metric is None:
+            return None
+        ranks = {step: self._rank(step) for step in steps}
+        ranks = {step: rank for step, rank in ranks.items() if not math.isnan(rank)}
+        return max(ranks, key=lambda step: ranks[step], default=None)
+
+    def _rank(self, step: int) -> float:
+        """Larger is better; nan where there is no such metric, or it is in doubt."""
+        if step not in self._metrics and step not in self._doubts:
+            self._read_metrics(step)
+        value = self._metrics.get(step, {}).get(str(self._metric), math.nan)
+        return -value if self._mode == "min" else value
+
+    def _read_metrics(self, step: int) -> None:
+        path = self.folder / str(step)
+        checks = Seal(path) if store.is_sealed(path) else None
+        if not path.exists():
+            return  # its writer has removed it
+        if checks is None:
+            self._doubts[step] = "it has no checksums"
+        elif checks.damage:
+            self._doubts[step] = str(checks.damage[0])
+        elif not checks.has_metrics:
+            self._doubts[step] = "an earlier version wrote it, whose metrics have no checksum"
+        else:
+            self._metrics[step] = checks.metrics or {}
+
+    def _warn(self) -> None:
+        for step in sorted(set(self._doubts) - self._told):
+            self._told.add(step)
+            warnings.warn(
+                f"jzero.checkpoint.Steps: the metrics of step {step} in {self.folder} cannot be trusted "
+                f"({self._doubts[step]}). It is not compared with the others, and not deleted.",
+                stacklevel=3,
+            )

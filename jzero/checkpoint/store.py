@@ -1,24 +1,16 @@
-"""Orbax underneath: how a tree of arrays is written and read, in one directory that appears whole or not at all.
-
-[Note: checksums before the commit]
-Orbax writes into a temporary directory and renames it when all processes are done. Its handler of trees is wrapped:
-when the inner one has finished its files, each process hashes its share (`seal.py`), and after a barrier orbax
-renames. So a directory with the final name has its checksums, and `ocp.training.Checkpointer` keeps and deletes such
-steps as it does any other. Plain orbax reads them without jzero.
-"""
+"""Orbax underneath: what is at a path, and how named arrays are read from a checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import glob
-import itertools
 import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +18,17 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jzero.checkpoint import seal
+from jzero.checkpoint import durable, seal
 from jzero.checkpoint.logical import Name
 from jzero.errors import counted
 from jzero.layout import path_keys
 
 STATE = "state"  # orbax's name for the tree of a checkpoint
 NAME = "jzero.checkpoint"
-MARK: Any = {NAME: seal.VERSION}  # in orbax's metadata: has checksums, be they still there or not
-NOTES = "_CHECKPOINT_METADATA"  # orbax's, written after the checksums
-TEMPORARY = ".orbax-checkpoint-tmp"
-CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what is not, or no longer, a checkpoint
+STAGING, DELETED = "-whole", "-deleted"
+RETRIES, RETRY_SECONDS = 50, 0.1
 LEAST_READ_BYTES = 64 * 2**20  # that are read at once, of one process
-_barriers = itertools.count()
 
 
 @dataclasses.dataclass
@@ -49,107 +39,72 @@ class Numpy:
     dtype: np.dtype
 
 
-class _Sealed:
-    """Orbax's handler of trees; what it has written gets checksums. See [Note: checksums before the commit]."""
-
-    custom: Any = None  # set on the class before a save
-
-    def __init__(self):
-        self._inner = ocp.handlers.PyTreeHandler()
-
-    async def save(self, directory, checkpointable):
-        custom = self.custom
-        written = await self._inner.save(directory, checkpointable)
-        barrier = f"jzero.checkpoint.{next(_barriers)}"
-
-        async def finish():
-            await written
-            path = Path(await directory.await_creation())
-            seal.write(path, part=jax.process_index(), parts=jax.process_count(), custom=custom)
-            await ocp.multihost.sync_global_processes(barrier, operation_id=barrier)
-
-        return finish()
-
-    async def load(self, directory, abstract_checkpointable=None):
-        return await self._inner.load(directory, abstract_checkpointable)
-
-    async def metadata(self, directory):
-        return await self._inner.metadata(directory)
-
-    def is_handleable(self, checkpointable):
-        return self._inner.is_handleable(checkpointable)
-
-    def is_abstract_handleable(self, abstract_checkpointable):
-        return self._inner.is_abstract_handleable(abstract_checkpointable)
-
-
-def writing(custom: Any = None) -> tuple[ocp.Context, type[_Sealed]]:
-    """The orbax context to save in, and its handler: the `custom` of that is kept under the checksums."""
-    plain = ocp.handlers.PyTreeHandler  # by whose name plain orbax finds how to read it
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    handler = type(plain.__name__, (_Sealed,), {"custom": custom, **names})
-    registry = ocp.handlers.local_registry(include_global_registry=False)
-    for other, name in ocp.handlers.global_registry().get_all_entries():
-        if name != STATE:
-            registry.add(other, checkpointable_name=name)
-    registry.add(handler, checkpointable_name=STATE)
-    context = ocp.Context()
-    context.checkpointables.registry = registry
-    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    return context, handler
-
-
-def save_async(path: Path, tree: Any, *, custom: Any) -> Any:
-    """Copies the arrays of a tree and writes them in the background.
+def absolute(path: Any, where: str) -> Path:
+    """The absolute path of a file or folder.
 
     Raises:
-      OSError: the disk is full, or refuses; nothing is left of what was begun.
+      TypeError: no path.
+      NotImplementedError: an address (`gs://...`), or a name that orbax keeps for itself.
     """
-    clean(path)
-    try:
-        with disk_errors(path), writing(custom)[0]:
-            return ocp.save_async(str(path), tree, custom_metadata=MARK)
-    except BaseException:
-        clean(path)
-        raise
+    if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
+        raise TypeError(f"{where}: a path is text or a pathlib.Path, not {type(path).__name__}: {path!r}.")
+    text = os.fspath(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
+        raise NotImplementedError(
+            f"{where}: {text} is no path of a file system, and jzero.checkpoint writes and reads nothing else. Pass a "
+            "path that all processes see; a bucket can be mounted as one, or use plain orbax, which knows gs://."
+        )
+    if not text or "\0" in text:
+        raise ValueError(f"{where}: {text!r} is no path.")
+    return Path(os.path.abspath(text))
 
 
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """What tensorstore says of a full disk, which comes as a ValueError, as what it is.
-
-    Raises:
-      OSError: with its number, and the path that was not saved.
-    """
-    try:
-        yield
-    except ValueError as error:
-        found = re.search(r"os_error_code='(\d+)'", str(error))
-        if found is None:
-            raise
-        what = os.strerror(int(found[1]))
-        text = f"{what}: {path} is not saved. What was there before is untouched."
-        raise OSError(int(found[1]), text) from error
-
-
-def check_free(path: Path) -> None:
+def check_free(path: Path, where: str) -> None:
     """Raises FileExistsError where something is at the path, OSError where nothing can be written beside it."""
-    if path.exists():
+    if TEMPORARY in path.name:
+        raise ValueError(
+            f"{where}: {path.name}: names with {TEMPORARY!r} are of saves under way. Pass another."
+        )
+    if path.exists() or path.is_symlink():
         raise FileExistsError(
-            f"jzero.checkpoint.save: {path} exists and is not replaced. Save to another path (one per step), or remove "
+            f"{where}: {path} exists and is not replaced. Save to another path (one per step), or remove "
             "it first."
         )
     if jax.process_index() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(path.parent)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
 
 
-def clean(path: Path) -> None:
-    """Removes what a killed save left behind."""
+def clean(path: Path, *, failed: bool = False) -> None:
+    """Removes what a killed save left behind.
+
+    `failed`: a save of this process, some threads of which may still write, and make folders anew, when one of them has
+    failed. It is removed until it stays away.
+    """
     if jax.process_index() == 0 and path.parent.is_dir():
-        for left in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        pattern = f"{glob.escape(path.name)}{TEMPORARY}*"
+        _remove(path.parent, pattern)
+        for _ in range(RETRIES if failed else 0):
+            time.sleep(RETRY_SECONDS)
+            if not _remove(path.parent, pattern):
+                break
+
+
+def _remove(folder: Path, pattern: str) -> bool:
+    """Removes folders by their names; False where there are none."""
+    found = list(folder.glob(pattern))
+    for left in found:
+        shutil.rmtree(left, ignore_errors=True)
+    return bool(found)
+
+
+def delete(path: Path) -> None:
+    """Removes a checkpoint; one that is half removed has no longer its name."""
+    aside = path.with_name(f"{path.name}{TEMPORARY}{DELETED}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    shutil.rmtree(aside)
 
 
 def locate(path: Any, where: str) -> Path:
@@ -159,11 +114,9 @@ def locate(path: Any, where: str) -> Path:
       FileNotFoundError: nothing is there; what lies beside it, or below it, is named.
       ValueError: it is no checkpoint.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path, where)
     if not path.exists():
-        beside = [f"  {p}" for p in steps(path.parent)] if path.parent.is_dir() else []
-        found = "\nCheckpoints beside it:\n" + "\n".join(beside) if beside else ""
-        raise FileNotFoundError(f"{where}: there is nothing at {path}.{found}")
+        raise FileNotFoundError(f"{where}: there is nothing at {path}.{_beside(path)}")
     if not (path / STATE).is_dir():
         below = steps(path) if path.is_dir() else []
         if below:
@@ -172,28 +125,45 @@ def locate(path: Any, where: str) -> Path:
             )
         raise ValueError(
             f"{where}: {path} is no checkpoint of a state: no folder {STATE!r} in it, as jzero.checkpoint.save and "
-            "orbax (v1) write."
+            f"orbax (v1) write.{_beside(path)}"
         )
     return path
+
+
+def _beside(path: Path) -> str:
+    """The checkpoints in the same folder, as text."""
+    found = [f"  {p}" for p in steps(path.parent)] if path.parent.is_dir() else []
+    return "\nCheckpoints beside it:\n" + "\n".join(found) if found else ""
 
 
 def is_sealed(path: Path) -> bool:
     """True for a checkpoint that was saved with checksums, be they still there or not."""
     try:
-        return seal.exists(path / STATE) or NAME in (path / NOTES).read_text(errors="replace")
+        return seal.exists(path) or NAME in (path / seal.NOTES).read_text(errors="replace")
     except OSError:
         return False
-
-
-def unreadable(error: Exception) -> seal.Damage:
-    """Orbax's notes on a checkpoint cannot be parsed."""
-    return seal.Damage(NOTES, f"orbax cannot read it ({error})")
 
 
 def steps(folder: Path) -> list[Path]:
     """The finished checkpoints in a folder, by step where they are numbered."""
     found = [p for p in folder.iterdir() if (p / STATE).is_dir() and TEMPORARY not in p.name]
     return sorted(found, key=lambda p: (int(p.name) if p.name.isdigit() else -1, p.name))
+
+
+def numbered(folder: Path) -> list[int]:
+    """The finished checkpoints of a folder whose names are steps, ascending."""
+    if not folder.is_dir():
+        return []
+    names = [
+        p.name for p in folder.iterdir() if p.name.isascii() and p.name.isdigit() and (p / STATE).is_dir()
+    ]
+    return sorted(int(name) for name in names if name == str(int(name)))
+
+
+def clean_steps(folder: Path) -> None:
+    """Removes what killed saves of steps left behind; for the one that holds the folder's lock."""
+    if jax.process_index() == 0:
+        _remove(folder, f"[0-9]*{TEMPORARY}*")
 
 
 def stored(path: Path) -> tuple[Any, dict[Name, tuple[tuple[int, ...], np.dtype]]]:

@@ -1,8 +1,20 @@
-"""What going out to safetensors and coming in from it have in common: dtypes by name, and other names for tensors."""
+"""What going out to safetensors and coming in from it have in common: dtypes and tensors by name, checksums.
+
+The format has no checksum. `export` writes those of its files beside them, into `model.safetensors.xxh3`, as
+`xxhsum -c` reads them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+import xxhash
+
+from jzero.checkpoint.seal import Damage
+
+BUFFER = 2**20
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -14,3 +26,63 @@ DTYPES = {
 def renamed(name: str, names: Any) -> Any:
     """What a function or a mapping gives for a name; the name itself where there is neither, or no entry."""
     return name if names is None else names(name) if callable(names) else names.get(name, name)
+
+
+def check_names(names: Any, where: str) -> None:
+    """Raises TypeError for what is neither a function, nor a mapping, nor None."""
+    if names is not None and not callable(names) and not isinstance(names, Mapping):
+        raise TypeError(f"{where}: names is a function or a mapping of names, not {type(names).__name__}.")
+
+
+def check_texts(value: Any, name: str, where: str) -> tuple[str, ...]:
+    """Several texts; one text is refused, whose letters would be taken for texts.
+
+    Raises:
+      TypeError: one text, or what is no sequence of texts.
+    """
+    if isinstance(value, str):
+        raise TypeError(f"{where}({name}={value!r}): {name} is a list. Pass {name}=[{value!r}].")
+    if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(x, str) for x in value):
+        raise TypeError(f"{where}({name}={value!r}): {name} is a list of texts.")
+    return tuple(value)
+
+
+def checksum_file(file: Path) -> Path:
+    """Where the checksums of an export to `file` lie, of all its files."""
+    return file.with_name(f"{file.name}.xxh3")
+
+
+def checksum_text(digests: Mapping[Path, str]) -> str:
+    """Checksums by file, as `xxhsum -H3` writes them, and in a comment that of these lines."""
+    lines = "".join(f"XXH3_{digest}  {file.name}\n" for file, digest in digests.items())
+    return f"{lines}# {xxhash.xxh3_64_hexdigest(lines.encode())}\n"
+
+
+def damaged(files: Iterable[Path]) -> list[Damage]:
+    """What is wrong with files for which there are checksums beside them; nothing is known of the others."""
+    found = []
+    for file in files:
+        for sums in sorted(file.parent.glob("*.safetensors.xxh3")):
+            digests = _digests(sums)
+            if digests is None:
+                found.append(Damage(sums.name, "its own checksum is wrong"))
+            elif file.name in digests and digests[file.name] != _digest(file):
+                found.append(Damage(file.name, f"differs from its checksum in {sums.name}"))
+    return list(dict.fromkeys(found))
+
+
+def _digests(sums: Path) -> dict[str, str] | None:
+    """The checksums in a file, by name; None where it is damaged itself."""
+    lines, mark, own = sums.read_text(errors="replace").rpartition("# ") if sums.is_file() else ("", "", "")
+    if not mark or own != xxhash.xxh3_64_hexdigest(lines.encode()) + "\n":
+        return None
+    pairs = [line.split("  ", 1) for line in lines.splitlines()]
+    return {name: digest.removeprefix("XXH3_") for digest, name in pairs}
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with open(file, "rb", buffering=0) as data:
+        while block := data.read(BUFFER):
+            digest.update(block)
+    return digest.hexdigest()

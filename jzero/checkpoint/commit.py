@@ -1,0 +1,126 @@
+"""Writing a checkpoint: one directory that appears whole or not at all.
+
+[Note: commit]
+Orbax writes into a directory beside the final one and commits it there. Then each process hashes its share of the files
+(`seal.py`) and flushes it to the disk; after a barrier process 0 flushes the folders and renames the directory
+(`durable.py`). So a directory with the final name is whole, has its checksums and survives a power failure; plain
+orbax reads it without jzero. Until then its name has orbax's mark of what is temporary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from jzero.checkpoint import durable, pending, seal
+from jzero.checkpoint.store import NAME, STAGING, TEMPORARY, clean
+
+MARK: Any = {NAME: seal.VERSION}  # in orbax's metadata: has checksums, be they still there or not
+METRICS = "metrics"  # a folder, and a file in it, where plain orbax looks for numbers by name
+CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
+_barriers = itertools.count()
+
+
+def save_async(
+    path: Path,
+    tree: Any,
+    *,
+    custom: Any,
+    metrics: Mapping[str, float] | None = None,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
+) -> Future:
+    """Copies the arrays of a tree and writes them in the background.
+
+    Args:
+      path: that is free.
+      tree: of arrays.
+      custom: JSON, kept under the checksums.
+      metrics: numbers by name, kept under the checksums; also where plain orbax looks for them.
+      before: called before the directory gets its name, on process 0; an error of it ends the save.
+      after: called when it has its name, on process 0.
+
+    Returns:
+      A future; `pending.result` waits for it.
+
+    Raises:
+      OSError: the disk is full, or refuses; nothing is left of what was begun.
+    """
+    clean(path)
+    context = ocp.Context()
+    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    staging = path.with_name(f"{path.name}{TEMPORARY}{STAGING}")
+    barrier = f"jzero.checkpoint.{next(_barriers)}"
+
+    def work() -> None:
+        try:
+            with disk_errors(path):
+                response.result()
+                seal.write(
+                    staging,
+                    part=jax.process_index(),
+                    parts=jax.process_count(),
+                    custom=custom,
+                    metrics=metrics,
+                )
+                _meet(f"{barrier}.hashed")
+                if jax.process_index() == 0:
+                    before()
+                    if metrics:  # for plain orbax; jzero reads those under the checksums
+                        (staging / METRICS).mkdir()
+                        durable.write(staging / METRICS / METRICS, json.dumps(dict(metrics)).encode())
+                    durable.flush_folders(staging)
+                    durable.rename(staging, path)
+        except BaseException:
+            clean(path, failed=True)
+            raise
+        _meet(f"{barrier}.renamed")
+        if jax.process_index() == 0:
+            after()
+
+    try:
+        with disk_errors(path), context:
+            response = ocp.save_async(str(staging), tree, custom_metadata=MARK)
+    except BaseException:
+        clean(path, failed=True)
+        raise
+    return pending.start(path, work)
+
+
+def _meet(name: str) -> None:
+    """Returns when all processes have come here; for threads that have no event loop."""
+    if jax.process_count() > 1:
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(ocp.multihost.sync_global_processes(name, operation_id=name))
+        finally:
+            loop.close()
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """What tensorstore says of a full disk, which comes as a ValueError, as what it is; and always with the path.
+
+    Raises:
+      OSError: with its number, and the path that was not saved.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        if number is None:
+            raise
+        text = f"{os.strerror(number)}: {path} is not saved. What was there before is untouched."
+        raise OSError(number, text) from error

@@ -1,0 +1,80 @@
+"""Conversions of dtypes that are asked for: rounding is fine, another number is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.errors import short_dtype
+
+
+def check_flag(value: Any, name: str, where: str) -> None:
+    """Raises TypeError for what is no bool: the text "False" would count as True."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{where}({name}={value!r}): {name} is True or False, not {type(value).__name__}.")
+
+
+def convertible(stored: np.dtype, wanted: np.dtype) -> bool:
+    """False where every conversion makes another number: of a complex to a real one."""
+    return not (stored.kind == "c" and wanted.kind != "c")
+
+
+def to_check(stored: np.dtype, wanted: np.dtype) -> bool:
+    """True where values decide whether a conversion to an integer or a bool keeps the number."""
+    if stored == wanted or not _whole(wanted):
+        return False
+    return not (_whole(stored) and np.can_cast(stored, wanted))
+
+
+def loses(stored: np.dtype, wanted: np.dtype, value: Any) -> bool:
+    """True where a float that was narrowed is infinite or NaN now, and may have been a number."""
+    if not (_floating(stored) and _floating(wanted)):
+        return False
+    narrower = float(jnp.finfo(wanted).max) < float(jnp.finfo(stored).max) / 2
+    return narrower and not bool(jnp.isfinite(value).all())
+
+
+def converted(value: np.ndarray, wanted: np.dtype, where: str) -> np.ndarray:
+    """An array in another dtype: rounded, but no other number.
+
+    Raises:
+      ValueError: numbers that the dtype cannot hold.
+    """
+    wanted = np.dtype(wanted)
+    value = np.asarray(value)
+    if value.dtype == wanted:
+        return value
+    with np.errstate(all="ignore"):
+        made = value.astype(wanted)
+        lost = _lost(value, made) if convertible(value.dtype, wanted) else np.ones(value.shape, bool)
+    if lost.any():
+        first = value[lost].reshape(-1)[0] if value.ndim else value[()]
+        raise ValueError(
+            f"{where}: {int(lost.sum())} of {value.size} values of {short_dtype(value.dtype)} cannot be held by "
+            f"{short_dtype(wanted)}, the first is {first}. Restore in a dtype that holds them."
+        )
+    return made
+
+
+def _lost(value: np.ndarray, made: np.ndarray) -> np.ndarray:
+    """Where another number came out; fractions that integers drop are none."""
+    if made.dtype == bool:
+        return (value != 0) & (value != 1)
+    if _whole(made.dtype):
+        info = jnp.iinfo(made.dtype)
+        if _whole(value.dtype):
+            return (value < info.min) | (value > info.max)
+        wide = np.trunc(value.astype(np.float64))
+        return ~((wide >= float(info.min)) & (wide < float(info.max) + 1))
+    wide = np.complex128 if made.dtype.kind == "c" else np.float64
+    return np.isfinite(value.astype(wide)) & ~np.isfinite(made.astype(wide))
+
+
+def _whole(dtype: np.dtype) -> bool:
+    return dtype.kind == "b" or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _floating(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
