@@ -1,8 +1,13 @@
-"""A run that saves step after step, to be killed: `python saver.py FOLDER FIRST`. Tells what it does line by line."""
+"""A run that saves step after step, to be killed: `python saver.py FOLDER FIRST`. Tells what it does line by line.
+
+With a third argument it kills itself, in its second save, before that many flushes to the disk are done.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,16 +32,30 @@ def state_of(step: int):
     return tree.unflatten(leaves)
 
 
-def main(folder: str, first: int) -> None:
+def die_at_flush(number: int) -> None:
+    """SIGKILL in place of the `number`-th flush from here on, counted from 1."""
+    flush, numbers = os.fsync, itertools.count(1)
+
+    def fsync(handle) -> None:
+        if next(numbers) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        flush(handle)
+
+    os.fsync = fsync
+
+
+def main(folder: str, first: int, killed_at: int = 0) -> None:
     from jzero import checkpoint
 
     jax.config.update("jax_num_cpu_devices", 8)
     for step in range(first, first + 100):
         state = state_of(step)
         print(f"saving {step}", flush=True)
+        if killed_at and step == first + 1:
+            die_at_flush(killed_at)
         checkpoint.save(f"{folder}/{step}", state)
         print(f"saved {step}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

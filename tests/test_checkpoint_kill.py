@@ -22,7 +22,7 @@ from jzero import checkpoint
 from jzero.checkpoint.store import TEMPORARY
 
 HERE = pathlib.Path(__file__).parent
-KILLS, KILLS_LONG = 4, 50
+KILLS = 50
 
 
 def finished(folder):
@@ -75,17 +75,42 @@ def kill_again_and_again(folder, count):
     return dirty
 
 
-@pytest.mark.nightly
-def test_killed_while_saving(tmp_path):
-    dirty = kill_again_and_again(tmp_path, KILLS)
-    assert dirty >= KILLS // 2
+def flushes_of_a_save(folder, monkeypatch):
+    """How often a save flushes something to the disk, in a folder that is there; the last time is after the rename."""
+    numbers, flush = [], os.fsync
+    checkpoint.save(folder / "1", state_of(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: numbers.append(flush(handle)))
+        checkpoint.save(folder / "2", state_of(2))
+    return len(numbers)
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(0, marks=pytest.mark.nightly), 0.5, pytest.param(1, marks=pytest.mark.nightly)]
+)
+def test_killed_before_a_flush(share, tmp_path, monkeypatch):
+    """Of the first file, of one in the middle, of the folder that has the new name: by number, not by the clock."""
+    count = flushes_of_a_save(tmp_path / "counted", monkeypatch)
+    folder = tmp_path / "killed"
+    command = [sys.executable, str(HERE / "saver.py"), str(folder), "1", str(max(1, round(share * count)))]
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout.split("\n")[-2] == "saving 2"
+    steps = [1, 2] if share == 1 else [1]
+    assert finished(folder) == steps
+    assert bool(left_overs(folder)) == (share < 1)
+    for step in steps:
+        assert_same(checkpoint.restore(folder / str(step), state_of(0)), state_of(step))
+    checkpoint.save(folder / str(len(steps) + 1), state_of(3))
+    assert not left_overs(folder)
 
 
 @pytest.mark.long
 def test_killed_at_fifty_moments(tmp_path):
-    dirty = kill_again_and_again(tmp_path, KILLS_LONG)
-    assert dirty >= KILLS_LONG // 2
-    print(f"{KILLS_LONG} kills, {dirty} left files behind")
+    dirty = kill_again_and_again(tmp_path, KILLS)
+    assert dirty
+    print(f"{KILLS} kills, {dirty} left files behind")
 
 
 @pytest.fixture
