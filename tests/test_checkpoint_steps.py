@@ -403,7 +403,7 @@ def test_links_and_other_things_among_the_steps(tmp_path):
     (folder / "notes.txt").write_text("x")
     with checkpoint.Steps(folder, keep=1) as steps:
         steps.save(2, tree(2))
-        with pytest.raises(FileExistsError, match=r"Steps.save: .*/3 exists and is not replaced"):
+        with pytest.raises(FileExistsError, match=r"save: .*/3 exists and is not replaced"):
             steps.save(3, tree(3))
         for step in (5, 6):
             steps.save(step, tree(step))

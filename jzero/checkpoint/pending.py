@@ -2,11 +2,11 @@
 
 [Note: saves at the end of a process]
 Orbax writes in daemon threads that start other threads. When the main thread has ended, no new ones can be started:
-Python closes its thread pools before it runs any `atexit` function, and from 3.12 on refuses threads before that. A
-save under way can then neither finish nor fail, and the process waits for it forever. So it is finished earlier: in
-3.11 by `threading._register_atexit`, which the thread pools use themselves; from 3.12 on when the outermost frame of
-the main thread is left, which `sys.monitoring` reports. A save that takes longer than `EXIT_SECONDS` is abandoned:
-nothing gets its final name, and the process ends with status 1.
+Python closes its thread pools before it runs any `atexit` function, and from 3.12 on refuses threads before that.
+A save under way can then neither finish nor fail, and the process waits for it forever. So it is finished earlier:
+from 3.12 on when the outermost frame of the main thread is left, which `sys.monitoring` tells; in 3.11 by
+`threading._register_atexit`, which the thread pools use themselves. A save that takes longer than `EXIT_SECONDS` is
+abandoned: nothing gets its final name, and the process ends with status 1.
 """
 
 from __future__ import annotations

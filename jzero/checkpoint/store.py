@@ -67,7 +67,7 @@ def check_free(path: Path, where: str) -> None:
         )
     if path.exists() or path.is_symlink():
         raise FileExistsError(
-            f"{where}: {path} exists and is not replaced. Save to another path (one per step), or remove "
+            f"jzero.checkpoint.save: {path} exists and is not replaced. Save to another path (one per step), or remove "
             "it first."
         )
     if jax.process_index() == 0:
