@@ -72,14 +72,14 @@ def force(change: Callable[[Any], dict[str, Any]]) -> None:
         wrap(jzero, name, forced)
 
 
-def update_class() -> type:
-    """The class of what `jzero.zero(tx, plan).update` is."""
+def wrapped_classes() -> list[type]:
+    """The classes of what `jzero.zero(tx, plan).init` and `.update` are."""
     import jax.numpy as jnp
     import optax
 
     import jzero
 
-    return type(jzero.zero(optax.sgd(1.0), jzero.make_plan({"w": jnp.ones((8, 8))}, stage=1)).update)
+    return [type(f) for f in jzero.zero(optax.sgd(1.0), jzero.make_plan({"w": jnp.ones((8, 8))}, stage=1))]
 
 
 @mutation("a stage that splits nothing", "state")
@@ -129,7 +129,7 @@ def _():
             state = state._replace(master=kept)
         return original(self, updates, state, params, **extra)
 
-    wrap_method(update_class(), "__call__", rebuilt)
+    wrap_method(wrapped_classes()[1], "__call__", rebuilt)
 
 
 @mutation("params that the user replaced are overwritten by the masters", "state")
@@ -143,14 +143,14 @@ def _():
             )
         return original(self, updates, state, params, **extra)
 
-    wrap_method(update_class(), "__call__", overwritten)
+    wrap_method(wrapped_classes()[1], "__call__", overwritten)
 
 
 @mutation("every wrapped optimizer equals every other", "identity")
 def _():
-    cls = update_class()
-    cls.__eq__ = lambda self, other: type(other) is cls  # pyright: ignore
-    cls.__hash__ = lambda self: 0  # pyright: ignore
+    for cls in wrapped_classes():
+        cls.__eq__ = lambda self, other, cls=cls: type(other) is cls  # pyright: ignore
+        cls.__hash__ = lambda self: 0  # pyright: ignore
 
 
 @mutation("a batch that is not split", "state", "parity")
