@@ -334,7 +334,7 @@ def failing_test(number: int) -> tuple[str, str]:
         [*words, *FOUND[number].files], cwd=ROOT, env={**os.environ, "JZERO_MUTATION": str(number)},
         capture_output=True, text=True,
     )  # fmt: skip
-    failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     return (failed[1] if failed and done.returncode == 1 else ""), done.stdout[-2000:] + done.stderr[-500:]
 
 
