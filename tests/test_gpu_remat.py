@@ -191,7 +191,7 @@ def test_each_input_crosses_the_bus_once_each_way(options, scan):
     ],
 )
 def test_an_input_is_fetched_while_the_block_behind_it_runs(options, scan, stage):
-    """Unrolled, between start and done stands at least what a backward pass of a block makes: two hidden arrays of 4 A / 4.
+    """Unrolled, between start and done stands what a backward pass of a block makes: two hidden arrays of 4 A / 4.
 
     In a scan, which jaxlib before 0.11.2 may not run, XLA starts the fetch so late that 0.2 A stand there (0.12.0).
     """
