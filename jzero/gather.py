@@ -16,10 +16,11 @@ import numpy as np
 from jzero import jaxprs
 from jzero.ahead import fetches
 from jzero.buckets import activation_bytes, tied_tables
+from jzero.errors import check_function
 from jzero.layout import Layout, path_keys
 from jzero.mesh import check_context_mesh, in_shard_map
 from jzero.modules import call, has_module, is_module, without_root
-from jzero.sharding import Plan
+from jzero.sharding import Plan, check_plan
 from jzero.walk import Walk
 from jzero.weight import Weight
 
@@ -193,6 +194,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
 
     Raises:
+      TypeError: `fn` is no function, `plan` no plan.
       ValueError: when called, if the first argument holds none of the plan's params.
 
     Cost:
@@ -203,6 +205,8 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.3; Zhao et al., PyTorch FSDP (arXiv:2304.11277).
     """
+    check_function(fn, "fn", where="jzero.gather_on_use")
+    check_plan(plan, where="jzero.gather_on_use")
     if not walks(plan):
         return fn
     if isinstance(fn, GatherOnUse):

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jzero.describe import leaf_bytes
-from jzero.errors import counted, human_bytes, listing
+from jzero.errors import check_arrays, counted, human_bytes, listing, shown
 from jzero.jaxprs import is_tracer
 from jzero.layout import path_name
 from jzero.sharding import HOST, Plan
@@ -125,9 +126,12 @@ def select(pred: Any, new: Any, old: Any) -> Any:
       >>> jzero.select(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"]
       Array([0., 0.], dtype=float32)
     """
+    if not isinstance(pred, bool) and getattr(pred, "dtype", None) != np.bool_:
+        raise TypeError(f"jzero.select: pred must be a boolean scalar, not {shown(pred)}.")
     pred = jax.numpy.asarray(pred)
     if pred.shape != ():
         raise ValueError(f"jzero.select: pred must be a scalar, it has the shape {pred.shape}.")
+    check_arrays((new, old), "new and old", where="jzero.select")
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "jzero.select: new and old are not trees of one structure:\n"
