@@ -4,7 +4,7 @@
     python tests/fuzz.py --calls 2000 --seed 1 --group checkpoint
 
 Each call takes the valid call of one subject (`fuzz_subjects.py`) and replaces one argument, sometimes two, by a value
-of a wrong kind, or leaves one out. Prints a row of a Markdown table; with `--show` the raw errors and what was accepted.
+of a wrong kind, or leaves one out. Prints a row of a Markdown table; with `--show` what was raw or accepted, too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from jax.sharding import Mesh
 
 REFUSED, RAW, ACCEPTED, FINE = "refused", "raw", "accepted", "fine"
 OURS = re.compile(r"jzero\b|ZeroConfig[(.]|Offload\(|plan\.|pod\.")
-PYTHONS = re.compile(r"[\w.<>]*?(\w+|<lambda>)\(\) (missing|got an unexpected keyword|takes|got multiple values)")
+PYTHONS = re.compile(
+    r"[\w.<>]*?(\w+|<lambda>)\(\) (missing|got an unexpected keyword|takes|got multiple values)"
+)
 NEVER = (AttributeError, LookupError, AssertionError, RecursionError, NameError)  # whatever they say
 
 
-
 def _word(rng: random.Random) -> str:
-    return rng.choice(["hello", "", "".join(rng.choices(string.ascii_letters + "_. %", k=rng.randint(1, 12)))])
+    return rng.choice(
+        ["hello", "", "".join(rng.choices(string.ascii_letters + "_. %", k=rng.randint(1, 12)))]
+    )
 
 
 def _array(rng: random.Random) -> Any:
@@ -189,7 +192,9 @@ def main(argv: list[str] | None = None) -> int:
         kinds: dict[tuple, list[Call]] = {}
         for call in calls:
             if call.outcome in (RAW, ACCEPTED):
-                kinds.setdefault((call.outcome, call.subject, tuple(n for n, _ in call.wrong)), []).append(call)
+                kinds.setdefault((call.outcome, call.subject, tuple(n for n, _ in call.wrong)), []).append(
+                    call
+                )
         for (what, name, names), same in sorted(kinds.items()):
             found = ", ".join(sorted({" ".join(k for _, k in c.wrong) for c in same}))
             print(f"{what}: {name}({', '.join(names)}=): {found}\n    {same[0].text[:160]!r}")
