@@ -144,10 +144,12 @@ def check_transformation(tx: Any, *, where: str) -> None:
         raise TypeError(f"{where}: tx must be an optax transformation, not {type(tx).__name__}.")
 
 
-def check_arrays(tree: Any, name: str, *, where: str, remedy: str = "") -> None:
-    """Raises TypeError for a tree with leaves that are no arrays (nor `jax.ShapeDtypeStruct`); lists them."""
+def check_arrays(
+    tree: Any, name: str, *, where: str, good: Callable[[Any], bool] | None = None, remedy: str = ""
+) -> None:
+    """Raises TypeError for a tree with leaves that are not `good`: no arrays nor `jax.ShapeDtypeStruct`; lists them."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
-    odd = [(jax.tree_util.keystr(k) or name, shown(x)) for k, x in flat if not is_array(x)]
+    odd = [(jax.tree_util.keystr(k) or name, shown(x)) for k, x in flat if not (good or is_array)(x)]
     if odd:
         count = f"{len(odd)} of {counted(len(flat), 'leaf', 'leaves')} of {name}"
         raise TypeError(f"{where}: {count} are no arrays:\n{listing(odd)}\n{remedy}".rstrip())
@@ -156,6 +158,15 @@ def check_arrays(tree: Any, name: str, *, where: str, remedy: str = "") -> None:
 def is_array(x: Any) -> bool:
     """True for what has a shape and a dtype of its own: an array, a traced one, a `jax.ShapeDtypeStruct`."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+
+
+def is_numeric(x: Any) -> bool:
+    """True for an array with values, of a dtype that JAX has, and for a number that fits into one."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype.kind not in "OSUMm"
+    if isinstance(x, int):
+        return abs(x) < 2**63
+    return isinstance(x, (jax.Array, float, complex)) or hasattr(x, "__jax_array__")
 
 
 def division(size: int, parts: int) -> str:

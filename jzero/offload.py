@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jzero.describe import leaf_bytes
-from jzero.errors import check_arrays, counted, human_bytes, listing, shown
+from jzero.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown
 from jzero.jaxprs import is_tracer
 from jzero.layout import path_name
 from jzero.sharding import HOST, Plan
@@ -131,11 +131,21 @@ def select(pred: Any, new: Any, old: Any) -> Any:
     pred = jax.numpy.asarray(pred)
     if pred.shape != ():
         raise ValueError(f"jzero.select: pred must be a scalar, it has the shape {pred.shape}.")
-    check_arrays((new, old), "new and old", where="jzero.select")
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "jzero.select: new and old are not trees of one structure:\n"
             f"  new  {jax.tree.structure(new)}\n  old  {jax.tree.structure(old)}"
+        )
+
+    check_arrays((new, old), "new and old", good=is_numeric, where="jzero.select")
+    flat = zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True)
+    rows = [
+        (path_name(k), str(np.shape(a)), str(np.shape(b))) for (k, a), b in flat if np.shape(a) != np.shape(b)
+    ]
+    if rows:
+        raise ValueError(
+            f"jzero.select: {counted(len(rows), 'leaf has', 'leaves have')} another shape in new than in old:\n"
+            f"{listing([('leaf', 'new', 'old'), *rows])}"
         )
 
     def chosen(pred, new, old):

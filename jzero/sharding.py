@@ -32,6 +32,7 @@ from jzero.errors import (
     division,
     human_bytes,
     is_array,
+    is_numeric,
     listing,
     nearest,
     shown,
@@ -558,22 +559,13 @@ def _check_batch(batch: Any) -> None:
                 "jax.lax.with_sharding_constraint(batch, plan.batch)."
             )
         in_list = bool(path) and isinstance(path[-1], jax.tree_util.SequenceKey)
-        if not _is_numbers(leaf):
+        if not is_numeric(leaf):
             raise TypeError(f"plan.place_batch: {name} is {shown(leaf)}. Pass arrays of numbers.")
         if in_list and not hasattr(leaf, "shape"):
             raise TypeError(
                 f"plan.place_batch: {name} is a {type(leaf).__name__} in a list, which would be a scalar of its own. "
                 "Pass arrays: np.asarray(the list)."
             )
-
-
-def _is_numbers(leaf: Any) -> bool:
-    """An array of a dtype that JAX has, or a number that fits into one."""
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSUMm"
-    if isinstance(leaf, int):
-        return abs(leaf) < 2**63
-    return isinstance(leaf, (jax.Array, float, complex)) or hasattr(leaf, "__jax_array__")
 
 
 def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:

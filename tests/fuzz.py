@@ -175,7 +175,7 @@ def row(calls: list[Call]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--calls", type=int, default=7000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--group", choices=("jzero", "checkpoint"), default="jzero")

@@ -111,7 +111,7 @@ def test_an_apply_fn_that_takes_its_params_by_keyword(stage, mesh):
     class Pretrained:
         """As the Flax models of Hugging Face are called."""
 
-        def __call__(self, input_ids, params=None, train=False):
+        def __call__(self, input_ids, params: Any = None, train=False):
             return input_ids @ params["w"]
 
     plan = jzero.make_plan({"w": X}, stage=stage, mesh=mesh, min_shard_bytes=0)
