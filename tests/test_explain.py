@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jzero.proof.arguments import argument_bytes
 from jzero.proof.pod import pod
 from jzero.proof.report import Collective, Memory, Report, Wire, explain
+from jzero.sharding import make_plan
 
 WIDTH = 128
 WEIGHT = WIDTH * WIDTH * 4
@@ -65,7 +65,7 @@ def compiled(mesh):
 
 @pytest.fixture(scope="module")
 def plan(mesh):
-    return SimpleNamespace(mesh=mesh, batch_axes=("data",), param_bytes=2 * WEIGHT)
+    return make_plan([abstract(mesh)] * 2, stage=3, mesh=mesh)
 
 
 def of(report, op):
@@ -118,12 +118,9 @@ def test_memory_adds_up(compiled):
 
 
 def test_arguments_are_split_where_the_plan_tells_them_apart(compiled, plan):
-    def kind_of(path):
-        return "params" if path.startswith("[0][0]") else "rest"
-
     expected = {"params": 2 * WEIGHT // 8, "opt_state": 0, "rest": 8 * WEIGHT}
-    assert argument_bytes(compiled, kind_of) == expected
-    memory = explain(compiled, SimpleNamespace(**vars(plan), kind_of=kind_of)).memory
+    assert argument_bytes(compiled, plan.kind_of) == expected
+    memory = explain(compiled, plan).memory
     assert memory is not None
     assert (memory.params, memory.opt_state, memory.rest) == tuple(expected.values())
     assert sum(expected.values()) == memory.arguments
