@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import check_int, nearest
+from jzero.errors import check_choice, check_flag, check_int, check_kind, nearest, shown
 
 BUCKETS = 16  # that the params make by default, where one is then at most
 BUCKET_BYTES = 32 * 2**20
@@ -66,12 +67,11 @@ class Offload:
     prefetch: bool = False
 
     def __post_init__(self):
-        _check_choice(self.tier, "tier", ("host",), where="Offload")
-        _check_choice(self.update, "update", ("device", "host"), where="Offload")
+        check_choice(self.tier, "tier", ("host",), where="Offload")
+        check_choice(self.update, "update", ("device", "host"), where="Offload")
         if self.in_flight_bytes is not None:
             check_int(self.in_flight_bytes, "in_flight_bytes", where="Offload", low=1)
-        if not isinstance(self.prefetch, bool):
-            raise TypeError(f"Offload(prefetch={self.prefetch!r}): prefetch must be True or False.")
+        check_flag(self.prefetch, "prefetch", where="Offload")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,18 +138,17 @@ class ZeroConfig:
             object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
         for name in ("master_dtype", "compute_dtype", "reduce_dtype", "moment_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
-        _check_choice(self.updates, "updates", ("land", "delta"))
-        _check_choice(self.uneven, "uneven", ("pad", "replicate", "error"))
+        check_choice(self.updates, "updates", ("land", "delta"), where="ZeroConfig")
+        check_choice(self.uneven, "uneven", ("pad", "replicate", "error"), where="ZeroConfig")
         if isinstance(self.min_shard_bytes, str):
-            _check_choice(self.min_shard_bytes, "min_shard_bytes", ("auto",))
+            check_choice(self.min_shard_bytes, "min_shard_bytes", ("auto",), where="ZeroConfig")
         else:
             check_int(self.min_shard_bytes, "min_shard_bytes", where="ZeroConfig", low=0)
         check_int(self.prefetch, "prefetch", where="ZeroConfig", low=1)
-        if not isinstance(self.reshard_after_forward, bool):
-            raise TypeError(
-                f"ZeroConfig(reshard_after_forward={self.reshard_after_forward!r}): must be True or False. "
-                "To gather weights over fewer devices pass param_axis=."
-            )
+        check_flag(
+            self.reshard_after_forward, "reshard_after_forward", where="ZeroConfig",
+            remedy="To gather weights over fewer devices pass param_axis=.",
+        )  # fmt: skip
         if self.bucket_bytes is not None:
             check_int(self.bucket_bytes, "bucket_bytes", where="ZeroConfig", low=1)
         object.__setattr__(self, "offload", _offload(self.offload))
@@ -238,7 +237,7 @@ class ZeroConfig:
 
     def master_for(self, dtype) -> np.dtype | None:
         """The dtype of the master copy of a param of `dtype`, or None where it needs none."""
-        dtype = jnp.dtype(dtype)
+        dtype = check_dtype(dtype, "dtype", where="ZeroConfig.master_for", floating=False)
         if self.master_dtype is None:
             return None
         wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
@@ -246,8 +245,9 @@ class ZeroConfig:
 
     def adam_bytes(self, dtype) -> int:
         """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master where it has one."""
+        dtype = check_dtype(dtype, "dtype", where="ZeroConfig.adam_bytes", floating=False)
         master = self.master_for(dtype)
-        moment = self.moment_dtype or master or jnp.dtype(dtype)
+        moment = self.moment_dtype or master or dtype
         return 2 * moment.itemsize + (master.itemsize if master else 0)
 
 
@@ -282,18 +282,9 @@ def _as_tuple(axis) -> tuple[str, ...]:
 def _offload(value) -> Offload | None:
     if value is None or isinstance(value, Offload):
         return value
-    if not isinstance(value, str):
-        raise TypeError(f'ZeroConfig(offload={value!r}): offload must be "host", a jzero.Offload or None.')
-    _check_choice(value, "offload", ("host",))
+    check_kind(value, "offload", str, '"host", a jzero.Offload or None', where="ZeroConfig")
+    check_choice(value, "offload", ("host",), where="ZeroConfig")
     return Offload(tier=value)
-
-
-def _check_choice(value, name: str, choices: tuple[str, ...], *, where: str = "ZeroConfig"):
-    if value not in choices:
-        known = ", ".join(map(repr, choices))
-        raise ValueError(
-            f"{where}({name}={value!r}): {name} must be one of {known}.{nearest(value, choices)}"
-        )
 
 
 def _axes(value, name: str, *, optional: bool):
@@ -306,17 +297,31 @@ def _axes(value, name: str, *, optional: bool):
             raise ValueError(f"ZeroConfig({name}={value!r}): an axis is named twice.")
         return tuple(value)
     raise TypeError(
-        f"ZeroConfig({name}={value!r}): {name} must be the name of a mesh axis or a tuple of names."
+        f"ZeroConfig({name}={shown(value)}): {name} must be the name of a mesh axis or a tuple of names."
     )
 
 
 def _dtype(value, name: str):
     if value is None or (name == "master_dtype" and isinstance(value, str) and value == "auto"):
         return value
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        raise TypeError(f"ZeroConfig({name}={value!r}): {name} must be a dtype or None.") from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"ZeroConfig({name}={value!r}): {name} must be a floating dtype.")
+    return check_dtype(value, name, where="ZeroConfig", rule="a dtype or None")
+
+
+def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating: bool = True) -> np.dtype:
+    """The dtype that a value names.
+
+    Raises:
+      TypeError: it names none; an array does not, nor does None.
+      ValueError: it is no floating dtype, where one is wanted.
+    """
+    names = isinstance(value, (str, type, np.dtype)) or (
+        hasattr(value, "dtype") and not hasattr(value, "shape")
+    )
+    dtype = None
+    with contextlib.suppress(TypeError, ValueError, SyntaxError):
+        dtype = jnp.dtype(value) if names else None
+    if dtype is None or dtype.kind == "O":
+        raise TypeError(f"{where}({name}={shown(value)}): {name} must be {rule}, such as jnp.bfloat16.")
+    if floating and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{where}({name}={shown(value)}): {name} must be a floating dtype.")
     return dtype

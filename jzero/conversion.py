@@ -13,7 +13,7 @@ from jzero.kinds import Parts
 from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap
 from jzero.placement import on_device
 from jzero.sharding import Plan
-from jzero.stored import align, cut, cut_state
+from jzero.stored import align, check_state, cut, cut_state
 
 
 def check_belongs(parts: Parts, tx) -> None:
@@ -137,6 +137,7 @@ def without_padding(opt_state: Any, tx: Any) -> Any:
     plan = tx.init.plan
     if plan.config.uneven != "pad":
         return opt_state
+    check_state(_inner(opt_state), tx.update.logical, where="jzero")
     inner = cut_state(_inner(opt_state), tx.update.logical, plan)
     if not isinstance(opt_state, ZeroState):
         return inner

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 MOST_LEAVES = 8
+LARGEST = float(np.finfo(np.float32).max)
 
 SHORT_DTYPES = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "bool": "bool",
@@ -58,15 +61,112 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
 
 
+def shown(value: Any) -> str:
+    """A value in a message: its `repr`, an array by its type, at most 80 characters on one line."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of shape {value.shape}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _refuse(kind: type[Exception], value, name: str, rule: str, where: str, remedy: str) -> NoReturn:
+    got = f", not {type(value).__name__}" if kind is TypeError else ""
+    raise kind(f"{where}({name}={shown(value)}): {name} must be {rule}{got}. {remedy}".rstrip())
+
+
 def check_int(value, name: str, *, where: str, low: int, high: int | None = None, remedy: str = "") -> None:
     """Raises TypeError for what is no integer (a bool is none), ValueError for one out of its range."""
     span = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(
-            f"{where}({name}={value!r}): {name} must be {span}, not {type(value).__name__}. {remedy}".rstrip()
-        )
+        _refuse(TypeError, value, name, span, where, remedy)
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{where}({name}={value!r}): {name} must be {span}. {remedy}".rstrip())
+        _refuse(ValueError, value, name, span, where, remedy)
+
+
+def check_ints(value, name: str, *, where: str, low: int | None = None, remedy: str = "") -> tuple[int, ...]:
+    """An integer, or a tuple or list of them, as a tuple. Raises as `check_int`."""
+    found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    least = "" if low is None else f" of at least {low}"
+    if any(isinstance(v, bool) or not isinstance(v, (int, np.integer)) for v in found):
+        _refuse(TypeError, value, name, f"an int{least}, or a tuple of them", where, remedy)
+    if low is not None and any(v < low for v in found):
+        _refuse(ValueError, value, name, f"an int{least}, or a tuple of them", where, remedy)
+    return found
+
+
+def check_number(value, name: str, rule: str, good: Callable[[Any], bool], *, where: str) -> None:
+    """Raises TypeError for what is no real number, ValueError for one that float32 lacks or that is not `good`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        _refuse(TypeError, value, name, rule, where, "")
+    if not (abs(value) <= LARGEST and good(value)):
+        _refuse(ValueError, value, name, rule, where, "")
+
+
+def check_flag(value, name: str, *, where: str, remedy: str = "") -> None:
+    """Raises TypeError for what is neither True nor False."""
+    if not isinstance(value, bool):
+        _refuse(TypeError, value, name, "True or False", where, remedy)
+
+
+def check_choice(value, name: str, choices: Sequence[str], *, where: str, optional: bool = False) -> None:
+    """Raises TypeError for what is no string, ValueError for one that is none of the choices."""
+    if value is None and optional:
+        return
+    rule = f"one of {', '.join(map(repr, choices))}{' or None' if optional else ''}"
+    if not isinstance(value, str):
+        _refuse(TypeError, value, name, rule, where, "")
+    if value not in choices:
+        _refuse(ValueError, value, name, rule, where, nearest(value, choices).strip())
+
+
+def check_kind(
+    value, name: str, kinds: Any, rule: str, *, where: str, optional: bool = False, remedy: str = ""
+) -> None:
+    """Raises TypeError for what is an instance of none of the classes; `rule` says in words what it must be."""
+    if not (isinstance(value, kinds) or (optional and value is None)):
+        _refuse(TypeError, value, name, rule + (" or None" if optional else ""), where, remedy)
+
+
+def check_function(value, name: str, *, where: str, optional: bool = False, remedy: str = "") -> None:
+    """Raises TypeError for what cannot be called."""
+    if not (callable(value) or (optional and value is None)):
+        _refuse(TypeError, value, name, f"a function{' or None' if optional else ''}", where, remedy)
+
+
+def check_transformation(tx: Any, *, where: str) -> None:
+    """Raises TypeError for what is no optax transformation."""
+    if isinstance(tx, type) or not (
+        callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
+    ):
+        raise TypeError(f"{where}: tx must be an optax transformation, not {type(tx).__name__}.")
+
+
+def check_arrays(
+    tree: Any, name: str, *, where: str, good: Callable[[Any], bool] | None = None, remedy: str = ""
+) -> None:
+    """Raises TypeError for a tree with leaves that are not `good`: no arrays nor `jax.ShapeDtypeStruct`; lists them."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    odd = [(jax.tree_util.keystr(k) or name, shown(x)) for k, x in flat if not (good or is_array)(x)]
+    if odd:
+        count = f"{len(odd)} of {counted(len(flat), 'leaf', 'leaves')} of {name}"
+        raise TypeError(f"{where}: {count} are no arrays:\n{listing(odd)}\n{remedy}".rstrip())
+
+
+def is_array(x: Any) -> bool:
+    """True for what has a shape and a dtype of its own: an array, a traced one, a `jax.ShapeDtypeStruct`."""
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+
+
+def is_numeric(x: Any) -> bool:
+    """True for an array with values, of a dtype that JAX has, and for a number that fits into one."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype.kind not in "OSUMm"
+    if isinstance(x, int):
+        return abs(x) < 2**63
+    return isinstance(x, (jax.Array, float, complex)) or hasattr(x, "__jax_array__")
 
 
 def division(size: int, parts: int) -> str:

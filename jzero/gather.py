@@ -16,10 +16,11 @@ import numpy as np
 from jzero import jaxprs
 from jzero.ahead import fetches
 from jzero.buckets import activation_bytes, tied_tables
+from jzero.errors import check_function
 from jzero.layout import Layout, path_keys
 from jzero.mesh import check_context_mesh, in_shard_map
 from jzero.modules import call, has_module, is_module, without_root
-from jzero.sharding import Plan
+from jzero.sharding import Plan, check_plan
 from jzero.walk import Walk
 from jzero.weight import Weight
 
@@ -50,8 +51,9 @@ class GatherOnUse:
     fn: Callable
     plan: Plan
 
-    def __call__(self, params, *args, **kwargs):
+    def __call__(self, *args, **kwargs):
         """Call the function; where params are stored split, each is gathered where it is used."""
+        params, args, kwargs = self._params_first(args, kwargs)
         check_context_mesh()
         warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
         if _tracing.get() or not self.plan.config.row.state:
@@ -65,6 +67,32 @@ class GatherOnUse:
                 return fn(params, args, kwargs)
             return call(self._evaluate, fn, params, args, kwargs)
         return self._evaluate(fn, params, args, kwargs)
+
+    def _params_first(self, args, kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The first argument, by position or by its name, and the others.
+
+        Raises:
+          TypeError: params go elsewhere, as with `__call__` of a model of Hugging Face.
+        """
+        try:
+            names = list(inspect.signature(self.fn).parameters)
+        except (TypeError, ValueError):
+            names = []
+        first = names[0] if names else ""
+        if "params" in kwargs and "params" in names[1:]:
+            name = getattr(self.fn, "__qualname__", "apply_fn")
+            raise TypeError(
+                f"jzero.gather_on_use: {name} takes its params by keyword (params=), and jzero those of the first "
+                "argument. Put them first: apply_fn = lambda params, *args, **kwargs: model(*args, params=params, "
+                "**kwargs), and call it so."
+            )
+        if args:
+            return args[0], args[1:], kwargs
+        if first not in kwargs:
+            raise TypeError(
+                f"jzero.gather_on_use: called without the params. {first or 'They'} must come first."
+            )
+        return kwargs[first], (), {k: v for k, v in kwargs.items() if k != first}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -102,6 +130,7 @@ class GatherOnUse:
             with as_written():
                 outs, outs_tree = jax.tree.flatten(fn(*jax.tree.unflatten(tree, filled)))
             others[:] = [None if _is_output(o) else o for o in outs]
+            self._check_no_function(others)
             out_tree[:] = [outs_tree]
             return [o for o in outs if _is_output(o)]
 
@@ -119,6 +148,15 @@ class GatherOnUse:
         ]
         outs = iter(walk.plain(walk.run(jaxpr, consts, walk.on_shards(values))))
         return jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
+
+    def _check_no_function(self, outs: Sequence[Any]) -> None:
+        """Raises TypeError for a function among the results: weights that it holds are not there any more outside."""
+        if any(callable(o) for o in outs):
+            raise TypeError(
+                f"jzero.gather_on_use: {getattr(self.fn, '__qualname__', 'the function')} returns a function (curried, "
+                "or a bound model), and weights are gathered only while it runs itself. Pass one that takes all "
+                "arguments at once: apply_fn = lambda params, x: curried(params)(x)."
+            )
 
     def _ordered(self, jaxpr, weights: Sequence[bool]) -> bool:
         """More than one bucket, and at stage 2 enough tokens: [Note: few tokens] in `buckets.py`."""
@@ -193,6 +231,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
 
     Raises:
+      TypeError: `fn` is no function, `plan` no plan.
       ValueError: when called, if the first argument holds none of the plan's params.
 
     Cost:
@@ -203,6 +242,8 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.3; Zhao et al., PyTorch FSDP (arXiv:2304.11277).
     """
+    check_function(fn, "fn", where="jzero.gather_on_use")
+    check_plan(plan, where="jzero.gather_on_use")
     if not walks(plan):
         return fn
     if isinstance(fn, GatherOnUse):

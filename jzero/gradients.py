@@ -21,7 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.coupling import check_examples_apart
-from jzero.errors import check_int, counted, division, listing, typed_shape
+from jzero.errors import (
+    check_choice,
+    check_flag,
+    check_function,
+    check_int,
+    check_ints,
+    counted,
+    division,
+    is_array,
+    listing,
+    shown,
+    typed_shape,
+)
 from jzero.gather import as_written, gather_on_use
 from jzero.jaxprs import is_tracer
 from jzero.layout import Layout
@@ -29,7 +41,7 @@ from jzero.mesh import check_context_mesh
 from jzero.modules import has_module
 from jzero.scale import Factor, factor_of
 from jzero.scatter import batch_axes, needs_scatter, of_batch, reduce_scatter
-from jzero.sharding import Plan
+from jzero.sharding import Plan, check_plan
 from jzero.specs import P, make_spec, named_axes
 from jzero.stored import cut, pad
 
@@ -105,36 +117,24 @@ def value_and_grad(
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 7; DeepSpeed's `gradient_accumulation_steps`.
     """
-    if not callable(loss_fn):
-        raise TypeError(f"jzero.value_and_grad: loss_fn must be a function, got {type(loss_fn).__name__}.")
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"jzero.value_and_grad: needs a plan, got {type(plan).__name__}. Pass jzero.plan_of(state)."
-        )
-    check_int(accumulate, "accumulate", where="jzero.value_and_grad", low=1)
-    if coupled not in ("refuse", "allow"):
-        raise ValueError(f'jzero.value_and_grad(coupled={coupled!r}): must be "refuse" or "allow".')
+    where: Any = {"where": "jzero.value_and_grad"}
+    check_function(loss_fn, "loss_fn", **where)
+    check_plan(plan, **where)
+    check_int(accumulate, "accumulate", low=1, **where)
+    check_flag(has_aux, "has_aux", **where)
+    check_function(weight, "weight", optional=True, **where)
+    check_choice(reduce, "reduce", REDUCE, **where)
+    check_choice(coupled, "coupled", ("refuse", "allow"), **where)
+    positions = {"low": 1, "remedy": "Position 0 is the params.", **where}
     return _ValueAndGrad(
-        loss_fn, plan, accumulate, has_aux, _argnums(batch_argnums, "batch_argnums"),
-        _argnums(rng_argnums, "rng_argnums"), weight, _mode(reduce, plan, accumulate), coupled == "allow",
-        None if scale is None else factor_of(scale),
+        loss_fn, plan, accumulate, has_aux, check_ints(batch_argnums, "batch_argnums", **positions),
+        check_ints(rng_argnums, "rng_argnums", **positions), weight, _mode(reduce, plan, accumulate),
+        coupled == "allow", None if scale is None else factor_of(scale),
     )  # fmt: skip
-
-
-def _argnums(value, name: str) -> tuple[int, ...]:
-    out = (value,) if isinstance(value, int) else tuple(value)
-    bad = [v for v in out if isinstance(v, bool) or not isinstance(v, int) or v < 1]
-    if bad:
-        raise ValueError(f"jzero.value_and_grad({name}={value!r}): positions from 1 on; 0 is the params.")
-    return out
 
 
 def _mode(reduce: str, plan: Plan, accumulate: int) -> str:
     """Where gradients are reduced: "step", "microbatch" or, where XLA alone decides, "plain"."""
-    if reduce not in REDUCE:
-        raise ValueError(
-            f"jzero.value_and_grad(reduce={reduce!r}): must be one of {', '.join(map(repr, REDUCE))}."
-        )
     if plan.config.row.params and reduce == "step":
         raise ValueError(
             'jzero.value_and_grad(reduce="step"): stage 3 gathers weights in each micro-batch and never holds a '
@@ -226,12 +226,15 @@ class _ValueAndGrad:
                 f"called with params and {len(args)} more. Pass it by position."
             )
         leaves = jax.tree.leaves([args[i - 1] for i in self.batch_argnums])
-        sizes = sorted({np.shape(x)[0] if np.ndim(x) else 0 for x in leaves})
+        sizes = sorted({np.shape(x)[0] if is_array(x) and np.ndim(x) else 0 for x in leaves})
         parts = self.plan.batch_parts * self.accumulate
         if len(sizes) == 1 and sizes[0] and sizes[0] % parts == 0:
             return sizes[0]
         rows = [
-            (typed_shape(x), division(np.shape(x)[0], parts) if np.ndim(x) else "no dim 0") for x in leaves
+            (typed_shape(x), division(np.shape(x)[0], parts) if np.ndim(x) else "no dim 0")
+            if is_array(x)
+            else (shown(x), "no array")
+            for x in leaves
         ]
         raise ValueError(
             f"jzero.value_and_grad: {counted(self.plan.batch_parts, 'device')} x "
@@ -403,19 +406,19 @@ def _over_devices(aux, total, axes):
 def _split_static(args):
     """Per argument its array leaves, and what puts it together again: `shard_map` takes arrays alone."""
     flat = [jax.tree.flatten(arg) for arg in args]
-    is_array = [
+    traced = [
         [isinstance(x, (jax.Array, np.ndarray, np.generic)) or is_tracer(x) for x in xs] for xs, _ in flat
     ]
     arrays = [
-        [x for x, a in zip(xs, own, strict=True) if a] for (xs, _), own in zip(flat, is_array, strict=True)
+        [x for x, a in zip(xs, own, strict=True) if a] for (xs, _), own in zip(flat, traced, strict=True)
     ]
-    return arrays, [(tree, xs, own) for (xs, tree), own in zip(flat, is_array, strict=True)]
+    return arrays, [(tree, xs, own) for (xs, tree), own in zip(flat, traced, strict=True)]
 
 
 def _merge_static(arrays, rest):
     """The reverse of `_split_static`."""
     out = []
-    for own, (tree, leaves, is_array) in zip(arrays, rest, strict=True):
+    for own, (tree, leaves, traced) in zip(arrays, rest, strict=True):
         new = iter(own)
-        out.append(tree.unflatten([next(new) if a else x for x, a in zip(leaves, is_array, strict=True)]))
+        out.append(tree.unflatten([next(new) if a else x for x, a in zip(leaves, traced, strict=True)]))
     return tuple(out)

@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.tree_util import Partial
 
+from jzero.errors import is_array
 from jzero.layout import metadata_spec
 from jzero.optim import ZeroState
 
@@ -54,6 +56,36 @@ def is_creator(state: Any) -> bool:
     return callable(state) and not _is_train_state(state) and not is_pair(state) and not hasattr(state, "tx")
 
 
+def check_state(state: Any, *, where: str) -> None:
+    """Raises TypeError for what is neither a state nor a function that may create one, with what to pass instead."""
+    kind = state.__name__ if isinstance(state, type) else type(state).__name__
+    if _is_module(state, "flax.nnx") or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
+        raise TypeError(
+            f"{where}: {kind} is no train state. An NNX model goes with its optimizer, as one pair, the model first: "
+            f"{where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )
+    if _is_module(state, "flax.linen"):
+        raise TypeError(
+            f"{where}: {kind} is a model and no train state: it has neither params nor an optimizer. Pass "
+            "TrainState.create(apply_fn=model.apply, params=params, tx=tx), or a function that returns it."
+        )
+    if callable(state) and not isinstance(state, Partial) and any(map(is_array, jax.tree.leaves(state))):
+        raise TypeError(
+            f"{where}: {kind} is a model and no train state. Lay out its params, and wrap the optimizer: "
+            "plan = jzero.make_plan(params, ...), params = plan.place(params), tx = jzero.zero(tx, plan)."
+        )
+    if not (_is_train_state(state) or is_pair(state) or is_creator(state)):
+        raise _unknown(state, where)
+
+
+def _is_module(x: Any, package: str) -> bool:
+    """A module of Flax, or a class of them."""
+    flax = sys.modules.get(package)
+    return flax is not None and (
+        isinstance(x, flax.Module) or (isinstance(x, type) and issubclass(x, flax.Module))
+    )
+
+
 def take_apart(state: Any, *, where: str) -> Parts:
     """The parts of a state.
 
@@ -64,7 +96,11 @@ def take_apart(state: Any, *, where: str) -> Parts:
         return _train_state_parts(state)
     if is_pair(state):
         return _pair_parts(*state)
-    raise TypeError(
+    raise _unknown(state, where)
+
+
+def _unknown(state: Any, where: str) -> TypeError:
+    return TypeError(
         f"{where}: a state of type {type(state).__name__} is not known. Known are a Flax TrainState (params, tx, "
         "opt_state, replace), a pair (nnx.Module, nnx.Optimizer), or a function without arguments that returns one. "
         "For any other loop: plan = jzero.make_plan(params, ...) and tx = jzero.zero(tx, plan)."

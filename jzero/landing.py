@@ -53,13 +53,45 @@ class UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_array
         )
 
     def __getattr__(self, name):
-        raise AttributeError(
-            f"jzero: an update has no {name!r}: it is no array, and only lands on its param. Take norms of the "
-            'gradients, or pass ZeroConfig(updates="delta") for plain arrays.'
-        )
+        raise AttributeError(_no_array(name))
 
     def __repr__(self):
         return f"<jzero update of a param {typed_shape(self)}>"
+
+
+def _no_array(asked: str) -> str:
+    return (
+        f"jzero: an update is no array, and has no {asked!r}: it only lands on its param. Take norms of the gradients, "
+        "optax.global_norm(grads), scale inside of the chain that jzero.zero wraps (optax.chain), or pass "
+        'ZeroConfig(updates="delta") for plain arrays.'
+    )
+
+
+def _refused(name: str):
+    def refuse(self, *others):
+        raise TypeError(_no_array(name))
+
+    return refuse
+
+
+for _name in [
+    "mul",
+    "rmul",
+    "sub",
+    "rsub",
+    "truediv",
+    "rtruediv",
+    "matmul",
+    "rmatmul",
+    "pow",
+    "neg",
+    "abs",
+    "getitem",
+]:
+    setattr(
+        UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_arrays,
+        f"__{_name}__", _refused(f"__{_name}__"),
+    )  # fmt: skip
 
 
 def landing(add, x: Layout):

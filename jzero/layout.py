@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config import ZeroConfig
-from jzero.errors import human_bytes, nearest, typed_shape
+from jzero.errors import human_bytes, nearest, shown, typed_shape
 from jzero.specs import (
     P,
     axis_size,
@@ -216,16 +216,33 @@ def whole_below(config: ZeroConfig, leaves: Sequence[tuple[int, int, int]], n: i
 def base_specs(params, flat, param_specs, mesh: Mesh, axes: Sequence[str]) -> list[PartitionSpec]:
     """The layout that each param brings: `param_specs`, else Flax metadata, else its NamedSharding, else whole."""
     if param_specs is not None:
-        given = jax.tree.map(
-            lambda spec, sub: jax.tree.map(lambda _: spec, sub),
-            param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None,
-        )  # fmt: skip
-        specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
+        specs = _given_specs(param_specs, params)
     else:
         boxed = jax.tree.leaves(params, is_leaf=lambda x: metadata_spec(x) is not None)
         specs = [s for box in boxed for s in [metadata_spec(box)] for _ in jax.tree.leaves(box)]
     out = [_array_spec(x, mesh, axes) if s is None else s for (_, x), s in zip(flat, specs, strict=True)]
     return [_checked_base(k, x, s, mesh) for (k, x), s in zip(flat, out, strict=True)]
+
+
+def _given_specs(param_specs: Any, params: Any) -> list[PartitionSpec | None]:
+    """What `param_specs=` says for every param."""
+
+    def is_spec(x):
+        return isinstance(x, PartitionSpec) or x is None
+
+    where = "jzero.make_plan"
+    odd = [x for x in jax.tree.leaves(param_specs, is_leaf=is_spec) if not is_spec(x)]
+    if odd:
+        raise TypeError(f"{where}: param_specs must be a tree of PartitionSpec, not {shown(odd[0])}.")
+    try:
+        given = jax.tree.map(
+            lambda spec, sub: jax.tree.map(lambda _: spec, sub), param_specs, params, is_leaf=is_spec
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{where}: param_specs is no tree like the params, nor the top of one: {error}"
+        ) from None
+    return jax.tree.leaves(given, is_leaf=is_spec)
 
 
 def metadata_spec(box) -> PartitionSpec | None:

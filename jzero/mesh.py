@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jzero.config import ZeroConfig
-from jzero.errors import listing, nearest
+from jzero.errors import listing, nearest, shown
 from jzero.specs import whole_mesh
 from jzero.topology import grid, span
 
@@ -104,7 +104,11 @@ def _named(axes: Any, sizes: Mapping[str, int | str]) -> dict[str, int | str]:
                 f"jzero.mesh: {name!r} is no option.{hint} An axis goes into the mapping: "
                 f"jzero.mesh({{{name!r}: ...}})."
             )
-    return {**axes, **sizes} or {"data": -1}
+    named = {**axes, **sizes} or {"data": -1}
+    for name, size in named.items():
+        if isinstance(size, bool) or not isinstance(size, (int, str)):
+            raise TypeError(f"jzero.mesh: the size of axis {name!r} must be an int or a word, got {shown(size)}.")
+    return named
 
 
 def _devices(devices: Any) -> list[Any]:
@@ -122,8 +126,6 @@ def _devices(devices: Any) -> list[Any]:
 def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str, int]:
     """The size of every axis as a number."""
     for name, size in named.items():
-        if isinstance(size, bool) or not isinstance(size, (int, str)):
-            raise TypeError(f"jzero.mesh: the size of axis {name!r} must be an int or a word, got {size!r}.")
         if isinstance(size, str) and size not in (*LEVELS, "rest"):
             known = (*LEVELS, "rest")
             raise ValueError(

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jzero.describe import leaf_bytes
-from jzero.errors import counted, human_bytes, listing
+from jzero.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown
 from jzero.jaxprs import is_tracer
 from jzero.layout import path_name
 from jzero.sharding import HOST, Plan
@@ -125,6 +126,8 @@ def select(pred: Any, new: Any, old: Any) -> Any:
       >>> jzero.select(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"]
       Array([0., 0.], dtype=float32)
     """
+    if not isinstance(pred, bool) and getattr(pred, "dtype", None) != np.bool_:
+        raise TypeError(f"jzero.select: pred must be a boolean scalar, not {shown(pred)}.")
     pred = jax.numpy.asarray(pred)
     if pred.shape != ():
         raise ValueError(f"jzero.select: pred must be a scalar, it has the shape {pred.shape}.")
@@ -132,6 +135,17 @@ def select(pred: Any, new: Any, old: Any) -> Any:
         raise ValueError(
             "jzero.select: new and old are not trees of one structure:\n"
             f"  new  {jax.tree.structure(new)}\n  old  {jax.tree.structure(old)}"
+        )
+
+    check_arrays((new, old), "new and old", good=is_numeric, where="jzero.select")
+    flat = zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True)
+    rows = [
+        (path_name(k), str(np.shape(a)), str(np.shape(b))) for (k, a), b in flat if np.shape(a) != np.shape(b)
+    ]
+    if rows:
+        raise ValueError(
+            f"jzero.select: {counted(len(rows), 'leaf has', 'leaves have')} another shape in new than in old:\n"
+            f"{listing([('leaf', 'new', 'old'), *rows])}"
         )
 
     def chosen(pred, new, old):

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jzero.errors import counted, listing, typed_shape
+from jzero.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.jaxprs import constant_zero_outputs, is_tracer
 from jzero.landing import OneByOne, is_copied, land_by_layers, land_on_sum, landing, lands_by_layers
 from jzero.layout import Layout
 from jzero.mesh import check_context_mesh
 from jzero.moments import with_moment_dtype
 from jzero.offload import check_host_memory, homes_of, streamed
-from jzero.sharding import Plan
+from jzero.sharding import Plan, check_plan
 from jzero.step import Step, on_shards, read_params_first, reduce_grads
-from jzero.stored import align, pad, pin_state
+from jzero.stored import align, check_state, pad, pin_state
 
 
 class ZeroState(NamedTuple):
@@ -80,12 +80,8 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"jzero.zero: tx must be an optax transformation, not {type(tx).__name__}.")
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"jzero.zero: plan must be a jzero.Plan, not {type(plan).__name__}. Make one: jzero.make_plan(params, ...)."
-        )
+    check_transformation(tx, where="jzero.zero")
+    check_plan(plan, where="jzero.zero")
     if is_wrapped(tx):
         raise TypeError(
             "jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx)."
@@ -104,7 +100,12 @@ def init_shapes(tx: Any, params: Any) -> Any:
 
 
 def unwrap(tx: Any) -> optax.GradientTransformation:
-    """The plain transformation inside a wrapped one; a plain one is returned as it is."""
+    """The plain transformation inside a wrapped one; a plain one is returned as it is.
+
+    Raises:
+      TypeError: no optax transformation.
+    """
+    check_transformation(tx, where="jzero.unwrap")
     return tx.init.tx if is_wrapped(tx) else tx
 
 
@@ -166,6 +167,7 @@ class _Update(_Wrapped):
         grads = align(updates, params, where="jzero.zero: update")
         _check_grads(grads, self.plan)
         inner, master = split_master(state, params)
+        check_state(inner, self.logical, where="jzero.zero: update")
         tree = jax.tree.structure(params)
         if "value_fn" in extra:
             extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
@@ -275,7 +277,8 @@ def _check_dtypes(pairs) -> None:
 
 
 def _check_grads(grads, plan: Plan) -> None:
-    """Raises ValueError for gradients of other shapes than the params: per-example ones, say."""
+    """Raises for gradients that are no arrays, or have other shapes than the params: per-example ones, say."""
+    check_arrays(grads, "the gradients", where="jzero.zero: update")
     rows = zip(grads, plan.layouts, strict=True)
     bad = [
         (x.name, typed_shape(x), typed_shape(g))

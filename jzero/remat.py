@@ -13,14 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.boundary import KeepsInputs, Kept, begin, end
-from jzero.errors import division, nearest, typed_shape
+from jzero.errors import (
+    check_choice,
+    check_flag,
+    check_function,
+    check_int,
+    check_ints,
+    check_kind,
+    division,
+    nearest,
+    shown,
+    typed_shape,
+)
 from jzero.jaxprs import in_differentiated_loop
 from jzero.mesh import in_shard_map
 from jzero.modules import has_module
-from jzero.sharding import Plan, check_host
+from jzero.sharding import Plan, check_host, check_plan
 from jzero.specs import axis_size, make_spec, named_on
 from jzero.xla import host_loop_limit
 
+MOST_DIMS = 64  # that numpy's arrays have
 WHERE = 'jzero.remat(offload="host")'
 
 
@@ -80,25 +92,22 @@ def remat(
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 6.1: partitioned activation checkpointing, P_a and P_a+cpu.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"jzero.remat: plan must be a jzero.Plan, not {type(plan).__name__}: jzero.remat(Block, plan)."
-        )
+    where: Any = {"where": "jzero.remat"}
+    check_plan(plan, **where)
     if not _is_subject(subject):
-        raise TypeError(f"jzero.remat: {subject!r} is neither a Module class nor a function.")
-    if policy is not None and not callable(policy):
-        raise TypeError(f"jzero.remat(policy={policy!r}): pass one of jax.checkpoint_policies, or None.")
-    if offload not in (None, "host"):
-        raise ValueError(f'jzero.remat(offload={offload!r}): offload must be "host" or None.')
-    if isinstance(prefetch, bool) or prefetch not in (0, 1):
-        raise ValueError(
-            f"jzero.remat(prefetch={prefetch!r}): 0 or 1: fetch an input when its block needs it, or one block ahead."
-        )
+        raise TypeError(f"jzero.remat: {shown(subject)} is neither a Module class nor a function.")
+    check_function(policy, "policy", optional=True, remedy="Pass one of jax.checkpoint_policies.", **where)
+    check_choice(offload, "offload", ("host",), optional=True, **where)
+    ahead = "0 fetches an input when its block needs it, 1 one block ahead."
+    check_int(prefetch, "prefetch", low=0, high=1, remedy=ahead, **where)
+    check_flag(prevent_cse, "prevent_cse", **where)
+    check_int(dim, "dim", low=-MOST_DIMS, high=MOST_DIMS, **where)
     if offload is not None:
         check_host(plan.mesh, f"jzero.remat(offload={offload!r})")
     block = _Block(
-        subject, plan, _axes(partition, plan), offload is not None, _int(dim, "dim"), prevent_cse,
-        None if argnums is None else _ints(argnums, "argnums"), _ints(static_argnums, "static_argnums"),
+        subject, plan, _axes(partition, plan), offload is not None, dim, prevent_cse,
+        None if argnums is None else check_ints(argnums, "argnums", **where),
+        check_ints(static_argnums, "static_argnums", **where),
     )  # fmt: skip
     return block.wrapped(KeepsInputs(policy, ahead=bool(prefetch)))
 
@@ -107,32 +116,24 @@ def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:
     """The axes of `partition`, which the mesh has and the batch leaves whole."""
     if partition is None:
         return ()
+    rule = "the name of a mesh axis or a tuple of names"
+    check_kind(partition, "partition", (str, tuple, list), rule, where="jzero.remat", optional=True)
     axes = (partition,) if isinstance(partition, str) else tuple(partition)
-    shown = ", ".join(f"{k!r}: {v}" for k, v in plan.mesh.shape.items())
+    mesh = ", ".join(f"{k!r}: {v}" for k, v in plan.mesh.shape.items())
     for name in axes:
         if name not in plan.mesh.axis_names:
             raise ValueError(
-                f"jzero.remat: partition axis {name!r} is not in the mesh {{{shown}}}."
+                f"jzero.remat: partition axis {name!r} is not in the mesh {{{mesh}}}."
                 f"{nearest(str(name), plan.mesh.axis_names)}"
             )
         if name in plan.batch_axes:
             raise ValueError(
                 f"jzero.remat: partition axis {name!r} splits the batch already (batch axes {plan.batch_axes}): the "
-                f"activations of its devices differ. Pass an axis of tensor parallelism; the mesh is {{{shown}}}."
+                f"activations of its devices differ. Pass an axis of tensor parallelism; the mesh is {{{mesh}}}."
             )
     if not axes or len(set(axes)) != len(axes):
         raise ValueError(f"jzero.remat(partition={partition!r}): name each axis once, or pass None.")
     return axes
-
-
-def _int(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"jzero.remat({name}={value!r}): {name} must be an int.")
-    return value
-
-
-def _ints(value: Any, name: str) -> tuple[int, ...]:
-    return tuple(_int(v, name) for v in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,15 @@ without clipping, fp16, stage 2, compiled for 8 H200: temp 114.7 MB with such a 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jzero.errors import check_arrays, check_int, check_number, typed_shape
+
+MOST_STEPS = 2**31 - 1  # counted in int32
 _STATIC = {"static": True}
 
 
@@ -46,7 +48,9 @@ class LossScale:
       overflows: i32 scalar, overflows since it last changed.
 
     Raises:
-      ValueError: an initial scale outside of minimum and maximum, factors on the wrong side of 1, counts below 1.
+      TypeError: a field that is no number, or a count that is no integer.
+      ValueError: an initial scale outside of minimum and maximum, factors on the wrong side of 1 or not finite, counts
+        below 1.
 
     Example:
       >>> import jax.numpy as jnp, jzero
@@ -73,31 +77,30 @@ class LossScale:
     overflows: Any = None
 
     def __post_init__(self):
+        self._check()
         if self.value is not None:
             return
-        self._check()
         object.__setattr__(self, "value", jnp.float32(self.initial))
         for name in ("skipped", "good_steps", "overflows"):
             object.__setattr__(self, name, jnp.int32(0))
 
     def _check(self) -> None:
-        def refuse(name: str, rule: str):
-            raise ValueError(f"jzero.LossScale({name}={getattr(self, name)!r}): {name} must be {rule}.")
-
-        for name in ("initial", "minimum", "maximum"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                refuse(name, "a finite number above 0")
-        if self.initial < self.minimum:
-            refuse("initial", f"at least the minimum, {self.minimum!r}")
-        if self.initial > self.maximum:
-            refuse("initial", f"at most the maximum, {self.maximum!r}")
-        if not self.growth > 1:
-            refuse("growth", "above 1")
-        if not 0 < self.backoff < 1:
-            refuse("backoff", "between 0 and 1")
+        where = "jzero.LossScale"
         for name in ("growth_interval", "hysteresis"):
-            if getattr(self, name) < 1:
-                refuse(name, "at least 1")
+            check_int(getattr(self, name), name, where=where, low=1, high=MOST_STEPS)
+        rules = {
+            "minimum": ("a finite number above 0", lambda x: x > 0),
+            "maximum": ("a finite number above 0", lambda x: x > 0),
+            "initial": ("a finite number above 0", lambda x: x > 0),
+            "growth": ("a finite number above 1", lambda x: x > 1),
+            "backoff": ("a number between 0 and 1", lambda x: 0 < x < 1),
+        }
+        for name, (rule, good) in rules.items():
+            check_number(getattr(self, name), name, rule, good, where=where)
+            object.__setattr__(self, name, float(getattr(self, name)))
+        low, high = f"at least the minimum, {self.minimum!r}", f"at most the maximum, {self.maximum!r}"
+        check_number(self.initial, "initial", low, lambda x: x >= self.minimum, where=where)
+        check_number(self.initial, "initial", high, lambda x: x <= self.maximum, where=where)
 
     def update(self, after: Any) -> LossScale:
         """The scale for the next step.
@@ -109,6 +112,9 @@ class LossScale:
         Raises:
           TypeError: a state without `optax.apply_if_finite`, or something else.
         """
+        check_arrays(
+            [self.value, self.skipped, self.good_steps, self.overflows], "it", where="jzero.LossScale.update"
+        )
         finite = _taken(after)
         good = jnp.where(finite, self.good_steps + 1, 0)
         overflows = jnp.where(finite, self.overflows, self.overflows + 1)
@@ -126,8 +132,8 @@ class LossScale:
 
 def _taken(after: Any) -> jax.Array:
     """One bool: the step was taken."""
-    if hasattr(after, "dtype") and after.dtype == jnp.bool_ and not after.shape:
-        return after
+    if isinstance(after, bool) or (hasattr(after, "dtype") and after.dtype == jnp.bool_ and not after.shape):
+        return jnp.asarray(after)
     nodes = jax.tree.leaves(after, is_leaf=lambda x: isinstance(x, optax.ApplyIfFiniteState))
     noted = [x for x in nodes if isinstance(x, optax.ApplyIfFiniteState)]
     if len(noted) != 1:
@@ -151,10 +157,14 @@ def factor_of(scale: Any) -> Factor:
 
     Raises:
       TypeError: none of these.
+      ValueError: a number that is not finite, or not above 0.
     """
     value = scale.value if isinstance(scale, LossScale) else getattr(scale, "scale", scale)
-    if not (isinstance(value, (int, float)) or hasattr(value, "dtype")) or jnp.shape(value):
-        raise TypeError(
-            f"jzero.value_and_grad(scale=): a jzero.LossScale or a number, not {type(scale).__name__}."
+    where = "jzero.value_and_grad"
+    if not isinstance(value, jax.Array):
+        check_number(
+            value, "scale", "a jzero.LossScale or a finite number above 0", lambda x: x > 0, where=where
         )
+    elif value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{where}(scale=): a jzero.LossScale or a number, not an array {typed_shape(value)}.")
     return Factor(jnp.asarray(value, jnp.float32))

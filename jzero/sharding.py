@@ -25,7 +25,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero.buffers import Kept
 from jzero.config import BUCKET_BYTES, BUCKETS, GATHERED_BUCKET_BYTES, LEAST_BUCKET, ZeroConfig, make_config
 from jzero.describe import describe_plan
-from jzero.errors import division, human_bytes, listing, typed_shape
+from jzero.errors import (
+    check_arrays,
+    check_kind,
+    check_transformation,
+    division,
+    human_bytes,
+    is_array,
+    is_numeric,
+    listing,
+    nearest,
+    shown,
+    typed_shape,
+)
 from jzero.jaxprs import is_tracer
 from jzero.layout import (
     Layout,
@@ -39,7 +51,17 @@ from jzero.layout import (
 )  # fmt: skip
 from jzero.mesh import resolve_mesh
 from jzero.placement import check_rows, check_same, is_global, put
-from jzero.specs import P, axis_size, entry_axes, finer_mesh, make_spec, named_on, shard_factor, spec_entries
+from jzero.specs import (
+    P,
+    axis_size,
+    entry_axes,
+    finer_mesh,
+    make_spec,
+    named_on,
+    shard_factor,
+    spec_axes,
+    spec_entries,
+)
 from jzero.split import find_split
 from jzero.stacks import stack_dims
 from jzero.xla import compiler_options
@@ -124,6 +146,7 @@ class Plan:
 
     def kind_of(self, path: str) -> str:
         """What an argument of a step is: "params", "opt_state" or "rest", from its path (`[0][0].params['w']`)."""
+        check_kind(path, "path", str, "the path of a leaf, a string", where="plan.kind_of")
         names = [x.name for x in self.layouts]
         inner = re.sub(r"^\[\d+\]\[[^\]]+\]", "", path)
         if ".opt_state" in path:
@@ -133,7 +156,20 @@ class Plan:
         return "opt_state" if any(inner.endswith(name) for name in names) else "rest"
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """A spec on the mesh of this plan's arrays."""
+        """A spec on the mesh of this plan's arrays.
+
+        Raises:
+          TypeError: no PartitionSpec.
+          ValueError: an axis that the mesh has not.
+        """
+        check_kind(spec, "spec", PartitionSpec, "a jax.sharding.PartitionSpec", where="plan.sharding")
+        unknown = [a for a in spec_axes(spec) if a not in self.mesh.shape]
+        if unknown:
+            names = tuple(self.mesh.axis_names)
+            raise ValueError(
+                f"plan.sharding(spec={spec}): {unknown[0]!r} is no axis of the mesh {names}."
+                f"{nearest(unknown[0], names)}"
+            )
         return NamedSharding(self.array_mesh, named_on(spec, self.array_mesh))
 
     @functools.cached_property
@@ -151,10 +187,21 @@ class Plan:
         """An array with a layout: a wish to the compiler inside of a trace, a placement outside of one.
 
         Pieces of unequal size exist inside of a trace alone; outside of one such an array stays where it is.
+
+        Raises:
+          TypeError: no array, no PartitionSpec.
+          ValueError: an axis that the mesh has not, a spec of more dims than the array.
         """
+        sharding = self.sharding(spec)
+        if not is_array(x) or isinstance(x, jax.ShapeDtypeStruct) or len(spec) > len(x.shape):
+            what = typed_shape(x) if is_array(x) else type(x).__name__
+            kind = ValueError if is_array(x) else TypeError
+            raise kind(
+                f"plan.constrain: {what} cannot be laid out as {spec}. Pass an array, and a spec of its dims."
+            )
         if not is_tracer(x) and not self._divides(np.shape(x), spec):
             return x
-        return jax.lax.with_sharding_constraint(x, self.sharding(spec))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def _divides(self, shape: tuple[int, ...], spec: PartitionSpec) -> bool:
         entries = zip(shape, spec, strict=False)
@@ -289,6 +336,8 @@ class Plan:
 
         Leaves may be given in the shape that the optimizer sees, or as stored: padded.
         """
+        remedy = "Pass what tx.init(params) returns."
+        check_arrays(state, "the optimizer state", where="plan.state_forms", remedy=remedy)
         flat = jax.tree_util.tree_leaves_with_path(state)
         return [self._state_form(path_keys(k), x) for k, x in flat]
 
@@ -337,7 +386,12 @@ class Plan:
         Columns: path, dtype and shape, PartitionSpec of the stored and the used param, of the reduced gradient
         and of the optimizer state, bytes per device of param and gradient, and why a leaf stays whole. Then the
         totals and the notes.
+
+        Raises:
+          TypeError: `tx` is no optax transformation.
         """
+        if tx is not None:
+            check_transformation(tx, where="plan.describe")
         return describe_plan(self, tx)
 
 
@@ -505,10 +559,19 @@ def _check_batch(batch: Any) -> None:
                 "jax.lax.with_sharding_constraint(batch, plan.batch)."
             )
         in_list = bool(path) and isinstance(path[-1], jax.tree_util.SequenceKey)
-        if isinstance(leaf, str):
-            raise TypeError(f"plan.place_batch: {name} is a str. Pass arrays of numbers.")
+        if not is_numeric(leaf):
+            raise TypeError(f"plan.place_batch: {name} is {shown(leaf)}. Pass arrays of numbers.")
         if in_list and not hasattr(leaf, "shape"):
             raise TypeError(
                 f"plan.place_batch: {name} is a {type(leaf).__name__} in a list, which would be a scalar of its own. "
                 "Pass arrays: np.asarray(the list)."
             )
+
+
+def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:
+    """Raises TypeError for what is no `Plan`."""
+    if not (isinstance(plan, Plan) or (optional and plan is None)):
+        raise TypeError(
+            f"{where}: plan must be a jzero.Plan{' or None' if optional else ''}, not {type(plan).__name__}. Pass "
+            "jzero.plan_of(state), or what jzero.make_plan(params, ...) returned."
+        )

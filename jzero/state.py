@@ -91,6 +91,7 @@ def shard(
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054).
     """
+    kinds.check_state(state, where="jzero.shard")
     config = make_config(config, fields, where="jzero.shard")
     if kinds.is_creator(state):
         return _born_sharded(_checked_creator(state, "jzero.shard"), config, mesh, param_specs, scan_axes)
@@ -131,6 +132,7 @@ def abstract(
     Raises:
       TypeError, ValueError: as for `shard`.
     """
+    kinds.check_state(state, where="jzero.abstract")
     config = make_config(config, fields, where="jzero.abstract")
     if kinds.is_creator(state):
         shapes, rebuild, stacks = _trace_creator(_checked_creator(state, "jzero.abstract"))
@@ -224,6 +226,7 @@ def _checked_creator(create: Callable, where: str) -> Callable[[], Any]:
 
 def _plan(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes, stacks=None) -> Plan:
     """The plan for a state; one that was sharded before brings its layouts without the ZeRO axis, and its stacks."""
+    _check_single(parts)
     if is_wrapped(parts.tx):
         stacks = {x.keys: x.scan_dim for x in parts.tx.init.plan.layouts if not x.guessed}
     if param_specs is None and is_wrapped(parts.tx):
@@ -234,6 +237,19 @@ def _plan(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes, stacks
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
     plan = plan_for(parts.params, config, mesh, param_specs, scan_axes, stacks or {})
     return dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
+
+
+def _check_single(parts: Parts) -> None:
+    """Raises ValueError for several states in one: each leaf then has a dim in front that no optimizer knows."""
+    shape = np.shape(parts.step)
+    if parts.step is None or shape == ():
+        return
+    raise ValueError(
+        f"jzero: this is {shape[0]} states in one: its step has the shape {shape}, as jax.vmap or "
+        "flax.jax_utils.replicate make it. Of a replicated state pass one (flax.jax_utils.unreplicate). For an "
+        "ensemble make one state of stacked params, with one step counter: params = jax.vmap(init)(keys), then "
+        "TrainState.create(..., params=params, tx=tx)."
+    )
 
 
 def _notes_on_rest(rest: Any, plan: Plan) -> list[str]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.errors import counted
 from jzero.placement import on_device
 from jzero.sharding import Plan
 
@@ -23,6 +24,17 @@ def cut_state(state, logical, plan: Plan):
     shapes = [tuple(x.shape) for x in jax.tree.leaves(logical)]
     rows = zip(leaves, shapes, plan.state_specs(state), strict=True)
     return jax.tree.unflatten(tree, [cut(x, shape, spec, plan) for x, shape, spec in rows])
+
+
+def check_state(state, logical, *, where: str) -> None:
+    """Raises ValueError for an optimizer state with other leaves than `logical`, what its transformation makes."""
+    got, want = ([np.ndim(x) for x in jax.tree.leaves(tree)] for tree in (state, logical))
+    if got != want:
+        other = "" if len(got) != len(want) else " with other numbers of dims"
+        raise ValueError(
+            f"{where}: this is no state of the optimizer: it has {counted(len(got), 'leaf', 'leaves')}, and "
+            f"tx.init(params) makes {len(want)}{other}. Pass what tx.init(params) or the last update returned."
+        )
 
 
 def pad(x, shape, spec, plan: Plan):

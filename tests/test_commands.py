@@ -43,6 +43,9 @@ def test_batches():
     [
         ("", "cannot read"),
         ("tokens", "cannot read 'tokens'"),
+        ("tokens=int32(16,65)", "in square brackets: [16,65]. Write --batch 'tokens=int32[16,65]'."),
+        ("int32 (16, 65)", "Write --batch 'int32 [16, 65]'."),
+        ("tokens=int32:16,65", "or module:function"),
         ("x=f32[8,3", "cannot read"),
         ("x=f32[8] nonsense", "cannot read 'nonsense'"),
         ("x=f32[8], x=f32[8]", "'x' is named twice"),
@@ -119,7 +122,7 @@ def test_presets_have_the_published_number_of_params(name, billions):
         (["plan"], "--create, --step, --batch not given"),
         (["plan", "--preset", "gpt2-xxl"], "Did you mean 'gpt2-xl'?"),
         (["plan", "--preset", "gpt2-xl", "--gpu", "h20"], "unknown gpu 'h20'. Did you mean 'h200'?"),
-        (["plan", "--preset", "gpt2-xl", "--hosts", "0"], "hosts=0; a pod has at least one"),
+        (["plan", "--preset", "gpt2-xl", "--hosts", "0"], "hosts must be an integer from 1 to"),
         (["plan", "--preset", "gpt2-xl", "--stages", "7"], "7 is no stage"),
         (["plan", "--preset", "gpt2-xl", "--step", "a:b"], "leave out --step"),
         (["plan", "--preset", "gpt2-xl", "--mesh", "data"], "write axis=size"),

@@ -231,7 +231,7 @@ def test_updates_only_land_on_their_own_params(mesh):
         jnp.ones(3) + leaf
     with raises(TypeError, "stands on the right of the sum"):
         leaf + jnp.ones((24, 40))
-    with raises(AttributeError, "an update has no 'real'", 'updates="delta"'):
+    with raises(AttributeError, "an update is no array, and has no 'real'", 'updates="delta"'):
         optax.global_norm(updates)
     with raises(TypeError, "use_ZeroConfig_updates_delta_for_plain_arrays"):
         jax.jit(state.tx.update)(grads, state.opt_state, state.params)

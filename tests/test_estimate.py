@@ -162,9 +162,9 @@ def test_a_model_adds_activations_and_what_is_gathered():
 @pytest.mark.unit
 def test_bad_input():
     plan = plan_of(2)
-    with pytest.raises(TypeError, match=r"needs a plan, got dict\. Pass jzero\.plan_of"):
+    with pytest.raises(TypeError, match=r"plan must be a jzero.Plan, not dict\. Pass jzero\.plan_of"):
         jzero.estimate(LEAF)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"model must be a jzero\.Transformer, got int"):
+    with pytest.raises(TypeError, match=r"model must be a jzero\.Transformer or None, not int"):
         jzero.estimate(plan, model=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"jzero\.estimate\(accumulate=0\)"):
         jzero.estimate(plan, accumulate=0)

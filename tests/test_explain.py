@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jzero.proof.arguments import argument_bytes
 from jzero.proof.pod import pod
 from jzero.proof.report import Collective, Memory, Report, Wire, explain
+from jzero.sharding import make_plan
 
 WIDTH = 128
 WEIGHT = WIDTH * WIDTH * 4
@@ -63,7 +63,7 @@ def compiled(mesh):
 
 @pytest.fixture(scope="module")
 def plan(mesh):
-    return SimpleNamespace(mesh=mesh, batch_axes=("data",), param_bytes=2 * WEIGHT)
+    return make_plan([abstract(mesh)] * 2, stage=3, mesh=mesh)
 
 
 def of(report, op):
@@ -121,12 +121,9 @@ def test_memory_adds_up(compiled):
 
 @pytest.mark.unit
 def test_arguments_are_split_where_the_plan_tells_them_apart(compiled, plan):
-    def kind_of(path):
-        return "params" if path.startswith("[0][0]") else "rest"
-
     expected = {"params": 2 * WEIGHT // 8, "opt_state": 0, "rest": 8 * WEIGHT}
-    assert argument_bytes(compiled, kind_of) == expected
-    memory = explain(compiled, SimpleNamespace(**vars(plan), kind_of=kind_of)).memory
+    assert argument_bytes(compiled, plan.kind_of) == expected
+    memory = explain(compiled, plan).memory
     assert memory is not None
     assert (memory.params, memory.opt_state, memory.rest) == tuple(expected.values())
     assert sum(expected.values()) == memory.arguments

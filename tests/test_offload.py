@@ -342,8 +342,12 @@ def test_select(mesh):
     )
     with pytest.raises(ValueError, match="one structure"):
         jzero.select(True, {"a": 1}, {"b": 1})
+    with pytest.raises(TypeError, match="must be a boolean scalar, not 1"):
+        jzero.select(1, {"a": 1}, {"a": 1})
+    with pytest.raises(ValueError, match=r"(?s)1 leaf has another shape in new than in old:.*\['a'\]  \(3,\)  \(\)"):
+        jzero.select(True, {"a": jnp.ones(3)}, {"a": 1})
     with pytest.raises(ValueError, match="must be a scalar"):
-        jzero.select(jnp.ones(2), {"a": 1}, {"a": 1})
+        jzero.select(jnp.ones(2, bool), {"a": 1}, {"a": 1})
 
 
 def test_orbax_saves_and_restores_to_the_host_and_from_it(mesh, tmp_path):

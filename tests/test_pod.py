@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jzero
 from jzero.proof import compile_only, plugin
 from jzero.proof.pod import gpus, pod
 
@@ -79,14 +79,14 @@ def test_unknown_gpu(gpu, message):
 
 @pytest.mark.parametrize("bad", [True, 1.0, "8"])
 def test_counts_are_ints(bad):
-    with pytest.raises(TypeError, match=re.escape(f"jzero.pod: hosts must be an int, got {bad!r}.")):
+    with pytest.raises(TypeError, match=re.escape(f"jzero.pod(hosts={bad!r}): hosts must be an integer from 1 to")):
         pod("h200", hosts=bad)
-    with pytest.raises(TypeError, match="gpu must be a name such as 'h200', got 200"):
+    with pytest.raises(TypeError, match="gpu must be a name such as 'h200', not int"):
         pod(200)  # type: ignore[arg-type]
 
 
 def test_a_pod_has_a_gpu():
-    with pytest.raises(ValueError, match="gpus_per_host=0; a pod has at least one"):
+    with pytest.raises(ValueError, match="gpus_per_host must be an integer from 1 to"):
         pod("h200", gpus_per_host=0)
 
 
@@ -190,7 +190,7 @@ def test_the_program_cannot_be_run(target):
 @pytest.mark.pod
 def test_leaves_without_a_sharding_follow_the_plan(target):
     mesh = target.mesh({"data": 8})
-    plan = SimpleNamespace(batch=NamedSharding(mesh, P("data")))
+    plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, mesh=mesh)
     batch = {"x": jax.ShapeDtypeStruct((16, 4), jnp.float32), "y": np.zeros((8,), np.int32)}
     own = leaf(mesh, None, "data", shape=(3, 8))
 
@@ -206,7 +206,7 @@ def test_leaves_without_a_sharding_follow_the_plan(target):
 
 @pytest.mark.pod
 def test_batch_that_the_mesh_does_not_divide(target):
-    plan = SimpleNamespace(batch=NamedSharding(target.mesh({"data": 8}), P("data")))
+    plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, mesh=target.mesh({"data": 8}))
     tokens = {"tokens": jax.ShapeDtypeStruct((12, 3), jnp.int32)}
     with pytest.raises(ValueError, match="must be a multiple of the devices along its axes") as caught:
         target.compile(lambda b, s: b, tokens, 1, plan=plan)
@@ -227,7 +227,7 @@ def test_leaves_on_other_devices_are_named(target):
 def test_nothing_says_on_which_mesh(target):
     with pytest.raises(ValueError, match="no argument and no output is laid out on this pod's mesh"):
         target.compile(double, jax.ShapeDtypeStruct((8,), jnp.float32))
-    with pytest.raises(TypeError, match="fn must be a function, got int"):
+    with pytest.raises(TypeError, match="fn must be a function, not int"):
         target.compile(3)
 
 

@@ -404,10 +404,10 @@ def test_second_derivatives(mesh):
         (ValueError, {"partition": "modle"}, "'modle' is not in the mesh {'data': 4, 'model': 2}. Did you mean 'mod"),
         (ValueError, {"partition": "data"}, "'data' splits the batch already"),
         (ValueError, {"partition": ("model", "model")}, "name each axis once"),
-        (ValueError, {"offload": "disk"}, 'offload must be "host"'),
-        (ValueError, {"offload": "host", "prefetch": 2}, "0 or 1"),
+        (ValueError, {"offload": "disk"}, "offload must be one of 'host' or None"),
+        (ValueError, {"offload": "host", "prefetch": 2}, "an integer from 0 to 1"),
         (TypeError, {"policy": "dots"}, "jax.checkpoint_policies"),
-        (TypeError, {"dim": True}, "dim must be an int"),
+        (TypeError, {"dim": True}, "dim must be an integer"),
         (TypeError, {"argnums": 1.0}, "argnums"),
     ],
 )  # fmt: skip

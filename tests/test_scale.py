@@ -208,10 +208,10 @@ def test_bad_input(mesh):
         ("initial", 2.0**30, "at most the maximum"),
         ("initial", float("nan"), "a finite number above 0"),
         ("minimum", 0.0, "a finite number above 0"),
-        ("growth", 1.0, "above 1"),
-        ("backoff", 1.5, "between 0 and 1"),
-        ("hysteresis", 0, "at least 1"),
-        ("growth_interval", 0, "at least 1"),
+        ("growth", 1.0, "a finite number above 1"),
+        ("backoff", 1.5, "a number between 0 and 1"),
+        ("hysteresis", 0, "an integer from 1"),
+        ("growth_interval", 0, "an integer from 1"),
     ):
         with pytest.raises(ValueError, match=f"jzero.LossScale\\({field}=.*must be {rule}"):
             jzero.LossScale(**{field: value})
@@ -221,7 +221,7 @@ def test_bad_input(mesh):
     ):
         scale.update(plain.init({"w": jnp.ones(3)}))
     plan = jzero.make_plan({"w": jnp.ones((16, 16))}, stage=1, mesh=mesh)
-    with pytest.raises(TypeError, match=r"a jzero\.LossScale or a number, not str"):
+    with pytest.raises(TypeError, match=r"a jzero\.LossScale or a finite number above 0, not str"):
         jzero.value_and_grad(lambda p, x: 0.0, plan, scale="dynamic")
 
 

@@ -217,7 +217,17 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
         ),
         (
             with_model(heads=3),
-            "--width 64 --heads 3: rotary positions need an even number of features per head, not 64/3.",
+            "--width 64 --heads 3: 3 heads cannot split 64 features evenly (64 = 21 x 3 + 1). Pass --heads 2, or "
+            "another --width.",
+        ),
+        (
+            with_model(width=6, heads=2),
+            "--width 6 --heads 2: rotary positions need an even number of features per head, not 6/2.",
+        ),
+        (with_model(heads=0), "--heads 0: must be at least 1."),
+        (
+            with_model(width=7, heads=2),
+            "--width 7 --heads 2: 2 heads cannot split 7 features evenly (7 = 3 x 2 + 1). Pass another --width.",
         ),
         (dataclasses.replace(TINY, save_every=0), "--save-every 0: must be at least 1."),
         (

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from jzero.errors import division
 from train.model import Model
 
 
@@ -161,7 +162,17 @@ def check_alone(config: Config) -> None:
       ValueError: as for `check`.
     """
     m = config.model
-    if m.width % m.heads or (m.width // m.heads) % 2:
+    for name in ("width", "heads"):
+        if getattr(m, name) < 1:
+            raise ValueError(f"--{name} {getattr(m, name)}: must be at least 1.")
+    if m.width % m.heads:
+        good = [h for h in range(1, m.width + 1) if m.width % (2 * h) == 0]
+        near = f"--heads {min(good, key=lambda h: abs(h - m.heads))}, or " if good else ""
+        raise ValueError(
+            f"--width {m.width} --heads {m.heads}: {m.heads} heads cannot split {m.width} features evenly "
+            f"({division(m.width, m.heads)}). Pass {near}another --width."
+        )
+    if (m.width // m.heads) % 2:
         raise ValueError(
             f"--width {m.width} --heads {m.heads}: rotary positions need an even number of features per "
             f"head, not {m.width}/{m.heads}."

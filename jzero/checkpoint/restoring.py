@@ -16,6 +16,7 @@ from jzero.checkpoint.converting import check_flag, converted, loses, to_check
 from jzero.checkpoint.logical import MASTER, Leaf, apart, filled, refuse_collisions, together, tree_of
 from jzero.checkpoint.match import Described, Source, describe, match, text
 from jzero.checkpoint.seal import Damage, Seal
+from jzero.errors import check_choice
 
 
 class CheckpointDamaged(ValueError):
@@ -79,8 +80,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     """
     where = "jzero.checkpoint.restore"
     check_flag(cast, "cast", where)
-    if only not in (None, "params"):
-        raise ValueError(f'{where}(only={only!r}): only can be "params", or None for the whole state.')
+    check_choice(only, "only", ("params",), where=where, optional=True)
     path = store.locate(path, where)
     parts = apart(like, tx, where)
     every: list[Leaf] = jax.tree.leaves(tree_of(parts))

@@ -19,7 +19,7 @@ from jzero.checkpoint.metrics import numbers_of
 from jzero.checkpoint.restoring import custom, restore
 from jzero.checkpoint.saving import to_write
 from jzero.checkpoint.seal import Seal
-from jzero.errors import check_int
+from jzero.errors import check_choice, check_flag, check_int, check_kind
 
 
 class Steps:
@@ -62,10 +62,9 @@ class Steps:
     ):
         where = "jzero.checkpoint.Steps"
         check_int(keep, "keep", where=where, low=1)
-        if mode not in ("min", "max"):
-            raise ValueError(f"{where}(mode={mode!r}): mode is 'min' or 'max'.")
-        if best is not None and not isinstance(best, str):
-            raise TypeError(f"{where}(best={best!r}): best is the name of a metric.")
+        check_choice(mode, "mode", ("min", "max"), where=where)
+        check_kind(best, "best", str, "the name of a metric", where=where, optional=True)
+        check_flag(write, "write", where=where)
         self.folder = store.absolute(folder, where)
         self._keep, self._metric, self._mode = keep, best, mode
         self._metrics: dict[int, Mapping[str, float]] = {}  # those that are certain

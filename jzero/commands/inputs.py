@@ -123,6 +123,11 @@ def _needed(fn) -> list[str]:
     return [p.name for p in params if p.default is p.empty and p.kind in kinds]
 
 
+def names_function(text: str) -> bool:
+    """A `--batch` that is `module:function` and describes no arrays."""
+    return ":" in text and not set(text) & set("[=")
+
+
 def parse_batch(text: str) -> list[Any]:
     """The arguments that stand behind the state: named leaves together as one dict, others each by itself.
 
@@ -158,7 +163,14 @@ def parse_batch(text: str) -> list[Any]:
             named[leaf["name"]] = value
     if not args or text[position:].strip(", \t\n"):
         rest = text[position:].strip(", ") or text
-        raise InputError(f"--batch: cannot read {rest!r}. Write name=dtype[shape], as in {_EXAMPLE}.")
+        if round_ := re.search(r"=?\s*[a-z]\w*\s*\(([\d\s,]*)\)", rest):
+            better = text.replace("(", "[").replace(")", "]")
+            raise InputError(
+                f"--batch {text!r}: a shape stands in square brackets: [{round_[1]}]. Write --batch {better!r}."
+            )
+        raise InputError(
+            f"--batch: cannot read {rest!r}. Write name=dtype[shape], as in {_EXAMPLE}, or module:function."
+        )
     return args
 
 

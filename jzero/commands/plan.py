@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jzero.commands.drive import run_job
-from jzero.commands.inputs import InputError, parse_axes, parse_batch, parse_names, parse_stages
+from jzero.commands.inputs import (
+    InputError,
+    names_function,
+    parse_axes,
+    parse_batch,
+    parse_names,
+    parse_stages,
+)
 from jzero.commands.job import Job
 from jzero.commands.presets import PRESETS
 from jzero.commands.show import findings_text, stage_table, title
@@ -111,7 +118,7 @@ class Inputs:
         if self.seq is not None:
             raise InputError("--seq belongs to --preset; --batch has the length of yours.")
         assert self.batch is not None
-        if "[" in self.batch:
+        if not names_function(self.batch):
             parse_batch(self.batch)
 
 

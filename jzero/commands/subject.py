@@ -11,7 +11,15 @@ from typing import Any
 import jax
 
 from jzero.commands import presets
-from jzero.commands.inputs import InputError, check_creator, check_step, load_function, parse_batch, signature
+from jzero.commands.inputs import (
+    InputError,
+    check_creator,
+    check_step,
+    load_function,
+    names_function,
+    parse_batch,
+    signature,
+)
 from jzero.commands.job import Job
 from jzero.config import ZeroConfig
 from jzero.errors import division, listing, typed_shape
@@ -140,7 +148,7 @@ class Subject:
 
 def _batch(text: str) -> list[Any]:
     """The batch that `--batch` describes, or what the function that it names returns."""
-    if "[" in text:
+    if not names_function(text):
         return parse_batch(text)
     made = load_function(text, "--batch")()
     return list(made) if isinstance(made, tuple) else [made]

@@ -13,7 +13,7 @@ from jzero.deepspeed.precision import map_precision
 from jzero.deepspeed.source import load, values_of
 from jzero.deepspeed.training import map_batch, map_rest
 from jzero.deepspeed.zero import map_zero
-from jzero.errors import check_int
+from jzero.errors import check_int, check_kind
 
 __all__ = ["KEYS", "SOURCE", "FromDeepSpeed", "Key", "Row", "read"]
 
@@ -55,6 +55,9 @@ def read(
     """
     if world is not None:
         check_int(world, "world", where="jzero.deepspeed.read", low=1)
+    check_kind(
+        auto, "auto", Mapping, "a mapping of values by key", where="jzero.deepspeed.read", optional=True
+    )
     where, config = load(source)
     draft = Draft(where, values_of(where, config, auto or {}), world)
     map_precision(draft)

@@ -11,7 +11,7 @@ from jzero.proof.evidence import Evidence
 from jzero.proof.faults import KINDS
 from jzero.proof.hlo import parse
 from jzero.proof.report import text_of
-from jzero.sharding import Plan
+from jzero.sharding import Plan, check_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +88,7 @@ def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
       >>> findings(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile(), plan)
       ()
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"jzero.check: needs a plan, got {type(plan).__name__}. Pass jzero.plan_of(state), or the plan that "
-            "jzero.make_plan made."
-        )
+    check_plan(plan, where="jzero.check")
     compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
     evidence = Evidence(compiled, plan, parse(text_of(compiled)))
     return tuple(Finding(kind, *found) for kind, rule in KINDS.items() for found in rule(evidence))

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from jzero.describe import leaf_bytes
-from jzero.errors import check_int, counted, human_bytes, nearest, table
+from jzero.errors import check_int, check_kind, check_transformation, counted, human_bytes, nearest, table
 from jzero.layout import Layout
 from jzero.optim import init_shapes, unwrap, zero
 from jzero.proof.transformer import Transformer
 from jzero.proof.wire import GATHERS, wire_by_axes
-from jzero.sharding import HOST, Plan
+from jzero.sharding import HOST, Plan, check_plan
 from jzero.specs import axis_size, shard_factor
 
 
@@ -178,12 +178,12 @@ def estimate(
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), sections 5 and 7.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"jzero.estimate: needs a plan, got {type(plan).__name__}. Pass jzero.plan_of(state)."
-        )
-    if model is not None and not isinstance(model, Transformer):
-        raise TypeError(f"jzero.estimate: model must be a jzero.Transformer, got {type(model).__name__}.")
+    check_plan(plan, where="jzero.estimate")
+    if tx is not None:
+        check_transformation(tx, where="jzero.estimate")
+    check_kind(model, "model", Transformer, "a jzero.Transformer", where="jzero.estimate", optional=True)
+    rule = 'a mapping of words by name of a param, such as {"[\'embed\']": ("lookup", "matmul")}'
+    check_kind(uses, "uses", Mapping, rule, where="jzero.estimate", optional=True)
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
     _check_uses(uses or {}, plan)
     state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
@@ -224,7 +224,8 @@ def _check_uses(uses: Mapping[str, Sequence[str]], plan: Plan) -> None:
             raise ValueError(
                 f"jzero.estimate: uses= names {name!r}, no param of the plan.{nearest(name, names)}"
             )
-        if isinstance(kinds, str) or not kinds or not set(kinds) <= set(GATHERS):
+        words = isinstance(kinds, (tuple, list)) and all(isinstance(k, str) for k in kinds)
+        if not words or not kinds or not set(kinds) <= set(GATHERS):
             known = " or ".join(map(repr, GATHERS))
             raise ValueError(
                 f"jzero.estimate: uses[{name!r}] is {kinds!r}. Pass a word for each use: {known}."

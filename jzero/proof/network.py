@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from jzero.errors import counted, human_bytes, table
+from jzero.errors import check_int, counted, human_bytes, table
 from jzero.proof.wire import wire_by_axes
 from jzero.sharding import Plan
 from jzero.specs import whole_mesh
@@ -29,7 +29,8 @@ def describe_mesh(subject: Mesh | Plan, *, accumulate: int = 1, devices_per_host
       once, with the bytes that one device sends.
 
     Raises:
-      TypeError: neither a mesh nor a plan.
+      TypeError: neither a mesh nor a plan; a number that is no integer.
+      ValueError: `accumulate` below 1; `devices_per_host` as in `mesh`.
 
     Example:
       >>> import jzero
@@ -40,6 +41,7 @@ def describe_mesh(subject: Mesh | Plan, *, accumulate: int = 1, devices_per_host
         raise TypeError(
             f"jzero.describe_mesh: needs a mesh or a plan, got {type(subject).__name__}. Pass jzero.plan_of(state)."
         )
+    check_int(accumulate, "accumulate", where="jzero.describe_mesh", low=1)
     mesh = whole_mesh(subject.mesh if isinstance(subject, Plan) else subject)
 
     def spanned(axes) -> Span:

@@ -14,10 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jzero.errors import counted, nearest
+from jzero.errors import check_function, check_int, check_ints, check_kind, counted, nearest
 from jzero.mesh import mesh
 from jzero.proof.arguments import fill_shardings
+from jzero.sharding import check_plan
 from jzero.state import plan_of
+
+MOST_GPUS = 2**20  # of a pod, and of a host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Pod:
           >>> jzero.pod("h200", hosts=2).mesh({"replica": 2, "data": 8}).shape  # doctest: +SKIP
           OrderedDict({'replica': 2, 'data': 8})
         """
+        check_kind(axes, "axes", Mapping, 'a mapping of sizes by name, such as {"data": 8}', where="pod.mesh")
         if any(isinstance(size, str) for size in axes.values()):
             return mesh(axes, pod=self)
         for name, size in axes.items():
@@ -109,6 +113,10 @@ class Pod:
         """
         from jzero.proof import compile_only  # private jax API: should a jax move it, only this may break
 
+        check_plan(plan, where="pod.compile", optional=True)
+        check_kind(
+            compiler_options, "compiler_options", Mapping, "a mapping", where="pod.compile", optional=True
+        )
         plan = find_plan((*args, *kwargs.values())) if plan is None else plan
         jitted: Any = _jitted(fn, donate_argnums)
         args, kwargs = fill_shardings((args, kwargs), plan, devices=self.devices)
@@ -180,18 +188,14 @@ def pod(gpu: str, *, hosts: int = 1, gpus_per_host: int = 8) -> Pod:
 
 def check_pod(gpu: str, hosts: int, gpus_per_host: int) -> None:
     """Raises what `pod` raises for arguments that name no pod, without starting the plugin."""
-    if not isinstance(gpu, str):
-        raise TypeError(f"jzero.pod: gpu must be a name such as 'h200', got {gpu!r}.")
+    check_kind(gpu, "gpu", str, "a name such as 'h200'", where="jzero.pod")
     if gpu not in gpus():
         begins = next((known for known in gpus() if gpu and known.startswith(gpu.lower())), gpu.lower())
         raise ValueError(
             f"jzero.pod: unknown gpu {gpu!r}.{nearest(begins, gpus())} Known: {', '.join(gpus())}."
         )
     for name, count in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"jzero.pod: {name} must be an int, got {count!r}.")
-        if count < 1:
-            raise ValueError(f"jzero.pod: {name}={count}; a pod has at least one.")
+        check_int(count, name, where="jzero.pod", low=1, high=MOST_GPUS)
 
 
 @functools.cache
@@ -207,11 +211,13 @@ def _pod(gpu: str, hosts: int, gpus_per_host: int) -> Pod:
 
 def _jitted(fn, donate_argnums):
     """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is."""
-    if not callable(fn):
-        raise TypeError(f"pod.compile: fn must be a function, got {type(fn).__name__}.")
+    check_function(fn, "fn", where="pod.compile")
+    donate_argnums = check_ints(
+        () if donate_argnums is None else donate_argnums, "donate_argnums", where="pod.compile"
+    )
     if not (hasattr(fn, "trace") or hasattr(fn, "lower")):
         return jax.jit(fn, donate_argnums=donate_argnums)
-    if donate_argnums not in ((), None):
+    if donate_argnums:
         raise ValueError(
             "pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile."
         )

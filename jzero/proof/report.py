@@ -17,6 +17,7 @@ from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
 from jzero.proof.transfers import Transfer, find_transfers
+from jzero.sharding import check_plan
 from jzero.specs import whole_mesh
 
 
@@ -178,7 +179,7 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
       A `Report`.
 
     Raises:
-      TypeError: `compiled` has no text of a compiled program.
+      TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
 
     Cost:
       No device memory. A program of 10 MB takes 1.6 s on one core, three quarters of it jax's `as_text`.
@@ -189,6 +190,7 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
       >>> report.wire.total, report.memory.arguments
       (0, 32)
     """
+    check_plan(plan, where="jzero.explain", optional=True)
     compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
     module = parse(text_of(compiled))
     mesh_shape = _mesh_shape(compiled, plan)

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jzero.errors import check_int
+from jzero.config import check_dtype
+from jzero.errors import check_flag, check_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Transformer:
         on its way out or in and one at work.
 
     Raises:
-      TypeError: a size is no integer.
+      TypeError: a size is no integer, a flag no bool, `dtype` no dtype.
       ValueError: a size below 1 (`vocab`: below 0); `partition` or `offload` without `remat`.
 
     Example:
@@ -57,13 +58,14 @@ class Transformer:
     offload: bool = False
 
     def __post_init__(self):
+        where = "jzero.Transformer"
+        check_dtype(self.dtype, "dtype", where=where)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("dtype", "remat", "flash", "offload") and not (
-                field.name == "ffn" and value is None
-            ):
-                low = 0 if field.name == "vocab" else 1
-                check_int(value, field.name, where="jzero.Transformer", low=low)
+            if field.name in ("remat", "flash", "offload"):
+                check_flag(value, field.name, where=where)
+            elif field.name != "dtype" and not (field.name == "ffn" and value is None):
+                check_int(value, field.name, where=where, low=0 if field.name == "vocab" else 1)
         if not self.remat and (self.offload or self.partition > 1):
             raise ValueError(
                 "jzero.Transformer(remat=False): only saved block inputs are split or offloaded."
