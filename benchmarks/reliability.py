@@ -47,6 +47,8 @@ import jax.numpy as jnp
 import test_checkpoint_damage as damage
 import test_checkpoint_exit as exits
 import test_checkpoint_kill as kill
+from fuzz import ACCEPTED, RAW, fuzz
+from fuzz_subjects import subjects
 from kill_loop import Loop
 from layouts import assert_same
 from safetensors.numpy import load_file
@@ -123,6 +125,17 @@ def export_flips(folder: Path, quick: bool) -> Found:
 
 
 # ------------------------------------------------------------------------------------------------------- kills
+
+
+@row("A wrong argument ends in an error of jzero's own; at most 1 % of such calls in another one")
+def wrong_arguments(folder: Path, quick: bool) -> Found:
+    """`tests/fuzz.py` on all public functions; lost is what exceeds that share."""
+    times = 500 if quick else 7000
+    with contextlib.chdir(folder):
+        outcomes = [call.outcome for call in fuzz(subjects(), times, 1)]
+    raw, accepted = outcomes.count(RAW), outcomes.count(ACCEPTED)
+    tried = f"public functions with 1 or 2 wrong arguments of 21 kinds: {raw} raw errors, {accepted} accepted"
+    return Found(tried, times, max(0, raw + accepted - times // 100))
 
 
 @row("A save that is killed is no checkpoint; those before it are whole")
