@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import gc
 import importlib
 import json
 import os
@@ -93,7 +94,7 @@ class Run:
         self.date = datetime.date.today().isoformat()
         args.out.mkdir(parents=True, exist_ok=True)
         self.machine = self.probed(args.tiny)
-        self.config = machine.config_of(self.machine, tiny=args.tiny or self.machine["platform"] == "cpu")
+        self.config = machine.config_of(self.machine, tiny=args.tiny, every=args.every)
         kind = re.sub(r"[^a-z0-9]+", "-", self.machine["kind"].lower()).strip("-")
         name = f"{self.date}-gpu-" + ("cpu-short" if self.config["tiny"] else f"{self.machine['count']}x{kind}")
         self.page, self.rows, self.log = (args.out / f"{name}{end}" for end in (".md", ".jsonl", ".log"))
@@ -135,7 +136,8 @@ class Run:
 
     def run_part(self, part: Part, until: float) -> None:
         """All cases of a part: of one process as many as it comes to; on a GPU one, where peaks are read."""
-        waiting = part.cases = part.code.cases(self.config)
+        every = part.code.cases(self.config)
+        waiting = part.cases = [c for c in every if not self.config["short"] or c in part.code.SHORT]
         alone = part.code.FRESH and self.config["on_gpu"]
         while waiting and time.monotonic() + LEAST < until:
             now, waiting = (waiting[:1], waiting[1:]) if alone else (waiting, [])
@@ -229,7 +231,6 @@ def driver_of() -> str:
 
 def child(told: dict[str, Any]) -> None:
     """A process of a part: its cases, each row written when it is there."""
-    machine.set_up()
     if "probe" in told:
         print(json.dumps(machine.probe()))
         return
@@ -237,6 +238,7 @@ def child(told: dict[str, Any]) -> None:
     for case in told["cases"]:
         head = {"part": told["part"], "case": case}
         append(rows, {**head, "begun": True})
+        gc.collect()  # what the last case had on the device
         try:
             for row in part.run(case, told["config"]):
                 append(rows, {**head, "row": row})
@@ -252,9 +254,10 @@ def main(args: Sequence[str] | None = None) -> Path:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="some of them; all where this is not said")
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), help="some of them; all where this is not said")
     parser.add_argument("--also", nargs="+", default=[], help="modules with parts of your own, last in the order")
     parser.add_argument("--tiny", action="store_true", help="the short form on simulated CPU devices, also where there is a GPU")
+    parser.add_argument("--every", action="store_true", help="every case, also in the short form")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     found = parser.parse_args(args)

@@ -25,25 +25,25 @@ FRESH = False
 LEAST = 0.01  # of a step's time: less is nothing
 SAME_PEAK = 1.001
 FORMS = ("scan", "unrolled")
+SHORT = ("step / scan / 2 / all", "offload / scan / 2 / all", "switches / unrolled / 3 / all")
 
 
 def cases(config: dict[str, Any]) -> list[str]:
-    """Steps on all devices, then switches, then steps on one: `what / form / stage / devices`."""
+    """One of each kind first; then the rest: `what / form / stage / devices`. One device has nothing to gather."""
     count = config["machine"]["count"]
-    if config["tiny"]:
-        return [f"step / scan / 2 / {count}", f"switches / unrolled / 3 / {count}", f"offload / scan / 2 / {count}"]
-    found = [f"step / {f} / {s} / {count}" for f, s in (("scan", 2), ("scan", 3), ("unrolled", 2))]
-    found += [f"switches / {f} / {s} / {count}" for f in FORMS for s in (2, 3)] if count > 1 else []
-    found += [f"offload / scan / 2 / {count}"]
-    found += [f"step / {f} / {s} / {count}" for f, s in (("unrolled", 3), ("scan", 1), ("unrolled", 1))]
-    found += [f"step / {f} / {s} / 1" for f in FORMS for s in (2, 3)] if count > 1 else []
-    return found + ([f"switches / {f} / 1 / {count}" for f in FORMS] if count > 1 else [])
+    several = count > 1
+    found = ["step / scan / 2 / all"] + ["switches / scan / 2 / all"] * several + ["offload / scan / 2 / all"]
+    found += ["step / unrolled / 3 / all"] + ["switches / unrolled / 3 / all"] * several
+    found += ["step / scan / 3 / all", "step / unrolled / 2 / all"]
+    found += [f"step / {f} / {s} / one" for f in FORMS for s in (2, 3)] * several
+    found += [f"switches / {f} / {s} / all" for f, s in (("unrolled", 2), ("scan", 3))] * several
+    return found + [f"{what} / {f} / 1 / all" for what in ("step", "switches") for f in FORMS] * several
 
 
 def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows of one case."""
     what, form, stage, devices = case.split(" / ")
-    mesh = model.mesh_of(int(devices))
+    mesh = model.mesh_of(1 if devices == "one" else config["machine"]["count"])
     dtype = {"param_dtype": "float32"} if what == "step" else {}
     c = model.sizes(config, model.ABOUT_1B, scan=form == "scan", **dtype)
     head = {"layers": form, "stage": int(stage), "devices": mesh.size}

@@ -38,8 +38,10 @@ def environment(tiny: bool) -> dict[str, str]:
     free = host_memory()
     if free:  # JAX pins 64 GB at most where this is not said
         said["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(max(int(HOST_SHARE * free / 2**30), 1))
-    if tiny:  # fewer threads than simulated devices can wait for each other
-        said = {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu", "NPROC": "32"}
+    if tiny:  # fewer threads than simulated devices can wait for each other; compiled more quickly, the program is the same
+        said = {"JAX_PLATFORMS": "cpu", "NPROC": "32", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    # steps in flight together starve each other of threads on few cores, and XLA then aborts the process
+    said |= {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
     return {**said, **os.environ, **ours}
 
 
@@ -50,18 +52,9 @@ def host_memory() -> int:
     return int(rows.get("MemAvailable", "0").split()[0]) * 1024
 
 
-def set_up() -> None:
-    """Of a process that measures, before its first array: the CPU stands for eight devices."""
-    import jzero  # noqa: F401, I001  (before jax: it keeps the compile-only plugin out)
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", SIMULATED)
-    # steps in flight together starve each other of threads on few cores, and XLA then aborts the process
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-
-
 def probe() -> dict[str, Any]:
     """The devices, as jax sees them."""
+    import jzero  # noqa: F401, I001  (before jax: it keeps the compile-only plugin out)
     import jax
 
     devices = jax.local_devices()
@@ -83,9 +76,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def config_of(machine: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """What all parts are told: the machine, and whether it is the short form."""
-    return {"machine": machine, "tiny": tiny, "on_gpu": machine["platform"] not in ("cpu",)}
+def config_of(machine: dict[str, Any], *, tiny: bool, every: bool) -> dict[str, Any]:
+    """What all parts are told: the machine, whether sizes are tiny, and whether one case of each kind is enough."""
+    on_gpu = machine["platform"] != "cpu"
+    return {"machine": machine, "on_gpu": on_gpu, "tiny": tiny or not on_gpu, "short": not (on_gpu or every)}
 
 
 def flops_limit(kind: str) -> float | None:

@@ -134,7 +134,7 @@ def batch_of(c: Sizes, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
 def compiled(
     state: Any, batch: Any, step: Callable = train_step, shardings: Any = None, options: Any = None
 ) -> Any:
-    """The step over the state's leaves, compiled; `state` may be abstract. Nothing of an earlier trace is used again.
+    """The step over the state's leaves, compiled; `state` may be abstract.
 
     Args:
       shardings: `in_shardings` and `out_shardings`, as `hand.by_hand` gives them.
@@ -147,7 +147,6 @@ def compiled(
         return jax.tree.leaves(new), loss
 
     said = {k: (jax.tree.leaves(first), rest) for k, (first, rest) in (shardings or {}).items()}
-    jax.clear_caches()
     lowered = jax.jit(on_leaves, donate_argnums=0, **said).lower(jax.tree.leaves(state), batch)
     return lowered.compile(compiler_options=options or None)
 

@@ -25,6 +25,7 @@ WEIGHT = 3.0
 FRESH = False
 GRADIENT, MOVED, LOSS = 1e-4, 1e-2, 1e-5
 STEPS = 10
+SHORT = ("gradients / scan / 3 / offload", "gradients / unrolled / 2 / dots on the host", "steps / scan / 2 / host")
 DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 POLICIES: dict[str, dict[str, Any] | None] = {
     "no remat": None,
@@ -54,8 +55,6 @@ def cases(config: dict[str, Any]) -> list[str]:
     steps += [f"steps / scan / {s} / {t}" for s, t in ((3, "host"), (1, "host"), (0, "device"))]
     steps += [f"steps / scan / 2 / {t}" for t in ("host, prefetch", "update on the host")]
     steps += [f"steps / unrolled / {s} / {t}" for s in (2, 3) for t in ("device", "host")]
-    if config["tiny"]:
-        return ["gradients / scan / 3 / offload", "gradients / unrolled / 2 / dots on the host", steps[3]]
     return [*at[3], *steps, *at[2]]
 
 

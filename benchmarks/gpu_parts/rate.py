@@ -24,17 +24,18 @@ from gpu_parts.machine import flops_limit, time_of
 TITLE = "Rate: model FLOPs utilisation and tokens per second"
 ASKED = """The GPT of about 1B parameters, bf16 params with fp32 masters, `nn.remat`, 8 sequences of 1024 per device. FLOPs are
 those of the model (6 per number of a matrix that a token meets, 12 x width x sequence per layer for attention); what remat computes
-again does not count. MFU is their share of the datasheet's dense bf16 rate; the first table has what one large bf16 matmul reaches here. The torch rows are the same model and sizes in one process per GPU, fp32 params with bf16 compute,
-activation checkpointing of each block, fused AdamW, clipping by the global norm."""
+again does not count. MFU is their share of the datasheet's dense bf16 rate; the first table has what one large bf16 matmul reaches here. The torch rows are the same model and sizes in one process per GPU: FSDP2 with fp32
+params and bf16 compute and fused AdamW, DeepSpeed with bf16 params and fp32 masters; both with activation checkpointing of each block and clipping by
+the global norm."""
 WEIGHT = 3.0
 FRESH = True
+SHORT = ("matmul / - / 0 / -", "jzero / scan / 3 / xla", "fsdp2 / unrolled / 3 / sdpa", "deepspeed / unrolled / 3 / sdpa")
 TORCH = {"fsdp2": "torch", "fsdp2, compiled blocks": "torch", "deepspeed": "deepspeed"}
 
 
 def cases(config: dict[str, Any]) -> list[str]:
     """jzero, then torch's, then the rest of jzero: `engine / form / stage / attention`."""
-    if config["tiny"]:
-        return ["matmul / - / 0 / -", "jzero / scan / 3 / xla", "fsdp2 / unrolled / 3 / sdpa", "deepspeed / unrolled / 3 / sdpa"]
+    del config
     found = ["matmul / - / 0 / -", "jzero / scan / 3 / xla", "jzero / scan / 3 / cudnn", "jzero / unrolled / 3 / xla"]
     found += [f"{engine} / unrolled / 3 / sdpa" for engine in TORCH]
     found += ["jzero / scan / 2 / xla", "jzero / unrolled / 2 / xla", "jzero / scan / 2 / cudnn"]

@@ -1,7 +1,7 @@
 """The GPT of model.py in torch, trained by FSDP2 or DeepSpeed: prints the seconds of each step as JSON.
 
-Started by rate.py, one process for every GPU, with the sizes as JSON in its argument. Numbers are those of model.py but
-for the dtype of params, which is what each engine's users have: fp32 with bf16 compute.
+Started by rate.py, one process for every GPU, with the sizes as JSON in its argument. Dtypes are what each engine's users
+have: fp32 params with bf16 compute under FSDP2, bf16 params with fp32 masters under DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 
 class Block(nn.Module):
@@ -45,7 +45,7 @@ class Gpt(nn.Module):
     def __init__(self, c: dict):
         super().__init__()
         self.embed, self.positions = nn.Embedding(c["vocab"], c["dim"]), nn.Embedding(c["seq"], c["dim"])
-        self.blocks = nn.ModuleList(Block(c["dim"], c["heads"]) for _ in range(c["depth"]))
+        self.blocks = nn.ModuleList(checkpoint_wrapper(Block(c["dim"], c["heads"])) for _ in range(c["depth"]))
         self.norm = nn.LayerNorm(c["dim"])
         for table in (self.embed, self.positions):
             nn.init.normal_(table.weight, std=0.02)
@@ -53,7 +53,7 @@ class Gpt(nn.Module):
     def forward(self, tokens, targets):
         x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = block(x)
         logits = F.linear(self.norm(x), self.embed.weight)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
