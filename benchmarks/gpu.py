@@ -5,13 +5,15 @@
     python benchmarks/gpu.py --parts peak numbers          # some of it: peak, numbers, cost, rate, offload
     python benchmarks/gpu.py --tiny                        # every part on 8 simulated CPU devices, no GPU: 2 minutes
 
-Writes `<out>/<date>-gpu-<device>.md`, and beside it the rows as JSON lines (each when it is measured) and the log of what
-the processes printed. Without a GPU the short form is what runs; its page says what a CPU cannot show.
+Writes `<out>/<date>-gpu-<device>.md`, and beside it the rows as JSON lines (each when it is measured) and the
+log of what the processes printed. Without a GPU the short form is what runs; its page says what a CPU cannot
+show.
 
 [Note: a run that is cut short]
-The parts run in the order of importance, each within a share of the time that is left. Every part runs in processes of
-its own, started here, where jax is never used: a crash costs one case, and the part goes on with the next one; what is over its time is
-ended, with all that it has started, and the next part begins. The page is written anew after every part, and on Ctrl-C.
+The parts run in the order of importance, each within a share of the time that is left. Every part runs in
+processes of its own, started here, where jax is never used: a crash costs one case, and the part goes on with
+the next one; what is over its time is ended, with all that it has started, and the next part begins. The page
+is written anew after every part, and on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,16 +22,12 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import gc
 import importlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,10 +36,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 from gpu_parts import PARTS, machine
 from gpu_parts.page import page
+from gpu_parts.process import append, command, driver_of, end_group
 
 RESERVE = 5.0  # seconds for the last page
 LEAST = 3.0  # seconds in which no case is begun
-GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+SPEAKS = re.compile(r"^(?![IW]\d{4} |WARNING: All log).*\S")  # a line that is none of XLA's own log
 SHOWN = ("XLA_", "JAX_", "NCCL_", "CUDA_VISIBLE", "NPROC")
 
 
@@ -80,7 +79,12 @@ class Part:
         """For the page."""
         rows = [e["row"] for e in events if e["part"] == self.name and "row" in e]
         found = self.code.findings(rows) if hasattr(self.code, "findings") else []
-        return {**dataclasses.asdict(self), "title": self.code.TITLE, "asked": self.code.ASKED, "findings": found}
+        return {
+            **dataclasses.asdict(self),
+            "title": self.code.TITLE,
+            "asked": self.code.ASKED,
+            "findings": found,
+        }
 
 
 class Run:
@@ -89,22 +93,31 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         self.args, self.began = args, time.monotonic()
         self.parts = {**PARTS, **{m.rsplit(".", 1)[-1]: m for m in args.also}}
-        self.asked = [n for n in self.parts if args.parts is None or n in args.parts or self.parts[n] in args.also]
+        self.asked = [
+            n for n in self.parts if args.parts is None or n in args.parts or self.parts[n] in args.also
+        ]
         self.done: list[Part] = []
         self.date = datetime.date.today().isoformat()
         args.out.mkdir(parents=True, exist_ok=True)
         self.machine = self.probed(args.tiny)
         self.config = machine.config_of(self.machine, tiny=args.tiny, every=args.every)
         kind = re.sub(r"[^a-z0-9]+", "-", self.machine["kind"].lower()).strip("-")
-        name = f"{self.date}-gpu-" + ("cpu-short" if self.config["tiny"] else f"{self.machine['count']}x{kind}")
+        name = f"{self.date}-gpu-" + (
+            "cpu-short" if self.config["tiny"] else f"{self.machine['count']}x{kind}"
+        )
         self.page, self.rows, self.log = (args.out / f"{name}{end}" for end in (".md", ".jsonl", ".log"))
         self.rows.write_text("")
         self.log.write_text("")
 
     def probed(self, tiny: bool) -> dict[str, Any]:
         """The devices, asked of a process of its own."""
-        command = [sys.executable, __file__, "--child", json.dumps({"probe": True})]
-        done = subprocess.run(command, env=machine.environment(tiny), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command({"probe": True}),
+            env=machine.environment(tiny),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             raise SystemExit(f"benchmarks/gpu.py: jax does not start here:\n{done.stderr[-2000:]}")
         return json.loads(done.stdout.splitlines()[-1])
@@ -128,7 +141,10 @@ class Run:
                 finally:
                     part.seconds = time.monotonic() - began
                     self.write()
-                print(f"{part.name}: {part.finished} of {len(part.cases)} cases, {part.seconds:.0f} s", flush=True)
+                print(
+                    f"{part.name}: {part.finished} of {len(part.cases)} cases, {part.seconds:.0f} s",
+                    flush=True,
+                )
         except KeyboardInterrupt:
             self.done[-1].left = self.done[-1].left or "stopped by Ctrl-C"
         self.write()
@@ -158,11 +174,17 @@ class Run:
 
     def child(self, part: Part, cases: list[str], until: float) -> str:
         """One process over some cases; how it ended, should one be unfinished."""
-        told = {"part": part.name, "module": part.module, "cases": cases, "config": self.config, "rows": str(self.rows)}
+        told = {
+            "part": part.name,
+            "module": part.module,
+            "cases": cases,
+            "config": self.config,
+            "rows": str(self.rows),
+        }
         with self.log.open("a") as log:
             start = log.tell()
             process = subprocess.Popen(
-                [sys.executable, __file__, "--child", json.dumps(told)], env=machine.environment(self.config["tiny"]),
+                command(told), env=machine.environment(self.config["tiny"]),
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
             try:
@@ -172,7 +194,9 @@ class Run:
                 ended = f"ended after the part's {part.budget:.0f} s"
             finally:
                 end_group(process)
-        said = [x for x in self.log.read_text(errors="replace")[start:].splitlines() if x.strip()]
+        said = [
+            x for x in self.log.read_bytes()[start:].decode(errors="replace").splitlines() if SPEAKS.search(x)
+        ]
         return f"{ended}; last words: {said[-1][:200]}" if said else ended
 
     def events(self) -> list[dict[str, Any]]:
@@ -192,60 +216,13 @@ class Run:
         driver = driver_of() if self.config["on_gpu"] else ""
         set_here = {k: v for k, v in machine.environment(self.config["tiny"]).items() if k.startswith(SHOWN)}
         run = {
-            "date": self.date, "command": " ".join(["python benchmarks/gpu.py", *self.args.said]), "minutes": self.args.minutes,
-            "took": self.took, "machine": self.machine, "driver": driver, "environment": set_here, "parts": list(self.parts),
-            "asked": self.asked,
+            "date": self.date, "command": " ".join(["python benchmarks/gpu.py", *self.args.said]),
+            "minutes": self.args.minutes, "took": self.took, "machine": self.machine, "driver": driver,
+            "environment": set_here, "parts": list(self.parts), "asked": self.asked,
         }  # fmt: skip
         draft = self.page.with_suffix(".tmp")
         draft.write_text(page(run, [p.described(events) for p in self.done], events), encoding="utf-8")
         draft.replace(self.page)
-
-
-def append(path: Path, event: dict[str, Any]) -> None:
-    """A line of the rows, on the disk when this returns."""
-    with path.open("a") as file:
-        file.write(json.dumps(event) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """Ends a process that was started here, and what it has started: they are one process group."""
-    for number, wait in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 0.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=wait)
-    process.wait()
-
-
-def driver_of() -> str:
-    """The driver's version, where nvidia-smi says it."""
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-        return f"Driver {said.splitlines()[0].strip()}."
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return ""
-
-
-def child(told: dict[str, Any]) -> None:
-    """A process of a part: its cases, each row written when it is there."""
-    if "probe" in told:
-        print(json.dumps(machine.probe()))
-        return
-    part, rows = importlib.import_module(told["module"]), Path(told["rows"])
-    for case in told["cases"]:
-        head = {"part": told["part"], "case": case}
-        append(rows, {**head, "begun": True})
-        gc.collect()  # what the last case had on the device
-        try:
-            for row in part.run(case, told["config"]):
-                append(rows, {**head, "row": row})
-            append(rows, {**head, "finished": True})
-        except Exception as error:
-            traceback.print_exc()
-            append(rows, {**head, "failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"})
 
 
 def main(args: Sequence[str] | None = None) -> Path:
@@ -254,17 +231,21 @@ def main(args: Sequence[str] | None = None) -> Path:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
-    parser.add_argument("--parts", nargs="*", choices=list(PARTS), help="some of them; all where this is not said")
-    parser.add_argument("--also", nargs="+", default=[], help="modules with parts of your own, last in the order")
-    parser.add_argument("--tiny", action="store_true", help="the short form on simulated CPU devices, also where there is a GPU")
+    parser.add_argument(
+        "--parts", nargs="*", choices=list(PARTS), help="some of them; all where this is not said"
+    )
+    parser.add_argument(
+        "--also", nargs="+", default=[], help="modules with parts of your own, last in the order"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="the short form on simulated CPU devices, also where there is a GPU",
+    )
     parser.add_argument("--every", action="store_true", help="every case, also in the short form")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     found = parser.parse_args(args)
     found.said = list(sys.argv[1:] if args is None else args)
-    if found.child:
-        child(json.loads(found.child))
-        return found.out
     path = Run(found).run()
     print(path)
     return path

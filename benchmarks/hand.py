@@ -1,4 +1,5 @@
-"""What is written without jzero: a plain Flax step, ZeRO by NamedSharding alone, and offload by moving the whole state.
+"""What is written without jzero: a plain Flax step, ZeRO by NamedSharding alone, and offload by moving the
+whole state.
 
 The benchmarks compare with these. `benchmarks/step.py` says in its note what each stage written by hand is.
 """

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: every part leaves rows, one that fails leaves the others, and the page says what could not be done."""
+"""benchmarks/gpu.py: every part leaves rows, one that fails leaves the others, the page says what was not done."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import gpu
-from benchmarks.gpu_parts import PARTS, page
+import jzero
+from benchmarks import gpu  # puts its folder on the path
+
+# isort: split
+from gpu_parts import PARTS, cost, machine, page, peaks, switches
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks/gpu.py"
@@ -44,6 +47,7 @@ def test_every_part_leaves_rows(tmp_path):
     assert all(e["row"]["ok"] for e in events if e["part"] == "numbers" and "ok" in e.get("row", {}))
 
 
+@pytest.mark.nightly
 def test_a_part_that_crashes_or_hangs_leaves_the_others(tmp_path):
     """It raises, its process dies, it hangs: three cases, a line for each, and the part behind it runs."""
     flags = ["--parts", "--also", "gpu_bench_broken", "gpu_bench_well", "--minutes", "0.4"]
@@ -81,13 +85,23 @@ def test_page_of_a_run_that_was_cut_short():
     }  # fmt: skip
     events = [
         {"part": "peak", "case": "a", "begun": True},
-        {"part": "peak", "case": "a", "row": {"stage": 2, "compiled, GB": 1.23456, "off, %": None, "ok": False}},
+        {
+            "part": "peak",
+            "case": "a",
+            "row": {"stage": 2, "compiled, GB": 1.23456, "off, %": None, "ok": False},
+        },
         {"part": "peak", "case": "a", "row": {"stage": 3, "": "a | b", "ok": True}},
         {"part": "peak", "case": "a", "row": {"cannot": "a thing"}},
         {"part": "peak", "case": "a", "row": {"cannot": "a thing"}},
         {"part": "peak", "case": "b", "failed": "out of memory"},
     ]
-    machine = {"platform": "cuda", "kind": "NVIDIA H200", "count": 2, "python": "3.12.3", "versions": {"jax": "0.11.2"}}
+    machine = {
+        "platform": "cuda",
+        "kind": "NVIDIA H200",
+        "count": 2,
+        "python": "3.12.3",
+        "versions": {"jax": "0.11.2"},
+    }
     run = {
         "date": "2026-01-02", "command": "python benchmarks/gpu.py", "minutes": 9.0, "took": 120.0, "machine": machine,
         "driver": "Driver 1.", "environment": {"XLA_FLAGS": "--x"}, "parts": ["peak", "cost", "rate"],
@@ -108,3 +122,43 @@ def test_page_of_a_run_that_was_cut_short():
         "## Could not do\n\n- peak: a thing\n- peak, b: out of memory\n- peak: no time for 1 of 3 cases: c\n"
         "- cost: not run yet\n- rate: not asked for\n"
     )
+
+
+def test_every_switch_finds_what_it_replaces():
+    for switch in switches.SWITCHES:
+        places = [switches.owner_of(where) for where, _ in switch.patches]
+        before = [getattr(*place) for place in places]
+        with switches.off(switch):
+            assert all(getattr(*place) is not old for place, old in zip(places, before, strict=True))
+        assert [getattr(*place) for place in places] == before
+        assert switch.patches or switch.fields
+        tier = {"in_flight_bytes"} & dict(switch.fields).keys()
+        jzero.ZeroConfig(stage=switch.stages[-1], **{k: v for k, v in switch.fields if k not in tier})
+    assert {s.name for s in switches.of(1, True)} == {s.name for s in switches.SWITCHES if s.offload}
+    with pytest.raises(AttributeError, match="step:gone is gone"):
+        switches.owner_of("jzero.step:gone")
+
+
+def test_what_is_a_candidate_for_deletion():
+    assert cost.candidate(0.95, 0.01, 100, 100)
+    assert not cost.candidate(0.95, 0.01, 100, 120), "it saves memory"
+    assert not cost.candidate(0.95, 0.06, 100, 100), "the noise is more than that"
+    assert not cost.candidate(0.995, 0.0, 100, 100), "less than a hundredth"
+    assert not cost.candidate(1.1, 0.01, 100, 100), "it saves time"
+
+
+def test_peaks_are_compared_where_the_step_has_raised_them():
+    columns = peaks.compared(1000, 900, 1020)
+    assert columns["off, %"] == pytest.approx(2)
+    assert columns["ok"] is True
+    assert peaks.compared(1000, 900, 1040)["ok"] is False
+    assert peaks.compared(1000, 1100, 1100)["ok"] is None, "what came before took more"
+    assert peaks.compared(1000, None, None)["ok"] is None, "a CPU"
+
+
+def test_rates_of_known_devices():
+    assert machine.flops_limit("NVIDIA H100 80GB HBM3") == 989e12
+    assert machine.flops_limit("NVIDIA H100 PCIe") == 756e12
+    assert machine.flops_limit("NVIDIA L40S") == 362e12
+    assert machine.flops_limit("NVIDIA L4") == 121e12
+    assert machine.flops_limit("cpu") is None

@@ -9,9 +9,10 @@ A *part* answers one question; it is a module with
 - `SHORT`: those that the short form runs, which is one of each kind;
 - `run(case, config)`: measures one case and yields a *row* as soon as it is measured.
 
-A row is a dict of columns and values (str, int, float, bool, None), with the unit in the name of the column. "table"
-names the table that it belongs to; "ok" is True or False where something was asked. A row {"cannot": text} is something
-that this machine cannot show. `config` is a plain dict (`machine.config_of`), since it travels to other processes.
+A row is a dict of columns and values (str, int, float, bool, None), with the unit in the name of the column.
+"table" names the table that it belongs to; "ok" is True or False where something was asked. A row {"cannot":
+text} is something that this machine cannot show. `config` is a plain dict (`machine.config_of`), since it
+travels to other processes.
 """
 
 PARTS = {

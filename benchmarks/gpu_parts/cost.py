@@ -15,11 +15,12 @@ from gpu_parts import model, switches
 from gpu_parts.machine import Program, in_turns, median_ratio
 
 TITLE = "Cost: step time, and what each rewrite is worth"
-ASKED = """A GPT of about 1B parameters, `nn.remat`, 8 sequences of 1024 per device. "step": fp32 params and bf16 compute, so
-that plain Flax, ZeRO by hand (`benchmarks/hand.py`) and jzero compute the same; medians of interleaved rounds, each step
-waited for, ratios by round; "one program twice" is what the machine alone does to a ratio. "switches": bf16 params with fp32
-masters; "off / on" is the time without, over the time with what jzero does, peaks are the compiler's. What costs time (off / on
-below 1 by more than 1 % and by more than the noise) and saves no memory is a candidate for deletion."""
+ASKED = """A GPT of about 1B parameters, `nn.remat`, 8 sequences of 1024 per device. "step": fp32 params and
+bf16 compute, so that plain Flax, ZeRO by hand (`benchmarks/hand.py`) and jzero compute the same; medians of
+interleaved rounds, each step waited for, ratios by round; "one program twice" is what the machine alone does
+to a ratio. "switches": bf16 params with fp32 masters; "off / on" is the time without, over the time with what
+jzero does, peaks are the compiler's. What costs time (off / on below 1 by more than 1 % and by more than the
+noise) and saves no memory is a candidate for deletion."""
 WEIGHT = 4.0
 FRESH = False
 LEAST = 0.01  # of a step's time: less is nothing
@@ -52,7 +53,9 @@ def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if config["machine"]["count"] == 1:
         yield {"cannot": "ZeRO by hand, and switches of gathers and reductions: there is one device"}
     if not config["on_gpu"]:
-        yield {"cannot": "what anything costs on a GPU: times here are those of simulated devices on the same cores"}
+        yield {
+            "cannot": "what anything costs on a GPU: times here are those of simulated devices on the same cores"
+        }
 
 
 def rounds(config: dict[str, Any]) -> int:
@@ -92,12 +95,18 @@ def switched(
     def state_with(make: Any, switch: switches.Switch | None = None):
         fields = dict(switch.fields) if switch else {}
         tier = {"in_flight_bytes": fields.pop("in_flight_bytes")} if "in_flight_bytes" in fields else {}
-        return make(create, stage=stage, mesh=mesh, offload=jzero.Offload(**tier) if offload else None, **fields)
+        return make(
+            create, stage=stage, mesh=mesh, offload=jzero.Offload(**tier) if offload else None, **fields
+        )
 
     on = model.program("on", state_with(jzero.shard), batch)
     first, again = in_turns([on, on], rounds(config))
     noise = abs(median_ratio(first, again) - 1)
-    yield {"table": "switches", "switched off": "nothing (one program twice)", "off / on": median_ratio(first, again)}
+    yield {
+        "table": "switches",
+        "switched off": "nothing (one program twice)",
+        "off / on": median_ratio(first, again),
+    }
     lines = program_lines(on.compiled)
     for switch in switches.of(stage, offload):
         row: dict[str, Any] = {"table": "switches", "switched off": switch.name}

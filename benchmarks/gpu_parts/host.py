@@ -16,11 +16,12 @@ from gpu_parts import model
 from gpu_parts.machine import HOST_SHARE, Program, host_memory, in_turns, time_of
 
 TITLE = "Offload: the bus, the overlap, the largest model"
-ASKED = """"bus": one large pinned copy each way, and both at once. "update": clip and AdamW alone on a GPT's state in host memory, fetched
-and written back; the limit is the larger of the two directions' bytes over their rates. "step": the same model with and
-without offload; "hidden" is the share of the time of all copies that the step does not take longer by; naive is a
-device_put of the whole state before and after the update. "largest": the depth that memory allows by the compiled program of two
-smaller depths, then trained for two steps, and less where it does not fit."""
+ASKED = """"bus": one large pinned copy each way, and both at once. "update": clip and AdamW alone on a GPT's
+state in host memory, fetched and written back; the limit is the larger of the two directions' bytes over
+their rates. "step": the same model with and without offload; "hidden" is the share of the time of all copies
+that the step does not take longer by; naive is a device_put of the whole state before and after the update.
+"largest": the depth that memory allows by the compiled program of two smaller depths, then trained for two
+steps, and less where it does not fit."""
 WEIGHT = 3.0
 FRESH = True
 WAYS: dict[str, jzero.Offload | None] = {
@@ -57,7 +58,9 @@ def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     else:
         yield step(way, int(rows), config) if what == "step" else largest(way, config)
     if not config["on_gpu"]:
-        yield {"cannot": "offload: a CPU's pinned memory is its memory, so no copy is a transfer and no memory has a limit"}
+        yield {
+            "cannot": "offload: a CPU's pinned memory is its memory, so no copy is a transfer and no memory has a limit"
+        }
 
 
 def bus(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -113,7 +116,9 @@ def step(way: str, rows: int, config: dict[str, Any]) -> dict[str, Any]:
     plain = model.program("none", jzero.shard(create, stage=2, mesh=mesh), batch)
     offloaded = jzero.shard(create, stage=2, mesh=mesh, offload=WAYS[way])
     if way == "naive":
-        moved = jzero.estimate(jzero.plan_of(jzero.abstract(create, stage=2, mesh=mesh, offload="host")), tx=offloaded.tx)
+        moved = jzero.estimate(
+            jzero.plan_of(jzero.abstract(create, stage=2, mesh=mesh, offload="host")), tx=offloaded.tx
+        )
         other = model.program(way, to_host(offloaded), batch, naive(train_step))
     else:
         moved = jzero.estimate(jzero.plan_of(offloaded), tx=offloaded.tx)
@@ -161,7 +166,10 @@ def deepest(way: str, config: dict[str, Any], device: float, host: float) -> int
     count, low, high = config["machine"]["count"], 4, 8
     small, large = (memory_at(way, d, config) for d in (low, high))
     room = []
-    for first, second, limit in ((small.total, large.total, device), (small.host_total, large.host_total, host / count)):
+    for first, second, limit in (
+        (small.total, large.total, device),
+        (small.host_total, large.host_total, host / count),
+    ):
         layer = (second - first) / (high - low)
         room.append(low + (limit - first) / layer if layer > 0 else float("inf"))
     return max(int(min(room)), 1)
@@ -179,7 +187,10 @@ def trained(way: str, depth: int, config: dict[str, Any]) -> tuple[int, float]:
     """Two steps: the number of params, and the loss after them."""
     c = sizes_at(depth, config)
     mesh = model.mesh_of(config["machine"]["count"])
-    compiled = model.compiled(jzero.abstract(model.creator(c), stage=3, mesh=mesh, offload=WAYS[way]), batch := model.batch_of(c, mesh))
+    compiled = model.compiled(
+        jzero.abstract(model.creator(c), stage=3, mesh=mesh, offload=WAYS[way]),
+        batch := model.batch_of(c, mesh),
+    )
     state = jzero.shard(model.creator(c), stage=3, mesh=mesh, offload=WAYS[way])
     p = Program(way, compiled, [jax.tree.leaves(state)], batch)
     count = jzero.plan_of(state).param_bytes // 2

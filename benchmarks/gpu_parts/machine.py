@@ -1,10 +1,11 @@
 """What machine this is, how a process of a part is set up on it, and how its time and memory are read.
 
 [Note: a peak that is the step's own]
-`peak_bytes_in_use` is the most that a process has had, and cannot be set back. So a case that reads it has a fresh
-process, in which everything else takes less than the step: the program is compiled before there is any state (a GPU
-tries its kernels out in buffers of its own), and the state is made of zeros, leaf by leaf, without jzero's creation program.
-The peak before the first step is read as well; where the step has not raised it, the row says so and counts for nothing.
+`peak_bytes_in_use` is the most that a process has had, and cannot be set back. So a case that reads it has a
+fresh process, in which everything else takes less than the step: the program is compiled before there is any
+state (a GPU tries its kernels out in buffers of its own), and the state is made of zeros, leaf by leaf,
+without jzero's creation program. The peak before the first step is read as well; where the step has not
+raised it, the row says so and counts for nothing.
 """
 
 from __future__ import annotations
@@ -27,21 +28,27 @@ DENSE_BF16 = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12,
     "L40S": 362e12, "L4": 121e12, "A10": 125e12,
 }  # fmt: skip
-"""FLOP per second in bf16 without sparsity, by a part of the device's name, the longer names first: NVIDIA's datasheets
-of these GPUs (SXM where the name does not say otherwise)."""
+"""FLOP per second in bf16 without sparsity, by a part of the device's name, the longer names first: NVIDIA's
+datasheets of these GPUs (SXM where the name does not say otherwise)."""
 
 
 def environment(tiny: bool) -> dict[str, str]:
     """Environment of a process that measures. What the user has set stays."""
-    ours = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])}
+    ours = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    }
     said = {"TF_CPP_MIN_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     free = host_memory()
     if free:  # JAX pins 64 GB at most where this is not said
         said["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(max(int(HOST_SHARE * free / 2**30), 1))
-    if tiny:  # fewer threads than simulated devices can wait for each other; compiled more quickly, the program is the same
+    if tiny:  # fewer threads than devices can wait for each other; compiled more quickly
         said = {"JAX_PLATFORMS": "cpu", "NPROC": "32", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     # steps in flight together starve each other of threads on few cores, and XLA then aborts the process
-    said |= {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    said |= {
+        "JAX_NUM_CPU_DEVICES": str(SIMULATED),
+        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
     return {**said, **os.environ, **ours}
 
 
@@ -137,7 +144,7 @@ class Program:
 
 
 def in_turns(programs: Sequence[Program], rounds: int) -> list[list[float]]:
-    """Seconds per step of each program, one per round; they take turns, and the order is swapped from round to round."""
+    """Seconds per step of each program, one per round: they take turns, in an order that is swapped each time."""
     times: list[list[float]] = [[] for _ in programs]
     for p in programs:
         p.seconds(), p.seconds()

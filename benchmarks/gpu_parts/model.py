@@ -40,8 +40,8 @@ class Sizes:
 
     @property
     def flops_per_token(self) -> int:
-        """Of a model's forward and backward pass: 6 per number of a matrix that a token meets, 12 d T per layer for the
-        attention, the causal half not left out; what remat computes again is not counted."""
+        """Of a model's forward and backward pass: 6 per number of a matrix that a token meets, 12 d T per
+        layer for the attention, the causal half not left out; what remat computes again is not counted."""
         met = 12 * self.depth * self.dim**2 + self.vocab * self.dim
         return 6 * met + 12 * self.depth * self.dim * self.seq
 
@@ -88,7 +88,9 @@ class Gpt(nn.Module):
         types: Any = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         small = nn.initializers.normal(0.02)
         embed = nn.Embed(c.vocab, c.dim, embedding_init=small, name="embed", **types)
-        x = embed(tokens) + self.param("positions", small, (c.seq, c.dim), jnp.dtype(c.param_dtype)).astype(c.dtype)
+        x = embed(tokens) + self.param("positions", small, (c.seq, c.dim), jnp.dtype(c.param_dtype)).astype(
+            c.dtype
+        )
         block = self.region(Block)
         if c.scan:
             split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}

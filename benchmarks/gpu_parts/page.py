@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-NO_GPU = """**No GPU has run this page.** It is the short form of the script on {count} simulated CPU devices, which shows
-that every part runs. No time, peak or rate here says anything about a GPU; "Could not do" has the rest."""
+NO_GPU = """**No GPU has run this page.** It is the short form of the script on {count} simulated CPU devices,
+which shows that every part runs. No time, peak or rate here says anything about a GPU; "Could not do" has the
+rest."""
 
 
 def page(run: dict[str, Any], done: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> str:
@@ -23,19 +24,27 @@ def page(run: dict[str, Any], done: Sequence[dict[str, Any]], events: Sequence[d
     lines += [] if gpu else [NO_GPU.format(count=machine["count"]), ""]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines += [
-        f"`{run['command']}`, {run['minutes']:g} minutes asked, {run['took'] / 60:.1f} taken. Python {machine['python']}, "
-        f"{versions}. {run['driver']}",
+        f"`{run['command']}`, {run['minutes']:g} minutes asked, {run['took'] / 60:.1f} taken. "
+        f"Python {machine['python']}, {versions}. {run['driver']}".strip(),
         "",
-        "Environment: " + (", ".join(f"`{k}={v}`" for k, v in sorted(run["environment"].items())) or "nothing set") + ".",
+        "Environment: "
+        + (", ".join(f"`{k}={v}`" for k, v in sorted(run["environment"].items())) or "nothing set")
+        + ".",
         "",
         table([summary(part) for part in done]),
     ]
     for part in done:
-        rows = [e["row"] for e in events if e["part"] == part["name"] and "row" in e and "cannot" not in e["row"]]
+        rows = [
+            e["row"] for e in events if e["part"] == part["name"] and "row" in e and "cannot" not in e["row"]
+        ]
         lines += ["", f"## {part['title']}", "", part["asked"]]
         lines += ["", *[f"- {text}" for text in part["findings"]]] if part["findings"] else []
         for name in dict.fromkeys(r.get("table", "") for r in rows):
-            lines += ["", *([f"### {name}", ""] if name else []), table([r for r in rows if r.get("table", "") == name])]
+            lines += [
+                "",
+                *([f"### {name}", ""] if name else []),
+                table([r for r in rows if r.get("table", "") == name]),
+            ]
     lines += ["", "## Could not do", "", *[f"- {text}" for text in could_not(run, done, events)], ""]
     return "\n".join(lines)
 
@@ -48,13 +57,19 @@ def summary(part: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def could_not(run: dict[str, Any], done: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> list[str]:
+def could_not(
+    run: dict[str, Any], done: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]
+) -> list[str]:
     """What this machine cannot show, what failed, what there was no time for, and parts that were not asked for."""
     shown = [f"{e['part']}: {e['row']['cannot']}" for e in events if "cannot" in e.get("row", {})]
     failed = [f"{e['part']}, {e['case']}: {e['failed']}" for e in events if "failed" in e]
     left = [f"{p['name']}: {p['left']}" for p in done if p["left"]]
     names = {p["name"] for p in done}
-    parts = [f"{name}: not run yet" if name in run["asked"] else f"{name}: not asked for" for name in run["parts"] if name not in names]
+    parts = [
+        f"{name}: not run yet" if name in run["asked"] else f"{name}: not asked for"
+        for name in run["parts"]
+        if name not in names
+    ]
     return list(dict.fromkeys([*shown, *failed, *left, *parts])) or ["nothing"]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -22,21 +23,32 @@ from gpu_parts import model
 from gpu_parts.machine import flops_limit, time_of
 
 TITLE = "Rate: model FLOPs utilisation and tokens per second"
-ASKED = """The GPT of about 1B parameters, bf16 params with fp32 masters, `nn.remat`, 8 sequences of 1024 per device. FLOPs are
-those of the model (6 per number of a matrix that a token meets, 12 x width x sequence per layer for attention); what remat computes
-again does not count. MFU is their share of the datasheet's dense bf16 rate; the first table has what one large bf16 matmul reaches here. The torch rows are the same model and sizes in one process per GPU: FSDP2 with fp32
-params and bf16 compute and fused AdamW, DeepSpeed with bf16 params and fp32 masters; both with activation checkpointing of each block and clipping by
-the global norm."""
+ASKED = """The GPT of about 1B parameters, bf16 params with fp32 masters, `nn.remat`, 8 sequences of 1024 per
+device. FLOPs are those of the model (6 per number of a matrix that a token meets, 12 x width x sequence per
+layer for attention); what remat computes again does not count. MFU is their share of the datasheet's dense
+bf16 rate; the first table has what one large bf16 matmul reaches here. The torch rows are the same model and
+sizes in one process per GPU: FSDP2 with fp32 params and bf16 compute and fused AdamW, DeepSpeed with bf16
+params and fp32 masters; both with activation checkpointing of each block and clipping by the global norm."""
 WEIGHT = 3.0
 FRESH = True
-SHORT = ("matmul / - / 0 / -", "jzero / scan / 3 / xla", "fsdp2 / unrolled / 3 / sdpa", "deepspeed / unrolled / 3 / sdpa")
+SHORT = (
+    "matmul / - / 0 / -",
+    "jzero / scan / 3 / xla",
+    "fsdp2 / unrolled / 3 / sdpa",
+    "deepspeed / unrolled / 3 / sdpa",
+)
 TORCH = {"fsdp2": "torch", "fsdp2, compiled blocks": "torch", "deepspeed": "deepspeed"}
 
 
 def cases(config: dict[str, Any]) -> list[str]:
     """jzero, then torch's, then the rest of jzero: `engine / form / stage / attention`."""
     del config
-    found = ["matmul / - / 0 / -", "jzero / scan / 3 / xla", "jzero / scan / 3 / cudnn", "jzero / unrolled / 3 / xla"]
+    found = [
+        "matmul / - / 0 / -",
+        "jzero / scan / 3 / xla",
+        "jzero / scan / 3 / cudnn",
+        "jzero / unrolled / 3 / xla",
+    ]
     found += [f"{engine} / unrolled / 3 / sdpa" for engine in TORCH]
     found += ["jzero / scan / 2 / xla", "jzero / unrolled / 2 / xla", "jzero / scan / 2 / cudnn"]
     return found + [f"{engine} / unrolled / 2 / sdpa" for engine in TORCH]
@@ -131,4 +143,4 @@ def torch_steps(engine: str, stage: int, c: model.Sizes, config: dict[str, Any])
     codes = [w.wait() for w in workers]
     if any(codes):
         raise RuntimeError(f"torch_gpt.py ended with {codes}: its last words are in the log")
-    return json.loads(text.splitlines()[-1])
+    return json.loads(re.findall(r"^seconds (.*)$", text, re.MULTILINE)[-1])

@@ -1,7 +1,8 @@
 """What jzero does to a program, each with what switches it off.
 
-A field of ZeroConfig where there is one; else the functions that are replaced while the step is traced, in the process of
-the part alone. A name that is gone from jzero is an error: `tests/test_gpu_bench.py` looks for all of them.
+A field of ZeroConfig where there is one; else the functions that are replaced while the step is traced, in
+the process of the part alone. A name that is gone from jzero is an error: `tests/test_gpu_bench.py` looks for
+all of them.
 """
 
 from __future__ import annotations
