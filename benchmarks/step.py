@@ -47,15 +47,13 @@ import numpy as np
 import optax
 import tyro
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from hand import MIN_SHARD_BYTES, P, by_hand, train_step
+from jax.sharding import Mesh, NamedSharding
 from step_page import MEDIAN, UPPER, write
 
 import jzero
 from jzero.proof.hlo import parse
 from train.model import GPT, Model
-
-P = PartitionSpec
-MIN_SHARD_BYTES = 16 * 1024
 
 SIZES = {
     "tiny": (Model(width=64, layers=2, heads=1, seq=32), 16),
@@ -91,28 +89,6 @@ class Config:
     """Of the page."""
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The step, plain and by hand.
-# ------------------------------------------------------------------------------------------------------------
-
-
-def train_step(
-    state: TrainState,
-    batch: dict[str, jax.Array],
-    constrain: Callable = lambda name, x: x,
-    remat: Callable = lambda f: f,
-):
-    """One update in plain Flax; `constrain` is where hand-written ZeRO says a layout, `remat` what is kept."""
-
-    @remat
-    def loss_of(params):
-        logits = state.apply_fn({"params": constrain("used", params)}, batch["tokens"][:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
-    return state.apply_gradients(grads=constrain("grads", grads)), loss
-
-
 def creator(model: Model) -> Callable[[], TrainState]:
     """A function that creates the state; model and optimizer are made once, so that all its states are alike."""
     gpt, tx = GPT(model), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -122,42 +98,6 @@ def creator(model: Model) -> Callable[[], TrainState]:
         return TrainState.create(apply_fn=gpt.apply, params=params, tx=tx)
 
     return create
-
-
-def split_spec(path: Any, leaf: Any, n: int) -> PartitionSpec:
-    """The first dim that n divides, but for that of the scan over layers; small leaves stay whole."""
-    stacked = any(getattr(k, "key", None) == "layers" for k in path)
-    if math.prod(leaf.shape) * leaf.dtype.itemsize >= MIN_SHARD_BYTES:
-        for dim in range(stacked, len(leaf.shape)):
-            if leaf.shape[dim] % n == 0:
-                return P(*[None] * dim, "data")
-    return P()
-
-
-def by_hand(stage: int, create: Callable, mesh: Mesh, *, gathered: Literal["first", "twice"] | None = None):
-    """State and jitted step with NamedSharding alone; see the note at the top of this file."""
-    shapes = jax.eval_shape(create)
-    whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes)
-    split = jax.tree_util.tree_map_with_path(
-        lambda path, x: NamedSharding(mesh, split_spec(path, x, mesh.size)), shapes
-    )
-    layout = whole.replace(
-        params=(split if stage == 3 else whole).params, opt_state=(split if stage else whole).opt_state
-    )
-    said = {"grads": (split if stage >= 2 else whole).params} if stage else {}
-    said |= {"used": whole.params} if gathered else {}
-
-    def constrain(name, tree):
-        return jax.lax.with_sharding_constraint(tree, said[name]) if name in said else tree
-
-    more = {}
-    if gathered == "twice":
-        keep = lambda primitive, *_, **__: primitive.name != "sharding_constraint"  # noqa: E731
-        more["remat"] = functools.partial(jax.checkpoint, policy=keep)
-    batch = NamedSharding(mesh, P("data"))
-    step = functools.partial(train_step, constrain=constrain, **more)
-    shardings = {"in_shardings": (layout, batch), "out_shardings": (layout, NamedSharding(mesh, P()))}
-    return jax.jit(create, out_shardings=layout)(), step, shardings
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tyro
 
-from benchmarks import step
+from benchmarks import hand, step
 
 FLAGS = ["--sizes", "tiny", "--forms", "unrolled", "--stages", "2", "--rounds", "2", "--seconds", "0.01"]
 
@@ -108,8 +108,8 @@ def test_split_spec_is_the_rule_of_the_plan():
     model, _ = step.SIZES["tiny"]
     for scan in (False, True):
         params = jax.eval_shape(step.creator(dataclasses.replace(model, scan=scan))).params
-        by_hand = jax.tree_util.tree_map_with_path(lambda k, x: step.split_spec(k, x, 8), params)
-        plan = jzero.make_plan(params, stage=3, min_shard_bytes=step.MIN_SHARD_BYTES)
+        by_hand = jax.tree_util.tree_map_with_path(lambda k, x: hand.split_spec(k, x, 8), params)
+        plan = jzero.make_plan(params, stage=3, min_shard_bytes=hand.MIN_SHARD_BYTES)
         assert jax.tree.leaves(by_hand, is_leaf=lambda x: isinstance(x, jax.P)) == [
             x.stored for x in plan.layouts
         ]

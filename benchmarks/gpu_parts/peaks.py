@@ -1,0 +1,96 @@
+"""Peak: what the compiler says that a step takes, and what the allocator of the device has seen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from hand import train_step
+
+import jzero
+from gpu_parts import model
+from gpu_parts.machine import used_peak, zeros_like
+
+TITLE = "Peak memory: measured against compiled"
+ASKED = """Each case in a process of its own: the step is compiled, the state is made of zeros, two steps run,
+and the most bytes that a device had in use are compared with arguments + outputs - aliased + temp of the
+compiled program. Asked: within 3 %. "before" is the peak before the first step: where the step has not raised
+it, nothing is measured. bf16 params with fp32 masters."""
+WEIGHT = 3.0
+FRESH = True
+WITHIN = 0.03
+TIERS = {
+    "device": None,
+    "host": jzero.Offload(),
+    "host, prefetch": jzero.Offload(prefetch=True),
+    "update on the host": jzero.Offload(update="host"),
+    "inputs of blocks on the host": None,
+}
+INPUTS = "inputs of blocks on the host"
+SHORT = ("scan / 2 / device", "unrolled / 3 / host", f"scan / 2 / {INPUTS}")
+
+
+def cases(config: dict[str, Any]) -> list[str]:
+    """All stages in a scan, then the other tiers, then unrolled layers: `form / stage / tier`."""
+    found = [f"scan / {s} / device" for s in (2, 3, 1, 0)] + [f"scan / {s} / host" for s in (2, 3, 1)]
+    found += [f"scan / 2 / {tier}" for tier in TIERS if tier not in ("device", "host")]
+    found += [f"unrolled / {s} / {tier}" for tier in ("device", "host") for s in (3, 2, 1)]
+    return [*found, f"unrolled / 2 / {INPUTS}"]
+
+
+def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One cell."""
+    form, stage, tier = case.split(" / ")
+    c = model.sizes(config, model.SMALL, scan=form == "scan")
+    mesh = model.mesh_of(config["machine"]["count"])
+    how = {"stage": int(stage), "mesh": mesh, "offload": TIERS[tier]}
+    region = model.remat(c.scan)
+    if tier == INPUTS:
+        plan = jzero.make_plan(jax.eval_shape(model.creator(c)).params, stage=int(stage), mesh=mesh)
+        region = functools.partial(jzero.remat, plan=plan, offload="host", prevent_cse=not c.scan)
+    state = jzero.abstract(model.creator(c, region), **how)
+    plan, batch = jzero.plan_of(state), model.batch_of(c, mesh)
+    compiled = model.compiled(state, batch, train_step)
+    held = jzero.explain(compiled, plan).memory
+    leaves = zeros_like(jax.tree.leaves(state))
+    before = used_peak()
+    for _ in range(2):
+        leaves, loss = compiled(leaves, batch)
+        jax.block_until_ready((leaves, loss))
+    yield {
+        "layers": form, "stage": int(stage), "tier": tier,
+        "states by formula, GB": jzero.estimate(plan, tx=state.tx).states / 1e9,
+        "arguments, GB": held.arguments / 1e9, "temp, GB": held.temp / 1e9,
+        **compared(held.total, before, used_peak()),
+        "on the host, GB": held.host_total / 1e9,
+    }  # fmt: skip
+    if used_peak() is None:
+        yield {"cannot": "measured peaks: a CPU device has no `memory_stats`; the columns are empty"}
+    elif before == used_peak():
+        yield {"cannot": f"the peak of {case}: the step has not raised the process's peak"}
+
+
+def compared(compiled: int, before: int | None, after: int | None) -> dict[str, Any]:
+    """The columns of compiled and measured bytes."""
+    raised = before is not None and after is not None and after > before
+    off = after / compiled - 1 if raised and after else None
+    return {
+        "compiled, GB": compiled / 1e9,
+        "before, GB": None if before is None else before / 1e9,
+        "measured, GB": after / 1e9 if raised and after else None,
+        "off, %": None if off is None else 100 * off,
+        "ok": None if off is None else abs(off) <= WITHIN,
+    }
+
+
+def findings(rows: list[dict[str, Any]]) -> list[str]:
+    """The largest difference, in a line."""
+    off = [(abs(r["off, %"]), r) for r in rows if r.get("off, %") is not None]
+    if not off:
+        return []
+    worst, row = max(off, key=lambda pair: pair[0])
+    where = f"{row['layers']}, stage {row['stage']}, {row['tier']}"
+    met = sum(r["ok"] for _, r in off)
+    return [f"Within 3 % in {met} of {len(off)} cases; the largest difference is {worst:.1f} % ({where})."]

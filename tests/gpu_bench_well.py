@@ -1,0 +1,12 @@
+"""A part for benchmarks/gpu.py --also that measures one number: see tests/test_gpu_bench.py."""
+
+TITLE, ASKED, WEIGHT, FRESH = "Well", "Nothing.", 2.0, False
+SHORT = ("one",)
+
+
+def cases(config):
+    return list(SHORT)
+
+
+def run(case, config):
+    yield {"value": 3, "ok": True}
