@@ -12,8 +12,8 @@ show.
 [Note: a run that is cut short]
 The parts run in the order of importance, each within a share of the time that is left. Every part runs in
 processes of its own, started here, where jax is never used: a crash costs one case, and the part goes on with
-the next one; what is over its time is ended, with all that it has started, and the next part begins. The page
-is written anew after every part, and on Ctrl-C.
+the next one; what is over its time is ended, with all that it has started, and the next part begins. The page is
+written anew after every process, and on Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import datetime
 import importlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -146,7 +147,7 @@ class Run:
                     flush=True,
                 )
         except KeyboardInterrupt:
-            self.done[-1].left = self.done[-1].left or "stopped by Ctrl-C"
+            self.done[-1].left = "stopped by Ctrl-C or SIGTERM"
         self.write()
         return self.page
 
@@ -154,6 +155,8 @@ class Run:
         """All cases of a part: of one process as many as it comes to; on a GPU one, where peaks are read."""
         every = part.code.cases(self.config)
         waiting = part.cases = [c for c in every if not self.config["short"] or c in part.code.SHORT]
+        if len(waiting) < len(every):
+            part.left = f"the short form runs {len(waiting)} of {len(every)} cases"
         alone = part.code.FRESH and self.config["on_gpu"]
         while waiting and time.monotonic() + LEAST < until:
             now, waiting = (waiting[:1], waiting[1:]) if alone else (waiting, [])
@@ -169,6 +172,7 @@ class Run:
                 self.add({"part": part.name, "case": now[0], "failed": ended})
                 begun = now[:1]
             waiting = [c for c in now if c not in begun] + waiting
+            self.write()
         if waiting:
             part.left = f"no time for {len(waiting)} of {len(part.cases)} cases: {'; '.join(waiting)}"
 
@@ -246,6 +250,7 @@ def main(args: Sequence[str] | None = None) -> Path:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     found = parser.parse_args(args)
     found.said = list(sys.argv[1:] if args is None else args)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is started here ends with this process
     path = Run(found).run()
     print(path)
     return path
