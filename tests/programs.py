@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
+from jax.ad_checkpoint import checkpoint_name
 
 import jzero
 
@@ -121,19 +122,18 @@ class Experts(nn.Module):
 
 
 class MlpBlock(nn.Module):
-    """x + down(gelu(up(norm(x)))), four times as wide inside."""
+    """x + down(gelu(up(norm(x)))), `wider` times as wide inside, where a policy finds it by the name `hidden`."""
 
     dim: int
     dtype: Any = jnp.float32
     wider: int = 4
+    bias: bool = True
 
     @nn.compact
     def __call__(self, x, _=None):
-        kw = {"dtype": self.dtype, "param_dtype": self.dtype}
+        kw = {"dtype": self.dtype, "param_dtype": self.dtype, "use_bias": self.bias}
         y = nn.LayerNorm(name="norm", **kw)(x)
-        y = jax.ad_checkpoint.checkpoint_name(
-            nn.gelu(nn.Dense(self.wider * self.dim, name="up", **kw)(y)), "hidden"
-        )
+        y = checkpoint_name(nn.gelu(nn.Dense(self.wider * self.dim, name="up", **kw)(y)), "hidden")
         return x + nn.Dense(self.dim, name="down", **kw)(y), None
 
 
@@ -147,7 +147,7 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         if self.scan:
-            split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}}
+            split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             return nn.scan(self.block, length=self.layers, **split)(name="blocks")(x, None)[0]
         for i in range(self.layers):
             x, _ = self.block(name=f"block_{i}")(x)

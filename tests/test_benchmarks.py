@@ -51,6 +51,7 @@ def test_ratios_are_first_over_second(measured):
         assert np.all(pair.ratios > 0)
 
 
+@pytest.mark.nightly
 def test_page_and_plot(measured):
     config, pairs, path = measured
     assert path == config.out / "2026-01-02-cpu.md"

@@ -234,6 +234,7 @@ def test_explain_and_arguments_one_by_one(capsys):
     assert "memory per device" in out
 
 
+@pytest.mark.nightly
 def test_explain_of_an_nnx_pair_that_did_not_engage(capsys):
     args = ["--create", f"{FILE}:create_pair", "--step", f"{FILE}:pair_step", "--batch", "f32[32,256]"]
     assert main(["explain", *args, "--stage", "2", "--min-shard-bytes", "10000000"]) == 1

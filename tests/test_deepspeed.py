@@ -751,7 +751,7 @@ def test_what_it_says_trains_as_without(fields):
     assert parts["of"] == expected_parts
 
 
-@pytest.mark.default_cases("2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_it_says_trains_in_fp16(stage):
     """From a scale of 2**30 the first steps overflow and are skipped; then the loss falls by a tenth in 20 steps."""

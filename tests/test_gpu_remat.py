@@ -7,6 +7,7 @@ block keeps A. Every number is a difference between depths, so that what all lay
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,7 +18,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from programs import cached
+from programs import MlpBlock, Stack, cached
 
 import jzero
 from jzero.xla import host_loop_limit
@@ -43,30 +44,10 @@ OPTIONS = {
 NIGHTLY = pytest.mark.nightly
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        kw = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
-        y = nn.LayerNorm(name="norm", **kw)(x)
-        y = checkpoint_name(nn.gelu(nn.Dense(4 * DIM, name="up", **kw)(y)), "hidden")
-        return x + nn.Dense(DIM, name="down", **kw)(y), None
-
-
-class Model(nn.Module):
-    layers: int
-    scan: bool
-    block: type
-
-    @nn.compact
-    def __call__(self, x):
-        if self.scan:
-            stack = nn.scan(
-                self.block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
-            )
-            return stack(name="blocks")(x, None)[0]
-        for i in range(self.layers):
-            x, _ = self.block(name=f"block_{i}")(x)
-        return x
+class Block(MlpBlock):
+    dim: int = DIM
+    dtype: Any = jnp.bfloat16
+    bias: bool = False
 
 
 def columns(params):
@@ -96,7 +77,7 @@ def compiled(options, scan, layers, stage=2, policy=None):
     x = jax.ShapeDtypeStruct((DATA * ROWS, SEQ, DIM), jnp.bfloat16)
 
     def create(block):
-        model = Model(layers, scan, block)
+        model = Stack(block, layers, scan)
         params = model.init(jax.random.key(0), jnp.zeros((1, 1, DIM), jnp.bfloat16))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(1e-2))
 

@@ -10,27 +10,21 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from programs import MlpBlock, Stack
 
 import jzero
 
 pytestmark = pytest.mark.pod
 
 DIM, LAYERS = 1024, 4
-HALF = {"dtype": jnp.float16, "param_dtype": jnp.float16}
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(DIM, **HALF)(nn.gelu(nn.Dense(4 * DIM, **HALF)(nn.LayerNorm(**HALF)(x))))
+class Block(MlpBlock):
+    dim: int = DIM
+    dtype: Any = jnp.float16
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for i in range(LAYERS):
-            x = nn.remat(Block)(name=f"block_{i}")(x)
-        return x
+NET = Stack(nn.remat(Block), LAYERS)
 
 
 class State(TrainState):
@@ -38,9 +32,9 @@ class State(TrainState):
 
 
 def create():
-    params = Net().init(jax.random.key(0), jnp.zeros((1, DIM), jnp.float16))["params"]
+    params = NET.init(jax.random.key(0), jnp.zeros((1, DIM), jnp.float16))["params"]
     tx = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 10**6)
-    return State.create(apply_fn=Net().apply, params=params, tx=tx, scale=jzero.LossScale())
+    return State.create(apply_fn=NET.apply, params=params, tx=tx, scale=jzero.LossScale())
 
 
 def compiled(stage):

@@ -236,6 +236,7 @@ def test_with_state_on_the_host(mesh):
     assert kinds == {"pinned_host"}
 
 
+@pytest.mark.nightly
 def test_a_live_change_there_and_back(mesh):
     state, _ = run(shard(create_state(adamw(), BF16), mesh, 2), steps=3)
     full = state.opt_state.inner[1][0]

@@ -104,6 +104,7 @@ def large():
     return plan, jzero.zero(CHAINS["adam"](), plan)
 
 
+@pytest.mark.nightly
 @pytest.mark.pod
 def test_a_large_padded_leaf_is_within_the_bound(large):
     plan, tx = large

@@ -49,6 +49,7 @@ def test_a_step_at_stage_3_equals_the_plain_one(name, mesh):
     assert_laid_out(state, plan)
 
 
+@pytest.mark.nightly
 def test_each_token_goes_to_two_experts_and_weights_sum_to_one():
     """With room for all, a mixture of equal experts is that expert."""
     layer = peak.Experts(count=4)

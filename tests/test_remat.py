@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import assert_batch_is_split, max_error
+from programs import MlpBlock, Stack
 
 import jzero
 from jzero import xla
@@ -48,27 +48,13 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        y = checkpoint_name(nn.gelu(nn.Dense(2 * DIM, name="up")(nn.LayerNorm(name="norm")(x))), "hidden")
-        return x + nn.Dense(DIM, name="down")(y), None
+class Block(MlpBlock):
+    dim: int = DIM
+    wider: int = 2
 
 
-class Model(nn.Module):
-    block: type
-    scan: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        if self.scan:
-            stack = nn.scan(
-                self.block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-            )
-            return stack(name="blocks")(x, None)[0]
-        for i in range(LAYERS):
-            x, _ = self.block(name=f"block_{i}")(x)
-        return x
+def Model(block, scan=False):
+    return Stack(block, LAYERS, scan)
 
 
 class NnxBlock(nnx.Module):

@@ -114,6 +114,7 @@ def test_strangers_on_the_port_are_ignored():
     assert set(one[0]) == {0}
 
 
+@pytest.mark.nightly
 def test_a_port_that_is_taken():
     taken = r"^process 0 cannot listen on 127\.0\.0\.1:\d+: Address already in use\. Give another port"
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(Refused, match=taken):

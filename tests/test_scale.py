@@ -179,6 +179,7 @@ def test_the_scale_follows_the_rules():
     assert {4.0, 256.0} <= seen
 
 
+@pytest.mark.nightly
 def test_flax_dynamic_scale_keeps_working(mesh):
     def step(state, batch):
         half = jax.tree.map(lambda p: p.astype(jnp.float16), state.params)

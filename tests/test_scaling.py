@@ -22,7 +22,7 @@ def measured(kind, n):
 NIGHTLY = [pytest.param(kind, 512, marks=pytest.mark.nightly) for kind in ("stage 2", "hpZ")]
 
 
-@pytest.mark.default_cases("stage 3-8")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "n"),
     [(k, n) for k in ("stage 2", "stage 3", "hpZ") for n in (8, 64)] + [("stage 3", 512), *NIGHTLY],

@@ -98,7 +98,7 @@ def test_equals_the_plain_gradients(name, stage):
     compare(plan, params, on_use, least=4)
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 def test_16_bit_weights(stage):
     params = weights(jnp.bfloat16)
@@ -107,6 +107,7 @@ def test_16_bit_weights(stage):
     assert {e.outvars[0].aval.dtype.name for e in scattered} == {"bfloat16"}
 
 
+@pytest.mark.nightly
 def test_reduced_in_fp32():
     params = weights(jnp.bfloat16)
     plan = jzero.make_plan(

@@ -43,6 +43,7 @@ def test_every_page_is_in_the_navigation():
     assert not [p.name for p in DOCS.glob("*.md") if f" {p.name}\n" not in nav]
 
 
+@pytest.mark.nightly
 def test_nothing_is_fetched_from_elsewhere(site):
     for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
@@ -56,6 +57,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
         )
 
 
+@pytest.mark.nightly
 def test_comments_for_the_tests_are_not_shown(site):
     text = "".join(p.read_text(encoding="utf-8") for p in site.glob("*.html"))
     assert not re.search(r"<!-- (setup|not run|needs|prints|notes)", text)

@@ -249,6 +249,7 @@ def test_born_sharded_and_eager():
     assert max_error(born.params, plain.params) < 1e-5
 
 
+@pytest.mark.nightly
 def test_16_bit_masters_are_padded_too():
     state = create(optax.adam(1e-2))
     half = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params))
