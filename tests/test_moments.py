@@ -127,7 +127,7 @@ def run(state, place=lambda b: b, steps: int = 20):
 NIGHTLY = pytest.mark.nightly
 
 
-@pytest.mark.default_cases("1-bfloat16")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [(0, BF16), (1, BF16), (2, BF16), (3, BF16), (2, jnp.float32)]

@@ -126,7 +126,7 @@ def test_16_bit_params_are_the_cast_of_their_masters(mesh, stage, scan):
         np.testing.assert_array_equal(np.asarray(param), np.asarray(master).astype(param.dtype))
 
 
-@pytest.mark.default_cases("2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_of_examples_and_forward_derivatives(mesh, stage):
     plain = create(False, jnp.float32)

@@ -85,7 +85,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.default_cases("adamw-8-2", "per matrix-5-3")
+@pytest.mark.default_cases("adamw-8-2")
 @pytest.mark.parametrize(
     ("name", "n", "stage"),
     [
@@ -105,7 +105,7 @@ def test_equals_the_plain_run(name, n, stage):
         assert held <= 1.02 * total / n + 8
 
 
-@pytest.mark.default_cases("adamw-2", "factored-3")
+@pytest.mark.default_cases("factored-3")
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
