@@ -53,7 +53,12 @@ def stack_dims(
 
 
 def told(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Keys, int]:
-    """What `scan_axes=` says: of the patterns that match a path, or the beginning of one, the first decides."""
+    """What `scan_axes=` says: of the patterns that match a path, or the beginning of one, the first decides.
+
+    Raises:
+      TypeError: no mapping of paths to dims.
+      ValueError: a path that no param has, or a dim that a param lacks.
+    """
     where = "jzero.make_plan"
     if not isinstance(scan_axes, Mapping) or not all(isinstance(k, str) for k in scan_axes):
         raise TypeError(

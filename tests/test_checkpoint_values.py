@@ -163,7 +163,7 @@ def test_every_kind_of_dtype_can_be_asked_for(wanted):
 
 @pytest.mark.parametrize("cast", ["False", 1, None, 0.0])
 def test_cast_is_a_bool(cast, stored):
-    with pytest.raises(TypeError, match=r"restore\(cast=.*\): cast is True or False, not"):
+    with pytest.raises(TypeError, match=r"restore\(cast=.*\): cast must be True or False, not"):
         checkpoint.restore(stored, STORED, cast=cast)
 
 

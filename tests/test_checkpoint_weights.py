@@ -404,7 +404,7 @@ def test_one_text_is_no_list(path, tmp_path):
         loaded(tmp_path / "m.safetensors", names=["w"])
     with pytest.raises(TypeError, match=r"a pair of name and dims, \(name, \(1, 0\)\)"):
         loaded(tmp_path / "m.safetensors", names=lambda name: 3)
-    with pytest.raises(TypeError, match="cast is True or False"):
+    with pytest.raises(TypeError, match="cast must be True or False"):
         loaded(tmp_path / "m.safetensors", cast="no")
 
 

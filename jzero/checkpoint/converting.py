@@ -10,12 +10,6 @@ import numpy as np
 from jzero.errors import short_dtype
 
 
-def check_flag(value: Any, name: str, where: str) -> None:
-    """Raises TypeError for what is no bool: the text "False" would count as True."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{where}({name}={value!r}): {name} is True or False, not {type(value).__name__}.")
-
-
 def convertible(stored: np.dtype, wanted: np.dtype) -> bool:
     """False where every conversion makes another number: of a complex to a real one."""
     return not (stored.kind == "c" and wanted.kind != "c")

@@ -12,12 +12,12 @@ import numpy as np
 
 from jzero import kinds
 from jzero.checkpoint import store
-from jzero.checkpoint.converting import check_flag, converted, convertible
+from jzero.checkpoint.converting import converted, convertible
 from jzero.checkpoint.logical import MASTER, Leaf, filled, refuse_collisions, tree_of
 from jzero.checkpoint.match import text
 from jzero.checkpoint.tensor_files import Tensor, ignored, tensors_of
 from jzero.checkpoint.tensors import check_names, check_texts, renamed
-from jzero.errors import listing, nearest
+from jzero.errors import check_flag, listing, nearest
 
 Where = str | tuple[str, tuple[int, ...]]
 
@@ -58,7 +58,7 @@ def load_safetensors(
     """
     where = "jzero.checkpoint.load_safetensors"
     check_names(names, where)
-    check_flag(cast, "cast", where)
+    check_flag(cast, "cast", where=where)
     ignore = check_texts(ignore, "ignore", where)
     path = store.absolute(files, where)
     parts = kinds.take_apart(state, where=where)

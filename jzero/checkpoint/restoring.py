@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero.checkpoint import store
-from jzero.checkpoint.converting import check_flag, converted, loses, to_check
+from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import MASTER, Leaf, apart, filled, refuse_collisions, together, tree_of
 from jzero.checkpoint.match import Described, Source, describe, match, text
 from jzero.checkpoint.seal import Damage, Seal
-from jzero.errors import check_choice
+from jzero.errors import check_choice, check_flag
 
 
 class CheckpointDamaged(ValueError):
@@ -79,7 +79,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
       read twice, the second time from the file system's cache.
     """
     where = "jzero.checkpoint.restore"
-    check_flag(cast, "cast", where)
+    check_flag(cast, "cast", where=where)
     check_choice(only, "only", ("params",), where=where, optional=True)
     path = store.locate(path, where)
     parts = apart(like, tx, where)

@@ -35,7 +35,11 @@ _NAMES = {short: name for name, short in DTYPES.items()}
 
 
 def tensors_of(path: Path, ignore: Sequence[str], opened: ExitStack, where: str) -> dict[str, Tensor]:
-    """The tensors by name, in files that stay open as long as `opened`: those of an index, or all."""
+    """The tensors by name, in files that stay open as long as `opened`: those of an index, or all.
+
+    Raises:
+      ValueError: a damaged file, an index that does not fit the files, a tensor in several files.
+    """
     files, index = _files(path, where)
     share = files[jax.process_index() :: jax.process_count()]
     refuse(path, damaged(share), "Get or export it again.")
