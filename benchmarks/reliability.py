@@ -37,7 +37,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "32")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/checkpoint")]
 
 import jax
 
@@ -86,7 +86,7 @@ def row(promise: str) -> Callable[[Callable[[Path, bool], Found]], Callable[[Pat
 
 def run_python(code: str, *args: Any) -> subprocess.Popen:
     """A process with jzero and the helpers of the tests."""
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "tests/checkpoint")))
     command = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/stages.py            # about 3 minutes on two cores; needs jzero[pod], no GPU
 
-The step is that of tests/test_gpu_program.py, with 12 unrolled layers: bf16, Flax's `apply_gradients`, remat.
+The step is that of tests/compiled/test_gpu_program.py, with 12 unrolled layers: bf16, Flax's `apply_gradients`, remat.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/compiled")]
 
 import jax
 import jaxlib

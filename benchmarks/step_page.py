@@ -95,11 +95,11 @@ losses of the first three steps: at most {max(p.loss_difference for p in by_stag
 
 
 DIFFERENCES = """They differ where jzero means to:
-- Stage 1: jzero cuts each gradient before the update (`reduce_grad` in `jzero/step.py`), so that a clip's norm is
-  taken on shards and a GPU can reduce-scatter. By hand the whole gradients are reduced in one combined
+- Stage 1: jzero cuts each gradient before the update (`reduce_grad`), so that a clip's norm is taken on shards and
+  a GPU can reduce-scatter. By hand the whole gradients are reduced in one combined
   collective, and the norm is taken of all of it on every device.
 - Stage 3 in a scan: jzero gathers a weight for the forward pass and again for the backward pass (the checkpoint round
-  each use, `jzero/walk.py`), 3 Psi. By hand XLA does so too, and moves some activations instead of weights."""
+  each use), 3 Psi. By hand XLA does so too, and moves some activations instead of weights."""
 
 CAVEATS = {
     True: """- Simulated devices share the cores: a collective is a copy in memory, and work that every device

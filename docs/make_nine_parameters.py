@@ -3,7 +3,7 @@
     python docs/make_nine_parameters.py             # two simulated CPU devices, 5 s; no GPU
     python docs/make_nine_parameters.py PATH        # writes the page to PATH instead
 
-Every number of the page is computed here; `tests/test_nine_parameters.py` fails when the page is out of date.
+Every number of the page is computed here; `tests/docs/test_nine_parameters.py` fails when the page is out of date.
 """
 
 from __future__ import annotations

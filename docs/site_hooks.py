@@ -1,7 +1,7 @@
 """What `mkdocs build` does to the pages (mkdocs.yml names this file); GitHub shows them without it.
 
 - A link to a file outside of docs/ goes to the repository where `repo_url` is set, else it becomes the file's name.
-- Comments that are for tests/test_docs.py (`<!-- setup`, `<!-- not run: ...`) are left out.
+- Comments that are for tests/docs/test_docs.py (`<!-- setup`, `<!-- not run: ...`) are left out.
 - `<!-- notes -->` becomes the notes of jzero/: see `notes`.
 """
 

@@ -9,10 +9,13 @@ from jzero.proof.plugin import hide as _hide_plugin
 _hide_plugin()  # before jax is imported for the first time: on jax 0.10 that loads the plugin's libraries
 
 # ruff: noqa: E402
+from jzero.activations.remat import remat
 from jzero.config import Offload, ZeroConfig
-from jzero.gather import gather_on_use
-from jzero.gradients import value_and_grad
-from jzero.mesh import mesh
+from jzero.flax.shard import abstract, plan_of, shard, unshard
+from jzero.gather.transform import gather_on_use
+from jzero.gradients.loss_scale import LossScale
+from jzero.gradients.value_and_grad import value_and_grad
+from jzero.layout.mesh import mesh
 from jzero.offload import select
 from jzero.optim import ZeroState, unwrap, zero
 from jzero.proof.check import CheckError, Finding, check, findings
@@ -21,10 +24,7 @@ from jzero.proof.network import describe_mesh
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
 from jzero.proof.transformer import Transformer
-from jzero.remat import remat
-from jzero.scale import LossScale
 from jzero.sharding import Plan, make_plan
-from jzero.state import abstract, plan_of, shard, unshard
 
 if _TYPE_CHECKING:
     from jzero import checkpoint, deepspeed

@@ -6,9 +6,9 @@ import sys
 
 import tyro
 
-from jzero.commands.deepspeed import DeepSpeedCommand
-from jzero.commands.files import ExportCommand, VerifyCommand
-from jzero.commands.plan import ExplainCommand, PlanCommand
+from jzero.cli.deepspeed import DeepSpeedCommand
+from jzero.cli.files import ExportCommand, VerifyCommand
+from jzero.cli.plan import ExplainCommand, PlanCommand
 
 COMMANDS = {
     "plan": PlanCommand,

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import check_choice, check_flag, check_int, check_kind, nearest, shown
+from jzero.core.errors import check_choice, check_flag, check_int, check_kind, nearest, shown
 
 BUCKETS = 16  # that the params make by default, where one is then at most
 BUCKET_BYTES = 32 * 2**20

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.describe import leaf_bytes
-from jzero.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown
-from jzero.jaxprs import is_tracer
-from jzero.layout import path_name
+from jzero.core.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown
+from jzero.core.jaxprs import is_tracer
+from jzero.layout.describe import leaf_bytes
+from jzero.layout.leaf_rule import path_name
+from jzero.layout.specs import shard_factor
 from jzero.sharding import HOST, Plan
-from jzero.specs import shard_factor
-from jzero.stream import stream
-from jzero.units import DEVICE, Excess, Home
+from jzero.stream.schedule import DEVICE, Excess, Home
+from jzero.stream.streaming import stream
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 LIMIT_GB = 64  # of pinned memory per process, where the variable does not say otherwise
@@ -39,7 +39,7 @@ def streamed(
     gate: Sequence[int] = (),
     on_host: bool = False,
 ) -> Any:
-    """`fn(fixed, state)` with its state streamed from host memory and back; see [Note: streaming] in `stream.py`.
+    """`fn(fixed, state)` with its state streamed from host memory and back; see [Note: streaming] in `streaming.py`.
 
     Args:
       fn: trees in device memory to a tree.

@@ -18,16 +18,23 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jzero.errors import check_arrays, check_transformation, counted, listing, typed_shape
-from jzero.jaxprs import constant_zero_outputs, is_tracer
-from jzero.landing import OneByOne, is_copied, land_by_layers, land_on_sum, landing, lands_by_layers
-from jzero.layout import Layout
-from jzero.mesh import check_context_mesh
-from jzero.moments import with_moment_dtype
+from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
+from jzero.core.jaxprs import constant_zero_outputs, is_tracer
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.mesh import check_context_mesh
 from jzero.offload import check_host_memory, homes_of, streamed
 from jzero.sharding import Plan, check_plan
-from jzero.step import Step, on_shards, read_params_first, reduce_grads
-from jzero.stored import align, check_state, pad, pin_state
+from jzero.update.deferred_update import (
+    OneByOne,
+    is_copied,
+    land_by_layers,
+    land_on_sum,
+    landing,
+    lands_by_layers,
+)
+from jzero.update.moment_dtype import with_moment_dtype
+from jzero.update.padded_state import align, check_state, pad, pin_state
+from jzero.update.sharded_update import Step, on_shards, read_params_first, reduce_grads
 
 
 class ZeroState(NamedTuple):

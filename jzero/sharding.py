@@ -22,10 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.buffers import Kept
 from jzero.config import BUCKET_BYTES, BUCKETS, GATHERED_BUCKET_BYTES, LEAST_BUCKET, ZeroConfig, make_config
-from jzero.describe import describe_plan
-from jzero.errors import (
+from jzero.core.errors import (
     check_arrays,
     check_kind,
     check_transformation,
@@ -38,8 +36,12 @@ from jzero.errors import (
     shown,
     typed_shape,
 )
-from jzero.jaxprs import is_tracer
-from jzero.layout import (
+from jzero.core.jaxprs import is_tracer
+from jzero.core.xla_options import compiler_options
+from jzero.layout.aliasing import Kept
+from jzero.layout.describe import describe_plan
+from jzero.layout.layer_stacks import stack_dims
+from jzero.layout.leaf_rule import (
     Layout,
     as_abstract,
     base_specs,
@@ -49,9 +51,9 @@ from jzero.layout import (
     path_keys,
     whole_below,
 )  # fmt: skip
-from jzero.mesh import resolve_mesh
-from jzero.placement import check_rows, check_same, is_global, put
-from jzero.specs import (
+from jzero.layout.mesh import resolve_mesh
+from jzero.layout.placement import check_rows, check_same, is_global, put
+from jzero.layout.specs import (
     P,
     axis_size,
     entry_axes,
@@ -62,9 +64,7 @@ from jzero.specs import (
     spec_axes,
     spec_entries,
 )
-from jzero.split import find_split
-from jzero.stacks import stack_dims
-from jzero.xla import compiler_options
+from jzero.layout.split import find_split
 
 HOST = "pinned_host"
 LEAST_IN_FLIGHT = 64 * 2**20

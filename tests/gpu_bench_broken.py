@@ -1,4 +1,4 @@
-"""A part for benchmarks/gpu.py --also whose cases go wrong in every way: see tests/test_gpu_bench.py."""
+"""A part for benchmarks/gpu.py --also whose cases go wrong in every way: see tests/benchmarks/test_gpu_bench.py."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""A part for benchmarks/gpu.py --also that measures one number: see tests/test_gpu_bench.py."""
+"""A part for benchmarks/gpu.py --also that measures one number: see tests/benchmarks/test_gpu_bench.py."""
 
 TITLE, ASKED, WEIGHT, FRESH = "Well", "Nothing.", 2.0, False
 SHORT = ("one",)

@@ -22,7 +22,7 @@ PARTS = 10
 
 def parts() -> dict[str, list[str]]:
     """What each part runs. Neighbours stay together: files of one subject share compiled programs."""
-    files = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_*.py"))]
+    files = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py"))]
     chunk = -(-len(files) // PARTS)
     pytest = ["-m", "pytest", "-q", "-n", "auto", "-m", "not long", "--durations=10"]
     named = {f"tests {i + 1}": [*pytest, *files[i * chunk : (i + 1) * chunk]] for i in range(PARTS)}

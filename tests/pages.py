@@ -5,7 +5,7 @@ Three comments, which neither GitHub nor the site shows, stand on the line befor
     <!-- setup            python that the page presumes: a model, a batch. Runs where it stands, like a block.
     model = ...
     -->
-    <!-- not run: why -->           the block cannot run here. tests/test_docs.py counts these.
+    <!-- not run: why -->           the block cannot run here. tests/docs/test_docs.py counts these.
     <!-- needs: transformers -->    the block runs where this module is installed.
     <!-- prints -->                 what follows is what the python before it printed.
 

@@ -26,7 +26,7 @@ from flax.training.train_state import TrainState
 from restore_memory import resident
 
 import jzero
-from jzero.placement import check_rows, check_same
+from jzero.layout.placement import check_rows, check_same
 
 STEPS, ROWS, LARGE = 4, 64, (2048, 16384)
 BOTH = ("replica", "data")

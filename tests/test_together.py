@@ -13,10 +13,10 @@ HERE = Path(__file__).parent
 
 
 def test_groups():
-    assert group_of("tests/test_remat.py::test_x[3-a]") == "test_remat"
+    assert group_of("tests/activations/test_remat.py::test_x[3-a]") == "test_remat"
     assert group_of("tests/test_parity.py::test_ten_steps[0-adam]") == "parity-adam"
     assert group_of("tests/test_parity.py::test_ten_steps[3-adam]") == "parity-adam"
-    assert group_of("tests/test_state.py::test_x[1]") == "tests/test_state.py::test_x[1]"
+    assert group_of("tests/flax/test_state.py::test_x[1]") == "tests/flax/test_state.py::test_x[1]"
     assert all((HERE / f"{name}.py").exists() for name in TOGETHER)
 
 

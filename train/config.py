@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jzero.errors import division
+from jzero.core.errors import division
 from train.model import Model
 
 

@@ -52,7 +52,7 @@ from jax.experimental import multihost_utils
 
 import jzero
 from jzero.checkpoint import CheckpointDamaged, FolderInUse
-from jzero.errors import human_bytes
+from jzero.core.errors import human_bytes
 from train import config as flags
 from train import data, processes
 from train.checkpoints import Checkpoints, check_identity, saved_steps, set_aside

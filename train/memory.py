@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jzero.errors import human_bytes
+from jzero.core.errors import human_bytes
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
 

@@ -1,8 +1,8 @@
 """What jzero does to a program, each with what switches it off.
 
 A field of ZeroConfig where there is one; else the functions that are replaced while the step is traced, in
-the process of the part alone. A name that is gone from jzero is an error: `tests/test_gpu_bench.py` looks for
-all of them.
+the process of the part alone. A name that is gone from jzero is an error: `tests/benchmarks/test_gpu_bench.py` looks
+for all of them.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def ties_without(**empty: Any) -> Callable[[Any], Any]:
 
 SWITCHES = (
     Switch(
-        "all ties of buckets (walk.py)",
-        patches=(("jzero.buckets:find_ties", always(())),),
+        "all ties of buckets",
+        patches=(("jzero.gather.transform.buckets:find_ties", always(())),),
         stages=(2, 3),
     ),
     Switch(
         "ties of gathers to activations",
-        patches=(("jzero.buckets:find_ties", ties_without(gather=())),),
+        patches=(("jzero.gather.transform.buckets:find_ties", ties_without(gather=())),),
         stages=(3,),
     ),
     Switch(
         "cotangents wait for reductions",
-        patches=(("jzero.buckets:find_ties", ties_without(reduce=())),),
+        patches=(("jzero.gather.transform.buckets:find_ties", ties_without(reduce=())),),
         stages=(2, 3),
     ),
     Switch("limit of a bucket", fields=(("bucket_bytes", NO_LIMIT),), stages=(2, 3)),
@@ -68,40 +68,45 @@ SWITCHES = (
         stages=(1, 2),
     ),
     Switch(
-        "stacks land layer by layer (landing.py)",
-        patches=(("jzero.landing:lands_by_layers", always(False)), ("jzero.optim:lands_by_layers", always(False))),
+        "stacks land layer by layer",
+        patches=(
+            ("jzero.update.deferred_update:lands_by_layers", always(False)),
+            ("jzero.optim:lands_by_layers", always(False)),
+        ),
         stages=(1, 2),
     ),
     Switch(
-        "one copy at a time (landing.py)", patches=(("jzero.optim:is_copied", always(False)),), stages=(1, 2)
+        "one copy at a time", patches=(("jzero.optim:is_copied", always(False)),), stages=(1, 2)
     ),
     Switch(
-        "gradients of large weights in parts (uses.py)",
-        patches=(("jzero.uses:Uses.is_cut", always(False)),),
+        "gradients of large weights in parts",
+        patches=(("jzero.gather.weight_ops:Uses.is_cut", always(False)),),
         stages=(2, 3),
     ),
     Switch(
         "weights dropped after the forward pass", fields=(("reshard_after_forward", False),), stages=(3,)
     ),
     Switch(
-        "a tied embedding reduced once (uses.py)", patches=(("jzero.gather:tied_tables", always(set())),), stages=(1,)
+        "a tied embedding reduced once",
+        patches=(("jzero.gather.transform:tied_tables", always(set())),),
+        stages=(1,),
     ),
     Switch(
         "gradients of vectors whole first (step.py)",
         patches=(
             (
-                "jzero.step:reduce_grad",
+                "jzero.update.sharded_update:reduce_grad",
                 lambda _: lambda grad, x, plan: grad if grad is None else plan.constrain(grad, x.state),
             ),
         ),
     ),
     Switch(
         "masters compared with params (follow.py)",
-        patches=(("jzero.step:taken_over", lambda _: lambda shard, master: master),),
+        patches=(("jzero.update.sharded_update:taken_over", lambda _: lambda shard, master: master),),
     ),
     Switch(
         "units of the streamed state in order (stream.py)",
-        patches=(("jzero.stream:_Tie.after", lambda _: lambda self, arrays: arrays),),
+        patches=(("jzero.stream.streaming:_Tie.after", lambda _: lambda self, arrays: arrays),),
         offload=True,
     ),
     Switch(

@@ -2,7 +2,7 @@
 
 [Note: commit]
 Orbax writes into a directory beside the final one and commits it there. Then each process hashes its share of the files
-(`seal.py`) and flushes it to the disk; after a barrier process 0 flushes the folders and renames the directory
+(`checksums.py`) and flushes it to the disk; after a barrier process 0 flushes the folders and renames the directory
 (`durable.py`). So a directory with the final name is whole, has its checksums and survives a power failure; plain
 orbax reads it without jzero. Until then its name has orbax's mark of what is temporary.
 """
@@ -23,10 +23,10 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jzero.checkpoint import durable, pending, seal
+from jzero.checkpoint import checksums, durable, pending
 from jzero.checkpoint.store import NAME, STAGING, TEMPORARY, clean
 
-MARK: Any = {NAME: seal.VERSION}  # in orbax's metadata: has checksums, be they still there or not
+MARK: Any = {NAME: checksums.VERSION}  # in orbax's metadata: has checksums, be they still there or not
 METRICS = "metrics"  # a folder, and a file in it, where plain orbax looks for numbers by name
 CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
 _barriers = itertools.count()
@@ -67,7 +67,7 @@ def save_async(
         try:
             with disk_errors(path):
                 response.result()
-                seal.write(
+                checksums.write(
                     staging,
                     part=jax.process_index(),
                     parts=jax.process_count(),

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.errors import short_dtype
+from jzero.core.errors import short_dtype
 
 
 def convertible(stored: np.dtype, wanted: np.dtype) -> bool:

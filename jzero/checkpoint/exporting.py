@@ -28,7 +28,7 @@ from jzero.checkpoint.tensors import (
     checksum_text,
     renamed,
 )
-from jzero.errors import check_int, counted, listing, nearest
+from jzero.core.errors import check_int, counted, listing, nearest
 
 FILE_BYTES = 5_000_000_000  # of one output file, as the Hugging Face hub has them
 READ_BYTES = 256 * 2**20  # of leaves that are in memory at once, or the largest leaf

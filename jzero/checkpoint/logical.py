@@ -21,13 +21,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero import kinds
-from jzero.errors import counted, listing
-from jzero.kinds import Parts
-from jzero.layout import path_keys
+from jzero.core.errors import counted, listing
+from jzero.flax import adapters
+from jzero.flax.adapters import Parts
+from jzero.layout.leaf_rule import path_keys
+from jzero.layout.placement import on_device
+from jzero.layout.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
 from jzero.optim import ZeroState, is_wrapped
-from jzero.placement import on_device
-from jzero.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
 
 Name = tuple[str, ...]
 MASTER = "master"
@@ -71,7 +71,7 @@ def apart(state: Any, tx: Any, where: str) -> Parts:
       TypeError: `tx` with a state that has its own, or with a tree that names no `params` and `opt_state`.
     """
     try:
-        parts = kinds.take_apart(state, where=where)
+        parts = adapters.take_apart(state, where=where)
     except TypeError:
         return _mapping_apart(state, tx, where)
     if tx is not None:
@@ -109,7 +109,7 @@ def _zero_states(tree: Any) -> list[Any]:
 def together(state: Any, parts: Parts) -> Any:
     """A state like `state` of these parts; an NNX pair is changed in place."""
     if parts.tx is not None and not isinstance(state, Mapping):
-        return kinds.put_together(state, parts)
+        return adapters.put_together(state, parts)
     if parts.params is None:
         return parts.rest
     return {**parts.rest, "params": parts.params, "opt_state": parts.opt_state}

@@ -12,7 +12,7 @@ import numpy as np
 
 from jzero.checkpoint.converting import convertible
 from jzero.checkpoint.logical import MASTER, Leaf, Name
-from jzero.errors import counted, listing, typed_shape
+from jzero.core.errors import counted, listing, typed_shape
 
 Described = tuple[tuple[int, ...], np.dtype]
 

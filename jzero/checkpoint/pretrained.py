@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero import kinds
 from jzero.checkpoint import store
 from jzero.checkpoint.converting import converted, convertible
 from jzero.checkpoint.logical import MASTER, Leaf, filled, refuse_collisions, tree_of
 from jzero.checkpoint.match import text
 from jzero.checkpoint.tensor_files import Tensor, ignored, tensors_of
 from jzero.checkpoint.tensors import check_names, check_texts, renamed
-from jzero.errors import check_flag, listing, nearest
+from jzero.core.errors import check_flag, listing, nearest
+from jzero.flax import adapters
 
 Where = str | tuple[str, tuple[int, ...]]
 
@@ -61,7 +61,7 @@ def load_safetensors(
     check_flag(cast, "cast", where=where)
     ignore = check_texts(ignore, "ignore", where)
     path = store.absolute(files, where)
-    parts = kinds.take_apart(state, where=where)
+    parts = adapters.take_apart(state, where=where)
     leaves: list[Leaf] = jax.tree.leaves(tree_of(parts))
     refuse_collisions([leaf for leaf in leaves if leaf.name[0] == "params"], where)
     if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -79,7 +79,7 @@ def load_safetensors(
             if leaf.name[0] in ("params", MASTER):
                 tensor, order = wanted[("params", *leaf.name[1:])]
                 values[leaf.name] = _read(leaf, tensors[tensor], order, f"{where}: {tensor}")
-    return kinds.put_together(state, filled(parts, values))
+    return adapters.put_together(state, filled(parts, values))
 
 
 def _where(name: str, names: Any, where: str) -> tuple[str, tuple[int, ...] | None]:

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero.checkpoint import store
+from jzero.checkpoint.checksums import Damage, Seal
 from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import MASTER, Leaf, apart, filled, refuse_collisions, together, tree_of
 from jzero.checkpoint.match import Described, Source, describe, match, text
-from jzero.checkpoint.seal import Damage, Seal
-from jzero.errors import check_choice, check_flag
+from jzero.core.errors import check_choice, check_flag
 
 
 class CheckpointDamaged(ValueError):

@@ -12,8 +12,8 @@ import jax
 from jzero.checkpoint import commit, pending, store
 from jzero.checkpoint.logical import apart, refuse_collisions, to_store, tree_of
 from jzero.checkpoint.match import text
-from jzero.errors import listing
-from jzero.jaxprs import is_tracer
+from jzero.core.errors import listing
+from jzero.core.jaxprs import is_tracer
 
 _NUMBERS = (bool, int, float, complex)
 

@@ -15,11 +15,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jzero.checkpoint import commit, lock, pending, store
+from jzero.checkpoint.checksums import Seal
 from jzero.checkpoint.metrics import numbers_of
 from jzero.checkpoint.restoring import custom, restore
 from jzero.checkpoint.saving import to_write
-from jzero.checkpoint.seal import Seal
-from jzero.errors import check_choice, check_flag, check_int, check_kind
+from jzero.core.errors import check_choice, check_flag, check_int, check_kind
 
 
 class Steps:

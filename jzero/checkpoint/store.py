@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jzero.checkpoint import durable, seal
+from jzero.checkpoint import checksums, durable
 from jzero.checkpoint.logical import Name
-from jzero.errors import counted
-from jzero.layout import path_keys
+from jzero.core.errors import counted
+from jzero.layout.leaf_rule import path_keys
 
 STATE = "state"  # orbax's name for the tree of a checkpoint
 NAME = "jzero.checkpoint"
@@ -139,7 +139,7 @@ def _beside(path: Path) -> str:
 def is_sealed(path: Path) -> bool:
     """True for a checkpoint that was saved with checksums, be they still there or not."""
     try:
-        return seal.exists(path) or NAME in (path / seal.NOTES).read_text(errors="replace")
+        return checksums.exists(path) or NAME in (path / checksums.NOTES).read_text(errors="replace")
     except OSError:
         return False
 

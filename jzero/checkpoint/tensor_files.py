@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from jzero.checkpoint.restoring import refuse
 from jzero.checkpoint.tensors import DTYPES, damaged
-from jzero.errors import counted, listing
+from jzero.core.errors import counted, listing
 
 
 class Tensor:

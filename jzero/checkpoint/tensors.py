@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from jzero.checkpoint.seal import Damage
+from jzero.checkpoint.checksums import Damage
 
 BUFFER = 2**20
 

@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jzero.deepspeed.draft import Draft
-from jzero.deepspeed.found import FromDeepSpeed, Row
+from jzero.core.errors import check_int, check_kind
 from jzero.deepspeed.keys import KEYS, SOURCE, Key
 from jzero.deepspeed.precision import map_precision
+from jzero.deepspeed.result import FromDeepSpeed, Row
 from jzero.deepspeed.source import load, values_of
 from jzero.deepspeed.training import map_batch, map_rest
+from jzero.deepspeed.translation import Draft
 from jzero.deepspeed.zero import map_zero
-from jzero.errors import check_int, check_kind
 
 __all__ = ["KEYS", "SOURCE", "FromDeepSpeed", "Key", "Row", "read"]
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jzero.core.errors import nearest
 from jzero.deepspeed.source import AUTO, is_number, unknown_keys
-from jzero.errors import nearest
 
 # What Hugging Face's TrainingArguments put in the place of "auto" unless they are told otherwise.
 AUTO_VALUES = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_min_lr": 0.0}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jzero.deepspeed.draft import Draft
+from jzero.core.errors import nearest
 from jzero.deepspeed.keys import NOT_NEEDED, SOURCE, ZERO
-from jzero.errors import nearest
-from jzero.scale import LossScale
+from jzero.deepspeed.translation import Draft
+from jzero.gradients.loss_scale import LossScale
 
 DTYPES = {
     "fp16": "float16", "float16": "float16", "half": "float16", "torch.float16": "float16",

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jzero.core.errors import counted, human_bytes, nearest
 from jzero.deepspeed.keys import ALIASES, KEYS, NEVER_AUTO, SECTIONS, Key, key_of
-from jzero.errors import counted, human_bytes, nearest
 
 AUTO = "auto"
 LARGEST = 2**20  # bytes of a file

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jzero.deepspeed.draft import Draft
 from jzero.deepspeed.keys import MAPPED, NOT_NEEDED, NOT_SUPPORTED, SOURCE
 from jzero.deepspeed.optimizers import Lines, optimizer_lines, schedule_lines
 from jzero.deepspeed.source import AUTO
+from jzero.deepspeed.translation import Draft
 
 
 def map_batch(draft: Draft) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 
 from jzero.config import Offload
-from jzero.deepspeed.draft import Draft
+from jzero.core.errors import counted, nearest
 from jzero.deepspeed.keys import NOT_NEEDED, OPTIMIZER, PARAM, ZERO
-from jzero.errors import counted, nearest
+from jzero.deepspeed.translation import Draft
 
 
 def map_zero(draft: Draft) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.errors import listing, typed_shape
+from jzero.core.errors import listing, typed_shape
 
 
 def fill_shardings(args, plan, *, devices):

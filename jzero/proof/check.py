@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from jzero.errors import human_bytes
+from jzero.core.errors import human_bytes
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults import KINDS
 from jzero.proof.hlo import parse

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import PartitionSpec
 
-from jzero.layout import Layout, path_keys
+from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.specs import entry_axes, shard_factor
 from jzero.proof.arguments import argument_shardings
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
@@ -21,7 +22,6 @@ from jzero.proof.places import Place, phase_of
 from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import find_transfers
 from jzero.sharding import Plan
-from jzero.specs import entry_axes, shard_factor
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
 REDUCES = ("reduce-scatter", "all-reduce")

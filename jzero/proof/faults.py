@@ -21,11 +21,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from jzero.errors import counted, human_bytes, listing, typed_shape
-from jzero.layout import Layout
+from jzero.core.errors import counted, human_bytes, listing, typed_shape
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.specs import axis_size, shard_factor
 from jzero.proof.evidence import REDUCES, Evidence, Leaf
 from jzero.proof.offsets import wrong_slices
-from jzero.specs import axis_size, shard_factor
 
 SHARE_WHOLE = 0.05
 SHARE_MOVED = 0.01

@@ -10,14 +10,22 @@ from typing import Any
 
 import jax
 
-from jzero.describe import leaf_bytes
-from jzero.errors import check_int, check_kind, check_transformation, counted, human_bytes, nearest, table
-from jzero.layout import Layout
+from jzero.core.errors import (
+    check_int,
+    check_kind,
+    check_transformation,
+    counted,
+    human_bytes,
+    nearest,
+    table,
+)
+from jzero.layout.describe import leaf_bytes
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.specs import axis_size, shard_factor
 from jzero.optim import init_shapes, unwrap, zero
 from jzero.proof.transformer import Transformer
 from jzero.proof.wire import GATHERS, wire_by_axes
 from jzero.sharding import HOST, Plan, check_plan
-from jzero.specs import axis_size, shard_factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

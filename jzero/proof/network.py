@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from jzero.errors import check_int, counted, human_bytes, table
+from jzero.core.errors import check_int, counted, human_bytes, table
+from jzero.layout.specs import whole_mesh
+from jzero.layout.topology import Span, span
 from jzero.proof.wire import wire_by_axes
 from jzero.sharding import Plan
-from jzero.specs import whole_mesh
-from jzero.topology import Span, span
 
 
 def describe_mesh(subject: Mesh | Plan, *, accumulate: int = 1, devices_per_host: int | None = None) -> str:

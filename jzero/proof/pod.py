@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jzero.errors import check_function, check_int, check_ints, check_kind, counted, nearest
-from jzero.mesh import mesh
+from jzero.core.errors import check_function, check_int, check_ints, check_kind, counted, nearest
+from jzero.flax.shard import plan_of
+from jzero.layout.mesh import mesh
 from jzero.proof.arguments import fill_shardings
 from jzero.sharding import check_plan
-from jzero.state import plan_of
 
 MOST_GPUS = 2**20  # of a pod, and of a host
 

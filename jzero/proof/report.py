@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jzero.layout.specs import whole_mesh
 from jzero.proof import tables
 from jzero.proof.activations import Activations, find_activations
 from jzero.proof.arguments import argument_bytes
@@ -18,7 +19,6 @@ from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.sharding import check_plan
-from jzero.specs import whole_mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jzero.errors import counted, human_bytes
+from jzero.core.errors import counted, human_bytes
 
 if TYPE_CHECKING:
     from jzero.proof.activations import Activations

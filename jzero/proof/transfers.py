@@ -20,9 +20,9 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-from jzero.follow import TAKE_OVER
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.places import CALLERS, Place, name_stack, phase_of, touches_host, walk, work_before
+from jzero.update.follow import TAKE_OVER
 
 SAME = frozenset(
     ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")

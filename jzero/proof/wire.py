@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from jzero.gather import walks
-from jzero.layout import Layout
-from jzero.scatter import needs_scatter, scatter_steps
+from jzero.comm.reduce_scatter import needs_scatter, scatter_steps
+from jzero.gather.transform import walks
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.specs import axis_of, axis_size, shard_factor, spec_axes
 from jzero.sharding import Plan
-from jzero.specs import axis_of, axis_size, shard_factor, spec_axes
 
 GATHERS = {"matmul": 2, "lookup": 1}
 """By use, how often a weight is gathered for it: forward and backward. The gradient of a lookup needs no weight."""

@@ -4,8 +4,8 @@
 
 writes `<program>.<cpu|h200>.jax<version>.txt.gz` for the jax it runs on, of all programs or of those that are
 named: 10 s on two cores, no GPU. The programs are plain JAX, without jzero's own layouts, so that the texts change
-only when XLA does. Each function says what its program holds; `tests/test_hlo.py` states, by hand, what must be found
-in it.
+only when XLA does. Each function says what its program holds; `tests/proof/test_hlo.py` states, by hand, what must
+be found in it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""ZeRO-R's activation checkpoints: what a rematerialized block keeps of its input, and where."""

@@ -1,0 +1,285 @@
+"""`remat`: blocks that run again in the backward pass, and what they keep of their input (P_a of ZeRO-R)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.core.block_input import KeepsInputs, Kept, begin, end
+from jzero.core.errors import (
+    check_choice,
+    check_flag,
+    check_function,
+    check_int,
+    check_ints,
+    check_kind,
+    division,
+    nearest,
+    shown,
+    typed_shape,
+)
+from jzero.core.jaxprs import in_differentiated_loop
+from jzero.core.nnx_modules import has_module
+from jzero.core.xla_options import host_loop_limit
+from jzero.layout.mesh import in_shard_map
+from jzero.layout.specs import axis_size, make_spec, named_on
+from jzero.sharding import Plan, check_host, check_plan
+
+MOST_DIMS = 64  # that numpy's arrays have
+WHERE = 'jzero.remat(offload="host")'
+
+
+def remat(
+    subject: Any,
+    plan: Plan,
+    *,
+    partition: str | Sequence[str] | None = None,
+    offload: str | None = None,
+    prefetch: int = 1,
+    policy: Callable[..., Any] | None = None,
+    dim: int = 1,
+    argnums: int | Sequence[int] | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+) -> Any:
+    """A block that runs again in the backward pass and keeps its input split, or in host memory, until then.
+
+    It takes the place of `nn.remat`, `nnx.remat` and `jax.checkpoint`, also under a scan over layers: the same params,
+    the same values. Without `partition` and `offload` it is what they are.
+
+    Args:
+      subject: a linen Module class, an NNX Module class (its `__call__` then runs again), or a function.
+      plan: from `jzero.make_plan` or `jzero.plan_of(state)`, at any stage; gives the mesh.
+      partition: mesh axis, or tuple of axes, over which the devices hold the same activations (tensor parallelism):
+        each keeps its slice. Not an axis that splits the batch. None: kept as it is laid out.
+      offload: "host": kept in pinned host memory: written while a block runs, fetched for the second run. None: in
+        device memory.
+      prefetch: with `offload`, how many blocks ahead an input is fetched. 1: while the block behind it runs backward
+        (where the function is under `gather_on_use`: `apply_fn` of a sharded TrainState at stages 1 to 3, the loss of
+        `jzero.value_and_grad` or `gather_on_use` at stages 2 and 3; and without `policy`). 0: when the cotangent of the
+        block's result is there; forward mode (`jax.jvp`) through the block works with 0 alone.
+      policy: what to keep besides, any of `jax.checkpoint_policies`; it may offload named activations. None: nothing,
+        all is computed again. At stage 3 gathered weights are never kept, whatever it says.
+      dim: the dim of the input that `partition` splits: 1, the sequence in [batch, sequence, features]. It must be
+        divisible by the axes, be whole so far, and not be the batch.
+      argnums: which arguments are the block's input; `self` or the module counts as 0. Their floating-point arrays are
+        kept as said here; other arguments as they are. None: the first argument that is such an array.
+      prevent_cse, static_argnums: as in `jax.checkpoint`. `prevent_cse=False` is for a block in a scan.
+
+    Returns:
+      A Module class or a function that is called like `subject`.
+
+    Raises:
+      TypeError: `plan` is no Plan, or an argument is of the wrong kind.
+      ValueError: an axis that the mesh has not or that splits the batch; an `offload` that is not "host", or devices
+        without pinned host memory. When called: no argument is a floating-point array. When differentiated: a dim that
+        is not there or not divisible.
+      NotImplementedError: when differentiated: `offload` in a scan, on GPUs with jaxlib before 0.11.2, whose XLA gets
+        the gradients wrong (openxla/xla pull request 46231).
+
+    Cost:
+      Per device and block, with A the bytes of its input on a device and m the size of `partition`: A / m kept instead
+      of A, one all-gather more (A (m-1)/m sent) in the backward pass; with `offload` nothing in device memory but two
+      inputs on their way (three with `prefetch=1`), and A / m over PCIe each way.
+
+    References:
+      Rajbhandari et al., ZeRO (arXiv:1910.02054), section 6.1: partitioned activation checkpointing, P_a and P_a+cpu.
+    """
+    where: Any = {"where": "jzero.remat"}
+    check_plan(plan, **where)
+    if not _is_subject(subject):
+        raise TypeError(f"jzero.remat: {shown(subject)} is neither a Module class nor a function.")
+    check_function(policy, "policy", optional=True, remedy="Pass one of jax.checkpoint_policies.", **where)
+    check_choice(offload, "offload", ("host",), optional=True, **where)
+    ahead = "0 fetches an input when its block needs it, 1 one block ahead."
+    check_int(prefetch, "prefetch", low=0, high=1, remedy=ahead, **where)
+    check_flag(prevent_cse, "prevent_cse", **where)
+    check_int(dim, "dim", low=-MOST_DIMS, high=MOST_DIMS, **where)
+    if offload is not None:
+        check_host(plan.mesh, f"jzero.remat(offload={offload!r})")
+    block = _Block(
+        subject, plan, _axes(partition, plan), offload is not None, dim, prevent_cse,
+        None if argnums is None else check_ints(argnums, "argnums", **where),
+        check_ints(static_argnums, "static_argnums", **where),
+    )  # fmt: skip
+    return block.wrapped(KeepsInputs(policy, ahead=bool(prefetch)))
+
+
+def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:
+    """The axes of `partition`, which the mesh has and the batch leaves whole."""
+    if partition is None:
+        return ()
+    rule = "the name of a mesh axis or a tuple of names"
+    check_kind(partition, "partition", (str, tuple, list), rule, where="jzero.remat", optional=True)
+    axes = (partition,) if isinstance(partition, str) else tuple(partition)
+    mesh = ", ".join(f"{k!r}: {v}" for k, v in plan.mesh.shape.items())
+    for name in axes:
+        if name not in plan.mesh.axis_names:
+            raise ValueError(
+                f"jzero.remat: partition axis {name!r} is not in the mesh {{{mesh}}}."
+                f"{nearest(str(name), plan.mesh.axis_names)}"
+            )
+        if name in plan.batch_axes:
+            raise ValueError(
+                f"jzero.remat: partition axis {name!r} splits the batch already (batch axes {plan.batch_axes}): the "
+                f"activations of its devices differ. Pass an axis of tensor parallelism; the mesh is {{{mesh}}}."
+            )
+    if not axes or len(set(axes)) != len(axes):
+        raise ValueError(f"jzero.remat(partition={partition!r}): name each axis once, or pass None.")
+    return axes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The checked arguments of `remat`."""
+
+    subject: Any
+    plan: Plan
+    axes: tuple[str, ...]
+    host: bool
+    dim: int
+    prevent_cse: bool
+    argnums: tuple[int, ...] | None
+    static_argnums: tuple[int, ...]
+
+    def wrapped(self, policy: KeepsInputs) -> Any:
+        """The subject with its transformation."""
+        options = {"policy": policy, "prevent_cse": self.prevent_cse}
+        if _is_class(self.subject, "flax.linen"):
+            return self.linen(options)
+        options["static_argnums"] = self.static_argnums
+        if _is_class(self.subject, "flax.nnx"):
+            call = self.marked(self.subject.__call__)
+            return _nnx_class(self.subject, sys.modules["flax.nnx"].remat(call, **options))
+        fn = self.marked(self.subject)
+
+        @functools.wraps(self.subject)
+        def run(*args, **kwargs):
+            of_modules = has_module((args, kwargs))
+            transform = sys.modules["flax.nnx"].remat if of_modules else jax.checkpoint
+            return transform(fn, **options)(*args, **kwargs)
+
+        return run
+
+    def linen(self, options: dict[str, Any]) -> Any:
+        """As `nn.remat` does it, with the input marked inside of the region."""
+        from flax.core import lift
+        from flax.linen.transforms import lift_transform
+
+        def checkpoint(fn, **options):  # the class gets this name in front of its own, as with nn.remat
+            return lift.checkpoint(self.marked(fn), **options)
+
+        static = tuple(i - 1 for i in self.static_argnums)  # lifted functions do not count `self`
+        return lift_transform(checkpoint, self.subject, static_argnums=static, **options)
+
+    def marked(self, fn: Callable) -> Callable:
+        """The function with its input and its result marked, for inside of the region."""
+        if not (self.axes or self.host):
+            return fn
+
+        @functools.wraps(fn)
+        def region(*args, **kwargs):
+            tokens = []
+
+            def mark(x):
+                if not _is_floating(x):
+                    return x
+                x, token = begin(x, self.kept(x))
+                tokens.append(token)
+                return x
+
+            marked = list(args)
+            for i in self.inputs(args):
+                marked[i] = jax.tree.map(mark, args[i])
+            out = fn(*marked, **kwargs)
+            return _with_end(out, tokens) if self.prevent_cse else out  # [Note: the boundary of a block]
+
+        return region
+
+    def inputs(self, args: Sequence[Any]) -> Sequence[int]:
+        """The positions of the block's input."""
+        if self.argnums is not None and all(-len(args) <= i < len(args) for i in self.argnums):
+            return self.argnums
+        found = [i for i, x in enumerate(args) if _is_floating(x)]
+        if not found or self.argnums is not None:
+            raise ValueError(
+                f"jzero.remat: what is the block's input? argnums={self.argnums}, and of its {len(args)} positional "
+                f"arguments {len(found)} are floating-point arrays. Pass argnums=, its position; `self` counts as 0."
+            )
+        return found[:1]
+
+    def kept(self, x: Any) -> Kept:
+        """How this input is kept. One that cannot be split is refused where it is kept: not by `init`."""
+        platform = self.plan.mesh.devices.flat[0].platform
+        limit = host_loop_limit(platform, WHERE) if self.host else ""
+        refused = limit if limit and in_differentiated_loop() else ""
+        if not self.axes:
+            return Kept(None, None, 0, self.host, refused, limit)
+        parts = axis_size(self.plan.mesh, self.axes)
+        there = -x.ndim <= self.dim < x.ndim
+        if not there or x.shape[self.dim] % parts:
+            why = division(x.shape[self.dim], parts) if there else f"it has {x.ndim} dims"
+            axes = ", ".join(map(repr, self.axes))
+            refused = (
+                f"jzero.remat: {axes} ({parts} devices) cannot split dim {self.dim} of the block's input "
+                f"{typed_shape(x)}: {why}. Pass dim=, one that {parts} divides, or pad it."
+            )
+        context = jax.sharding.get_abstract_mesh()
+        mesh: Any = context if in_shard_map() else self.plan.array_mesh
+        names = named_on(make_spec([self.axes]), mesh)[0]
+        return Kept(mesh, names, self.dim % x.ndim if there else 0, self.host, refused, limit)
+
+
+def _nnx_class(subject, call):
+    """A subclass that differs in its call."""
+
+    class Remat(subject):
+        __doc__ = subject.__doc__
+
+        def __call__(self, *args, **kwargs):
+            return call(self, *args, **kwargs)
+
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Remat, name, getattr(subject, name))
+    return Remat
+
+
+def _with_end(out: Any, tokens: Sequence[Any]) -> Any:
+    """The result of a block, with its first floating-point array tied to what the block has kept."""
+    done = not tokens
+
+    def visit(x):
+        nonlocal done
+        if not done and _is_floating(x):
+            done = True
+            return end(x, tokens)
+        if type(x) in (tuple, list):
+            return type(x)(visit(v) for v in x)
+        return {k: visit(v) for k, v in x.items()} if type(x) is dict else x
+
+    return visit(out)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray)) and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_subject(x: Any) -> bool:
+    """A class of modules, or a function; not a module, which can be called as well."""
+    packages = ("flax.linen", "flax.nnx")
+    if isinstance(x, type):
+        return any(_is_class(x, p) for p in packages)
+    return callable(x) and not any(_is_class(type(x), p) for p in packages)
+
+
+def _is_class(x: Any, package: str) -> bool:
+    """A class of modules; without Flax in the process there is none."""
+    flax = sys.modules.get(package)
+    return flax is not None and isinstance(x, type) and issubclass(x, flax.Module)

@@ -1,0 +1,196 @@
+"""`jzero plan`: stages side by side for a pod, estimated and compiled; `jzero explain`: one stage in full."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from jzero.cli.inputs import (
+    InputError,
+    names_function,
+    parse_axes,
+    parse_batch,
+    parse_names,
+    parse_stages,
+)
+from jzero.cli.job import Job
+from jzero.cli.presets import PRESETS
+from jzero.cli.process import run_job
+from jzero.cli.show import findings_text, stage_table, title
+from jzero.config import Offload, ZeroConfig
+from jzero.core.errors import check_int, nearest
+from jzero.proof.pod import check_pod
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What is compiled, and for which pod."""
+
+    create: str | None = None
+    """module:function (or path/to/file.py:function) without arguments that returns a TrainState or an NNX pair."""
+    step: str | None = None
+    """module:function of the train step: (state, batch) or (model, optimizer, batch); plain or jitted."""
+    batch: str | None = None
+    """The whole batch, over all devices: "tokens=int32[1024,1025]" (named leaves make a dict), "float32[64,8]
+    int32[64]" (arguments one by one), or a module:function that returns it."""
+    preset: str | None = None
+    """A known model in place of --create, --step and --batch: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
+    gpt-7.5b, llama3-8b, llama2-13b, llama3-70b."""
+    seq: int | None = None
+    """Tokens in a sequence of a preset; the model's own length where left out."""
+    batch_per_gpu: int = 1
+    """Sequences per device of a preset."""
+    gpu: str = "h200"
+    """a100-80gb, h100, h200 or b200."""
+    hosts: int = 1
+    """Hosts of the pod."""
+    gpus_per_host: int = 8
+    """GPUs in each."""
+    mesh: str | None = None
+    """Mesh axes from the outermost to the innermost, "replica=8,data=8"; all devices on --axis where left out."""
+    axis: str = "data"
+    """Mesh axis, or axes with commas, that share optimizer state and gradients."""
+    batch_axis: str | None = None
+    """Mesh axes that split the batch; --axis where left out."""
+    param_axis: str | None = None
+    """Stage 3: mesh axes that share params; --axis where left out."""
+    min_shard_bytes: int | Literal["auto"] = "auto"
+    """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
+    offload: Literal["host"] | None = None
+    """Keep optimizer state and masters in host memory, and stream them through the device."""
+    in_flight_bytes: int | None = None
+    """With --offload: bytes of state of one device that may be on it at once; chosen from its size where left out."""
+    memory_fraction: float = 0.9
+    """Part of a GPU's memory that a program may take; JAX itself allocates 0.75 of it unless
+    XLA_PYTHON_CLIENT_MEM_FRACTION says more. The rest is for CUDA, NCCL and fragments."""
+
+    def job(self, *, stages: list[int], search: bool, detail: bool = False) -> Job:
+        """The job that these flags mean, as far as it can be checked without loading the model.
+
+        Raises:
+          InputError, ValueError, TypeError: flags that do not go together or are out of range.
+        """
+        check_pod(self.gpu, self.hosts, self.gpus_per_host)
+        self._check_subject()
+        fields: dict[str, Any] = {"axis": parse_names(self.axis), "min_shard_bytes": self.min_shard_bytes}
+        for name in ("batch_axis", "param_axis"):
+            if getattr(self, name) is not None:
+                fields[name] = parse_names(getattr(self, name))
+        if self.offload is not None:
+            more = {} if self.in_flight_bytes is None else {"in_flight_bytes": self.in_flight_bytes}
+            fields["offload"] = {"tier": self.offload, **more}
+            Offload(**fields["offload"])
+        elif self.in_flight_bytes is not None:
+            raise InputError("--in-flight-bytes belongs to --offload host.")
+        ZeroConfig(**{k: v for k, v in fields.items() if k != "offload"})
+        if not 0 < self.memory_fraction <= 1:
+            raise InputError(f"--memory-fraction {self.memory_fraction}: must be above 0 and at most 1.")
+        return Job(
+            create=self.create, step=self.step, batch=self.batch, preset=self.preset, seq=self.seq,
+            batch_per_gpu=self.batch_per_gpu, gpu=self.gpu, hosts=self.hosts, gpus_per_host=self.gpus_per_host,
+            mesh=parse_axes(self.mesh, "--mesh"), fields=fields, stages=stages, search=search,
+            fraction=self.memory_fraction, detail=detail,
+        )  # fmt: skip
+
+    def _check_subject(self) -> None:
+        given = [name for name in ("create", "step", "batch") if getattr(self, name) is not None]
+        if self.preset is not None:
+            if given:
+                raise InputError(f"--preset brings its own model: leave out --{given[0]}.")
+            if self.preset not in PRESETS:
+                near = nearest(self.preset, PRESETS)
+                raise InputError(f"--preset {self.preset}: unknown.{near} Known: {', '.join(PRESETS)}.")
+            check_int(self.batch_per_gpu, "--batch-per-gpu", where="jzero", low=1)
+            if self.seq is not None:
+                check_int(self.seq, "--seq", where="jzero", low=2)
+            return
+        missing = [f"--{name}" for name in ("create", "step", "batch") if name not in given]
+        if missing:
+            raise InputError(
+                f"{', '.join(missing)} not given. Pass --create, --step and --batch, or --preset gpt2-xl (known: "
+                f"{', '.join(PRESETS)})."
+            )
+        if self.seq is not None:
+            raise InputError("--seq belongs to --preset; --batch has the length of yours.")
+        assert self.batch is not None
+        if not names_function(self.batch):
+            parse_batch(self.batch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand(Inputs):
+    """Stages side by side: bytes per device and on the wire, estimated and as XLA compiled them, and what fits."""
+
+    stages: str = "0,1,2,3"
+    """Stages to compile."""
+    search: bool = True
+    """Look for the largest micro-batch that still fits, by compiling others (three or four per stage)."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON, in bytes, in place of the table."""
+    plot: Path | None = None
+    """Draw memory per stage, and over the number of GPUs, into this file (png, svg, pdf)."""
+
+    def run(self) -> int:
+        """Compile, print, draw; 1 where a stage could not be compiled."""
+        stages = parse_stages(self.stages)
+        job = self.job(stages=stages, search=self.search)
+        if self.plot is not None:
+            check_plot(self.plot)
+            job = dataclasses.replace(job, sizes=stages)
+        answers = run_job(job)
+        results = list(answers["results"].values())
+        if self.json:
+            print(json.dumps(as_json(job, answers), indent=2))
+        else:
+            print("\n".join([title(job, answers), *stage_table(results), *findings_text(results)]))
+        if self.plot is not None:
+            from jzero.cli.plot import draw
+
+            draw(self.plot, job, answers)
+        return int(any("crash" in r for r in results))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainCommand(Inputs):
+    """One stage in full: every collective, the memory, and what did not engage."""
+
+    stage: int = 2
+    """ZeRO stage."""
+
+    def run(self) -> int:
+        """Compile and print; 1 where the stage could not be compiled or did not engage."""
+        check_int(self.stage, "--stage", where="jzero explain", low=0, high=3)
+        job = self.job(stages=[self.stage], search=False, detail=True)
+        answers = run_job(job)
+        (result,) = answers["results"].values()
+        report = [result["report"]] if "report" in result else stage_table([result])
+        print("\n".join([title(job, answers), "", *report, *findings_text([result])]))
+        return int("crash" in result or bool(result["findings"]))
+
+
+def as_json(job: Job, answers: dict[str, Any]) -> dict[str, Any]:
+    """What `--json` prints."""
+    asked = {k: v for k, v in dataclasses.asdict(job).items() if k not in ("detail", "sizes")}
+    out: dict[str, Any] = {
+        "asked": asked,
+        "pod": answers["about"],
+        "stages": list(answers["results"].values()),
+    }
+    if answers["lines"]:
+        out["total_by_gpus"] = answers["lines"]
+    return out
+
+
+def check_plot(path: Path) -> None:
+    """Raises InputError where no plot can be drawn to a path: found out before anything is compiled."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError('--plot needs matplotlib: pip install "jzero[pod]".')
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--plot {path}: the name must end in .png, .svg or .pdf.")
+    if not path.resolve().parent.is_dir():
+        raise InputError(f"--plot {path}: there is no folder {path.resolve().parent}.")

@@ -1,0 +1,74 @@
+"""The plot of `jzero plan`: memory per stage, and over the number of GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+
+from jzero.cli.job import Job
+
+_PARTS = {"params": "#4c72b0", "optimizer state": "#dd8452", "gradients": "#55a868", "temp": "#b0b0b0"}
+
+
+def draw(path: Path, job: Job, answers: dict[str, Any]) -> None:
+    """Bars per stage as compiled, beside the estimate over the number of GPUs; the GPU's memory is a line.
+
+    Args:
+      path: file to write; its suffix says the format.
+      job: what was asked.
+      answers: what `run_job` returned, with `lines`.
+    """
+    figure = matplotlib.figure.Figure(figsize=(11, 4.5), layout="constrained")
+    bars, lines = figure.subplots(1, 2)
+    memory = answers["about"]["memory"]
+    _bars(bars, [r for r in answers["results"].values() if "crash" not in r], memory)
+    bars.set_title(f"compiled for {answers['about']['gpus']} {job.gpu}")
+    _lines(lines, answers["lines"], memory)
+    figure.suptitle(str(job.preset or job.create))
+    figure.savefig(path, dpi=150)
+
+
+def split_memory(result: dict[str, Any]) -> dict[str, float]:
+    """GB of a compiled stage by part; gradients share buffers with the rest of temp, at most their estimate."""
+    c = result["compiled"]
+    rest = c["total"] - c["params"] - c["opt_state"]
+    grads = min(rest, result["estimate"]["grads"])
+    parts = {
+        "params": c["params"],
+        "optimizer state": c["opt_state"],
+        "gradients": grads,
+        "temp": rest - grads,
+    }
+    return {name: size / 1e9 for name, size in parts.items()}
+
+
+def _bars(axes, results: list[dict[str, Any]], memory: int) -> None:
+    names = [f"stage {r['stage']}" for r in results]
+    splits = [split_memory(r) for r in results]
+    base = [0.0] * len(splits)
+    for part, color in _PARTS.items():
+        heights = [s[part] for s in splits]
+        axes.bar(names, heights, bottom=base, label=part, color=color)
+        base = [b + h for b, h in zip(base, heights, strict=True)]
+    for name, top in zip(names, base, strict=True):
+        axes.annotate(f"{top:.2f}", (name, top), ha="center", va="bottom")
+    if base and max(base) > 0.3 * memory / 1e9:
+        axes.axhline(memory / 1e9, color="black", linestyle=":", label="GPU memory")
+    axes.set_ylabel("GB per device")
+    axes.margins(y=0.12)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(_PARTS) + 1, fontsize="small")
+
+
+def _lines(axes, lines: dict[int, dict[int, int]], memory: int) -> None:
+    for stage, totals in lines.items():
+        axes.plot(list(totals), [b / 1e9 for b in totals.values()], marker="o", label=f"stage {stage}")
+    counts = sorted({n for totals in lines.values() for n in totals})
+    axes.axhline(memory / 1e9, color="black", linestyle=":", label="GPU memory")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("GB per device, estimated")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(lines) + 1, fontsize="small")

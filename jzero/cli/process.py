@@ -1,0 +1,134 @@
+"""Running a job in a process of its own: progress on standard error, answers, and what is left of a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from jzero.cli.inputs import InputError
+from jzero.cli.job import Job
+
+# The same jzero as here, and nothing else from its folder or from the current one: a file there, such as jax.py, is
+# not to take the place of a module that is installed.
+START = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("jzero", sys.argv[2])
+sys.modules["jzero"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["jzero"])
+from jzero.cli.worker import main
+main()
+"""
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """What a job answers: `about` the pod, `results` by stage, `lines`; a stage that crashed has a `crash` text.
+
+    Raises:
+      InputError: what the compiling process could not use.
+    """
+    answers: dict[str, Any] = {"about": {}, "results": {}, "lines": {}}
+    left = list(job.stages)
+    with _progress() as show:
+        while True:
+            done, stage, crash = _attempt(job, left, answers, show)
+            if done:
+                return answers
+            if stage is None:
+                raise InputError(f"the compiling process ended before it began: {crash}")
+            answers["results"][stage] = {"stage": stage, "crash": crash}
+            left = left[left.index(stage) + 1 :]
+            if not left:
+                return answers
+
+
+def _attempt(job: Job, stages: list[int], answers: dict[str, Any], show) -> tuple[bool, int | None, str]:
+    """One process, for the stages that are left: (reached its end, the stage it was at, how it ended)."""
+    stage: int | None = None
+    with _worker(job.to_json() if stages == job.stages else _rest(job, stages)) as (events, process, log):
+        for event in events:
+            kind = event.pop("event")
+            if kind == "doing":
+                show(stage, event["text"])
+            elif kind == "stage":
+                stage = event["stage"]
+            elif kind == "about":
+                answers["about"] = event
+            elif kind == "result":
+                answers["results"][event["result"]["stage"]] = event["result"]
+            elif kind == "lines":
+                answers["lines"] = {
+                    int(s): {int(n): b for n, b in t.items()} for s, t in event["lines"].items()
+                }
+            elif kind == "error":
+                raise InputError(event["text"])
+            elif kind == "end":
+                return True, stage, ""
+        code = process.wait()
+        log.seek(0)
+        return False, stage, _ending(code, log.read().decode(errors="replace"))
+
+
+def _rest(job: Job, stages: list[int]) -> str:
+    return dataclasses.replace(job, stages=stages).to_json()
+
+
+@contextlib.contextmanager
+def _worker(job: str) -> Iterator[tuple[Iterator[dict[str, Any]], subprocess.Popen, Any]]:
+    """The process, its events, and the file that what it prints goes to. It ends with the block."""
+    ours, theirs = os.pipe()
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    package = Path(__file__).parents[1] / "__init__.py"
+    command = [sys.executable, "-P", "-c", START, str(theirs), str(package)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, pass_fds=[theirs]
+        )
+        os.close(theirs)
+        try:
+            with os.fdopen(ours) as pipe:
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(job.encode())
+                    process.stdin.close()
+                yield (json.loads(line) for line in pipe), process, log
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _ending(code: int, printed: str) -> str:
+    """`killed by SIGABRT: Check failed: ...`."""
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    telling = [x for x in lines if "Check failed" in x or "Error" in x or x.startswith("F0")]
+    last = (telling or lines or ["nothing was printed"])[-1]
+    return f"{how}: {last[:300]}"
+
+
+@contextlib.contextmanager
+def _progress():
+    """A function (stage, text) that shows what is being done: a spinner on a terminal, else a line per change."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage, text: print(_title(stage) + text, file=sys.stderr, flush=True)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting")
+        yield lambda stage, text: progress.update(task, description=_title(stage) + text)
+
+
+def _title(stage: int | None) -> str:
+    return "" if stage is None else f"stage {stage}: "

@@ -1,0 +1,188 @@
+"""The subject of a job: the creation function, the step and the batch, and what compiling them for a pod gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jzero.cli import presets
+from jzero.cli.inputs import (
+    InputError,
+    check_creator,
+    check_step,
+    load_function,
+    names_function,
+    parse_batch,
+    signature,
+)
+from jzero.cli.job import Job
+from jzero.config import ZeroConfig
+from jzero.core.errors import division, listing, typed_shape
+from jzero.flax.adapters import is_pair
+from jzero.flax.shard import abstract, plan_of
+from jzero.layout.specs import axis_size
+from jzero.proof.pod import Pod, pod
+from jzero.proof.transformer import Transformer
+from jzero.sharding import Plan
+
+PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a job compiles, for any stage and any micro-batch.
+
+    Attributes:
+      create: makes the state.
+      step: the train step.
+      batch: arguments behind the state, without shardings.
+      pod, mesh: where it is compiled for.
+      job: what was asked.
+      model: sizes for the activations, of a preset.
+    """
+
+    create: Callable[[], Any]
+    step: Callable[..., Any]
+    batch: tuple[Any, ...]
+    pod: Pod
+    mesh: jax.sharding.Mesh
+    job: Job
+    model: Transformer | None
+
+    @classmethod
+    def of(cls, job: Job) -> Subject:
+        """Everything of a job loaded and checked.
+
+        Raises:
+          InputError, ValueError, TypeError: what cannot be used.
+        """
+        machine = pod(job.gpu, hosts=job.hosts, gpus_per_host=job.gpus_per_host)
+        config = job.config()
+        mesh = machine.mesh(job.mesh or {config.axes[0]: len(machine.devices)})
+        missing = [a for a in (*config.axes, *config.batch_axes) if a not in mesh.axis_names]
+        if missing:
+            raise InputError(
+                f"--axis, --batch-axis: {missing[0]!r} is no axis of the mesh {dict(mesh.shape)}."
+            )
+        if job.preset is not None:
+            return cls._of_preset(job, machine, mesh, config)
+        assert job.create is not None
+        assert job.step is not None
+        assert job.batch is not None
+        create, step = load_function(job.create, "--create"), load_function(job.step, "--step")
+        check_creator(create, job.create)
+        return cls(create, step, tuple(_batch(job.batch)), machine, mesh, job, None)
+
+    @classmethod
+    def _of_preset(cls, job: Job, machine: Pod, mesh, config: ZeroConfig) -> Subject:
+        assert job.preset is not None
+        preset = presets.PRESETS[job.preset]
+        seq = job.seq or preset.seq
+        parts = axis_size(mesh, config.batch_axes)
+        tokens = jax.ShapeDtypeStruct((job.batch_per_gpu * parts, seq + 1), "int32")
+        model = preset.transformer(seq=seq, batch=job.batch_per_gpu)
+        create = presets.creator(preset, seq=seq)
+        return cls(create, presets.train_step, ({"tokens": tokens},), machine, mesh, job, model)
+
+    def state(self, stage: int) -> tuple[Any, Plan]:
+        """The abstract state at a stage, and its plan.
+
+        Raises:
+          InputError: a batch that the mesh does not divide, a step that cannot take the state first.
+        """
+        config = self.job.config(stage=stage)
+        state = _phrased(
+            lambda: abstract(self.create, config, mesh=self.mesh), "--create", str(self.job.create)
+        )
+        plan = plan_of(state)
+        names = [*(["model", "optimizer"] if is_pair(state) else ["state"]), *self._batch_names()]
+        check_step(self.step, str(self.job.step), names)
+        self._check_batch(plan)
+        return state, plan
+
+    def _batch_names(self) -> list[str]:
+        return ["batch"] if len(self.batch) == 1 else [f"batch_{i}" for i in range(len(self.batch))]
+
+    def _check_batch(self, plan: Plan) -> None:
+        parts = plan.batch_parts
+        leaves = [x for x in jax.tree.leaves(self.batch) if _is_split(x)]
+        bad = [(typed_shape(x), division(x.shape[0], parts))
+               for x in leaves if x.shape[0] % parts]  # fmt: skip
+        if bad:
+            size = (int(bad[0][1].split()[0]) // parts + 1) * parts
+            raise InputError(
+                f"--batch: {parts} devices cannot split {len(bad)} of {len(leaves)} arrays evenly:\n"
+                f"{listing(bad)}\nMake the leading dim a multiple of {parts}, {size} for example."
+            )
+
+    @property
+    def micro_batch(self) -> int:
+        """Examples of the batch on one device."""
+        sizes = [x.shape[0] for x in jax.tree.leaves(self.batch) if _is_split(x)]
+        config = self.job.config()
+        return sizes[0] // axis_size(self.mesh, config.batch_axes) if sizes else 0
+
+    def compile(self, state: Any, plan: Plan, micro_batch: int) -> jax.stages.Compiled:
+        """The step compiled for a micro-batch of that many examples per device."""
+        first = self.micro_batch * plan.batch_parts
+
+        def resized(x):
+            if not _is_split(x) or x.shape[0] != first:
+                return x
+            return jax.ShapeDtypeStruct((micro_batch * plan.batch_parts, *x.shape[1:]), x.dtype)
+
+        batch = jax.tree.map(resized, self.batch)
+        args = state if is_pair(state) else (state,)
+        jitted = hasattr(self.step, "lower")
+        donate = () if jitted else tuple(range(len(args)))
+        return _phrased(
+            lambda: self.pod.compile(self.step, *args, *batch, donate_argnums=donate, plan=plan),
+            "--step", f"{self.job.step}: {signature(self.step)} called with ({', '.join(_kinds(args, batch))})",
+        )  # fmt: skip
+
+
+def _batch(text: str) -> list[Any]:
+    """The batch that `--batch` describes, or what the function that it names returns."""
+    if not names_function(text):
+        return parse_batch(text)
+    made = load_function(text, "--batch")()
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+def _is_split(leaf) -> bool:
+    return leaf.ndim > 0 and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _kinds(args, batch) -> list[str]:
+    shown = [", ".join(typed_shape(x) for x in jax.tree.leaves(b)[:3]) for b in batch]
+    return [*(type(a).__name__ for a in args), *shown]
+
+
+def _phrased(call: Callable[[], Any], flag: str, what: str) -> Any:
+    """What `call` returns; what the user's function raises comes with the place in their code."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except NotImplementedError as error:
+        raise InputError(f"{flag} {what}: {error}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [
+            f for f in frames if not any(part in f.filename for part in (PACKAGE, "site-packages", "<frozen"))
+        ]
+        place = f"\n  at {Path(ours[-1].filename).name}:{ours[-1].lineno}: {ours[-1].line}" if ours else ""
+        first = str(error).strip().split("\n\n")[0][:400]
+        raise InputError(
+            f"{flag} {what} failed: {type(error).__name__}: {first}{place}\n"
+            + (
+                "A step takes the state first, then the batch, and returns the new state."
+                if flag == "--step"
+                else ""
+            )
+        ) from error

@@ -1,0 +1,113 @@
+"""What a job answers about a subject at one stage: estimated and compiled bytes, findings, what still fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jzero.cli.program import Subject
+from jzero.cli.search import largest_that_fits
+from jzero.core.errors import counted
+from jzero.flax.adapters import is_pair
+from jzero.flax.shard import abstract, plan_of
+from jzero.proof.check import findings
+from jzero.proof.memory import Estimate, estimate
+from jzero.proof.pod import pod
+from jzero.proof.report import Report, explain
+from jzero.sharding import Plan
+
+Say = Callable[[str], None]
+
+
+def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
+    """All that is told about one stage, as plain data in bytes; `say(doing)` reports progress."""
+    began = time.perf_counter()
+    say("laying out the state")
+    state, plan = subject.state(stage)
+    planned = estimate(plan, tx=_tx(state), model=subject.model)
+    say(f"compiling for {len(subject.pod.devices)} {subject.pod.gpu}")
+    compiled = subject.compile(state, plan, subject.micro_batch)
+    report = explain(compiled, plan)
+    assert report.memory is not None
+    total, limit = report.memory.total, subject.job.fraction * subject.pod.memory_bytes
+    answer: dict[str, Any] = {
+        "stage": stage,
+        "values": sum(x.size for x in plan.layouts),
+        "micro_batch": subject.micro_batch,
+        "estimate": estimate_json(planned),
+        "compiled": report_json(report, planned.devices_per_process),
+        "fits": total <= limit,
+        "findings": _findings(compiled, plan),
+    }
+    if subject.job.detail:
+        answer["report"] = str(report)
+    if subject.job.search and subject.micro_batch:
+        answer["largest"] = _search(subject, state, plan, total, limit, say)
+    return answer | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _findings(compiled: jax.stages.Compiled, plan: Plan) -> list[dict[str, Any]]:
+    found = findings(compiled, plan)
+    return [{"kind": f.kind, "bytes": f.bytes, "text": f.text, "remedy": f.remedy} for f in found]
+
+
+def _search(subject: Subject, state, plan: Plan, total: int, limit: float, say: Say) -> dict[str, Any]:
+    def measure(micro_batch: int) -> int:
+        say(f"compiling with {counted(micro_batch, 'example')} per device, to see what fits")
+        stats: Any = subject.compile(state, plan, micro_batch).memory_analysis()
+        new = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return stats.argument_size_in_bytes + stats.temp_size_in_bytes + new
+
+    size, exact = largest_that_fits(measure, {subject.micro_batch: total}, limit)
+    return {"micro_batch": size, "exact": exact}
+
+
+def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, int]:
+    """Estimated bytes per device at a stage by number of devices; of several mesh axes the first one grows."""
+    job, totals = subject.job, {}
+    (first, size), *rest = subject.mesh.shape.items()
+    inner = subject.mesh.devices.size // size
+    for n in (n for n in counts if n % inner == 0):
+        hosts = max(1, n // job.gpus_per_host)
+        if n % hosts:
+            continue
+        mesh = pod(job.gpu, hosts=hosts, gpus_per_host=n // hosts).mesh({first: n // inner, **dict(rest)})
+        state = abstract(subject.create, job.config(stage=stage), mesh=mesh)
+        totals[n] = estimate(plan_of(state), tx=_tx(state), model=subject.model).total
+    return totals
+
+
+def estimate_json(e: Estimate) -> dict[str, Any]:
+    """An estimate as plain data, in bytes."""
+    names = ("params", "grads", "opt_state", "host", "activations", "working", "states", "total", "wire")
+    names += (
+        "activations_host",
+        "recomputed",
+        "in_flight",
+        "host_per_process",
+        "host_per_node",
+        "to_device",
+        "to_host",
+    )
+    return {k: getattr(e, k) for k in names} | {"wire_psi": e.wire_psi, "wire_by_axes": dict(e.wire_by_axes)}
+
+
+def report_json(report: Report, devices_per_node: int = 1) -> dict[str, Any]:
+    """Memory, wire and host traffic of a compiled program as plain data, in bytes."""
+    assert report.memory is not None
+    names = ("params", "opt_state", "rest", "arguments", "outputs", "aliased", "temp", "total", "peak")
+    memory = {k: getattr(report.memory, k) for k in (*names, "host_arguments", "host_total")}
+    wire = {"wire": report.wire.total, "wire_psi": report.wire.psi}
+    memory["host_per_node"] = devices_per_node * report.memory.host_total
+    wire |= report.pcie
+    if report.activations is not None:
+        wire["activations"] = dataclasses.asdict(report.activations)
+    return memory | wire | {"wire_by_axes": dict(report.wire.by_axis), "wire_by_op": dict(report.wire.by_op)}
+
+
+def _tx(state: Any) -> Any:
+    return state[1].tx if is_pair(state) else state.tx

@@ -1,0 +1,124 @@
+"""The tables of `jzero plan`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from jzero.cli.job import Job
+from jzero.core.errors import counted, human_bytes
+from jzero.proof.tables import lines_of, plain_table
+
+
+def title(job: Job, answers: dict[str, Any]) -> str:
+    """The model, the pod, the mesh and the micro-batch in two lines."""
+    results = [r for r in answers["results"].values() if "values" in r]
+    about = answers["about"]
+    axes = ", ".join(f"{k}: {v}" for k, v in about["mesh"].items())
+    hosts = f"{job.hosts} host{'s' if job.hosts > 1 else ''} x {job.gpus_per_host}"
+    pod = f"{about['gpus']} {job.gpu} ({hosts}), {human_bytes(about['memory'])} each, mesh {{{axes}}}"
+    if not results:
+        return f"{job.preset or job.create}\n{pod}"
+    values = results[0]["values"]
+    count = f"{values / 1e9:.2f}B" if values >= 1e9 else f"{values / 1e6:.1f}M"
+    examples = counted(results[0]["micro_batch"], "example")
+    return f"{job.preset or job.create}: {count} params, {examples} per device\n{pod}"
+
+
+def stage_table(results: list[dict[str, Any]]) -> list[str]:
+    """Two lines per stage: estimated, then compiled."""
+    done = [r for r in results if "crash" not in r]
+    most = max((r["compiled"]["total"] for r in done), default=0)
+    unit, size = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
+
+    def shown(*counts: float) -> list[str]:
+        return [f"{count / size:.2f}" for count in counts]
+
+    numbers = ("params", "state", "grads", "active", "total", "fits", "largest", "wire", "Psi")
+    table = plain_table("stage", unit, *numbers, right=numbers)
+    for r in done:
+        e, c = r["estimate"], r["compiled"]
+        active = e["activations"] + e["working"] + e["in_flight"]
+        table.add_row(
+            str(r["stage"]), "estimated", *shown(e["params"], e["opt_state"], e["grads"]),
+            *(shown(active) if active else ["-"]), *shown(e["total"]), "", "", *shown(e["wire"]), _psi(e),
+        )  # fmt: skip
+        rest = c["total"] - c["params"] - c["opt_state"]
+        table.add_row(
+            "", "compiled", *shown(c["params"], c["opt_state"]), "-", *shown(rest, c["total"]),
+            "yes" if r["fits"] else "no", _largest(r), *shown(c["wire"]), _psi(c),
+        )  # fmt: skip
+    crashes = [f"stage {r['stage']}: the compiler ended ({r['crash']})" for r in results if "crash" in r]
+    return [*(lines_of(table) if done else []), *_host_table(done, unit, shown), *_notes(done), *crashes]
+
+
+def _host_table(done: list[dict[str, Any]], unit: str, shown: Callable[..., list[str]]) -> list[str]:
+    """With offload: host memory, and what crosses PCIe."""
+    if not any(r["estimate"]["host"] for r in done):
+        return []
+    numbers = ("host", "host/node", "to device", "to host", "in flight")
+    table = plain_table("stage", unit, *numbers, right=numbers)
+    same = ("host_per_node", "to_device", "to_host")
+    for r in done:
+        e, c = r["estimate"], r["compiled"]
+        table.add_row(str(r["stage"]), "estimated", *shown(e["host"], *(e[k] for k in same), e["in_flight"]))
+        table.add_row("", "compiled", *shown(c["host_total"], *(c[k] for k in same)), "")
+    return lines_of(table)
+
+
+def _psi(figures: dict[str, Any]) -> str:
+    return "-" if figures["wire_psi"] is None else f"{figures['wire_psi']:.2f}"
+
+
+def _largest(result: dict[str, Any]) -> str:
+    found = result.get("largest")
+    if found is None:
+        return "-"
+    return ("" if found["exact"] else ">= ") + str(found["micro_batch"])
+
+
+def _notes(results: list[dict[str, Any]]) -> list[str]:
+    if not results:
+        return []
+    notes = [
+        "Bytes per device. active: activations, logits, gathered weights (estimated for presets alone); compiled, the",
+        "gradients are in it, since they share buffers. wire: sent by one device in a step.",
+    ]
+    if any(r["estimate"]["host"] for r in results):
+        notes += [
+            "host, host/node: optimizer state in pinned host memory, of one device and of all devices of a host. to",
+            "device, to host: over PCIe in a step, of one device. in flight: what of it is on the device at once.",
+        ]
+    if any("largest" in r for r in results):
+        notes.append(
+            "fits, largest: this micro-batch, and the largest number of examples per device that still does."
+        )
+    seconds = ", ".join(f"{r['seconds']:.0f} s" for r in results)
+    memory = human_bytes(max(r["host_memory"] for r in results))
+    return [*notes, f"Compiled in {seconds} with {memory} of host memory."]
+
+
+def findings_text(results: list[dict[str, Any]]) -> list[str]:
+    """What `check` found, stage by stage; one line where it found nothing."""
+    compiled = [r for r in results if "findings" in r]
+    lines: list[str] = []
+    for r in compiled:
+        for f in r["findings"]:
+            text = f"stage {r['stage']}: {f['kind']} ({human_bytes(f['bytes'])}): {f['text']}"
+            lines += ["", *_wrapped(text), *_wrapped(f"Remedy: {f['remedy']}", indent="    ")]
+    clean = [str(r["stage"]) for r in compiled if not r["findings"]]
+    if clean:
+        lines += [
+            "",
+            f"jzero.check: nothing found at stage{'s' if len(clean) > 1 else ''} {', '.join(clean)}.",
+        ]
+    return lines
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    rows = [
+        textwrap.wrap(x, 108, initial_indent=indent, subsequent_indent=indent + "  ")
+        for x in text.splitlines()
+    ]
+    return [line for row in rows for line in row]

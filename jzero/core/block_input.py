@@ -1,0 +1,210 @@
+"""What a remat region keeps of its input: two primitives, whose forward and backward programs differ.
+
+[Note: the boundary of a block]
+`jax.checkpoint` keeps the inputs of a region as they are. To keep one split, or in host memory, and to have it back
+only for the second run, the region begins with `x, kept = begin(x)` and ends with `y = end(y, kept)`. Without
+differentiation both are the identity. Where JAX cuts the region into what runs forward and what runs again backward
+(the rules for `partial_eval_jaxpr_custom`):
+
+- forward, `begin` gives `x` as it came and makes the copy that is kept: constrained to its slice, sent to the host;
+  `end` ties the result of the block to that copy, so that it is written while the block runs. (XLA writes as late as
+  it can: in straight-line code that was just before the copy was read again.) A scan writes it in its turn by itself,
+  and XLA cannot place a stack on the host that a barrier reads as well, so there nothing is tied.
+- backward, `begin` is the copy, fetched and gathered. `x` itself is read by nothing there, so it is not kept.
+
+A sharding constraint round a `checkpoint_name` would do the first without primitives, but what it splits is gathered
+in the forward pass too, and its cotangent is split and gathered again.
+
+The rules ask the policy of the region: an outer region with another policy computes the inner one's input again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, Var
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero.core.jaxprs import is_literal
+
+BEGIN, END = "jzero_block_input", "jzero_block_output"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """How an input is kept.
+
+    Attributes:
+      mesh, axes, dim: split over these axes of the mesh along this dim; no axes: as it is laid out.
+      host: in pinned host memory.
+      refused: why it cannot be kept so.
+      loop_limit: why it could not be kept so in a loop.
+    """
+
+    mesh: Any
+    axes: Any
+    dim: int
+    host: bool
+    refused: str = ""
+    loop_limit: str = ""
+
+    def store(self, x: jax.Array) -> list[jax.Array]:
+        """The input as the block reads it, and the copy that is kept."""
+        if self.refused:
+            raise (NotImplementedError if self.refused == self.loop_limit else ValueError)(self.refused)
+        x = self.pinned(x)
+        kept = x if self.axes is None else self.constrain(x, self.axes)
+        return [x, jax.device_put(kept, jax.memory.Space.Host) if self.host else kept]
+
+    def pinned(self, x: jax.Array) -> jax.Array:
+        """The input as the block reads it: the layout of the copy must not spread to it."""
+        return x if self.axes is None else self.constrain(x, None)
+
+    def load(self, kept: jax.Array) -> list[jax.Array]:
+        """The input again, from the copy."""
+        return [self.whole(self.fetched(kept))]
+
+    def fetched(self, kept: jax.Array) -> jax.Array:
+        """The copy on the device, split as it was kept."""
+        x = jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
+        return x if self.axes is None else self.constrain(x, self.axes)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """What was fetched, gathered; it may have come through a barrier, so it is said again how it lies."""
+        return x if self.axes is None else self.constrain(self.constrain(x, self.axes), None)
+
+    def constrain(self, x: jax.Array, axes: Any) -> jax.Array:
+        """The dim split over the axes, or whole; the others as they are."""
+        entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
+        entries[self.dim] = axes
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*entries)))
+
+    def batched(self) -> Kept:
+        """The same under `vmap`, with the new dim first."""
+        return dataclasses.replace(self, dim=self.dim + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsInputs:
+    """A checkpoint policy: what `begin` keeps, and what another policy keeps. `ahead`: it may be fetched ahead."""
+
+    policy: Callable[..., Any] | None = None
+    ahead: bool = False
+
+    def __call__(self, prim, *args, **params):
+        """As any of `jax.checkpoint_policies`."""
+        if prim.name == BEGIN:
+            return True
+        return False if self.policy is None else self.policy(prim, *args, **params)
+
+
+def begin(x: Any, kept: Kept) -> tuple[Any, Any]:
+    """The first thing in a region: its input, and a token for `end`."""
+    x, token = _begin_p.bind(x, kept=kept)
+    return x, token
+
+
+def end(y: Any, tokens: Sequence[Any]) -> Any:
+    """The last thing in a region: one of its results."""
+    return _end_p.bind(y, *tokens, tied=False)
+
+
+_begin_p = Primitive(BEGIN)
+_begin_p.multiple_results = True
+_end_p = Primitive(END)
+
+
+def _begin_jvp(primals, tangents, *, kept):
+    outs = _begin_p.bind(*primals, kept=kept)
+    return outs, [tangents[0], ad.Zero(jax.typeof(outs[1]).to_tangent_aval())]
+
+
+def _begin_batch(args, dims, *, kept):
+    x = args[0] if dims[0] == 0 else jax.numpy.moveaxis(args[0], dims[0], 0)
+    return _begin_p.bind(x, kept=kept.batched()), [0, 0]
+
+
+def _end_jvp(primals, tangents, *, tied):
+    return _end_p.bind(*primals, tied=tied), tangents[0]
+
+
+def _end_batch(args, dims, *, tied):
+    return _end_p.bind(*args, tied=tied), dims[0]
+
+
+def _begin_rule(saveable, unknown, instantiated, eqn):
+    (x,), kept = eqn.invars, eqn.params["kept"]
+    missing = [x] if not is_literal(x) and not instantiated[0] else []
+    if unknown[0]:
+        return None, eqn, [True, True], [True, True], missing
+    # `is`: some policies answer with objects, all of which are true
+    if saveable(_begin_p, x.aval, **eqn.params) is not True:
+        return eqn, eqn, [False, False], [True, True], missing
+    copy = eqn.outvars[1] if type(eqn.outvars[1]) is Var else Var(eqn.outvars[1].aval)
+    store, load = _programs(x.aval, copy.aval, kept)
+    known = store.replace(invars=[x], outvars=[eqn.outvars[0], copy], source_info=eqn.source_info)
+    staged = load.replace(invars=[copy], outvars=[eqn.outvars[0]], source_info=eqn.source_info)
+    return known, staged, [False, False], [True, False], [copy]
+
+
+def _end_rule(saveable, unknown, instantiated, eqn):
+    missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not is_literal(v)]
+    if any(unknown):
+        return None, eqn, [True], [True], missing
+    if not missing:  # nothing was kept: `begin` was in a region with another policy
+        return eqn, eqn, [False], [True], []
+    return eqn.replace(params={"tied": True}), None, [False], [False], []
+
+
+@functools.lru_cache(maxsize=256)
+def _programs(aval, copy, kept: Kept):
+    """The equations of `store` and of `load`; one for all blocks of a kind."""
+
+    def jzero_store(x):
+        return kept.store(x)
+
+    def jzero_load(x):
+        return kept.load(x)
+
+    return _equation(jzero_store, aval), _equation(jzero_load, copy)
+
+
+def _equation(fn: Callable, *avals):
+    """A function as one equation, a call of it."""
+    return jax.make_jaxpr(jax.jit(fn))(*avals).eqns[0]
+
+
+def _lower_begin(ctx, x, *, kept):
+    return [x, x]
+
+
+def _lower_end(ctx, y, *tokens, tied):
+    if not tied:
+        return [y]
+    return mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values)[0], multiple_results=False)(
+        ctx, y, *tokens
+    )
+
+
+_begin_p.def_impl(lambda x, *, kept: [x, x])
+_begin_p.def_abstract_eval(
+    lambda x, *, kept: [x, x.update(memory_space=jax.memory.Space.Host) if kept.host else x]
+)
+ad.primitive_jvps[_begin_p] = _begin_jvp
+batching.primitive_batchers[_begin_p] = _begin_batch
+pe.partial_eval_jaxpr_custom_rules[_begin_p] = _begin_rule
+mlir.register_lowering(_begin_p, _lower_begin)
+
+_end_p.def_impl(lambda y, *tokens, tied: y)
+_end_p.def_abstract_eval(lambda y, *tokens, tied: y)
+ad.primitive_jvps[_end_p] = _end_jvp
+batching.primitive_batchers[_end_p] = _end_batch
+pe.partial_eval_jaxpr_custom_rules[_end_p] = _end_rule
+mlir.register_lowering(_end_p, _lower_end)

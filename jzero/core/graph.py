@@ -1,0 +1,209 @@
+"""A function as a flat list of equations, of which any part can be evaluated on its own, on other shapes too.
+
+[Note: flat]
+Calls are inlined, since optax wraps whole trees in them, and a `cond` becomes both of its branches and a choice
+for each of its results: one equation that reads a whole optimizer state would need all of it at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.core import jaxprs
+
+CALLS = {
+    **dict.fromkeys((*jaxprs.INLINE, *jaxprs.REMAT), "jaxpr"),
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+LAYOUT = ("sharding_constraint", "layout_constraint")
+ELEMENTWISE = frozenset(
+    (
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "bitcast_convert_type", "cbrt", "ceil",
+        "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp",
+        "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
+        "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "population_count", "pow",
+        "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+        *LAYOUT,
+    )
+)  # fmt: skip
+
+REDUCTIONS = {  # of all values: on a piece, of two pieces, and the value that changes nothing
+    "reduce_sum": (jnp.sum, jax.lax.add, lambda dtype: 0),
+    "reduce_max": (jnp.max, jax.lax.max, lambda dtype: _extreme(dtype, -1)),
+    "reduce_min": (jnp.min, jax.lax.min, lambda dtype: _extreme(dtype, 1)),
+    "reduce_and": (jnp.all, jax.lax.bitwise_and, lambda dtype: True),
+    "reduce_or": (jnp.any, jax.lax.bitwise_or, lambda dtype: False),
+}
+
+
+def _extreme(dtype, sign: int):
+    """The least or the greatest value of a dtype."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        return sign * jnp.inf
+    return jnp.iinfo(dtype).max if sign > 0 else jnp.iinfo(dtype).min
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One equation, its operands and results as numbers of values.
+
+    Attributes:
+      eqn: None for a copy that gives a result a number of its own.
+      choice: one result of a `cond`, as `select_n`.
+    """
+
+    eqn: Any
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    choice: bool = False
+
+    @property
+    def name(self) -> str:
+        """The primitive."""
+        return "select_n" if self.choice else "copy" if self.eqn is None else self.eqn.primitive.name
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """The results, for these operands."""
+        if self.eqn is None:
+            return [jnp.copy(values[0])]
+        with jaxprs.scope_of(self.eqn):
+            if self.choice:
+                return [jax.lax.select_n(*values)]
+            return jaxprs.bind(self.eqn, values)
+
+
+class Graph:
+    """A flat function: see [Note: flat].
+
+    Attributes:
+      ins: the numbers of its arguments; outs: of its results.
+      known: the values of constants and literals.
+      makers: the node that makes a value.
+      avals: the abstract value of each number.
+    """
+
+    def __init__(self, fn: Callable[..., Sequence[Any]], args: Sequence[Any]):
+        """Trace a function of flat arrays (or of ShapeDtypeStructs) to a flat list."""
+        jaxpr, consts = jaxprs.trace(lambda *flat: list(fn(*flat)), *args)
+        self.avals: list[Any] = []
+        self.known: dict[int, Any] = {}
+        self.makers: dict[int, Node] = {}
+        self.ins = [self._new(v.aval) for v in jaxpr.invars]
+        self.outs: list[int] = []
+        for value in self._add(jaxpr, consts, self.ins):
+            self.outs.append(self._copy(value) if value in self.outs else value)
+
+    def _new(self, aval) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _constant(self, value, aval) -> int:
+        number = self._new(aval)
+        self.known[number] = value
+        return number
+
+    def _add(self, jaxpr, consts, ins: Sequence[int]) -> list[int]:
+        """All equations of a jaxpr on these values; returns its results."""
+        env = dict(zip(jaxpr.invars, ins, strict=True))
+        env.update((v, self._constant(c, v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+
+        def read(atom) -> int:
+            return self._constant(atom.val, atom.aval) if jaxprs.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            values, name = [read(a) for a in eqn.invars], eqn.primitive.name
+            if name in CALLS and CALLS[name] in eqn.params:
+                outs = self._add(*jaxprs.opened(eqn.params[CALLS[name]]), values)
+            elif name == "cond" and not eqn.effects:
+                branches = [self._add(*jaxprs.opened(b), values[1:]) for b in eqn.params["branches"]]
+                outs = [self._choice(eqn, values[0], options) for options in zip(*branches, strict=True)]
+            else:
+                outs = [self._new(v.aval) for v in eqn.outvars]
+                self._node(Node(eqn, tuple(values), tuple(outs)))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _choice(self, eqn, index: int, options: Sequence[int]) -> int:
+        if len(set(options)) == 1:
+            return options[0]
+        out = self._new(self.avals[options[0]])
+        self._node(Node(eqn, (index, *options), (out,), choice=True))
+        return out
+
+    def _copy(self, value: int) -> int:
+        out = self._new(self.avals[value])
+        self._node(Node(None, (value,), (out,)))
+        return out
+
+    def _node(self, node: Node) -> None:
+        self.makers.update((out, node) for out in node.outs)
+
+    def is_small(self, value: int) -> bool:
+        """True for a single number, or key: what may be kept for the whole step."""
+        return math.prod(self.avals[value].shape) == 1
+
+    def reads(self, sources: Sequence[int]) -> dict[int, frozenset[int]]:
+        """For every value the `sources` that it is computed from, other than through single numbers."""
+        found: dict[int, frozenset[int]] = {s: frozenset((s,)) for s in sources}
+        for node in self.nodes():
+            through = frozenset().union(*(found.get(i, frozenset()) for i in node.ins))
+            found.update((o, frozenset() if self.is_small(o) else through) for o in node.outs)
+        return found
+
+    def nodes(self) -> list[Node]:
+        """All nodes, each after those that it reads."""
+        return list(dict.fromkeys(self.makers.values()))
+
+    def needed(self, value: int, known) -> list[Node]:
+        """The nodes that a value takes, each after those that it reads; `known` values are given."""
+        order: list[Node] = []
+        seen: set[int] = set()
+        pending: list[tuple[int, bool]] = [(value, False)]
+        while pending:
+            at, done = pending.pop()
+            if done:
+                order.append(self.makers[at])
+            elif at not in seen and at not in known and at in self.makers:
+                node = self.makers[at]
+                seen.update(node.outs)
+                pending.append((at, True))
+                pending += [(i, False) for i in node.ins]
+        return order
+
+
+def on_piece(node: Node, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+    """The results of an elementwise node on a piece of its operands; scalars stay scalars."""
+    if node.name in LAYOUT:
+        return [values[0]]
+    if node.name == "broadcast_in_dim":
+        return [jnp.broadcast_to(jnp.reshape(values[0], ()), shape)]
+    if any(np.ndim(v) for v in values) and node.name not in ("select_n", "clamp", "optimization_barrier"):
+        values = [v if np.ndim(v) else jnp.broadcast_to(v, shape) for v in values]
+    return node.run(values)
+
+
+def cuts_end(node: Node) -> bool:
+    """True for a slice that leaves out the end of dims alone."""
+    if node.name != "slice":
+        return False
+    params = node.eqn.params
+    return not any(params["start_indices"]) and all(step == 1 for step in params["strides"] or ())
+
+
+def pads_end(node: Node) -> bool:
+    """True for padding at the end of dims alone."""
+    return node.name == "pad" and all(
+        not low and high >= 0 and not between for low, high, between in node.eqn.params["padding_config"]
+    )

@@ -1,0 +1,1 @@
+"""Train states: a `TrainState` or an NNX pair taken apart, laid out, put together."""

@@ -1,0 +1,207 @@
+"""The kinds of train state that jzero knows: how to take each apart, and put it together again.
+
+Flax is never imported for a state that does not use it: a TrainState is told by its fields, an NNX object by
+its class once `flax.nnx` is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.tree_util import Partial
+
+from jzero.core.errors import is_array
+from jzero.layout.leaf_rule import metadata_spec
+from jzero.optim import ZeroState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A train state taken apart. `specs`: a layout per param from NNX metadata, where there is any."""
+
+    params: Any
+    opt_state: Any
+    step: Any
+    rest: Any
+    tx: Any = dataclasses.field(metadata={"static": True})
+    apply_fn: Any = dataclasses.field(metadata={"static": True})
+    specs: tuple[Any, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def replace(self, **changes) -> Parts:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def arrays(self) -> tuple[Any, ...]:
+        """The parts that hold arrays, as a tree that `jax.eval_shape` can return."""
+        return self.params, self.opt_state, self.step, self.rest
+
+    def statics(self) -> Parts:
+        """The parts that hold none."""
+        return self.replace(params=None, opt_state=None, step=None, rest=None)
+
+    def with_arrays(self, arrays) -> Parts:
+        """The reverse of `arrays`."""
+        params, opt_state, step, rest = arrays
+        return self.replace(params=params, opt_state=opt_state, step=step, rest=rest)
+
+
+def is_creator(state: Any) -> bool:
+    """A function (not a state) that creates one."""
+    return callable(state) and not _is_train_state(state) and not is_pair(state) and not hasattr(state, "tx")
+
+
+def check_state(state: Any, *, where: str) -> None:
+    """Raises TypeError for what is neither a state nor a function that may create one, with what to pass instead."""
+    kind = state.__name__ if isinstance(state, type) else type(state).__name__
+    if _is_module(state, "flax.nnx") or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
+        raise TypeError(
+            f"{where}: {kind} is no train state. An NNX model goes with its optimizer, as one pair, the model first: "
+            f"{where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )
+    if _is_module(state, "flax.linen"):
+        raise TypeError(
+            f"{where}: {kind} is a model and no train state: it has neither params nor an optimizer. Pass "
+            "TrainState.create(apply_fn=model.apply, params=params, tx=tx), or a function that returns it."
+        )
+    if callable(state) and not isinstance(state, Partial) and any(map(is_array, jax.tree.leaves(state))):
+        raise TypeError(
+            f"{where}: {kind} is a model and no train state. Lay out its params, and wrap the optimizer: "
+            "plan = jzero.make_plan(params, ...), params = plan.place(params), tx = jzero.zero(tx, plan)."
+        )
+    if not (_is_train_state(state) or is_pair(state) or is_creator(state)):
+        raise _unknown(state, where)
+
+
+def _is_module(x: Any, package: str) -> bool:
+    """A module of Flax, or a class of them."""
+    flax = sys.modules.get(package)
+    return flax is not None and (
+        isinstance(x, flax.Module) or (isinstance(x, type) and issubclass(x, flax.Module))
+    )
+
+
+def take_apart(state: Any, *, where: str) -> Parts:
+    """The parts of a state.
+
+    Raises:
+      TypeError: a kind that jzero does not know.
+    """
+    if _is_train_state(state):
+        return _train_state_parts(state)
+    if is_pair(state):
+        return _pair_parts(*state)
+    raise _unknown(state, where)
+
+
+def _unknown(state: Any, where: str) -> TypeError:
+    return TypeError(
+        f"{where}: a state of type {type(state).__name__} is not known. Known are a Flax TrainState (params, tx, "
+        "opt_state, replace), a pair (nnx.Module, nnx.Optimizer), or a function without arguments that returns one. "
+        "For any other loop: plan = jzero.make_plan(params, ...) and tx = jzero.zero(tx, plan)."
+    )
+
+
+def put_together(state: Any, parts: Parts) -> Any:
+    """A state like `state` with other parts; an NNX pair is changed in place."""
+    if _is_train_state(state):
+        return rebuilder(state)(parts)
+    model, optimizer = state
+    _fill_pair(model, optimizer, parts)
+    return state
+
+
+def rebuilder(state: Any) -> Callable[[Parts], Any]:
+    """A function that makes a new state of this kind from parts; it keeps no arrays of `state`."""
+    if _is_train_state(state):
+        return partial(_train_state_from, jax.tree.map(lambda _: 0, state))
+    return _pair_rebuilder(*state)
+
+
+def _is_train_state(state: Any) -> bool:
+    return all(
+        hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")
+    ) and dataclasses.is_dataclass(state)
+
+
+def _rest_fields(state: Any) -> list[str]:
+    taken = ("params", "opt_state", "step", "tx", "apply_fn")
+    fields = dataclasses.fields(state)
+    return [f.name for f in fields if f.name not in taken and f.metadata.get("pytree_node", True)]
+
+
+def _train_state_parts(state: Any) -> Parts:
+    rest = {name: getattr(state, name) for name in _rest_fields(state)}
+    apply_fn, params = getattr(state, "apply_fn", None), state.params
+    return Parts(params, state.opt_state, getattr(state, "step", None), rest, state.tx, apply_fn)
+
+
+def _train_state_from(like: Any, parts: Parts) -> Any:
+    changes = dict(parts.rest, params=parts.params, opt_state=parts.opt_state, tx=parts.tx)
+    changes |= {"apply_fn": parts.apply_fn} if hasattr(like, "apply_fn") else {}
+    changes |= {"step": parts.step} if hasattr(like, "step") else {}
+    return like.replace(**changes)
+
+
+def is_pair(state: Any) -> bool:
+    """True for (nnx.Module, nnx.Optimizer)."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(state, (tuple, list)) or len(state) != 2:
+        return False
+    return isinstance(state[0], nnx.Module) and isinstance(state[1], nnx.Optimizer)
+
+
+def _pair_parts(model: Any, optimizer: Any) -> Parts:
+    from flax import nnx
+
+    boxed, rest = nnx.state(model, optimizer.wrt, ...)
+    params, opt_state = nnx.as_pure(boxed), nnx.as_pure(optimizer.opt_state)
+    variables = jax.tree.leaves(boxed, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    specs = tuple(metadata_spec(v) for v in variables)
+    return Parts(params, opt_state, nnx.as_pure(optimizer.step), nnx.as_pure(rest), optimizer.tx, None, specs)
+
+
+def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
+    from flax import nnx
+
+    nnx.update(model, parts.params)
+    nnx.update(model, parts.rest)
+    optimizer.tx = parts.tx
+    optimizer.opt_state = nnx.data(_opt_variables(optimizer.opt_state, parts.opt_state))
+    optimizer.step.set_value(parts.step)
+
+
+def _opt_variables(old: Any, new: Any) -> Any:
+    """The new optimizer state in NNX variables: those of the old one where the leaves correspond."""
+    from flax import nnx
+    from flax.nnx.training.optimizer import OptArray
+
+    def is_variable(x):
+        return isinstance(x, nnx.Variable)
+
+    old_inner = old.inner if isinstance(old, ZeroState) else old
+    new_inner = new.inner if isinstance(new, ZeroState) else new
+    olds, news = jax.tree.leaves(old_inner, is_leaf=is_variable), jax.tree.leaves(new_inner)
+    inner = jax.tree.unflatten(
+        jax.tree.structure(new_inner), [v.replace(x) for v, x in zip(olds, news, strict=True)]
+    )
+    return ZeroState(inner, jax.tree.map(OptArray, new.master)) if isinstance(new, ZeroState) else inner
+
+
+def _pair_rebuilder(model: Any, optimizer: Any) -> Callable[[Parts], Any]:
+    from flax import nnx
+
+    graph, leaves = nnx.split((model, optimizer))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(leaves))
+
+    def rebuild(parts: Parts) -> Any:
+        pair = nnx.merge(graph, shapes)
+        _fill_pair(*pair, parts)
+        return pair
+
+    return rebuild

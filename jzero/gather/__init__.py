@@ -1,0 +1,1 @@
+"""Weights where they are used: gathered for one use, their gradients reduced, in buckets."""

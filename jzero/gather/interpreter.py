@@ -1,0 +1,311 @@
+"""A jaxpr evaluated again with one rule added: a stored weight is gathered where it is used.
+
+[Note: gather on use]
+The user's function is traced to a jaxpr and evaluated again with one rule added: where an equation reads a
+stored weight, the weight is constrained to its used layout right there. Casts, squeezes and transposes stay
+on the shard and come before the gather. `jit` is walked into; so are `scan`, `while` and `cond` bodies
+(stacked weights stay stored, the slice of one layer is gathered) and the user's own remat regions.
+
+Outside of a remat region the equation alone is put under `jax.checkpoint`: what it keeps for the backward
+pass is its activation, which is needed anyway, and the shard, which is alive anyway. The gathered weight is
+never kept; the backward pass gathers again. Inside a remat region the gather is plain: that region is
+computed again as a whole, and a second checkpoint in it would gather a third time.
+
+[Note: ties]
+In straight-line code nothing keeps XLA from gathering every weight at the start, and from computing the gradients of
+the weights when it likes. With 1024 tokens per device it runs the whole backward pass first and all weight gradients
+after it, their inputs kept (7 GB of a 7.5B GPT), and joins reductions until one carries 2 GB of whole gradients. So
+weights are tied to activations, bucket by bucket (`buckets.py` says which to which):
+
+- An optimization barrier ties the shard to an activation before it is gathered. The barrier's result is constrained
+  to the stored layout again, or the partitioner would move the gather in front of it.
+- The identity with a transpose of its own ties on the way back: the cotangent of an activation goes on only when the
+  gradients of the weights are on their shards. Nothing changes forward.
+
+A tie must be between values: XLA sees through a barrier with a constant in it.
+
+[Note: kept]
+With `reshard_after_forward=False` a weight takes the place of its shard in the walk when it is first read: gathered
+once for all its uses, before the remat region that reads it and not in it, so that the backward pass has it already.
+From there on it is a weight of stage 2, with the same order of reductions.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.core import jaxprs
+from jzero.core.block_input import BEGIN
+from jzero.gather import ahead, buckets
+from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
+from jzero.gather.weight_ops import Uses
+from jzero.sharding import Plan
+
+
+class Walk(Uses):
+    """One evaluation of a jaxpr with the gather rule.
+
+    Attributes:
+      plan: gives the mesh, the bytes of a bucket and the prefetch distance.
+      in_remat: inside a region that is computed again as a whole.
+      ordered: weights are tied to their place in the program; not where all of them make one bucket.
+      inside: the body of a loop or a branch.
+      chains: what the next block with an input on the host takes from the last one of its kind ([Note: one block
+        ahead]); in a loop those of its carry.
+    """
+
+    def __init__(self, plan: Plan, *, in_remat: bool = False, ordered: bool = True, inside: bool = False):
+        super().__init__(plan, in_remat=in_remat, ordered=ordered)
+        self.inside = inside
+        self.chains: dict[ahead.Kind, ahead.Chain] = {}
+
+    def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Outputs of the jaxpr; a weight that is passed through stays a weight."""
+        flat = buckets.flatten(jaxpr, [isinstance(a, Weight) for a in args])
+        env: dict[Any, Any] = {**flat.known, **dict(zip(flat.consts, consts, strict=True))}
+        env.update(zip(flat.ins, args, strict=True))
+        ties = self.ties(flat, env)
+
+        def read(atom):
+            return atom.val if jaxprs.is_literal(atom) else env[atom]
+
+        for number, step in enumerate(flat.steps):
+            for tie in ties.get((number, False), ()):
+                self.tie(tie, flat, env)
+            with contextlib.ExitStack() as scopes:
+                for eqn in (*step.outer, step.eqn):
+                    scopes.enter_context(jaxprs.scope_of(eqn))
+                if self.plan.config.keeps_gathered:
+                    env.update({a: self.kept(env[a]) for a in self.to_keep(step, env)})
+                outs = self.equation(step.eqn, [read(a) for a in step.ins])
+            env.update(zip(step.outs, outs, strict=True))
+            for tie in ties.get((number, True), ()):
+                self.tie(tie, flat, env)
+        outs = [read(a) for a in flat.outs]
+        return outs if self.inside or not self.chains else ahead.finish(outs, self.chains)
+
+    def ties(self, flat: buckets.Flat, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
+        """The ties by the number of their step, and whether they come after it."""
+        found: dict[tuple[int, bool], list[buckets.Tie]] = collections.defaultdict(list)
+        if self.ordered:
+            sizes = {k: env[k].nbytes for k in flat.ins if isinstance(env[k], Weight)}
+            rows = buckets.find_buckets(flat, sizes, self.plan.bucket_bytes, self.plan.config.prefetch)
+            for tie in buckets.find_ties(flat, rows, self.plan.config.prefetch):
+                found[tie.at, tie.after].append(tie)
+        return found
+
+    def tie(self, tie: buckets.Tie, flat: buckets.Flat, env) -> None:
+        """See [Note: ties]: weights and activations in `env` are replaced by tied ones."""
+
+        def here(key):  # a weight under the name that it has by now
+            while key not in env:
+                key = flat.parent[key]
+            return key
+
+        activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
+        gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
+        late = {k for k in gathered if env[k].split}
+        keys = [k for k in gathered | reduced if k in late or k in reduced]
+        if not activations or not keys:
+            return
+        weights = [env[k] for k in keys]
+
+        def forward(*flat):
+            flat = list(flat)
+            waiting = [i for i, k in enumerate(keys) if k in late]
+            if waiting:
+                # with a result of the activation that is used: XLA drops one that is not, and the tie with it
+                waiting.append(len(keys))
+                bound = jax.lax.optimization_barrier(tuple(flat[i] for i in waiting))
+                for i, value in zip(waiting, bound, strict=True):
+                    flat[i] = self.plan.constrain(value, weights[i].stored) if i < len(keys) else value
+            return flat
+
+        def back(*cotangents):
+            flat = [
+                self.reduced(c, w) if k in reduced else c
+                for k, w, c in zip(keys, weights, cotangents, strict=False)
+            ]
+            done = [g for k, g in zip(keys, flat, strict=True) if k in reduced]
+            if not done:
+                return list(cotangents)
+            bound = jax.lax.optimization_barrier((*done, *cotangents[len(keys) :]))
+            own = iter(bound)
+            return [next(own) if k in reduced else g for k, g in zip(keys, flat, strict=True)] + list(own)
+
+        tied = jaxprs.linear(forward, back, [], [w.shard for w in weights] + [env[k] for k in activations])
+        for key, weight, shard in zip(keys, weights, tied, strict=False):
+            env[key] = dataclasses.replace(weight, shard=shard)
+        env.update(zip(activations, tied[len(keys) :], strict=True))
+
+    def to_keep(self, step: buckets.Step, env) -> list[buckets.Key]:
+        """The weights that a step is the first to read whole; see [Note: kept].
+
+        Not a stack that a scan takes layer by layer, nor what a loop or a branch may not read. A cast stays on the
+        shard; a transpose does not, since the weight may have been read without it.
+        """
+        name = step.eqn.primitive.name
+        if name in ("convert_element_type", "while", "cond"):
+            return []
+        ins = step.ins[: jaxprs.scan_counts(step.eqn.params)[0]] if name == "scan" else step.ins
+        keys = dict.fromkeys(a for a in ins if not jaxprs.is_literal(a))
+        return [a for a in keys if isinstance(env[a], Weight) and env[a].split]
+
+    def equation(self, eqn, values: list[Any]) -> list[Any]:
+        """One equation: kept on the shard, walked into, or a use."""
+        name = eqn.primitive.name
+        if not any(isinstance(v, Weight) for v in values):
+            if ahead.offloaded(eqn) is not None:
+                return self.remat(eqn, values)
+            if name == "scan" and self.kinds(eqn, values):
+                return self.scan_(eqn, values)
+            return jaxprs.bind(eqn, values)
+        if name == BEGIN:
+            raise ValueError(
+                f"jzero.remat: a param of shape {values[0].shard.shape} is taken for the block's input. Pass argnums=, "
+                "the position of the activations; `self` counts as 0."
+            )
+        if name in ON_SHARD:
+            changed = [ON_SHARD[name](eqn, values[0])]
+            # pinned: the gathered layout would spread back over a cast before a remat region (`compute_dtype`)
+            return changed if self.in_remat else self.on_shards(changed)
+        if name in jaxprs.REMAT:
+            return self.remat(eqn, values)
+        if name in buckets.CLOSED:
+            return getattr(self, f"{name}_")(eqn, values)
+        return self.use(eqn, values)
+
+    def remat(self, eqn, values: list[Any]) -> list[Any]:
+        """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
+        flat, rewrap = unwrap(values)
+        size = sum(v.nbytes for v in values if isinstance(v, Weight))
+        inner = Walk(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
+        handed = buckets.handed_through([eqn.params["jaxpr"]], [isinstance(v, Weight) for v in values])
+
+        def region(*flat):
+            outs = inner.run(*jaxprs.opened(eqn.params["jaxpr"]), rewrap(flat))
+            return inner.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
+
+        found = ahead.offloaded(eqn)
+        if found is not None and self.chained(*found, values):
+            at, kind = found
+            chain = self.chains.get(kind)
+            outs, self.chains[kind] = ahead.run(region, flat, at, kind, chain, in_loop=self.inside)
+            return _merged(outs, handed, values)
+        policy = policy_of(eqn.params["policy"], drops=self.drops)
+        outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat)
+        return _merged(outs, handed, values)
+
+    def plain(self, outs: Iterable[Any]) -> list[Any]:
+        """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
+        return [o.leaving if isinstance(o, Weight) else o for o in outs]
+
+    def chained(self, at: int, kind: ahead.Kind, values: Sequence[Any]) -> bool:
+        """The block's input may be fetched ahead: not in a region that runs again, nor in a branch."""
+        place = kind in self.chains or not self.inside
+        return place and not self.in_remat and not isinstance(values[at], Weight)
+
+    def inner(self) -> Walk:
+        """A walk for the body of a loop or a branch."""
+        return Walk(self.plan, in_remat=self.in_remat, ordered=self.ordered, inside=True)
+
+    def kinds(self, eqn, values: Sequence[Any]) -> list[ahead.Kind]:
+        """What the blocks in the body of a scan keep on the host and may fetch ahead."""
+        if self.in_remat:
+            return []
+        flat = buckets.flatten(jaxprs.opened(eqn.params["jaxpr"])[0], [isinstance(v, Weight) for v in values])
+        found = (ahead.offloaded(s.eqn) for s in flat.steps)
+        return list(dict.fromkeys(x[1] for x in found if x is not None))
+
+    def scan_(self, eqn, values: list[Any]) -> list[Any]:
+        """A scan: constants and stacked weights stay stored; a weight in the carry is gathered before it."""
+        p = eqn.params
+        consts, carry = jaxprs.scan_counts(p)
+        flat, rewrap = unwrap(
+            values[:consts]
+            + [self.gathered(v) for v in values[consts : consts + carry]]
+            + values[consts + carry :]
+        )
+
+        kinds = self.kinds(eqn, values)
+
+        def body(state, xs):
+            state, chains = state
+            inner = self.inner()
+            inner.chains = dict(zip(kinds, chains, strict=True))
+            args = rewrap([*flat[:consts], *state, *xs], sliced_from=consts + carry)
+            outs = inner.plain(inner.run(*jaxprs.opened(p["jaxpr"]), args))
+            return (outs[:carry], [inner.chains[k] for k in kinds]), outs[carry:]
+
+        start = list(flat[consts : consts + carry]), [ahead.empty(k) for k in kinds]
+        (state, chains), ys = jax.lax.scan(
+            body, start, list(flat[consts + carry :]),
+            length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+        )  # fmt: skip
+        outs = [*state, *ys]
+        return ahead.finish(outs, dict(zip(kinds, chains, strict=True))) if kinds else outs
+
+    def while_(self, eqn, values: list[Any]) -> list[Any]:
+        """A while loop: constants stay stored, the carry is gathered before it."""
+        p = eqn.params
+        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        carry = [self.gathered(v) for v in values[b:]]
+
+        def run(jaxpr, consts, state):
+            inner = self.inner()
+            return inner.plain(inner.run(*jaxprs.opened(jaxpr), [*consts, *state]))
+
+        return jax.lax.while_loop(
+            lambda s: run(p["cond_jaxpr"], values[:a], s)[0],
+            lambda s: run(p["body_jaxpr"], values[a:b], s),
+            carry,
+        )
+
+    def cond_(self, eqn, values: list[Any]) -> list[Any]:
+        """Branches: each gathers what it uses, when it is taken."""
+        flat, rewrap = unwrap(values[1:])
+        handed = buckets.handed_through(eqn.params["branches"], [isinstance(v, Weight) for v in values[1:]])
+
+        def branch(closed):
+            def run(*flat):
+                inner = self.inner()
+                outs = inner.run(*jaxprs.opened(closed), rewrap(flat))
+                return inner.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
+
+            return run
+
+        index = values[0].astype(np.int32) if np.dtype(values[0].dtype) == bool else values[0]
+        outs = jax.lax.switch(index, [branch(c) for c in eqn.params["branches"]], *flat)
+        return _merged(outs, handed, values[1:])
+
+
+def _merged(outs: Sequence[Any], handed: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
+    """The results of regions, with the weights that they handed through among them."""
+    rest = iter(outs)
+    return [next(rest) if i is None else values[i] for i in handed]
+
+
+def policy_of(policy, *, drops: bool):
+    """The user's checkpoint policy, asked of what a walked product stands for, and minus gathered weights.
+
+    These are gathered again, unless they are kept anyway.
+    """
+    if policy is None:
+        return None
+
+    def decide(prim, *args, **params):
+        if prim.name == jaxprs.LINEAR and isinstance(params["fn"], jaxprs.Product):
+            product = params["fn"].eqn
+            return policy(product.primitive, *args, **product.params)
+        if drops and prim.name in ("sharding_constraint", jaxprs.LINEAR):
+            return False
+        return policy(prim, *args, **params)
+
+    return decide

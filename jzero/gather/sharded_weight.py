@@ -1,0 +1,105 @@
+"""A stored weight inside of a walk: its shard, its layouts, and what can be done to it without a gather."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jzero.core import jaxprs
+from jzero.layout.specs import P
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A stored weight on its way to a use: the shard, its two layouts, and that of its reduced gradient.
+
+    Attributes:
+      shard: the array; the whole one of a weight that is kept.
+      stored, used, grad: its layout now, that of the arithmetic, and that of its gradient.
+      at_rest: of a weight that is kept, the array as it is stored.
+    """
+
+    shard: Any
+    stored: PartitionSpec
+    used: PartitionSpec
+    grad: PartitionSpec
+    at_rest: Any = None
+
+    @property
+    def leaving(self) -> Any:
+        """What a function returns for it: the stored array."""
+        return self.shard if self.at_rest is None else self.at_rest
+
+    @property
+    def split(self) -> bool:
+        """It has to be gathered before it is used."""
+        return self.stored != self.used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole weight."""
+        return self.shard.size * self.shard.dtype.itemsize
+
+    @property
+    def is_reduced(self) -> bool:
+        """Its gradient goes to its shard."""
+        return self.grad != self.used
+
+    def as_whole(self, whole: Any) -> Weight:
+        """The same weight once it is gathered: whole, with a gradient that still goes to its shard."""
+        return dataclasses.replace(self, shard=whole, stored=self.used, at_rest=self.shard)
+
+    def map(self, shard: Any, change: Callable[[PartitionSpec], PartitionSpec]) -> Weight:
+        """Another array in its place, with each layout changed alike."""
+        return Weight(shard, change(self.stored), change(self.used), change(self.grad))
+
+
+def unwrap(values: Sequence[Any]):
+    """Arrays for values, and a function that makes weights of them again.
+
+    `rewrap(flat, sliced_from=i)`: from position i on, the arrays have lost their leading (scanned) dim.
+    """
+
+    def rewrap(flat, sliced_from: int | None = None):
+        out = []
+        for i, (new, old) in enumerate(zip(flat, values, strict=True)):
+            if isinstance(old, Weight):
+                cut = int(sliced_from is not None and i >= sliced_from)
+                new = old.map(new, lambda spec, cut=cut: P(*spec[cut:]))
+            out.append(new)
+        return out
+
+    return [v.shard if isinstance(v, Weight) else v for v in values], rewrap
+
+
+def _cast(eqn, weight: Weight):
+    return dataclasses.replace(weight, shard=jaxprs.bind(eqn, [weight.shard])[0])
+
+
+def _transpose(eqn, weight: Weight):
+    order = eqn.params["permutation"]
+    shard = jaxprs.bind(eqn, [weight.shard])[0]
+    return weight.map(shard, lambda spec: P(*(_padded(spec, len(order))[i] for i in order)))
+
+
+def _squeeze(eqn, weight: Weight):
+    ndim = np.ndim(weight.shard)
+    keep = [i for i in range(ndim) if i not in eqn.params["dimensions"]]
+    shard = jaxprs.bind(eqn, [weight.shard])[0]
+    return weight.map(shard, lambda spec: P(*(_padded(spec, ndim)[i] for i in keep)))
+
+
+def _padded(spec: PartitionSpec, ndim: int) -> list[Any]:
+    return [spec[i] if i < len(spec) else None for i in range(ndim)]
+
+
+ON_SHARD: dict[str, Callable[[Any, Weight], Weight]] = {
+    "convert_element_type": _cast,
+    "copy": _cast,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+}

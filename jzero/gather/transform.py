@@ -1,0 +1,267 @@
+"""Gather on use: stage 3 for a model that knows nothing of it. `interpreter.py` holds the rule and its notes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.core import jaxprs
+from jzero.core.errors import check_function
+from jzero.core.nnx_modules import call, has_module, is_module, without_root
+from jzero.gather.ahead import fetches
+from jzero.gather.buckets import activation_bytes, tied_tables
+from jzero.gather.interpreter import Walk
+from jzero.gather.sharded_weight import Weight
+from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.mesh import check_context_mesh, in_shard_map
+from jzero.sharding import Plan, check_plan
+
+# Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
+_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Wrapped functions only call what they wrap: for a trace that is read, or walked from outside."""
+    token = _tracing.set(True)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherOnUse:
+    """A function of params that gathers each stored weight where it is used. Equal where function (`==`) and plan are.
+
+    At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
+    stage 1 tied embeddings ([Note: a tied embedding] in `weight_ops.py`) and block inputs on the host ([Note: one block
+    ahead] in `ahead.py`) are looked after, at stage 0 nothing. `shard` puts it round `apply_fn` at every stage, so
+    that an eager call with a whole batch is noticed.
+    """
+
+    fn: Callable
+    plan: Plan
+
+    def __call__(self, *args, **kwargs):
+        """Call the function; where params are stored split, each is gathered where it is used."""
+        params, args, kwargs = self._params_first(args, kwargs)
+        check_context_mesh()
+        warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
+        if _tracing.get() or not self.plan.config.row.state:
+            return self.fn(params, *args, **kwargs)
+
+        def fn(params, args, kwargs):
+            return self.fn(params, *args, **kwargs)
+
+        if has_module(params):
+            if not walks(self.plan):
+                return fn(params, args, kwargs)
+            return call(self._evaluate, fn, params, args, kwargs)
+        return self._evaluate(fn, params, args, kwargs)
+
+    def _params_first(self, args, kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The first argument, by position or by its name, and the others.
+
+        Raises:
+          TypeError: params go elsewhere, as with `__call__` of a model of Hugging Face.
+        """
+        try:
+            names = list(inspect.signature(self.fn).parameters)
+        except (TypeError, ValueError):
+            names = []
+        first = names[0] if names else ""
+        if "params" in kwargs and "params" in names[1:]:
+            name = getattr(self.fn, "__qualname__", "apply_fn")
+            raise TypeError(
+                f"jzero.gather_on_use: {name} takes its params by keyword (params=), and jzero those of the first "
+                "argument. Put them first: apply_fn = lambda params, *args, **kwargs: model(*args, params=params, "
+                "**kwargs), and call it so."
+            )
+        if args:
+            return args[0], args[1:], kwargs
+        if first not in kwargs:
+            raise TypeError(
+                f"jzero.gather_on_use: called without the params. {first or 'They'} must come first."
+            )
+        return kwargs[first], (), {k: v for k, v in kwargs.items() if k != first}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the function: `nnx.value_and_grad` resolves keyword arguments by it."""
+        return inspect.signature(self.fn)
+
+    def _evaluate(self, fn, params, args, kwargs):
+        """`fn(params, args, kwargs)` with the gather rule, where there is something to gather or to reduce."""
+        if self.plan.config.row.params or self._reduces(params):
+            return self.gathering(fn, params, args, kwargs)
+        return fn(params, args, kwargs)
+
+    def _reduces(self, params) -> bool:
+        """Inside of a trace, with a gradient that is worth a reduction of its own; a `shard_map` has its own ones."""
+        traced = any(jaxprs.is_tracer(x) for x in jax.tree.leaves(params))
+        return traced and not in_shard_map() and any(self._layouts(params, required=False))
+
+    def __getattr__(self, name):
+        if name in ("fn", "plan"):  # not set yet: copying, unpickling
+            raise AttributeError(name)
+        return getattr(self.fn, name)
+
+    def gathering(self, fn, params, args, kwargs):
+        """Trace the function, and evaluate it again with the gather rule."""
+        leaves, tree = jax.tree.flatten((params, args, kwargs))
+        layouts = self._layouts(params) + [None] * (len(leaves) - len(jax.tree.leaves(params)))
+        is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+        others: list[Any] = []
+        out_tree: list[Any] = []
+
+        def on_arrays(*arrays):
+            rest = iter(arrays)
+            filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
+            filled = [self._cast(x, y) for x, y in zip(filled, layouts, strict=True)]
+            with as_written():
+                outs, outs_tree = jax.tree.flatten(fn(*jax.tree.unflatten(tree, filled)))
+            others[:] = [None if _is_output(o) else o for o in outs]
+            self._check_no_function(others)
+            out_tree[:] = [outs_tree]
+            return [o for o in outs if _is_output(o)]
+
+        arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
+        picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
+        jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
+        if not walks(self.plan):
+            picked = self._tied(jaxpr, picked)
+            if not any(picked) and not fetches(jaxpr):
+                return fn(params, args, kwargs)
+        walk = Walk(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
+        values = [
+            x if y is None else Weight(x, y.stored, y.used, y.grad)
+            for x, y in zip(arrays, picked, strict=True)
+        ]
+        outs = iter(walk.plain(walk.run(jaxpr, consts, walk.on_shards(values))))
+        return jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
+
+    def _check_no_function(self, outs: Sequence[Any]) -> None:
+        """Raises TypeError for a function among the results: weights that it holds are not there any more outside."""
+        if any(callable(o) for o in outs):
+            raise TypeError(
+                f"jzero.gather_on_use: {getattr(self.fn, '__qualname__', 'the function')} returns a function (curried, "
+                "or a bound model), and weights are gathered only while it runs itself. Pass one that takes all "
+                "arguments at once: apply_fn = lambda params, x: curried(params)(x)."
+            )
+
+    def _ordered(self, jaxpr, weights: Sequence[bool]) -> bool:
+        """More than one bucket, and at stage 2 enough tokens: [Note: few tokens] in `buckets.py`."""
+        if not has_buckets(self.plan):
+            return False
+        enough = self.plan.bucket_bytes * self.plan.batch_parts
+        return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
+
+    def _tied(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
+        """Those of tables with more than one use, with gradients that go straight to the shards of their state."""
+        tied = tied_tables(jaxpr, [y is not None for y in layouts])
+        return [
+            dataclasses.replace(y, grad=y.state)
+            if y is not None and i in tied and y.state_shape == y.shape
+            else None
+            for i, y in enumerate(layouts)
+        ]
+
+    def _cast(self, value, layout: Layout | None):
+        """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
+        dtype = self.plan.config.compute_dtype
+        return value if layout is None or dtype is None else value.astype(dtype)
+
+    def _layouts(self, params, *, required: bool = True) -> list[Layout | None]:
+        """The layout of each leaf of the first argument: params, Flax variables, or an NNX module taken apart."""
+        by_keys = self.plan.by_keys
+        found: list[Layout | None] = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            keys = path_keys(path)
+            inside = keys[1:] if keys[:1] == ("params",) else without_root(keys)
+            x = by_keys.get(keys) or by_keys.get(inside)
+            found.append(x if x is not None and x.shape == tuple(np.shape(leaf)) else None)
+        if required and not any(found):
+            raise ValueError(
+                "jzero.gather_on_use: the first argument holds none of the plan's params (looked for "
+                f"{self.plan.layouts[0].name} and {len(self.plan.layouts) - 1} more). Give a function that takes the "
+                "params, Flax variables {'params': params} or the nnx.Module first."
+            )
+        return found
+
+
+def walks(plan: Plan) -> bool:
+    """True where every weight is gathered or reduced by the walk; else it looks after tied embeddings alone."""
+    return plan.config.row.params or orders(plan)
+
+
+def orders(plan: Plan) -> bool:
+    """True where the walk changes how gradients are reduced: their order, or the dtype."""
+    return has_buckets(plan) or (plan.config.row.grads and plan.config.reduce_dtype is not None)
+
+
+def has_buckets(plan: Plan) -> bool:
+    """True where the gradients that are reduced make more than one bucket: their order matters."""
+    return sum(x.nbytes for x in plan.layouts if x.grad != x.used) > plan.bucket_bytes
+
+
+def _is_output(x) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, int, float, complex, np.generic)) and not isinstance(x, bool)
+
+
+def gather_on_use(fn: Callable, plan: Plan) -> Callable:
+    """The same function, with each stored weight gathered where it is used, dropped, and gathered again backward.
+
+    Args:
+      fn: `fn(params, ...)`, a Flax `apply` that takes variables first, or a function of an `nnx.Module`, for
+        `nnx.value_and_grad(fn)(model, batch)` or called as it is: what it changes in the module is changed as
+        without jzero. Traced once per call; static arguments, dropout keys and mutable collections work.
+      plan: from `jzero.make_plan`. At stage 2 nothing is gathered, but gradients are reduced bucket by bucket,
+        where they are made; at stages 0 and 1 `fn` is returned as it is.
+
+    Returns:
+      A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
+
+    Raises:
+      TypeError: `fn` is no function, `plan` no plan.
+      ValueError: when called, if the first argument holds none of the plan's params.
+
+    Cost:
+      Per device: `prefetch` + 1 buckets of gathered weights; in a remat region all of its own. Wire: 1 Psi forward,
+      1 Psi backward for the gathers, 1 Psi for the gradients. With `reshard_after_forward=False` all gathered weights
+      stay until the backward pass is done with them, and it gathers none.
+
+    References:
+      Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.3; Zhao et al., PyTorch FSDP (arXiv:2304.11277).
+    """
+    check_function(fn, "fn", where="jzero.gather_on_use")
+    check_plan(plan, where="jzero.gather_on_use")
+    if not walks(plan):
+        return fn
+    if isinstance(fn, GatherOnUse):
+        fn = fn.fn
+    return GatherOnUse(fn, plan)
+
+
+def warn_whole_batch(leaves: Sequence[Any], plan: Plan) -> None:
+    """Warns where concrete batch arrays are not split over the batch axes: every device would compute all of it."""
+    parts = plan.batch_parts
+    for x in leaves:
+        if jaxprs.is_tracer(x) or not isinstance(x, (jax.Array, np.ndarray)) or np.ndim(x) < 2:
+            continue  # vectors may be keys or weights; a batch has a feature dim
+        rows = x.sharding.shard_shape(x.shape)[0] if isinstance(x, jax.Array) else x.shape[0]
+        if parts > 1 and x.shape[0] % parts == 0 and x.shape[0] and rows * parts > x.shape[0]:
+            warnings.warn(
+                f"jzero: a batch array {x.shape} is not split over batch axes {plan.batch_axes}: each of "
+                f"{parts} devices computes all of it. Pass plan.place_batch(batch).",
+                stacklevel=4,
+            )
+            return

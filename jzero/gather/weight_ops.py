@@ -1,0 +1,282 @@
+"""What happens where an equation uses a stored weight: it is gathered, and its gradient made and reduced.
+
+[Note: a lookup on the way back]
+The gradient of an embedding lookup is added into zeros of the size of the whole table, which XLA may make long
+before. Here a loop makes it some columns at a time, and reduces these: in straight-line code the zeros of all parts
+would still be made early, and nothing can tie a constant to its place.
+
+[Note: a tied embedding]
+Its gradient is the sum of two, and XLA adds the lookup's rows into that of the output head: this one, reduced
+already, is gathered again to take them, and all is reduced once more (2 Psi more for such a table, 64 H200). Where
+the lookup's gradient is constrained to its shards by itself, XLA adds the two first and reduces once. At stage 1, where
+gradients are reduced by the update, this is all that the walk does.
+
+[Note: a matmul on the way back]
+The gradient of a weight that is much larger than a bucket (an output head: 2 GB for a vocabulary of 256000) is made in
+parts, each a matmul of a slice of the activations or of the cotangent, and reduced while the next is made. The same
+way is taken where `reduce_dtype` is wider than the weight: XLA reduces in the dtype of the matmul that makes a
+gradient, whatever is cast afterwards, so the matmul is made in that dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.comm.reduce_scatter import is_of_batch, needs_scatter, summed
+from jzero.core import jaxprs
+from jzero.gather.sharded_weight import Weight, unwrap
+from jzero.layout.specs import P, shard_factor, spec_axes
+from jzero.sharding import Plan
+
+CUT_BUCKETS = 8  # times `bucket_bytes`: in parts from there on
+
+
+class Uses:
+    """How weights are used in one part of a function.
+
+    Attributes:
+      plan: gives the mesh and the bytes of a bucket.
+      in_remat: inside a region that is computed again as a whole.
+      ordered: the weights of the function make more than one bucket.
+    """
+
+    def __init__(self, plan: Plan, *, in_remat: bool = False, ordered: bool = True):
+        self.plan, self.in_remat, self.ordered = plan, in_remat, ordered
+
+    @property
+    def drops(self) -> bool:
+        """A gathered weight is gone after its use."""
+        return self.plan.config.row.params and not self.plan.config.keeps_gathered
+
+    def use(self, eqn, values: list[Any]) -> list[Any]:
+        """Gather the weights that the equation reads, bind it, and let go of them."""
+        table = values[0]
+        looked_up = jaxprs.row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
+        alone = not (self.ordered or self.plan.config.row.params)
+        if looked_up and (
+            alone or self.is_cut(table) or self.wide(table) is not None or self.lookup_is_scattered(table)
+        ):
+            return self.lookup(eqn, table, values[1])
+        cut = self.cut_of(eqn, values)
+        flat, rewrap = unwrap(self.on_shards(values))
+
+        def on_gathered(*flat):
+            if cut is not None:
+                return self.product(eqn, rewrap(flat), *cut)
+            if self.is_wide(eqn, values):
+                return self.unary(eqn, *rewrap(flat))
+            return jaxprs.bind(eqn, [self.gathered(v) for v in rewrap(flat)])
+
+        plain = self.in_remat or not self.drops
+        return list(on_gathered(*flat) if plain else jax.checkpoint(on_gathered)(*flat))
+
+    def lookup(self, eqn, table: Weight, index: Any) -> list[Any]:
+        """Rows of a table: see [Note: a lookup on the way back]."""
+        (rows, width), wide = table.shard.shape, self.wide(table)
+        columns_are_split = bool(spec_axes(P(*table.grad[1:])))
+        parts = 1 if columns_are_split or not self.is_cut(table) else self.parts_of(width, table)
+
+        def fn(index, shard):
+            return jaxprs.bind(eqn, [self.gathered(dataclasses.replace(table, shard=shard)), index])
+
+        def back(index, cotangent):
+            def part(i, grad):
+                some = jax.lax.dynamic_slice_in_dim(cotangent, i * (width // parts), width // parts, axis=-1)
+                some = self.made(
+                    lambda index, rest: jaxprs.lookup_gradient(
+                        eqn, index, rest if wide is None else rest.astype(wide), rows
+                    ),
+                    (index, some),
+                    (0, 0) if self.lookup_is_scattered(table) else None,
+                    table,
+                ).astype(grad.dtype)
+                return jax.lax.dynamic_update_slice_in_dim(grad, some, i * (width // parts), axis=1)
+
+            zeros = self.plan.constrain(jax.numpy.zeros((rows, width), cotangent.dtype), table.grad)
+            return [self.plan.constrain(jax.lax.fori_loop(0, parts, part, zeros), table.grad)]
+
+        return jaxprs.linear(fn, back, [index], [table.shard])
+
+    def wide(self, weight: Weight) -> Any:
+        """The dtype in which a gradient is to be made and reduced, where it is wider than the weight's; else None."""
+        dtype, own = self.plan.config.reduce_dtype, weight.shard.dtype
+        if dtype is not None and dtype.itemsize < own.itemsize and np.ndim(weight.shard) > 1:
+            warnings.warn(
+                f"jzero: reduce_dtype={dtype.name} is narrower than the {own.name} in which the model computes, and "
+                f"XLA reduces a gradient in the dtype of the matmul that makes it. Compute in {dtype.name} "
+                f"(Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}), or take "
+                'jzero.value_and_grad(reduce="step") at stage 1 or 2.',
+                stacklevel=2,
+            )
+        return dtype if dtype is not None and dtype.itemsize > own.itemsize else None
+
+    def cut_of(self, eqn, values: list[Any]) -> tuple[int, int, int] | None:
+        """Of a product whose weight's gradient is made here: the weight's position, a dim of it to cut, the parts.
+
+        That is a matmul by a weight much larger than a bucket, one whose gradient is reduced in a wider dtype, and a
+        matmul or a convolution whose gradient is scattered.
+        """
+        at = [i for i, v in enumerate(values) if isinstance(v, Weight)]
+        if len(at) != 1 or not values[at[0]].is_reduced:
+            return None
+        weight = values[at[0]]
+        if eqn.primitive.name != "dot_general":
+            scattered = jaxprs.example_dims(eqn, at[0]) is not None and self.is_scattered(weight)
+            return (at[0], 0, 1) if scattered and self.wide(weight) is None else None
+        shape = weight.shard.shape
+        parts, dim = 1, 0
+        if self.is_cut(weight):
+            free = [d for d in range(len(shape)) if d >= len(weight.grad) or not weight.grad[d]]
+            parts, dim = min(
+                ((n, d) for d in free if (n := self.parts_of(shape[d], weight)) > 1), default=(1, 0)
+            )
+        made_here = parts > 1 or self.wide(weight) is not None or self.is_scattered(weight)
+        return (at[0], dim, parts) if made_here else None
+
+    def product(self, eqn, values: list[Any], at: int, dim: int, parts: int) -> list[Any]:
+        """A product whose weight's gradient is made here; in parts, each reduced while the next is made."""
+        weight, other = values[at], values[1 - at]
+        size, dtype = weight.shard.shape[dim] // parts, weight.shard.dtype
+
+        def gradient(other, cotangent, *, piece):
+            if eqn.primitive.name != "dot_general":
+                return jaxprs.product_gradient(eqn, at, other, cotangent)
+            return jaxprs.dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
+
+        def back(other, cotangent):
+            def part(i, cotangent):
+                piece = (dim, i * size, size) if parts > 1 else None
+                return self.made(
+                    functools.partial(gradient, piece=piece),
+                    (other, cotangent),
+                    jaxprs.example_dims(eqn, at) if self.is_scattered(weight) else None,
+                    weight,
+                ).astype(dtype)
+
+            return [self.plan.constrain(self.joined(part, cotangent, parts, dim), weight.grad)]
+
+        whole = self.gathered(weight, reduces=False)
+        return jaxprs.linear(jaxprs.Product(eqn, at), back, [other], [whole])
+
+    def is_scattered(self, weight: Weight) -> bool:
+        """Its gradient is reduced by [Note: pieces along several dims] in `reduce_scatter.py`."""
+        return weight.is_reduced and needs_scatter(weight.shard.shape, weight.grad, self.plan)
+
+    def lookup_is_scattered(self, table: Weight) -> bool:
+        """Also where a table's gradient is split along the table's own dim over more devices (hpZ).
+
+        XLA all-reduces the whole gradient of a lookup there; along another dim it moves tokens, which is less.
+        """
+        dims, own = ([bool(e) for e in spec] for spec in (table.grad, table.stored))
+        pieces, parts = (shard_factor(spec, self.plan.mesh) for spec in (table.grad, table.stored))
+        finer = pieces > parts > 1 and dims == own and is_of_batch(table.grad, self.plan)
+        return finer or self.is_scattered(table)
+
+    def made(self, make: Callable[..., Any], rows: Sequence[Any], dims: Any, weight: Weight) -> Any:
+        """The gradient `make(*rows)` of a weight, or a part of it, on its shards.
+
+        `dims`: those of the examples, where it is to be scattered by us; None where XLA reduces it.
+        """
+        found = None if dims is None else summed(make, rows, dims, weight.grad, self.plan)
+        return self.plan.constrain(make(*rows), weight.grad) if found is None else found
+
+    def is_wide(self, eqn, values: list[Any]) -> bool:
+        """True for a weight that is spread over examples (a bias, a scale) and whose gradient is reduced wider."""
+        spreads = eqn.primitive.name in ("broadcast_in_dim", "reshape") and isinstance(values[0], Weight)
+        return spreads and len(values) == 1 and self.wide(values[0]) is not None
+
+    def unary(self, eqn, weight: Weight) -> list[Any]:
+        """A linear function of one weight, with its gradient summed and reduced in the wider dtype."""
+        wide, dtype = self.wide(weight), weight.shard.dtype
+
+        def back(cotangent):
+            def fn(x):
+                return jaxprs.bind(eqn, [x])[0]
+
+            (grad,) = jax.linear_transpose(fn, jax.ShapeDtypeStruct(weight.shard.shape, wide))(
+                cotangent.astype(wide)
+            )
+            return [self.reduced(grad, weight).astype(dtype)]
+
+        return jaxprs.linear(
+            lambda x: jaxprs.bind(eqn, [x]), back, [], [self.gathered(weight, reduces=False)]
+        )
+
+    def is_cut(self, weight: Weight) -> bool:
+        """Its gradient is made in parts."""
+        return self.ordered and weight.nbytes > CUT_BUCKETS * self.plan.bucket_bytes
+
+    def parts_of(self, size: int, weight: Weight) -> int:
+        """Into how many equal parts a dim of that size is cut, so that two parts of the weight are about a bucket."""
+        return _parts(size, -(-2 * weight.nbytes // self.plan.bucket_bytes))
+
+    def joined(self, part: Callable[[int, Any], Any], cotangent: Any, parts: int, dim: int) -> Any:
+        """`part(i, cotangent)` for all parts, joined along `dim`: each begins when the last but one is reduced."""
+        done: list[Any] = []
+        for i in range(parts):
+            if len(done) > 1:
+                cotangent, done[-2] = jax.lax.optimization_barrier((cotangent, done[-2]))
+            done.append(part(i, cotangent))
+        return jax.numpy.concatenate(done, axis=dim) if parts > 1 else done[0]
+
+    def reduced(self, grad: Any, weight: Weight) -> Any:
+        """The gradient of a weight, reduced: on its shard, or whole where that of a vector has to be."""
+        vector = np.ndim(grad) <= 1 and not weight.split
+        return self.plan.constrain(grad, weight.used if vector else weight.grad)
+
+    def on_shards(self, values: Sequence[Any]) -> list[Any]:
+        """Weights pinned to their stored layout: what a region keeps of one is its shard, not a slice of the whole.
+
+        Without it the layout of the gathered weight spreads back over a cast or a transpose, and the whole one is alive
+        until the backward pass cuts the shard out of it. Its gradient is not: it may be split over more devices (hpZ).
+        """
+
+        def pinned(weight: Weight) -> Weight:
+            (shard,) = jaxprs.linear(
+                lambda x: [self.plan.constrain(x, weight.stored)], lambda g: [g], [], [weight.shard]
+            )
+            return dataclasses.replace(weight, shard=shard)
+
+        return [pinned(v) if isinstance(v, Weight) and v.split else v for v in values]
+
+    def gathered(self, value: Any, *, reduces: bool = True) -> Any:
+        """The used layout of a weight; anything else as it is. `reduces`: and its gradient is whole, to be reduced."""
+        if not isinstance(value, Weight):
+            return value
+        if not value.split:
+            if not (self.ordered and value.is_reduced and reduces):
+                return value.shard
+            # reduced in the dtype in which it is made, before what casts it
+            return jaxprs.linear(lambda x: [x], lambda g: [self.reduced(g, value)], [], [value.shard])[0]
+
+        # By way of the used layout XLA joins an all-reduce and a slice to a reduce-scatter, where all devices of the
+        # batch share the gradient. With replicas or hpZ it would all-reduce whole gradients: straight to the shard
+        # (not always: with few tokens XLA may then move activations).
+        shared_by_all = value.grad == value.stored and set(self.plan.batch_axes) <= set(spec_axes(value.grad))
+
+        def reduce(grad):
+            first = value.used if reduces and (shared_by_all or np.ndim(grad) <= 1) else value.grad
+            return [self.plan.constrain(self.plan.constrain(grad, first), value.grad)]
+
+        return jaxprs.linear(lambda shard: [self.whole(shard, value)], reduce, [], [value.shard])[0]
+
+    def whole(self, shard: Any, weight: Weight) -> Any:
+        """The all-gather."""
+        with jax.named_scope("jzero.gather_weight"):
+            return self.plan.constrain(self.plan.constrain(shard, weight.stored), weight.used)
+
+    def kept(self, weight: Weight) -> Weight:
+        """Gathered for all its uses; where these reduce its gradient themselves, what comes back is reduced."""
+        return weight.as_whole(self.gathered(weight, reduces=not self.ordered and self.wide(weight) is None))
+
+
+def _parts(width: int, wanted: int) -> int:
+    """The smallest divisor of `width` that is at least `wanted`."""
+    return next((n for n in range(max(wanted, 1), min(width, 1024) + 1) if width % n == 0), 1)

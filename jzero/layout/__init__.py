@@ -1,0 +1,1 @@
+"""Where an array lies: specs, the leaf rule, meshes, placement."""

@@ -1,0 +1,91 @@
+"""A plan as a table: where every leaf lives, what it costs, and why one stays whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jzero.core.errors import counted, human_bytes, table, typed_shape
+from jzero.layout.specs import shard_factor
+
+SHOWN = 3
+
+
+def _text(spec: PartitionSpec) -> str:
+    return str(spec).replace("PartitionSpec", "P")
+
+
+def describe_plan(plan: Any, tx: Any) -> str:
+    """The text of `Plan.describe`."""
+    config, mesh = plan.config, plan.mesh
+    rows = []
+    for x in plan.layouts:
+        held = x.nbytes // shard_factor(x.stored, mesh) + x.nbytes // shard_factor(x.grad, mesh)
+        specs = [_text(s) for s in (x.stored, x.used, x.grad, x.state)]
+        rows.append([x.name, typed_shape(x), *specs, human_bytes(held), x.reason])
+    header = ["param", "type", "stored", "used", "grad", "state", "bytes/device", "whole because"]
+    axes = ", ".join(f"{k}: {v}" for k, v in mesh.shape.items())
+    title = f"stage {config.stage} ({config.row.text}) over {'x'.join(config.axes)} of mesh {{{axes}}}"
+    parts = [title, table(header, rows)]
+    if tx is not None:
+        offload = config.offload is not None
+        columns = ["optimizer state", "type", "layout", "bytes/device", *(["memory"] if offload else [])]
+        state = _state_leaves(plan, tx)
+        parts += ["", table(columns, [row[: len(columns)] for row, _ in state])]
+        parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
+    whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
+    bytes_whole = sum(x.nbytes for x in whole)
+    parts.append(
+        f"{counted(len(plan.layouts), 'param')}, {sum(x.size for x in plan.layouts):,} values, "
+        f"{human_bytes(plan.param_bytes)}; {len(whole)} whole over the ZeRO axis ({human_bytes(bytes_whole)})"
+    )
+    return "\n".join([*parts, *(f"note: {note}" for note in [*plan.notes, *_guesses(plan)])])
+
+
+def _guesses(plan: Any) -> list[str]:
+    """Which leaves were taken for stacks of layers without being known as such, where that decides a layout."""
+    found = [x for x in plan.layouts if x.guessed]
+    if not found or plan.n == 1 or not plan.config.row.state:
+        return []
+    paths = ["/".join(x.keys) for x in found]
+    shown = ", ".join(f"{path} {typed_shape(x)}" for path, x in list(zip(paths, found, strict=True))[:SHOWN])
+    return [
+        f"dim 0 of {counted(len(found), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
+        f"{shown}{f' and {len(found) - SHOWN} more' if len(found) > SHOWN else ''}. If it is one, or if it is none "
+        f'(experts), say so: scan_axes={{"{paths[0].partition("/")[0]}": 0}}, or scan_axes={{}}.'
+    ]
+
+
+def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
+    """One row per leaf of the state that `tx` makes for this plan's params, and its bytes on one device."""
+    state = jax.eval_shape(tx.init, plan.shapes)
+    paths = [k for k, _ in jax.tree_util.tree_leaves_with_path(state)]
+    leaves = zip(
+        paths, jax.tree.leaves(state), plan.state_specs(state), plan.state_shardings(state), strict=True
+    )
+    rows = []
+    for path, x, spec, home in leaves:
+        size = leaf_bytes(x) // shard_factor(spec, plan.mesh)
+        memory = "host" if home.memory_kind == "pinned_host" else "device"
+        name = jax.tree_util.keystr(path)
+        rows.append(([name, typed_shape(x), _text(spec), human_bytes(size), memory], size))
+    return rows
+
+
+def _host_line(plan: Any, leaves: list[tuple[str, int]]) -> str:
+    hosted = [size for memory, size in leaves if memory == "host"]
+    return (
+        f"{len(hosted)} of {len(leaves)} state leaves in pinned host memory: {human_bytes(sum(hosted))} per device, at "
+        f"most {human_bytes(min(plan.in_flight_bytes, sum(hosted)))} of them on the device at once; "
+        f"{human_bytes(sum(leaf[1] for leaf in leaves) - sum(hosted))} stay there"
+    )
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of a whole array or ShapeDtypeStruct; a PRNG key counts its data."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -1,0 +1,150 @@
+"""Which params are stacks of layers, and along which dim: as told, else as the creation function shows, else a guess.
+
+A scan takes one layer after the other from a stack. Split along that dim, the whole stack would be gathered before the
+loop, so that dim is left whole.
+
+[Note: what is known of stacks]
+`scan_axes=` says it for every param. Without it, the jaxpr of a function that creates the state is read: what a scan
+stacks up (`nn.scan`, `jax.lax.map`) is a stack. Params that were made otherwise (`vmap`, one array for all layers, a
+state that exists already) do not tell, and neither does Flax's metadata: the name that `nn.scan` or `nnx.vmap` puts
+there for the new dim may stand for layers or for experts. For these it is guessed from shapes, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jzero.core import jaxprs
+from jzero.core.errors import check_int, listing, nearest
+
+Keys = tuple[str, ...]
+Leaves = Sequence[tuple[Keys, tuple[int, ...]]]
+SAME_DIMS = frozenset(
+    (
+        "convert_element_type", "copy", "copy_p", "add", "sub", "mul", "div", "max", "min", "neg", "exp", "sqrt",
+        "rsqrt", "erf_inv", "tanh", "integer_pow", "pow", "select_n", "clamp", "reduce_precision",
+        "sharding_constraint", "optimization_barrier", "device_put",
+    )
+)  # fmt: skip
+
+
+def stack_dims(
+    leaves: Leaves, scan_axes: Mapping[str, int | None] | None, known: Mapping[Keys, int | None]
+) -> tuple[dict[Keys, int], set[Keys]]:
+    """The dim along which layers are stacked, of each param that is a stack, and which of these are guesses.
+
+    Args:
+      leaves: path and shape of every param.
+      scan_axes: as `make_plan` takes it.
+      known: what is known otherwise, None for a param that is no stack.
+
+    Raises:
+      TypeError, ValueError: a mapping that does not fit the params.
+    """
+    if scan_axes is not None:
+        return told(leaves, scan_axes), set()
+    guessed = scanned_paths([(keys, shape) for keys, shape in leaves if keys not in known])
+    found = {keys: dim for keys, dim in known.items() if dim is not None}
+    return found | dict.fromkeys(guessed, 0), guessed
+
+
+def told(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Keys, int]:
+    """What `scan_axes=` says: of the patterns that match a path, or the beginning of one, the first decides.
+
+    Raises:
+      TypeError: no mapping of paths to dims.
+      ValueError: a path that no param has, or a dim that a param lacks.
+    """
+    where = "jzero.make_plan"
+    if not isinstance(scan_axes, Mapping) or not all(isinstance(k, str) for k in scan_axes):
+        raise TypeError(
+            f"{where}: scan_axes={scan_axes!r}: it must map paths of params to the dim along which layers are "
+            'stacked: scan_axes={"layers": 0}, or {} where there is no stack.'
+        )
+    for pattern, dim in scan_axes.items():
+        if dim is not None:
+            check_int(dim, f"scan_axes[{pattern!r}]", where=where, low=0)
+    found, used = {}, set()
+    for keys, shape in leaves:
+        pattern = next((p for p in scan_axes if _matches(p, keys)), None)
+        used |= {p for p in scan_axes if _matches(p, keys)}
+        dim = None if pattern is None else scan_axes[pattern]
+        if dim is not None and dim >= len(shape):
+            raise ValueError(
+                f"{where}: scan_axes={{{pattern!r}: {dim}}}: {'/'.join(keys)} has {len(shape)} dims, so that {dim} is "
+                f"none of them. Put a pattern for it in front, with None: {{{'/'.join(keys)!r}: None, ...}}."
+            )
+        if dim is not None:
+            found[keys] = int(dim)
+    if missing := [p for p in scan_axes if p not in used]:
+        paths = ["/".join(keys) for keys, _ in leaves]
+        raise ValueError(
+            f"{where}: scan_axes names {missing[0]!r}, and no param has that path.{nearest(missing[0], paths)} "
+            f"The paths are:\n{listing([(p,) for p in paths])}\nGive one, the beginning of one, or a pattern with *."
+        )
+    return found
+
+
+def _matches(pattern: str, keys: Keys) -> bool:
+    pattern = pattern.strip("/")
+    return any(fnmatch.fnmatchcase("/".join(keys[:n]), pattern) for n in range(1, len(keys) + 1))
+
+
+def stacked_by_scan(jaxpr: Any, count: int) -> list[int | None]:
+    """For each of the first outputs of a creation function, the dim along which a scan has stacked it up."""
+    return _followed(jaxpr, [None] * len(jaxpr.invars))[:count]
+
+
+def _followed(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
+    env = {v: d for v, d in zip(jaxpr.invars, given, strict=True) if d is not None}
+
+    def dim(atom) -> int | None:
+        return None if jaxprs.is_literal(atom) else env.get(atom)
+
+    for eqn in jaxpr.eqns:
+        inputs = [dim(a) for a in eqn.invars]
+        for var, d in zip(eqn.outvars, _after(eqn, inputs), strict=True):
+            if d is not None:
+                env[var] = d
+    return [dim(a) for a in jaxpr.outvars]
+
+
+def _after(eqn: Any, inputs: list[int | None]) -> list[int | None]:
+    """The stacked dim of each result of an equation."""
+    name = eqn.primitive.name
+    if name == "scan":
+        carry = jaxprs.scan_counts(eqn.params)[1]
+        return [None if i < carry else 0 for i in range(len(eqn.outvars))]
+    if name in jaxprs.INLINE:
+        return _followed(jaxprs.opened(eqn.params["jaxpr"])[0], inputs)
+    if name == "transpose" and inputs[0] is not None:
+        return [list(eqn.params["permutation"]).index(inputs[0])]
+    if name in SAME_DIMS:
+        shapes = [(d, np.shape(a.aval)) for a, d in zip(eqn.invars, inputs, strict=True) if d is not None]
+        return [next((d for d, s in shapes if s == np.shape(v.aval)), None) for v in eqn.outvars]
+    return [None for _ in eqn.outvars]
+
+
+def scanned_paths(leaves: Leaves) -> set[Keys]:
+    """A guess from shapes: the paths of params that look like stacks of layers along their leading dim.
+
+    A node of the tree is taken for a stack when it has at least two leaves, all of them share their leading dim and
+    have another one, one has three or more, and the leading dim is not the largest dim of them all (a
+    plain `[d, d]` projection would share it too). Two stacks of experts pass for one as well.
+    """
+    groups: dict[Keys, list[tuple[Keys, tuple[int, ...]]]] = {}
+    for keys, shape in leaves:
+        for depth in range(1, len(keys)):
+            groups.setdefault(keys[:depth], []).append((keys, shape))
+    found: set[Keys] = set()
+    for members in groups.values():
+        shapes = [s for _, s in members]
+        if len(shapes) < 2 or any(len(s) < 2 for s in shapes) or max(map(len, shapes)) < 3:
+            continue
+        if len({s[0] for s in shapes}) == 1 and shapes[0][0] < max(d for s in shapes for d in s[1:]):
+            found |= {keys for keys, _ in members}
+    return found

@@ -1,0 +1,239 @@
+"""`mesh`: axes on the boundaries of hosts and slices. And the mesh of a plan: Auto axes, of the names in its config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from jzero.config import ZeroConfig
+from jzero.core.errors import listing, nearest, shown
+from jzero.layout.specs import whole_mesh
+from jzero.layout.topology import grid, span
+
+LEVELS = {"slices": 0, "hosts": 1, "host": 2}  # dims of `topology.grid`
+
+
+def mesh(
+    axes: Mapping[str, int | str] | None = None,
+    /,
+    *,
+    devices: Sequence[Any] | None = None,
+    pod: Any = None,
+    devices_per_host: int | None = None,
+    **sizes: int | str,
+) -> Mesh:
+    """A mesh whose axes keep to the boundaries of hosts and slices, with Auto axes.
+
+    Devices are ordered slice by slice and host by host, whatever order they come in, and the last axis runs inside of a
+    host first. `print(jzero.describe_mesh(mesh))` says what crosses the network.
+
+    Args:
+      axes: size by axis name, from the outermost to the innermost. A size is a number; -1 or "rest", for one axis, what
+        the others leave; or a boundary: "host", the devices of one host, "hosts", all hosts (of a slice, where
+        another axis has "slices"), or "slices". An axis with a boundary stands there, wherever it is listed. None and
+        no keywords: all devices on `"data"`.
+      devices: of the mesh. None: `jax.devices()`, or those of `pod`.
+      pod: a `jzero.Pod`, to compile for.
+      devices_per_host: consecutive devices that share a host. None: those of one process (topology.py says more).
+      **sizes: axes as keywords, behind those of `axes`.
+
+    Returns:
+      A `jax.sharding.Mesh`, equal on every process.
+
+    Raises:
+      TypeError: axes, a size, devices or a pod of another kind.
+      ValueError: sizes that do not multiply to the number of devices, two axes on one boundary, one axis twice, no
+        device or one twice, hosts of different sizes, an axis whose groups lie unevenly over hosts.
+
+    Example:
+      >>> import jax, jzero
+      >>> jzero.mesh().shape["data"] == len(jax.devices())
+      True
+      >>> jzero.mesh(replica="hosts", data="host").axis_names
+      ('replica', 'data')
+    """
+    named = _named(axes, sizes)
+    if pod is not None:
+        if devices is not None:
+            raise ValueError("jzero.mesh: pass devices= or pod=, not both.")
+        if not hasattr(pod, "gpus_per_host"):
+            raise TypeError(f"jzero.mesh: pod must be a jzero.Pod, not {pod!r}. Pass jzero.pod(...).")
+        devices, devices_per_host = pod.devices, devices_per_host or pod.gpus_per_host
+    found = grid(jax.devices() if devices is None else _devices(devices), devices_per_host=devices_per_host)
+    if any(size == "hosts" for size in named.values()) and "slices" not in named.values():
+        found = found.reshape(1, -1, found.shape[2])
+    shape = _shape(named, found.shape)
+    made = Mesh(_arranged(named, shape, found), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    rows = [
+        (repr(name), f"groups of {shape[name]}", f"on hosts of {found.shape[2]}")
+        for name in shape
+        if found.flat[0].platform != "tpu"  # whose hosts share their slice's network
+        and not span(made, [name], devices_per_host=devices_per_host).even
+    ]
+    if rows:
+        raise ValueError(
+            f"jzero.mesh: {len(rows)} axes lie unevenly over the {found.shape[0] * found.shape[1]} hosts:\n"
+            f"{listing(rows)}\nSome of their groups would cross the network and others not. Pass sizes that divide "
+            "the devices of a host, or are multiples of them (with the axes behind them), or build a jax.sharding.Mesh "
+            "yourself."
+        )
+    return made
+
+
+def _named(axes: Any, sizes: Mapping[str, int | str]) -> dict[str, int | str]:
+    """All axes, the outermost first."""
+    if not isinstance(axes, Mapping | None):
+        raise TypeError(
+            f'jzero.mesh: axes must be a mapping of sizes by name, such as {{"replica": 2, "data": -1}}, not {axes!r}.'
+        )
+    axes = axes or {}
+    for name in axes:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"jzero.mesh: an axis is named by a word, not {name!r}.")
+    if twice := [name for name in axes if name in sizes]:
+        raise ValueError(f"jzero.mesh: axis {twice[0]!r} is given twice, in the mapping and as a keyword.")
+    for name in sizes:
+        if hint := nearest(name, ("devices", "pod", "devices_per_host"), cutoff=0.85):
+            raise TypeError(
+                f"jzero.mesh: {name!r} is no option.{hint} An axis goes into the mapping: "
+                f"jzero.mesh({{{name!r}: ...}})."
+            )
+    named = {**axes, **sizes} or {"data": -1}
+    for name, size in named.items():
+        if isinstance(size, bool) or not isinstance(size, (int, str)):
+            raise TypeError(f"jzero.mesh: the size of axis {name!r} must be an int or a word, got {shown(size)}.")
+    return named
+
+
+def _devices(devices: Any) -> list[Any]:
+    """The devices that were passed, once each."""
+    found = np.asarray(devices, dtype=object).ravel().tolist()
+    if not found:
+        raise ValueError("jzero.mesh: devices is empty. Leave it out for all devices.")
+    if wrong := [d for d in found if not hasattr(d, "process_index")]:
+        raise TypeError(f"jzero.mesh: devices must be JAX devices (jax.devices()), not {wrong[0]!r}.")
+    if (different := len(set(map(id, found)))) < len(found):
+        raise ValueError(f"jzero.mesh: {len(found)} devices were passed, {different} different ones.")
+    return found
+
+
+def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str, int]:
+    """The size of every axis as a number."""
+    for name, size in named.items():
+        if isinstance(size, str) and size not in (*LEVELS, "rest"):
+            known = (*LEVELS, "rest")
+            raise ValueError(
+                f"jzero.mesh: the size of axis {name!r} is {size!r}.{nearest(size, known)} "
+                f"Pass a number, or one of {', '.join(map(repr, known))}."
+            )
+        if isinstance(size, int) and size < 1 and size != -1:
+            raise ValueError(
+                f"jzero.mesh: the size of axis {name!r} is {size}; it must be at least 1, or -1."
+            )
+    for word in LEVELS:
+        twice = [name for name, size in named.items() if size == word]
+        if len(twice) > 1:
+            raise ValueError(
+                f"jzero.mesh: {' and '.join(map(repr, twice))} both have {word!r}; only one can."
+            )
+    rest = [name for name, size in named.items() if size in (-1, "rest")]
+    if len(rest) > 1:
+        raise ValueError(
+            f"jzero.mesh: {' and '.join(map(repr, rest))} both take the rest; only one axis can."
+        )
+    total = math.prod(levels)
+    shape = {k: levels[LEVELS[v]] if v in LEVELS else v for k, v in named.items() if k not in rest}
+    left, odd = divmod(total, math.prod(int(n) for n in shape.values()))
+    if odd or (left != 1 and not rest):
+        text = " x ".join(f"{shape.get(k, '?')} ({k})" for k in named)
+        hosts = f"{levels[0] * levels[1]} hosts x {levels[2]}"
+        raise ValueError(
+            f"jzero.mesh: {text} = {math.prod(int(n) for n in shape.values())} devices, but there are {hosts} = "
+            f"{total}.\nThe sizes must {'divide' if rest else 'multiply to'} {total}; one of them may be -1, the rest."
+        )
+    return {k: left if k in rest else int(shape[k]) for k in named}
+
+
+def _arranged(named: Mapping[str, int | str], shape: Mapping[str, int], found: np.ndarray) -> np.ndarray:
+    """The devices in the shape of the mesh: boundaries where they are named, the other axes over what is left."""
+    placed = {LEVELS[v]: name for name, v in named.items() if isinstance(v, str) and v in LEVELS}
+    free = [name for name in named if name not in placed.values()]
+    if set(placed) <= {0} and found.flat[0].platform == "tpu":
+        return _torus(free, placed.get(0), shape, found)
+    taken = [placed[level] for level in sorted(placed)]
+    last = [level for level in range(3) if level not in placed]
+    array = found.transpose([*sorted(placed), *last]).reshape([shape[k] for k in (*taken, *free)])
+    return array.transpose([[*taken, *free].index(name) for name in named])
+
+
+def _torus(
+    free: Sequence[str], across: str | None, shape: Mapping[str, int], found: np.ndarray
+) -> np.ndarray:
+    """TPUs: inside of a slice as JAX lays axes on its torus; `across`, or else the outermost axis, across slices.
+
+    Raises:
+      ValueError: the slices do not divide the outermost axis.
+    """
+    slices, inner = len(found), [shape[k] for k in free]
+    if across is None:
+        if inner[0] % slices:
+            raise ValueError(
+                f"jzero.mesh: the outermost axis, of {inner[0]} devices, does not divide by {slices} slices. Pass a "
+                f'first axis of a multiple of {slices}, such as {{"replica": "slices", ...}}.'
+            )
+        inner[0] //= slices
+    each = [mesh_utils.create_device_mesh(inner, part.ravel().tolist()) for part in found]
+    if across is None:
+        return np.concatenate(each)
+    return np.moveaxis(np.stack(each), 0, list(shape).index(across))
+
+
+def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]]:
+    """The mesh with Auto axes that the config's axes are names of, and what to tell about it.
+
+    Raises:
+      TypeError: not a `jax.sharding.Mesh`.
+      ValueError: an axis the mesh has not; or a mesh with Explicit axes that is also the context's mesh.
+    """
+    if mesh is None:
+        mesh = Mesh(np.array(jax.devices()).reshape([-1] + [1] * (len(config.axes) - 1)), config.axes)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"jzero: mesh must be a jax.sharding.Mesh, not {type(mesh).__name__}.")
+    mesh = whole_mesh(mesh)  # that of arrays which an earlier plan laid out
+    for name in dict.fromkeys(config.axes + config.batch_axes + config.param_axes):
+        if name not in mesh.axis_names:
+            shown = ", ".join(f"{k!r}: {v}" for k, v in mesh.shape.items())
+            raise ValueError(
+                f"jzero: axis {name!r} is not in the mesh {{{shown}}}.{nearest(name, mesh.axis_names)} "
+                "Pass axis= one of its names, or another mesh."
+            )
+    if all(t == AxisType.Auto for t in mesh.axis_types):
+        return mesh, []
+    check_context_mesh()
+    note = "the mesh has Explicit axes; arrays are laid out on a mesh with Auto axes over the same devices."
+    return Mesh(mesh.devices, mesh.axis_names), [note]
+
+
+def check_context_mesh() -> None:
+    """Raises ValueError where `jax.set_mesh` has made axes Explicit: constraints would be types there."""
+    context = jax.sharding.get_abstract_mesh()
+    explicit = [
+        n for n, t in zip(context.axis_names, context.axis_types, strict=True) if t == AxisType.Explicit
+    ]
+    if explicit:
+        raise ValueError(
+            f"jzero: the context mesh (jax.set_mesh) has Explicit axes {explicit}; jzero needs Auto axes, where "
+            "layouts are constraints and the model stays as it is. Make it with jax.make_mesh(shape, names, "
+            "axis_types=(jax.sharding.AxisType.Auto,) * len(names)), or leave jax.set_mesh out."
+        )
+
+
+def in_shard_map() -> bool:
+    """True inside of a `jax.shard_map`, where layouts along its axes are no wish any more."""
+    return jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types

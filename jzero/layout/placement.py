@@ -1,0 +1,176 @@
+"""Arrays to their devices: one leaf in a layout; with one process or several."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed  # its key-value store has no public name
+from jax.sharding import NamedSharding
+
+from jzero.core.errors import listing, typed_shape
+from jzero.core.jaxprs import is_tracer
+
+
+def put(leaf, sharding: NamedSharding) -> jax.Array:
+    """One leaf on its devices; across processes every process must hold the value it needs."""
+    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        return leaf
+    if jax.process_count() == 1:
+        return jax.device_put(leaf, sharding)
+    if is_global(leaf):
+        return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def on_device(x):
+    """An array from host memory in the same layout in device memory; anything else as it is."""
+    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    if not isinstance(x, jax.Array) or is_tracer(x) or kind in (None, "device"):
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind("device"))
+
+
+def is_global(leaf) -> bool:
+    """True for an array that spans several processes."""
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def check_same(tree: Any, *, where: str) -> None:
+    """Every process brings the same values: asked before arrays that lie on each of them become one.
+
+    A seed that depends on the process would give a state of which every process trains another one. Arrays that span
+    the processes are not looked at. All processes must call.
+
+    Raises:
+      ValueError: the trees differ between processes, or the values of a leaf; lists the leaves.
+
+    Cost:
+      Across processes a checksum of every byte on the CPU (some GB/s); 4 bytes per leaf and process are sent.
+    """
+    if jax.process_count() == 1:
+        return
+    named = [(jax.tree_util.keystr(k), x) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
+    named = [(name, _data(x)) for name, x in named if not is_global(x)]
+    outline = "\n".join(f"{name} {typed_shape(x)}" for name, x in named)
+    if len(set(_gathered([zlib.crc32(outline.encode())])[:, 0].tolist())) > 1:
+        raise ValueError(
+            f"{where}: the processes bring trees of other paths, shapes or dtypes; this one, process "
+            f"{jax.process_index()}, has {len(named)} leaves that lie on each process alone. Build the same state on "
+            "every process, or pass the function that creates it."
+        )
+    sums = _gathered([zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data) for _, x in named])
+    rows = [
+        (name, typed_shape(x), f"process {other} differs from process 0")
+        for (name, x), column in zip(named, sums.T, strict=True)
+        for other in np.flatnonzero(column != column[0])[:1]
+    ]
+    if rows:
+        raise ValueError(
+            f"{where}: the processes bring different values for {len(rows)} of {len(named)} leaves:\n{listing(rows)}\n"
+            "Use the same seed (and the same file) on every process."
+        )
+
+
+def check_same_program(lowered: jax.stages.Lowered, *, where: str) -> None:
+    """Every process has lowered the same program, constants included. All processes must call.
+
+    JAX runs what each of them compiled, on its own devices: a seed that depends on the process, in a function that
+    creates a state, would give replicas of other values.
+
+    Raises:
+      ValueError: the programs differ.
+
+    Cost:
+      Across processes the program's text, about twice the bytes of its constants; 4 bytes per process are sent.
+    """
+    if jax.process_count() == 1:
+        return
+    sums = _gathered([zlib.crc32(lowered.as_text().encode())])[:, 0]
+    if others := np.flatnonzero(sums != sums[0]).tolist():
+        raise ValueError(
+            f"{where}: the creation function is another program on process {others[0]} than on process 0 "
+            f"({len(others)} of {len(sums)} differ). Something in it depends on the process: a seed, an array or a "
+            "file that it takes from outside, or jax.process_index(). It must be the same everywhere: it runs once, "
+            "over all of them."
+        )
+
+
+_rows_agreed: set[tuple[tuple[Any, int], ...]] = set()
+_asked = itertools.count()
+
+
+def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
+    """Every process passes as many rows: asked for numbers that this one has not passed before.
+
+    From its own rows each process reckons the shape of the whole batch, and JAX does not compare them. The processes
+    write to the store of `jax.distributed`, process 0 compares. What has been agreed on once is not asked again.
+
+    Args:
+      batch: a tree; arrays with a first dim, its rows, are looked at, but for those that span the processes.
+      where: the caller, for the error.
+      seconds: how long to wait for the others.
+
+    Raises:
+      ValueError: other numbers on other processes; or one that had nothing new to pass.
+    """
+    if jax.process_count() == 1:
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    rows = tuple((path, np.shape(x)[0]) for path, x in leaves if np.ndim(x) and not is_global(x))
+    if not rows or rows in _rows_agreed:
+        return
+    client, me, wait = distributed.global_state.client, jax.process_index(), round(seconds * 1000)
+    where_to = f"jzero/rows/{next(_asked)}"
+    numbers = sorted({n for _, n in rows})
+    mine = (
+        f"{numbers[0]} rows"
+        if len(numbers) == 1
+        else ", ".join(f"{jax.tree_util.keystr(k)}: {n}" for k, n in rows)
+    )
+    if client is None:  # processes that do not know each other by jax.distributed
+        same = len({*_gathered([zlib.crc32(mine.encode())])[:, 0].tolist()}) == 1
+        wrong = "" if same else f"process {me} brings {mine}, others do not"
+    elif me:
+        client.key_value_set(f"{where_to}/{me}", mine)
+        wrong = _wait_for(client, f"{where_to}/verdict", wait)
+        wrong = f"process {me} brings {mine}, process 0 nothing new" if wrong is None else wrong
+    else:
+        found = {k: _wait_for(client, f"{where_to}/{k}", wait) for k in range(1, jax.process_count())}
+        bad = [f"process {k} {text or 'nothing new'}" for k, text in found.items() if text != mine]
+        wrong = f"process 0 brings {mine}, {', '.join(bad[:4])}{', ...' if bad[4:] else ''}" if bad else ""
+        client.key_value_set(f"{where_to}/verdict", wrong)
+    if wrong:
+        raise ValueError(
+            f"{where}: the processes do not pass the same number of rows: {wrong}.\nGive each process an equal part of "
+            "the batch, and leave out (or pad) a last one that is shorter somewhere. All processes must call."
+        )
+    _rows_agreed.add(rows)
+
+
+def _wait_for(client: Any, key: str, milliseconds: int) -> str | None:
+    """What another process writes, or None after that time."""
+    try:
+        return client.blocking_key_value_get(key, milliseconds)
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def _data(leaf) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def _gathered(numbers: list[int]) -> np.ndarray:
+    """`[processes, numbers]` of what each process passes, in the order of the processes."""
+    from jax.experimental import multihost_utils
+
+    return np.atleast_2d(multihost_utils.process_allgather(np.array(numbers, np.uint32)))

@@ -1,0 +1,138 @@
+"""Where devices stand: which host, which slice; and what the groups of a mesh axis span.
+
+[Note: hosts and slices]
+A *host* is what one process drives, a *slice* what `slice_index` says: hosts that share a fast network of their own (a
+TPU slice, a rack on NVLink). Where every process drives one device, as with one process per GPU, a host is a slice: jax
+gives the GPUs of one machine the same `slice_index`. (With one machine alone, or where there is no `slice_index`, each
+process counts as a host.) `devices_per_host` says otherwise.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jzero.core.errors import check_int, counted, listing
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one device stands. Two hosts are equal where slice and host are."""
+
+    slice: int
+    host: int
+
+
+def places(devices: Sequence[Any], *, devices_per_host: int | None = None) -> list[Place]:
+    """The place of every device; see [Note: hosts and slices].
+
+    Args:
+      devices: anything with `process_index` and, where the platform has slices, `slice_index`.
+      devices_per_host: consecutive devices that share a host. None: those of one process.
+
+    Raises:
+      TypeError, ValueError: `devices_per_host` is no integer, is below 1, or does not divide the devices.
+    """
+    slices = [int(getattr(d, "slice_index", None) or 0) for d in devices]
+    if devices_per_host is not None:
+        check_int(devices_per_host, "devices_per_host", where="jzero.mesh", low=1)
+        if len(devices) % devices_per_host:
+            raise ValueError(
+                f"jzero.mesh(devices_per_host={devices_per_host}): "
+                f"{counted(len(devices), 'device is', 'devices are')} not a multiple of it."
+            )
+        return [Place(s, i // devices_per_host) for i, s in enumerate(slices)]
+    hosts = [int(d.process_index) for d in devices]
+    per_process = collections.Counter(hosts).values()
+    per_slice = collections.Counter(slices).values()
+    if max(per_process) == 1 < max(per_slice) and len(per_slice) > 1:
+        hosts = slices
+    return [Place(s, h) for s, h in zip(slices, hosts, strict=True)]
+
+
+def grid(devices: Sequence[Any], *, devices_per_host: int | None = None) -> np.ndarray:
+    """The devices as `[slices, hosts of a slice, devices of a host]`, in the order of their indices.
+
+    Raises:
+      ValueError: hosts with different numbers of devices, slices with different numbers of hosts; lists them.
+    """
+    devices = sorted(devices, key=_order)
+    by_host: dict[Place, list[Any]] = {}
+    for device, place in zip(devices, places(devices, devices_per_host=devices_per_host), strict=True):
+        by_host.setdefault(place, []).append(device)
+    ordered = sorted(by_host, key=lambda p: (p.slice, p.host))
+    by_slice = collections.Counter(p.slice for p in ordered)
+    if len({len(found) for found in by_host.values()}) > 1:
+        rows = [(f"host {p.host} of slice {p.slice}", counted(len(by_host[p]), "device")) for p in ordered]
+        fewest = min(len(found) for found in by_host.values())
+        raise ValueError(
+            f"jzero.mesh: the {len(ordered)} hosts have different numbers of devices:\n{listing(rows)}\n"
+            f"An axis could not keep to their boundaries. Pass devices= with {fewest} of each host, or build a "
+            "jax.sharding.Mesh yourself."
+        )
+    if len(set(by_slice.values())) > 1:
+        rows = [(f"slice {s}", counted(count, "host")) for s, count in by_slice.items()]
+        raise ValueError(
+            f"jzero.mesh: the {len(by_slice)} slices have different numbers of hosts:\n{listing(rows)}\n"
+            f"Pass devices= with {counted(min(by_slice.values()), 'host')} of each."
+        )
+    flat = [d for p in ordered for d in by_host[p]]
+    array = np.empty(len(flat), dtype=object)
+    array[:] = flat
+    return array.reshape(len(by_slice), next(iter(by_slice.values())), -1)
+
+
+def _order(device: Any) -> tuple[int, int, int]:
+    return int(getattr(device, "slice_index", None) or 0), int(device.process_index), int(device.id)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What the groups of devices along some mesh axes span.
+
+    Attributes:
+      axes: names of the mesh axes.
+      size: devices in a group.
+      hosts, slices: how many of them a group spans, the group that spans most.
+      groups_per_host: groups that have a device on a host, on the host with most.
+      even: every group spans as many hosts, with as many devices on each.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    hosts: int
+    slices: int
+    groups_per_host: int
+    even: bool
+
+
+def span(mesh: Mesh, axes: Sequence[str], *, devices_per_host: int | None = None) -> Span:
+    """What the groups along `axes` of a mesh span.
+
+    Args:
+      mesh: of any devices.
+      axes: names of some of its axes.
+      devices_per_host: as in `places`, devices in the order of slices, processes and ids.
+    """
+    flat = sorted(mesh.devices.flat, key=_order)
+    where = dict(
+        zip(map(id, flat), places(flat, devices_per_host=devices_per_host), strict=True)
+    )  # devices need not be hashable
+    along = [mesh.axis_names.index(a) for a in axes]
+    last = np.moveaxis(mesh.devices, along, range(-len(along), 0)) if along else mesh.devices[..., None]
+    size = int(np.prod([mesh.devices.shape[i] for i in along], dtype=int))
+    groups = [[where[id(d)] for d in group] for group in last.reshape(-1, size)]
+    counts = [collections.Counter(group) for group in groups]
+    touched = collections.Counter(place for count in counts for place in count)
+    return Span(
+        tuple(axes), size,
+        hosts=max(len(c) for c in counts),
+        slices=max(len({p.slice for p in c}) for c in counts),
+        groups_per_host=max(touched.values()),
+        even=len({tuple(sorted(c.values())) for c in counts}) == 1 and len(set(counts[0].values())) == 1,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""An array in pieces, each of which is a piece of every shard; its padding, where it is stored padded.
+
+[Note: padded pieces]
+Pieces are taken of the array as it is stored. What the function knows is shorter: its values are computed for the
+padding as well, where they mean nothing. So a piece of a number's reduction, and of what is stored again, takes
+a neutral value there: zero, or what changes no sum, maximum or minimum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jzero.layout.specs import make_spec, shard_factor, spec_entries
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How an array is stored.
+
+    Attributes:
+      shape: in which the function knows it.
+      stored: that shape, or with zeros at the end of dims that nothing divides.
+      layout: of both, in device memory.
+    """
+
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    layout: NamedSharding
+
+    @property
+    def padded(self) -> bool:
+        """True where the two shapes differ."""
+        return self.shape != self.stored
+
+    def pad(self, x):
+        """An array in its stored shape."""
+        if not self.padded:
+            return x
+        ends = [(0, new - old, 0) for old, new in zip(self.shape, self.stored, strict=True)]
+        x = jax.lax.pad(jax.lax.with_sharding_constraint(x, self.layout), jnp.zeros((), x.dtype), ends)
+        return jax.lax.with_sharding_constraint(x, self.layout)
+
+    def cut(self, x):
+        """The reverse, of any view of the stored array."""
+        x = jnp.reshape(x, self.stored)
+        if not self.padded:
+            return x
+        x = jax.lax.slice(jax.lax.with_sharding_constraint(x, self.layout), [0] * x.ndim, self.shape)
+        return jax.lax.with_sharding_constraint(x, self.layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Part of an array seen as `view`.
+
+    Attributes:
+      form: of the array.
+      view: its stored shape, with a dim that n devices share as two: [n, size/n].
+      dims: for each dim of the array, its dims in the view.
+      start, shape: where the piece begins in the view, and its shape.
+      layout: of view and piece, in device memory.
+    """
+
+    form: Form
+    view: tuple[int, ...]
+    dims: tuple[tuple[int, ...], ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    layout: NamedSharding
+
+    @property
+    def share(self) -> float:
+        """What part of the array it is."""
+        return math.prod(self.shape) / math.prod(self.view)
+
+    def of(self, x):
+        """The piece of an array in its stored shape."""
+        end = [a + b for a, b in zip(self.start, self.shape, strict=True)]
+        return jax.lax.slice(jnp.reshape(x, self.view), self.start, end)
+
+    def filled(self, x, value):
+        """A piece with this value for all padding."""
+        if not self.form.padded:
+            return x
+        inside = []
+        for size, stored, dims in zip(self.form.shape, self.form.stored, self.dims, strict=True):
+            if size != stored:
+                inside.append(sum(self._index(d, dims) for d in dims) < size)
+        inside = jax.lax.with_sharding_constraint(jnp.all(jnp.stack(inside), 0), self.layout)
+        return jnp.where(inside, x, jnp.asarray(value, x.dtype))
+
+    def _index(self, at: int, dims: tuple[int, ...]):
+        """What a dim of the view adds to the index along its dim of the array."""
+        steps = math.prod(self.view[d] for d in dims if d > at)
+        return steps * (self.start[at] + jax.lax.broadcasted_iota(np.int32, self.shape, at))
+
+
+def pieces(form: Form, size: int, limit: int) -> list[Piece]:
+    """An array in pieces, the first of which come first in it.
+
+    Args:
+      form: its layout divides every dim of the stored shape.
+      size: bytes of one device's shards of all arrays that are cut alike.
+      limit: bytes of one piece of them; a single value may have more.
+    """
+    mesh = form.layout.mesh
+    assert isinstance(mesh, Mesh)
+    view: list[int] = []
+    entries: list[tuple[str, ...]] = []
+    dims: list[tuple[int, ...]] = []
+    for dim, axes in zip(form.stored, spec_entries(form.layout.spec, len(form.stored)), strict=True):
+        n = shard_factor(make_spec([axes]), mesh)
+        dims.append((len(view), len(view) + 1) if n > 1 else (len(view),))
+        view += [n, dim // n] if n > 1 else [dim]
+        entries += [axes, ()] if n > 1 else [()]
+    local = [1 if axes else dim for dim, axes in zip(view, entries, strict=True)]
+    per_value = size / math.prod(local)
+    layout = NamedSharding(mesh, make_spec(entries), memory_kind="device")
+
+    def boxes(at: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Piece]:
+        row = math.prod(local[at + 1 :]) * per_value
+        rest = view[at + 1 :]
+        if at == len(view) or local[at] * row <= limit:
+            yield piece((*start, *(0 for _ in view[at:])), (*extent, *view[at:]))
+        elif entries[at]:
+            yield from boxes(at + 1, (*start, 0), (*extent, view[at]))
+        elif row <= limit:
+            count = math.ceil(view[at] / (limit // row))
+            rows = math.ceil(view[at] / count)
+            for i in range(0, view[at], rows):
+                yield piece((*start, i, *(0 for _ in rest)), (*extent, min(rows, view[at] - i), *rest))
+        else:
+            for i in range(view[at]):
+                yield from boxes(at + 1, (*start, i), (*extent, 1))
+
+    def piece(start: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
+        return Piece(form, tuple(view), tuple(dims), start, shape, layout)
+
+    return list(boxes(0, (), ()))

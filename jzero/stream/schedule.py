@@ -1,0 +1,349 @@
+"""How a function of arrays in host memory is cut into units that fit into a stated number of bytes.
+
+[Note: units]
+Results that read, or replace, host arrays in common belong together (a master and its moments): they are fetched,
+computed and written as one unit. Small ones share a unit. What couples units are single numbers (a global norm, a
+count, whether all is finite): they are computed once, before any unit writes; whatever else reads host memory is
+computed again in every unit that needs it. So a norm of the updates reads the state twice and still holds no more
+than the bound.
+
+[Note: pieces]
+A unit above the bound is taken in pieces, where everything on the way is elementwise: a piece is sliced from the host
+array, and its result put in its place there. Arrays are seen as [n, size/n] in a dim that n devices share, so that a
+piece is a piece of every shard. In one array the fetch of a piece waits for the write of the one before; pieces of
+several arrays take turns, and the bus is busy both ways. `chunks.py` says how a padded leaf is cut.
+
+[Note: vectors beside a matrix]
+Adafactor keeps a row and a column for each matrix, from which all of its update is computed: arrays of several shapes,
+no piece of which belongs to a piece of the master. Where such vectors are new from themselves and from what is on the
+device alone, and few, they are fetched and written before all else and stay on the device to the end of the step. The
+matrix is then cut as if it were alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jzero.core.errors import human_bytes
+from jzero.core.graph import ELEMENTWISE, REDUCTIONS, Graph, Node, cuts_end, pads_end
+from jzero.layout.specs import shard_factor
+from jzero.stream.chunks import Form, Piece, pieces
+
+ALIVE = 3  # units whose bytes may be on the device at once: written, updated, fetched
+KEPT = 4  # vectors stay on the device up to this part of the bound, each below this part of its matrix
+MOST = 3000  # units that one program may have: XLA takes seconds to minutes for a hundred
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where an argument or a result lives.
+
+    Attributes:
+      sharding: its layout in host memory; None: device memory, in any layout.
+      replaces: of a result, the argument whose buffer it takes; None: a new one.
+    """
+
+    sharding: NamedSharding | None = None
+    replaces: int | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices of a home in host memory."""
+        assert self.sharding is not None
+        assert isinstance(self.sharding.mesh, Mesh)
+        return self.sharding.mesh
+
+    @property
+    def on_device(self) -> NamedSharding:
+        """The same layout in device memory."""
+        assert self.sharding is not None
+        return self.sharding.with_memory_kind("device")
+
+    def of(self, layout: NamedSharding) -> NamedSharding:
+        """A layout in the memory of this home."""
+        kind = "device" if self.sharding is None else str(self.sharding.memory_kind)
+        return layout.with_memory_kind(kind)
+
+    def take(self, x, layout: NamedSharding | None = None):
+        """An array from device memory, in this home; `layout`: of a piece of it, in device memory."""
+        if self.sharding is None:
+            return x
+        layout = layout or self.on_device
+        x = jax.lax.with_sharding_constraint(x, layout)  # a copy to the host alone does not pin a layout
+        return jax.device_put(x, self.of(layout))
+
+
+DEVICE = Home()
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What is fetched, computed and written together: results, or one piece of the results of large arrays.
+
+    Attributes:
+      values: the numbers of the results.
+      sources: the numbers of the host arguments that are fetched.
+      nbytes: of host arrays, of one device, that it holds.
+      piece: None: whole.
+    """
+
+    values: tuple[int, ...]
+    sources: tuple[int, ...]
+    nbytes: int
+    piece: Piece | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Excess:
+    """Results that need more bytes of host arrays at once than the bound, and why they cannot be cut."""
+
+    outs: tuple[int, ...]
+    nbytes: int
+    because: str
+
+
+def shard_bytes(aval, home: Home) -> int:
+    """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
+    if home.sharding is None:
+        return 0
+    size = math.prod(aval.shape) * aval.dtype.itemsize
+    return size // shard_factor(home.sharding.spec, home.mesh)
+
+
+class Cut:
+    """How a function is cut: the units in the order in which they run, and what does not fit.
+
+    Attributes:
+      kept: host arguments that stay on the device once they are fetched; see [Note: vectors beside a matrix].
+      first: their unit, if there are any.
+      units: of the results that live in host memory or read what does.
+      scalars: units of the single numbers that they need from host memory; these run first.
+      excess: what needs more than the bound.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        homes: Sequence[Home],
+        out_homes: Sequence[Home],
+        in_flight_bytes: int,
+        *,
+        whole: bool = False,
+    ):
+        self.graph, self.out_homes, self.in_flight_bytes = graph, out_homes, in_flight_bytes
+        self.whole = whole
+        self.made = dict(zip(graph.outs, out_homes, strict=True))
+        self.homes = dict(zip(graph.ins, homes, strict=True))
+        self.limit = max(in_flight_bytes // ALIVE, 1)
+        hosted = [i for i, h in self.homes.items() if h.sharding is not None]
+        self.reads = graph.reads(hosted)
+        self.excess: list[Excess] = []
+        components = list(self._components())
+        self._check_count(components)
+        self.first = [] if whole else self._first(components)
+        self.kept = frozenset(s for unit in self.first for s in unit.sources)
+        if self.first:
+            done = {v for unit in self.first for v in unit.values}
+            self.reads = graph.reads([i for i in hosted if i not in self.kept])
+            rest = (tuple(v for v in values if v not in done) for values in components)
+            components = [values for values in rest if values]
+            self.limit = max((in_flight_bytes - self.first[0].nbytes) // ALIVE, 1)
+        self.scalars = [
+            unit for value in self._needed_scalars() for unit in self._cut((value,), self._below(value))
+        ]
+        small: list[Unit] = []
+        large: list[list[Unit]] = []
+        held = 0
+        for values in components:
+            sources = self._sources(values)
+            units = self._cut(values, sources)
+            size = self._bytes(values, sources)
+            if len(units) > 1 or size > self.limit:
+                large.append(units)
+            elif small and held + size <= self.limit:
+                held += size
+                small[-1] = Unit((*small[-1].values, *values), (*small[-1].sources, *units[0].sources), held)
+            else:
+                small += units
+                held = size
+        self.units = [*_in_turns(large), *small]
+
+    def _check_count(self, components: list[tuple[int, ...]]) -> None:
+        """Raises ValueError where the bound is so small that XLA would not come to an end."""
+        total = sum(self._bytes(values, self._sources(values)) for values in components)
+        if not self.whole and total > MOST * self.limit:
+            raise ValueError(
+                f"Offload(in_flight_bytes={self.in_flight_bytes}): {human_bytes(total)} of state on a device would be "
+                f"cut into {total // self.limit} units, and {MOST} are the most that XLA compiles in a sensible time. "
+                f"Take at least {ALIVE * -(-total // MOST)}, or leave it out: a 64th of the state."
+            )
+
+    def _first(self, components: list[tuple[int, ...]]) -> list[Unit]:
+        """The one unit of [Note: vectors beside a matrix], if any component asks for it; large ones come first."""
+        values: list[int] = []
+        sources: list[int] = []
+        sizes = {c: self._bytes(c, self._sources(c)) for c in components}
+        for component in sorted(components, key=lambda c: -sizes[c]):
+            if sizes[component] > self.limit:
+                vectors = self._vectors(component)
+                new = [v for v in component if self._replaced(v) in vectors]
+                if self._bytes((*values, *new), (*sources, *vectors)) <= self.in_flight_bytes // KEPT:
+                    values, sources = values + new, sources + vectors
+        return [Unit(tuple(values), tuple(sources), self._bytes(values, sources))] if sources else []
+
+    def _vectors(self, component: tuple[int, ...]) -> list[int]:
+        """The host arguments of a component that are smaller than its largest, if they are new from themselves."""
+        sources = sorted(self._sources(component))
+        sizes = {s: shard_bytes(self.graph.avals[s], self.homes[s]) for s in sources}
+        small = {s for s in sources if KEPT * sizes[s] < max(sizes.values())}
+        new = [v for v in component if self._replaced(v) in small]
+        through = (o for v in new for node in self.graph.needed(v, self.homes) for o in node.outs)
+        read = {s for o in through for s in self.reads.get(o, ()) or self._below(o)}
+        return sorted(small) if read <= small else []
+
+    def _replaced(self, value: int) -> int | None:
+        """The argument whose buffer a result takes."""
+        at = self.home_of(value).replaces
+        return None if at is None else self.graph.ins[at]
+
+    def _sources(self, values: Iterable[int]) -> frozenset[int]:
+        """The host arguments that results are computed from, other than through single numbers."""
+        return frozenset().union(*(self.reads.get(v, frozenset()) for v in values))
+
+    def home_of(self, value: int) -> Home:
+        """The home of a result."""
+        return self.made.get(value, DEVICE)
+
+    def _needed_scalars(self) -> list[int]:
+        """Single numbers computed from host memory that results need, each after those that it needs itself."""
+        found: list[int] = []
+        known: set[int] = set(self.homes)
+        for out in self.graph.outs:
+            for node in self.graph.needed(out, known):
+                known.update(node.outs)
+                found += [o for o in node.outs if self.graph.is_small(o) and self._below(o)]
+        return found
+
+    def _below(self, scalar: int) -> frozenset[int]:
+        """The host arguments that a single number is reduced from."""
+        node = self.graph.makers.get(scalar)
+        return frozenset().union(*(self.reads.get(i, frozenset()) for i in node.ins)) if node else frozenset()
+
+    def _components(self) -> list[tuple[int, ...]]:
+        """Results that belong together: they read, or replace, host arrays in common."""
+        leader: dict[int, int] = {}
+
+        def find(x: int) -> int:
+            while leader.setdefault(x, x) != x:
+                x = leader[x]
+            return x
+
+        members: dict[int, None] = {}
+        for value, home in zip(self.graph.outs, self.out_homes, strict=True):
+            own = set(self.reads.get(value, ()))
+            if home.replaces is not None:
+                own.add(self.graph.ins[home.replaces])
+            if self.graph.is_small(value) or value in self.homes or not (own or home.sharding):
+                continue  # a single number, an argument passed on, or nothing of the host
+            members[value] = None
+            for other in own:
+                leader[find(other)] = find(value)
+        groups: dict[int, list[int]] = {}
+        for value in members:
+            groups.setdefault(find(value), []).append(value)
+        return [tuple(g) for g in groups.values()]
+
+    def _bytes(self, values: Iterable[int], sources: Iterable[int]) -> int:
+        """Bytes of host arrays that a unit holds: what it reads, or what it makes where that is more."""
+        read = sum(shard_bytes(self.graph.avals[s], self.homes[s]) for s in sources)
+        return max(read, sum(shard_bytes(self.graph.avals[v], self.home_of(v)) for v in values))
+
+    def _cut(self, values: tuple[int, ...], sources: frozenset[int]) -> list[Unit]:
+        size = self._bytes(values, sources)
+        whole = Unit(values, tuple(sorted(sources)), size)
+        if size <= self.limit:
+            return [whole]
+        starts, reason = values, "update on the host" if self.whole else ""
+        if self.graph.is_small(values[0]):  # a number that is reduced from pieces
+            node = self.graph.makers[values[0]]
+            starts, reason = node.ins[:1], reason if reduces_all(node, self.graph) else node.name
+        form = None if reason else self._form(starts, values, sources)
+        reason = reason or self._whole_because(starts, form)
+        if form is not None and not reason:
+            found = pieces(form, size, self.limit)
+            return [dataclasses.replace(whole, nbytes=round(size * p.share), piece=p) for p in found]
+        if size > self.in_flight_bytes:
+            self.excess.append(Excess(tuple(self._named(values)), size, reason))
+        return [whole]
+
+    def _form(self, starts, values, sources) -> Form | None:
+        """The one form of all arrays that results are computed from, and of these; None where they have several."""
+        hosted = [(s, self.homes[s]) for s in sources] + [(v, self.home_of(v)) for v in values]
+        found = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted if h.sharding is not None}
+        if len(found) != 1:
+            return None
+        ((stored, layout),) = found
+        shapes = {self.graph.avals[v].shape for v in starts}
+        for start in starts:
+            for node in self.graph.needed(start, self.homes):
+                if cuts_end(node) and self.graph.avals[node.ins[0]].shape == stored:
+                    shapes.add(self.graph.avals[node.outs[0]].shape)
+                elif pads_end(node) and self.graph.avals[node.outs[0]].shape == stored:
+                    shapes.add(self.graph.avals[node.ins[0]].shape)
+        shapes.discard(stored)
+        return None if len(shapes) > 1 else Form(shapes.pop() if shapes else stored, stored, layout)
+
+    def _whole_because(self, starts, form: Form | None) -> str:
+        """Why results cannot be computed by pieces; empty where they can."""
+        if form is None:
+            return "arrays of several shapes or layouts"
+        for start in starts:
+            for node in self.graph.needed(start, self.homes):
+                of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
+                if of_form and self.reads.get(node.outs[0]) and not self.by_pieces(node, form):
+                    return node.name
+        return ""
+
+    def _named(self, values: tuple[int, ...]) -> Iterator[int]:
+        """The positions of results in the list of all."""
+        for j, out in enumerate(self.graph.outs):
+            if out in values:
+                yield j
+
+    def made_by_pieces(self, value: int, form: Form) -> bool:
+        """True for a value whose piece is computed from the pieces of others."""
+        node = self.graph.makers.get(value)
+        of_form = self.graph.avals[value].shape in (form.shape, form.stored)
+        return node is not None and of_form and self.by_pieces(node, form)
+
+    def by_pieces(self, node: Node, form: Form) -> bool:
+        """True for a node that gives a piece of its result from the pieces of its operands."""
+        out, *shapes = (self.graph.avals[v].shape for v in (node.outs[0], *node.ins))
+        if form.padded and (cuts_end(node) or pads_end(node)):
+            return {out, shapes[0]} == {form.shape, form.stored}
+        if node.name == "broadcast_in_dim":
+            return self.graph.is_small(node.ins[0])
+        return node.name in ELEMENTWISE and all(shape in (out, ()) for shape in shapes)
+
+
+def reduces_all(node: Node, graph: Graph) -> bool:
+    """True for a reduction of all dims of one array to a number, by an operation that REDUCTIONS has."""
+    if node.name not in REDUCTIONS or len(node.ins) != 1:
+        return False
+    return len(node.eqn.params["axes"]) == len(graph.avals[node.ins[0]].shape)
+
+
+def _in_turns(large: list[list[Unit]]) -> Iterator[Unit]:
+    """Pieces of up to `ALIVE` arrays in turns, so that one is fetched while another is written; long ones first."""
+    waiting = sorted(map(list, large), key=len)
+    active: list[list[Unit]] = []
+    while waiting or active:
+        while waiting and len(active) < ALIVE:
+            active.append(waiting.pop())
+        yield from [units.pop(0) for units in active]
+        active = [units for units in active if units]

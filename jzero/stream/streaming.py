@@ -1,0 +1,370 @@
+"""A function of arrays in host memory, evaluated so that a stated number of their bytes is on the device at once.
+
+[Note: streaming]
+XLA schedules copies as early as it can: fetch a whole state, update it, write it back, and all of it is on the
+device. So the function is cut into units (`schedule.py`), and a barrier makes the fetches of unit i wait for what unit
+i-2 wrote: while one unit is updated, the one before it is written and the next one fetched. On the program compiled
+for an H200 a barrier over arrays in host memory costs nothing: it moves no bytes and the buffers stay in place.
+
+[Note: two lanes]
+The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a unit and then all fetches of the
+next. So array n of unit i+1 is fetched after array n-1 of unit i has been written, and array n of unit i is written
+after array n-1 of unit i+1 has been fetched: fetch n and write n are all that can run, and they run beside each other.
+Of two pieces of one array the second is fetched before the first is written.
+Where two units together are above the bound, since one cannot be cut, the first is written before the next is fetched.
+
+[Note: update on the host]
+The gradient goes to the host instead, the unit is computed there (`compute_on("device_host")`), and what the device
+needs comes back: 2 + 2 bytes per parameter over PCIe for 16-bit params instead of 24 (`follow.py` says why the param
+need not go along). Single numbers come from the device. XLA joins host computations that nothing keeps apart, and
+copies what they replace: the same ties bound that copy.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.core import jaxprs
+from jzero.core.graph import LAYOUT, REDUCTIONS, Graph, on_piece
+from jzero.stream.chunks import Form, Piece
+from jzero.stream.schedule import Cut, Excess, Home, Unit
+
+
+def stream(
+    fn: Callable[..., Sequence[Any]],
+    args: Sequence[Any],
+    homes: Sequence[Home],
+    out_homes: Callable[[], Sequence[Home]],
+    *,
+    in_flight_bytes: int,
+    gate: Sequence[int] = (),
+    on_host: bool = False,
+    on_excess: Callable[[list[Excess]], None] = lambda found: None,
+) -> list[Any]:
+    """The results of `fn`, with its host arguments fetched unit by unit and its host results written back.
+
+    Args:
+      fn: a function of flat arrays, all in device memory, to a flat list.
+      args: its arguments; those with a home in host memory lie there.
+      homes: where they live.
+      out_homes: where the results live; called once `fn` has been traced.
+      in_flight_bytes: bytes of host arrays, of one device, that may be on the device at once.
+      gate: arguments that must be there before the first fetch.
+      on_host: compute what reads host arguments on the host: see [Note: update on the host].
+      on_excess: called with what does not fit, before anything is computed.
+
+    Returns:
+      The results, each in its home. See [Note: streaming].
+    """
+    if args and not any(jaxprs.is_tracer(a) for a in args):
+        run = functools.partial(_stream, fn, homes, out_homes, in_flight_bytes, gate, on_host, on_excess)
+        return jax.jit(lambda *flat: run(flat))(*args)
+    return _stream(fn, homes, out_homes, in_flight_bytes, gate, on_host, on_excess, args)
+
+
+def _stream(fn, homes, out_homes, in_flight_bytes, gate, on_host, on_excess, args) -> list[Any]:
+    graph = Graph(fn, [_on_device(a, h) for a, h in zip(args, homes, strict=True)])
+    cut = Cut(graph, homes, out_homes(), in_flight_bytes, whole=on_host)
+    if cut.excess and not on_host:
+        on_excess(cut.excess)
+    return (_HostRun if on_host else _Run)(cut, args, gate).results()
+
+
+def _on_device(arg, home: Home):
+    if home.sharding is None:
+        return arg
+    return jax.ShapeDtypeStruct(np.shape(arg), arg.dtype, sharding=home.on_device)
+
+
+class _Run:
+    """One evaluation: the values that are known, the host arrays as they are after the last write, and the ties."""
+
+    def __init__(self, cut: Cut, args: Sequence[Any], gate: Sequence[int]):
+        self.cut, self.graph = cut, cut.graph
+        self.values: dict[int, Any] = dict(self.graph.known)
+        self.host: dict[int, Any] = {}
+        for number, arg in zip(self.graph.ins, args, strict=True):
+            (self.values if cut.homes[number].sharding is None else self.host)[number] = arg
+        self.gate = [self.graph.ins[i] for i in gate]
+        self.written: dict[int, Any] = {}  # results of units: in their home, as far as pieces have come
+        self.wrote: list[tuple[int, ...]] = []  # for every unit that ran, its results
+        self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by pieces, with a result
+        self.forms: dict[int, Form] = {}  # of results that are made of pieces
+        self.padded: dict[int, Any] = {}  # values in the shape in which pieces are taken of them
+
+    def results(self) -> list[Any]:
+        """All results, each in its home."""
+        units = [*self.cut.first, *self.cut.scalars, *self.cut.units]
+        env = self._exchange(None, [], units[0]) if units else {}
+        for unit, later in itertools.zip_longest(units, units[1:]):
+            outs = self._computed(unit, env)
+            env = self._exchange(unit, outs, later)
+            self.wrote.append(unit.values)
+        return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_homes, strict=True)]
+
+    def _result(self, value: int, home: Home):
+        if value in self.written:
+            found, form = self.written[value], self.forms.get(value)
+            shape = self.graph.avals[value].shape
+            return form.cut(found) if form is not None and shape != form.stored else found.reshape(shape)
+        if value in self.host:
+            return self.host[value] if home.sharding else self._fetch(value, None)
+        found = self._evaluate(value, self.values)
+        return home.take(found)
+
+    def _computed(self, unit: Unit, env: dict[int, Any]) -> list[Any]:
+        """The results of a unit, or their pieces, on the device."""
+        tie = None if unit.sources else _Tie(self, 2)
+        if unit.piece is None:
+            return [self._evaluate(v, env, tie) for v in unit.values]
+        return [self._piece(v, env, unit.piece, tie) for v in unit.values]
+
+    def _exchange(self, unit: Unit | None, outs: list[Any], later: Unit | None) -> dict[int, Any]:
+        """Write the results of one unit and fetch the arguments of the next: see [Note: two lanes]."""
+        values, piece = (unit.values, unit.piece) if unit else ((), None)
+        both = [u.nbytes for u in (unit, later) if u is not None]
+        alone = len(both) > 1 and sum(both) > self.cut.in_flight_bytes
+        hosted = []
+        for v, x in zip(values, outs, strict=True):
+            if alone or self.cut.home_of(v).sharding is None:
+                with jax.named_scope("jzero.write_back"):
+                    self._write(v, x, piece)
+            else:
+                hosted.append((v, x))
+        sources = () if later is None else later.sources
+        self._wait_for(sources, _Tie(self, 1))
+        if alone:
+            self._wait_for(sources, _Tie(self, 0, values))
+        # of one array a piece is fetched before the one before it is written, or XLA copies the array
+        homes = [self.cut.home_of(v) for v in values]
+        lag = int(any(h.replaces is not None and self.graph.ins[h.replaces] in sources for h in homes))
+        env: dict[int, Any] = {}
+        for n in range(max(len(hosted), len(sources))):
+            if n < len(sources):
+                with jax.named_scope("jzero.fetch"):
+                    if 0 <= n - 1 - lag < len(hosted):
+                        self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 1 - lag][0]]))
+                    env[sources[n]] = self._fetch(sources[n], later.piece if later else None)
+                    if sources[n] in self.cut.kept:
+                        self.values[sources[n]] = env[sources[n]]
+            if n < len(hosted):
+                value, out = hosted[n]
+                with jax.named_scope("jzero.write_back"):
+                    if 0 <= n - 1 + lag < len(sources):
+                        before = sources[n - 1 + lag]
+                        out, env[before] = jax.lax.optimization_barrier((out, env[before]))
+                    self._write(value, out, piece)
+        return env
+
+    def _wait_for(self, sources: Sequence[int], tie: _Tie) -> None:
+        """Host arguments, whole, only once the tie holds: a slice before the barrier would be fetched before it."""
+        places = [(self.host, s) if s not in self.filled else (self.written, self.filled[s]) for s in sources]
+        found = tie.after([store[key] for store, key in places])
+        for (store, key), x in zip(places, found, strict=True):
+            store[key] = x
+
+    def _fetch(self, source: int, piece: Piece | None):
+        """A host argument, or its piece as it is now, on the device."""
+        at = self.filled.get(source)
+        x = self.host[source] if at is None else self.written[at]
+        home = self.cut.homes[source]
+        if piece is None:
+            return jax.device_put(x, home.on_device)
+        return jax.device_put(piece.of(self._viewed(x, piece, home)), piece.layout)
+
+    def _viewed(self, x, piece: Piece, home: Home):
+        """A host array in the shape of which pieces are taken; pinned, or XLA may split it on another dim."""
+        return jax.lax.with_sharding_constraint(jnp.reshape(x, piece.view), home.of(piece.layout))
+
+    def _evaluate(self, value: int, env: dict[int, Any], tie: _Tie | None = None, *, keep: bool = False):
+        """A whole value; what reads no host argument, and single numbers, is kept for other units.
+
+        With a `tie` what begins here waits for it, and is not kept unless asked for.
+        """
+        begun: set[int] = set()
+        for node in self.graph.needed(value, collections.ChainMap(env, self.values)):
+            operands = [env[i] if i in env else self.values[i] for i in node.ins]
+            large = not self.graph.is_small(node.outs[0])
+            if tie is not None and large and not begun.intersection(node.ins):
+                operands = tie.after(operands)
+            begun.update(node.outs if large else ())
+            for out, result in zip(node.outs, node.run(operands), strict=True):
+                everywhere = self.graph.is_small(out) or keep or not (self.cut.reads.get(out) or tie)
+                (self.values if everywhere else env)[out] = result
+        return env[value] if value in env else self.values[value]
+
+    def _piece(self, value: int, env: dict[int, Any], piece: Piece, tie: _Tie | None):
+        """A piece of a value, or the part of a single number that comes from that piece."""
+        if self.graph.is_small(value):
+            node = self.graph.makers[value]
+            reduce, _, neutral = REDUCTIONS[node.name]
+            part = self._piece(node.ins[0], env, piece, tie)
+            if self.graph.avals[node.ins[0]].shape != piece.form.stored:
+                part = piece.filled(part, neutral(part.dtype))
+            return reduce(part)
+
+        def operand(v: int):
+            if v not in env:
+                at = self.filled.get(v)
+                whole = self._stored(v, piece.form, tie) if at is None else self.written[at]
+                whole = whole if tie is None else tie.after([whole])[0]
+                if self.graph.is_small(v):
+                    return whole
+                env[v] = piece.of(whole)
+            return env[v]
+
+        given = _Given(lambda v: v in env or not self.cut.made_by_pieces(v, piece.form))
+        for node in self.graph.needed(value, given):
+            operands = [operand(i) for i in node.ins]
+            if node.name == "pad":
+                results = [piece.filled(*operands)]
+            elif node.name == "slice":
+                results = operands
+            else:
+                results = on_piece(node, operands, piece.shape)
+            env.update(zip(node.outs, results, strict=True))
+        return operand(value)
+
+    def _stored(self, value: int, form: Form, tie: _Tie | None):
+        """A whole value that pieces are taken of, in the shape in which it is stored, for all of them."""
+        if value in self.padded:
+            return self.padded[value]
+        found = self._evaluate(value, {}, tie, keep=True)
+        if form.padded and self.graph.avals[value].shape == form.shape:
+            found = self.padded[value] = form.pad(found)
+        return found
+
+    def _write(self, value: int, out, piece: Piece | None) -> None:
+        home = self.cut.home_of(value)
+        if self.graph.is_small(value):
+            if piece is not None and value in self.values:
+                out = REDUCTIONS[self.graph.makers[value].name][1](self.values[value], out)
+            self.values[value] = out
+        elif piece is None:
+            self.written[value] = home.take(out)
+        else:
+            out = home.take(jax.lax.with_sharding_constraint(out, piece.layout), piece.layout)
+            self.forms[value] = piece.form
+            self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, piece), out, piece.start)
+
+    def _buffer(self, value: int, piece: Piece):
+        """What the pieces of a result fill: the array that it replaces, a gradient of its type, or a new one."""
+        if value in self.written:
+            return self.written[value]
+        home, aval = self.cut.home_of(value), self.graph.avals[value]
+        if home.replaces is not None:
+            source = self.graph.ins[home.replaces]
+            self.filled[source] = value
+            return self._viewed(self.host[source], piece, home)
+        for source in self.gate:
+            same = self.graph.avals[source]
+            if source not in self.filled and (same.shape, same.dtype) == (aval.shape, aval.dtype):
+                self.filled[source] = value
+                return jnp.reshape(self._stored(source, piece.form, None), piece.view)
+        new = jnp.zeros(piece.view, aval.dtype)
+        new = jax.lax.with_sharding_constraint(new, piece.layout)
+        return home.take(new, piece.layout)  # XLA makes that an allocation on the host
+
+
+class _HostRun(_Run):
+    """[Note: update on the host]: see there."""
+
+    def results(self) -> list[Any]:
+        """All results, each in its home."""
+        for unit in (*self.cut.scalars, *self.cut.units):
+            if unit.sources and not self.graph.is_small(unit.values[0]):
+                self._on_host(unit)
+            else:
+                self._wait_for(unit.sources, _Tie(self, 2))
+                env = {s: self._fetch(s, None) for s in unit.sources}
+                for value, out in zip(unit.values, self._computed(unit, env), strict=True):
+                    self._write(value, out, None)
+            self.wrote.append(unit.values)
+        return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_homes, strict=True)]
+
+    def _on_host(self, unit: Unit) -> None:
+        inputs = [v for v in self._inputs(unit) if v not in unit.sources]
+        for v in inputs:
+            self._evaluate(v, {})
+        with jax.named_scope("jzero.to_host"):
+            sources = [self.host[s] for s in unit.sources]
+            late = _Tie(self, 2).after([self.values[v] for v in inputs])
+            late = [jax.device_put(x, jax.memory.Space.Host) for x in late]
+
+        def update(*arrays):
+            return run_on_host(
+                self.graph, unit.values, dict(zip((*unit.sources, *inputs), arrays, strict=True))
+            )
+
+        for value, out in zip(unit.values, jaxprs.on_host(update)(*sources, *late), strict=True):
+            home = self.cut.home_of(value)
+            if home.sharding is None:
+                self.written[value] = jax.device_put(out, jax.memory.Space.Device)
+            else:
+                self.written[value] = jax.lax.with_sharding_constraint(out, home.sharding)
+
+    def _inputs(self, unit: Unit) -> list[int]:
+        """What a unit reads: arguments, and single numbers, which the device computes."""
+        given = _Given(lambda v: v in self.cut.homes or v in self.graph.known or self.graph.is_small(v))
+        found: dict[int, None] = {}
+        for value in unit.values:
+            for node in self.graph.needed(value, given):
+                found.update((i, None) for i in node.ins if i in given and i not in self.graph.known)
+        return list(found)
+
+
+def run_on_host(graph: Graph, values: Sequence[int], given: dict[int, Any]) -> list[Any]:
+    """Values of a graph, for those that are given, inside of a computation on the host."""
+    env = {**graph.known, **given}
+    for value in values:
+        for node in graph.needed(value, env):
+            operands = [env[i] for i in node.ins]
+            results = operands[:1] if node.name in LAYOUT else node.run(operands)
+            env.update((o, _hosted(x)) for o, x in zip(node.outs, results, strict=True))
+    return [env[v] for v in values]
+
+
+def _hosted(x):
+    """A value of a computation on the host, with the memory space in its type that JAX asks for."""
+    return x if x.aval.memory_space == jax.memory.Space.Host else jax.device_put(x, jax.memory.Space.Host)
+
+
+class _Given:
+    """A set of values by a rule."""
+
+    def __init__(self, rule: Callable[[int], bool]):
+        self.rule = rule
+
+    def __contains__(self, value: int) -> bool:
+        return self.rule(value)
+
+
+class _Tie:
+    """What makes arrays wait: for some results to be written, or for what a unit `back` from the last one wrote.
+
+    With fewer units before it, for the gate.
+    """
+
+    def __init__(self, run: _Run, back: int, values: Sequence[int] = ()):
+        self.run = run
+        self.waits_for = values or (run.gate if len(run.wrote) < back else run.wrote[-back])
+
+    def after(self, arrays: list[Any]) -> list[Any]:
+        """The same arrays, there only once what they wait for is."""
+        if not self.waits_for or not arrays:
+            return arrays
+        run = self.run
+        stores = [run.written if v in run.written else run.values for v in self.waits_for]
+        others = [store[v] for store, v in zip(stores, self.waits_for, strict=True)]
+        arrays, others = jax.lax.optimization_barrier((list(arrays), others))
+        for store, v, other in zip(stores, self.waits_for, others, strict=True):
+            store[v] = other  # both results are used, or XLA drops the barrier
+        return arrays

@@ -1,0 +1,65 @@
+"""Optimizer state as it is stored, padded and pinned, and as the wrapped transformation knows it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.core.errors import counted
+from jzero.layout.placement import on_device
+from jzero.sharding import Plan
+
+
+def pin_state(state, plan: Plan):
+    """Every leaf of an optimizer state in its stored shape and layout, scalars included."""
+    leaves, tree = jax.tree.flatten(state)
+    rows = zip(leaves, plan.state_forms(state), strict=True)
+    return jax.tree.unflatten(tree, [pad(x, shape, spec, plan) for x, (spec, shape) in rows])
+
+
+def cut_state(state, logical, plan: Plan):
+    """The reverse of `pin_state`: every leaf in the shape that the wrapped transformation knows, on its shards."""
+    leaves, tree = jax.tree.flatten(state)
+    shapes = [tuple(x.shape) for x in jax.tree.leaves(logical)]
+    rows = zip(leaves, shapes, plan.state_specs(state), strict=True)
+    return jax.tree.unflatten(tree, [cut(x, shape, spec, plan) for x, shape, spec in rows])
+
+
+def check_state(state, logical, *, where: str) -> None:
+    """Raises ValueError for an optimizer state with other leaves than `logical`, what its transformation makes."""
+    got, want = ([np.ndim(x) for x in jax.tree.leaves(tree)] for tree in (state, logical))
+    if got != want:
+        other = "" if len(got) != len(want) else " with other numbers of dims"
+        raise ValueError(
+            f"{where}: this is no state of the optimizer: it has {counted(len(got), 'leaf', 'leaves')}, and "
+            f"tx.init(params) makes {len(want)}{other}. Pass what tx.init(params) or the last update returned."
+        )
+
+
+def pad(x, shape, spec, plan: Plan):
+    """An array in its stored shape and layout: zeros at the end of a dim that nothing divides."""
+    if tuple(np.shape(x)) != tuple(shape):
+        x = plan.constrain(x, spec)
+        x = jnp.pad(x, [(0, new - old) for old, new in zip(np.shape(x), shape, strict=True)])
+    return plan.constrain(x, spec)
+
+
+def cut(x, shape, spec, plan: Plan):
+    """The reverse of `pad`; inside of a trace on its shards, whose pieces may be unequal."""
+    if tuple(np.shape(x)) == tuple(shape):
+        return x
+    return plan.constrain(jax.lax.slice(on_device(x), [0] * len(shape), shape), spec)
+
+
+def align(updates, params, *, where: str) -> list:
+    """The leaves of `updates` in the order of `params`; None where a leaf is missing.
+
+    Raises:
+      ValueError: the updates are no tree like the params.
+    """
+    tree = jax.tree.structure(params)
+    try:
+        return tree.flatten_up_to(updates)
+    except ValueError as error:
+        raise ValueError(f"{where}: the updates are not a tree like the params: {error}") from None

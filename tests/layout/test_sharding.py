@@ -1,0 +1,315 @@
+"""The leaf rule, the plan and its table, and layouts that the user brings (tensor parallelism)."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding
+from models import DIM_IN, DIM_OUT, assert_batch_is_split, batch, create_state, loss_of, max_error, train_step
+
+import jzero
+from jzero.layout.split import add_axes
+
+P = jax.P
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("shape", "base", "want"),
+    [
+        ((64, 40), P(), P("data")),
+        ((50257, 768), P(), P(None, "data")),
+        ((3, 3, 64, 128), P(), P(None, None, "data")),
+        ((5, 7), P(), None),
+        ((), P(), None),
+        ((0, 8), P(), P(None, "data")),
+        ((64, 40), P("model"), P("model", "data")),
+        ((64, 40), P(None, "model"), P("data", "model")),
+        ((64, 5), P("model"), P(("model", "data"))),  # no free dim divides: it shares one
+        ((12, 5), P("model"), None),  # 12 / 2 = 6, and 4 does not divide it
+    ],
+)
+def test_leaf_rule(shape, base, want, mesh_2x4):
+    assert add_axes(shape, base, ("data",), mesh_2x4) == want
+
+
+@pytest.mark.unit
+def test_min_shard_bytes_keeps_small_leaves_whole_and_says_so(mesh):
+    shapes = {
+        "small": jax.ShapeDtypeStruct((64, 32), jnp.float32),
+        "big": jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    }
+    plan = jzero.make_plan(shapes, stage=3, mesh=mesh, min_shard_bytes=16 * 1024)
+    big, small = plan.layouts
+    assert (big.stored, small.stored) == (P("data"), P())
+    assert small.reason == "8.19 kB < min_shard_bytes 16.38 kB"
+    assert "1 whole over the ZeRO axis (8.19 kB)" in plan.describe()
+    assert jzero.make_plan(shapes, stage=3, mesh=mesh, min_shard_bytes=0).layouts[1].stored == P("data")
+
+
+@pytest.mark.unit
+def test_plans_are_hashable_values(mesh):
+    shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    a, b = (jzero.make_plan(shapes, stage=2, mesh=mesh) for _ in range(2))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != jzero.make_plan(shapes, stage=1, mesh=mesh)
+    assert len({a, b}) == 1
+
+
+@pytest.mark.unit
+def test_a_stage_is_a_row_of_layouts(mesh):
+    shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    rows = {}
+    for stage in range(4):
+        x = jzero.make_plan(shapes, stage=stage, mesh=mesh, min_shard_bytes=0).layouts[0]
+        rows[stage] = [s == P("data") for s in (x.stored, x.used, x.grad, x.state)]
+    assert rows == {
+        0: [False, False, False, False],
+        1: [False, False, False, True],
+        2: [False, False, True, True],
+        3: [True, False, True, True],
+    }
+
+
+def test_describe_has_a_row_per_leaf(mesh):
+    state = jzero.shard(lambda: create_state(dtype=jnp.bfloat16), stage=3, mesh=mesh, min_shard_bytes=256)
+    plan = jzero.plan_of(state)
+    text = plan.describe(state.tx)
+    for layout in plan.layouts:
+        assert layout.name in text
+    row = next(line for line in text.splitlines() if line.startswith("['Dense_1']['kernel']"))
+    assert row.split() == [
+        "['Dense_1']['kernel']", "bf16[40,40]", "P('data',)", "P()", "P('data',)", "P('data',)", "800", "B",
+    ]  # fmt: skip
+    assert ".master['Dense_1']['kernel']" in text
+    bias = next(line for line in text.splitlines() if line.startswith("['Dense_0']['bias']"))
+    assert "80 B < min_shard_bytes 256 B" in bias
+
+
+@pytest.mark.unit
+def test_place_batch_takes_numpy_jnp_scalars_and_placed_arrays(mesh):
+    plan = jzero.plan_of(jzero.shard(create_state, stage=2, mesh=mesh))
+    placed = plan.place_batch({**batch(), "j": jnp.ones((8, 2)), "scale": 2.0})
+    assert_batch_is_split({k: v for k, v in placed.items() if k != "scale"})
+    assert placed["scale"].is_fully_replicated
+    assert plan.batch == NamedSharding(plan.mesh, P("data"))
+    again = plan.place_batch(placed)
+    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(placed), strict=True))
+
+
+# ------------------------------------------------------------------------------------- tensor parallelism
+
+
+class Tensor(nn.Module):
+    """Megatron-like: the first kernel split by columns, the second by rows; names in linen metadata."""
+
+    boxed: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        def init(names):
+            base = nn.initializers.lecun_normal()
+            return nn.with_partitioning(base, names) if self.boxed else base
+
+        x = jnp.tanh(nn.Dense(64, kernel_init=init((None, "model")))(x))
+        return nn.Dense(DIM_OUT, kernel_init=init(("model", None)))(x)
+
+
+def create_tensor(boxed=True):
+    model = Tensor(boxed)
+    params = model.init(jax.random.key(0), jnp.ones((2, DIM_IN)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
+
+
+WANT = {0: [P(None, "model"), P("model")], 3: [P("data", "model"), P(("model", "data"))]}
+
+
+@pytest.mark.default_cases("3-param_specs", "2-metadata")
+@pytest.mark.parametrize("given", ["metadata", "param_specs", "arrays"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tensor_parallel_layouts_are_kept_and_the_zero_axis_added(stage, given, mesh_2x4):
+    specs = {
+        "Dense_0": {"kernel": P(None, "model"), "bias": P()},
+        "Dense_1": {"kernel": P("model", None), "bias": P()},
+    }
+    kwargs = {"stage": stage, "mesh": mesh_2x4, "min_shard_bytes": 256}
+    if given == "metadata":
+        state = jzero.shard(create_tensor, **kwargs)
+    elif given == "param_specs":
+        state = jzero.shard(lambda: create_tensor(False), param_specs=specs, **kwargs)
+    else:
+        plain = create_tensor(False)
+        laid = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh_2x4, s)), plain.params, specs)
+        state = jzero.shard(plain.replace(params=laid, opt_state=plain.tx.init(laid)), **kwargs)
+    plan = jzero.plan_of(state)
+    by_name = {x.keys[:2]: x for x in plan.layouts}
+    kernels = [by_name[name, "kernel"] for name in ("Dense_0", "Dense_1")]
+    assert [x.used for x in kernels] == WANT[0]
+    assert [x.stored for x in kernels] == WANT[3 if stage == 3 else 0]
+    assert [x.state for x in kernels] == WANT[3 if stage else 0]
+    plain, step = create_tensor(False), jax.jit(lambda s, b: train_step(s, b))
+    for i in range(5):
+        placed = plan.place_batch(batch(i))
+        assert_batch_is_split(placed, 4)
+        state, loss = step(state, placed)
+        plain, plain_loss = step(plain, batch(i))
+        np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
+    got = [x.sharding.spec for x in jax.tree.leaves(state.params)]
+    assert got == [x.stored for x in plan.layouts]
+    assert max_error(nn.meta.unbox(state.params), plain.params) < 1e-5
+
+
+@pytest.mark.unit
+def test_nnx_metadata_is_kept(mesh_2x4):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(
+                nnx.initializers.lecun_normal(), (None, "model"), eager_sharding=False
+            )
+            self.a = nnx.Linear(DIM_IN, 64, kernel_init=init, rngs=rngs)
+
+    def create():
+        model = Model(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    model, optimizer = jzero.shard(create, stage=3, mesh=mesh_2x4, min_shard_bytes=0)
+    assert model.a.kernel.get_value().sharding.spec == P("data", "model")
+    assert jzero.plan_of(optimizer).layouts[1].used == P(None, "model")
+
+
+# ------------------------------------------------------------------------------------------ axes of a mesh
+
+
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_explicit_axes_work_on_an_auto_mesh_over_the_same_devices(stage):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    state = jzero.shard(create_state, stage=stage, mesh=mesh, min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+    assert "the mesh has Explicit axes" in plan.describe()
+    state, loss = jax.jit(train_step)(state, plan.place_batch(batch()))
+    np.testing.assert_allclose(loss, jax.jit(train_step)(create_state(), batch())[1], rtol=1e-5)
+
+
+@pytest.mark.unit
+def test_no_mesh_takes_all_devices_on_one_axis():
+    plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=2)
+    assert dict(plan.mesh.shape) == {"data": 8}
+    assert dict(jzero.make_plan({"w": jnp.ones((64, 64))}, stage=2, axis="fsdp").mesh.shape) == {"fsdp": 8}
+
+
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_and_shards_on_two_axes(stage):
+    """HSDP: state over "data", the batch over both axes."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "data"))
+    fields = {"axis": "data", "batch_axis": ("replica", "data"), "min_shard_bytes": 0}
+    state = jzero.shard(create_state, stage=stage, mesh=mesh, **fields)
+    plan = jzero.plan_of(state)
+    placed = plan.place_batch(batch())
+    assert_batch_is_split(placed, 8)
+    state, loss = jax.jit(train_step)(state, placed)
+    plain, plain_loss = jax.jit(train_step)(create_state(), batch())
+    np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
+    assert max_error(state.params, plain.params) < 1e-5
+    assert {x.state for x in plan.layouts if not x.reason} <= {
+        P("data"),
+        P(None, "data"),
+        P(None, None, "data"),
+    }
+
+
+@pytest.mark.nightly
+def test_params_within_the_node_and_state_over_all():
+    """hpZ: stage 3 params over a part of the axes that share the state."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"))
+    state = jzero.shard(
+        create_state, stage=3, mesh=mesh, axis=("node", "gpu"), param_axis="gpu", min_shard_bytes=0
+    )  # fmt: skip
+    plan = jzero.plan_of(state)
+    kernel = next(x for x in plan.layouts if x.keys == ("Dense_0", "kernel"))
+    assert (kernel.stored, kernel.state) == (P("gpu"), P(("gpu", "node")))  # a part of the stored shard
+    data = plan.place_batch(batch())
+    state, loss = jax.jit(train_step)(state, data)
+    np.testing.assert_allclose(loss, jax.jit(train_step)(create_state(), batch())[1], rtol=1e-5)
+    assert loss_of(state.apply_fn, state.params, data) < loss
+
+
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_params_that_an_earlier_run_split_are_not_taken_for_tensor_parallelism(stage, mesh):
+    old = jzero.shard(create_state, stage=3, mesh=mesh, min_shard_bytes=0)
+    fresh = TrainState.create(apply_fn=create_state().apply_fn, params=old.params, tx=optax.adam(1e-3))
+    plan = jzero.plan_of(jzero.shard(fresh, stage=stage, mesh=mesh, min_shard_bytes=0))
+    want = jzero.plan_of(jzero.shard(create_state, stage=stage, mesh=mesh, min_shard_bytes=0))
+    assert plan.layouts == want.layouts
+
+
+@pytest.mark.unit
+def test_no_mesh_takes_the_mesh_that_the_params_are_split_on(mesh_2x4):
+    w = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh_2x4, P(None, "model")))
+    plan = jzero.make_plan({"w": w}, stage=2, min_shard_bytes=0)
+    assert plan.mesh == mesh_2x4
+    assert plan.layouts[0].state == P("data", "model")
+
+
+def test_a_batch_on_another_mesh_is_moved_to_the_plans():
+    explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    state = jzero.shard(create_state, stage=2, mesh=explicit)
+    plan = jzero.plan_of(state)
+    placed = plan.place_batch(jax.device_put(batch(), NamedSharding(explicit, P("data"))))
+    assert all(x.sharding == plan.batch for x in jax.tree.leaves(placed))
+    jax.jit(train_step)(state, placed)
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match="Explicit axes"):
+        jax.jit(lambda s, b: train_step(s, b))(state, placed)
+
+
+def test_kind_of_an_argument(mesh):
+    state = jzero.shard(lambda: create_state(dtype=jnp.bfloat16), stage=2, mesh=mesh, min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+    compiled = jax.jit(train_step).lower(state, plan.place_batch(batch())).compile()
+    memory = jzero.explain(compiled, plan).memory
+    assert memory is not None
+    estimate = jzero.estimate(plan, tx=state.tx)
+    assert (memory.params, memory.opt_state) == (estimate.params, estimate.opt_state)
+
+
+@pytest.mark.unit
+def test_a_field_that_plain_grad_ignores_is_noted():
+    plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=1, reduce_dtype="float32")
+    assert "reduce_dtype=float32 is honoured by jzero.value_and_grad alone" in plan.describe()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("stage", [1, 3])
+def test_param_axis_below_stage_3_is_told(stage):
+    mesh = jzero.mesh({"replica": 2, "data": -1})
+    plan = jzero.make_plan(
+        {"w": jnp.ones((64, 64))}, stage=stage, mesh=mesh, axis=("replica", "data"), param_axis="data"
+    )
+    assert ("param_axis='data' has no effect at stage 1: params are whole" in plan.describe()) == (stage == 1)
+
+
+@pytest.mark.pod
+def test_params_within_the_node_are_cut_along_the_dim_of_their_state():
+    """Else all of a new param would cross the network, and not only the part that the node has not."""
+    mesh = jzero.mesh({"replica": "hosts", "data": "host"}, pod=jzero.pod("h200", hosts=512))
+    shapes = {"up": (2048, 8192), "down": (8192, 2048), "square": (2048, 2048)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()}
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, axis=("replica", "data"), param_axis="data")
+    found = {x.keys[0]: (x.stored, x.state) for x in plan.layouts}
+    assert found == {
+        "up": (P(None, "data"), P(None, ("data", "replica"))),
+        "down": (P("data"), P(("data", "replica"))),
+        "square": (P("data"), P("data", "replica")),
+    }
+    psi, wire = plan.param_bytes, jzero.estimate(plan).wire_by_axes
+    assert wire["replica"] < 0.15 * psi * 2  # new params, and the second step of the square's gradient
+    assert wire["replica+data"] == pytest.approx(psi * 8 / 9, rel=0.01)
