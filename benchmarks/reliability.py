@@ -86,7 +86,8 @@ def row(promise: str) -> Callable[[Callable[[Path, bool], Found]], Callable[[Pat
 
 def run_python(code: str, *args: Any) -> subprocess.Popen:
     """A process with jzero and the helpers of the tests."""
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "tests/checkpoint")))
+    folders = (str(ROOT / folder) for folder in ("", "tests", "tests/checkpoint"))
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(folders))
     command = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
