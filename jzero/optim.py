@@ -1,6 +1,6 @@
-"""`zero(tx, plan)`: an optax transformation whose state is sharded and whose updates land on sharded masters.
+"""`zero(tx, plan)`: an optax transformation whose state is sharded and whose updates go to sharded masters.
 
-[Note: an update knows where it lands]
+[Note: an update knows its param]
 With 16-bit params and an fp32 master the new param is `cast(master)`, a value and not a difference. A
 difference would cost fp32 on the wire and, in 16 bits, be wrong. So the leaf that `update` returns answers
 `param + leaf` with the new param: the master is updated on its shard, cast there, and the 16-bit result is
@@ -18,23 +18,18 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jzero.comm import comm_of
+from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.core.jaxprs import constant_zero_outputs, is_tracer
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.mesh import check_context_mesh
 from jzero.offload import check_host_memory, homes_of, streamed
 from jzero.sharding import Plan, check_plan
-from jzero.update.deferred_update import (
-    OneByOne,
-    is_copied,
-    land_by_layers,
-    land_on_sum,
-    landing,
-    lands_by_layers,
-)
+from jzero.update.deferred_update import deferred
 from jzero.update.moment_dtype import with_moment_dtype
 from jzero.update.padded_state import align, check_state, pad, pin_state
-from jzero.update.sharded_update import Step, on_shards, read_params_first, reduce_grads
+from jzero.update.sharded_update import Step, on_shards, read_params_first
 
 
 class ZeroState(NamedTuple):
@@ -188,30 +183,48 @@ class _Update(_Wrapped):
             else:
                 inner, master = step.cut(inner, master)
                 wide, grads = read_params_first(step.masters(shards, master), stored, grads, self.plan)
-        grads = reduce_grads(grads, self.plan)
+        comm = comm_of(self.plan)
+        grads = comm.gradients.at_update(grads)
         if offloaded:
             news, inner, new_master = step.streamed(shards, grads, inner, master)
         else:
             news, inner, new_master = step(shards, wide, grads, inner, master)
-        with jax.named_scope("jzero.gather_params"):
-            copied = OneByOne(self.plan)
-            rows = zip(news, master, self.plan.layouts, strict=True)
-            out = [self._land(new, m is not None, x, copied) for new, m, x in rows]
+        with jax.named_scope(comm.updates.SCOPE):
+            out = self._new_params(news, master)
         has_master = isinstance(state, ZeroState)
         return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
 
-    def _land(self, new, has_master: bool, x: Layout, copied: OneByOne):
-        """The leaf to return for what `_Step` gives."""
+    def _new_params(self, news: list, master: list) -> list:
+        """The leaves to return, for the new values of params that have a master and the differences of the others."""
+        gather = comm_of(self.plan).updates
+        rows = list(zip(news, master, self.plan.layouts, strict=True))
+        if self.plan.config.updates == "delta":
+            return [None if new is None else gather(new, x) for new, _, x in rows]
+        copied = [(new, x) for new, m, x in rows if m is not None and is_copied(x) and not goes_by_layers(x)]
+        in_turn = iter(gather.in_turn(*zip(*copied, strict=True)) if copied else ())
+        return [self._new_param(*row, in_turn) for row in rows]
+
+    def _new_param(self, new, master, x: Layout, in_turn) -> Any:
+        """One of them; `in_turn`: the gathers of copied leaves that are left."""
         if new is None:
             return None
-        if self.plan.config.updates == "delta":
-            return self.plan.constrain(new, x.stored)
-        if not has_master:
-            return land_on_sum(new, x, self.plan)
-        if lands_by_layers(x):
-            return landing(lambda param: land_by_layers(param, new, x, self.plan), x)
-        value = copied.gather(new, x) if is_copied(x) else self.plan.constrain(new, x.stored)
-        return landing(lambda _: value() if callable(value) else value, x)
+        gather = comm_of(self.plan).updates
+        if master is None:
+            return deferred(lambda param: self._sum(param, new, x), x)
+        if goes_by_layers(x):
+            return deferred(lambda param: gather.by_layers(param, new, x), x)
+        if is_copied(x):
+            value = next(in_turn)
+            return deferred(lambda _: value(), x)
+        gathered = gather(new, x)
+        return deferred(lambda _: gathered, x)
+
+    def _sum(self, param, delta, x: Layout) -> Any:
+        """A param without master and the difference to it, added on shards and gathered."""
+        plan, gather = self.plan, comm_of(self.plan).updates
+        new = plan.constrain(plan.constrain(param, x.stored), x.state) + delta
+        shard = plan.constrain(new.astype(x.dtype), x.state)
+        return gather.by_layers(param, shard, x) if goes_by_layers(x) else gather(shard, x)
 
     def _on_params(self, value_fn, layouts, tree):
         """A line search evaluates the loss at candidate masters: hand it params as the model knows them."""

@@ -48,31 +48,28 @@ def ties_without(**empty: Any) -> Callable[[Any], Any]:
 SWITCHES = (
     Switch(
         "all ties of buckets",
-        patches=(("jzero.gather.transform.buckets:find_ties", always(())),),
+        patches=(("jzero.gather.buckets:find_ties", always(())),),
         stages=(2, 3),
     ),
     Switch(
         "ties of gathers to activations",
-        patches=(("jzero.gather.transform.buckets:find_ties", ties_without(gather=())),),
+        patches=(("jzero.gather.buckets:find_ties", ties_without(gather=())),),
         stages=(3,),
     ),
     Switch(
         "cotangents wait for reductions",
-        patches=(("jzero.gather.transform.buckets:find_ties", ties_without(reduce=())),),
+        patches=(("jzero.gather.buckets:find_ties", ties_without(reduce=())),),
         stages=(2, 3),
     ),
     Switch("limit of a bucket", fields=(("bucket_bytes", NO_LIMIT),), stages=(2, 3)),
     Switch(
-        "old params die early (step.py)",
+        "old params die early",
         patches=(("jzero.optim:read_params_first", lambda _: lambda wide, stored, grads, plan: (wide, grads)),),
         stages=(1, 2),
     ),
     Switch(
-        "stacks land layer by layer",
-        patches=(
-            ("jzero.update.deferred_update:lands_by_layers", always(False)),
-            ("jzero.optim:lands_by_layers", always(False)),
-        ),
+        "stacks of new params gathered layer by layer",
+        patches=(("jzero.optim:goes_by_layers", always(False)),),
         stages=(1, 2),
     ),
     Switch(
@@ -92,20 +89,20 @@ SWITCHES = (
         stages=(1,),
     ),
     Switch(
-        "gradients of vectors whole first (step.py)",
+        "gradients of vectors whole first",
         patches=(
             (
-                "jzero.update.sharded_update:reduce_grad",
-                lambda _: lambda grad, x, plan: grad if grad is None else plan.constrain(grad, x.state),
+                "jzero.comm.gradients:GradientReduce.one_at_update",
+                lambda _: lambda self, grad, x: self.plan.constrain(grad, x.state),
             ),
         ),
     ),
     Switch(
-        "masters compared with params (follow.py)",
+        "masters compared with params",
         patches=(("jzero.update.sharded_update:taken_over", lambda _: lambda shard, master: master),),
     ),
     Switch(
-        "units of the streamed state in order (stream.py)",
+        "units of the streamed state in order",
         patches=(("jzero.stream.streaming:_Tie.after", lambda _: lambda self, arrays: arrays),),
         offload=True,
     ),

@@ -1,1 +1,18 @@
-"""Communication: every collective that jzero asks XLA for is made here."""
+"""Communication: every collective that jzero asks XLA for is made in this package.
+
+Vocabulary
+  stored, used   the layout of an array between steps, and the one that the arithmetic sees
+  gather         from stored to used: an all-gather
+  reduce         from one gradient per device to one gradient on its shards: a reduce-scatter, or an all-reduce
+  transport      the form in which values travel: as they are, or encoded before the collective and decoded after it
+  wire bytes     bytes that one device sends; rings assumed
+
+What always holds
+  There is one object per kind of collective: `WeightGather`, `GradientReduce`, `UpdateGather`; `comm_of(plan)` has all
+  three. Each knows its layouts, its transport, the scope under which its operations appear in a program, and its cost.
+  The step calls these objects, and `estimate`, `explain`, `check`, buckets and checkpoint policies read them.
+"""
+
+from jzero.comm.collectives import Comm, comm_of
+
+__all__ = ["Comm", "comm_of"]

@@ -95,7 +95,7 @@ class Walk(Uses):
         """The ties by the number of their step, and whether they come after it."""
         found: dict[tuple[int, bool], list[buckets.Tie]] = collections.defaultdict(list)
         if self.ordered:
-            sizes = {k: env[k].nbytes for k in flat.ins if isinstance(env[k], Weight)}
+            sizes = {k: env[k].message_bytes(self.comm) for k in flat.ins if isinstance(env[k], Weight)}
             rows = buckets.find_buckets(flat, sizes, self.plan.bucket_bytes, self.plan.config.prefetch)
             for tie in buckets.find_ties(flat, rows, self.plan.config.prefetch):
                 found[tie.at, tie.after].append(tie)
@@ -185,7 +185,7 @@ class Walk(Uses):
     def remat(self, eqn, values: list[Any]) -> list[Any]:
         """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
         flat, rewrap = unwrap(values)
-        size = sum(v.nbytes for v in values if isinstance(v, Weight))
+        size = sum(v.message_bytes(self.comm) for v in values if isinstance(v, Weight))
         inner = Walk(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
         handed = buckets.handed_through([eqn.params["jaxpr"]], [isinstance(v, Weight) for v in values])
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jzero.comm import Comm
 from jzero.core import jaxprs
 from jzero.layout.specs import P
 
@@ -41,8 +42,12 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole weight."""
+        """Bytes of the whole weight in the dtype that the model computes with: those of its gradient, too."""
         return self.shard.size * self.shard.dtype.itemsize
+
+    def message_bytes(self, comm: Comm) -> int:
+        """Bytes of the whole weight as it travels: when it is gathered, else when its gradient is reduced."""
+        return comm.weights.wire_bytes(self.shard.shape, self.shard.dtype) if self.split else self.nbytes
 
     @property
     def is_reduced(self) -> bool:

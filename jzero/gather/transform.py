@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero.comm import comm_of
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
@@ -63,7 +64,7 @@ class GatherOnUse:
             return self.fn(params, *args, **kwargs)
 
         if has_module(params):
-            if not walks(self.plan):
+            if not reduces_on_use(self.plan):
                 return fn(params, args, kwargs)
             return call(self._evaluate, fn, params, args, kwargs)
         return self._evaluate(fn, params, args, kwargs)
@@ -137,7 +138,7 @@ class GatherOnUse:
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
-        if not walks(self.plan):
+        if not reduces_on_use(self.plan):
             picked = self._tied(jaxpr, picked)
             if not any(picked) and not fetches(jaxpr):
                 return fn(params, args, kwargs)
@@ -160,7 +161,7 @@ class GatherOnUse:
 
     def _ordered(self, jaxpr, weights: Sequence[bool]) -> bool:
         """More than one bucket, and at stage 2 enough tokens: [Note: few tokens] in `buckets.py`."""
-        if not has_buckets(self.plan):
+        if not comm_of(self.plan).gradients.has_buckets:
             return False
         enough = self.plan.bucket_bytes * self.plan.batch_parts
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
@@ -198,19 +199,9 @@ class GatherOnUse:
         return found
 
 
-def walks(plan: Plan) -> bool:
-    """True where every weight is gathered or reduced by the walk; else it looks after tied embeddings alone."""
-    return plan.config.row.params or orders(plan)
-
-
-def orders(plan: Plan) -> bool:
-    """True where the walk changes how gradients are reduced: their order, or the dtype."""
-    return has_buckets(plan) or (plan.config.row.grads and plan.config.reduce_dtype is not None)
-
-
-def has_buckets(plan: Plan) -> bool:
-    """True where the gradients that are reduced make more than one bucket: their order matters."""
-    return sum(x.nbytes for x in plan.layouts if x.grad != x.used) > plan.bucket_bytes
+def reduces_on_use(plan: Plan) -> bool:
+    """True where every weight is gathered or reduced where it is used; else only tied embeddings are looked after."""
+    return comm_of(plan).gradients.on_use
 
 
 def _is_output(x) -> bool:
@@ -244,7 +235,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     """
     check_function(fn, "fn", where="jzero.gather_on_use")
     check_plan(plan, where="jzero.gather_on_use")
-    if not walks(plan):
+    if not reduces_on_use(plan):
         return fn
     if isinstance(fn, GatherOnUse):
         fn = fn.fn

@@ -29,10 +29,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.comm.reduce_scatter import is_of_batch, needs_scatter, summed
+from jzero.comm import comm_of
 from jzero.core import jaxprs
+from jzero.core.ordering import tied
 from jzero.gather.sharded_weight import Weight, unwrap
-from jzero.layout.specs import P, shard_factor, spec_axes
+from jzero.layout.specs import P, spec_axes
 from jzero.sharding import Plan
 
 CUT_BUCKETS = 8  # times `bucket_bytes`: in parts from there on
@@ -49,6 +50,7 @@ class Uses:
 
     def __init__(self, plan: Plan, *, in_remat: bool = False, ordered: bool = True):
         self.plan, self.in_remat, self.ordered = plan, in_remat, ordered
+        self.comm = comm_of(plan)
 
     @property
     def drops(self) -> bool:
@@ -89,13 +91,13 @@ class Uses:
         def back(index, cotangent):
             def part(i, grad):
                 some = jax.lax.dynamic_slice_in_dim(cotangent, i * (width // parts), width // parts, axis=-1)
-                some = self.made(
+                some = self.comm.gradients.by_examples(
                     lambda index, rest: jaxprs.lookup_gradient(
                         eqn, index, rest if wide is None else rest.astype(wide), rows
                     ),
                     (index, some),
                     (0, 0) if self.lookup_is_scattered(table) else None,
-                    table,
+                    table.grad,
                 ).astype(grad.dtype)
                 return jax.lax.dynamic_update_slice_in_dim(grad, some, i * (width // parts), axis=1)
 
@@ -153,11 +155,11 @@ class Uses:
         def back(other, cotangent):
             def part(i, cotangent):
                 piece = (dim, i * size, size) if parts > 1 else None
-                return self.made(
+                return self.comm.gradients.by_examples(
                     functools.partial(gradient, piece=piece),
                     (other, cotangent),
                     jaxprs.example_dims(eqn, at) if self.is_scattered(weight) else None,
-                    weight,
+                    weight.grad,
                 ).astype(dtype)
 
             return [self.plan.constrain(self.joined(part, cotangent, parts, dim), weight.grad)]
@@ -166,26 +168,12 @@ class Uses:
         return jaxprs.linear(jaxprs.Product(eqn, at), back, [other], [whole])
 
     def is_scattered(self, weight: Weight) -> bool:
-        """Its gradient is reduced by [Note: pieces along several dims] in `reduce_scatter.py`."""
-        return weight.is_reduced and needs_scatter(weight.shard.shape, weight.grad, self.plan)
+        """Its gradient is reduced by [Note: pieces along several dims] in `comm/reduce_scatter.py`."""
+        return weight.is_reduced and self.comm.gradients.is_scattered(weight.shard.shape, weight.grad)
 
     def lookup_is_scattered(self, table: Weight) -> bool:
-        """Also where a table's gradient is split along the table's own dim over more devices (hpZ).
-
-        XLA all-reduces the whole gradient of a lookup there; along another dim it moves tokens, which is less.
-        """
-        dims, own = ([bool(e) for e in spec] for spec in (table.grad, table.stored))
-        pieces, parts = (shard_factor(spec, self.plan.mesh) for spec in (table.grad, table.stored))
-        finer = pieces > parts > 1 and dims == own and is_of_batch(table.grad, self.plan)
-        return finer or self.is_scattered(table)
-
-    def made(self, make: Callable[..., Any], rows: Sequence[Any], dims: Any, weight: Weight) -> Any:
-        """The gradient `make(*rows)` of a weight, or a part of it, on its shards.
-
-        `dims`: those of the examples, where it is to be scattered by us; None where XLA reduces it.
-        """
-        found = None if dims is None else summed(make, rows, dims, weight.grad, self.plan)
-        return self.plan.constrain(make(*rows), weight.grad) if found is None else found
+        """The same where rows of it are looked up."""
+        return self.comm.gradients.lookup_is_scattered(table.shard.shape, table.stored, table.grad)
 
     def is_wide(self, eqn, values: list[Any]) -> bool:
         """True for a weight that is spread over examples (a bias, a scale) and whose gradient is reduced wider."""
@@ -222,7 +210,7 @@ class Uses:
         done: list[Any] = []
         for i in range(parts):
             if len(done) > 1:
-                cotangent, done[-2] = jax.lax.optimization_barrier((cotangent, done[-2]))
+                cotangent, done[-2] = tied(cotangent, done[-2])
             done.append(part(i, cotangent))
         return jax.numpy.concatenate(done, axis=dim) if parts > 1 else done[0]
 
@@ -256,21 +244,18 @@ class Uses:
             # reduced in the dtype in which it is made, before what casts it
             return jaxprs.linear(lambda x: [x], lambda g: [self.reduced(g, value)], [], [value.shard])[0]
 
-        # By way of the used layout XLA joins an all-reduce and a slice to a reduce-scatter, where all devices of the
-        # batch share the gradient. With replicas or hpZ it would all-reduce whole gradients: straight to the shard
-        # (not always: with few tokens XLA may then move activations).
+        # see [Note: by way of the used layout] in `comm/gradients.py`
         shared_by_all = value.grad == value.stored and set(self.plan.batch_axes) <= set(spec_axes(value.grad))
+        whole_first = reduces and (shared_by_all or np.ndim(value.shard) <= 1)
 
         def reduce(grad):
-            first = value.used if reduces and (shared_by_all or np.ndim(grad) <= 1) else value.grad
-            return [self.plan.constrain(self.plan.constrain(grad, first), value.grad)]
+            return [self.comm.gradients.by_layout(grad, value.used, value.grad, whole_first=whole_first)]
 
-        return jaxprs.linear(lambda shard: [self.whole(shard, value)], reduce, [], [value.shard])[0]
-
-    def whole(self, shard: Any, weight: Weight) -> Any:
-        """The all-gather."""
-        with jax.named_scope("jzero.gather_weight"):
-            return self.plan.constrain(self.plan.constrain(shard, weight.stored), weight.used)
+        gather, layouts = self.comm.weights, (value.stored, value.used)
+        return jaxprs.linear(
+            lambda shard: [gather(shard, *layouts)], reduce, [], [value.shard],
+            tangent=lambda shard: [gather.tangent(shard, *layouts)],
+        )[0]  # fmt: skip
 
     def kept(self, weight: Weight) -> Weight:
         """Gathered for all its uses; where these reduce its gradient themselves, what comes back is reduced."""

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.comm.reduce_scatter import batch_axes, needs_scatter, of_batch, reduce_scatter
+from jzero.comm import comm_of
+from jzero.comm.reduce_scatter import batch_axes, of_batch
 from jzero.core.errors import (
     check_choice,
     check_flag,
@@ -41,7 +42,7 @@ from jzero.gradients.batch_independence import check_examples_apart
 from jzero.gradients.loss_scale import Factor, factor_of
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.mesh import check_context_mesh
-from jzero.layout.specs import P, make_spec, named_axes
+from jzero.layout.specs import P, make_spec
 from jzero.sharding import Plan, check_plan
 from jzero.update.padded_state import cut, pad
 
@@ -271,13 +272,13 @@ class _ValueAndGrad:
 
     def _reduced_to(self, x: Layout):
         """`Layout.state`, or whole where its padded pieces share a dim with another axis."""
-        return x.used if x.padded and not needs_scatter(x.shape, x.state, self.plan) else x.state
+        scattered = comm_of(self.plan).gradients.is_scattered(x.shape, x.state)
+        return x.used if x.padded and not scattered else x.state
 
     def _reduced(self, grad, x: Layout, spec):
         """One device's mean gradient, reduced to the layout `spec`; padded where its pieces would be unequal."""
         grad = grad.astype(self.plan.config.reduce_dtype or x.dtype)
-        with jax.named_scope("jzero.reduce_grads"):
-            return reduce_scatter(grad, spec, self.plan, but=named_axes(self.plan.sharding(x.used).spec))
+        return comm_of(self.plan).gradients.of_devices(grad, spec, x.used)
 
     # --- a reduction in every micro-batch -------------------------------------------------------------------
 

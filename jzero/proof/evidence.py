@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import PartitionSpec
 
+from jzero.comm.weights import WeightGather
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.specs import entry_axes, shard_factor
 from jzero.proof.arguments import argument_shardings
@@ -24,6 +25,7 @@ from jzero.proof.transfers import find_transfers
 from jzero.sharding import Plan
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
+DECODES = THROUGH | {"parameter", "constant", "broadcast", "multiply", "add", "subtract"}
 REDUCES = ("reduce-scatter", "all-reduce")
 
 
@@ -223,8 +225,7 @@ class Evidence:
         done = next((u for u in home.users.get(start.name, ()) if u.opcode.endswith("-done")), start)
         pieces = [u for u in home.users.get(done.name, ()) if u.opcode == "get-tuple-element"] or [done]
         weights = [p for p in pieces if p.shapes[0].size in self.weight_sizes]
-        both, known = {"forward", "backward"}, self.module.has_backward
-        return sum(p.shapes[0].nbytes for p in weights if both <= _read_by(home, p, known))
+        return sum(_kept_bytes(self.module, home, p) for p in weights)
 
     @functools.cached_property
     def fetched_at_once(self) -> int:
@@ -245,21 +246,37 @@ class Evidence:
     def has_gathers(self) -> bool:
         """True where gather on use was traced into the program."""
         return any(
-            "jzero.gather_weight" in line for c in self.module.computations.values() for line in c.lines
+            WeightGather.SCOPE in line for c in self.module.computations.values() for line in c.lines
         )
 
 
-def _read_by(home: Computation, value: Instruction, has_backward: bool) -> set[str]:
-    """The phases of the code that reads a value."""
-    phases, pending, seen = set(), [value], {value.name}
+def _kept_bytes(module: Module, home: Computation, weight: Instruction) -> int:
+    """Bytes of a gathered weight, or of what it is decoded to, where both passes read it; else 0."""
+    both, found, everywhere = {"forward", "backward"}, 0, set()
+    pending, seen = [weight], {weight.name}
     while pending:
-        for user in home.users.get(pending.pop().name, ()):
-            if user.opcode not in THROUGH:
-                phases.add(phase_of(user.op_name, has_backward))
+        value, phases = pending.pop(), set()
+        for user in home.users.get(value.name, ()):
+            if not _passes_on(module, home, user, value):
+                phases.add(phase_of(user.op_name, module.has_backward))
             elif user.name not in seen:
                 seen.add(user.name)
                 pending.append(user)
-    return phases
+        found = max(found, value.shapes[0].nbytes if both <= phases else 0)
+        everywhere |= phases
+    return found or (weight.shapes[0].nbytes if both <= everywhere else 0)
+
+
+def _passes_on(module: Module, home: Computation, user: Instruction, value: Instruction) -> bool:
+    """True where an instruction gives the same weight in another layout or dtype: a cast, or a fusion that decodes."""
+    if user.opcode != "fusion":
+        return user.opcode in THROUGH
+    size = value.shapes[0].size
+    others = (home.instructions[o] for o in user.operands if o != value.name)
+    alone = len(user.shapes) == 1 and user.shapes[0].size == size
+    bodies = (module.computations[name].instructions.values() for name in user.callees("calls"))
+    decodes = all(i.opcode in DECODES for body in bodies for i in body)
+    return alone and decodes and all(i.shapes and i.shapes[0].size < size for i in others)
 
 
 def _results(module: Module) -> tuple[Shape, ...]:

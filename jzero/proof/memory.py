@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from jzero.comm import comm_of
+from jzero.comm.weights import GATHERS
 from jzero.core.errors import (
     check_int,
     check_kind,
@@ -24,7 +26,6 @@ from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, shard_factor
 from jzero.optim import init_shapes, unwrap, zero
 from jzero.proof.transformer import Transformer
-from jzero.proof.wire import GATHERS, wire_by_axes
 from jzero.sharding import HOST, Plan, check_plan
 
 
@@ -218,7 +219,7 @@ def estimate(
         activations_host=0 if model is None else model.host,
         recomputed=0 if model is None else model.recomputed,
         working=0 if model is None else model.working + _gathered_bytes(plan),
-        wire_by_axes=wire_by_axes(plan, accumulate=accumulate, uses=uses),
+        wire_by_axes=comm_of(plan).wire_by_axes(accumulate=accumulate, uses=uses),
         psi=plan.param_bytes,
         n=axis_size(plan.mesh, plan.batch_axes),
         assumed=assumed,
@@ -251,11 +252,10 @@ def _gathered_bytes(plan: Plan) -> int:
 
     Where gathered weights are kept for the backward pass: all of them, and that gradient.
     """
-    rows = [x for x in plan.layouts if x.stored != x.used]
-    sizes = [x.nbytes // shard_factor(x.used, plan.mesh) for x in rows]
-    layer = [size // x.layers for size, x in zip(sizes, rows, strict=True)]
-    largest = max(layer, default=0)
-    return largest + (sum(sizes) if plan.config.keeps_gathered else largest)
+    layers = [comm_of(plan).weights.held_bytes(x) for x in plan.layouts]
+    largest = max(layers, default=0)
+    every = sum(size * x.layers for size, x in zip(layers, plan.layouts, strict=True))
+    return largest + (every if plan.config.keeps_gathered else largest)
 
 
 def _state_bytes(plan: Plan, tx: Any) -> tuple[int, int, str]:

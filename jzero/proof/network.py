@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
+from jzero.comm import comm_of
 from jzero.core.errors import check_int, counted, human_bytes, table
 from jzero.layout.specs import whole_mesh
 from jzero.layout.topology import Span, span
-from jzero.proof.wire import wire_by_axes
 from jzero.sharding import Plan
 
 
@@ -52,7 +52,7 @@ def describe_mesh(subject: Mesh | Plan, *, accumulate: int = 1, devices_per_host
     out = [_title(mesh, every), table(["axis", "size", "a group is on", "its collectives"], rows)]
     if isinstance(subject, Plan):
         sent, total = [], 0
-        for name, size in wire_by_axes(subject, accumulate=accumulate).items():
+        for name, size in comm_of(subject).wire_by_axes(accumulate=accumulate).items():
             found = spanned(name.split("+"))
             leaves = size * found.groups_per_host if found.hosts > 1 else 0
             total += leaves

@@ -142,26 +142,6 @@ class Step:
         return rest, [found.get(i, m) for i, m in enumerate(master)]
 
 
-def reduce_grads(grads: list, plan: Plan) -> list:
-    """Every gradient on its shard."""
-    with jax.named_scope("jzero.reduce_grads"):
-        return [reduce_grad(g, x, plan) for g, x in zip(grads, plan.layouts, strict=True)]
-
-
-def reduce_grad(grad, x: Layout, plan: Plan):
-    """The gradient on its shard: at every stage that splits state, so that it is a reduce-scatter.
-
-    Vectors (biases, norm scales) are reduced whole first: the layout of their gradient would spread back into what they
-    are computed with, and batch statistics would come out of the step split. For matrices a whole gradient in between
-    would be an all-reduce wherever something stands between it and the slice (a loss scale, a clip by hand, a cast, the
-    loop of a scan over layers): 3 Psi for a step of stage 1, where 2 are needed.
-    """
-    if grad is None:
-        return None
-    first = x.used if x.vector else x.state
-    return plan.constrain(plan.constrain(grad, first), x.state)
-
-
 def on_shards(params: list, plan: Plan) -> tuple[list, list]:
     """Params on the shards of their optimizer state; and those that are split for it, as they are stored.
 

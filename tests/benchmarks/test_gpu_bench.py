@@ -135,7 +135,7 @@ def test_every_switch_finds_what_it_replaces():
         tier = {"in_flight_bytes"} & dict(switch.fields).keys()
         jzero.ZeroConfig(stage=switch.stages[-1], **{k: v for k, v in switch.fields if k not in tier})
     assert {s.name for s in switches.of(1, True)} == {s.name for s in switches.SWITCHES if s.offload}
-    with pytest.raises(AttributeError, match="step:gone is gone"):
+    with pytest.raises(AttributeError, match="sharded_update:gone is gone"):
         switches.owner_of("jzero.update.sharded_update:gone")
 
 

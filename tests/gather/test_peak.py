@@ -16,8 +16,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
+from jzero.comm import updates
 from jzero.core import jaxprs
-from jzero.update import deferred_update
 
 VOCAB, DIM, HEADS, LAYERS, SEQ = 48, 24, 3, 4, 8
 
@@ -103,7 +103,7 @@ def test_steps_equal_the_unsharded_ones(mesh, stage, scan):
     plain = create(scan, jnp.float32, tx=tx, **size)
     state = m.shard(create(scan, jnp.float32, tx=tx, **size), mesh, stage, **SMALL_BUCKETS)
     layouts = jzero.plan_of(state).layouts
-    assert any(deferred_update.lands_by_layers(x) for x in layouts) == (scan and stage < 3)
+    assert any(updates.goes_by_layers(x) for x in layouts) == (scan and stage < 3)
     step, batch = jax.jit(train_step), tokens()
     for _ in range(3):
         plain, want = step(plain, batch)
@@ -118,7 +118,7 @@ def test_16_bit_params_are_the_cast_of_their_masters(mesh, stage, scan):
     size = large(scan, jnp.bfloat16) if stage < 3 else {}
     state = m.shard(create(scan, jnp.bfloat16, **size), mesh, stage, **SMALL_BUCKETS)
     if stage < 3 and not scan:  # one copy at a time: some leaf is split on another dim than its first
-        assert any(deferred_update.is_copied(x) for x in jzero.plan_of(state).layouts)
+        assert any(updates.is_copied(x) for x in jzero.plan_of(state).layouts)
     state, _ = jax.jit(train_step, donate_argnums=0)(state, jzero.plan_of(state).place_batch(tokens()))
     m.assert_laid_out(state, jzero.plan_of(state))
     for param, master in zip(

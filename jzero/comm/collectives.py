@@ -1,0 +1,57 @@
+"""The collectives of a plan, and what a step sends in all."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from jzero.comm.gradients import GradientReduce
+from jzero.comm.updates import UpdateGather
+from jzero.comm.weights import WeightGather
+from jzero.sharding import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Comm:
+    """Every collective of a plan.
+
+    Attributes:
+      weights: stored to used, where a weight is used.
+      gradients: to the shards of the optimizer state.
+      updates: new params from these shards to the stored layout.
+    """
+
+    weights: WeightGather
+    gradients: GradientReduce
+    updates: UpdateGather
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of all of them."""
+        return self.weights.plan
+
+    def wire_by_axes(
+        self, *, accumulate: int = 1, uses: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, int]:
+        """Bytes that one device sends in a step, rings assumed, by axes ("data", "replica+data").
+
+        Args:
+          accumulate: micro-batches in a step.
+          uses: by name of a param, what it is used for; each use is gathered and reduced by itself where that happens
+            on use. A param that is not named has one matmul.
+        """
+        total: dict[str, float] = {}
+        for x in self.plan.layouts:
+            of = accumulate, (uses or {}).get(x.name, ("matmul",))
+            sent = self.gradients.wire(x, *of), self.updates.wire(x), self.weights.wire(x, *of)
+            for axes, size in itertools.chain(*sent):
+                if size:
+                    name = "+".join(a for a, n in self.plan.mesh.shape.items() if a in axes and n > 1)
+                    total[name] = total.get(name, 0.0) + size
+        return {axes: round(size) for axes, size in total.items()}
+
+
+def comm_of(plan: Plan) -> Comm:
+    """The collectives of a plan."""
+    return Comm(WeightGather(plan), GradientReduce(plan), UpdateGather(plan))

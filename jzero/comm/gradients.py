@@ -1,0 +1,144 @@
+"""Gradients on their way to the shards of the optimizer state.
+
+[Note: by way of the used layout]
+XLA joins an all-reduce and a slice to a reduce-scatter where all devices of the batch share the gradient: such a
+gradient is constrained to its used layout, then to its shard. With replicas or hpZ that way would all-reduce whole
+gradients, so that they are constrained to the shard at once. (With few tokens XLA may then move activations.)
+
+[Note: vectors first whole]
+The layout of a bias's or a norm scale's gradient would spread back into what it is computed with, and batch statistics
+would come out of the step split. So vectors are reduced whole, then cut. For a matrix a whole gradient in between would
+be an all-reduce wherever something stands between it and the slice (a loss scale, a clip by hand, a cast, the loop of a
+scan over layers): 3 Psi for a step of stage 1, where 2 are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jzero.comm.reduce_scatter import is_of_batch, needs_scatter, reduce_scatter, scatter_steps, summed
+from jzero.comm.weights import ring
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.specs import axis_of, axis_size, named_axes, shard_factor, spec_axes
+from jzero.sharding import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReduce:
+    """The reduction of a gradient to its shards.
+
+    Attributes:
+      plan: gives mesh, batch axes and `reduce_dtype`.
+    """
+
+    plan: Plan
+
+    SCOPE = "jzero.reduce_grads"
+    """`named_scope` of the reductions that stand between the backward pass and the update."""
+
+    @property
+    def on_use(self) -> bool:
+        """Gradients are reduced where they are made, bucket by bucket or in another dtype; else by the update."""
+        config = self.plan.config
+        return config.row.params or self.has_buckets or (config.row.grads and config.reduce_dtype is not None)
+
+    @property
+    def has_buckets(self) -> bool:
+        """The gradients that are reduced on use make more than one bucket: their order matters."""
+        return sum(x.nbytes for x in self.plan.layouts if x.grad != x.used) > self.plan.bucket_bytes
+
+    def by_layout(self, grad: Any, used: PartitionSpec, spec: PartitionSpec, *, whole_first: bool) -> Any:
+        """A gradient of the whole batch on its shards, by XLA's own collective.
+
+        Args:
+          grad: the gradient.
+          used: layout of its weight in the arithmetic.
+          spec: layout of the result.
+          whole_first: by way of `used`: see [Note: by way of the used layout] and [Note: vectors first whole].
+        """
+        return self.plan.constrain(self.plan.constrain(grad, used if whole_first else spec), spec)
+
+    def by_examples(
+        self, make: Callable[..., Any], rows: Sequence[Any], dims: Sequence[int] | None, spec: PartitionSpec
+    ) -> Any:
+        """The gradient `make(*rows)` on its shards, each device making that of its own examples where it can.
+
+        Args:
+          make: from arrays with some examples to their gradient, in the shape of the weight.
+          rows: arrays with all examples.
+          dims: of each of them the dim of the examples; None leaves the reduction to XLA.
+          spec: layout of the result; see [Note: pieces along several dims] in `reduce_scatter.py`.
+        """
+        found = None if dims is None else summed(make, rows, dims, spec, self.plan)
+        return self.plan.constrain(make(*rows), spec) if found is None else found
+
+    def of_devices(self, grad: Any, spec: PartitionSpec, used: PartitionSpec) -> Any:
+        """Inside of a `shard_map` over the batch axes: the devices' gradients summed, on their shards."""
+        with jax.named_scope(self.SCOPE):
+            return reduce_scatter(grad, spec, self.plan, but=named_axes(self.plan.sharding(used).spec))
+
+    def at_update(self, grads: Sequence[Any]) -> list[Any]:
+        """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole]."""
+        with jax.named_scope(self.SCOPE):
+            rows = zip(grads, self.plan.layouts, strict=True)
+            return [g if g is None else self.one_at_update(g, x) for g, x in rows]
+
+    def one_at_update(self, grad: Any, x: Layout) -> Any:
+        """One of them."""
+        return self.by_layout(grad, x.used, x.state, whole_first=x.vector)
+
+    def is_scattered(self, shape: Sequence[int], spec: PartitionSpec) -> bool:
+        """XLA has no reduce-scatter for this layout; `by_examples` has one."""
+        return needs_scatter(shape, spec, self.plan)
+
+    def lookup_is_scattered(self, shape: Sequence[int], stored: PartitionSpec, spec: PartitionSpec) -> bool:
+        """The same for the gradient of a table whose rows are looked up.
+
+        Also where it is split along the table's own dim over more devices (hpZ): XLA all-reduces the whole gradient of
+        a lookup there. Along another dim XLA moves tokens, which is less.
+        """
+        dims, own = ([bool(e) for e in s] for s in (spec, stored))
+        pieces, parts = (shard_factor(s, self.plan.mesh) for s in (spec, stored))
+        finer = pieces > parts > 1 and dims == own and is_of_batch(spec, self.plan)
+        return finer or self.is_scattered(shape, spec)
+
+    def wire(
+        self, x: Layout, accumulate: int, uses: Sequence[str]
+    ) -> Iterator[tuple[tuple[str, ...], float]]:
+        """(mesh axes, bytes that one device sends) of the reductions of a param's gradient in one step.
+
+        Args:
+          x: the layouts of the param.
+          accumulate: micro-batches in a step. Gradients that stay whole (stages 0 and 1) are reduced once, after
+            the loop; where they are split, once per micro-batch and use.
+          uses: what the param is used for.
+        """
+        plan, mesh, taken = self.plan, self.plan.mesh, spec_axes(x.used)
+        split = tuple(a for a in spec_axes(x.state) if a not in taken)
+        whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
+        size = x.size * self._itemsize(plan.config.compute_dtype or x.dtype) / shard_factor(x.used, mesh)
+        rounds = accumulate * len(uses) if plan.config.row.grads else 1
+        steps = [split]
+        if self.is_scattered(x.shape, x.state):
+            if plan.config.row.grads and self.on_use and not x.vector:
+                steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
+            else:  # all-reduced and sliced, see [Note: several dims] in `split.py`
+                steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
+        for own in steps:
+            yield tuple(map(axis_of, own)), rounds * ring(axis_size(mesh, own)) * size
+            size /= axis_size(mesh, own)
+        yield whole, rounds * 2 * ring(axis_size(mesh, whole)) * size
+
+    def _itemsize(self, dtype: np.dtype) -> int:
+        """Bytes per value of a gradient on the wire, of a weight that the model computes with in `dtype`."""
+        asked = self.plan.config.reduce_dtype
+        if asked is None:
+            return dtype.itemsize
+        # gathered on use a gradient is reduced in the dtype of the matmul that makes it, or in a wider one
+        return max(asked.itemsize, dtype.itemsize) if self.plan.config.row.params else asked.itemsize

@@ -1,0 +1,91 @@
+"""Weights on their way from the stored to the used layout (stage 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jzero.comm.transport import TRANSPORTS, AsIs, Transport
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.specs import axis_size, shard_factor, spec_axes
+from jzero.sharding import Plan
+
+GATHERS = {"matmul": 2, "lookup": 1}
+"""By use, how often a weight is gathered for it: forward and backward. The gradient of a lookup needs no weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGather:
+    """The all-gather of a stored weight.
+
+    Attributes:
+      plan: gives the mesh.
+      transport: the form in which weights travel.
+    """
+
+    plan: Plan
+    transport: Transport = dataclasses.field(default_factory=lambda: TRANSPORTS["weights"])
+
+    SCOPE = "jzero.gather_weight"
+    """`named_scope` of its operations, by which `explain` and `check` know them."""
+
+    def __call__(self, shard: Any, stored: PartitionSpec, used: PartitionSpec) -> Any:
+        """The weight in its used layout and in the dtype of the shard.
+
+        Args:
+          shard: laid out as `stored`.
+          stored, used: the two layouts.
+        """
+        constrain = self.plan.constrain
+        with jax.named_scope(self.SCOPE):
+            shard = constrain(shard, stored)
+            # pinned behind the encoding too, or the partitioner would gather first
+            parts = [
+                part if part is shard else constrain(part, stored) for part in self.transport.encode(shard)
+            ]
+            whole = [constrain(part, used) for part in parts]
+            found = self.transport.decode(whole, shard.dtype)
+            return found if found is whole[0] else constrain(found, used)
+
+    def tangent(self, shard: Any, stored: PartitionSpec, used: PartitionSpec) -> Any:
+        """The same for a tangent of the weight, which travels as it is: the gather is linear, an encoding is not."""
+        return dataclasses.replace(self, transport=AsIs())(shard, stored, used)
+
+    def wire_bytes(self, shape: Sequence[int], dtype: np.dtype) -> int:
+        """Bytes that the whole weight has on the wire."""
+        return self.transport.nbytes(shape, dtype)
+
+    def dtype(self, x: Layout) -> np.dtype:
+        """The dtype of a gathered param: `compute_dtype`, or its own."""
+        return self.plan.config.compute_dtype or x.dtype
+
+    def held_bytes(self, x: Layout) -> int:
+        """Bytes of a gathered param on one device, of one layer of a stack; 0 for one that is not gathered."""
+        if x.stored == x.used:
+            return 0
+        return x.size * self.dtype(x).itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
+
+    def wire(
+        self, x: Layout, accumulate: int, uses: Sequence[str]
+    ) -> Iterator[tuple[tuple[str, ...], float]]:
+        """(mesh axes, bytes that one device sends) of the gathers of a param in one step.
+
+        Args:
+          x: the layouts of the param.
+          accumulate: micro-batches in a step; each gathers.
+          uses: what the param is used for; see `GATHERS`.
+        """
+        axes = tuple(a for a in spec_axes(x.stored) if a not in spec_axes(x.used))
+        times = accumulate * (1 if self.plan.config.keeps_gathered else sum(GATHERS[use] for use in uses))
+        whole = self.wire_bytes(x.shape, self.dtype(x)) / shard_factor(x.used, self.plan.mesh)
+        yield axes, times * ring(axis_size(self.plan.mesh, axes)) * whole
+
+
+def ring(n: float) -> float:
+    """The part of an array that a device sends in an all-gather or a reduce-scatter over n devices."""
+    return (n - 1) / n

@@ -1,0 +1,26 @@
+"""Order between values in a compiled program, where XLA would choose one that costs memory.
+
+[Note: what a barrier needs]
+`jax.lax.optimization_barrier` gives back its operands, each only when all are there. XLA drops an operand whose result
+nobody reads, and the tie with it; it sees through a constant; and the partitioner moves a collective in front of a
+barrier unless the result is constrained again. So both sides of a tie are values of the program, and the results of
+both are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def tied(*values: Any) -> tuple[Any, ...]:
+    """The same values (arrays, or trees of arrays), each only when all of them are there; use all results."""
+    return jax.lax.optimization_barrier(values)
+
+
+def after(values: Sequence[Any], deps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """`values` only when `deps` are there, and `deps`; use the results of both."""
+    bound = jax.lax.optimization_barrier((*values, *deps))
+    return list(bound[: len(values)]), list(bound[len(values) :])
