@@ -20,8 +20,9 @@ import optax
 
 from jzero.comm import comm_of
 from jzero.comm.updates import goes_by_layers, is_copied
+from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
-from jzero.core.jaxprs import constant_zero_outputs, is_tracer
+from jzero.core.jaxprs import is_tracer
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.mesh import check_context_mesh
 from jzero.offload import check_host_memory, homes_of, streamed

@@ -17,42 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core import jaxprs
-
-CALLS = {
-    **dict.fromkeys((*jaxprs.INLINE, *jaxprs.REMAT), "jaxpr"),
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-LAYOUT = ("sharding_constraint", "layout_constraint")
-ELEMENTWISE = frozenset(
-    (
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "bitcast_convert_type", "cbrt", "ceil",
-        "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp",
-        "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
-        "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "population_count", "pow",
-        "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-        "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-        *LAYOUT,
-    )
-)  # fmt: skip
-
-REDUCTIONS = {  # of all values: on a piece, of two pieces, and the value that changes nothing
-    "reduce_sum": (jnp.sum, jax.lax.add, lambda dtype: 0),
-    "reduce_max": (jnp.max, jax.lax.max, lambda dtype: _extreme(dtype, -1)),
-    "reduce_min": (jnp.min, jax.lax.min, lambda dtype: _extreme(dtype, 1)),
-    "reduce_and": (jnp.all, jax.lax.bitwise_and, lambda dtype: True),
-    "reduce_or": (jnp.any, jax.lax.bitwise_or, lambda dtype: False),
-}
-
-
-def _extreme(dtype, sign: int):
-    """The least or the greatest value of a dtype."""
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return sign > 0
-    if jnp.issubdtype(dtype, jnp.floating):
-        return sign * jnp.inf
-    return jnp.iinfo(dtype).max if sign > 0 else jnp.iinfo(dtype).min
+from jzero.core.primitives import CALLS, LAYOUT
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.config import ZeroConfig, make_config
-from jzero.core import jaxprs
+from jzero.core.dependence import wide_sources
 from jzero.core.errors import human_bytes, listing, typed_shape
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
@@ -351,7 +351,7 @@ def _creation(
     tx = zero(unwrap(shapes.tx), plan)
     tree, count = jax.tree.structure(shapes), len(plan.layouts)
     order = _params_first(shapes)
-    flat = jaxprs.wide_sources(
+    flat = wide_sources(
         lambda: [jnp.asarray(x) for x in order(jax.tree.leaves(_parts_of(create)))],
         count, lambda i: config.master_for(plan.layouts[i].dtype),
     )  # fmt: skip

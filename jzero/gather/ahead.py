@@ -26,6 +26,7 @@ import numpy as np
 
 from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN, KeepsInputs, Kept
+from jzero.core.primitives import REMAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ def empty(kind: Kind) -> Chain:
 
 def offloaded(eqn) -> tuple[int, Kind] | None:
     """The number and the kind of the input that a remat region keeps on the host and may fetch ahead; else None."""
-    if eqn.primitive.name not in jaxprs.REMAT:
+    if eqn.primitive.name not in REMAT:
         return None
     policy = eqn.params["policy"]
     if not (isinstance(policy, KeepsInputs) and policy.policy is None and policy.ahead):

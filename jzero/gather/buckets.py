@@ -35,6 +35,8 @@ import numpy as np
 from jax.dtypes import issubdtype
 
 from jzero.core import jaxprs
+from jzero.core.primitives import INLINE, REMAT
+from jzero.core.products import row_lookup
 from jzero.gather.sharded_weight import ON_SHARD
 
 LOOPS = ("scan", "while")
@@ -136,7 +138,7 @@ def flatten(jaxpr, weights: Sequence[bool]) -> Flat:
         for eqn in jaxpr.eqns:
             atoms = tuple(at(a) for a in eqn.invars)
             weighty = [a for a in atoms if _is_in(a, parent)]
-            if weighty and eqn.primitive.name in jaxprs.INLINE:
+            if weighty and eqn.primitive.name in INLINE:
                 inner, consts = jaxprs.opened(eqn.params["jaxpr"])
                 own = next(numbers)
                 known.update(((own, v), c) for v, c in zip(inner.constvars, consts, strict=True))
@@ -146,7 +148,7 @@ def flatten(jaxpr, weights: Sequence[bool]) -> Flat:
             outs = tuple((number, v) for v in eqn.outvars)
             if weighty and eqn.primitive.name in ON_SHARD:
                 parent[outs[0]] = weighty[0]
-            if weighty and eqn.primitive.name in (*jaxprs.REMAT, "cond"):
+            if weighty and eqn.primitive.name in (*REMAT, "cond"):
                 bodies, skipped = _region(eqn)
                 operands = atoms[skipped:]
                 handed = handed_through(bodies, [_is_in(a, parent) for a in operands])
@@ -183,7 +185,7 @@ def tied_tables(jaxpr, weights: Sequence[bool]) -> set[int]:
     uses: dict[Key, list[bool]] = collections.defaultdict(list)  # of each: is it a lookup
     for step in flat.steps:
         for key in flat.reads(step):
-            uses[flat.root(key)].append(jaxprs.row_lookup(step.eqn))
+            uses[flat.root(key)].append(row_lookup(step.eqn))
     return {i for i, key in enumerate(flat.ins) if len(uses[key]) > 1 and any(uses[key])}
 
 
@@ -194,7 +196,7 @@ def _region(eqn) -> tuple[Sequence[Any], int]:
         return [params["body_jaxpr"]], params["cond_nconsts"]
     if name == "cond":
         return params["branches"], 1
-    return ([params["jaxpr"]], 0) if name == "scan" or name in jaxprs.REMAT else ([], 0)
+    return ([params["jaxpr"]], 0) if name == "scan" or name in REMAT else ([], 0)
 
 
 def handed_through(regions: Sequence[Any], weights: Sequence[bool]) -> list[int | None]:
@@ -229,7 +231,7 @@ def find_buckets(flat: Flat, sizes: Mapping[Key, int], limit: int, prefetch: int
         if name in CLOSED:
             found.append(Bucket([at], weights, [], closed=True, loop=name in LOOPS))
             is_open = False
-        elif name in jaxprs.REMAT and size >= limit:
+        elif name in REMAT and size >= limit:
             early = _first_inside(flat, step, sizes, limit, prefetch)
             found.append(Bucket([at], weights, early, closed=True))
             is_open = False

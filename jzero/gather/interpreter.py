@@ -43,6 +43,9 @@ import numpy as np
 
 from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN
+from jzero.core.linear import LINEAR, linear
+from jzero.core.primitives import REMAT
+from jzero.core.products import Product
 from jzero.gather import ahead, buckets
 from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
 from jzero.gather.weight_ops import Uses
@@ -140,7 +143,7 @@ class Walk(Uses):
             own = iter(bound)
             return [next(own) if k in reduced else g for k, g in zip(keys, flat, strict=True)] + list(own)
 
-        tied = jaxprs.linear(forward, back, [], [w.shard for w in weights] + [env[k] for k in activations])
+        tied = linear(forward, back, [], [w.shard for w in weights] + [env[k] for k in activations])
         for key, weight, shard in zip(keys, weights, tied, strict=False):
             env[key] = dataclasses.replace(weight, shard=shard)
         env.update(zip(activations, tied[len(keys) :], strict=True))
@@ -176,7 +179,7 @@ class Walk(Uses):
             changed = [ON_SHARD[name](eqn, values[0])]
             # pinned: the gathered layout would spread back over a cast before a remat region (`compute_dtype`)
             return changed if self.in_remat else self.on_shards(changed)
-        if name in jaxprs.REMAT:
+        if name in REMAT:
             return self.remat(eqn, values)
         if name in buckets.CLOSED:
             return getattr(self, f"{name}_")(eqn, values)
@@ -301,10 +304,10 @@ def policy_of(policy, *, drops: bool):
         return None
 
     def decide(prim, *args, **params):
-        if prim.name == jaxprs.LINEAR and isinstance(params["fn"], jaxprs.Product):
+        if prim.name == LINEAR and isinstance(params["fn"], Product):
             product = params["fn"].eqn
             return policy(product.primitive, *args, **product.params)
-        if drops and prim.name in ("sharding_constraint", jaxprs.LINEAR):
+        if drops and prim.name in ("sharding_constraint", LINEAR):
             return False
         return policy(prim, *args, **params)
 

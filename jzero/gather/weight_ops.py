@@ -31,7 +31,16 @@ import numpy as np
 
 from jzero.comm import comm_of
 from jzero.core import jaxprs
+from jzero.core.linear import linear
 from jzero.core.ordering import tied
+from jzero.core.products import (
+    Product,
+    dot_gradient,
+    example_dims,
+    lookup_gradient,
+    product_gradient,
+    row_lookup,
+)
 from jzero.gather.sharded_weight import Weight, unwrap
 from jzero.layout.specs import P, spec_axes
 from jzero.sharding import Plan
@@ -60,7 +69,7 @@ class Uses:
     def use(self, eqn, values: list[Any]) -> list[Any]:
         """Gather the weights that the equation reads, bind it, and let go of them."""
         table = values[0]
-        looked_up = jaxprs.row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
+        looked_up = row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
         alone = not (self.ordered or self.plan.config.row.params)
         if looked_up and (
             alone or self.is_cut(table) or self.wide(table) is not None or self.lookup_is_scattered(table)
@@ -92,7 +101,7 @@ class Uses:
             def part(i, grad):
                 some = jax.lax.dynamic_slice_in_dim(cotangent, i * (width // parts), width // parts, axis=-1)
                 some = self.comm.gradients.by_examples(
-                    lambda index, rest: jaxprs.lookup_gradient(
+                    lambda index, rest: lookup_gradient(
                         eqn, index, rest if wide is None else rest.astype(wide), rows
                     ),
                     (index, some),
@@ -104,7 +113,7 @@ class Uses:
             zeros = self.plan.constrain(jax.numpy.zeros((rows, width), cotangent.dtype), table.grad)
             return [self.plan.constrain(jax.lax.fori_loop(0, parts, part, zeros), table.grad)]
 
-        return jaxprs.linear(fn, back, [index], [table.shard])
+        return linear(fn, back, [index], [table.shard])
 
     def wide(self, weight: Weight) -> Any:
         """The dtype in which a gradient is to be made and reduced, where it is wider than the weight's; else None."""
@@ -130,7 +139,7 @@ class Uses:
             return None
         weight = values[at[0]]
         if eqn.primitive.name != "dot_general":
-            scattered = jaxprs.example_dims(eqn, at[0]) is not None and self.is_scattered(weight)
+            scattered = example_dims(eqn, at[0]) is not None and self.is_scattered(weight)
             return (at[0], 0, 1) if scattered and self.wide(weight) is None else None
         shape = weight.shard.shape
         parts, dim = 1, 0
@@ -149,8 +158,8 @@ class Uses:
 
         def gradient(other, cotangent, *, piece):
             if eqn.primitive.name != "dot_general":
-                return jaxprs.product_gradient(eqn, at, other, cotangent)
-            return jaxprs.dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
+                return product_gradient(eqn, at, other, cotangent)
+            return dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
 
         def back(other, cotangent):
             def part(i, cotangent):
@@ -158,14 +167,14 @@ class Uses:
                 return self.comm.gradients.by_examples(
                     functools.partial(gradient, piece=piece),
                     (other, cotangent),
-                    jaxprs.example_dims(eqn, at) if self.is_scattered(weight) else None,
+                    example_dims(eqn, at) if self.is_scattered(weight) else None,
                     weight.grad,
                 ).astype(dtype)
 
             return [self.plan.constrain(self.joined(part, cotangent, parts, dim), weight.grad)]
 
         whole = self.gathered(weight, reduces=False)
-        return jaxprs.linear(jaxprs.Product(eqn, at), back, [other], [whole])
+        return linear(Product(eqn, at), back, [other], [whole])
 
     def is_scattered(self, weight: Weight) -> bool:
         """Its gradient is reduced by [Note: pieces along several dims] in `comm/reduce_scatter.py`."""
@@ -193,7 +202,7 @@ class Uses:
             )
             return [self.reduced(grad, weight).astype(dtype)]
 
-        return jaxprs.linear(
+        return linear(
             lambda x: jaxprs.bind(eqn, [x]), back, [], [self.gathered(weight, reduces=False)]
         )
 
@@ -227,7 +236,7 @@ class Uses:
         """
 
         def pinned(weight: Weight) -> Weight:
-            (shard,) = jaxprs.linear(
+            (shard,) = linear(
                 lambda x: [self.plan.constrain(x, weight.stored)], lambda g: [g], [], [weight.shard]
             )
             return dataclasses.replace(weight, shard=shard)
@@ -242,7 +251,7 @@ class Uses:
             if not (self.ordered and value.is_reduced and reduces):
                 return value.shard
             # reduced in the dtype in which it is made, before what casts it
-            return jaxprs.linear(lambda x: [x], lambda g: [self.reduced(g, value)], [], [value.shard])[0]
+            return linear(lambda x: [x], lambda g: [self.reduced(g, value)], [], [value.shard])[0]
 
         # see [Note: by way of the used layout] in `comm/gradients.py`
         shared_by_all = value.grad == value.stored and set(self.plan.batch_axes) <= set(spec_axes(value.grad))
@@ -252,7 +261,7 @@ class Uses:
             return [self.comm.gradients.by_layout(grad, value.used, value.grad, whole_first=whole_first)]
 
         gather, layouts = self.comm.weights, (value.stored, value.used)
-        return jaxprs.linear(
+        return linear(
             lambda shard: [gather(shard, *layouts)], reduce, [], [value.shard],
             tangent=lambda shard: [gather.tangent(shard, *layouts)],
         )[0]  # fmt: skip

@@ -27,6 +27,8 @@ import numpy as np
 
 from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN, END
+from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE
+from jzero.core.traversal import traverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +152,8 @@ def _refuse(kind: Kind, weighted: bool) -> None:
 
 def run(jaxpr, kinds: Sequence[Kind]) -> list[Kind]:
     """The kinds of a jaxpr's outputs, from those of its inputs."""
-    env: dict[Any, Kind] = dict(zip(jaxpr.invars, kinds, strict=True))
-
-    def read(atom) -> Kind:
-        return CONST if jaxprs.is_literal(atom) else env.get(atom, CONST)
-
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _apply(eqn, [read(a) for a in eqn.invars]), strict=True))
-    return [read(a) for a in jaxpr.outvars]
+    consts = [CONST] * len(jaxpr.constvars)
+    return traverse(jaxpr, consts, kinds, _apply, literal=lambda value: CONST, calls=CALLS)
 
 
 def _apply(eqn, ins: list[Kind]) -> list[Kind]:
@@ -167,23 +163,13 @@ def _apply(eqn, ins: list[Kind]) -> list[Kind]:
     if all(isinstance(k, Const) for k in ins):
         return [CONST] * len(eqn.outvars)
     name = eqn.primitive.name
-    inner = _inner_jaxpr(eqn)
     if name in _STRUCTURED:
         return _STRUCTURED[name](eqn, ins)
-    if inner is not None:
-        return run(inner, ins[len(ins) - len(inner.invars) :])
     if worst is not None:
         return [worst] * len(eqn.outvars)
     rule = _RULES.get(name)
-    out = rule(eqn, ins) if rule else _elementwise(eqn, ins) if name in _ELEMENTWISE else None
+    out = rule(eqn, ins) if rule else _elementwise(eqn, ins) if name in ELEMENTWISE else None
     return [Unknown(_where(eqn)) if out is None else out] * len(eqn.outvars)
-
-
-def _inner_jaxpr(eqn):
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in eqn.params and eqn.primitive.name not in ("pallas_call", "shard_map"):
-            return jaxprs.opened(eqn.params[key])[0]
-    return None
 
 
 def _where(eqn) -> str:
@@ -191,17 +177,6 @@ def _where(eqn) -> str:
 
 
 # --- elementwise ------------------------------------------------------------------------------------------------
-
-_LINEAR = ("neg", "convert_element_type", "copy", "name", "reduce_precision", "real", "imag", "stop_gradient")
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma div eq erf erf_inv
-    erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne nextafter
-    not or population_count pow rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
-    sin sinh sqrt square sub tan tanh xor
-    """.split()  # noqa: SIM905 - one name per line would fill a page
-) | frozenset(_LINEAR)
-
 
 def _elementwise(eqn, ins: list[Kind]) -> Kind:
     name = eqn.primitive.name
@@ -224,7 +199,7 @@ def _elementwise(eqn, ins: list[Kind]) -> Kind:
         divided = (
             name == "div" and isinstance(ins[0], Rows) and not (isinstance(ins[1], Rows) and ins[1].scaled)
         )
-        if scaled and not (name in _LINEAR or sums_up or factor or divided):
+        if scaled and not (name in LINEAR_ELEMENTWISE or sums_up or factor or divided):
             return Mixed(_where(eqn))
         return Rows(rows[0].dim, scaled)
     return _of_sums(eqn, name, ins)
@@ -241,7 +216,7 @@ def _of_sums(eqn, name: str, ins: list[Kind]) -> Kind:
         return Total(clipped=True)
     if name == "select_n" and isinstance(ins[0], (Const, Total)) and not ratio and not clipped:
         return Total() if isinstance(ins[0], Const) else Total(clipped=True)
-    linear = name in (*_LINEAR, "add", "sub", "add_any") or (name in ("mul", "div") and len(sums) == 1)
+    linear = name in (*LINEAR_ELEMENTWISE, "add", "sub", "add_any") or (name in ("mul", "div") and len(sums) == 1)
     if name == "div" and not isinstance(ins[1], Const):
         linear = False
     if not linear:

@@ -20,16 +20,12 @@ import numpy as np
 
 from jzero.core import jaxprs
 from jzero.core.errors import check_int, listing, nearest
+from jzero.core.primitives import ELEMENTWISE
+from jzero.core.traversal import traverse
 
 Keys = tuple[str, ...]
 Leaves = Sequence[tuple[Keys, tuple[int, ...]]]
-SAME_DIMS = frozenset(
-    (
-        "convert_element_type", "copy", "copy_p", "add", "sub", "mul", "div", "max", "min", "neg", "exp", "sqrt",
-        "rsqrt", "erf_inv", "tanh", "integer_pow", "pow", "select_n", "clamp", "reduce_precision",
-        "sharding_constraint", "optimization_barrier", "device_put",
-    )
-)  # fmt: skip
+KEEPS_DIMS = ELEMENTWISE | {"sharding_constraint", "optimization_barrier", "device_put"}
 
 
 def stack_dims(
@@ -96,34 +92,19 @@ def _matches(pattern: str, keys: Keys) -> bool:
 
 def stacked_by_scan(jaxpr: Any, count: int) -> list[int | None]:
     """For each of the first outputs of a creation function, the dim along which a scan has stacked it up."""
-    return _followed(jaxpr, [None] * len(jaxpr.invars))[:count]
+    unknown = [None] * len(jaxpr.constvars), [None] * len(jaxpr.invars)
+    return traverse(jaxpr, *unknown, _stacked_dims, literal=lambda value: None)[:count]
 
 
-def _followed(jaxpr: Any, given: Sequence[int | None]) -> list[int | None]:
-    env = {v: d for v, d in zip(jaxpr.invars, given, strict=True) if d is not None}
-
-    def dim(atom) -> int | None:
-        return None if jaxprs.is_literal(atom) else env.get(atom)
-
-    for eqn in jaxpr.eqns:
-        inputs = [dim(a) for a in eqn.invars]
-        for var, d in zip(eqn.outvars, _after(eqn, inputs), strict=True):
-            if d is not None:
-                env[var] = d
-    return [dim(a) for a in jaxpr.outvars]
-
-
-def _after(eqn: Any, inputs: list[int | None]) -> list[int | None]:
-    """The stacked dim of each result of an equation."""
+def _stacked_dims(eqn: Any, inputs: list[int | None]) -> list[int | None]:
+    """The stacked dim of each result of an equation, from those of its operands."""
     name = eqn.primitive.name
     if name == "scan":
         carry = jaxprs.scan_counts(eqn.params)[1]
         return [None if i < carry else 0 for i in range(len(eqn.outvars))]
-    if name in jaxprs.INLINE:
-        return _followed(jaxprs.opened(eqn.params["jaxpr"])[0], inputs)
     if name == "transpose" and inputs[0] is not None:
         return [list(eqn.params["permutation"]).index(inputs[0])]
-    if name in SAME_DIMS:
+    if name in KEEPS_DIMS:
         shapes = [(d, np.shape(a.aval)) for a, d in zip(eqn.invars, inputs, strict=True) if d is not None]
         return [next((d for d, s in shapes if s == np.shape(v.aval)), None) for v in eqn.outvars]
     return [None for _ in eqn.outvars]

@@ -30,7 +30,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import human_bytes
-from jzero.core.graph import ELEMENTWISE, REDUCTIONS, Graph, Node, cuts_end, pads_end
+from jzero.core.graph import Graph, Node, cuts_end, pads_end
+from jzero.core.primitives import ELEMENTWISE, LAYOUT, REDUCTIONS
 from jzero.layout.specs import shard_factor
 from jzero.stream.chunks import Form, Piece, pieces
 
@@ -328,7 +329,8 @@ class Cut:
             return {out, shapes[0]} == {form.shape, form.stored}
         if node.name == "broadcast_in_dim":
             return self.graph.is_small(node.ins[0])
-        return node.name in ELEMENTWISE and all(shape in (out, ()) for shape in shapes)
+        pointwise = node.name in ELEMENTWISE or node.name in (*LAYOUT, "optimization_barrier")
+        return pointwise and all(shape in (out, ()) for shape in shapes)
 
 
 def reduces_all(node: Node, graph: Graph) -> bool:

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core import jaxprs
-from jzero.core.graph import LAYOUT, REDUCTIONS, Graph, on_piece
+from jzero.core.graph import Graph, on_piece
+from jzero.core.primitives import LAYOUT, REDUCTIONS
 from jzero.stream.chunks import Form, Piece
 from jzero.stream.schedule import Cut, Excess, Home, Unit
 

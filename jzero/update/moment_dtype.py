@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.core.jaxprs import independent_outputs
+from jzero.core.dependence import independent_outputs
 from jzero.sharding import Plan
 
 

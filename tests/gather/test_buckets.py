@@ -14,6 +14,8 @@ import jzero
 from benchmarks import buckets as bench
 from benchmarks import peak
 from jzero.core import jaxprs, xla_options
+from jzero.core.linear import linear
+from jzero.core.products import dot_gradient
 from jzero.gather import buckets
 
 MIB = 2**20
@@ -188,7 +190,7 @@ def test_the_gradient_of_a_matmul_in_parts(at, dtype):
     want = back([jnp.asarray(cotangent)])[at]
     for dim, size in ((0, 1), (1, 2), (2, 2)):
         parts = [
-            jaxprs.dot_gradient(jaxpr.eqns[0], at, (a, b)[1 - at], cotangent, (dim, start, size), dtype)
+            dot_gradient(jaxpr.eqns[0], at, (a, b)[1 - at], cotangent, (dim, start, size), dtype)
             for start in range(0, want.shape[dim], size)
         ]
         np.testing.assert_allclose(np.concatenate(parts, dim), want, rtol=1e-6)
@@ -196,7 +198,7 @@ def test_the_gradient_of_a_matmul_in_parts(at, dtype):
 
 def test_a_bilinear_function_has_both_derivatives():
     def product(x, w):  # the transpose says twice: it is what is asked
-        return jaxprs.linear(lambda x, w: [x * w], lambda x, c: [2 * x * c], [x], [w])[0]
+        return linear(lambda x, w: [x * w], lambda x, c: [2 * x * c], [x], [w])[0]
 
     x, w = jnp.arange(3.0), jnp.arange(3.0) + 5
     assert jax.grad(lambda x: product(x, w).sum())(x).tolist() == w.tolist()

@@ -13,7 +13,7 @@ import pytest
 from models import BATCH, DIM_IN, DIM_OUT, batch, create_state, loss_of, max_error
 
 import jzero
-from jzero.core import jaxprs
+from jzero.core.linear import LINEAR
 
 P = jax.P
 
@@ -176,7 +176,7 @@ def equations(closed):
 
 def is_gather(eqn) -> bool:
     """A constraint from the stored to the used layout, which here is whole."""
-    if eqn.primitive.name != jaxprs.LINEAR:
+    if eqn.primitive.name != LINEAR:
         return False
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     inner = jax.make_jaxpr(eqn.params["fn"])(*shapes).eqns

@@ -1,0 +1,90 @@
+"""What the results of a function depend on, read from its jaxpr: nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.core.jaxprs import bind, trace
+from jzero.core.primitives import KEEPS_ZERO
+from jzero.core.traversal import Rule, traverse
+
+
+def constant_zero_outputs(fn: Callable, *trees) -> list[bool]:
+    """For each output of `fn`, whether it is zero whatever the inputs are.
+
+    Args:
+      fn: a function of trees to a flat list.
+      *trees: arrays or ShapeDtypeStructs.
+    """
+
+    def is_zero(value) -> bool:
+        key = hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        return not key and not np.any(np.asarray(value))
+
+    def rule(eqn, zeros: list[bool]) -> list[bool]:
+        name = eqn.primitive.name
+        if name in KEEPS_ZERO:
+            return [zeros[0]]
+        if name in ("add", "sub", "select_n"):
+            return [all(zeros[1:] if name == "select_n" else zeros)]
+        return [False] * len(eqn.outvars)
+
+    return _analyzed(fn, trees, rule, start=False, literal=is_zero)
+
+
+def independent_outputs(fn: Callable, *trees) -> list[bool]:
+    """For each output of `fn`, whether no input has any part in it.
+
+    Args:
+      fn: a function of trees to a flat list.
+      *trees: arrays or ShapeDtypeStructs.
+    """
+
+    def rule(eqn, depend: list[bool]) -> list[bool]:
+        return [any(depend)] * len(eqn.outvars)
+
+    return [not d for d in _analyzed(fn, trees, rule, start=True, literal=lambda value: False)]
+
+
+def _analyzed(fn: Callable, trees, rule: Rule, *, start: bool, literal: Callable[[Any], bool]) -> list[bool]:
+    leaves, tree = jax.tree.flatten(trees)
+    jaxpr, consts = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
+    return traverse(jaxpr, [False] * len(consts), [start] * len(leaves), rule, literal=literal)
+
+
+def wide_sources(
+    fn: Callable[[], Sequence[Any]], count: int, dtype_of: Callable[[int], Any]
+) -> Callable[[], tuple[list[Any], list[Any]]]:
+    """A function like `fn` that returns, besides its outputs, the wider values that its first `count` were cast from.
+
+    A creation function that makes fp32 weights and casts them ends in `convert_element_type`; what goes into
+    that cast is the better master. Output i of the extra list is the value in `dtype_of(i)`, or None where
+    the output was made in its own dtype.
+    """
+    jaxpr, consts = trace(lambda: list(fn()))
+
+    def rule(eqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Each value comes with the operand of the cast that made it, or None."""
+        values = [value for value, _ in pairs]
+        outs = bind(eqn, values)
+        if eqn.primitive.name == "convert_element_type" and _narrows(values[0], outs[0]):
+            return [(outs[0], values[0])]
+        return [(out, None) for out in outs]
+
+    def both():
+        pairs = traverse(jaxpr, [(c, None) for c in consts], [], rule, literal=lambda value: (value, None))
+        firsts = enumerate(wide for _, wide in pairs[:count])
+        return [v for v, _ in pairs], [
+            w if w is not None and dtype_of(i) == w.dtype else None for i, w in firsts
+        ]
+
+    return both
+
+
+def _narrows(old, new) -> bool:
+    return old.dtype.itemsize > new.dtype.itemsize and jnp.issubdtype(old.dtype, jnp.floating)

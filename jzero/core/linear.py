@@ -1,0 +1,95 @@
+"""Linear functions whose transpose is ours: what runs in the backward pass, and where its collectives stand.
+
+[Note: not jax.custom_derivatives.linear_call]
+The public function has no rule for `vmap`, and asserts that nothing but the linear arguments has a tangent (jax 0.10.2
+to 0.12). A matmul with a weight needs both: per-example gradients, and the derivative in the activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+LINEAR = "jzero_linear"
+_linear_p = Primitive(LINEAR)
+_linear_p.multiple_results = True
+
+
+def linear(
+    fn: Callable,
+    back: Callable,
+    fixed: Sequence[Any],
+    args: Sequence[Any],
+    *,
+    tangent: Callable | None = None,
+) -> list[Any]:
+    """`fn(*fixed, *args)` with a transpose of our own; unlike a `custom_vjp` it has a forward derivative too.
+
+    Args:
+      fn: linear in `args` but for rounding, differentiable in `fixed`; returns a list.
+      back: `back(*fixed, *cotangents)` returns a list with one cotangent per arg.
+      fixed: arrays whose derivative is that of `fn`.
+      args: arrays whose transpose is `back`.
+      tangent: the derivative of `fn` in `args`, where it is not `fn` itself: of what is rounded on the way.
+
+    Under `vmap` it is plain `fn`, with the transpose that JAX finds for it.
+    """
+    return _linear_p.bind(*fixed, *args, fn=fn, back=back, count=len(fixed), tangent=tangent or fn)
+
+
+def _linear_jvp(primals, tangents, *, fn, back, count, tangent):
+    outs = _linear_p.bind(*primals, fn=fn, back=back, count=count, tangent=tangent)
+    moves = [i for i, t in enumerate(tangents[:count]) if type(t) is not ad.Zero]
+    found = []
+    if any(type(t) is not ad.Zero for t in tangents[count:]):
+        moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
+        params: Any = {"fn": tangent, "back": back, "count": count, "tangent": tangent}
+        found.append(_linear_p.bind(*primals[:count], *moved, **params))
+    if moves:
+
+        def of_fixed(*some):
+            new = dict(zip(moves, some, strict=True))
+            return fn(*(new.get(i, x) for i, x in enumerate(primals)))
+
+        found.append(jax.jvp(of_fixed, [primals[i] for i in moves], [tangents[i] for i in moves])[1])
+    return outs, [sum(ts[1:], ts[0]) for ts in zip(*found, strict=True)]
+
+
+def _linear_transpose(cotangents, *args, fn, back, count, tangent):
+    found = back(*args[:count], *(ad.instantiate_zeros(c) for c in cotangents))
+    wanted = [ad.is_undefined_primal(a) for a in args[count:]]
+    return [None] * count + [c if w else None for c, w in zip(found, wanted, strict=True)]
+
+
+def _linear_batch(args, dims, *, fn, back, count, tangent):
+    def batched(fn):
+        return lambda *values: jax.vmap(fn, in_axes=tuple(dims))(*values)
+
+    if tangent is fn:
+        outs = batched(fn)(*args)
+        return outs, [0] * len(outs)
+    shapes = [jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in args[count:]]
+
+    def transposed(*values):
+        fixed, cotangents = values[:count], list(values[count:])
+        return list(jax.linear_transpose(lambda *some: batched(tangent)(*fixed, *some), *shapes)(cotangents))
+
+    outs = linear(batched(fn), transposed, args[:count], args[count:], tangent=batched(tangent))
+    return outs, [0] * len(outs)
+
+
+def _linear_lowering(ctx, *args, fn, back, count, tangent):
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, *args)
+
+
+_linear_p.def_impl(lambda *args, fn, back, count, tangent: fn(*args))
+_linear_p.def_abstract_eval(lambda *args, fn, back, count, tangent: jax.make_jaxpr(fn)(*args).out_avals)
+ad.primitive_jvps[_linear_p] = _linear_jvp
+ad.primitive_transposes[_linear_p] = _linear_transpose
+batching.primitive_batchers[_linear_p] = _linear_batch
+mlir.register_lowering(_linear_p, _linear_lowering)

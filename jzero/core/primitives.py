@@ -1,0 +1,48 @@
+"""Names of primitives by what they do, on the oldest and the newest supported jax; the one table of each kind."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+INLINE = ("jit", "pjit", "closed_call", "core_call")
+"""Calls that mean nothing but their body."""
+REMAT = ("remat2", "remat", "checkpoint")
+CALLS = {
+    **dict.fromkeys((*INLINE, *REMAT), "jaxpr"),
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+"""Equations that compute what their body computes, and the parameter that holds it."""
+LAYOUT = ("sharding_constraint", "layout_constraint")
+LINEAR_ELEMENTWISE = (
+    "neg", "convert_element_type", "copy", "copy_p", "name", "reduce_precision", "real", "imag", "stop_gradient",
+)  # fmt: skip
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp cos cosh digamma
+    div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min
+    mul ne nextafter not or population_count pow rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+    """.split()  # noqa: SIM905 - one name per line would fill a page
+) | frozenset(LINEAR_ELEMENTWISE)
+"""A value of the result comes from one value of each operand; a predicate or a bound may be a single number."""
+KEEPS_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze", "transpose")
+"""Zero for a first operand of zeros, whatever the others are."""
+
+REDUCTIONS = {  # of all values: on a piece, of two pieces, and the value that changes nothing
+    "reduce_sum": (jnp.sum, jax.lax.add, lambda dtype: 0),
+    "reduce_max": (jnp.max, jax.lax.max, lambda dtype: _extreme(dtype, -1)),
+    "reduce_min": (jnp.min, jax.lax.min, lambda dtype: _extreme(dtype, 1)),
+    "reduce_and": (jnp.all, jax.lax.bitwise_and, lambda dtype: True),
+    "reduce_or": (jnp.any, jax.lax.bitwise_or, lambda dtype: False),
+}
+
+
+def _extreme(dtype, sign: int):
+    """The least or the greatest value of a dtype."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        return sign * jnp.inf
+    return jnp.iinfo(dtype).max if sign > 0 else jnp.iinfo(dtype).min
