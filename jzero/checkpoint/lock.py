@@ -5,6 +5,11 @@ If host, boot and process namespace are the observer's, it looks for the process
 process which started at another time. Elsewhere the time of the lock must stand still for 60 s. Both times come from
 the file system (the lock's, and that of a file which the observer writes beside it): clocks of hosts need not agree. An
 observer waits until the lock is renewed, or stale: a job that is queued again on another host starts by itself.
+
+[Note: one observer at a time]
+Several observers may find the same stale lock. One that looked at it long ago must not remove what another has put in
+its place since, so each looks again and removes while it alone holds the folder (`flock`, which the kernel ends with
+the process). Where a file system has no such lock, two observers that look within the same millisecond may both win.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -119,7 +125,7 @@ class WriterLock:
                         told = True
                     time.sleep(LOOK)
                     continue
-                self._remove(holder)
+                self._remove(holder, renewal)
             finally:
                 self._mine.unlink(missing_ok=True)
         threading.Thread(target=self._renew, daemon=True, name="jzero writer lock").start()
@@ -166,17 +172,11 @@ class WriterLock:
     def _abandoned(self, holder: Holder | None, age: float) -> bool:
         return not holder.alive if holder is not None and holder.here else age > self._stale
 
-    def _remove(self, stale: Holder | None) -> None:
-        """Takes a stale lock away, unless another process has done so and made its own."""
-        aside = self.file.with_name(f".{NAME}.stale.{self.me.token}")
-        try:
-            os.rename(self.file, aside)
-        except FileNotFoundError:
-            return
-        if Holder.read(aside) != stale:
-            with contextlib.suppress(OSError):
-                os.link(aside, self.file)
-        aside.unlink()
+    def _remove(self, stale: Holder | None, renewal: float) -> None:
+        """Takes a stale lock away; see [Note: one observer at a time]."""
+        with _alone(self.file.parent):
+            if (Holder.read(self.file), _time_of(self.file)) == (stale, renewal):
+                self.file.unlink(missing_ok=True)
 
     def _renew(self) -> None:
         while not self._released.wait(self._renewed):
@@ -208,6 +208,23 @@ class WriterLock:
             file=sys.stderr,
             flush=True,
         )
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds a folder against the other observers of its lock, where the file system can."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _time_of(file: Path) -> float | None:

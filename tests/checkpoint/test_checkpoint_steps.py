@@ -220,6 +220,18 @@ def test_it_is_renewed(tmp_path):
     mine.release()
 
 
+def test_an_observer_that_comes_late_does_not_touch_the_new_lock(tmp_path):
+    locked_by(tmp_path, pid=2**22 + 1)
+    file = tmp_path / lock.NAME
+    stale, seen = Holder.read(file), file.stat().st_mtime
+    winner = WriterLock(tmp_path)
+    winner.acquire()
+    before = file.stat()
+    WriterLock(tmp_path)._remove(stale, seen)
+    assert file.stat().st_ctime_ns == before.st_ctime_ns  # not even moved away and back
+    winner.release()
+
+
 def test_of_many_that_find_a_stale_lock_one_takes_it(tmp_path):
     for _ in range(5):
         locked_by(tmp_path, pid=2**22 + 1)  # beyond any process
