@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,32 +27,27 @@ from jzero.core.errors import (
     check_arrays,
     check_kind,
     check_transformation,
-    division,
-    human_bytes,
     is_array,
-    is_numeric,
-    listing,
     nearest,
-    shown,
     typed_shape,
 )
 from jzero.core.jaxprs import is_tracer
 from jzero.core.xla_options import compiler_options
 from jzero.layout.aliasing import Kept
+from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
 from jzero.layout.layer_stacks import stack_dims
 from jzero.layout.leaf_rule import (
     Layout,
-    as_abstract,
     base_specs,
-    cut_leaf,
     make_layout,
     mesh_of,
     path_keys,
     whole_below,
 )  # fmt: skip
 from jzero.layout.mesh import resolve_mesh
-from jzero.layout.placement import check_rows, check_same, is_global, put
+from jzero.layout.param_checks import check_params, check_uneven, mismatch
+from jzero.layout.placement import HOST, check_host, check_same, put
 from jzero.layout.specs import (
     P,
     axis_size,
@@ -62,11 +57,9 @@ from jzero.layout.specs import (
     named_on,
     shard_factor,
     spec_axes,
-    spec_entries,
 )
-from jzero.layout.split import find_split
+from jzero.layout.state_layouts import StateLayouts, copies
 
-HOST = "pinned_host"
 LEAST_IN_FLIGHT = 64 * 2**20
 MOST_IN_FLIGHT = 2**30
 
@@ -218,22 +211,7 @@ class Plan:
             tuple(np.shape(a)) == b.shape for a, b in zip(leaves, self.layouts, strict=True)
         ):
             return list(zip(leaves, self.layouts, strict=True))
-        raise ValueError(self._mismatch(params, where))
-
-    def _mismatch(self, tree: Any, where: str) -> str:
-        got = {
-            jax.tree_util.keystr(k): typed_shape(as_abstract(v))
-            for k, v in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        want = {x.name: typed_shape(x) for x in self.layouts}
-        rows = [(name, want.get(name, "absent"), got.get(name, "absent")) for name in {**want, **got}]
-        rows = [r for r in rows if r[1].split("[")[-1] != r[2].split("[")[-1]]
-        text = listing([("leaf", "plan", "given"), *rows])
-        return (
-            f"{where}: this tree is not the one that the plan was made for ({len(got)} leaves, the plan has "
-            f"{len(want)}):\n{text}\nMake a plan for this tree with jzero.make_plan(tree, config, mesh=mesh); "
-            "if it is a batch, use plan.place_batch(batch)."
-        )
+        raise ValueError(mismatch(params, self.layouts, where=where))
 
     def place(self, tree: Any) -> Any:
         """Params laid out as stored, split over the mesh.
@@ -267,36 +245,7 @@ class Plan:
           ValueError: a leaf whose leading dim the batch axes do not divide; lists the leaves. Processes that pass
             unequal numbers of rows (noticed with each number that is new to this process).
         """
-        _check_batch(batch)
-        parts = self.batch_parts
-        local = parts if jax.process_count() == 1 else self._local_parts()
-        bad = []
-        for path, x in jax.tree_util.tree_leaves_with_path(batch):
-            into = parts if is_global(x) else local
-            if np.ndim(x) and np.shape(x)[0] % into:
-                arithmetic = division(np.shape(x)[0], into)
-                bad.append((jax.tree_util.keystr(path) or "batch", typed_shape(as_abstract(x)), arithmetic))
-        if bad:
-            raise ValueError(
-                f"plan.place_batch: {len(bad)} leaves cannot be split over batch axes {self.batch_axes} "
-                f"({local} parts{' in this process' if local != parts else ''}):\n{listing(bad)}\n"
-                f"Pass a batch whose leading dim is a multiple of {local}."
-            )
-        check_rows(batch, where="plan.place_batch")
-        return jax.tree.map(self._place_batch_leaf, batch)
-
-    def _local_parts(self) -> int:
-        """How many different parts of the batch the devices of this process hold."""
-        index: Any = self.batch.addressable_devices_indices_map((self.batch_parts,))
-        return len({i[0].start for i in index.values()})
-
-    def _place_batch_leaf(self, leaf):
-        sharding = self.batch if np.ndim(leaf) else self.sharding(P())
-        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-            return leaf
-        if jax.process_count() > 1 and not is_global(leaf):
-            return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-        return jax.device_put(leaf, sharding)
+        return place_batch(batch, self.batch, parts=self.batch_parts, axes=self.batch_axes)
 
     def state_specs(self, state: Any) -> list[PartitionSpec]:
         """The layout of every leaf of an optimizer state (or an EMA tree), in the order of its leaves.
@@ -339,22 +288,17 @@ class Plan:
         remedy = "Pass what tx.init(params) returns."
         check_arrays(state, "the optimizer state", where="plan.state_forms", remedy=remedy)
         flat = jax.tree_util.tree_leaves_with_path(state)
-        return [self._state_form(path_keys(k), x) for k, x in flat]
+        return [self._state_layouts.form(path_keys(k), x) for k, x in flat]
+
+    @functools.cached_property
+    def _state_layouts(self) -> StateLayouts:
+        several = self.array_mesh is not self.mesh
+        return StateLayouts(self.by_keys, self.config, self.mesh, self.min_shard_bytes, several)
 
     @functools.cached_property
     def by_keys(self) -> dict[tuple[str, ...], Layout]:
         """The layouts by the path of their param."""
         return {x.keys: x for x in self.layouts}
-
-    def _state_form(self, keys, leaf) -> tuple[PartitionSpec, tuple[int, ...]]:
-        shape = tuple(np.shape(leaf))
-        for start in range(len(keys) + 1):
-            x = self.by_keys.get(keys[start:])
-            extra = len(shape) - len(x.shape) if x is not None and x.shape else 0
-            if x is not None and extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
-                spec = make_spec([()] * extra + spec_entries(x.state, len(x.shape))) if extra else x.state
-                return spec, (*shape[:extra], *x.state_shape)
-        return self._own_form(shape, leaf.dtype)
 
     def copy_specs(self, tree: Any) -> list[PartitionSpec]:
         """The layout of every leaf of the rest of a state: copies of params as the moments, anything else whole."""
@@ -362,21 +306,7 @@ class Plan:
 
     def copies(self, tree: Any) -> list[Layout | None]:
         """For each leaf the param whose shape it has and whose path its own ends with, else None."""
-        known = self.by_keys
-        flat = [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
-        found = [(next((known[k[i:]] for i in range(len(k)) if k[i:] in known), None), s) for k, s in flat]
-        return [x if x is not None and x.shape == s else None for x, s in found]
-
-    def _own_form(self, shape: tuple[int, ...], dtype) -> tuple[PartitionSpec, tuple[int, ...]]:
-        """The layout and the stored shape of a state leaf that is no copy of a param, from its shape alone."""
-        if not self.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-            return P(), shape
-        rules = (self.config.axes, self.config, self.mesh, max(self.min_shard_bytes, 1))
-        split, _ = cut_leaf(shape, dtype, P(), *rules, several=self.array_mesh is not self.mesh)
-        # one dim padded: the stored shape then gives the same answer as the logical one
-        if split.shape != shape:
-            split, _ = cut_leaf(shape, dtype, P(), *rules, several=False)
-        return split.spec, split.shape
+        return copies(tree, self.by_keys)
 
     def describe(self, tx: Any = None) -> str:
         """The plan as a table: one row per param, and with `tx` one per leaf of its optimizer state.
@@ -449,7 +379,7 @@ def plan_for(
     """`make_plan`, for params of which `stacks` says what is known otherwise: see [Note: what is known of stacks]."""
     mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
     flat = jax.tree_util.tree_leaves_with_path(params)
-    _check_params(flat)
+    check_params(flat)
     bases = base_specs(params, flat, param_specs, mesh, config.axes)
     dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
     sizes = [_bytes_of(x, b, config, mesh) for (_, x), b in zip(flat, bases, strict=True)]
@@ -458,7 +388,7 @@ def plan_for(
         make_layout(k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed)
         for (k, x), b in zip(flat, bases, strict=True)
     ]
-    _check_uneven(layouts, config, mesh)
+    check_uneven(layouts, config, mesh)
     if config.tier is not None:
         check_host(mesh, f"ZeroConfig(offload={config.tier.tier!r})")
     if axis_size(mesh, config.axes) == 1:
@@ -489,83 +419,6 @@ def _bytes_of(leaf, base: PartitionSpec, config: ZeroConfig, mesh: Mesh) -> tupl
     size = math.prod(np.shape(leaf))
     nbytes = size * jnp.dtype(leaf.dtype).itemsize
     return nbytes, size * config.adam_bytes(leaf.dtype), shard_factor(base, mesh)
-
-
-def _check_params(flat) -> None:
-    if not flat:
-        raise ValueError(
-            "jzero.make_plan: the params are empty. Pass the tree of params, e.g. variables['params']."
-        )
-    rows, odd = [], []
-    for path, leaf in flat:
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            odd.append((jax.tree_util.keystr(path), type(leaf).__name__))
-        elif not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            rows.append((jax.tree_util.keystr(path), typed_shape(leaf)))
-    if odd:
-        raise TypeError(
-            f"jzero.make_plan: {len(odd)} of {len(flat)} leaves of the params are no arrays:\n{listing(odd)}\n"
-            "Pass arrays or jax.ShapeDtypeStruct; for an Equinox module, eqx.filter(model, eqx.is_inexact_array)."
-        )
-    if rows:
-        raise ValueError(
-            f"jzero.make_plan: {len(rows)} of {len(flat)} params are not floating-point and have no gradient:\n"
-            f"{listing(rows)}\nKeep them outside of the params (another collection, a field of the state)."
-        )
-
-
-def check_host(mesh: Mesh, where: str) -> None:
-    """Raises ValueError where the devices have no host memory of the kind that offloaded arrays live in."""
-    device = mesh.devices.flat[0]
-    kinds = [m.kind for m in device.addressable_memories()]
-    if HOST not in kinds:
-        raise ValueError(
-            f"{where}: devices of platform {device.platform!r} have no {HOST} memory, only {', '.join(kinds)}. "
-            "Leave offload out here."
-        )
-
-
-def _check_uneven(layouts: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> None:
-    bad = [x for x in layouts if x.reason.startswith("no dim")]
-    if config.uneven != "error" or not bad:
-        return
-    n = axis_size(mesh, config.axes)
-    cost = sum(x.size * 12 * (n - 1) / n for x in bad)
-    raise ValueError(
-        f"jzero.make_plan: {len(bad)} of {len(layouts)} leaves cannot be split over mesh axis "
-        f"{config.axis!r} (size {n}):\n{listing([(x.name, typed_shape(x), x.reason) for x in bad])}\n"
-        f'Pass ZeroConfig(uneven="pad") (costs {_padding(bad, config, mesh)} more per device) or uneven="replicate" '
-        f"(costs {human_bytes(cost)} more per device), with an Adam-like state."
-    )
-
-
-def _padding(leaves: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> str:
-    """Bytes of zeros on one device that padding these leaves takes."""
-    found = [
-        (x, find_split(x.shape, x.used, config.axes, mesh, skip=() if x.scan_dim is None else (x.scan_dim,)))
-        for x in leaves
-    ]
-    added = (math.prod(split.shape) - x.size for x, split in found if split is not None)
-    return human_bytes(sum(added) * 12 / axis_size(mesh, config.axes))
-
-
-def _check_batch(batch: Any) -> None:
-    """Raises TypeError for what is no batch of arrays: traced values, lists of numbers, strings."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        name = jax.tree_util.keystr(path) or "batch"
-        if is_tracer(leaf):
-            raise TypeError(
-                f"plan.place_batch: {name} is a traced value. Place the batch outside of jit, or inside of it use "
-                "jax.lax.with_sharding_constraint(batch, plan.batch)."
-            )
-        in_list = bool(path) and isinstance(path[-1], jax.tree_util.SequenceKey)
-        if not is_numeric(leaf):
-            raise TypeError(f"plan.place_batch: {name} is {shown(leaf)}. Pass arrays of numbers.")
-        if in_list and not hasattr(leaf, "shape"):
-            raise TypeError(
-                f"plan.place_batch: {name} is a {type(leaf).__name__} in a list, which would be a scalar of its own. "
-                "Pass arrays: np.asarray(the list)."
-            )
 
 
 def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:

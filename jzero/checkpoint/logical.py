@@ -25,6 +25,7 @@ from jzero.core.errors import counted, listing
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.layout.leaf_rule import path_keys
+from jzero.layout.padding import unpadded
 from jzero.layout.placement import on_device
 from jzero.layout.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
 from jzero.optim import ZeroState, is_wrapped
@@ -204,7 +205,7 @@ def to_store(leaf: Leaf) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _cut(shape: tuple[int, ...], sharding: NamedSharding):
-    return jax.jit(lambda x: jax.lax.slice(x, [0] * len(shape), shape), out_shardings=sharding)
+    return jax.jit(lambda x: unpadded(x, shape), out_shardings=sharding)
 
 
 def _even(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[Mesh, PartitionSpec]:

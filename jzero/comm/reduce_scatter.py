@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.core.jaxprs import is_tracer
 from jzero.layout.mesh import in_shard_map
+from jzero.layout.padding import padded, unpadded
 from jzero.layout.specs import axis_size, entry_axes, make_spec, spec_entries
 from jzero.sharding import Plan
 
@@ -61,11 +61,10 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence
     """
     axes = tuple(a for a in batch_axes(plan) if a not in but)
     steps = scatter_steps(np.ndim(value), spec, plan, but=but)
-    short = [0] * np.ndim(value)
+    even = list(value.shape)
     for dim, own in steps:
-        short[dim] = -value.shape[dim] % axis_size(plan.array_mesh, own)
-    if any(short):
-        value = jnp.pad(value, [(0, n) for n in short])
+        even[dim] += -even[dim] % axis_size(plan.array_mesh, own)
+    value = padded(value, even)
     for dim, own in steps:
         value = jax.lax.psum_scatter(value, own, scatter_dimension=dim, tiled=True)
     rest = tuple(a for a in axes if not any(a in own for _, own in steps))
@@ -113,4 +112,4 @@ def summed(
         own, mesh=plan.array_mesh, in_specs=tuple(make_spec([()] * d + [axes]) for d in dims),
         out_specs=of_batch(spec, plan), axis_names=set(axes), check_vma=False,
     )  # fmt: skip
-    return plan.constrain(run(*rows)[tuple(slice(size) for size in shape)], spec)
+    return plan.constrain(unpadded(run(*rows), shape), spec)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jzero.core.errors import counted, listing
 from jzero.flax.adapters import Parts
-from jzero.layout.placement import on_device
+from jzero.layout.padding import padded
 from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, check_state, cut, cut_state
@@ -60,7 +60,7 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
         fresh = _fresh_inner(parts, tx, plan, place, masters)
     leaves = []
     for x, t, f, home in zip(given, wanted, fresh, homes[: len(given)], strict=True):
-        x = place(_padded(x, t.shape), home.with_memory_kind("device"))
+        x = place(padded(on_device(x), t.shape), home.with_memory_kind("device"))
         leaves.append(store(_as_dtype(x if f is None else _widened(x, f), t.dtype), home))
     inner = jax.tree.unflatten(jax.tree.structure(target_inner), leaves)
     if not has_master:
@@ -85,7 +85,7 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
 def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
     """The leaves of a fresh inner state, made for the masters: what a 16-bit `tx.init` rounded, unrounded."""
     params = [
-        place(_padded(as_array(p), x.state_shape), plan.sharding(x.state))
+        place(padded(on_device(as_array(p)), x.state_shape), plan.sharding(x.state))
         for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)
     ]
     tree = jax.tree.structure(parts.params)
@@ -112,10 +112,10 @@ def _widened(value, fresh):
 
 
 def _master(param, known, wanted, sharding, place):
-    param = place(_padded(as_array(param), wanted.shape), sharding)
+    param = place(padded(on_device(as_array(param)), wanted.shape), sharding)
     if known is None:
         return param.astype(wanted.dtype)
-    known = place(_padded(known, wanted.shape), sharding)
+    known = place(padded(on_device(known), wanted.shape), sharding)
     return jnp.where(known.astype(param.dtype) == param, known, param.astype(known.dtype)).astype(
         wanted.dtype
     )
@@ -147,15 +147,6 @@ def without_padding(opt_state: Any, tx: Any) -> Any:
         m if m is None else cut(m, x.shape, x.state, plan) for m, x in zip(known, plan.layouts, strict=True)
     ]
     return ZeroState(inner, tree.unflatten(master))
-
-
-def _padded(x, shape):
-    """An array with zeros behind it, up to the shape in which it is stored; abstract values as they are named."""
-    x = on_device(x)
-    missing = [(0, new - old) for old, new in zip(np.shape(x), shape, strict=True)]
-    if not any(after for _, after in missing):
-        return x
-    return np.pad(x, missing) if isinstance(x, np.ndarray) else jnp.pad(x, missing)
 
 
 def _inner(opt_state):

@@ -12,6 +12,7 @@ biases and norms, with 1024 nothing. Padding takes far less than 1 %, so the sta
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,16 @@ MAX_WHOLE_BYTES = 64 * 1024
 SHARE_OF_SMALL = 0.01
 
 
+class Whole(enum.Enum):
+    """Why a leaf is not split into equal pieces over the ZeRO axis."""
+
+    STAGE = "the stage splits nothing"
+    ONE_DEVICE = "the axis has one device"
+    TAKEN = "its own layout uses the axis"
+    SMALL = "it has fewer bytes than min_shard_bytes"
+    UNEVEN = "no dim divides by the devices"
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The layouts of one param and of what belongs to it.
@@ -55,7 +66,8 @@ class Layout:
       state: PartitionSpec of its master, its moments and its update.
       state_shape: shape in which master and moments are stored: that of the param, or padded.
       scan_dim: the dim along which layers are stacked for a scan; None where it is no stack.
-      reason: why it stays whole over the ZeRO axis; empty where it does not.
+      whole: why it is not split into equal pieces over the ZeRO axis; None where it is.
+      reason: the same as text, with numbers; empty where it is split, also where only its state is padded.
       guessed: `scan_dim` was told from shapes alone; see [Note: what is known of stacks] in `layer_stacks.py`.
     """
 
@@ -69,6 +81,7 @@ class Layout:
     state: PartitionSpec
     state_shape: tuple[int, ...]
     scan_dim: int | None
+    whole: Whole | None
     reason: str
     guessed: bool = dataclasses.field(default=False, compare=False)
 
@@ -134,7 +147,7 @@ def make_layout(
     shape, row, skip = tuple(leaf.shape), config.row, () if scan_dim is None else (scan_dim,)
     # the axes that share params first: a shard of the state is then a part of the shard of the param
     rest = tuple(a for a in config.axes if a not in config.param_axes)
-    over, reason = cut_leaf(
+    over, whole, reason = cut_leaf(
         shape, leaf.dtype, base, (*config.param_axes, *rest), config, mesh, min_shard_bytes, skip
     )
     params = over.even
@@ -159,7 +172,8 @@ def make_layout(
         stored=params if row.params else base, used=base,
         grad=over.spec if row.grads else base, state=over.spec if row.state else base,
         state_shape=over.shape if row.state else shape,
-        scan_dim=scan_dim, reason=reason if row.state else f"stage {config.stage} splits nothing", guessed=guessed,
+        scan_dim=scan_dim, whole=whole if row.state else Whole.STAGE,
+        reason=reason if row.state else f"stage {config.stage} splits nothing", guessed=guessed,
     )  # fmt: skip
 
 
@@ -173,24 +187,24 @@ def cut_leaf(
     min_shard_bytes: int,
     skip=(),
     several=True,
-) -> tuple[Split, str]:
+) -> tuple[Split, Whole | None, str]:
     """How a leaf is cut over `axes` by the rules of a config, and why it is not cut into equal pieces."""
     n, nbytes = axis_size(mesh, axes), math.prod(shape) * jnp.dtype(dtype).itemsize
     taken = [a for a in axes if a in spec_axes(base)]
     whole = Split(base, shape, base)
     if n == 1:
-        return whole, f"axis {'x'.join(axes)} has one device"
+        return whole, Whole.ONE_DEVICE, f"axis {'x'.join(axes)} has one device"
     if taken:
-        return whole, f"already split over {', '.join(map(repr, taken))} by its own layout"
+        return whole, Whole.TAKEN, f"already split over {', '.join(map(repr, taken))} by its own layout"
     if nbytes < min_shard_bytes:
-        return whole, f"{human_bytes(nbytes)} < min_shard_bytes {human_bytes(min_shard_bytes)}"
+        return whole, Whole.SMALL, f"{human_bytes(nbytes)} < min_shard_bytes {human_bytes(min_shard_bytes)}"
     found = find_split(shape, base, axes, mesh, skip=skip, several=several)
     if found is not None and found.shape == shape:
-        return found, ""
+        return found, None, ""
     reason = f"no dim divisible by {n}"
     if found is None or config.uneven != "pad" or not jnp.issubdtype(dtype, jnp.floating):
-        return whole, reason
-    return found, reason
+        return whole, Whole.UNEVEN, reason
+    return found, Whole.UNEVEN, reason
 
 
 def whole_below(config: ZeroConfig, leaves: Sequence[tuple[int, int, int]], n: int) -> int:

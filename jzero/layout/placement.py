@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed  # its key-value store has no public name
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import listing, typed_shape
 from jzero.core.jaxprs import is_tracer
+
+HOST = "pinned_host"
 
 
 def put(leaf, sharding: NamedSharding) -> jax.Array:
@@ -174,3 +176,14 @@ def _gathered(numbers: list[int]) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     return np.atleast_2d(multihost_utils.process_allgather(np.array(numbers, np.uint32)))
+
+
+def check_host(mesh: Mesh, where: str) -> None:
+    """Raises ValueError where the devices have no host memory of the kind that offloaded arrays live in."""
+    device = mesh.devices.flat[0]
+    kinds = [m.kind for m in device.addressable_memories()]
+    if HOST not in kinds:
+        raise ValueError(
+            f"{where}: devices of platform {device.platform!r} have no {HOST} memory, only {', '.join(kinds)}. "
+            "Leave offload out here."
+        )

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from jzero.core.errors import counted, human_bytes, listing, typed_shape
-from jzero.layout.leaf_rule import Layout
+from jzero.layout.leaf_rule import Layout, Whole
 from jzero.layout.specs import axis_size, shard_factor
 from jzero.proof.evidence import REDUCES, Evidence, Leaf
 from jzero.proof.offsets import wrong_slices
@@ -230,27 +230,27 @@ def _whole_leaves(e: Evidence) -> Found:
     if not e.plan.config.row.state:
         return
     kept = (x for x in e.plan.layouts if x.stored == x.used)
-    whole = [x for x in kept if x.reason and not x.reason.startswith("already split")]
+    whole = [x for x in kept if x.reason and x.whole is not Whole.TAKEN]
     size = sum(x.nbytes for x in whole)
     if size <= SHARE_WHOLE * e.plan.param_bytes:
         return
     rows = [(x.name, typed_shape(x), x.reason) for x in sorted(whole, key=lambda x: -x.nbytes)]
     n, padded = axis_size(e.plan.mesh, e.plan.config.axes), all(x.padded for x in whole)
     ways = {
-        "min_shard_bytes": "pass ZeroConfig(min_shard_bytes=0).",
-        "no dim": f"make a dim of the leaf a multiple of {n} (pad the vocabulary), or share over fewer devices"
+        Whole.SMALL: "pass ZeroConfig(min_shard_bytes=0).",
+        Whole.UNEVEN: f"make a dim of the leaf a multiple of {n} (pad the vocabulary), or share over fewer devices"
         + (
             ". Their state is shared."
             if padded
             else ', or share its state alone with ZeroConfig(uneven="pad").'
         ),
-        "has one device": "pass a mesh with more than one device on the axis.",
+        Whole.ONE_DEVICE: "pass a mesh with more than one device on the axis.",
     }
     yield (
         f"{len(whole)} of {len(e.plan.layouts)} params, {100 * size / e.plan.param_bytes:.0f} % of their bytes, stay "
         f"whole on every device{'' if padded else ' with their optimizer state'}:\n{listing(rows)}",
         size,
-        " ".join(way for word, way in ways.items() if any(word in x.reason for x in whole)),
+        " ".join(way for why, way in ways.items() if any(x.whole is why for x in whole)),
     )
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.layout.padding import padded, unpadded
 from jzero.layout.specs import make_spec, shard_factor, spec_entries
 
 
@@ -43,8 +44,7 @@ class Form:
         """An array in its stored shape."""
         if not self.padded:
             return x
-        ends = [(0, new - old, 0) for old, new in zip(self.shape, self.stored, strict=True)]
-        x = jax.lax.pad(jax.lax.with_sharding_constraint(x, self.layout), jnp.zeros((), x.dtype), ends)
+        x = padded(jax.lax.with_sharding_constraint(x, self.layout), self.stored)
         return jax.lax.with_sharding_constraint(x, self.layout)
 
     def cut(self, x):
@@ -52,7 +52,7 @@ class Form:
         x = jnp.reshape(x, self.stored)
         if not self.padded:
             return x
-        x = jax.lax.slice(jax.lax.with_sharding_constraint(x, self.layout), [0] * x.ndim, self.shape)
+        x = unpadded(jax.lax.with_sharding_constraint(x, self.layout), self.shape)
         return jax.lax.with_sharding_constraint(x, self.layout)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.errors import counted
+from jzero.layout.padding import padded, unpadded
 from jzero.layout.placement import on_device
 from jzero.sharding import Plan
 
@@ -40,8 +40,7 @@ def check_state(state, logical, *, where: str) -> None:
 def pad(x, shape, spec, plan: Plan):
     """An array in its stored shape and layout: zeros at the end of a dim that nothing divides."""
     if tuple(np.shape(x)) != tuple(shape):
-        x = plan.constrain(x, spec)
-        x = jnp.pad(x, [(0, new - old) for old, new in zip(np.shape(x), shape, strict=True)])
+        x = padded(plan.constrain(x, spec), shape)
     return plan.constrain(x, spec)
 
 
@@ -49,7 +48,7 @@ def cut(x, shape, spec, plan: Plan):
     """The reverse of `pad`; inside of a trace on its shards, whose pieces may be unequal."""
     if tuple(np.shape(x)) == tuple(shape):
         return x
-    return plan.constrain(jax.lax.slice(on_device(x), [0] * len(shape), shape), spec)
+    return plan.constrain(unpadded(on_device(x), shape), spec)
 
 
 def align(updates, params, *, where: str) -> list:

@@ -125,7 +125,7 @@ def test_a_pair_that_is_filled_in_place_is_not_copied(mesh):
 
 
 def test_a_platform_that_does_not_tell_is_copied(mesh, monkeypatch):
-    monkeypatch.setattr("jzero.layout.leaf_rule.aliasing._start", lambda data: None)
+    monkeypatch.setattr("jzero.layout.aliasing._start", lambda data: None)
     x = jax.device_put(np.ones((8, 8), np.float32), NS(mesh, P("data")))
     assert Kept([x]).shares(x)
     y = Kept([x]).apart(x)

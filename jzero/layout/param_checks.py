@@ -1,0 +1,85 @@
+"""Params that cannot be laid out are refused before anything is placed: every leaf by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jzero.config import ZeroConfig
+from jzero.core.errors import human_bytes, listing, typed_shape
+from jzero.layout.leaf_rule import Layout, Whole, as_abstract
+from jzero.layout.specs import axis_size
+from jzero.layout.split import find_split
+
+WHERE = "jzero.make_plan"
+
+
+def check_params(flat: Sequence[tuple]) -> None:
+    """Raises TypeError for leaves (path, leaf) that are no arrays, ValueError for none and for integers."""
+    if not flat:
+        raise ValueError(
+            f"{WHERE}: the params are empty. Pass the tree of params, e.g. variables['params']."
+        )
+    rows, odd = [], []
+    for path, leaf in flat:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            odd.append((jax.tree_util.keystr(path), type(leaf).__name__))
+        elif not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            rows.append((jax.tree_util.keystr(path), typed_shape(leaf)))
+    if odd:
+        raise TypeError(
+            f"{WHERE}: {len(odd)} of {len(flat)} leaves of the params are no arrays:\n{listing(odd)}\n"
+            "Pass arrays or jax.ShapeDtypeStruct; for an Equinox module, eqx.filter(model, eqx.is_inexact_array)."
+        )
+    if rows:
+        raise ValueError(
+            f"{WHERE}: {len(rows)} of {len(flat)} params are not floating-point and have no gradient:\n"
+            f"{listing(rows)}\nKeep them outside of the params (another collection, a field of the state)."
+        )
+
+
+def check_uneven(layouts: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> None:
+    """Raises ValueError for leaves that no dim divides, where `uneven="error"`."""
+    bad = [x for x in layouts if x.whole is Whole.UNEVEN]
+    if config.uneven != "error" or not bad:
+        return
+    n = axis_size(mesh, config.axes)
+    cost = sum(x.size * 12 * (n - 1) / n for x in bad)
+    raise ValueError(
+        f"{WHERE}: {len(bad)} of {len(layouts)} leaves cannot be split over mesh axis "
+        f"{config.axis!r} (size {n}):\n{listing([(x.name, typed_shape(x), x.reason) for x in bad])}\n"
+        f'Pass ZeroConfig(uneven="pad") (costs {_padding(bad, config, mesh)} more per device) or uneven="replicate" '
+        f"(costs {human_bytes(cost)} more per device), with an Adam-like state."
+    )
+
+
+def _padding(leaves: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> str:
+    """Bytes of zeros on one device that padding these leaves takes."""
+    found = [
+        (x, find_split(x.shape, x.used, config.axes, mesh, skip=() if x.scan_dim is None else (x.scan_dim,)))
+        for x in leaves
+    ]
+    added = (math.prod(split.shape) - x.size for x, split in found if split is not None)
+    return human_bytes(sum(added) * 12 / axis_size(mesh, config.axes))
+
+
+def mismatch(tree: Any, layouts: Sequence[Layout], *, where: str) -> str:
+    """The text for a tree that the layouts were not made for; lists the leaves."""
+    got = {
+        jax.tree_util.keystr(k): typed_shape(as_abstract(v))
+        for k, v in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    want = {x.name: typed_shape(x) for x in layouts}
+    rows = [(name, want.get(name, "absent"), got.get(name, "absent")) for name in {**want, **got}]
+    rows = [r for r in rows if r[1].split("[")[-1] != r[2].split("[")[-1]]
+    text = listing([("leaf", "plan", "given"), *rows])
+    return (
+        f"{where}: this tree is not the one that the plan was made for ({len(got)} leaves, the plan has "
+        f"{len(want)}):\n{text}\nMake a plan for this tree with jzero.make_plan(tree, config, mesh=mesh); "
+        "if it is a batch, use plan.place_batch(batch)."
+    )

@@ -1,0 +1,68 @@
+"""The layout of every leaf of an optimizer state, and of copies of params such as an average of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jzero.config import ZeroConfig
+from jzero.layout.leaf_rule import Layout, cut_leaf, path_keys
+from jzero.layout.specs import P, make_spec, spec_entries
+
+Keys = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayouts:
+    """What the layout of a state leaf follows from.
+
+    Attributes:
+      params: the layouts of the params by path.
+      config, mesh: of the plan.
+      min_shard_bytes: smaller leaves stay whole.
+      several: a leaf may be split over several dims.
+    """
+
+    params: Mapping[Keys, Layout]
+    config: ZeroConfig
+    mesh: Mesh
+    min_shard_bytes: int
+    several: bool
+
+    def form(self, keys: Keys, leaf: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
+        """The layout of a leaf and the shape in which it is stored; the leaf may be given padded.
+
+        A leaf of the shape of a param, at a path that ends as the param's does, is laid out as that param's moments;
+        extra leading dims (a history of params) stay whole.
+        """
+        shape = tuple(np.shape(leaf))
+        for start in range(len(keys) + 1):
+            x = self.params.get(keys[start:])
+            extra = len(shape) - len(x.shape) if x is not None and x.shape else 0
+            if x is not None and extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
+                spec = make_spec([()] * extra + spec_entries(x.state, len(x.shape))) if extra else x.state
+                return spec, (*shape[:extra], *x.state_shape)
+        return self._own_form(shape, leaf.dtype)
+
+    def _own_form(self, shape: tuple[int, ...], dtype) -> tuple[PartitionSpec, tuple[int, ...]]:
+        """The layout and the stored shape of a state leaf that is no copy of a param, from its shape alone."""
+        if not self.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+            return P(), shape
+        rules = (self.config.axes, self.config, self.mesh, max(self.min_shard_bytes, 1))
+        split, *_ = cut_leaf(shape, dtype, P(), *rules, several=self.several)
+        # one dim padded: the stored shape then gives the same answer as the logical one
+        if split.shape != shape:
+            split, *_ = cut_leaf(shape, dtype, P(), *rules, several=False)
+        return split.spec, split.shape
+
+
+def copies(tree: Any, params: Mapping[Keys, Layout]) -> list[Layout | None]:
+    """For each leaf of a tree the param whose shape it has and whose path its own ends with, else None."""
+    flat = [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
+    found = [(next((params[k[i:]] for i in range(len(k)) if k[i:] in params), None), s) for k, s in flat]
+    return [x if x is not None and x.shape == s else None for x, s in found]
