@@ -11,6 +11,7 @@ import numpy as np
 from jzero.core.errors import counted, listing
 from jzero.flax.adapters import Parts
 from jzero.layout.padding import padded
+from jzero.layout.placement import on_device
 from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, check_state, cut, cut_state
