@@ -30,8 +30,16 @@ if _TYPE_CHECKING:
     from jzero import checkpoint, deepspeed
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
 def __getattr__(name: str) -> _Any:
     """`jzero.checkpoint` is loaded when it is asked for, so that `import jzero` loads no orbax; so is `deepspeed`."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("jzero")
     if name in ("checkpoint", "deepspeed"):
         return _import_module(f"jzero.{name}")
     raise AttributeError(f"module 'jzero' has no attribute {name!r}")

@@ -89,7 +89,7 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
         raise TypeError(
             "jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx)."
         )
-    return optax.GradientTransformationExtraArgs(_Init(tx, plan), _Update(tx, plan))
+    return _Zero(_Init(tx, plan), _Update(tx, plan))
 
 
 def is_wrapped(tx: Any) -> bool:
@@ -112,12 +112,25 @@ def unwrap(tx: Any) -> optax.GradientTransformation:
     return tx.init.tx if is_wrapped(tx) else tx
 
 
-@dataclasses.dataclass(frozen=True)
+class _Zero(optax.GradientTransformationExtraArgs):
+    """What `zero` returns: a transformation as any other, with a short name of its own."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        init: Any = self.init
+        return f"<jzero.zero: an optax transformation, {init.plan.title}>"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Wrapped:
     """Equal where the transformations are equal (`==`) and the plans: a step is traced anew where plain Flax would."""
 
-    tx: Any = dataclasses.field(repr=False)
+    tx: Any
     plan: Plan
+
+    def __repr__(self):
+        return f"<jzero.zero: {type(self).__name__.lstrip('_').lower()}, {self.plan.title}>"
 
     @functools.cached_property
     def stored_tx(self):

@@ -46,6 +46,7 @@ from jzero.layout.leaf_rule import (
     whole_below,
 )  # fmt: skip
 from jzero.layout.mesh import resolve_mesh
+from jzero.layout.mesh_pickling import to_mesh, to_numbers
 from jzero.layout.param_checks import check_params, check_uneven, mismatch
 from jzero.layout.placement import HOST, check_host, check_same, put
 from jzero.layout.specs import (
@@ -64,7 +65,7 @@ LEAST_IN_FLIGHT = 64 * 2**20
 MOST_IN_FLIGHT = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """Where every leaf of a train state lives: decided from shapes, before any array exists. Hashable.
 
@@ -86,6 +87,21 @@ class Plan:
 
     def __hash__(self):
         return hash((self.config, self.mesh, len(self.layouts)))
+
+    def __repr__(self):
+        return self.describe()
+
+    def __getstate__(self) -> dict[str, Any]:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "mesh": to_numbers(self.mesh, where="jzero.Plan")}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update({**fields, "mesh": to_mesh(fields["mesh"])})
+
+    @property
+    def title(self) -> str:
+        """The stage and the devices in a few words: `stage 2 over data=8`."""
+        return f"stage {self.config.stage} over " + ", ".join(f"{a}={self.mesh.shape[a]}" for a in self.config.axes)
 
     @property
     def n(self) -> int:

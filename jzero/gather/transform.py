@@ -39,7 +39,7 @@ def as_written() -> Iterator[None]:
         _tracing.reset(token)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Equal where function (`==`) and plan are.
 
@@ -51,6 +51,10 @@ class GatherOnUse:
 
     fn: Callable
     plan: Plan
+
+    def __repr__(self):
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        return f"<jzero.gather_on_use: {name}, {self.plan.title}>"
 
     def __call__(self, *args, **kwargs):
         """Call the function; where params are stored split, each is gathered where it is used."""
