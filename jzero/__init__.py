@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from jzero.proof.plugin import hide as _hide_plugin
+from jzero.core.cuda_plugin import hide as _hide_plugin
 
 _hide_plugin()  # before jax is imported for the first time: on jax 0.10 that loads the plugin's libraries
 

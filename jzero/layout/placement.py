@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # its key-value store has no public name
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import listing, typed_shape
 from jzero.core.jaxprs import is_tracer
+from jzero.core.processes import key_value_client, wait_for
 
 HOST = "pinned_host"
 
@@ -129,7 +129,7 @@ def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
     rows = tuple((path, np.shape(x)[0]) for path, x in leaves if np.ndim(x) and not is_global(x))
     if not rows or rows in _rows_agreed:
         return
-    client, me, wait = distributed.global_state.client, jax.process_index(), round(seconds * 1000)
+    client, me, wait = key_value_client(), jax.process_index(), round(seconds * 1000)
     where_to = f"jzero/rows/{next(_asked)}"
     numbers = sorted({n for _, n in rows})
     mine = (
@@ -142,10 +142,10 @@ def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
         wrong = "" if same else f"process {me} brings {mine}, others do not"
     elif me:
         client.key_value_set(f"{where_to}/{me}", mine)
-        wrong = _wait_for(client, f"{where_to}/verdict", wait)
+        wrong = wait_for(client, f"{where_to}/verdict", wait)
         wrong = f"process {me} brings {mine}, process 0 nothing new" if wrong is None else wrong
     else:
-        found = {k: _wait_for(client, f"{where_to}/{k}", wait) for k in range(1, jax.process_count())}
+        found = {k: wait_for(client, f"{where_to}/{k}", wait) for k in range(1, jax.process_count())}
         bad = [f"process {k} {text or 'nothing new'}" for k, text in found.items() if text != mine]
         wrong = f"process 0 brings {mine}, {', '.join(bad[:4])}{', ...' if bad[4:] else ''}" if bad else ""
         client.key_value_set(f"{where_to}/verdict", wrong)
@@ -155,14 +155,6 @@ def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
             "the batch, and leave out (or pad) a last one that is shorter somewhere. All processes must call."
         )
     _rows_agreed.add(rows)
-
-
-def _wait_for(client: Any, key: str, milliseconds: int) -> str | None:
-    """What another process writes, or None after that time."""
-    try:
-        return client.blocking_key_value_get(key, milliseconds)
-    except jax.errors.JaxRuntimeError:
-        return None
 
 
 def _data(leaf) -> np.ndarray:

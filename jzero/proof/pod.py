@@ -111,7 +111,7 @@ class Pod:
         Cost:
           No device memory. A scanned 7.5B GPT for 64 GPUs: 6 to 10 s and 0.5 GB of host memory on two cores.
         """
-        from jzero.proof import compile_only  # private jax API: should a jax move it, only this may break
+        from jzero.core import compile_only  # private jax API: should a jax move it, only this may break
 
         check_plan(plan, where="pod.compile", optional=True)
         check_kind(
@@ -200,7 +200,7 @@ def check_pod(gpu: str, hosts: int, gpus_per_host: int) -> None:
 
 @functools.cache
 def _pod(gpu: str, hosts: int, gpus_per_host: int) -> Pod:
-    from jzero.proof import compile_only  # as above
+    from jzero.core import compile_only  # as above
 
     config = resources.files("jzero.proof").joinpath("pods", f"{gpu}.txtpb").read_text()
     memory = re.search(r"device_memory_size: (\d+)", config)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.proof import compile_only, plugin
+from jzero.core import compile_only, cuda_plugin
 from jzero.proof.pod import gpus, pod
 
 SIZE = 256
@@ -272,7 +272,7 @@ def test_without_a_plugin(monkeypatch):
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    monkeypatch.setattr(plugin, "NAMES", ("jax_plugins.no_such_plugin",))
+    monkeypatch.setattr(cuda_plugin, "NAMES", ("jax_plugins.no_such_plugin",))
     with pytest.raises(
         ImportError, match=r'has no CUDA plugin here(.|\n)*pip install "jzero\[pod\]"'
     ) as caught:
@@ -315,7 +315,7 @@ def test_starts_without_jax_platforms(before):
 
 
 @pytest.mark.pod
-@pytest.mark.skipif(plugin.has_driver(), reason="with a CUDA driver jax starts its plugin")
+@pytest.mark.skipif(cuda_plugin.has_driver(), reason="with a CUDA driver jax starts its plugin")
 def test_a_program_that_asks_for_no_pod_does_not_see_the_plugin():
     """Nothing is printed, and neither of its libraries is loaded; asked for, the platform is there to be refused."""
     code = "import jzero, jax, sys; assert jax.devices()[0].platform == 'cpu'; "
@@ -334,4 +334,4 @@ def test_a_program_that_asks_for_no_pod_does_not_see_the_plugin():
 
 def free() -> dict[str, str]:
     """The environment of a user who has set nothing of jax."""
-    return {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", plugin.SKIP_CHECK)}
+    return {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", cuda_plugin.SKIP_CHECK)}

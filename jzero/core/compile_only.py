@@ -29,13 +29,13 @@ from jax._src.named_sharding import UnspecifiedValue
 from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import topologies
 
-from jzero.proof import plugin
-from jzero.proof.pod_cache import MemoryStats, Program, get_or_compile, program_key
+from jzero.core import cuda_plugin
+from jzero.core.pod_cache import MemoryStats, Program, get_or_compile, program_key
 
 INSTALL = 'pip install "jzero[pod]"'
 _REFUSED = (
     "jzero.pod: the CUDA plugin of jax {} does not start.\nSet JAX_PLATFORMS=cpu (or "
-    + plugin.SKIP_CHECK
+    + cuda_plugin.SKIP_CHECK
     + "=1) before "
     "Python starts, and check that jax-cuda12-plugin has the version of jax; " + INSTALL + " installs it."
 )
@@ -89,7 +89,7 @@ def pod_devices(config: str, hosts: int, gpus_per_host: int) -> tuple[PodDevice,
       RuntimeError: the plugin is there and refused the topology.
     """
     wanted = {"target_config": config, "topology": f"1x{hosts}x{gpus_per_host}"}
-    with plugin.without_cuda_libraries():
+    with cuda_plugin.without_cuda_libraries():
         try:
             topology = topologies.get_topology_desc(platform="cuda", **wanted)
         except NotImplementedError:
@@ -225,7 +225,7 @@ def _start_plugin() -> None:
     Raises:
       ImportError: none is installed.
     """
-    if plugin.start():
+    if cuda_plugin.start():
         return
     raise ImportError(
         f"jzero.pod: jax {jax.__version__} has no CUDA plugin here, without which XLA knows no GPU.\n"
