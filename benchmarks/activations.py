@@ -37,7 +37,6 @@ OPTIONS = {
     "jzero.remat": {},
     "partition": {"partition": "model"},
     "offload": {"offload": "host"},
-    "offload, prefetch=0": {"offload": "host", "prefetch": 0},
     "both": {"partition": "model", "offload": "host"},
 }
 

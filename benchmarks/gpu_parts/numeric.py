@@ -36,7 +36,6 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "no remat": None,
     "nn.remat": {},
     "offload": {"offload": "host"},
-    "offload, prefetch=0": {"offload": "host", "prefetch": 0},
     "jzero.remat": {},
     "dots on the host": {"policy": DOTS},
     "offload, dots on the host": {"offload": "host", "policy": DOTS},

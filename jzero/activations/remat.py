@@ -25,7 +25,6 @@ from jzero.core.errors import (
     shown,
     typed_shape,
 )
-from jzero.core.jaxprs import in_differentiated_loop
 from jzero.core.nnx_modules import has_module
 from jzero.core.xla_options import host_loop_limit
 from jzero.layout.mesh import in_shard_map
@@ -42,7 +41,6 @@ def remat(
     *,
     partition: str | Sequence[str] | None = None,
     offload: str | None = None,
-    prefetch: int = 1,
     policy: Callable[..., Any] | None = None,
     dim: int = 1,
     argnums: int | Sequence[int] | None = None,
@@ -59,12 +57,8 @@ def remat(
       plan: from `jzero.make_plan` or `jzero.plan_of(state)`, at any stage; gives the mesh.
       partition: mesh axis, or tuple of axes, over which the devices hold the same activations (tensor parallelism):
         each keeps its slice. Not an axis that splits the batch. None: kept as it is laid out.
-      offload: "host": kept in pinned host memory: written while a block runs, fetched for the second run. None: in
-        device memory.
-      prefetch: with `offload`, how many blocks ahead an input is fetched. 1: while the block behind it runs backward
-        (where the function is under `gather_on_use`: `apply_fn` of a sharded TrainState at stages 1 to 3, the loss of
-        `jzero.value_and_grad` or `gather_on_use` at stages 2 and 3; and without `policy`). 0: when the cotangent of the
-        block's result is there; forward mode (`jax.jvp`) through the block works with 0 alone.
+      offload: "host": kept in pinned host memory: written while the block runs, fetched when the cotangent of its
+        result is there; the second run waits for it. None: in device memory.
       policy: what to keep besides, any of `jax.checkpoint_policies`; it may offload named activations. None: nothing,
         all is computed again. At stage 3 gathered weights are never kept, whatever it says.
       dim: the dim of the input that `partition` splits: 1, the sequence in [batch, sequence, features]. It must be
@@ -87,7 +81,7 @@ def remat(
     Cost:
       Per device and block, with A the bytes of its input on a device and m the size of `partition`: A / m kept instead
       of A, one all-gather more (A (m-1)/m sent) in the backward pass; with `offload` nothing in device memory but two
-      inputs on their way (three with `prefetch=1`), and A / m over PCIe each way.
+      inputs on their way, and A / m over PCIe each way.
 
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 6.1: partitioned activation checkpointing, P_a and P_a+cpu.
@@ -98,8 +92,6 @@ def remat(
         raise TypeError(f"jzero.remat: {shown(subject)} is neither a Module class nor a function.")
     check_function(policy, "policy", optional=True, remedy="Pass one of jax.checkpoint_policies.", **where)
     check_choice(offload, "offload", ("host",), optional=True, **where)
-    ahead = "0 fetches an input when its block needs it, 1 one block ahead."
-    check_int(prefetch, "prefetch", low=0, high=1, remedy=ahead, **where)
     check_flag(prevent_cse, "prevent_cse", **where)
     check_int(dim, "dim", low=-MOST_DIMS, high=MOST_DIMS, **where)
     if offload is not None:
@@ -109,7 +101,7 @@ def remat(
         None if argnums is None else check_ints(argnums, "argnums", **where),
         check_ints(static_argnums, "static_argnums", **where),
     )  # fmt: skip
-    return block.wrapped(KeepsInputs(policy, ahead=bool(prefetch)))
+    return block.wrapped(KeepsInputs(policy))
 
 
 def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:
@@ -191,7 +183,7 @@ class _Block:
             def mark(x):
                 if not _is_floating(x):
                     return x
-                x, token = begin(x, self.kept(x))
+                x, _, token = begin(x, self.kept(x))
                 tokens.append(token)
                 return x
 
@@ -219,11 +211,10 @@ class _Block:
         """How this input is kept. One that cannot be split is refused where it is kept: not by `init`."""
         platform = self.plan.mesh.devices.flat[0].platform
         limit = host_loop_limit(platform, WHERE) if self.host else ""
-        refused = limit if limit and in_differentiated_loop() else ""
         if not self.axes:
-            return Kept(None, None, 0, self.host, refused, limit)
+            return Kept(None, None, 0, self.host, loop_limit=limit)
         parts = axis_size(self.plan.mesh, self.axes)
-        there = -x.ndim <= self.dim < x.ndim
+        there, refused = -x.ndim <= self.dim < x.ndim, ""
         if not there or x.shape[self.dim] % parts:
             why = division(x.shape[self.dim], parts) if there else f"it has {x.ndim} dims"
             axes = ", ".join(map(repr, self.axes))

@@ -2,7 +2,7 @@
 
 [Note: the boundary of a block]
 `jax.checkpoint` keeps the inputs of a region as they are. To keep one split, or in host memory, and to have it back
-only for the second run, the region begins with `x, kept = begin(x)` and ends with `y = end(y, kept)`. Without
+only for the second run, the region begins with `x, _, token = begin(x)` and ends with `y = end(y, token)`. Without
 differentiation both are the identity. Where JAX cuts the region into what runs forward and what runs again backward
 (the rules for `partial_eval_jaxpr_custom`):
 
@@ -11,6 +11,9 @@ differentiation both are the identity. Where JAX cuts the region into what runs 
   it can: in straight-line code that was just before the copy was read again.) A scan writes it in its turn by itself,
   and XLA cannot place a stack on the host that a barrier reads as well, so there nothing is tied.
 - backward, `begin` is the copy, fetched and gathered. `x` itself is read by nothing there, so it is not kept.
+
+The token is the copy once more, since JAX rounds what a region keeps and also reads (`reduce_precision`): of a copy in
+host memory XLA would warn of a computation there.
 
 A sharding constraint round a `checkpoint_name` would do the first without primitives, but what it splits is gathered
 in the forward pass too, and its cotangent is split and gathered again.
@@ -32,7 +35,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.core.jaxprs import is_literal
+from jzero.core.jaxprs import in_differentiated_loop, is_literal
 
 BEGIN, END = "jzero_block_input", "jzero_block_output"
 
@@ -45,7 +48,7 @@ class Kept:
       mesh, axes, dim: split over these axes of the mesh along this dim; no axes: as it is laid out.
       host: in pinned host memory.
       refused: why it cannot be kept so.
-      loop_limit: why it could not be kept so in a loop.
+      loop_limit: why it cannot be kept so in a loop.
     """
 
     mesh: Any
@@ -59,26 +62,18 @@ class Kept:
         """The input as the block reads it, and the copy that is kept."""
         if self.refused:
             raise (NotImplementedError if self.refused == self.loop_limit else ValueError)(self.refused)
-        x = self.pinned(x)
-        kept = x if self.axes is None else self.constrain(x, self.axes)
+        kept = x
+        if self.axes is not None:
+            x = self.constrain(x, None)  # the layout of the copy must not spread to it
+            kept = self.constrain(x, self.axes)
         return [x, jax.device_put(kept, jax.memory.Space.Host) if self.host else kept]
-
-    def pinned(self, x: jax.Array) -> jax.Array:
-        """The input as the block reads it: the layout of the copy must not spread to it."""
-        return x if self.axes is None else self.constrain(x, None)
 
     def load(self, kept: jax.Array) -> list[jax.Array]:
         """The input again, from the copy."""
-        return [self.whole(self.fetched(kept))]
-
-    def fetched(self, kept: jax.Array) -> jax.Array:
-        """The copy on the device, split as it was kept."""
         x = jax.device_put(kept, jax.memory.Space.Device) if self.host else kept
-        return x if self.axes is None else self.constrain(x, self.axes)
-
-    def whole(self, x: jax.Array) -> jax.Array:
-        """What was fetched, gathered; it may have come through a barrier, so it is said again how it lies."""
-        return x if self.axes is None else self.constrain(self.constrain(x, self.axes), None)
+        if self.axes is not None:
+            x = self.constrain(self.constrain(x, self.axes), None)  # fetched as it was kept, then gathered
+        return [x]
 
     def constrain(self, x: jax.Array, axes: Any) -> jax.Array:
         """The dim split over the axes, or whole; the others as they are."""
@@ -93,10 +88,9 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class KeepsInputs:
-    """A checkpoint policy: what `begin` keeps, and what another policy keeps. `ahead`: it may be fetched ahead."""
+    """A checkpoint policy: what `begin` keeps, and what another policy keeps."""
 
     policy: Callable[..., Any] | None = None
-    ahead: bool = False
 
     def __call__(self, prim, *args, **params):
         """As any of `jax.checkpoint_policies`."""
@@ -105,10 +99,11 @@ class KeepsInputs:
         return False if self.policy is None else self.policy(prim, *args, **params)
 
 
-def begin(x: Any, kept: Kept) -> tuple[Any, Any]:
-    """The first thing in a region: its input, and a token for `end`."""
-    x, token = _begin_p.bind(x, kept=kept)
-    return x, token
+def begin(x: Any, kept: Kept) -> list[Any]:
+    """The first thing in a region: its input, the copy that is kept, and a token for `end`."""
+    if kept.loop_limit and not kept.refused and in_differentiated_loop():
+        kept = dataclasses.replace(kept, refused=kept.loop_limit)
+    return _begin_p.bind(x, kept=kept)
 
 
 def end(y: Any, tokens: Sequence[Any]) -> Any:
@@ -123,12 +118,12 @@ _end_p = Primitive(END)
 
 def _begin_jvp(primals, tangents, *, kept):
     outs = _begin_p.bind(*primals, kept=kept)
-    return outs, [tangents[0], ad.Zero(jax.typeof(outs[1]).to_tangent_aval())]
+    return outs, [tangents[0], *(ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs[1:])]
 
 
 def _begin_batch(args, dims, *, kept):
     x = args[0] if dims[0] == 0 else jax.numpy.moveaxis(args[0], dims[0], 0)
-    return _begin_p.bind(x, kept=kept.batched()), [0, 0]
+    return _begin_p.bind(x, kept=kept.batched()), [0, 0, 0]
 
 
 def _end_jvp(primals, tangents, *, tied):
@@ -143,15 +138,17 @@ def _begin_rule(saveable, unknown, instantiated, eqn):
     (x,), kept = eqn.invars, eqn.params["kept"]
     missing = [x] if not is_literal(x) and not instantiated[0] else []
     if unknown[0]:
-        return None, eqn, [True, True], [True, True], missing
+        return None, eqn, [True] * 3, [True] * 3, missing
     # `is`: some policies answer with objects, all of which are true
     if saveable(_begin_p, x.aval, **eqn.params) is not True:
-        return eqn, eqn, [False, False], [True, True], missing
+        return eqn, eqn, [False] * 3, [True] * 3, missing
     copy = eqn.outvars[1] if type(eqn.outvars[1]) is Var else Var(eqn.outvars[1].aval)
     store, load = _programs(x.aval, copy.aval, kept)
-    known = store.replace(invars=[x], outvars=[eqn.outvars[0], copy], source_info=eqn.source_info)
+    known = store.replace(
+        invars=[x], outvars=[eqn.outvars[0], copy, eqn.outvars[2]], source_info=eqn.source_info
+    )
     staged = load.replace(invars=[copy], outvars=[eqn.outvars[0]], source_info=eqn.source_info)
-    return known, staged, [False, False], [True, False], [copy]
+    return known, staged, [False] * 3, [True, False, False], [copy]
 
 
 def _end_rule(saveable, unknown, instantiated, eqn):
@@ -168,7 +165,8 @@ def _programs(aval, copy, kept: Kept):
     """The equations of `store` and of `load`; one for all blocks of a kind."""
 
     def jzero_store(x):
-        return kept.store(x)
+        x, copy = kept.store(x)
+        return [x, copy, copy]
 
     def jzero_load(x):
         return kept.load(x)
@@ -182,7 +180,7 @@ def _equation(fn: Callable, *avals):
 
 
 def _lower_begin(ctx, x, *, kept):
-    return [x, x]
+    return [x, x, x]
 
 
 def _lower_end(ctx, y, *tokens, tied):
@@ -193,9 +191,9 @@ def _lower_end(ctx, y, *tokens, tied):
     )
 
 
-_begin_p.def_impl(lambda x, *, kept: [x, x])
+_begin_p.def_impl(lambda x, *, kept: [x, x, x])
 _begin_p.def_abstract_eval(
-    lambda x, *, kept: [x, x.update(memory_space=jax.memory.Space.Host) if kept.host else x]
+    lambda x, *, kept: [x, *[x.update(memory_space=jax.memory.Space.Host) if kept.host else x] * 2]
 )
 ad.primitive_jvps[_begin_p] = _begin_jvp
 batching.primitive_batchers[_begin_p] = _begin_batch

@@ -42,14 +42,13 @@ import jax
 import numpy as np
 
 from jzero.core import jaxprs
-from jzero.core.block_input import BEGIN
+from jzero.core.block_input import BEGIN, begin
 from jzero.core.linear import LINEAR, linear
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
-from jzero.gather import ahead, buckets
+from jzero.gather import buckets
 from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
 from jzero.gather.weight_ops import Uses
-from jzero.sharding import Plan
 
 
 class Walk(Uses):
@@ -59,15 +58,7 @@ class Walk(Uses):
       plan: gives the mesh, the bytes of a bucket and the prefetch distance.
       in_remat: inside a region that is computed again as a whole.
       ordered: weights are tied to their place in the program; not where all of them make one bucket.
-      inside: the body of a loop or a branch.
-      chains: what the next block with an input on the host takes from the last one of its kind ([Note: one block
-        ahead]); in a loop those of its carry.
     """
-
-    def __init__(self, plan: Plan, *, in_remat: bool = False, ordered: bool = True, inside: bool = False):
-        super().__init__(plan, in_remat=in_remat, ordered=ordered)
-        self.inside = inside
-        self.chains: dict[ahead.Kind, ahead.Chain] = {}
 
     def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Outputs of the jaxpr; a weight that is passed through stays a weight."""
@@ -91,8 +82,7 @@ class Walk(Uses):
             env.update(zip(step.outs, outs, strict=True))
             for tie in ties.get((number, True), ()):
                 self.tie(tie, flat, env)
-        outs = [read(a) for a in flat.outs]
-        return outs if self.inside or not self.chains else ahead.finish(outs, self.chains)
+        return [read(a) for a in flat.outs]
 
     def ties(self, flat: buckets.Flat, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
         """The ties by the number of their step, and whether they come after it."""
@@ -165,10 +155,8 @@ class Walk(Uses):
         """One equation: kept on the shard, walked into, or a use."""
         name = eqn.primitive.name
         if not any(isinstance(v, Weight) for v in values):
-            if ahead.offloaded(eqn) is not None:
-                return self.remat(eqn, values)
-            if name == "scan" and self.kinds(eqn, values):
-                return self.scan_(eqn, values)
+            if name == BEGIN:  # bound anew: a block under `jit` was traced once for all places, loops among them
+                return begin(values[0], eqn.params["kept"])
             return jaxprs.bind(eqn, values)
         if name == BEGIN:
             raise ValueError(
@@ -196,12 +184,6 @@ class Walk(Uses):
             outs = inner.run(*jaxprs.opened(eqn.params["jaxpr"]), rewrap(flat))
             return inner.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
-        found = ahead.offloaded(eqn)
-        if found is not None and self.chained(*found, values):
-            at, kind = found
-            chain = self.chains.get(kind)
-            outs, self.chains[kind] = ahead.run(region, flat, at, kind, chain, in_loop=self.inside)
-            return _merged(outs, handed, values)
         policy = policy_of(eqn.params["policy"], drops=self.drops)
         outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat)
         return _merged(outs, handed, values)
@@ -210,22 +192,9 @@ class Walk(Uses):
         """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
         return [o.leaving if isinstance(o, Weight) else o for o in outs]
 
-    def chained(self, at: int, kind: ahead.Kind, values: Sequence[Any]) -> bool:
-        """The block's input may be fetched ahead: not in a region that runs again, nor in a branch."""
-        place = kind in self.chains or not self.inside
-        return place and not self.in_remat and not isinstance(values[at], Weight)
-
     def inner(self) -> Walk:
         """A walk for the body of a loop or a branch."""
-        return Walk(self.plan, in_remat=self.in_remat, ordered=self.ordered, inside=True)
-
-    def kinds(self, eqn, values: Sequence[Any]) -> list[ahead.Kind]:
-        """What the blocks in the body of a scan keep on the host and may fetch ahead."""
-        if self.in_remat:
-            return []
-        flat = buckets.flatten(jaxprs.opened(eqn.params["jaxpr"])[0], [isinstance(v, Weight) for v in values])
-        found = (ahead.offloaded(s.eqn) for s in flat.steps)
-        return list(dict.fromkeys(x[1] for x in found if x is not None))
+        return Walk(self.plan, in_remat=self.in_remat, ordered=self.ordered)
 
     def scan_(self, eqn, values: list[Any]) -> list[Any]:
         """A scan: constants and stacked weights stay stored; a weight in the carry is gathered before it."""
@@ -237,23 +206,17 @@ class Walk(Uses):
             + values[consts + carry :]
         )
 
-        kinds = self.kinds(eqn, values)
-
         def body(state, xs):
-            state, chains = state
             inner = self.inner()
-            inner.chains = dict(zip(kinds, chains, strict=True))
             args = rewrap([*flat[:consts], *state, *xs], sliced_from=consts + carry)
             outs = inner.plain(inner.run(*jaxprs.opened(p["jaxpr"]), args))
-            return (outs[:carry], [inner.chains[k] for k in kinds]), outs[carry:]
+            return outs[:carry], outs[carry:]
 
-        start = list(flat[consts : consts + carry]), [ahead.empty(k) for k in kinds]
-        (state, chains), ys = jax.lax.scan(
-            body, start, list(flat[consts + carry :]),
+        state, ys = jax.lax.scan(
+            body, list(flat[consts : consts + carry]), list(flat[consts + carry :]),
             length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
         )  # fmt: skip
-        outs = [*state, *ys]
-        return ahead.finish(outs, dict(zip(kinds, chains, strict=True))) if kinds else outs
+        return [*state, *ys]
 
     def while_(self, eqn, values: list[Any]) -> list[Any]:
         """A while loop: constants stay stored, the carry is gathered before it."""

@@ -17,7 +17,6 @@ from jzero.comm import comm_of
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
-from jzero.gather.ahead import fetches
 from jzero.gather.buckets import activation_bytes, tied_tables
 from jzero.gather.interpreter import Walk
 from jzero.gather.sharded_weight import Weight
@@ -44,9 +43,8 @@ class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Equal where function (`==`) and plan are.
 
     At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
-    stage 1 tied embeddings ([Note: a tied embedding] in `weight_ops.py`) and block inputs on the host ([Note: one block
-    ahead] in `ahead.py`) are looked after, at stage 0 nothing. `shard` puts it round `apply_fn` at every stage, so
-    that an eager call with a whole batch is noticed.
+    stage 1 only tied embeddings ([Note: a tied embedding] in `weight_ops.py`) are looked after, at stage 0 nothing.
+    `shard` puts it round `apply_fn` at every stage, so that an eager call with a whole batch is noticed.
     """
 
     fn: Callable
@@ -144,7 +142,7 @@ class GatherOnUse:
         jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
         if not reduces_on_use(self.plan):
             picked = self._tied(jaxpr, picked)
-            if not any(picked) and not fetches(jaxpr):
+            if not any(picked):
                 return fn(params, args, kwargs)
         walk = Walk(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [

@@ -455,5 +455,5 @@ def _cond(eqn, ins: list[Kind]) -> list[Kind]:
 
 _STRUCTURED = {
     "scan": _scan, "while": _while, "cond": _cond, "optimization_barrier": lambda eqn, ins: ins,
-    BEGIN: lambda eqn, ins: [ins[0], ins[0]], END: lambda eqn, ins: [ins[0]],
+    BEGIN: lambda eqn, ins: [ins[0]] * 3, END: lambda eqn, ins: [ins[0]],
 }  # fmt: skip
