@@ -1,12 +1,14 @@
 """A function as a flat list of equations, of which any part can be evaluated on its own, on other shapes too.
 
 [Note: flat]
-Calls are inlined, since optax wraps whole trees in them, and a `cond` becomes both of its branches and a choice
-for each of its results: one equation that reads a whole optimizer state would need all of it at once.
+Calls are inlined where the builder of a graph says so. Where a whole state is streamed, all are (optax wraps whole
+trees in them), and a `cond` becomes both of its branches and a choice for each of its results: one equation that reads
+a whole optimizer state would need all of it at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -26,12 +28,15 @@ class Node:
 
     Attributes:
       eqn: None for a copy that gives a result a number of its own.
+      ins, outs: the numbers.
+      outer: the equations of the calls that it was inlined from, from the outermost.
       choice: one result of a `cond`, as `select_n`.
     """
 
     eqn: Any
     ins: tuple[int, ...]
     outs: tuple[int, ...]
+    outer: tuple[Any, ...] = ()
     choice: bool = False
 
     @property
@@ -39,36 +44,56 @@ class Node:
         """The primitive."""
         return "select_n" if self.choice else "copy" if self.eqn is None else self.eqn.primitive.name
 
+    @contextlib.contextmanager
+    def scope(self):
+        """The names and contexts that the equation was traced under, those of its calls included."""
+        with contextlib.ExitStack() as scopes:
+            for eqn in (*self.outer, self.eqn):
+                scopes.enter_context(jaxprs.scope_of(eqn))
+            yield
+
     def run(self, values: Sequence[Any]) -> list[Any]:
         """The results, for these operands."""
         if self.eqn is None:
             return [jnp.copy(values[0])]
-        with jaxprs.scope_of(self.eqn):
+        with self.scope():
             if self.choice:
                 return [jax.lax.select_n(*values)]
             return jaxprs.bind(self.eqn, values)
 
 
 class Graph:
-    """A flat function: see [Note: flat].
+    """A jaxpr with calls inlined: see [Note: flat].
 
     Attributes:
-      ins: the numbers of its arguments; outs: of its results.
+      ins, outs: the numbers of its arguments and of its results.
       known: the values of constants and literals.
+      nodes: the equations in order.
       makers: the node that makes a value.
       avals: the abstract value of each number.
     """
 
-    def __init__(self, fn: Callable[..., Sequence[Any]], args: Sequence[Any]):
-        """Trace a function of flat arrays (or of ShapeDtypeStructs) to a flat list."""
-        jaxpr, consts = jaxprs.trace(lambda *flat: list(fn(*flat)), *args)
+    def __init__(self, jaxpr: Any, consts: Sequence[Any]):
         self.avals: list[Any] = []
         self.known: dict[int, Any] = {}
+        self.nodes: list[Node] = []
         self.makers: dict[int, Node] = {}
         self.ins = [self._new(v.aval) for v in jaxpr.invars]
-        self.outs: list[int] = []
-        for value in self._add(jaxpr, consts, self.ins):
-            self.outs.append(self._copy(value) if value in self.outs else value)
+        self.begin()
+        self.outs = self._add(jaxpr, consts, self.ins, ())
+
+    def begin(self) -> None:
+        """Called once the arguments have their numbers, before the first equation."""
+
+    def inlines(self, eqn: Any, ins: Sequence[int]) -> bool:
+        """True for a call whose body is to be inlined."""
+        return True
+
+    def added(self, node: Node) -> None:
+        """Called for each new node."""
+
+    chooses = False
+    """A `cond` becomes both of its branches and a choice."""
 
     def _new(self, aval) -> int:
         self.avals.append(aval)
@@ -79,7 +104,7 @@ class Graph:
         self.known[number] = value
         return number
 
-    def _add(self, jaxpr, consts, ins: Sequence[int]) -> list[int]:
+    def _add(self, jaxpr, consts, ins: Sequence[int], outer: tuple[Any, ...]) -> list[int]:
         """All equations of a jaxpr on these values; returns its results."""
         env = dict(zip(jaxpr.invars, ins, strict=True))
         env.update((v, self._constant(c, v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True))
@@ -89,14 +114,15 @@ class Graph:
 
         for eqn in jaxpr.eqns:
             values, name = [read(a) for a in eqn.invars], eqn.primitive.name
-            if name in CALLS and CALLS[name] in eqn.params:
-                outs = self._add(*jaxprs.opened(eqn.params[CALLS[name]]), values)
-            elif name == "cond" and not eqn.effects:
-                branches = [self._add(*jaxprs.opened(b), values[1:]) for b in eqn.params["branches"]]
-                outs = [self._choice(eqn, values[0], options) for options in zip(*branches, strict=True)]
+            if name in CALLS and CALLS[name] in eqn.params and self.inlines(eqn, values):
+                outs = self._add(*jaxprs.opened(eqn.params[CALLS[name]]), values, (*outer, eqn))
+            elif self.chooses and name == "cond" and not eqn.effects:
+                bodies = [jaxprs.opened(b) for b in eqn.params["branches"]]
+                branches = [self._add(*body, values[1:], (*outer, eqn)) for body in bodies]
+                outs = [self._choice(eqn, values[0], some) for some in zip(*branches, strict=True)]
             else:
                 outs = [self._new(v.aval) for v in eqn.outvars]
-                self._node(Node(eqn, tuple(values), tuple(outs)))
+                self._node(Node(eqn, tuple(values), tuple(outs), outer))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -107,13 +133,10 @@ class Graph:
         self._node(Node(eqn, (index, *options), (out,), choice=True))
         return out
 
-    def _copy(self, value: int) -> int:
-        out = self._new(self.avals[value])
-        self._node(Node(None, (value,), (out,)))
-        return out
-
     def _node(self, node: Node) -> None:
+        self.nodes.append(node)
         self.makers.update((out, node) for out in node.outs)
+        self.added(node)
 
     def is_small(self, value: int) -> bool:
         """True for a single number, or key: what may be kept for the whole step."""
@@ -122,14 +145,10 @@ class Graph:
     def reads(self, sources: Sequence[int]) -> dict[int, frozenset[int]]:
         """For every value the `sources` that it is computed from, other than through single numbers."""
         found: dict[int, frozenset[int]] = {s: frozenset((s,)) for s in sources}
-        for node in self.nodes():
+        for node in self.nodes:
             through = frozenset().union(*(found.get(i, frozenset()) for i in node.ins))
             found.update((o, frozenset() if self.is_small(o) else through) for o in node.outs)
         return found
-
-    def nodes(self) -> list[Node]:
-        """All nodes, each after those that it reads."""
-        return list(dict.fromkeys(self.makers.values()))
 
     def needed(self, value: int, known) -> list[Node]:
         """The nodes that a value takes, each after those that it reads; `known` values are given."""
@@ -146,6 +165,24 @@ class Graph:
                 pending.append((at, True))
                 pending += [(i, False) for i in node.ins]
         return order
+
+
+class FlatFunction(Graph):
+    """A function of flat arrays, all calls inlined; each of its results has a number of its own."""
+
+    chooses = True
+
+    def __init__(self, fn: Callable[..., Sequence[Any]], args: Sequence[Any]):
+        """Trace a function of flat arrays (or of ShapeDtypeStructs) to a flat list."""
+        super().__init__(*jaxprs.trace(lambda *flat: list(fn(*flat)), *args))
+        results, self.outs = self.outs, []
+        for value in results:
+            self.outs.append(self._copy(value) if value in self.outs else value)
+
+    def _copy(self, value: int) -> int:
+        out = self._new(self.avals[value])
+        self._node(Node(None, (value,), (out,)))
+        return out
 
 
 def on_piece(node: Node, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:

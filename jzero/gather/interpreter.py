@@ -33,7 +33,6 @@ From there on it is a weight of stage 2, with the same order of reductions.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -43,11 +42,13 @@ import numpy as np
 
 from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN, begin
+from jzero.core.graph import Node
 from jzero.core.linear import LINEAR, linear
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
 from jzero.gather import buckets
 from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
+from jzero.gather.weight_graph import CLOSED, WeightGraph, handed_through
 from jzero.gather.weight_ops import Uses
 
 
@@ -62,44 +63,37 @@ class Walk(Uses):
 
     def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Outputs of the jaxpr; a weight that is passed through stays a weight."""
-        flat = buckets.flatten(jaxpr, [isinstance(a, Weight) for a in args])
-        env: dict[Any, Any] = {**flat.known, **dict(zip(flat.consts, consts, strict=True))}
-        env.update(zip(flat.ins, args, strict=True))
-        ties = self.ties(flat, env)
-
-        def read(atom):
-            return atom.val if jaxprs.is_literal(atom) else env[atom]
-
-        for number, step in enumerate(flat.steps):
+        graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args])
+        env: dict[int, Any] = {**graph.known, **dict(zip(graph.ins, args, strict=True))}
+        ties = self.ties(graph, env)
+        for number, node in enumerate(graph.nodes):
             for tie in ties.get((number, False), ()):
-                self.tie(tie, flat, env)
-            with contextlib.ExitStack() as scopes:
-                for eqn in (*step.outer, step.eqn):
-                    scopes.enter_context(jaxprs.scope_of(eqn))
+                self.tie(tie, graph, env)
+            with node.scope():
                 if self.plan.config.keeps_gathered:
-                    env.update({a: self.kept(env[a]) for a in self.to_keep(step, env)})
-                outs = self.equation(step.eqn, [read(a) for a in step.ins])
-            env.update(zip(step.outs, outs, strict=True))
+                    env.update({i: self.kept(env[i]) for i in self.to_keep(node, env)})
+                outs = self.equation(node.eqn, [env[i] for i in node.ins])
+            env.update(zip(node.outs, outs, strict=True))
             for tie in ties.get((number, True), ()):
-                self.tie(tie, flat, env)
-        return [read(a) for a in flat.outs]
+                self.tie(tie, graph, env)
+        return [env[i] for i in graph.outs]
 
-    def ties(self, flat: buckets.Flat, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
+    def ties(self, graph: WeightGraph, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
         """The ties by the number of their step, and whether they come after it."""
         found: dict[tuple[int, bool], list[buckets.Tie]] = collections.defaultdict(list)
         if self.ordered:
-            sizes = {k: env[k].message_bytes(self.comm) for k in flat.ins if isinstance(env[k], Weight)}
-            rows = buckets.find_buckets(flat, sizes, self.plan.bucket_bytes, self.plan.config.prefetch)
-            for tie in buckets.find_ties(flat, rows, self.plan.config.prefetch):
+            sizes = {k: env[k].message_bytes(self.comm) for k in graph.ins if isinstance(env[k], Weight)}
+            rows = buckets.find_buckets(graph, sizes, self.plan.bucket_bytes, self.plan.config.prefetch)
+            for tie in buckets.find_ties(graph, rows, self.plan.config.prefetch):
                 found[tie.at, tie.after].append(tie)
         return found
 
-    def tie(self, tie: buckets.Tie, flat: buckets.Flat, env) -> None:
+    def tie(self, tie: buckets.Tie, graph: WeightGraph, env) -> None:
         """See [Note: ties]: weights and activations in `env` are replaced by tied ones."""
 
         def here(key):  # a weight under the name that it has by now
             while key not in env:
-                key = flat.parent[key]
+                key = graph.parent[key]
             return key
 
         activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
@@ -138,24 +132,25 @@ class Walk(Uses):
             env[key] = dataclasses.replace(weight, shard=shard)
         env.update(zip(activations, tied[len(keys) :], strict=True))
 
-    def to_keep(self, step: buckets.Step, env) -> list[buckets.Key]:
-        """The weights that a step is the first to read whole; see [Note: kept].
+    def to_keep(self, node: Node, env) -> list[int]:
+        """The weights that a node is the first to read whole; see [Note: kept].
 
         Not a stack that a scan takes layer by layer, nor what a loop or a branch may not read. A cast stays on the
         shard; a transpose does not, since the weight may have been read without it.
         """
-        name = step.eqn.primitive.name
+        name = node.name
         if name in ("convert_element_type", "while", "cond"):
             return []
-        ins = step.ins[: jaxprs.scan_counts(step.eqn.params)[0]] if name == "scan" else step.ins
-        keys = dict.fromkeys(a for a in ins if not jaxprs.is_literal(a))
-        return [a for a in keys if isinstance(env[a], Weight) and env[a].split]
+        ins = node.ins[: jaxprs.scan_counts(node.eqn.params)[0]] if name == "scan" else node.ins
+        return [a for a in dict.fromkeys(ins) if isinstance(env[a], Weight) and env[a].split]
 
     def equation(self, eqn, values: list[Any]) -> list[Any]:
         """One equation: kept on the shard, walked into, or a use."""
         name = eqn.primitive.name
         if not any(isinstance(v, Weight) for v in values):
-            if name == BEGIN:  # bound anew: a block under `jit` was traced once for all places, loops among them
+            if (
+                name == BEGIN
+            ):  # bound anew: a block under `jit` was traced once for all places, loops among them
                 return begin(values[0], eqn.params["kept"])
             return jaxprs.bind(eqn, values)
         if name == BEGIN:
@@ -169,7 +164,7 @@ class Walk(Uses):
             return changed if self.in_remat else self.on_shards(changed)
         if name in REMAT:
             return self.remat(eqn, values)
-        if name in buckets.CLOSED:
+        if name in CLOSED:
             return getattr(self, f"{name}_")(eqn, values)
         return self.use(eqn, values)
 
@@ -178,7 +173,7 @@ class Walk(Uses):
         flat, rewrap = unwrap(values)
         size = sum(v.message_bytes(self.comm) for v in values if isinstance(v, Weight))
         inner = Walk(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
-        handed = buckets.handed_through([eqn.params["jaxpr"]], [isinstance(v, Weight) for v in values])
+        handed = handed_through([eqn.params["jaxpr"]], [isinstance(v, Weight) for v in values])
 
         def region(*flat):
             outs = inner.run(*jaxprs.opened(eqn.params["jaxpr"]), rewrap(flat))
@@ -237,7 +232,7 @@ class Walk(Uses):
     def cond_(self, eqn, values: list[Any]) -> list[Any]:
         """Branches: each gathers what it uses, when it is taken."""
         flat, rewrap = unwrap(values[1:])
-        handed = buckets.handed_through(eqn.params["branches"], [isinstance(v, Weight) for v in values[1:]])
+        handed = handed_through(eqn.params["branches"], [isinstance(v, Weight) for v in values[1:]])
 
         def branch(closed):
             def run(*flat):

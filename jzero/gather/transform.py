@@ -17,9 +17,9 @@ from jzero.comm import comm_of
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
-from jzero.gather.buckets import activation_bytes, tied_tables
 from jzero.gather.interpreter import Walk
 from jzero.gather.sharded_weight import Weight
+from jzero.gather.weight_graph import activation_bytes, tied_tables
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh import check_context_mesh, in_shard_map
 from jzero.sharding import Plan, check_plan

@@ -202,9 +202,7 @@ class Uses:
             )
             return [self.reduced(grad, weight).astype(dtype)]
 
-        return linear(
-            lambda x: jaxprs.bind(eqn, [x]), back, [], [self.gathered(weight, reduces=False)]
-        )
+        return linear(lambda x: jaxprs.bind(eqn, [x]), back, [], [self.gathered(weight, reduces=False)])
 
     def is_cut(self, weight: Weight) -> bool:
         """Its gradient is made in parts."""

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core import jaxprs
-from jzero.core.graph import Graph, on_piece
+from jzero.core.graph import FlatFunction, Graph, on_piece
 from jzero.core.primitives import LAYOUT, REDUCTIONS
 from jzero.stream.chunks import Form, Piece
 from jzero.stream.schedule import Cut, Excess, Home, Unit
@@ -72,7 +72,7 @@ def stream(
 
 
 def _stream(fn, homes, out_homes, in_flight_bytes, gate, on_host, on_excess, args) -> list[Any]:
-    graph = Graph(fn, [_on_device(a, h) for a, h in zip(args, homes, strict=True)])
+    graph = FlatFunction(fn, [_on_device(a, h) for a, h in zip(args, homes, strict=True)])
     cut = Cut(graph, homes, out_homes(), in_flight_bytes, whole=on_host)
     if cut.excess and not on_host:
         on_excess(cut.excess)

@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jzero.core import jaxprs
-from jzero.core.graph import Graph
+from jzero.core.graph import FlatFunction
 from jzero.layout.specs import spec_entries
 from jzero.stream.chunks import Form, pieces
 from jzero.stream.streaming import run_on_host
@@ -99,7 +99,7 @@ def _of_masters(masters: Sequence[Any], dtypes: Sequence[Any], forms: Sequence[F
 
 def _computed_on_host(fn, *args) -> list[Any]:
     """A function of arrays in host memory to a flat list, computed there."""
-    graph = Graph(fn, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args])
+    graph = FlatFunction(fn, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args])
 
     def run(*args):
         return run_on_host(graph, graph.outs, dict(zip(graph.ins, args, strict=True)))

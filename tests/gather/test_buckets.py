@@ -17,6 +17,7 @@ from jzero.core import jaxprs, xla_options
 from jzero.core.linear import linear
 from jzero.core.products import dot_gradient
 from jzero.gather import buckets
+from jzero.gather.weight_graph import WeightGraph
 
 MIB = 2**20
 
@@ -29,8 +30,8 @@ def mlp(params, x):
 
 def found(fn, params, x, limit, prefetch=1):
     """The names of the weights in each bucket, and the ties."""
-    jaxpr, _ = jaxprs.trace(lambda *flat: [fn(list(flat[:-1]), flat[-1])], *params, x)
-    flat = buckets.flatten(jaxpr, [True] * len(params) + [False])
+    jaxpr, consts = jaxprs.trace(lambda *flat: [fn(list(flat[:-1]), flat[-1])], *params, x)
+    flat = WeightGraph(jaxpr, consts, [True] * len(params) + [False])
     sizes = {k: p.nbytes for k, p in zip(flat.ins, params, strict=False)}
     rows = buckets.find_buckets(flat, sizes, limit, prefetch)
     number = {k: i for i, k in enumerate(flat.ins)}
@@ -65,12 +66,12 @@ def test_a_bucket_begins_where_its_first_weight_is_read():
         x = x - jnp.mean(x)
         return [(x * jnp.broadcast_to(scale, x.shape)) @ weight]
 
-    jaxpr, _ = jaxprs.trace(scaled, jnp.ones(16), jnp.ones((16, 16)), jnp.ones((2, 16)))
-    flat = buckets.flatten(jaxpr, [True, True, False])
+    jaxpr, consts = jaxprs.trace(scaled, jnp.ones(16), jnp.ones((16, 16)), jnp.ones((2, 16)))
+    flat = WeightGraph(jaxpr, consts, [True, True, False])
     sizes = dict.fromkeys(flat.ins[:2], 1024)
     (tie,) = buckets.find_ties(flat, buckets.find_buckets(flat, sizes, 10**6, 1), 1)
-    first = next(i for i, step in enumerate(flat.steps) if flat.ins[0] in flat.reads(step))
-    assert flat.steps[first].eqn.primitive.name == "broadcast_in_dim"
+    first = next(i for i, node in enumerate(flat.nodes) if flat.ins[0] in flat.weights_of(node))
+    assert flat.nodes[first].name == "broadcast_in_dim"
     assert tie.at == first
     assert set(tie.reduce) == set(flat.ins[:2])
 

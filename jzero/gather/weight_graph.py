@@ -1,0 +1,134 @@
+"""A function as a graph in which the stored weights are known: where they are read, and what they were made from.
+
+Calls are inlined where they read a weight, so that the weight is gathered at its use inside of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.dtypes import issubdtype
+
+from jzero.core import jaxprs
+from jzero.core.graph import Graph, Node
+from jzero.core.primitives import INLINE, REMAT
+from jzero.core.products import row_lookup
+from jzero.gather.sharded_weight import ON_SHARD
+
+LOOPS = ("scan", "while")
+CLOSED = (*LOOPS, "cond")
+
+
+class WeightGraph(Graph):
+    """The equations of a jaxpr, some of whose arguments are stored weights.
+
+    Attributes:
+      parent: for a value that is a weight after a cast (a transpose, a squeeze), the weight before it; for a weight
+        among the arguments itself.
+    """
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], weights: Sequence[bool]):
+        """`weights` says which of the arguments are stored weights."""
+        self.parent: dict[int, int] = {}
+        self._weights = weights
+        super().__init__(jaxpr, consts)
+
+    def begin(self) -> None:
+        """The weights among the arguments are their own parents."""
+        self.parent.update((k, k) for k, w in zip(self.ins, self._weights, strict=True) if w)
+
+    def inlines(self, eqn: Any, ins: Sequence[int]) -> bool:
+        """A call that reads a weight; a remat region stays one."""
+        return eqn.primitive.name in INLINE and any(i in self.parent for i in ins)
+
+    def added(self, node: Node) -> None:
+        """A weight stays one through what happens on its shard, and through a region that hands it back."""
+        weights = [i for i in node.ins if i in self.parent]
+        if weights and node.name in ON_SHARD:
+            self.parent[node.outs[0]] = weights[0]
+        if weights and node.name in (*REMAT, "cond"):
+            bodies, skipped = region(node.eqn)
+            operands = node.ins[skipped:]
+            handed = handed_through(bodies, [i in self.parent for i in operands])
+            pairs = zip(node.outs, handed, strict=True)
+            self.parent.update((out, operands[i]) for out, i in pairs if i is not None)
+
+    def root(self, value: int) -> int:
+        """The argument that a weight was made from."""
+        while self.parent[value] != value:
+            value = self.parent[value]
+        return value
+
+    def weights_of(self, node: Node) -> list[int]:
+        """The weights that a node uses, each once; none for one that only changes a stored weight."""
+        return [] if node.name in ON_SHARD else list(dict.fromkeys(i for i in node.ins if i in self.parent))
+
+    def data(self) -> set[int]:
+        """What is computed from arguments that are no weights: activations, not masks and constants."""
+        found = {i for i in self.ins if i not in self.parent}
+        for node in self.nodes:
+            if any(i in found for i in node.ins):
+                found.update(node.outs)
+        return found
+
+    def activations(self, node: Node, data: set[int]) -> tuple[int, ...]:
+        """The activations that a node reads, each once."""
+        return tuple(dict.fromkeys(i for i in node.ins if i in data and self.is_floating(i)))
+
+    def is_floating(self, value: int) -> bool:
+        """True for an array of floating numbers."""
+        aval = self.avals[value]
+        return bool(np.ndim(aval)) and issubdtype(aval.dtype, np.inexact)
+
+
+def activation_bytes(jaxpr: Any, weights: Sequence[bool]) -> int:
+    """Bytes of the activations, over all devices, that the gradients of weights are made from; of a loop one turn."""
+    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    data, total = graph.data(), 0
+    for node in graph.nodes:
+        if not graph.weights_of(node):
+            continue
+        bodies, skipped = region(node.eqn)
+        if bodies:  # of branches the first
+            inside = [i in graph.parent for i in node.ins[skipped:]]
+            total += activation_bytes(jaxprs.opened(bodies[0])[0], inside)
+            continue
+        avals = [graph.avals[i] for i in graph.activations(node, data)]
+        total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
+    return total
+
+
+def tied_tables(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+    """Positions of the weights whose rows are looked up and that have another use: [Note: a tied embedding]."""
+    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    uses: dict[int, list[bool]] = collections.defaultdict(list)  # of each: is it a lookup
+    for node in graph.nodes:
+        for weight in graph.weights_of(node):
+            uses[graph.root(weight)].append(row_lookup(node.eqn))
+    return {at for at, i in enumerate(graph.ins) if len(uses[i]) > 1 and any(uses[i])}
+
+
+def region(eqn: Any) -> tuple[Sequence[Any], int]:
+    """The bodies of a region, a loop or branches, and how many leading operands they do not get; none: a plain one."""
+    params, name = eqn.params, eqn.primitive.name
+    if name == "while":
+        return [params["body_jaxpr"]], params["cond_nconsts"]
+    if name == "cond":
+        return params["branches"], 1
+    return ([params["jaxpr"]], 0) if name == "scan" or name in REMAT else ([], 0)
+
+
+def handed_through(regions: Sequence[Any], weights: Sequence[bool]) -> list[int | None]:
+    """For each result of regions (a remat region, branches): which weight all of them return as it came, or None.
+
+    NNX returns a module's whole state from each of its transforms.
+    """
+    found = []
+    for jaxpr, _ in (jaxprs.opened(r) for r in regions):
+        index = {v: i for i, v in enumerate(jaxpr.invars) if weights[i]}
+        found.append([None if jaxprs.is_literal(v) else index.get(v) for v in jaxpr.outvars])
+    return [i[0] if len(set(i)) == 1 else None for i in zip(*found, strict=True)]
