@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
 from jax._src.core import Tracer, trace_ctx
-from jax.experimental import compute_on
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -150,13 +149,6 @@ def dot_gradient(eqn, at: int, other, cotangent, part: tuple[int, int, int] | No
     if dtype is not None:
         return jnp.einsum(f"{its},{out}->{mine}", other, cotangent, preferred_element_type=dtype)
     return product_gradient(eqn, at, other, cotangent, shape)
-
-
-def on_host(fn: Callable) -> Callable:
-    """A function of arrays in host memory to a flat list, computed by the host; its results lie there too."""
-    # jax 0.11 gave the old name to the new function
-    new: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
-    return new(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
 
 
 LINEAR = "jzero_linear"

@@ -195,6 +195,9 @@ def test_no_zero_optimization_is_stage_0_and_true_is_stage_1():
 def test_offload():
     found = zero(stage=2, offload_optimizer={"device": "cpu", "pin_memory": True})
     assert found.config == jzero.ZeroConfig(stage=2, offload="host")
+    assert "updated on the device; DeepSpeed updates it on the CPU" in (
+        rows(found)["zero_optimization.offload_optimizer.device"].text
+    )
     assert zero(stage=2, cpu_offload=True).config == found.config
     assert zero(stage=2, offload_optimizer={"device": "none"}).config.offload is None
     assert zero(stage=0, offload_optimizer={"device": "cpu"}).config.offload is None
