@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -178,34 +175,6 @@ class ZeroConfig:
                 f"ZeroConfig(reshard_after_forward=False) has no effect at stage {self.stage}, where params are whole "
                 "between steps too. Leave it out or pass stage=3."
             )
-
-    @classmethod
-    def from_deepspeed(
-        cls,
-        source: str | os.PathLike[str] | Mapping[str, Any],
-        *,
-        world: int | None = None,
-        auto: Mapping[str, Any] | None = None,
-    ) -> ZeroConfig:
-        """The config that a ds_config.json means. `jzero.deepspeed.read` gives all of what it says, without a warning.
-
-        Args:
-          source, world, auto: as in `jzero.deepspeed.read`.
-
-        Raises:
-          FileNotFoundError, TypeError, ValueError: as there.
-
-        Warns:
-          UserWarning: once, where the file asks for more than a ZeroConfig holds (batch, clipping, loss scale,
-            optimizer, activation checkpointing), with the lines to write, or for what is not supported.
-        """
-        from jzero.deepspeed import read  # it stands above this module
-
-        found = read(source, world=world, auto=auto)
-        text = found.elsewhere()
-        if text:
-            warnings.warn(text, UserWarning, stacklevel=2)
-        return found.config
 
     @property
     def row(self) -> Stage:
