@@ -32,7 +32,6 @@ WAYS = {
     "naive": None,
     "host": jzero.Offload(),
     "host, prefetch": jzero.Offload(prefetch=True),
-    "update on the host": jzero.Offload(update="host"),
 }
 
 

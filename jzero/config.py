@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,18 +44,16 @@ class Offload:
     Args:
       tier: "host": pinned host memory.
       update: where the new state is computed. "device": state is fetched, updated and written back, 24 bytes per
-        parameter over PCIe for Adam with a master. "host": the gradient goes to the host and the new param comes back,
-        4 bytes per parameter in 16 bits, and the CPU computes; compiled for GPUs and tested on CPUs, but it has not
-        run on a GPU yet (docs/offload.md).
+        parameter over PCIe for Adam with a master. "host" is refused until there is an update outside of the program.
       in_flight_bytes: bytes of state, of one device, that are on the device at once; three units of a third of it
-        are fetched, updated and written. With update="host": the bytes that the host copies at once. None: a 64th of
-        a device's share of the state, from 64 MiB to 1 GiB.
+        are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
       prefetch: True lets the first units be fetched before the gradients are there: in_flight_bytes more at the peak
         of the backward pass, for a start without waiting.
 
     Raises:
       TypeError: a field of the wrong kind.
       ValueError: an unknown tier or update, `in_flight_bytes` below 1.
+      NotImplementedError: `update="host"`.
     """
 
     tier: str = "host"
@@ -68,7 +63,12 @@ class Offload:
 
     def __post_init__(self):
         check_choice(self.tier, "tier", ("host",), where="Offload")
-        check_choice(self.update, "update", ("device", "host"), where="Offload")
+        if self.update == "host":
+            raise NotImplementedError(
+                'Offload(update="host"): the update runs on the device, through which the state is streamed in chunks; '
+                "an update by the CPU, outside of the compiled program, is to come. Leave `update` out."
+            )
+        check_choice(self.update, "update", ("device",), where="Offload")
         if self.in_flight_bytes is not None:
             check_int(self.in_flight_bytes, "in_flight_bytes", where="Offload", low=1)
         check_flag(self.prefetch, "prefetch", where="Offload")
@@ -175,34 +175,6 @@ class ZeroConfig:
                 f"ZeroConfig(reshard_after_forward=False) has no effect at stage {self.stage}, where params are whole "
                 "between steps too. Leave it out or pass stage=3."
             )
-
-    @classmethod
-    def from_deepspeed(
-        cls,
-        source: str | os.PathLike[str] | Mapping[str, Any],
-        *,
-        world: int | None = None,
-        auto: Mapping[str, Any] | None = None,
-    ) -> ZeroConfig:
-        """The config that a ds_config.json means. `jzero.deepspeed.read` gives all of what it says, without a warning.
-
-        Args:
-          source, world, auto: as in `jzero.deepspeed.read`.
-
-        Raises:
-          FileNotFoundError, TypeError, ValueError: as there.
-
-        Warns:
-          UserWarning: once, where the file asks for more than a ZeroConfig holds (batch, clipping, loss scale,
-            optimizer, activation checkpointing), with the lines to write, or for what is not supported.
-        """
-        from jzero.deepspeed import read  # it stands above this module
-
-        found = read(source, world=world, auto=auto)
-        text = found.elsewhere()
-        if text:
-            warnings.warn(text, UserWarning, stacklevel=2)
-        return found.config
 
     @property
     def row(self) -> Stage:

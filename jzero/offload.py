@@ -37,7 +37,6 @@ def streamed(
     out_homes: Callable[[Any], Sequence[Home]],
     *,
     gate: Sequence[int] = (),
-    on_host: bool = False,
 ) -> Any:
     """`fn(fixed, state)` with its state streamed from host memory and back; see [Note: streaming] in `streaming.py`.
 
@@ -48,7 +47,6 @@ def streamed(
       plan: says how much may be on the device at once.
       out_homes: of the flat results, given their tree.
       gate: which leaves of `fixed` must be there before the first fetch.
-      on_host: compute what reads the state on the host.
     """
     flat, tree = jax.tree.flatten((fixed, state))
     box: list[Any] = []
@@ -68,7 +66,6 @@ def streamed(
         flat_fn, flat, [*[DEVICE] * count, *homes],
         lambda: out_homes(_numbered(box[0])),
         in_flight_bytes=plan.in_flight_bytes, gate=() if tier.prefetch else gate, on_excess=on_excess,
-        on_host=on_host,
     )  # fmt: skip
     return box[0].unflatten(leaves)
 

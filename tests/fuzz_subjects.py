@@ -79,7 +79,6 @@ def _configs() -> list[Subject]:
     scales = dict.fromkeys(("initial", "growth", "minimum", "maximum"), NUMBER)
     return [
         Subject("jzero.ZeroConfig", jzero.ZeroConfig, {k: getattr(defaults, k) for k in CONFIG}, CONFIG),
-        Subject("jzero.ZeroConfig.from_deepspeed", jzero.ZeroConfig.from_deepspeed, source, read),
         Subject("jzero.ZeroConfig.master_for", defaults.master_for, {"dtype": "float32"}, {"dtype": DTYPE}),
         Subject("jzero.ZeroConfig.adam_bytes", defaults.adam_bytes, {"dtype": "float32"}, {"dtype": DTYPE}),
         Subject("jzero.Offload", jzero.Offload,

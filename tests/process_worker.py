@@ -417,7 +417,6 @@ CASES = {
     "optax, stage 3": optax_loop(3),
     "offload": stage(2, offload="host"),
     "offload, existing": stage(2, existing=True, offload="host"),
-    "offload, on the host": stage(2, offload=jzero.Offload(update="host")),
     "moments in 16 bits": stage(2, moment_dtype="bfloat16"),
     "overflow": overflow,
     "remat": rematerialised(partition="model"),

@@ -29,7 +29,6 @@ WAYS: dict[str, jzero.Offload | None] = {
     "naive": None,
     "host": jzero.Offload(),
     "host, prefetch": jzero.Offload(prefetch=True),
-    "update on the host": jzero.Offload(update="host"),
 }
 SHORT = ("bus / - / 0", "update / host / 0", "step / naive / 8", "largest / host / 1")
 DEVICE_SHARE = 0.97  # of a device's memory that a program may plan for
@@ -43,9 +42,8 @@ def cases(config: dict[str, Any]) -> list[str]:
     """The bus, the update, steps at growing batches, the largest model per tier: `what / way / rows`."""
     del config
     found = ["bus / - / 0", "step / host / 8", "largest / host / 1", "step / naive / 8", "largest / none / 1"]
-    found += ["update / host / 0", "step / host, prefetch / 8", "step / update on the host / 8"]
-    found += [f"step / {way} / {rows}" for rows in (32, 1) for way in ("host", "naive")]
-    return [*found, "largest / update on the host / 1"]
+    found += ["update / host / 0", "step / host, prefetch / 8"]
+    return found + [f"step / {way} / {rows}" for rows in (32, 1) for way in ("host", "naive")]
 
 
 def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,6 @@ TIERS = {
     "device": None,
     "host": jzero.Offload(),
     "host, prefetch": jzero.Offload(prefetch=True),
-    "update on the host": jzero.Offload(update="host"),
 }
 
 
@@ -59,7 +58,7 @@ def cases(config: dict[str, Any]) -> list[str]:
         f"steps / scan / {s} / {t}" for s, t in ((1, "device"), (2, "device"), (3, "device"), (2, "host"))
     ]
     steps += [f"steps / scan / {s} / {t}" for s, t in ((3, "host"), (1, "host"), (0, "device"))]
-    steps += [f"steps / scan / 2 / {t}" for t in ("host, prefetch", "update on the host")]
+    steps.append("steps / scan / 2 / host, prefetch")
     steps += [f"steps / unrolled / {s} / {t}" for s in (2, 3) for t in ("device", "host")]
     half = len(names)
     return [*at[3][:half], *steps[:5], *at[3][half:], *steps[5:], *at[2]]

@@ -25,7 +25,6 @@ TIERS = {
     "device": None,
     "host": jzero.Offload(),
     "host, prefetch": jzero.Offload(prefetch=True),
-    "update on the host": jzero.Offload(update="host"),
     "inputs of blocks on the host": None,
 }
 INPUTS = "inputs of blocks on the host"

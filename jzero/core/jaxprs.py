@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax._src import source_info_util
 from jax._src.core import Tracer, trace_ctx
-from jax.experimental import compute_on
 from jax.extend.core import Literal
 
 
@@ -77,10 +76,3 @@ def scan_counts(params) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
-
-
-def on_host(fn: Callable) -> Callable:
-    """A function of arrays in host memory to a flat list, computed by the host; its results lie there too."""
-    # jax 0.11 gave the old name to the new function
-    new: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
-    return new(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)

@@ -8,7 +8,6 @@ import textwrap
 from typing import Any
 
 from jzero.config import Offload, ZeroConfig
-from jzero.core.errors import counted
 from jzero.gradients.loss_scale import LossScale
 
 IMPORTS = (
@@ -48,8 +47,6 @@ class FromDeepSpeed:
       not_needed: keys without a counterpart, each with the reason; also those that switch something off.
       not_supported: keys that ask for what is not there, each with what to do in its place.
       notes: where a default is another one than DeepSpeed's.
-      where: the file's name.
-      own: True where `code` has more than the call of `jzero.shard`.
     """
 
     config: ZeroConfig
@@ -67,32 +64,6 @@ class FromDeepSpeed:
     not_needed: tuple[Row, ...]
     not_supported: tuple[Row, ...]
     notes: tuple[str, ...]
-    where: str
-    own: bool
-
-    def elsewhere(self) -> str:
-        """What a ZeroConfig does not hold: lines to write, keys that are not supported; "" where there is nothing.
-
-        It is the warning of `ZeroConfig.from_deepspeed`.
-        """
-        parts = []
-        if self.own:
-            parts.append(
-                "asks for more than a ZeroConfig holds. Write, in the train script:\n"
-                + textwrap.indent("\n".join(self.code), "    ")
-            )
-        if self.not_supported:
-            rows = "\n".join(f"    {r.key} = {shown(r.value)}: {r.text}" for r in self.not_supported)
-            parts.append(
-                f"{'and ' if parts else ''}has {counted(len(self.not_supported), 'unsupported key')}:\n{rows}"
-            )
-        if not parts:
-            return ""
-        return (
-            f"jzero.ZeroConfig.from_deepspeed: {self.where} "
-            + "\n  ".join(parts)
-            + ("\n  jzero.deepspeed.read(...) has all of it, and does not warn.")
-        )
 
     def __str__(self) -> str:
         parts = []

@@ -81,8 +81,7 @@ class Draft:
             micro_batch_size=self.micro_batch_size, accumulate=self.accumulate, loss_scale=self.loss_scale,
             clip=self.clip, param_dtype=self.param_dtype, remat=self.remat, code=tuple(code),
             mapped=tuple(told[MAPPED]), not_needed=tuple(told[NOT_NEEDED]),
-            not_supported=tuple(told[NOT_SUPPORTED]), notes=tuple(self.notes), where=self.where,
-            own=bool(self.lines or self.remat or self.mesh_axes or self.accumulate > 1),
+            not_supported=tuple(told[NOT_SUPPORTED]), notes=tuple(self.notes),
         )  # fmt: skip
 
     def _fate(self, name: str, value: Any) -> tuple[str, str]:

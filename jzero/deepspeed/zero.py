@@ -127,5 +127,5 @@ def _offload(draft: Draft, stage: int) -> None:
     draft.fields["offload"] = Offload()
     draft.say(
         name,
-        'offload=jzero.Offload(): updated on the device; update="host" updates on the CPU, as DeepSpeed does',
+        "offload=jzero.Offload(): state in host memory, updated on the device; DeepSpeed updates it on the CPU",
     )

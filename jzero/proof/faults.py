@@ -176,9 +176,6 @@ def _offloaded_copied(e: Evidence) -> Found:
         return
     held, kept = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
     temp = getattr(stats, "host_temp_size_in_bytes", 0)
-    tier = e.plan.config.tier
-    if tier is not None and tier.update == "host" and temp <= e.plan.in_flight_bytes:
-        temp = 0  # what the host computes with, as asked for
     twice = sum(x.returned or 0 for x in kept if x.returned_on_host)
     if twice + temp > (1 - DONATED) * held:
         parts = (

@@ -41,11 +41,10 @@ class Estimate:
       activations_host: block inputs of one device there, with a `model` that offloads them.
       in_flight: with `offload`, state from the host that is on the device at once: `plan.in_flight_bytes`, at most
         `host`.
-      to_device, to_host: bytes of one device over PCIe in a step, each direction. With `update="device"` every host
-        byte is read once and written once. A chain that takes a norm of its own updates, behind the moments, reads
-        the state twice: this closed form still says once, `explain(compiled).transfers` counts. With `update="host"`
-        the shards of gradients go there, of params without master too, and those of new params come back. Offloaded
-        block inputs go and come back once per micro-batch.
+      to_device, to_host: bytes of one device over PCIe in a step, each direction: every host byte of the state is read
+        once and written once. A chain that takes a norm of its own updates, behind the moments, reads the state twice:
+        this closed form still says once, `explain(compiled).transfers` counts. Offloaded block inputs go and come back
+        once per micro-batch.
       devices_per_process: devices of the mesh that the process with the most of them has; of a pod, those of a host.
       activations: what the forward pass saves in device memory for the backward pass; 0 without a `model`.
       recomputed: activations that the backward pass makes again instead; bytes written, not held.
@@ -196,24 +195,16 @@ def estimate(
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
     _check_uses(uses or {}, plan)
     state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
-    on_host = plan.config.tier is not None and plan.config.tier.update == "host"
-    shards = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in plan.layouts)
     moved = 0 if model is None else accumulate * model.host
-    followed = plan.config.updates == "land"  # a master does not need its param there
-    alone = sum(
-        x.nbytes // shard_factor(x.state, plan.mesh)
-        for x in plan.layouts
-        if not (followed and plan.config.master_for(x.dtype))
-    )
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts),
         grads=sum(_grad_bytes(x, plan, accumulate) for x in plan.layouts),
         opt_state=state,
         host=host,
-        in_flight=0 if on_host else min(plan.in_flight_bytes, host),
-        to_device=(0 if not host else shards if on_host else host) + moved,
-        to_host=(0 if not host else shards + alone if on_host else host) + moved,
+        in_flight=min(plan.in_flight_bytes, host),
+        to_device=host + moved,
+        to_host=host + moved,
         devices_per_process=max(counts.values()),
         activations=0 if model is None else model.saved,
         activations_host=0 if model is None else model.host,

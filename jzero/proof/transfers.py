@@ -5,12 +5,7 @@ Host memory is memory space 5 in a layout: `f32[8]{0:S(5)}`. A whole array moves
 a plain `copy` that the program waits for. A piece of one moves by a `dynamic-slice` of a host array, or by a
 `dynamic-update-slice` of a device array into one: alone, or in a fusion of its own with `fusion-start` /
 `fusion-done`, named `dynamic-slice-start` and `dynamic-update-slice-start` and asynchronous. What moves is then the
-slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus. A host
-computation (`HostExecute`) reads and writes its own memory; of device arrays it is given copies, and fills some.
-
-[Note: params that were replaced]
-With `update="host"` a loop of no round, in which nothing moves, or of one sends the params (`follow.py`). It is listed,
-and counts in no sum.
+slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus.
 """
 
 from __future__ import annotations
@@ -22,12 +17,10 @@ from collections.abc import Iterator, Sequence
 
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.places import CALLERS, Place, name_stack, phase_of, touches_host, walk, work_before
-from jzero.update.follow import TAKE_OVER
 
 SAME = frozenset(
     ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
 )
-ON_HOST = 'custom_call_target="HostExecute"'
 CARRIES = CALLERS | SAME | {"parameter", "async-done", "async-update"}
 
 
@@ -43,7 +36,6 @@ class Transfer:
       loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
       asynchronous: True where the program goes on between start and done.
       phase: `forward`, `backward`, `update` or empty.
-      seldom: True where it runs only after params were replaced; see [Note: params that were replaced].
       compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
         their outputs.
     """
@@ -55,14 +47,13 @@ class Transfer:
     loops: tuple[int, ...]
     asynchronous: bool
     phase: str = ""
-    seldom: bool = False
     compute_ops: int = 0
     compute_bytes: int = 0
 
     @property
     def trips(self) -> int:
-        """Executions per step; an unknown loop counts once, what runs seldom not at all."""
-        return 0 if self.seldom else math.prod(n or 1 for n in self.loops)
+        """Executions per step; an unknown loop counts once."""
+        return math.prod(n or 1 for n in self.loops)
 
     @property
     def total_bytes(self) -> int:
@@ -101,12 +92,7 @@ def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[T
     hosted = [any(s.on_host for s in o.shapes) for o in operands]
     paired = i.opcode.endswith("-start") and '"is_sync":true' not in i.attrs
     result = done_of(home, i).shapes if done_of(home, i) is not i else i.shapes
-    if ON_HOST in i.attrs:
-        moves = {
-            "device": sum(s.nbytes for s in result if not s.on_host),
-            "host": sum(s.nbytes for o in operands for s in o.shapes if not s.on_host),
-        }
-    elif i.opcode in ("copy", "copy-start"):
+    if i.opcode in ("copy", "copy-start"):
         moves = _copied(result, i.shapes[1].on_host if len(i.shapes) > 1 else any(hosted))
     else:
         held = {o.name for o, on_host in zip(operands, hosted, strict=True) if on_host}
@@ -121,8 +107,7 @@ def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[T
     for to, size in moves.items():
         if size:
             phase = phase_of(name_stack(place, i), module.has_backward)
-            seldom = any(TAKE_OVER in stack for stack in place.callers)
-            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, seldom, *between)
+            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, *between)
 
 
 def _copied(result: Sequence[Shape], from_host: bool) -> dict[str, int]:

@@ -128,16 +128,9 @@ class Cut:
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        homes: Sequence[Home],
-        out_homes: Sequence[Home],
-        in_flight_bytes: int,
-        *,
-        whole: bool = False,
+        self, graph: Graph, homes: Sequence[Home], out_homes: Sequence[Home], in_flight_bytes: int
     ):
         self.graph, self.out_homes, self.in_flight_bytes = graph, out_homes, in_flight_bytes
-        self.whole = whole
         self.made = dict(zip(graph.outs, out_homes, strict=True))
         self.homes = dict(zip(graph.ins, homes, strict=True))
         self.limit = max(in_flight_bytes // ALIVE, 1)
@@ -146,7 +139,7 @@ class Cut:
         self.excess: list[Excess] = []
         components = list(self._components())
         self._check_count(components)
-        self.first = [] if whole else self._first(components)
+        self.first = self._first(components)
         self.kept = frozenset(s for unit in self.first for s in unit.sources)
         if self.first:
             done = {v for unit in self.first for v in unit.values}
@@ -177,7 +170,7 @@ class Cut:
     def _check_count(self, components: list[tuple[int, ...]]) -> None:
         """Raises ValueError where the bound is so small that XLA would not come to an end."""
         total = sum(self._bytes(values, self._sources(values)) for values in components)
-        if not self.whole and total > MOST * self.limit:
+        if total > MOST * self.limit:
             raise ValueError(
                 f"Offload(in_flight_bytes={self.in_flight_bytes}): {human_bytes(total)} of state on a device would be "
                 f"cut into {total // self.limit} units, and {MOST} are the most that XLA compiles in a sensible time. "
@@ -269,10 +262,10 @@ class Cut:
         whole = Unit(values, tuple(sorted(sources)), size)
         if size <= self.limit:
             return [whole]
-        starts, reason = values, "update on the host" if self.whole else ""
+        starts, reason = values, ""
         if self.graph.is_small(values[0]):  # a number that is reduced from pieces
             node = self.graph.makers[values[0]]
-            starts, reason = node.ins[:1], reason if reduces_all(node, self.graph) else node.name
+            starts, reason = node.ins[:1], "" if reduces_all(node, self.graph) else node.name
         form = None if reason else self._form(starts, values, sources)
         reason = reason or self._whole_because(starts, form)
         if form is not None and not reason:

@@ -12,12 +12,6 @@ next. So array n of unit i+1 is fetched after array n-1 of unit i has been writt
 after array n-1 of unit i+1 has been fetched: fetch n and write n are all that can run, and they run beside each other.
 Of two pieces of one array the second is fetched before the first is written.
 Where two units together are above the bound, since one cannot be cut, the first is written before the next is fetched.
-
-[Note: update on the host]
-The gradient goes to the host instead, the unit is computed there (`compute_on("device_host")`), and what the device
-needs comes back: 2 + 2 bytes per parameter over PCIe for 16-bit params instead of 24 (`follow.py` says why the param
-need not go along). Single numbers come from the device. XLA joins host computations that nothing keeps apart, and
-copies what they replace: the same ties bound that copy.
 """
 
 from __future__ import annotations
@@ -33,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core import jaxprs
-from jzero.core.graph import FlatFunction, Graph, on_piece
-from jzero.core.primitives import LAYOUT, REDUCTIONS
+from jzero.core.graph import FlatFunction, on_piece
+from jzero.core.primitives import REDUCTIONS
 from jzero.stream.chunks import Form, Piece
 from jzero.stream.schedule import Cut, Excess, Home, Unit
 
@@ -47,7 +41,6 @@ def stream(
     *,
     in_flight_bytes: int,
     gate: Sequence[int] = (),
-    on_host: bool = False,
     on_excess: Callable[[list[Excess]], None] = lambda found: None,
 ) -> list[Any]:
     """The results of `fn`, with its host arguments fetched unit by unit and its host results written back.
@@ -59,24 +52,23 @@ def stream(
       out_homes: where the results live; called once `fn` has been traced.
       in_flight_bytes: bytes of host arrays, of one device, that may be on the device at once.
       gate: arguments that must be there before the first fetch.
-      on_host: compute what reads host arguments on the host: see [Note: update on the host].
       on_excess: called with what does not fit, before anything is computed.
 
     Returns:
       The results, each in its home. See [Note: streaming].
     """
     if args and not any(jaxprs.is_tracer(a) for a in args):
-        run = functools.partial(_stream, fn, homes, out_homes, in_flight_bytes, gate, on_host, on_excess)
+        run = functools.partial(_stream, fn, homes, out_homes, in_flight_bytes, gate, on_excess)
         return jax.jit(lambda *flat: run(flat))(*args)
-    return _stream(fn, homes, out_homes, in_flight_bytes, gate, on_host, on_excess, args)
+    return _stream(fn, homes, out_homes, in_flight_bytes, gate, on_excess, args)
 
 
-def _stream(fn, homes, out_homes, in_flight_bytes, gate, on_host, on_excess, args) -> list[Any]:
+def _stream(fn, homes, out_homes, in_flight_bytes, gate, on_excess, args) -> list[Any]:
     graph = FlatFunction(fn, [_on_device(a, h) for a, h in zip(args, homes, strict=True)])
-    cut = Cut(graph, homes, out_homes(), in_flight_bytes, whole=on_host)
-    if cut.excess and not on_host:
+    cut = Cut(graph, homes, out_homes(), in_flight_bytes)
+    if cut.excess:
         on_excess(cut.excess)
-    return (_HostRun if on_host else _Run)(cut, args, gate).results()
+    return _Run(cut, args, gate).results()
 
 
 def _on_device(arg, home: Home):
@@ -273,69 +265,6 @@ class _Run:
         new = jnp.zeros(piece.view, aval.dtype)
         new = jax.lax.with_sharding_constraint(new, piece.layout)
         return home.take(new, piece.layout)  # XLA makes that an allocation on the host
-
-
-class _HostRun(_Run):
-    """[Note: update on the host]: see there."""
-
-    def results(self) -> list[Any]:
-        """All results, each in its home."""
-        for unit in (*self.cut.scalars, *self.cut.units):
-            if unit.sources and not self.graph.is_small(unit.values[0]):
-                self._on_host(unit)
-            else:
-                self._wait_for(unit.sources, _Tie(self, 2))
-                env = {s: self._fetch(s, None) for s in unit.sources}
-                for value, out in zip(unit.values, self._computed(unit, env), strict=True):
-                    self._write(value, out, None)
-            self.wrote.append(unit.values)
-        return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_homes, strict=True)]
-
-    def _on_host(self, unit: Unit) -> None:
-        inputs = [v for v in self._inputs(unit) if v not in unit.sources]
-        for v in inputs:
-            self._evaluate(v, {})
-        with jax.named_scope("jzero.to_host"):
-            sources = [self.host[s] for s in unit.sources]
-            late = _Tie(self, 2).after([self.values[v] for v in inputs])
-            late = [jax.device_put(x, jax.memory.Space.Host) for x in late]
-
-        def update(*arrays):
-            return run_on_host(
-                self.graph, unit.values, dict(zip((*unit.sources, *inputs), arrays, strict=True))
-            )
-
-        for value, out in zip(unit.values, jaxprs.on_host(update)(*sources, *late), strict=True):
-            home = self.cut.home_of(value)
-            if home.sharding is None:
-                self.written[value] = jax.device_put(out, jax.memory.Space.Device)
-            else:
-                self.written[value] = jax.lax.with_sharding_constraint(out, home.sharding)
-
-    def _inputs(self, unit: Unit) -> list[int]:
-        """What a unit reads: arguments, and single numbers, which the device computes."""
-        given = _Given(lambda v: v in self.cut.homes or v in self.graph.known or self.graph.is_small(v))
-        found: dict[int, None] = {}
-        for value in unit.values:
-            for node in self.graph.needed(value, given):
-                found.update((i, None) for i in node.ins if i in given and i not in self.graph.known)
-        return list(found)
-
-
-def run_on_host(graph: Graph, values: Sequence[int], given: dict[int, Any]) -> list[Any]:
-    """Values of a graph, for those that are given, inside of a computation on the host."""
-    env = {**graph.known, **given}
-    for value in values:
-        for node in graph.needed(value, env):
-            operands = [env[i] for i in node.ins]
-            results = operands[:1] if node.name in LAYOUT else node.run(operands)
-            env.update((o, _hosted(x)) for o, x in zip(node.outs, results, strict=True))
-    return [env[v] for v in values]
-
-
-def _hosted(x):
-    """A value of a computation on the host, with the memory space in its type that JAX asks for."""
-    return x if x.aval.memory_space == jax.memory.Space.Host else jax.device_put(x, jax.memory.Space.Host)
 
 
 class _Given:

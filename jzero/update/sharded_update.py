@@ -1,5 +1,9 @@
 """One update on shards: gradients reduced, masters taken over, state streamed, and what is to land on every param.
 
+[Note: the master follows the param]
+A param that is not `cast(master)` was replaced by the user (a loaded checkpoint, pruning). The master takes
+it over, element by element, at the next update. The comparison reads the shard alone.
+
 [Note: old params die early]
 A donated param's buffer can hold its own gradient once nothing reads the old param any more. The update
 reads it (its shard is compared with the master, or is what the difference is added to), and XLA schedules
@@ -27,11 +31,9 @@ import jax.numpy as jnp
 import optax
 
 from jzero.layout.leaf_rule import Layout
-from jzero.offload import homes_of, memory_kind, streamed
-from jzero.sharding import HOST, Plan
-from jzero.stream.chunks import Form
+from jzero.offload import homes_of, streamed
+from jzero.sharding import Plan
 from jzero.stream.schedule import DEVICE, Home
-from jzero.update.follow import followed, taken_over
 from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
 
 
@@ -101,12 +103,7 @@ class Step:
 
     def streamed(self, shards: list, grads: list, inner, master: list):
         """The same with state in host memory: `shards` are those of the params, without masters."""
-        plan, tier = self.plan, self.plan.config.tier
-        assert tier is not None
-        on_host = tier.update == "host"
-        if on_host and plan.config.updates == "land":
-            gate = [] if tier.prefetch else [g for g in grads if g is not None]
-            shards, master = self._followed(shards, master, gate)
+        plan = self.plan
 
         def step(fixed, state):
             (shards, grads), (inner, master) = fixed, self.cut(*state)
@@ -125,21 +122,8 @@ class Step:
 
         return streamed(
             step, (shards, grads), (inner, master), plan, state_homes, out_homes,
-            gate=range(first, first + len(jax.tree.leaves(grads))), on_host=on_host,
+            gate=range(first, first + len(jax.tree.leaves(grads))),
         )  # fmt: skip
-
-    def _followed(self, shards: list, master: list, gate: list):
-        """Masters on the host brought up to date, and the shards of the params that still have to go there."""
-        plan = self.plan
-        hosted = [i for i, m in enumerate(master) if m is not None and memory_kind(m) == HOST]
-        if not hosted:
-            return shards, master
-        layouts = [plan.layouts[i] for i in hosted]
-        forms = [Form(x.shape, x.state_shape, plan.sharding(x.state)) for x in layouts]
-        new = followed([shards[i] for i in hosted], [master[i] for i in hosted], forms, gate=gate)
-        found = dict(zip(hosted, new, strict=True))
-        rest = [None if i in found else s for i, s in enumerate(shards)]
-        return rest, [found.get(i, m) for i, m in enumerate(master)]
 
 
 def on_shards(params: list, plan: Plan) -> tuple[list, list]:
@@ -157,9 +141,12 @@ def take_over(shard, master, x: Layout, plan: Plan):
     """The master on its shard, with what the user has changed in the param since; without master, the param."""
     if master is None:
         return shard
-    if shard is None:  # taken over before
-        return master
     return plan.constrain(taken_over(shard, master), x.state)
+
+
+def taken_over(param, master):
+    """The master with what is new in its param: see [Note: the master follows the param]."""
+    return jnp.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
 
 
 def read_params_first(wide: list, stored: list, grads: list, plan: Plan):

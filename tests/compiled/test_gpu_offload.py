@@ -258,43 +258,6 @@ def test_state_is_fetched_before_the_gradients_only_when_asked_for(prefetch):
     assert (first < backward) == prefetch
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("count", "chain"), [(12, "adam"), (48, "adam"), (12, "steps")])
-def test_an_update_on_the_host_moves_gradients_down_and_params_up(count, chain):
-    compiled, plan = program(count, chain, update="host")
-    memory = compiled.memory_analysis()
-    values = sum(math.prod(x.state_shape) for x in plan.layouts) // 8
-    report = jzero.explain(compiled, plan)
-    assert report.pcie["to_device"] == pytest.approx(2 * values, rel=0.01)
-    assert report.pcie["to_host"] == pytest.approx(2 * values, rel=0.01)
-    closed = jzero.estimate(plan)
-    assert report.pcie == pytest.approx({"to_device": closed.to_device, "to_host": closed.to_host}, rel=0.01)
-    # params go there in one loop alone, which has no round unless one was replaced
-    entry = parse(compiled.as_text()).entry
-    apart = [t for t in report.transfers if t.computation != entry]
-    assert all(t.seldom and t.loops == (0,) for t in apart)
-    assert not any(t.seldom for t in report.transfers if t.computation == entry)
-    assert sum(t.bytes for t in apart if t.to == "host") >= 2 * values
-    assert all(t.asynchronous for t in report.transfers)
-    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
-    assert memory.host_temp_size_in_bytes <= BOUND  # what the host copies is bounded
-    assert memory.temp_size_in_bytes <= group_bytes(plan)
-    assert "offloaded_state_copied" not in {f.kind for f in jzero.findings(compiled, plan)}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("stage", "scan"), [(1, False), (2, True), (3, False)])
-def test_a_train_step_that_updates_on_the_host(stage, scan):
-    compiled, plan = gpt(stage, scan, offload=jzero.Offload(update="host", in_flight_bytes=2**20))
-    report, values = jzero.explain(compiled, plan), sum(math.prod(x.state_shape) for x in plan.layouts) // 8
-    assert report.pcie == pytest.approx({"to_device": 2 * values, "to_host": 2 * values}, rel=0.01)
-    memory = compiled.memory_analysis()
-    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes
-    plain, _ = gpt(stage, scan)
-    assert report.wire.total == pytest.approx(jzero.explain(plain, plan).wire.total, rel=0.01)
-    jzero.check(compiled, plan)
-
-
 def test_select_keeps_state_on_the_host():
     plan = plan_for(12, 3)
     state = abstract_state(jzero.zero(CHAINS["lion"](), plan), plan)

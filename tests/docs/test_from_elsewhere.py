@@ -95,12 +95,12 @@ def test_the_table_is_that_of_the_code():
 
 
 def test_the_other_blocks(tmp_path, monkeypatch):
-    """The python block of the page, as it stands; its warning has the rest of the config."""
+    """The python block of the page, as it stands, on the page's config."""
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     config = json.loads(re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0])
     Path("ds_config.json").write_text(json.dumps(config | {"train_batch_size": 128}))
     names: dict = {"jzero": jzero}
-    with pytest.warns(UserWarning, match="clip_by_global_norm"):
-        exec(block, names)
-    assert names["config"] == names["found"].config
+    exec(block, names)
+    found = names["found"]
+    assert (found.config.stage, found.accumulate, found.clip) == (3, 2, 1.0)
