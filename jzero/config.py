@@ -34,6 +34,36 @@ STAGES = {
     3: Stage(True, True, True, "P_os+g+p: optimizer state, gradients and params split"),
 }
 
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """From which stage on a field of `ZeroConfig` does anything, why not below, and whether it is refused there.
+
+    `where`: what it has no effect on below, if it has one elsewhere.
+    """
+
+    stage: int
+    why: str
+    refused: bool = False
+    where: str = ""
+
+
+EFFECTS = {
+    "compute_dtype": Effect(
+        3,
+        "it casts a param on its shard before it is gathered, and only stage 3 gathers on use",
+        refused=True,
+    ),
+    "reshard_after_forward": Effect(3, "params are whole between steps too", refused=True),
+    "param_axis": Effect(3, "params are whole"),
+    "prefetch": Effect(3, "nothing is gathered on use"),
+    "bucket_bytes": Effect(2, "gradients are reduced by the update, in the order that XLA chooses"),
+    "reduce_dtype": Effect(
+        2,
+        "XLA reduces in the dtype of the matmul that makes a gradient. jzero.value_and_grad honours it",
+        where=" on plain jax.grad",
+    ),
+}
+
 MOMENT_DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -165,16 +195,25 @@ class ZeroConfig:
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
                 "over a part of the axes that share the optimizer state."
             )
-        if self.compute_dtype is not None and self.stage != 3:
-            raise ValueError(
-                f"ZeroConfig(compute_dtype=) has no effect at stage {self.stage}: it casts a param on its shard "
-                "before it is gathered, and only stage 3 gathers on use. Leave it out or pass stage=3."
-            )
-        if self.keeps_gathered and self.stage != 3:
-            raise ValueError(
-                f"ZeroConfig(reshard_after_forward=False) has no effect at stage {self.stage}, where params are whole "
-                "between steps too. Leave it out or pass stage=3."
-            )
+        for name, effect in EFFECTS.items():
+            if effect.refused and self._is_without_effect(name):
+                value = _text(getattr(self, name))
+                raise ValueError(
+                    f"ZeroConfig({name}={value}) has no effect at stage {self.stage}: {effect.why}. Leave it out or "
+                    f"pass stage={effect.stage}."
+                )
+
+    def _is_without_effect(self, name: str) -> bool:
+        default = {f.name: f.default for f in dataclasses.fields(self)}[name]
+        return self.stage < EFFECTS[name].stage and getattr(self, name) != default
+
+    def without_effect(self) -> list[str]:
+        """For each field that was set and does nothing at this stage, a line that says so."""
+        return [
+            f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
+            for name, effect in EFFECTS.items()
+            if self._is_without_effect(name)
+        ]
 
     @property
     def row(self) -> Stage:
@@ -245,6 +284,10 @@ def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str
     if fields:
         raise TypeError(f"{where}: pass config= or its fields ({', '.join(fields)}), not both.")
     return config
+
+
+def _text(value) -> str:
+    return value.name if isinstance(value, np.dtype) else repr(value)
 
 
 def _as_tuple(axis) -> tuple[str, ...]:

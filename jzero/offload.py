@@ -12,20 +12,21 @@ import numpy as np
 
 from jzero.core.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown
 from jzero.core.jaxprs import is_tracer
+from jzero.core.ordering import tied
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.specs import shard_factor
 from jzero.sharding import HOST, Plan
-from jzero.stream.schedule import DEVICE, Excess, Home
+from jzero.stream.schedule import DEVICE, Excess, Placement
 from jzero.stream.streaming import stream
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 LIMIT_GB = 64  # of pinned memory per process, where the variable does not say otherwise
 
 
-def homes_of(tree: Any, plan: Plan) -> list[Home]:
+def placements_of(tree: Any, plan: Plan) -> list[Placement]:
     """Where every leaf of an optimizer state lives, in the order of its leaves."""
-    return [Home(s) if s.memory_kind == HOST else DEVICE for s in plan.state_shardings(tree)]
+    return [Placement(s) if s.memory_kind == HOST else DEVICE for s in plan.state_shardings(tree)]
 
 
 def streamed(
@@ -33,8 +34,8 @@ def streamed(
     fixed: Any,
     state: Any,
     plan: Plan,
-    homes: Sequence[Home],
-    out_homes: Callable[[Any], Sequence[Home]],
+    placements: Sequence[Placement],
+    out_placements: Callable[[Any], Sequence[Placement]],
     *,
     gate: Sequence[int] = (),
 ) -> Any:
@@ -43,9 +44,9 @@ def streamed(
     Args:
       fn: trees in device memory to a tree.
       fixed: its arguments in device memory.
-      state: its arguments that have `homes`, one for each leaf.
+      state: its arguments that have `placements`, one for each leaf.
       plan: says how much may be on the device at once.
-      out_homes: of the flat results, given their tree.
+      out_placements: of the flat results, given their tree.
       gate: which leaves of `fixed` must be there before the first fetch.
     """
     flat, tree = jax.tree.flatten((fixed, state))
@@ -59,12 +60,12 @@ def streamed(
     def on_excess(found: list[Excess]):
         warn_excess(found, _names(box[0]), plan)
 
-    count = len(flat) - len(homes)
+    count = len(flat) - len(placements)
     tier = plan.config.tier
     assert tier is not None
     leaves = stream(
-        flat_fn, flat, [*[DEVICE] * count, *homes],
-        lambda: out_homes(_numbered(box[0])),
+        flat_fn, flat, [*[DEVICE] * count, *placements],
+        lambda: out_placements(_numbered(box[0])),
         in_flight_bytes=plan.in_flight_bytes, gate=() if tier.prefetch else gate, on_excess=on_excess,
     )  # fmt: skip
     return box[0].unflatten(leaves)
@@ -72,8 +73,8 @@ def streamed(
 
 def made_streamed(fn: Callable[[], list[Any]], layout: Sequence[jax.sharding.NamedSharding], plan: Plan):
     """A creation function whose results reach host memory unit by unit; `layout` says which live there."""
-    homes = [Home(s) if s.memory_kind == HOST else DEVICE for s in layout]
-    return lambda: stream(fn, (), (), lambda: homes, in_flight_bytes=plan.in_flight_bytes)
+    placements = [Placement(s) if s.memory_kind == HOST else DEVICE for s in layout]
+    return lambda: stream(fn, (), (), lambda: placements, in_flight_bytes=plan.in_flight_bytes)
 
 
 def _numbered(tree) -> Any:
@@ -155,7 +156,7 @@ def select(pred: Any, new: Any, old: Any) -> Any:
             out.append(chosen(pred, a, b))
             continue
         if len(written) > 1:  # one leaf is written while the next is fetched
-            a, b, out[written[-2]] = jax.lax.optimization_barrier((a, b, out[written[-2]]))
+            a, b, out[written[-2]] = tied(a, b, out[written[-2]])
         found = chosen(pred, *(jax.device_put(x, jax.memory.Space.Device) for x in (a, b)))
         written.append(len(out))
         out.append(jax.device_put(found, jax.memory.Space.Host))

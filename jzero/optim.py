@@ -25,12 +25,12 @@ from jzero.core.errors import check_arrays, check_transformation, counted, listi
 from jzero.core.jaxprs import is_tracer
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.mesh import check_context_mesh
-from jzero.offload import check_host_memory, homes_of, streamed
+from jzero.offload import check_host_memory, placements_of, streamed
 from jzero.sharding import Plan, check_plan
 from jzero.update.deferred_update import deferred
 from jzero.update.moment_dtype import with_moment_dtype
 from jzero.update.padded_state import align, check_state, pad, pin_state
-from jzero.update.sharded_update import Step, on_shards, read_params_first
+from jzero.update.sharded_update import ShardedUpdate, on_shards, read_params_first
 
 
 class ZeroState(NamedTuple):
@@ -153,7 +153,7 @@ class _Init(_Wrapped):
             return self.on_device(params, masters)
         return streamed(
             lambda fixed, _: self.on_device(*fixed), (params, masters), (), self.plan, (),
-            lambda _: homes_of(jax.eval_shape(self.on_device, params), self.plan),
+            lambda _: placements_of(jax.eval_shape(self.on_device, params), self.plan),
         )  # fmt: skip
 
     def on_device(self, params, masters=None):
@@ -187,7 +187,7 @@ class _Update(_Wrapped):
         tree = jax.tree.structure(params)
         if "value_fn" in extra:
             extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
-        step = Step(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
+        step = ShardedUpdate(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
         offloaded = self.plan.config.tier is not None
         with jax.named_scope("jzero.master"):
             shards, stored = on_shards([p for p, _ in pairs], self.plan)

@@ -33,7 +33,7 @@ from jzero.core.errors import (
 )
 from jzero.core.jaxprs import is_tracer
 from jzero.core.xla_options import compiler_options
-from jzero.layout.aliasing import Kept
+from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
 from jzero.layout.layer_stacks import stack_dims
@@ -245,7 +245,7 @@ class Plan:
         """
         pairs = self.match(tree, where="plan.place")
         check_same(tree, where="plan.place")
-        kept = Kept(tree)
+        kept = HeldMemory(tree)
         placed = [kept.apart(put(leaf, self.sharding(x.stored))) for leaf, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
@@ -418,15 +418,7 @@ def plan_for(
             f"which {' and '.join(map(repr, config.axes))} is given by its prime factors ({several[0].name}, ...). "
             "Under jax.set_mesh, set plan.array_mesh."
         )
-    if config.reduce_dtype is not None and not config.row.grads:
-        notes.append(
-            f"reduce_dtype={config.reduce_dtype.name} is honoured by jzero.value_and_grad alone at stage "
-            f"{config.stage}; jax.grad reduces in the dtype of the matmul that makes a gradient."
-        )
-    if config.param_axis is not None and not config.row.params:
-        notes.append(
-            f"param_axis={config.param_axis!r} has no effect at stage {config.stage}: params are whole."
-        )
+    notes += config.without_effect()
     return Plan(config, mesh, tuple(layouts), tuple(notes), jax.tree.structure(params), least)
 
 

@@ -85,7 +85,7 @@ def test_choices_and_dtypes():
         jzero.ZeroConfig(master_dtype="float31")
     with raises(ValueError, "master_dtype must be a floating dtype"):
         jzero.ZeroConfig(master_dtype="int32")
-    with raises(ValueError, "compute_dtype=) has no effect at stage 2"):
+    with raises(ValueError, "compute_dtype=bfloat16) has no effect at stage 2"):
         jzero.ZeroConfig(compute_dtype="bfloat16")
     with raises(ValueError, "param_axis='x'", "is not within axis='data'"):
         jzero.ZeroConfig(stage=3, param_axis="x")

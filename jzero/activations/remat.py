@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.core.block_input import KeepsInputs, Kept, begin, end
+from jzero.core.block_input import InputStorage, KeepsInputs, begin, end
 from jzero.core.errors import (
     check_choice,
     check_flag,
@@ -207,12 +207,12 @@ class _Block:
             )
         return found[:1]
 
-    def kept(self, x: Any) -> Kept:
+    def kept(self, x: Any) -> InputStorage:
         """How this input is kept. One that cannot be split is refused where it is kept: not by `init`."""
         platform = self.plan.mesh.devices.flat[0].platform
         limit = host_loop_limit(platform, WHERE) if self.host else ""
         if not self.axes:
-            return Kept(None, None, 0, self.host, loop_limit=limit)
+            return InputStorage(None, None, 0, self.host, loop_limit=limit)
         parts = axis_size(self.plan.mesh, self.axes)
         there, refused = -x.ndim <= self.dim < x.ndim, ""
         if not there or x.shape[self.dim] % parts:
@@ -225,7 +225,7 @@ class _Block:
         context = jax.sharding.get_abstract_mesh()
         mesh: Any = context if in_shard_map() else self.plan.array_mesh
         names = named_on(make_spec([self.axes]), mesh)[0]
-        return Kept(mesh, names, self.dim % x.ndim if there else 0, self.host, refused, limit)
+        return InputStorage(mesh, names, self.dim % x.ndim if there else 0, self.host, refused, limit)
 
 
 def _nnx_class(subject, call):

@@ -2,6 +2,15 @@
 
 What is stored is the logical state: no padding, whatever the stage, mesh or tier. It is restored into any other layout
 of the same model and optimizer, whole or not at all, and every byte that is read is checked.
+
+Vocabulary
+  logical      a state as named leaves in the shapes that model and optimizer know (`logical.py`)
+  checksums    of every chunk of every leaf, written before a checkpoint counts as finished (`checksums.py`)
+  commit       the rename after which a checkpoint is there; until then its folder has a temporary name (`commit.py`)
+  lock         one writer per folder of steps (`lock.py`)
+
+What always holds
+  A checkpoint is there as a whole or not at all. Nothing that exists is changed before what replaces it is on the disk.
 """
 
 from jzero.checkpoint.exporting import export

@@ -35,7 +35,7 @@ MASTER = "master"
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class NamedLeaf:
     """One array of a state.
 
     Attributes:
@@ -117,7 +117,7 @@ def together(state: Any, parts: Parts) -> Any:
 
 
 def tree_of(parts: Parts) -> Any:
-    """The tree that is stored; its leaves are `Leaf`, named by where they stand in it."""
+    """The tree that is stored; its leaves are `NamedLeaf`, named by where they stand in it."""
     rest = parts.rest if parts.rest is not None else {}
     if parts.params is None:
         return _named(_leaves(rest))
@@ -145,22 +145,22 @@ def _opt_parts(parts: Parts) -> tuple[Any, Any]:
     tree = jax.tree.structure(parts.params)
     known = tree.flatten_up_to(state.master)
     rows = zip(known, parts.tx.init.plan.layouts, strict=True)
-    return inner, tree.unflatten([None if m is None else Leaf((), m, x.shape) for m, x in rows])
+    return inner, tree.unflatten([None if m is None else NamedLeaf((), m, x.shape) for m, x in rows])
 
 
 def _leaves(tree: Any, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:
     values, structure = jax.tree.flatten(tree)
     shapes = [np.shape(x) for x in values] if shapes is None else shapes
-    return structure.unflatten([Leaf((), x, tuple(s)) for x, s in zip(values, shapes, strict=True)])
+    return structure.unflatten([NamedLeaf((), x, tuple(s)) for x, s in zip(values, shapes, strict=True)])
 
 
 def _named(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda k, x: dataclasses.replace(x, name=path_keys(k)), tree)
 
 
-def refuse_collisions(leaves: Sequence[Leaf], where: str) -> None:
+def refuse_collisions(leaves: Sequence[NamedLeaf], where: str) -> None:
     """Raises ValueError where two leaves would be stored under one name: orbax joins the names of a path by dots."""
-    by_name: dict[str, list[Leaf]] = {}
+    by_name: dict[str, list[NamedLeaf]] = {}
     for leaf in leaves:
         by_name.setdefault(".".join(leaf.name), []).append(leaf)
     double = {name: found for name, found in by_name.items() if len(found) > 1}
@@ -189,7 +189,7 @@ def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
     )
 
 
-def to_store(leaf: Leaf) -> Any:
+def to_store(leaf: NamedLeaf) -> Any:
     """The array of a leaf in its logical shape; see [Note: cut for the way out]."""
     if leaf.empty:
         return None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.checkpoint.converting import convertible
-from jzero.checkpoint.logical import MASTER, Leaf, Name
+from jzero.checkpoint.logical import MASTER, Name, NamedLeaf
 from jzero.core.errors import counted, listing, typed_shape
 
 Described = tuple[tuple[int, ...], np.dtype]
@@ -21,12 +21,12 @@ Described = tuple[tuple[int, ...], np.dtype]
 class Source:
     """Where a leaf comes from: the name of a stored array, whose dtype may differ where casts are allowed."""
 
-    leaf: Leaf
+    leaf: NamedLeaf
     name: Name
 
 
 def match(
-    leaves: Sequence[Leaf], have: Mapping[Name, Described], *, cast: bool, where: str, only: str | None = None
+    leaves: Sequence[NamedLeaf], have: Mapping[Name, Described], *, cast: bool, where: str, only: str | None = None
 ) -> list[Source]:
     """A source for every leaf; with `only`, stored arrays that are no params are of no interest.
 
@@ -76,7 +76,7 @@ def match(
     return sources
 
 
-def _source(leaf: Leaf, have: Mapping[Name, Described], wanted: set[Name], masters: bool) -> Name | None:
+def _source(leaf: NamedLeaf, have: Mapping[Name, Described], wanted: set[Name], masters: bool) -> Name | None:
     """The stored array that a leaf is read from; `masters`: there are any."""
     master, kind = (MASTER, *leaf.name[1:]), leaf.name[0]
     if kind == "params" and master in have and master not in wanted and leaf.name in have:
@@ -88,7 +88,7 @@ def _source(leaf: Leaf, have: Mapping[Name, Described], wanted: set[Name], maste
     return param if kind == MASTER and not masters and param in have else None
 
 
-def describe(leaf: Leaf) -> Described:
+def describe(leaf: NamedLeaf) -> Described:
     """Shape and dtype as they are stored: a typed key is the array of its numbers."""
     dtype = _dtype_of(leaf.value)
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
@@ -99,7 +99,7 @@ def describe(leaf: Leaf) -> Described:
     return leaf.shape, np.dtype(dtype)
 
 
-def _why(leaf: Leaf, stored: np.dtype) -> str:
+def _why(leaf: NamedLeaf, stored: np.dtype) -> str:
     wide = stored == np.dtype(_dtype_of(leaf.value))
     return "64 bits need jax_enable_x64" if wide else "another dtype"
 

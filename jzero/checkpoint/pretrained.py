@@ -12,7 +12,7 @@ import numpy as np
 
 from jzero.checkpoint import store
 from jzero.checkpoint.converting import converted, convertible
-from jzero.checkpoint.logical import MASTER, Leaf, filled, refuse_collisions, tree_of
+from jzero.checkpoint.logical import MASTER, NamedLeaf, filled, refuse_collisions, tree_of
 from jzero.checkpoint.match import text
 from jzero.checkpoint.tensor_files import Tensor, ignored, tensors_of
 from jzero.checkpoint.tensors import check_names, check_texts, renamed
@@ -62,7 +62,7 @@ def load_safetensors(
     ignore = check_texts(ignore, "ignore", where)
     path = store.absolute(files, where)
     parts = adapters.take_apart(state, where=where)
-    leaves: list[Leaf] = jax.tree.leaves(tree_of(parts))
+    leaves: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
     refuse_collisions([leaf for leaf in leaves if leaf.name[0] == "params"], where)
     if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TypeError(f"{where}: this state is abstract. Make it with jzero.shard(create, ...).")
@@ -137,7 +137,7 @@ def _check(leaves, wanted, tensors: Mapping[str, Tensor], ignore, cast: bool, wh
         )
 
 
-def _read(leaf: Leaf, tensor: Tensor, order: tuple[int, ...] | None, where: str) -> jax.Array:
+def _read(leaf: NamedLeaf, tensor: Tensor, order: tuple[int, ...] | None, where: str) -> jax.Array:
     """A param or a master in its layout; beyond the logical shape, zeros."""
     like = leaf.value
     shape, dtype = tuple(np.shape(like)), jnp.dtype(like.dtype)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jzero.checkpoint import store
 from jzero.checkpoint.checksums import Damage, Seal
 from jzero.checkpoint.converting import converted, loses, to_check
-from jzero.checkpoint.logical import MASTER, Leaf, apart, filled, refuse_collisions, together, tree_of
+from jzero.checkpoint.logical import MASTER, NamedLeaf, apart, filled, refuse_collisions, together, tree_of
 from jzero.checkpoint.match import Described, Source, describe, match, text
 from jzero.core.errors import check_choice, check_flag
 
@@ -83,7 +83,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     check_choice(only, "only", ("params",), where=where, optional=True)
     path = store.locate(path, where)
     parts = apart(like, tx, where)
-    every: list[Leaf] = jax.tree.leaves(tree_of(parts))
+    every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
     refuse_collisions(every, where)
     wanted = [leaf for leaf in every if only is None or leaf.name[0] in ("params", MASTER)]
     if only is not None and not any(leaf.name[0] == "params" for leaf in wanted):
@@ -213,7 +213,7 @@ def _read(
     return values
 
 
-def _placed(value: np.ndarray, leaf: Leaf, where: str) -> Any:
+def _placed(value: np.ndarray, leaf: NamedLeaf, where: str) -> Any:
     """A whole array on the host in the dtype and layout of a leaf; beyond the logical shape, zeros."""
     made = converted(value, describe(leaf)[1], f"{where}: {text(leaf.name)}")
     target = _target(leaf)
@@ -224,7 +224,7 @@ def _placed(value: np.ndarray, leaf: Leaf, where: str) -> Any:
     return jax.make_array_from_callback(target.shape, target.sharding, lambda index: padded[index])
 
 
-def _target(leaf: Leaf) -> Any:
+def _target(leaf: NamedLeaf) -> Any:
     value = leaf.value
     if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return store.Numpy(np.shape(value), np.asarray(value).dtype)  # jax would make 32 bits of its 64

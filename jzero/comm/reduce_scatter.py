@@ -71,6 +71,11 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence
     return jax.lax.psum(value, rest) if rest else value
 
 
+def sum_over_devices(value: Any, plan: Plan) -> Any:
+    """Inside of a `shard_map` over the batch axes: the sum of all devices' values, whole on each."""
+    return jax.lax.psum(value, batch_axes(plan))
+
+
 def scatter_steps(
     ndim: int, spec: PartitionSpec, plan: Plan, *, but: Sequence[str] = ()
 ) -> list[tuple[int, tuple[str, ...]]]:

@@ -41,7 +41,7 @@ BEGIN, END = "jzero_block_input", "jzero_block_output"
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class InputStorage:
     """How an input is kept.
 
     Attributes:
@@ -81,7 +81,7 @@ class Kept:
         entries[self.dim] = axes
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*entries)))
 
-    def batched(self) -> Kept:
+    def batched(self) -> InputStorage:
         """The same under `vmap`, with the new dim first."""
         return dataclasses.replace(self, dim=self.dim + 1)
 
@@ -99,7 +99,7 @@ class KeepsInputs:
         return False if self.policy is None else self.policy(prim, *args, **params)
 
 
-def begin(x: Any, kept: Kept) -> list[Any]:
+def begin(x: Any, kept: InputStorage) -> list[Any]:
     """The first thing in a region: its input, the copy that is kept, and a token for `end`."""
     if kept.loop_limit and not kept.refused and in_differentiated_loop():
         kept = dataclasses.replace(kept, refused=kept.loop_limit)
@@ -161,7 +161,7 @@ def _end_rule(saveable, unknown, instantiated, eqn):
 
 
 @functools.lru_cache(maxsize=256)
-def _programs(aval, copy, kept: Kept):
+def _programs(aval, copy, kept: InputStorage):
     """The equations of `store` and of `load`; one for all blocks of a kind."""
 
     def jzero_store(x):

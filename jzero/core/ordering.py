@@ -22,5 +22,5 @@ def tied(*values: Any) -> tuple[Any, ...]:
 
 def after(values: Sequence[Any], deps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """`values` only when `deps` are there, and `deps`; use the results of both."""
-    bound = jax.lax.optimization_barrier((*values, *deps))
-    return list(bound[: len(values)]), list(bound[len(values) :])
+    first, second = jax.lax.optimization_barrier((list(values), list(deps)))
+    return first, second

@@ -1,4 +1,14 @@
-"""From DeepSpeed: `read("ds_config.json")` says what every key of it becomes. Nothing of DeepSpeed is imported."""
+"""From DeepSpeed: `read("ds_config.json")` says what every key of it becomes. Nothing of DeepSpeed is imported.
+
+Vocabulary
+  fate         what becomes of a key: mapped, not needed, or not supported (`keys.py`)
+  source       the file as it is read and checked (`source.py`)
+  translation  a config in the making, with a row for every key that has been looked at (`translation.py`)
+  result       what `read` returns: the config, lines of code for the rest, and the rows (`result.py`)
+
+What always holds
+  No key is passed over in silence, and none is guessed: a value that jzero has no counterpart for is told.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import as_array, check_belongs, convert_opt_state, logical_shapes, without_padding
 from jzero.gather.transform import GatherOnUse
-from jzero.layout.aliasing import Kept
+from jzero.layout.aliasing import HeldMemory
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import path_keys, path_name
@@ -108,7 +108,7 @@ def shard(
     check_same(parts, where="jzero.shard")
     check_host_memory(lambda: init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
     # an NNX pair is filled in place: what it held before, it does not keep
-    return adapters.put_together(state, _place(parts, plan, Kept(() if adapters.is_pair(state) else parts)))
+    return adapters.put_together(state, _place(parts, plan, HeldMemory(() if adapters.is_pair(state) else parts)))
 
 
 def abstract(
@@ -192,7 +192,7 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
       The bytes of the whole tree on every device; an all-gather.
     """
 
-    kept = Kept(tree)
+    kept = HeldMemory(tree)
 
     def whole(x):
         if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
@@ -302,7 +302,7 @@ def _map_layout(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding], 
     return jax.tree.map(place, parts, _layout(parts, plan))
 
 
-def _place(parts: Parts, plan: Plan, kept: Kept) -> Parts:
+def _place(parts: Parts, plan: Plan, kept: HeldMemory) -> Parts:
     """An existing state in its layout, leaf by leaf; a leaf that would share memory with `kept` is copied."""
     tx = zero(unwrap(parts.tx), plan)
     opt_state = convert_opt_state(parts, tx, plan, place=put, store=put)

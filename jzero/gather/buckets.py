@@ -36,7 +36,7 @@ from jzero.gather.weight_graph import CLOSED, LOOPS, WeightGraph, region
 
 @dataclasses.dataclass
 class Bucket:
-    """Uses that follow each other.
+    """WeightOps that follow each other.
 
     Attributes:
       steps: positions of its uses.

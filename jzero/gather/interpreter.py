@@ -44,15 +44,16 @@ from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN, begin
 from jzero.core.graph import Node
 from jzero.core.linear import LINEAR, linear
+from jzero.core.ordering import after
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
 from jzero.gather import buckets
 from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
 from jzero.gather.weight_graph import CLOSED, WeightGraph, handed_through
-from jzero.gather.weight_ops import Uses
+from jzero.gather.weight_ops import WeightOps
 
 
-class Walk(Uses):
+class GatherInterpreter(WeightOps):
     """One evaluation of a jaxpr with the gather rule.
 
     Attributes:
@@ -108,11 +109,9 @@ class Walk(Uses):
             flat = list(flat)
             waiting = [i for i, k in enumerate(keys) if k in late]
             if waiting:
-                # with a result of the activation that is used: XLA drops one that is not, and the tie with it
-                waiting.append(len(keys))
-                bound = jax.lax.optimization_barrier(tuple(flat[i] for i in waiting))
-                for i, value in zip(waiting, bound, strict=True):
-                    flat[i] = self.plan.constrain(value, weights[i].stored) if i < len(keys) else value
+                shards, (flat[len(keys)],) = after([flat[i] for i in waiting], [flat[len(keys)]])
+                for i, shard in zip(waiting, shards, strict=True):
+                    flat[i] = self.plan.constrain(shard, weights[i].stored)
             return flat
 
         def back(*cotangents):
@@ -123,9 +122,9 @@ class Walk(Uses):
             done = [g for k, g in zip(keys, flat, strict=True) if k in reduced]
             if not done:
                 return list(cotangents)
-            bound = jax.lax.optimization_barrier((*done, *cotangents[len(keys) :]))
-            own = iter(bound)
-            return [next(own) if k in reduced else g for k, g in zip(keys, flat, strict=True)] + list(own)
+            late, done = after(cotangents[len(keys) :], done)
+            own = iter(done)
+            return [next(own) if k in reduced else g for k, g in zip(keys, flat, strict=True)] + late
 
         tied = linear(forward, back, [], [w.shard for w in weights] + [env[k] for k in activations])
         for key, weight, shard in zip(keys, weights, tied, strict=False):
@@ -172,7 +171,7 @@ class Walk(Uses):
         """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
         flat, rewrap = unwrap(values)
         size = sum(v.message_bytes(self.comm) for v in values if isinstance(v, Weight))
-        inner = Walk(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
+        inner = GatherInterpreter(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
         handed = handed_through([eqn.params["jaxpr"]], [isinstance(v, Weight) for v in values])
 
         def region(*flat):
@@ -187,9 +186,9 @@ class Walk(Uses):
         """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
         return [o.leaving if isinstance(o, Weight) else o for o in outs]
 
-    def inner(self) -> Walk:
+    def inner(self) -> GatherInterpreter:
         """A walk for the body of a loop or a branch."""
-        return Walk(self.plan, in_remat=self.in_remat, ordered=self.ordered)
+        return GatherInterpreter(self.plan, in_remat=self.in_remat, ordered=self.ordered)
 
     def scan_(self, eqn, values: list[Any]) -> list[Any]:
         """A scan: constants and stacked weights stay stored; a weight in the carry is gathered before it."""

@@ -17,7 +17,7 @@ from jzero.comm import comm_of
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
-from jzero.gather.interpreter import Walk
+from jzero.gather.interpreter import GatherInterpreter
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.weight_graph import activation_bytes, tied_tables
 from jzero.layout.leaf_rule import Layout, path_keys
@@ -144,7 +144,7 @@ class GatherOnUse:
             picked = self._tied(jaxpr, picked)
             if not any(picked):
                 return fn(params, args, kwargs)
-        walk = Walk(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
+        walk = GatherInterpreter(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
             x if y is None else Weight(x, y.stored, y.used, y.grad)
             for x, y in zip(arrays, picked, strict=True)

@@ -48,7 +48,7 @@ from jzero.sharding import Plan
 CUT_BUCKETS = 8  # times `bucket_bytes`: in parts from there on
 
 
-class Uses:
+class WeightOps:
     """How weights are used in one part of a function.
 
     Attributes:

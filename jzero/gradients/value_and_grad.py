@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.comm import comm_of
-from jzero.comm.reduce_scatter import batch_axes, of_batch
+from jzero.comm.reduce_scatter import batch_axes, of_batch, sum_over_devices
 from jzero.core.errors import (
     check_choice,
     check_flag,
@@ -257,10 +257,10 @@ class _ValueAndGrad:
             index = jax.lax.axis_index(axes)
             parts = self._micro_batches(_merge_static(arrays, rest), local_index=index)
             total, loss, aux, sums = self._loop(fn, params, *parts, pin=lambda x: x)
-            total = jax.lax.psum(total, axes)
+            total = sum_over_devices(total, plan)
             scaled = [s / total for s in sums]
             grads = [self._reduced(g, *row) for g, row in zip(scaled, rows, strict=True)]
-            return jax.lax.psum(loss, axes) / total, _over_devices(aux, total, axes), grads
+            return sum_over_devices(loss, plan) / total, _over_devices(aux, total, plan), grads
 
         run = jax.shard_map(
             local, mesh=plan.array_mesh, in_specs=(P(), specs),
@@ -396,9 +396,9 @@ def _weighted(aux, w):
     )
 
 
-def _over_devices(aux, total, axes):
+def _over_devices(aux, total, plan):
     """Aux sums of this device, summed over all; floating ones divided by the sum of the weights."""
-    summed = jax.tree.map(lambda x: jax.lax.psum(x, axes), aux)
+    summed = jax.tree.map(lambda x: sum_over_devices(x, plan), aux)
     return jax.tree.map(
         lambda x: x / total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, summed
     )

@@ -1,1 +1,14 @@
-"""Where an array lies: specs, the leaf rule, meshes, placement."""
+"""Where an array lies: pure functions of shapes, specs and a mesh, decided before any array exists.
+
+Vocabulary
+  axis, dim     an axis of the mesh; a dim of an array
+  spec          a PartitionSpec
+  split         which dims of an array are cut over which axes, and into how many pieces (`split.py`)
+  sub-axis      a prime factor of an axis, written `data:0` (`specs.py`)
+  padded        stored with zeros at the end of a dim that no number of equal pieces fits (`padding.py`)
+  stack         one array for all layers of a scan; the dim of its layers is never cut (`layer_stacks.py`)
+
+What always holds
+  The layout of a leaf follows from shapes, the mesh and the config, and from nothing else. A layout that an array
+  brings along (tensor parallelism) is kept; the ZeRO axis is added to it.
+"""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 
-class Kept:
+class HeldMemory:
     """The memory of the arrays of a tree: those of JAX, and of numpy."""
 
     def __init__(self, tree: Any):

@@ -21,14 +21,14 @@ from jzero.core.errors import check_int, counted, listing
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class HostPosition:
     """Where one device stands. Two hosts are equal where slice and host are."""
 
     slice: int
     host: int
 
 
-def places(devices: Sequence[Any], *, devices_per_host: int | None = None) -> list[Place]:
+def hosts_of(devices: Sequence[Any], *, devices_per_host: int | None = None) -> list[HostPosition]:
     """The place of every device; see [Note: hosts and slices].
 
     Args:
@@ -46,13 +46,13 @@ def places(devices: Sequence[Any], *, devices_per_host: int | None = None) -> li
                 f"jzero.mesh(devices_per_host={devices_per_host}): "
                 f"{counted(len(devices), 'device is', 'devices are')} not a multiple of it."
             )
-        return [Place(s, i // devices_per_host) for i, s in enumerate(slices)]
+        return [HostPosition(s, i // devices_per_host) for i, s in enumerate(slices)]
     hosts = [int(d.process_index) for d in devices]
     per_process = collections.Counter(hosts).values()
     per_slice = collections.Counter(slices).values()
     if max(per_process) == 1 < max(per_slice) and len(per_slice) > 1:
         hosts = slices
-    return [Place(s, h) for s, h in zip(slices, hosts, strict=True)]
+    return [HostPosition(s, h) for s, h in zip(slices, hosts, strict=True)]
 
 
 def grid(devices: Sequence[Any], *, devices_per_host: int | None = None) -> np.ndarray:
@@ -62,8 +62,8 @@ def grid(devices: Sequence[Any], *, devices_per_host: int | None = None) -> np.n
       ValueError: hosts with different numbers of devices, slices with different numbers of hosts; lists them.
     """
     devices = sorted(devices, key=_order)
-    by_host: dict[Place, list[Any]] = {}
-    for device, place in zip(devices, places(devices, devices_per_host=devices_per_host), strict=True):
+    by_host: dict[HostPosition, list[Any]] = {}
+    for device, place in zip(devices, hosts_of(devices, devices_per_host=devices_per_host), strict=True):
         by_host.setdefault(place, []).append(device)
     ordered = sorted(by_host, key=lambda p: (p.slice, p.host))
     by_slice = collections.Counter(p.slice for p in ordered)
@@ -121,7 +121,7 @@ def span(mesh: Mesh, axes: Sequence[str], *, devices_per_host: int | None = None
     """
     flat = sorted(mesh.devices.flat, key=_order)
     where = dict(
-        zip(map(id, flat), places(flat, devices_per_host=devices_per_host), strict=True)
+        zip(map(id, flat), hosts_of(flat, devices_per_host=devices_per_host), strict=True)
     )  # devices need not be hashable
     along = [mesh.axis_names.index(a) for a in axes]
     last = np.moveaxis(mesh.devices, along, range(-len(along), 0)) if along else mesh.devices[..., None]

@@ -30,7 +30,7 @@ REDUCES = ("reduce-scatter", "all-reduce")
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class Argument:
     """An argument of a step.
 
     Attributes:
@@ -80,7 +80,7 @@ class Evidence:
     module: Module
 
     @functools.cached_property
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[Argument]:
         """The arguments, each with its param and the result that takes its place."""
         rows = argument_shardings(self.compiled)
         infos, shardings = [(path, info) for path, info, _ in rows], [sharding for *_, sharding in rows]
@@ -100,7 +100,7 @@ class Evidence:
             aliased = sharding is not None and number in self.module.aliased
             of_state = ".opt_state" in jax.tree_util.keystr(path)
             memory = (on_host, x, is_param, back, back_on_host, aliased, of_state, local[0] if local else 0)
-            found.append(Leaf(name, shape, itemsize, held, info.donated, *memory))
+            found.append(Argument(name, shape, itemsize, held, info.donated, *memory))
         return found
 
     def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[int, bool]]:
@@ -117,12 +117,12 @@ class Evidence:
         return {keys: sizes[0] for keys, sizes in ends.items() if sizes}
 
     @functools.cached_property
-    def state(self) -> list[Leaf]:
+    def state(self) -> list[Argument]:
         """The arguments that a step returns: params, optimizer state, what else is carried."""
         return [x for x in self.leaves if x.returned is not None]
 
     @functools.cached_property
-    def batch(self) -> list[Leaf]:
+    def batch(self) -> list[Argument]:
         """Arrays that come in, do not come back, and are no copies of params."""
         rest = (x for x in self.leaves if x.returned is None and x.layout is None)
         return [x for x in rest if x.shape and x.itemsize and x.held]

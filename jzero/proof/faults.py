@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jzero.core.errors import counted, human_bytes, listing, typed_shape
 from jzero.layout.leaf_rule import Layout, Whole
 from jzero.layout.specs import axis_size, shard_factor
-from jzero.proof.evidence import REDUCES, Evidence, Leaf
+from jzero.proof.evidence import REDUCES, Argument, Evidence
 from jzero.proof.offsets import wrong_slices
 
 SHARE_WHOLE = 0.05
@@ -380,7 +380,7 @@ def _axes(axes: Iterable[str]) -> str:
     return ", ".join(map(repr, axes))
 
 
-def _names(leaves: list[Leaf] | list[Layout]) -> str:
+def _names(leaves: list[Argument] | list[Layout]) -> str:
     shown = ", ".join(f"{x.name}[{','.join(map(str, x.shape))}]" for x in leaves[:_FEW])
     return f"{shown}{_more(leaves)}."
 

@@ -1,1 +1,12 @@
-"""Bounded device memory: state in host memory is fetched, updated and written back in chunks."""
+"""Bounded device memory: state in host memory is fetched, updated and written back, a part at a time.
+
+Vocabulary
+  placement    where an argument or a result lives: host memory in a layout, or device memory (`schedule.py`)
+  unit         what is fetched, computed and written together
+  piece        a part of an array, cut from every shard alike (`chunks.py`)
+  in flight    bytes of host arrays, of one device, that are on the device at once
+
+What always holds
+  At most `in_flight_bytes` are on the device at once; what cannot be cut small enough is reported before it runs. The
+  values are those of the function without streaming.
+"""

@@ -41,7 +41,7 @@ MOST = 3000  # units that one program may have: XLA takes seconds to minutes for
 
 
 @dataclasses.dataclass(frozen=True)
-class Home:
+class Placement:
     """Where an argument or a result lives.
 
     Attributes:
@@ -54,7 +54,7 @@ class Home:
 
     @property
     def mesh(self) -> Mesh:
-        """The devices of a home in host memory."""
+        """The devices of a placement in host memory."""
         assert self.sharding is not None
         assert isinstance(self.sharding.mesh, Mesh)
         return self.sharding.mesh
@@ -66,12 +66,12 @@ class Home:
         return self.sharding.with_memory_kind("device")
 
     def of(self, layout: NamedSharding) -> NamedSharding:
-        """A layout in the memory of this home."""
+        """A layout in the memory of this placement."""
         kind = "device" if self.sharding is None else str(self.sharding.memory_kind)
         return layout.with_memory_kind(kind)
 
     def take(self, x, layout: NamedSharding | None = None):
-        """An array from device memory, in this home; `layout`: of a piece of it, in device memory."""
+        """An array from device memory, in this placement; `layout`: of a piece of it, in device memory."""
         if self.sharding is None:
             return x
         layout = layout or self.on_device
@@ -79,7 +79,7 @@ class Home:
         return jax.device_put(x, self.of(layout))
 
 
-DEVICE = Home()
+DEVICE = Placement()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +108,15 @@ class Excess:
     because: str
 
 
-def shard_bytes(aval, home: Home) -> int:
+def shard_bytes(aval, placement: Placement) -> int:
     """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
-    if home.sharding is None:
+    if placement.sharding is None:
         return 0
     size = math.prod(aval.shape) * aval.dtype.itemsize
-    return size // shard_factor(home.sharding.spec, home.mesh)
+    return size // shard_factor(placement.sharding.spec, placement.mesh)
 
 
-class Cut:
+class Schedule:
     """How a function is cut: the units in the order in which they run, and what does not fit.
 
     Attributes:
@@ -128,13 +128,13 @@ class Cut:
     """
 
     def __init__(
-        self, graph: Graph, homes: Sequence[Home], out_homes: Sequence[Home], in_flight_bytes: int
+        self, graph: Graph, placements: Sequence[Placement], out_placements: Sequence[Placement], in_flight_bytes: int
     ):
-        self.graph, self.out_homes, self.in_flight_bytes = graph, out_homes, in_flight_bytes
-        self.made = dict(zip(graph.outs, out_homes, strict=True))
-        self.homes = dict(zip(graph.ins, homes, strict=True))
+        self.graph, self.out_placements, self.in_flight_bytes = graph, out_placements, in_flight_bytes
+        self.made = dict(zip(graph.outs, out_placements, strict=True))
+        self.placements = dict(zip(graph.ins, placements, strict=True))
         self.limit = max(in_flight_bytes // ALIVE, 1)
-        hosted = [i for i, h in self.homes.items() if h.sharding is not None]
+        hosted = [i for i, h in self.placements.items() if h.sharding is not None]
         self.reads = graph.reads(hosted)
         self.excess: list[Excess] = []
         components = list(self._components())
@@ -193,30 +193,30 @@ class Cut:
     def _vectors(self, component: tuple[int, ...]) -> list[int]:
         """The host arguments of a component that are smaller than its largest, if they are new from themselves."""
         sources = sorted(self._sources(component))
-        sizes = {s: shard_bytes(self.graph.avals[s], self.homes[s]) for s in sources}
+        sizes = {s: shard_bytes(self.graph.avals[s], self.placements[s]) for s in sources}
         small = {s for s in sources if KEPT * sizes[s] < max(sizes.values())}
         new = [v for v in component if self._replaced(v) in small]
-        through = (o for v in new for node in self.graph.needed(v, self.homes) for o in node.outs)
+        through = (o for v in new for node in self.graph.needed(v, self.placements) for o in node.outs)
         read = {s for o in through for s in self.reads.get(o, ()) or self._below(o)}
         return sorted(small) if read <= small else []
 
     def _replaced(self, value: int) -> int | None:
         """The argument whose buffer a result takes."""
-        at = self.home_of(value).replaces
+        at = self.placement_of(value).replaces
         return None if at is None else self.graph.ins[at]
 
     def _sources(self, values: Iterable[int]) -> frozenset[int]:
         """The host arguments that results are computed from, other than through single numbers."""
         return frozenset().union(*(self.reads.get(v, frozenset()) for v in values))
 
-    def home_of(self, value: int) -> Home:
-        """The home of a result."""
+    def placement_of(self, value: int) -> Placement:
+        """The placement of a result."""
         return self.made.get(value, DEVICE)
 
     def _needed_scalars(self) -> list[int]:
         """Single numbers computed from host memory that results need, each after those that it needs itself."""
         found: list[int] = []
-        known: set[int] = set(self.homes)
+        known: set[int] = set(self.placements)
         for out in self.graph.outs:
             for node in self.graph.needed(out, known):
                 known.update(node.outs)
@@ -238,11 +238,11 @@ class Cut:
             return x
 
         members: dict[int, None] = {}
-        for value, home in zip(self.graph.outs, self.out_homes, strict=True):
+        for value, placement in zip(self.graph.outs, self.out_placements, strict=True):
             own = set(self.reads.get(value, ()))
-            if home.replaces is not None:
-                own.add(self.graph.ins[home.replaces])
-            if self.graph.is_small(value) or value in self.homes or not (own or home.sharding):
+            if placement.replaces is not None:
+                own.add(self.graph.ins[placement.replaces])
+            if self.graph.is_small(value) or value in self.placements or not (own or placement.sharding):
                 continue  # a single number, an argument passed on, or nothing of the host
             members[value] = None
             for other in own:
@@ -254,8 +254,8 @@ class Cut:
 
     def _bytes(self, values: Iterable[int], sources: Iterable[int]) -> int:
         """Bytes of host arrays that a unit holds: what it reads, or what it makes where that is more."""
-        read = sum(shard_bytes(self.graph.avals[s], self.homes[s]) for s in sources)
-        return max(read, sum(shard_bytes(self.graph.avals[v], self.home_of(v)) for v in values))
+        read = sum(shard_bytes(self.graph.avals[s], self.placements[s]) for s in sources)
+        return max(read, sum(shard_bytes(self.graph.avals[v], self.placement_of(v)) for v in values))
 
     def _cut(self, values: tuple[int, ...], sources: frozenset[int]) -> list[Unit]:
         size = self._bytes(values, sources)
@@ -277,14 +277,14 @@ class Cut:
 
     def _form(self, starts, values, sources) -> Form | None:
         """The one form of all arrays that results are computed from, and of these; None where they have several."""
-        hosted = [(s, self.homes[s]) for s in sources] + [(v, self.home_of(v)) for v in values]
+        hosted = [(s, self.placements[s]) for s in sources] + [(v, self.placement_of(v)) for v in values]
         found = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted if h.sharding is not None}
         if len(found) != 1:
             return None
         ((stored, layout),) = found
         shapes = {self.graph.avals[v].shape for v in starts}
         for start in starts:
-            for node in self.graph.needed(start, self.homes):
+            for node in self.graph.needed(start, self.placements):
                 if cuts_end(node) and self.graph.avals[node.ins[0]].shape == stored:
                     shapes.add(self.graph.avals[node.outs[0]].shape)
                 elif pads_end(node) and self.graph.avals[node.outs[0]].shape == stored:
@@ -297,7 +297,7 @@ class Cut:
         if form is None:
             return "arrays of several shapes or layouts"
         for start in starts:
-            for node in self.graph.needed(start, self.homes):
+            for node in self.graph.needed(start, self.placements):
                 of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
                 if of_form and self.reads.get(node.outs[0]) and not self.by_pieces(node, form):
                     return node.name

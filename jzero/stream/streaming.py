@@ -28,16 +28,17 @@ import numpy as np
 
 from jzero.core import jaxprs
 from jzero.core.graph import FlatFunction, on_piece
+from jzero.core.ordering import after, tied
 from jzero.core.primitives import REDUCTIONS
 from jzero.stream.chunks import Form, Piece
-from jzero.stream.schedule import Cut, Excess, Home, Unit
+from jzero.stream.schedule import Excess, Placement, Schedule, Unit
 
 
 def stream(
     fn: Callable[..., Sequence[Any]],
     args: Sequence[Any],
-    homes: Sequence[Home],
-    out_homes: Callable[[], Sequence[Home]],
+    placements: Sequence[Placement],
+    out_placements: Callable[[], Sequence[Placement]],
     *,
     in_flight_bytes: int,
     gate: Sequence[int] = (),
@@ -47,71 +48,71 @@ def stream(
 
     Args:
       fn: a function of flat arrays, all in device memory, to a flat list.
-      args: its arguments; those with a home in host memory lie there.
-      homes: where they live.
-      out_homes: where the results live; called once `fn` has been traced.
+      args: its arguments; those with a placement in host memory lie there.
+      placements: where they live.
+      out_placements: where the results live; called once `fn` has been traced.
       in_flight_bytes: bytes of host arrays, of one device, that may be on the device at once.
       gate: arguments that must be there before the first fetch.
       on_excess: called with what does not fit, before anything is computed.
 
     Returns:
-      The results, each in its home. See [Note: streaming].
+      The results, each in its placement. See [Note: streaming].
     """
     if args and not any(jaxprs.is_tracer(a) for a in args):
-        run = functools.partial(_stream, fn, homes, out_homes, in_flight_bytes, gate, on_excess)
+        run = functools.partial(_stream, fn, placements, out_placements, in_flight_bytes, gate, on_excess)
         return jax.jit(lambda *flat: run(flat))(*args)
-    return _stream(fn, homes, out_homes, in_flight_bytes, gate, on_excess, args)
+    return _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args)
 
 
-def _stream(fn, homes, out_homes, in_flight_bytes, gate, on_excess, args) -> list[Any]:
-    graph = FlatFunction(fn, [_on_device(a, h) for a, h in zip(args, homes, strict=True)])
-    cut = Cut(graph, homes, out_homes(), in_flight_bytes)
+def _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args) -> list[Any]:
+    graph = FlatFunction(fn, [_on_device(a, h) for a, h in zip(args, placements, strict=True)])
+    cut = Schedule(graph, placements, out_placements(), in_flight_bytes)
     if cut.excess:
         on_excess(cut.excess)
     return _Run(cut, args, gate).results()
 
 
-def _on_device(arg, home: Home):
-    if home.sharding is None:
+def _on_device(arg, placement: Placement):
+    if placement.sharding is None:
         return arg
-    return jax.ShapeDtypeStruct(np.shape(arg), arg.dtype, sharding=home.on_device)
+    return jax.ShapeDtypeStruct(np.shape(arg), arg.dtype, sharding=placement.on_device)
 
 
 class _Run:
     """One evaluation: the values that are known, the host arrays as they are after the last write, and the ties."""
 
-    def __init__(self, cut: Cut, args: Sequence[Any], gate: Sequence[int]):
+    def __init__(self, cut: Schedule, args: Sequence[Any], gate: Sequence[int]):
         self.cut, self.graph = cut, cut.graph
         self.values: dict[int, Any] = dict(self.graph.known)
         self.host: dict[int, Any] = {}
         for number, arg in zip(self.graph.ins, args, strict=True):
-            (self.values if cut.homes[number].sharding is None else self.host)[number] = arg
+            (self.values if cut.placements[number].sharding is None else self.host)[number] = arg
         self.gate = [self.graph.ins[i] for i in gate]
-        self.written: dict[int, Any] = {}  # results of units: in their home, as far as pieces have come
+        self.written: dict[int, Any] = {}  # results of units: in their placement, as far as pieces have come
         self.wrote: list[tuple[int, ...]] = []  # for every unit that ran, its results
         self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by pieces, with a result
         self.forms: dict[int, Form] = {}  # of results that are made of pieces
         self.padded: dict[int, Any] = {}  # values in the shape in which pieces are taken of them
 
     def results(self) -> list[Any]:
-        """All results, each in its home."""
+        """All results, each in its placement."""
         units = [*self.cut.first, *self.cut.scalars, *self.cut.units]
         env = self._exchange(None, [], units[0]) if units else {}
         for unit, later in itertools.zip_longest(units, units[1:]):
             outs = self._computed(unit, env)
             env = self._exchange(unit, outs, later)
             self.wrote.append(unit.values)
-        return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_homes, strict=True)]
+        return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_placements, strict=True)]
 
-    def _result(self, value: int, home: Home):
+    def _result(self, value: int, placement: Placement):
         if value in self.written:
             found, form = self.written[value], self.forms.get(value)
             shape = self.graph.avals[value].shape
             return form.cut(found) if form is not None and shape != form.stored else found.reshape(shape)
         if value in self.host:
-            return self.host[value] if home.sharding else self._fetch(value, None)
+            return self.host[value] if placement.sharding else self._fetch(value, None)
         found = self._evaluate(value, self.values)
-        return home.take(found)
+        return placement.take(found)
 
     def _computed(self, unit: Unit, env: dict[int, Any]) -> list[Any]:
         """The results of a unit, or their pieces, on the device."""
@@ -127,7 +128,7 @@ class _Run:
         alone = len(both) > 1 and sum(both) > self.cut.in_flight_bytes
         hosted = []
         for v, x in zip(values, outs, strict=True):
-            if alone or self.cut.home_of(v).sharding is None:
+            if alone or self.cut.placement_of(v).sharding is None:
                 with jax.named_scope("jzero.write_back"):
                     self._write(v, x, piece)
             else:
@@ -137,8 +138,8 @@ class _Run:
         if alone:
             self._wait_for(sources, _Tie(self, 0, values))
         # of one array a piece is fetched before the one before it is written, or XLA copies the array
-        homes = [self.cut.home_of(v) for v in values]
-        lag = int(any(h.replaces is not None and self.graph.ins[h.replaces] in sources for h in homes))
+        placements = [self.cut.placement_of(v) for v in values]
+        lag = int(any(h.replaces is not None and self.graph.ins[h.replaces] in sources for h in placements))
         env: dict[int, Any] = {}
         for n in range(max(len(hosted), len(sources))):
             if n < len(sources):
@@ -153,7 +154,7 @@ class _Run:
                 with jax.named_scope("jzero.write_back"):
                     if 0 <= n - 1 + lag < len(sources):
                         before = sources[n - 1 + lag]
-                        out, env[before] = jax.lax.optimization_barrier((out, env[before]))
+                        out, env[before] = tied(out, env[before])
                     self._write(value, out, piece)
         return env
 
@@ -168,14 +169,14 @@ class _Run:
         """A host argument, or its piece as it is now, on the device."""
         at = self.filled.get(source)
         x = self.host[source] if at is None else self.written[at]
-        home = self.cut.homes[source]
+        placement = self.cut.placements[source]
         if piece is None:
-            return jax.device_put(x, home.on_device)
-        return jax.device_put(piece.of(self._viewed(x, piece, home)), piece.layout)
+            return jax.device_put(x, placement.on_device)
+        return jax.device_put(piece.of(self._viewed(x, piece, placement)), piece.layout)
 
-    def _viewed(self, x, piece: Piece, home: Home):
+    def _viewed(self, x, piece: Piece, placement: Placement):
         """A host array in the shape of which pieces are taken; pinned, or XLA may split it on another dim."""
-        return jax.lax.with_sharding_constraint(jnp.reshape(x, piece.view), home.of(piece.layout))
+        return jax.lax.with_sharding_constraint(jnp.reshape(x, piece.view), placement.of(piece.layout))
 
     def _evaluate(self, value: int, env: dict[int, Any], tie: _Tie | None = None, *, keep: bool = False):
         """A whole value; what reads no host argument, and single numbers, is kept for other units.
@@ -236,15 +237,15 @@ class _Run:
         return found
 
     def _write(self, value: int, out, piece: Piece | None) -> None:
-        home = self.cut.home_of(value)
+        placement = self.cut.placement_of(value)
         if self.graph.is_small(value):
             if piece is not None and value in self.values:
                 out = REDUCTIONS[self.graph.makers[value].name][1](self.values[value], out)
             self.values[value] = out
         elif piece is None:
-            self.written[value] = home.take(out)
+            self.written[value] = placement.take(out)
         else:
-            out = home.take(jax.lax.with_sharding_constraint(out, piece.layout), piece.layout)
+            out = placement.take(jax.lax.with_sharding_constraint(out, piece.layout), piece.layout)
             self.forms[value] = piece.form
             self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, piece), out, piece.start)
 
@@ -252,11 +253,11 @@ class _Run:
         """What the pieces of a result fill: the array that it replaces, a gradient of its type, or a new one."""
         if value in self.written:
             return self.written[value]
-        home, aval = self.cut.home_of(value), self.graph.avals[value]
-        if home.replaces is not None:
-            source = self.graph.ins[home.replaces]
+        placement, aval = self.cut.placement_of(value), self.graph.avals[value]
+        if placement.replaces is not None:
+            source = self.graph.ins[placement.replaces]
             self.filled[source] = value
-            return self._viewed(self.host[source], piece, home)
+            return self._viewed(self.host[source], piece, placement)
         for source in self.gate:
             same = self.graph.avals[source]
             if source not in self.filled and (same.shape, same.dtype) == (aval.shape, aval.dtype):
@@ -264,7 +265,7 @@ class _Run:
                 return jnp.reshape(self._stored(source, piece.form, None), piece.view)
         new = jnp.zeros(piece.view, aval.dtype)
         new = jax.lax.with_sharding_constraint(new, piece.layout)
-        return home.take(new, piece.layout)  # XLA makes that an allocation on the host
+        return placement.take(new, piece.layout)  # XLA makes that an allocation on the host
 
 
 class _Given:
@@ -294,7 +295,7 @@ class _Tie:
         run = self.run
         stores = [run.written if v in run.written else run.values for v in self.waits_for]
         others = [store[v] for store, v in zip(stores, self.waits_for, strict=True)]
-        arrays, others = jax.lax.optimization_barrier((list(arrays), others))
+        arrays, others = after(arrays, others)
         for store, v, other in zip(stores, self.waits_for, others, strict=True):
             store[v] = other  # both results are used, or XLA drops the barrier
         return arrays

@@ -30,15 +30,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jzero.core.ordering import after, tied
 from jzero.layout.leaf_rule import Layout
-from jzero.offload import homes_of, streamed
+from jzero.offload import placements_of, streamed
 from jzero.sharding import Plan
-from jzero.stream.schedule import DEVICE, Home
+from jzero.stream.schedule import DEVICE, Placement
 from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ShardedUpdate:
     """One update on shards: the wrapped transformation between stored state and stored state.
 
     Attributes:
@@ -109,19 +110,19 @@ class Step:
             (shards, grads), (inner, master) = fixed, self.cut(*state)
             return self(shards, self.masters(shards, master), grads, inner, master)
 
-        state_homes = homes_of(
+        state_placements = placements_of(
             (inner, self.tree.unflatten(master)), plan
         )  # a layout is found by the path of its param
         first = len(jax.tree.leaves(shards))
 
-        def out_homes(out):
+        def out_placements(out):
             new = len(jax.tree.leaves(out[0]))
             count = first + len(jax.tree.leaves(grads))
-            kept = [Home(h.sharding, count + i if h.sharding else None) for i, h in enumerate(state_homes)]
+            kept = [Placement(h.sharding, count + i if h.sharding else None) for i, h in enumerate(state_placements)]
             return [*[DEVICE] * new, *kept]
 
         return streamed(
-            step, (shards, grads), (inner, master), plan, state_homes, out_homes,
+            step, (shards, grads), (inner, master), plan, state_placements, out_placements,
             gate=range(first, first + len(jax.tree.leaves(grads))),
         )  # fmt: skip
 
@@ -154,13 +155,12 @@ def read_params_first(wide: list, stored: list, grads: list, plan: Plan):
     split = [i for i, x in enumerate(plan.layouts) if x.state != x.stored]
     if not split:
         return wide, grads
-    wide = list(jax.lax.optimization_barrier((tuple(wide), stored))[0])
+    wide, _ = after(wide, stored)
     if not plan.config.row.grads:
         return wide, grads
     smallest = wide[min(split, key=lambda i: plan.layouts[i].size)]
     token = jnp.signbit(smallest.reshape(-1)[0]).astype(jnp.int32)
     late = [g is not None and not x.vector for g, x in zip(grads, plan.layouts, strict=True)]
     return wide, [
-        jax.lax.optimization_barrier((g, token))[0] if wait else g
-        for g, wait in zip(grads, late, strict=True)
+        tied(g, token)[0] if wait else g for g, wait in zip(grads, late, strict=True)
     ]

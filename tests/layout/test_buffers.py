@@ -11,7 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.layout.aliasing import Kept
+from jzero.layout.aliasing import HeldMemory
 
 P, NS = jax.P, jax.sharding.NamedSharding
 TX = optax.adam(1e-3)
@@ -72,7 +72,7 @@ def donate(tree):
 @pytest.mark.parametrize("name", GIVEN)
 def test_the_state_that_was_given_lives_on(name, fields, mesh):
     given = GIVEN[name](mesh)
-    before, kept = numbers(given), Kept(given)
+    before, kept = numbers(given), HeldMemory(given)
     state = jzero.shard(given, mesh=mesh, min_shard_bytes=0, **fields)
     assert not any(kept.shares(x) for x in jax.tree.leaves(state))
     donate(state)
@@ -107,8 +107,8 @@ def test_params_that_are_placed_and_whole_ones(mesh):
     before = numbers(params)
     placed = plan.place(params)
     whole = jzero.unshard(placed)
-    assert not any(Kept(params).shares(x) for x in jax.tree.leaves(placed))
-    assert not any(Kept(placed).shares(x) for x in jax.tree.leaves(whole))
+    assert not any(HeldMemory(params).shares(x) for x in jax.tree.leaves(placed))
+    assert not any(HeldMemory(placed).shares(x) for x in jax.tree.leaves(whole))
     donate(placed)
     for tree in (params, whole):
         for x, y in zip(numbers(tree), before, strict=True):
@@ -119,7 +119,7 @@ def test_a_pair_that_is_filled_in_place_is_not_copied(mesh):
     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
     nnx.update(model, jax.device_put(nnx.state(model), NS(mesh, P())))
-    before = Kept(nnx.state(model))
+    before = HeldMemory(nnx.state(model))
     jzero.shard((model, optimizer), stage=2, mesh=mesh)
     assert all(before.shares(x) for x in jax.tree.leaves(nnx.state(model)))
 
@@ -127,11 +127,11 @@ def test_a_pair_that_is_filled_in_place_is_not_copied(mesh):
 def test_a_platform_that_does_not_tell_is_copied(mesh, monkeypatch):
     monkeypatch.setattr("jzero.layout.aliasing._start", lambda data: None)
     x = jax.device_put(np.ones((8, 8), np.float32), NS(mesh, P("data")))
-    assert Kept([x]).shares(x)
-    y = Kept([x]).apart(x)
+    assert HeldMemory([x]).shares(x)
+    y = HeldMemory([x]).apart(x)
     np.testing.assert_array_equal(x, y)
     monkeypatch.undo()
-    assert not Kept([x]).shares(y)
+    assert not HeldMemory([x]).shares(y)
 
 
 @pytest.mark.parametrize("offload", [None, "host"])

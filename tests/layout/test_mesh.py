@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jzero
-from jzero.layout.topology import Place, places, span
+from jzero.layout.topology import HostPosition, hosts_of, span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def test_one_process_per_gpu_has_its_machine_as_host():
     assert "16 devices" not in jzero.describe_mesh(mesh, devices_per_host=8)
     assert span(mesh, ["data"], devices_per_host=8).hosts == 1
     assert span(mesh, ["data"]).hosts == 8
-    assert places(unnumbered[:2]) == [Place(0, 0), Place(0, 1)]
+    assert hosts_of(unnumbered[:2]) == [HostPosition(0, 0), HostPosition(0, 1)]
 
 
 @pytest.mark.unit

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from models import DIM_IN, DIM_OUT, assert_batch_is_split, batch, create_state, loss_of, max_error, train_step
 
 import jzero
+from jzero.config import EFFECTS
 from jzero.layout.split import add_axes
 
 P = jax.P
@@ -284,7 +285,26 @@ def test_kind_of_an_argument(mesh):
 @pytest.mark.unit
 def test_a_field_that_plain_grad_ignores_is_noted():
     plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=1, reduce_dtype="float32")
-    assert "reduce_dtype=float32 is honoured by jzero.value_and_grad alone" in plan.describe()
+    assert "reduce_dtype=float32 has no effect on plain jax.grad at stage 1" in plan.describe()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", EFFECTS)
+def test_a_field_below_its_stage_is_refused_or_noted(name):
+    value = {
+        "compute_dtype": "bfloat16", "reshard_after_forward": False, "param_axis": "data", "prefetch": 3,
+        "bucket_bytes": 2**20, "reduce_dtype": "float32",
+    }[name]  # fmt: skip
+    shapes, effect = {"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, EFFECTS[name]
+    told = f"{name}={'float32' if name == 'reduce_dtype' else repr(value)} has no effect"
+    for stage in range(4):
+        if effect.refused and stage < effect.stage:
+            with pytest.raises(ValueError, match=f"{name}=.* has no effect at stage {stage}.*pass stage=3"):
+                jzero.make_plan(shapes, stage=stage, **{name: value})
+            continue
+        plan = jzero.make_plan(shapes, stage=stage, **{name: value})
+        assert any(note.startswith(told) for note in plan.notes) == (stage < effect.stage)
+        assert not any("has no effect" in note for note in jzero.make_plan(shapes, stage=stage).notes)
 
 
 @pytest.mark.unit

@@ -315,14 +315,14 @@ def test_orbax_saves_and_restores_to_the_host_and_from_it(mesh, tmp_path):
 
 
 def test_a_value_that_is_two_results_lies_in_both_homes(mesh):
-    host = schedule.Home(NamedSharding(mesh, P("data"), memory_kind=HOST))
+    host = schedule.Placement(NamedSharding(mesh, P("data"), memory_kind=HOST))
     x = jax.device_put(jnp.arange(64.0), host.sharding)
 
     @jax.jit
     def run(x):
-        homes = [schedule.DEVICE, schedule.Home(host.sharding, 0), host]
+        placements = [schedule.DEVICE, schedule.Placement(host.sharding, 0), host]
         return streaming.stream(
-            lambda x: jax.jit(lambda y: [y, y, y])(2 * x), [x], [host], lambda: homes, in_flight_bytes=48
+            lambda x: jax.jit(lambda y: [y, y, y])(2 * x), [x], [host], lambda: placements, in_flight_bytes=48
         )
 
     found = run(x)
@@ -353,9 +353,9 @@ def test_nothing_to_hold(mesh):
 def test_a_matrix_is_cut_although_its_moments_are_vectors(mesh, monkeypatch):
     params = {k: p.astype(jnp.bfloat16) for k, p in params_of().items() if k in ("a", "b")}
     chain, found = optax.adafactor(1e-2, min_dim_size_to_factor=4), {}
-    cut = schedule.Cut._cut
+    cut = schedule.Schedule._cut
     counts = []
-    monkeypatch.setattr(schedule.Cut, "_cut", lambda *args: counts.append(cut(*args)) or counts[-1])
+    monkeypatch.setattr(schedule.Schedule, "_cut", lambda *args: counts.append(cut(*args)) or counts[-1])
     for name, tier in (("host", jzero.Offload(in_flight_bytes=512)), ("device", None)):
         plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, offload=tier)
         given = plan.place(jax.tree.map(jnp.copy, params))
@@ -414,10 +414,10 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(mesh, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 7, 60, 10**6])
 def test_pieces_cover_an_array_once(shape, limit, mesh):
     split = next(i for i, d in enumerate(shape) if d % 8 == 0)
-    home = NamedSharding(mesh, P(*[None] * split, "data"), memory_kind="device")
+    placement = NamedSharding(mesh, P(*[None] * split, "data"), memory_kind="device")
     size = 4 * math.prod(shape) // 8
     seen = np.zeros(shape, int)
-    for piece in pieces(Form(shape, shape, home), size, limit):
+    for piece in pieces(Form(shape, shape, placement), size, limit):
         box = tuple(slice(a, a + b) for a, b in zip(piece.start, piece.shape, strict=True))
         seen.reshape(piece.view)[box] += 1
         assert piece.layout.shard_shape(piece.shape)  # every piece is a piece of every shard
