@@ -7,6 +7,6 @@ Vocabulary
   tied        of values: each is there only when all are (`ordering.py`)
 
 What always holds
-  `jax._src`, `jax.extend` and `jax.interpreters` are imported here and nowhere else (tests/test_house.py): a new jax can
-  break this package alone. Nothing here knows of plans, stages or optimizers.
+  `jax._src`, `jax.extend` and `jax.interpreters` are imported here and nowhere else (tests/test_house.py): a new jax
+  can break this package alone. Nothing here knows of plans, stages or optimizers.
 """
