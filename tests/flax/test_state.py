@@ -28,7 +28,7 @@ from models import (
 )
 
 import jzero
-from jzero.flax.shard import lower_creation
+from jzero.flax.creation import lower_creation
 
 P = jax.P
 

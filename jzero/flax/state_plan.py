@@ -1,0 +1,136 @@
+"""The plan of a state in parts, and the sharding of every leaf of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jzero.config import ZeroConfig
+from jzero.core.errors import human_bytes, listing, typed_shape
+from jzero.flax.adapters import Parts
+from jzero.flax.conversion import as_array
+from jzero.gather.transform import GatherOnUse
+from jzero.layout.describe import leaf_bytes
+from jzero.layout.leaf_rule import path_name
+from jzero.layout.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
+from jzero.optim import is_wrapped
+from jzero.sharding import Plan, plan_for
+
+
+def plan_of_parts(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes, stacks=None) -> Plan:
+    """The plan for a state; one that was sharded before brings its layouts without the ZeRO axis, and its stacks."""
+    _check_single(parts)
+    if is_wrapped(parts.tx):
+        stacks = {x.keys: x.scan_dim for x in parts.tx.init.plan.layouts if not x.guessed}
+    if param_specs is None and is_wrapped(parts.tx):
+        old = parts.tx.init.plan
+        param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), [x.used for x in old.layouts])
+        mesh = old.mesh if mesh is None else mesh
+    if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
+        param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
+    plan = plan_for(parts.params, config, mesh, param_specs, scan_axes, stacks or {})
+    return dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
+
+
+def _check_single(parts: Parts) -> None:
+    """Raises ValueError for several states in one: each leaf then has a dim in front that no optimizer knows."""
+    shape = np.shape(parts.step)
+    if parts.step is None or shape == ():
+        return
+    raise ValueError(
+        f"jzero: this is {shape[0]} states in one: its step has the shape {shape}, as jax.vmap or "
+        "flax.jax_utils.replicate make it. Of a replicated state pass one (flax.jax_utils.unreplicate). For an "
+        "ensemble make one state of stacked params, with one step counter: params = jax.vmap(init)(keys), then "
+        "TrainState.create(..., params=params, tx=tx)."
+    )
+
+
+def _notes_on_rest(rest: Any, plan: Plan) -> list[str]:
+    """What lies outside of the params and stays whole on every device: batch statistics, a frozen NNX base."""
+    named = zip(jax.tree_util.tree_leaves_with_path(rest), plan.copy_specs(rest), strict=True)
+    whole = [(path_name(k), leaf_bytes(as_array(x))) for (k, x), spec in named if spec == P()]
+    if not whole or plan.n == 1 or not plan.config.row.state:
+        return []
+    largest = ", ".join(name for name, _ in sorted(whole, key=lambda row: -row[1])[:3])
+    count, size = len(whole), human_bytes(sum(b for _, b in whole))
+    return [f"{count} arrays outside of the params stay whole on every device, {size} in all ({largest})."]
+
+
+def wrapped_apply(parts: Parts, plan: Plan):
+    """`apply_fn` with gather on use."""
+    plain = parts.apply_fn.fn if isinstance(parts.apply_fn, GatherOnUse) else parts.apply_fn
+    return None if plain is None else GatherOnUse(plain, plan)
+
+
+def shardings_of(parts: Parts, plan: Plan) -> Parts:
+    """A sharding for every leaf."""
+
+    def specs_of_rest(tree):
+        named = zip(jax.tree.leaves(tree), plan.copy_specs(tree), strict=True)
+        return jax.tree.unflatten(
+            jax.tree.structure(tree), [_kept(x, plan) or plan.sharding(s) for x, s in named]
+        )
+
+    params = [plan.sharding(x.stored) for x in plan.layouts]
+    state = plan.state_shardings(parts.opt_state)
+    return parts.replace(
+        params=jax.tree.unflatten(jax.tree.structure(parts.params), params),
+        opt_state=jax.tree.unflatten(jax.tree.structure(parts.opt_state), state),
+        step=None if parts.step is None else plan.sharding(P()),
+        rest=specs_of_rest(parts.rest),
+    )
+
+
+def _kept(leaf, plan: Plan) -> NamedSharding | None:
+    """A layout on this mesh that the user gave to a leaf of the rest."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or whole_mesh(sharding.mesh) != plan.mesh:
+        return None
+    spec = make_spec([joined(entry_axes(e), plan.mesh) for e in sharding.spec])
+    return None if set(named_axes(spec)) - {*plan.mesh.shape, *plan.array_mesh.shape} else plan.sharding(spec)
+
+
+def map_shardings(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding], Any]) -> Parts:
+    """`place(leaf, sharding)` for every leaf of a state."""
+    return jax.tree.map(place, parts, shardings_of(parts, plan))
+
+
+def check_real(plan: Plan) -> None:
+    """Raises TypeError for a mesh of compile-only devices: nothing can be placed there."""
+    if not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
+        raise TypeError(
+            "jzero.shard: this mesh is of compile-only devices (jzero.pod); no array can lie there. Use "
+            "jzero.abstract(state, ..., mesh=mesh) and pod.compile(step, state, batch)."
+        )
+
+
+def check_devices(parts: Parts, plan: Plan) -> None:
+    """Raises ValueError where arrays of a plain state are committed to devices outside of the mesh."""
+    if is_wrapped(parts.tx):
+        return
+    mesh = set(plan.mesh.devices.flat)
+    bad = [
+        (
+            jax.tree_util.keystr(k),
+            typed_shape(x),
+            ", ".join(sorted(str(d) for d in x.sharding.device_set - mesh)[:3]),
+        )
+        for k, x in jax.tree_util.tree_leaves_with_path(parts)
+        if isinstance(x, jax.Array) and x.committed and not x.sharding.device_set <= mesh
+    ]
+    if bad:
+        raise ValueError(
+            f"jzero.shard: {len(bad)} arrays are committed to devices that are not in the mesh of {len(mesh)}:\n"
+            f"{listing(bad)}\nPass a mesh with these devices, or move the state first: jax.device_get(state)."
+        )
+
+
+def step_dtype(step: Any) -> Any:
+    """The dtype of a step counter; int32 for a Python number."""
+    return step.dtype if hasattr(step, "dtype") else jnp.int32
