@@ -2,7 +2,7 @@
 
     python benchmarks/stages.py            # about 3 minutes on two cores; needs jzero[pod], no GPU
 
-The step is that of tests/compiled/test_gpu_program.py, with 12 unrolled layers: bf16, Flax's `apply_gradients`, remat.
+The model and the step are those of tests/programs.py, with 12 unrolled layers: bf16, Flax's `apply_gradients`, remat.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/compiled")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests")]
 
 import jax
 import jaxlib
@@ -21,14 +21,19 @@ import jaxlib
 from jzero.config import STAGES
 
 
+SIZE = (("layers", 12), ("vocab", 2048))
+
+
 def main(n: int = 64) -> None:
-    import test_gpu_program as program
+    from programs import program
 
     print("| stage | split | states, estimated | states, compiled | temp, compiled | wire / step |")
     print("|---|---|---|---|---|---|")
     for stage, reshard in [*((s, True) for s in STAGES), (3, False)]:
         row = STAGES[stage]
-        plan, estimate, report = program.compiled(stage, n, layers=12, vocab=2048, reshard=reshard)
+        fields = {"min_shard_bytes": 16 * 1024, "reshard_after_forward": reshard}
+        made = program(stage=stage, n=n, size=SIZE, quick=False, **fields)
+        plan, estimate, report = made.plan, made.estimate, made.report
         assert report.memory is not None
         split = [name for name in ("params", "grads", "state") if getattr(row, name)]
         held = report.memory.arguments / 1e6
