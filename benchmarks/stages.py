@@ -20,7 +20,6 @@ import jaxlib
 
 from jzero.config import STAGES
 
-
 SIZE = (("layers", 12), ("vocab", 2048))
 
 
