@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from jzero.core.errors import counted, human_bytes
-
-if TYPE_CHECKING:
-    from jzero.proof.activations import Activations
-    from jzero.proof.report import Collective, Memory, Report
+from jzero.proof.activations import Activations
+from jzero.proof.records import Collective, Memory
 
 WIDTH = 110
 MOST_ROWS = 40
 NO_MEMORY = "memory: this backend tells nothing"
 
 
-def render(report: Report) -> str:
-    """A report as text: collectives, totals, host traffic, memory."""
+def render(report: Any) -> str:
+    """A `Report` as text: collectives, totals, host traffic, memory."""
     mesh = " x ".join(f"{size} {name}" for name, size in (report.mesh_shape or {}).items())
     hidden = len(report.collectives) - MOST_ROWS
     lines = [counted(report.devices, "device") + (f" ({mesh})" if mesh else "")]
@@ -66,7 +64,7 @@ def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return table
 
 
-def _collectives(report: Report) -> Table:
+def _collectives(report: Any) -> Table:
     columns = ("collective", "tensor", "wire", "axes", "where", "phase", "overlap", "per step")
     table = plain_table(*columns, right=("tensor", "wire", "per step"))
     for c in report.collectives[:MOST_ROWS]:
@@ -78,7 +76,7 @@ def _collectives(report: Report) -> Table:
     return table
 
 
-def _axes(c: Collective, report: Report) -> str:
+def _axes(c: Collective, report: Any) -> str:
     """`data`, or `data (8 of 64)` when a group covers part of its axes."""
     if not c.axes or report.mesh_shape is None:
         return f"? ({c.group_size})"
@@ -98,7 +96,7 @@ def _overlap(c: Collective) -> str:
     return human_bytes(c.compute_bytes) if c.overlapped else "nothing"
 
 
-def _wire(report: Report) -> Table:
+def _wire(report: Any) -> Table:
     wire = report.wire
     table = plain_table("", "bytes", "Psi", right=("bytes", "Psi"))
     over = {f"over {axis}": count for axis, count in wire.by_axis.items()}
@@ -108,7 +106,7 @@ def _wire(report: Report) -> Table:
     return table
 
 
-def _transfers(report: Report) -> Table:
+def _transfers(report: Any) -> Table:
     """One row per direction of host traffic; the number counts a transfer in a loop once for each trip."""
     columns = ("bytes", "transfers", "asynchronous", "beside compute")
     table = plain_table("", *columns, right=columns)
