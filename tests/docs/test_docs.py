@@ -127,7 +127,8 @@ def test_commands_that_pages_show_exist():
 
 
 def texts_of_the_code() -> list[str]:
-    """Every string of jzero's sources as one line, with `\0` where a value is put in."""
+    """Every string of jzero's sources as one line, with `\0` where a value is put in that is not a file's `WHERE`."""
+    where = ""
 
     def text(node: ast.AST) -> str:
         if isinstance(node, ast.Constant):
@@ -137,12 +138,18 @@ def texts_of_the_code() -> list[str]:
                 return "".join(map(text, node.values))
             case ast.FormattedValue(ast.Call(ast.Name("counted"), [_, *nouns])):  # as a page quotes it
                 return f"\0 {text(nouns[1]) if nouns[1:] else text(nouns[0]) + 's'}"
+            case ast.FormattedValue(ast.Name("WHERE")):
+                return where
         return "\0"
 
     sources = [p.read_text(encoding="utf-8") for p in sorted((pages.ROOT / "jzero").rglob("*.py"))]
-    nodes = [n for s in sources for n in ast.walk(ast.parse(s))]
-    names = [n.name for n in nodes if isinstance(n, ast.ClassDef)]
-    return [*names, *(text(n) for n in nodes if isinstance(n, (ast.Constant, ast.JoinedStr)))]
+    found = []
+    for source in sources:
+        where = (re.findall(r'(?m)^WHERE = "(.+)"$', source) or ["\0"])[0]
+        nodes = list(ast.walk(ast.parse(source)))
+        found += [n.name for n in nodes if isinstance(n, ast.ClassDef)]
+        found += [text(n) for n in nodes if isinstance(n, (ast.Constant, ast.JoinedStr))]
+    return found
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code():
@@ -164,6 +171,7 @@ def test_scopes_in_profiling_are_those_of_the_code():
     page = (pages.ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
     table = page.split("| scope |")[1].split("\n\n")[0]
     sources = "".join(p.read_text(encoding="utf-8") for p in (pages.ROOT / "jzero").rglob("*.py"))
-    scopes = set(re.findall(r"\"jzero\.(\w+)\"", "".join(re.findall(r"named_scope\(.*", sources))))
+    named = re.findall(r"named_scope\(.*|SCOPE = .*", sources)
+    scopes = set(re.findall(r"\"jzero\.(\w+)\"", "".join(named)))
     assert set(re.findall(r"`jzero\.(\w+)`", table)) == scopes
     assert len(scopes) > 8

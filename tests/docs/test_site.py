@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from html import unescape
 
 import pages
 import pytest
@@ -15,6 +16,7 @@ from scripts import DOCS, load
 import jzero
 
 hooks = load("site_hooks")
+architecture = load("make_architecture")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,33 @@ def test_every_page_is_in_the_site_and_no_script(site):
 def test_every_page_is_in_the_navigation():
     nav = (pages.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert not [p.name for p in DOCS.glob("*.md") if f" {p.name}\n" not in nav]
+
+
+def test_the_readme_links_every_page():
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [p.name for p in DOCS.glob("*.md") if f"](docs/{p.name}" not in text]
+
+
+def test_the_architecture_page_is_short_and_names_every_package():
+    page = (DOCS / "design.md").read_text(encoding="utf-8")
+    assert len(page.split()) <= 1200
+    packages = page.split("## The packages")[1].split("\n## ")[0]
+    listed = re.findall(r"(?m)^\| `([\w.]+)/?` \| ", packages)
+    names = [name for row in architecture.layers() for name in row]
+    assert [x.removesuffix(".py") for x in listed] == names
+    assert set(architecture.PURPOSE) == set(names)
+    assert not [x for x in listed if not (pages.ROOT / "jzero" / x).exists()]
+
+
+def test_the_picture_has_the_layers_and_the_ways():
+    picture = (DOCS / "pictures" / "architecture.svg").read_text(encoding="utf-8")
+    shown = [unescape(t) for t in re.findall(r"<t(?:ext|span) [^>]*>([^<]+)</t", picture)]
+    names = [name for row in architecture.layers() for name in row]
+    titles = [x for x in shown if re.sub(r"/$|\.py$", "", x) in names][: len(names)]
+    assert [re.sub(r"/$|\.py$", "", x) for x in titles] == names, "run: python docs/make_architecture.py"
+    lines = [line for steps in architecture.WAYS.values() for step in steps for line in step.split("\n")]
+    missing = [x for x in (*architecture.PURPOSE.values(), *lines) if x not in shown]
+    assert not missing, "run: python docs/make_architecture.py"
 
 
 @pytest.mark.nightly
@@ -91,10 +120,12 @@ def test_every_note_is_in_the_site(site):
 
 
 def test_links_to_files_outside_of_docs():
-    text = "See [the wire](../jzero/proof/wire.py#L3), [design](design.md) and [JAX](https://docs.jax.dev)."
+    text = (
+        "See [the wire](../jzero/proof/network.py#L3), [design](design.md) and [JAX](https://docs.jax.dev)."
+    )
     kept = "[design](design.md) and [JAX](https://docs.jax.dev)."
-    assert hooks.links(text, "plan.md", "") == f"See the wire (`jzero/proof/wire.py`), {kept}"
-    there = "https://example.org/x/blob/main/jzero/proof/wire.py#L3"
+    assert hooks.links(text, "plan.md", "") == f"See the wire (`jzero/proof/network.py`), {kept}"
+    there = "https://example.org/x/blob/main/jzero/proof/network.py#L3"
     assert hooks.links(text, "plan.md", "https://example.org/x/") == f"See [the wire]({there}), {kept}"
     with pytest.raises(ValueError, match="does not exist"):
         hooks.links("[x](../jzero/nowhere.py)", "plan.md", "")
