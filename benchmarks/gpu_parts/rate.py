@@ -62,8 +62,9 @@ def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     c = model.sizes(config, model.ABOUT_1B, scan=form == "scan")
     if engine in TORCH:
-        if importlib.util.find_spec(TORCH[engine]) is None:
-            yield {"cannot": f"{engine}: {TORCH[engine]} is not installed"}
+        missing = [name for name in ("torch", TORCH[engine]) if not installed(name)]
+        if missing:
+            yield {"cannot": f"{engine}: {missing[0]} is not installed"}
             return
         found = [("", torch_steps(engine, int(stage), c, config), None)]
     else:
@@ -73,6 +74,12 @@ def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "table": "rate", "engine": engine, "layers": form, "stage": int(stage), "attention": attention,
             "plan.compiler_options": options, **rates(c, seconds, config), "peak, GB": peak and peak / 1e9,
         }  # fmt: skip
+
+
+def installed(name: str) -> bool:
+    """True for a package that can be imported; a mere folder of that name on the path is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def ours(c: model.Sizes, stage: int, config: dict[str, Any]) -> Iterator[tuple[str, list[float], int]]:

@@ -2,7 +2,7 @@
 
 The names are those of DeepSpeed 0.19.6: `runtime/config.py`, `runtime/constants.py`, the fields of the classes in
 `runtime/zero/config.py`, `offload_config.py` and `precision_config.py`, and the sections' own constants.
-`tests/deepspeed/test_deepspeed.py` has them as a list of its own.
+`tests/deepspeed_config/test_deepspeed.py` has them as a list of its own.
 """
 
 from __future__ import annotations
