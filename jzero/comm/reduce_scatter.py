@@ -2,10 +2,10 @@
 
 [Note: pieces along several dims]
 XLA joins an all-reduce and a slice to a reduce-scatter where the pieces are equal and lie along one dim alone. Of 4096
-x 4096 on 24 GPUs no dim is a multiple of 24, and the gradient is all-reduced whole (benchmarks/results/2026-11-22-peak.md
-has what was tried). So such a gradient is made in a `jax.shard_map`, of a device's own rows, and reduce-scattered there
-dim by dim: padded first, as the optimizer state is stored. The first scatter carries the most, and goes over the
-innermost axes, which are closest together.
+x 4096 on 24 GPUs no dim is a multiple of 24, and the gradient is all-reduced whole
+(benchmarks/results/2026-11-22-peak.md has what was tried). So such a gradient is made in a `jax.shard_map`, of a
+device's own rows, and reduce-scattered there dim by dim: padded first, as the optimizer state is stored. The first
+scatter carries the most, and goes over the innermost axes, which are closest together.
 """
 
 from __future__ import annotations
