@@ -6,6 +6,7 @@ of the run say so.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import tempfile
@@ -19,6 +20,13 @@ os.environ.setdefault("NPROC", "32")
 # The tests compile far more than they compute: LLVM without its expensive passes takes two thirds of the time.
 # The program stays the same: its text (collectives, memory) is equal to the byte, on the CPU and for GPUs.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Half of the rest is spent in XLA:CPU's fusion emitters, which the older emitters do without, and some of it in
+# splitting each program into modules that are compiled in parallel. Collectives and memory stay equal; a few ops are
+# fused otherwise. jaxlib 0.12 has no older emitters any more and aborts a process that asks for them.
+XLA_FLAGS = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS).strip()
 # Many tests compile the same program; what one has compiled the others read, also those of the next run. (For the
 # CPU alone: JAX does not keep programs for GPUs that are not there.) JAX writes an entry in place and without locks:
 # one that is read half written is compiled again (pyproject.toml). Processes that the tests start have a folder of
