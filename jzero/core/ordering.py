@@ -4,7 +4,8 @@
 `jax.lax.optimization_barrier` gives back its operands, each only when all are there. XLA drops an operand whose result
 nobody reads, and the tie with it; it sees through a constant; and the partitioner moves a collective in front of a
 barrier unless the result is constrained again. So both sides of a tie are values of the program, and the results of
-both are used.
+both are used. Their order counts too: with the cotangents in front of the reduced gradients the peak of a 7.5B GPT at
+stage 3 is 3.00 GB, behind them 2.93 (`python benchmarks/peak.py --stages 3 --layers scan --kernels 3d`).
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class GatherInterpreter(WeightOps):
             done = [g for k, g in zip(keys, flat, strict=True) if k in reduced]
             if not done:
                 return list(cotangents)
-            late, done = after(cotangents[len(keys) :], done)
+            done, late = after(done, cotangents[len(keys) :])
             own = iter(done)
             return [next(own) if k in reduced else g for k, g in zip(keys, flat, strict=True)] + late
 
