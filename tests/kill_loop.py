@@ -162,7 +162,7 @@ class Loop:
                 said = Path(f"{log}.{rank}.err").read_text()
                 assert code not in (0, None), said
                 assert f"[process {rank}] process {victim} (" in said, said[-2000:]
-                assert ") is gone: " in said, said[-2000:]
+                assert ") gone: " in said, said[-2000:]
                 assert "start all" in said, said[-2000:]
         under_way = bool(list((self.out / "checkpoints").glob("*tmp*")))
         return {"killed": victim, "seconds": round(slowest, 1), "save under way": under_way}

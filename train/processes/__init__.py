@@ -1,6 +1,5 @@
-"""Several processes that train together: `find` says which one this is, `join` starts JAX's runtime once all agree on
-what to run, and under the `Watch` that it returns they end together. What they tell each other goes through JAX's
-coordination service, in process 0.
+"""Several processes that train together: `find` says which one this is, `join` starts JAX's runtime and compares what
+they are about to run, and under the `Watch` that it returns they end together.
 """
 
 from train.processes.group import Group, find

@@ -1,14 +1,8 @@
 """Which process of how many this is, and where process 0 is: from flags, JAX_* variables, or what a launcher sets.
 
-                  number, this one                            process 0
-    flags         --processes, --process-id                   --coordinator
-    JAX_*         JAX_NUM_PROCESSES, JAX_PROCESS_ID           JAX_COORDINATOR_ADDRESS
-    Open MPI      OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK  as JAX finds it (Open MPI 4)
-    Slurm         SLURM_STEP_NUM_TASKS, SLURM_PROCID          as JAX finds it
-    Kubernetes    (JAX_NUM_PROCESSES), JOB_COMPLETION_INDEX   (JAX_COORDINATOR_ADDRESS)
-
-Each row is asked where the one above has no answer. mpirun inside a Slurm job starts its own daemons with srun, whose
-SLURM_PROCID is not that of a process of the run. JAX would ask the API of Kubernetes; here the job's file says it.
+The first that has an answer, in this order: flags, JAX_*, Open MPI, Slurm, Kubernetes (docs/launch.md has the names).
+mpirun inside a Slurm job starts its own daemons with srun, whose SLURM_PROCID is not that of a process of the run.
+JAX would ask the API of Kubernetes; here the job's file says how many there are and where process 0 is.
 """
 
 from __future__ import annotations
@@ -52,12 +46,10 @@ def find(
     if alone or (address, count, me) == (None, None, None):
         return None
     if count is None or me is None:
-        missing = ["--processes (or JAX_NUM_PROCESSES)"] * (count is None)
-        missing += ["--process-id (or JAX_PROCESS_ID)"] * (me is None)
+        flags = {"--processes (or JAX_NUM_PROCESSES)": count, "--process-id (or JAX_PROCESS_ID)": me}
         raise ValueError(
-            f"one of several processes, and {' and '.join(missing)} is not given. Pass it, or start the processes with "
-            "srun, mpirun or a Kubernetes indexed job (docs/launch.md); JAX_NUM_PROCESSES=1 is for pods of such a job "
-            "that have nothing to do with each other."
+            f"one of several processes, and {' and '.join(k for k, v in flags.items() if v is None)} is not given. "
+            "Pass it, or use srun or mpirun (docs/launch.md). JAX_NUM_PROCESSES=1 is for pods that work alone."
         )
     if not 0 <= me < count:
         raise ValueError(f"--process-id {me} of --processes {count}: it must be from 0 to {count - 1}.")
@@ -65,7 +57,7 @@ def find(
     if address is None:
         raise ValueError(
             f"process {me} of {count} does not know where process 0 is (Open MPI 5 does not tell). Pass --coordinator "
-            "HOST:PORT, or set JAX_COORDINATOR_ADDRESS: the host of process 0 and a port that is free there."
+            "HOST:PORT, or set JAX_COORDINATOR_ADDRESS: the host of process 0, and a port that is free there."
         )
     if not re.fullmatch(r".+:\d{1,5}", address) or not 0 < int(address.rpartition(":")[2]) < 65536:
         raise ValueError(f"--coordinator {address}: must be HOST:PORT, with a port from 1 to 65535.")
@@ -82,16 +74,12 @@ def _number(*names: str, flag: int | None = None) -> int | None:
 
 def _address(mpi: bool) -> str | None:
     """As JAX reads it: the first host, and a port that follows from the job or is JAX_COORDINATOR_PORT."""
-    known = "OMPI_MCA_orte_hnp_uri" in os.environ if mpi else SlurmCluster.is_env_present()
-    cluster = OmpiCluster if mpi else SlurmCluster
-    return cluster.get_coordinator_address(None, os.environ.get("JAX_COORDINATOR_PORT")) if known else None
+    cluster, known = (OmpiCluster, "OMPI_MCA_orte_hnp_uri") if mpi else (SlurmCluster, "SLURM_STEP_NODELIST")
+    return cluster.get_coordinator_address(None, os.getenv("JAX_COORDINATOR_PORT")) if known in os.environ else None
 
 
 def _local_devices(count: int, mpi: bool) -> tuple[int, ...] | None:
-    """The share of its host's GPUs that a process has, where several see the same ones.
-
-    A process alone on its host takes all. (JAX itself would take one for each process of srun or mpirun.)
-    """
+    """The share of its host's GPUs of one of several processes; alone it takes all, where JAX would take one."""
     nodes = count if mpi else _number("SLURM_STEP_NUM_NODES") or count
     here = (_number("OMPI_COMM_WORLD_LOCAL_SIZE") if mpi else -(-count // nodes)) or 1
     rank = _number("OMPI_COMM_WORLD_LOCAL_RANK" if mpi else "SLURM_LOCALID") or 0

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 from jax._src import distributed
@@ -35,14 +36,9 @@ class Refused(ValueError):
 
 
 def join(
-    group: Group,
-    facts: Mapping[str, Any],
-    *,
-    timeout: float,
-    heartbeat: int,
-    remedy: Callable[[], str],
+    group: Group, facts: Mapping[str, Any], *, timeout: float, heartbeat: int, remedy: Callable[[], str],
     error: str | None = None,
-) -> Watch:
+) -> Watch:  # fmt: skip
     """Starts JAX's runtime for a group of processes, which must agree; before JAX is first used.
 
     Args:
@@ -57,30 +53,27 @@ def join(
       The watch. As a context, it ends the group together, in order or with the error of one.
 
     Raises:
-      Refused: processes differ, or one cannot run; or this one cannot use its port.
+      Refused: processes differ, or one cannot run, or process 0's port is taken.
     """
+    try:  # jaxlib 0.10.2 crashes where the port is taken, and shares it with another process 0
+        if group.me == 0:
+            socket.create_server(("", int(group.coordinator.rpartition(":")[2]))).close()
+    except OSError as taken:
+        port = "Give another port: --coordinator, or JAX_COORDINATOR_PORT under srun and mpirun."
+        raise Refused(f"process 0 cannot listen at {group.coordinator}: {taken.strerror}. {port}") from None
     watch = Watch(group, heartbeat, remedy)
     watch.lost = (
-        f"the {group.processes} processes did not come together within {timeout:g} s at {group.coordinator}. JAX names "
-        "two of those that are missing above (tasks), unless process 0 is. A `newer incarnation` is a second process "
-        "with this number. See their logs, or give them longer: --start-timeout."
+        f"not all {group.processes} processes came to {group.coordinator} within {timeout:g} s. JAX names two missing "
+        "ones (tasks) above, unless process 0 is, or a `newer incarnation`: a second process with this number. See "
+        "their logs, or give them longer: --start-timeout."
     )
     service = _jax.get_distributed_runtime_service  # without a limit of its own JAX names nobody
-    _jax.get_distributed_runtime_service = functools.partial(service, cluster_register_timeout=int(timeout))
+    limited = lambda *given, **more: service(*given, cluster_register_timeout=int(timeout), **more)  # noqa: E731
+    times: Any = {"heartbeat_timeout_seconds": heartbeat, "shutdown_timeout_seconds": heartbeat}
     who = (group.coordinator, group.processes, group.me, group.local_devices, "deactivate")  # JAX's own detection
-    try:
-        jax.distributed.initialize(
-            *who, initialization_timeout=int(timeout) + 1,
-            heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=heartbeat,
-        )  # fmt: skip
-        watch.start(_agree(group, facts, error, int(timeout * 1000)))
-    except (jax.errors.JaxRuntimeError, Refused) as failed:
-        watch.close()
-        port = "If the port is taken, give another: --coordinator, or JAX_COORDINATOR_PORT under srun and mpirun."
-        started = isinstance(failed, Refused)
-        raise failed if started else Refused(f"cannot start at {group.coordinator}: {failed}. {port}") from None
-    finally:
-        _jax.get_distributed_runtime_service = service
+    with mock.patch.object(_jax, "get_distributed_runtime_service", limited):
+        jax.distributed.initialize(*who, initialization_timeout=int(timeout) + 1, **times)
+    watch.start(_agree(group, facts, error, int(timeout * 1000)))
     return watch
 
 
@@ -91,11 +84,11 @@ def _agree(group: Group, facts: Mapping[str, Any], error: str | None, ms: int) -
     mine["facts"] = {"number of processes": group.processes, **facts}
     client.key_value_set(f"jzero/facts/{group.me}", json.dumps(mine))
     if group.me == 0:
-        keys = [f"jzero/facts/{i}" for i in range(group.processes)]
-        said = [json.loads(client.blocking_key_value_get(key, ms)) for key in keys]
+        said = [json.loads(client.blocking_key_value_get(f"jzero/facts/{i}", ms)) for i in range(group.processes)]
         client.key_value_set("jzero/verdict", json.dumps([unfit(said), [x["where"] for x in said]]))
     lines, where = json.loads(client.blocking_key_value_get("jzero/verdict", ms))
     if lines:
+        jax.distributed.shutdown()  # when all have read it: process 0 has the service
         raise Refused("\n".join(lines[:SHOWN] + [f"and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)))
     return where
 
@@ -104,14 +97,15 @@ def unfit(said: Sequence[Mapping[str, Any]]) -> list[str]:
     """What keeps processes from running together: the errors of some, else a line for each fact that differs."""
     errors = [f"process {i} ({x['where']}): {x['error']}" for i, x in enumerate(said) if x["error"]]
     names = dict.fromkeys(name for x in said for name in x["facts"])
-    values = {name: [str(x["facts"].get(name, "nothing")) for x in said] for name in names}
-    return errors or [f"the processes differ in {n}: {_owners(v)}" for n, v in values.items() if len(set(v)) > 1]
+    lines = [_difference(name, [str(x["facts"].get(name, "nothing")) for x in said]) for name in names]
+    return errors or [line for line in lines if line]
 
 
-def _owners(values: Sequence[str]) -> str:
-    """`0.1 in processes 0, 2, 0.2 in process 1`, from the value of each process."""
+def _difference(name: str, values: Sequence[str]) -> str:
+    """What each process has, if that is not the same: `... lr: 0.1 in processes 0, 2, 0.2 in process 1`."""
     who = {value: [i for i, x in enumerate(values) if x == value] for value in dict.fromkeys(values)}
-    return ", ".join(f"{value} in {named(processes)}" for value, processes in who.items())
+    each = ", ".join(f"{value} in {named(processes)}" for value, processes in who.items())
+    return f"the processes differ in {name}: {each}" if len(who) > 1 else ""
 
 
 def named(who: Sequence[int]) -> str:
@@ -126,58 +120,49 @@ def check_devices(devices: Sequence[Any]) -> None:
     for d in devices:
         kinds.setdefault(d.process_index, Counter())[d.device_kind] += 1
     texts = [" and ".join(f"{n} x {kind}" for kind, n in sorted(kinds[i].items())) for i in sorted(kinds)]
-    if len(set(texts)) > 1:
-        raise ValueError(f"the processes differ in their devices: {_owners(texts)}. Each must have the same.")
+    if text := _difference("their devices", texts):
+        raise ValueError(f"{text}. Each must have the same.")
 
 
 class Watch(contextlib.AbstractContextManager):
     """One process's view of its group; it takes over SIGABRT, which JAX raises where no Python runs."""
 
-    def __init__(self, group: Group, heartbeat: float, remedy: Callable[[], str]):
+    def __init__(self, group: Group, heartbeat: int, remedy: Callable[[], str]):
         self.group, self.heartbeat, self.remedy = group, heartbeat, remedy
         self.lost, self.where = "", []  # what an abort means; host and pid of each process
         self._done, self._ending = threading.Event(), threading.Lock()
         self._looking = threading.Thread(target=self._look, name="watch", daemon=True)
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)  # kept: C has a pointer to it
         ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
 
     def start(self, where: list[str]) -> None:
         """From here on this process ends when another one does; `where`: host and pid of each."""
-        self.where, self.lost = where, f"process 0 ({where[0]}) is gone: killed, or its host is lost"
+        self.where, self.lost = where, f"process 0 ({where[0]}) is gone: killed, or on a lost host"
         self._client: Any = distributed.global_state.client
         self._looking.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """All come here before one ends, since process 0 has the service; or the error of one ends all.
-
-        A failed collective has its reason in another process, if one is gone: `_look` or JAX ends this one then.
-        """
+        """All come here before one ends, since process 0 has the service; or the error of one ends all."""
         try:
             if error is None:
                 self._client.wait_at_barrier("jzero/end", 7 * 24 * 3600 * 1000)
-                return self.close()
+                self._done.set()
+                jax.distributed.shutdown()
+                self._looking.join()
+                signal.signal(signal.SIGABRT, signal.SIG_DFL)
+                return
         except RuntimeError as lost:
             error = lost
-        told = isinstance(error, SystemExit)
+        told = isinstance(error, SystemExit)  # a text for a person
         text = str(error.code) if told else "".join(traceback.format_exception(error)).rstrip()
         self.say(text)
         if not told and any(x in text for x in OF_OTHERS) and "RESOURCE_EXHAUSTED" not in text:
-            seconds = self.heartbeat + 6
-            self.say(f"A process that is gone is named within {seconds:g} s; else the error is of this one.")
-            time.sleep(seconds)
+            self.say(f"A process that is gone is named within {self.heartbeat + 6} s; else this one is the cause.")
+            time.sleep(self.heartbeat + 6)  # `_look` or JAX ends this process
         with contextlib.suppress(RuntimeError):  # process 0 may be gone
-            short = text.splitlines()[0 if told else -1][:500]
-            self._client.key_value_set(f"jzero/failed/{self.group.me}", short)
+            self._client.key_value_set(f"jzero/failed/{self.group.me}", text.splitlines()[0 if told else -1][:500])
         time.sleep(PARTING)
         self._end("")
-
-    def close(self) -> None:
-        """Leaves JAX's runtime, in order."""
-        self._done.set()
-        jax.distributed.shutdown()
-        if self.where:
-            self._looking.join()
-        signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
     def say(self, text: str) -> None:
         """To stderr, every line with this process's number; not through buffers that another thread may hold."""
@@ -197,18 +182,14 @@ class Watch(contextlib.AbstractContextManager):
         self._end(self.lost)
 
     def _look(self) -> None:
-        """The service answers when all that are alive have asked: after the heartbeat of one that is not.
-
-        That answer is the last: JAX aborts in the thread that would bring more.
-        """
-        everyone = range(self.group.processes)
+        """The service answers when all that are alive have asked; JAX's abort holds up the answers after it."""
+        everyone = list(range(self.group.processes))
         with contextlib.suppress(RuntimeError):  # the service is gone: JAX aborts, or all are done
             while not self._done.wait(LOOK):
                 for key, why in self._client.key_value_dir_get("jzero/failed"):
-                    me = int(key.rpartition("/")[2])
-                    if me != self.group.me:
+                    if (me := int(key.rpartition("/")[2])) != self.group.me:
                         self._end(f"process {me} ({self.where[me]}) failed: {why}")
-                live = self._client.get_live_nodes(list(everyone))
+                live = self._client.get_live_nodes(everyone)
                 gone = [i for i in everyone if i not in live]
                 if gone and not self._done.is_set():
                     where = "; ".join(self.where[i] for i in gone[:SHOWN])
