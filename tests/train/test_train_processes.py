@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import free_port
+from processes import free_port, names
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -93,8 +93,7 @@ def test_garbage_at_the_port_kills_nothing_and_a_kill_ends_all(run):
     killed = time.monotonic()
     for me in (0, 2):
         assert run.workers[me].wait(timeout=HEARTBEAT + SLACK) == 1, run.said(me)
-        assert f"[process {me}] process 1 (" in run.said(me), run.said(me)
-        assert f", pid {run.workers[1].pid}) gone: killed" in run.said(me)
+        assert names(run.said(me), me, 1), run.said(me)
         assert "start all again with --resume." in run.said(me).splitlines()[-1]
     print(f"the others ended {time.monotonic() - killed:.1f} s after the kill")
 
@@ -127,7 +126,7 @@ def test_missing_data_on_one_host_ends_all(run):
 def test_a_port_that_is_taken(run):
     with socket.create_server(("", int(run.port))):
         run.start(0, 2)
-        run.all_end_with("Address already in use. Give another port: --coordinator")
+        run.all_end_with("Address already in use. Give another: --coordinator")
 
 
 @pytest.mark.nightly
@@ -139,7 +138,7 @@ def test_an_indexed_job_trains_and_a_stopped_process_ends_all_within_the_heartbe
     run.wait_for_step(6)
     run.workers[1].send_signal(signal.SIGSTOP)
     assert run.workers[0].wait(timeout=HEARTBEAT + SLACK) == 1
-    assert "[process 0] process 1 (" in run.said(0)
+    assert names(run.said(0), 0, 1), run.said(0)
 
 
 @pytest.mark.nightly
@@ -150,7 +149,7 @@ def test_process_0_may_be_killed_too(run):
     run.workers[0].send_signal(signal.SIGKILL)
     for me in (1, 2):
         assert run.workers[me].wait(timeout=SLACK) == 1, run.said(me)
-        assert f"[process {me}] process 0 (" in run.said(me), run.said(me)
+        assert names(run.said(me), me, 0), run.said(me)
         assert "start all again" in run.said(me).splitlines()[-1]
 
 

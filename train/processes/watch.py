@@ -59,8 +59,8 @@ def join(
         if group.me == 0:
             socket.create_server(("", int(group.coordinator.rpartition(":")[2]))).close()
     except OSError as taken:
-        port = "Give another port: --coordinator, or JAX_COORDINATOR_PORT under srun and mpirun."
-        raise Refused(f"process 0 cannot listen at {group.coordinator}: {taken.strerror}. {port}") from None
+        port = "Give another: --coordinator, or JAX_COORDINATOR_PORT under srun and mpirun."
+        raise Refused(f"process 0 at {group.coordinator}: {os.strerror(taken.errno or 0)}. {port}") from None
     watch = Watch(group, heartbeat, remedy)
     watch.lost = (
         f"not all {group.processes} processes came to {group.coordinator} within {timeout:g} s. JAX names two missing "
@@ -137,7 +137,7 @@ class Watch(contextlib.AbstractContextManager):
 
     def start(self, where: list[str]) -> None:
         """From here on this process ends when another one does; `where`: host and pid of each."""
-        self.where, self.lost = where, f"process 0 ({where[0]}) is gone: killed, or on a lost host"
+        self.where, self.lost = where, f"JAX says above which task is gone, or it is process 0 ({where[0]}): no service"
         self._client: Any = distributed.global_state.client
         self._looking.start()
 
