@@ -126,7 +126,7 @@ def test_missing_data_on_one_host_ends_all(run):
 def test_a_port_that_is_taken(run):
     with socket.create_server(("", int(run.port))):
         run.start(0, 2)
-        run.all_end_with("Address already in use. Give another: --coordinator")
+        run.all_end_with("Address already in use. Pass another.")
 
 
 @pytest.mark.nightly

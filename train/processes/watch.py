@@ -59,8 +59,7 @@ def join(
         if group.me == 0:
             socket.create_server(("", int(group.coordinator.rpartition(":")[2]))).close()
     except OSError as taken:
-        port = "Give another: --coordinator, or JAX_COORDINATOR_PORT under srun and mpirun."
-        raise Refused(f"process 0 at {group.coordinator}: {os.strerror(taken.errno or 0)}. {port}") from None
+        raise Refused(f"--coordinator {group.coordinator}: {os.strerror(taken.errno or 0)}. Pass another.") from None
     watch = Watch(group, heartbeat, remedy)
     watch.lost = (
         f"not all {group.processes} processes came to {group.coordinator} within {timeout:g} s. JAX names two missing "
@@ -159,7 +158,8 @@ class Watch(contextlib.AbstractContextManager):
         if not told and any(x in text for x in OF_OTHERS) and "RESOURCE_EXHAUSTED" not in text:
             self.say(f"A process that is gone is named within {self.heartbeat + 6} s; else this one is the cause.")
             time.sleep(self.heartbeat + 6)  # `_look` or JAX ends this process
-        with contextlib.suppress(RuntimeError):  # process 0 may be gone
+        self.lost = ""  # process 0 may end before
+        with contextlib.suppress(RuntimeError):  # or be gone
             self._client.key_value_set(f"jzero/failed/{self.group.me}", text.splitlines()[0 if told else -1][:500])
         time.sleep(PARTING)
         self._end("")
