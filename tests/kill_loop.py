@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from processes import free_port
+from processes import free_port, names
 
 from jzero import checkpoint
 from train.checkpoints import saved_steps
@@ -161,8 +161,7 @@ class Loop:
             if rank != victim:
                 said = Path(f"{log}.{rank}.err").read_text()
                 assert code not in (0, None), said
-                assert f"[process {rank}] process {victim} (" in said, said[-2000:]
-                assert ") is gone: " in said, said[-2000:]
+                assert names(said, rank, victim), said[-2000:]
                 assert "start all" in said, said[-2000:]
         under_way = bool(list((self.out / "checkpoints").glob("*tmp*")))
         return {"killed": victim, "seconds": round(slowest, 1), "save under way": under_way}

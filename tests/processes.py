@@ -18,6 +18,14 @@ def free_port() -> str:
         return str(s.getsockname()[1])
 
 
+def names(text: str, me: int, gone: int) -> bool:
+    """Whether process `me` says which one is gone, by itself or with JAX's words before."""
+    if f"[process {me}] process {gone} (" in text:
+        return True
+    reason = f"(stopped sending heartbeats):\n{gone}\n" if gone else "PollForError"
+    return reason in text and f"[process {me}] JAX says above which task is gone" in text
+
+
 def launch(script: str, count: int, *given: object, timeout: int) -> list[dict]:
     """What each of `count` processes says; one that hangs longer than `timeout` seconds is a failure."""
     port = free_port()

@@ -394,7 +394,7 @@ def joined(config: Config) -> tuple[data.Corpus | None, contextlib.AbstractConte
     """The data, and the watch over the other processes; nothing of both for a process by itself."""
     given = {"coordinator": config.coordinator, "processes": config.processes}
     try:
-        group = processes.find(os.environ, **given, process_id=config.process_id)
+        group = processes.find(**given, process_id=config.process_id)
     except ValueError as error:
         sys.exit(f"error: {error}")
     if group is None:

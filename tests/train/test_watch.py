@@ -1,57 +1,49 @@
-"""train/processes/watch.py: the process that is gone is named, also where the error that it leaves comes first."""
+"""train/processes/watch.py, what needs no second process: in what processes differ, and how that is said."""
 
-import re
-import subprocess
-import sys
+from types import SimpleNamespace
 
-import jax
 import pytest
-from processes import HERE, free_port
 
-from train.processes.watch import of_a_collective
+from train.processes import check_devices
+from train.processes.watch import named, unfit
 
-GLOO = "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:3468: Connection reset by peer"
-SCRIPT = """
-import os, signal, sys, time
-from train.processes.group import Group
-from train.processes.rollcall import meet
-from train.processes.watch import Watch
-
-me, port, text = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-group = Group(f"127.0.0.1:{port}", 3, me)
-watch = Watch(group, *meet(group, {}, timeout=30, heartbeat=5), heartbeat=5, remedy=lambda: "start all again")
-watch.start()
-with watch:
-    if me == 2:  # dies, but its connection to the watch is closed later than the one to its peers
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise ValueError(text)
-"""
+SAME = {"--lr": "0.001", "data (checksum)": "12ab"}
 
 
-@pytest.mark.parametrize("text", [GLOO, "list index out of range"])
-def test_the_process_that_is_gone_is_named(text):
-    port = free_port()
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(me), port, text], cwd=HERE.parent, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for me in range(3)
-    ]  # fmt: skip
-    said = [w.communicate(timeout=60)[1] for w in workers]
-    assert [w.returncode for w in workers] == [1, 1, -9]
-    for me in (0, 1):
-        assert re.search(
-            rf"\[process {me}\] process 2 \(.*, pid {workers[2].pid}\) is gone: killed", said[me]
-        ), said[me]
-        assert f"[process {me}] start all again" in said[me]
+def said(*facts, error=None):
+    """What each process publishes; `error`: of the last."""
+    found = [{"where": f"host, pid {i}", "error": None, "facts": x} for i, x in enumerate(facts)]
+    found[-1]["error"] = error
+    return found
 
 
-def test_errors_of_collectives():
-    outer = RuntimeError("the checkpoint could not be written")
-    outer.__cause__ = ValueError(GLOO)
-    assert of_a_collective(outer)
-    assert of_a_collective(jax.errors.JaxRuntimeError("INTERNAL: x"))
-    assert not of_a_collective(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))
-    assert not of_a_collective(ValueError("list index out of range"))
+def test_the_same_settings_fit():
+    assert unfit(said(SAME, SAME, SAME)) == []
+
+
+def test_differences_are_named_with_who_has_what():
+    found = unfit(said(SAME, SAME | {"--lr": "0.002"}, SAME | {"number of processes": 4}))
+    assert found == [
+        "the processes differ in --lr: 0.001 in processes 0, 2, 0.002 in process 1",
+        "the processes differ in number of processes: nothing in processes 0, 1, 4 in process 2",
+    ]
+
+
+def test_an_error_goes_before_differences():
+    found = unfit(said(SAME, SAME | {"data (checksum)": ""}, error="--data x: no such file or folder."))
+    assert found == ["process 1 (host, pid 1): --data x: no such file or folder."]
+
+
+def test_of_many_processes_eight_are_named():
+    assert named([3]) == "process 3"
+    assert named(range(11)) == "processes 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
+
+
+def test_unlike_devices():
+    devices = [
+        SimpleNamespace(process_index=i, device_kind="H100" if i < 2 else "A100") for i in (0, 0, 1, 1, 2)
+    ]
+    text = "^the processes differ in their devices: 2 x H100 in processes 0, 1, 1 x A100 in process 2. Each must have"
+    with pytest.raises(ValueError, match=text):
+        check_devices(devices)
+    check_devices(devices[:4])

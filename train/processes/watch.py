@@ -1,205 +1,196 @@
-"""While a group trains: a process that dies or fails ends all others at once, and each says which one it was.
+"""Processes start together, with the same settings, and end together; all through JAX's coordination service.
 
-Without this the others wait in a collective for a process that is gone. On the CPU that fails soon, but names an
-address and not a process; on GPUs it waits for ever, and JAX ends it after its heartbeat with an abort. Here process 0
-has a connection to each of the others (`rollcall.py`), and the kernel closes it with the process. A thread of process 0
-reads them all and tells the rest; a thread of the others reads the one to process 0.
-
-JAX's heartbeat stays beneath this: it ends the group for a process that is there but does not run (stopped, or on a
-host that cannot be reached).
+JAX aborts every process when one of them stops sending heartbeats, or when the service, which is in process 0, is gone.
+Here a thread asks the service who is alive, and the handler of that abort says what to do next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import os
-import selectors
 import signal
+import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
+from jax._src import distributed
+from jax._src.lib import _jax
 
 from train.processes.group import Group
-from train.processes.link import Link
-from train.processes.rollcall import named
 
-TOGETHER = 0.5  # seconds in which several processes of one host die
-PARTING = 5.0  # seconds that process 0 waits for the others to have read why they end
-
-
-def of_a_collective(error: BaseException | None) -> bool:
-    """True for an error whose reason may be another process: of JAX's runtime, or with a transport's name in it.
-
-    Of a function that was compiled before, jax 0.10.2 raises a plain ValueError ("UNKNOWN: Gloo AllGather failed").
-    """
-    while error is not None:
-        text = str(error)
-        runtime = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text
-        if runtime or any(
-            word in text for word in ("Gloo ", "NCCL ", "UNAVAILABLE: ", "Connection reset by peer")
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+LOOK, PARTING = 1.0, 4.0  # seconds between two looks at the others; for them to read why a process fails
+SHOWN = 8  # processes or differences in a message
+OF_OTHERS = ("JaxRuntimeError", "Gloo ", "NCCL ", "UNAVAILABLE: ", "Connection reset by peer")  # may be their fault
 
 
-class Watch:
-    """One process's view of its group.
+class Refused(ValueError):
+    """The processes do not fit together, or one of them cannot run."""
+
+
+def join(
+    group: Group, facts: Mapping[str, Any], *, timeout: float, heartbeat: int, remedy: Callable[[], str],
+    error: str | None = None,
+) -> Watch:  # fmt: skip
+    """Starts JAX's runtime for a group of processes, which must agree; before JAX is first used.
 
     Args:
       group: of this process.
-      links: to the others, as `rollcall.meet` returns them.
-      where: host and pid of each process.
-      heartbeat: seconds after which JAX takes a process for gone.
+      facts: what must be the same in all processes, as JSON: settings, versions, data.
+      timeout: seconds to wait for the others; this process ends with status 1 if some do not come.
+      heartbeat: seconds without a sign of a process after which the others end.
       remedy: called when the group ends early; what to do next, as a sentence.
+      error: why this process cannot run. The others are told, and end too.
+
+    Returns:
+      The watch. As a context, it ends the group together, in order or with the error of one.
+
+    Raises:
+      Refused: processes differ, or one cannot run, or process 0's port is taken.
     """
+    try:  # jaxlib 0.10.2 crashes where the port is taken, and shares it with another process 0
+        if group.me == 0:
+            socket.create_server(("", int(group.coordinator.rpartition(":")[2]))).close()
+    except OSError as taken:
+        raise Refused(f"--coordinator {group.coordinator}: {os.strerror(taken.errno or 0)}. Pass another.") from None
+    watch = Watch(group, heartbeat, remedy)
+    watch.lost = (
+        f"not all {group.processes} processes came to {group.coordinator} within {timeout:g} s. JAX names two missing "
+        "ones (tasks) above, unless process 0 is, or a `newer incarnation`: a second process with this number. See "
+        "their logs, or give them longer: --start-timeout."
+    )
+    service = _jax.get_distributed_runtime_service  # without a limit of its own JAX names nobody
+    limited = lambda *given, **more: service(*given, cluster_register_timeout=int(timeout), **more)  # noqa: E731
+    times: Any = {"heartbeat_timeout_seconds": heartbeat, "shutdown_timeout_seconds": heartbeat}
+    who = (group.coordinator, group.processes, group.me, group.local_devices, "deactivate")  # JAX's own detection
+    with mock.patch.object(_jax, "get_distributed_runtime_service", limited):
+        jax.distributed.initialize(*who, initialization_timeout=int(timeout) + 1, **times)
+    watch.start(_agree(group, facts, error, int(timeout * 1000)))
+    return watch
 
-    def __init__(
-        self,
-        group: Group,
-        links: dict[int, Link],
-        where: dict[int, str],
-        *,
-        heartbeat: float,
-        remedy: Callable[[], str],
-    ):
-        self.group, self.links, self.where = group, links, where
-        self.heartbeat, self.remedy = heartbeat, remedy
-        self._done, self._left, self._ending = threading.Event(), threading.Event(), threading.Lock()
 
-    def start(self) -> None:
-        """From here on this process ends when another one does."""
-        # JAX aborts when process 0 is gone, and from a thread where no Python runs. Asleep for six seconds (the
-        # number of the signal) it leaves `_follow` the time to say so and to end this process in order.
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
-        target = self._follow if self.group.me else self._lead
-        threading.Thread(target=target, name="watch", daemon=True).start()
+def _agree(group: Group, facts: Mapping[str, Any], error: str | None, ms: int) -> list[str]:
+    """Host and pid of each process, once process 0 has compared the facts of all."""
+    client: Any = distributed.global_state.client
+    mine: dict[str, Any] = {"where": f"{os.uname().nodename}, pid {os.getpid()}", "error": error}
+    mine["facts"] = {"number of processes": group.processes, **facts}
+    client.key_value_set(f"jzero/facts/{group.me}", json.dumps(mine))
+    if group.me == 0:
+        said = [json.loads(client.blocking_key_value_get(f"jzero/facts/{i}", ms)) for i in range(group.processes)]
+        client.key_value_set("jzero/verdict", json.dumps([unfit(said), [x["where"] for x in said]]))
+    lines, where = json.loads(client.blocking_key_value_get("jzero/verdict", ms))
+    if lines:
+        jax.distributed.shutdown()  # when all have read it: process 0 has the service
+        raise Refused("\n".join(lines[:SHOWN] + [f"and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)))
+    return where
 
-    def __enter__(self) -> Watch:
-        return self
+
+def unfit(said: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What keeps processes from running together: the errors of some, else a line for each fact that differs."""
+    errors = [f"process {i} ({x['where']}): {x['error']}" for i, x in enumerate(said) if x["error"]]
+    names = dict.fromkeys(name for x in said for name in x["facts"])
+    lines = [_difference(name, [str(x["facts"].get(name, "nothing")) for x in said]) for name in names]
+    return errors or [line for line in lines if line]
+
+
+def _difference(name: str, values: Sequence[str]) -> str:
+    """What each process has, if that is not the same: `... lr: 0.1 in processes 0, 2, 0.2 in process 1`."""
+    who = {value: [i for i, x in enumerate(values) if x == value] for value in dict.fromkeys(values)}
+    each = ", ".join(f"{value} in {named(processes)}" for value, processes in who.items())
+    return f"the processes differ in {name}: {each}" if len(who) > 1 else ""
+
+
+def named(who: Sequence[int]) -> str:
+    """`process 2`, or `processes 1, 2, 3`; of many the first eight."""
+    more = f" and {len(who) - SHOWN} more" if len(who) > SHOWN else ""
+    return f"process{'es' if len(who) > 1 else ''} {', '.join(map(str, who[:SHOWN]))}{more}"
+
+
+def check_devices(devices: Sequence[Any]) -> None:
+    """Raises ValueError where `devices`, those of all processes, are not the same in each."""
+    kinds: dict[int, Counter[str]] = {}
+    for d in devices:
+        kinds.setdefault(d.process_index, Counter())[d.device_kind] += 1
+    texts = [" and ".join(f"{n} x {kind}" for kind, n in sorted(kinds[i].items())) for i in sorted(kinds)]
+    if text := _difference("their devices", texts):
+        raise ValueError(f"{text}. Each must have the same.")
+
+
+class Watch(contextlib.AbstractContextManager):
+    """One process's view of its group; it takes over SIGABRT, which JAX raises where no Python runs."""
+
+    def __init__(self, group: Group, heartbeat: int, remedy: Callable[[], str]):
+        self.group, self.heartbeat, self.remedy = group, heartbeat, remedy
+        self.lost, self.where = "", []  # what an abort means; host and pid of each process
+        self._done, self._ending = threading.Event(), threading.Lock()
+        self._looking = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)  # kept: C has a pointer to it
+        ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
+
+    def start(self, where: list[str]) -> None:
+        """From here on this process ends when another one does; `where`: host and pid of each."""
+        self.where, self.lost = where, f"JAX says above which task is gone, or it is process 0 ({where[0]}): no service"
+        self._client: Any = distributed.global_state.client
+        self._looking.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self.leave()
-        else:
-            self.fail(error)
-
-    def leave(self) -> None:
-        """Returns when all processes have come here: none of them ends before, and none needs another any more."""
-        if self.group.me:
-            self.links[0].send(done=True)
-        self._done.set()
-        self._left.wait()
-        signal.signal(signal.SIGABRT, signal.SIG_DFL)
-
-    def fail(self, error: BaseException) -> None:
-        """Ends this process with an error, and all others with the news; does not return.
-
-        Args:
-          error: what went wrong here: `SystemExit` with a text for a person, any other with its traceback. A failed
-            collective has its reason in another process, if one is gone: the watch says so within the heartbeat.
-        """
-        told = isinstance(error, SystemExit)
+        """All come here before one ends, since process 0 has the service; or the error of one ends all."""
+        try:
+            if error is None:
+                self._client.wait_at_barrier("jzero/end", 7 * 24 * 3600 * 1000)
+                self._done.set()
+                jax.distributed.shutdown()
+                self._looking.join()
+                signal.signal(signal.SIGABRT, signal.SIG_DFL)
+                return
+        except RuntimeError as lost:
+            error = lost
+        told = isinstance(error, SystemExit)  # a text for a person
         text = str(error.code) if told else "".join(traceback.format_exception(error)).rstrip()
         self.say(text)
-        if of_a_collective(error):
-            self.say(
-                f"A process that is gone is named within {self.heartbeat:g} s; else the error is of this one."
-            )
-            time.sleep(self.heartbeat)
-        elif not told:
-            time.sleep(2 * TOGETHER)  # any error may come from what a process that dies leaves undone
-        short = text.splitlines()[0 if told else -1][:500]
-        if self.group.me:
-            self.links[0].send(failed=short)
-            time.sleep(PARTING)  # process 0 answers by ending the group
-            self._end("process 0 does not answer")
-        self._end(f"process 0 ({self.where[0]}) failed: {short}", tell=self.links)
+        if not told and any(x in text for x in OF_OTHERS) and "RESOURCE_EXHAUSTED" not in text:
+            self.say(f"A process that is gone is named within {self.heartbeat + 6} s; else this one is the cause.")
+            time.sleep(self.heartbeat + 6)  # `_look` or JAX ends this process
+        self.lost = ""  # process 0 may end before
+        with contextlib.suppress(RuntimeError):  # or be gone
+            self._client.key_value_set(f"jzero/failed/{self.group.me}", text.splitlines()[0 if told else -1][:500])
+        time.sleep(PARTING)
+        self._end("")
 
     def say(self, text: str) -> None:
         """To stderr, every line with this process's number; not through buffers that another thread may hold."""
         os.write(2, "".join(f"[process {self.group.me}] {line}\n" for line in text.splitlines()).encode())
 
-    def _end(self, text: str, tell: dict[int, Link] | None = None) -> None:
-        """Ends this process, once, with the reason; process 0 after all others have it."""
+    def _end(self, text: str) -> None:
         if not self._ending.acquire(blocking=False):
             time.sleep(60)  # another thread is at it
-        for link in (tell or {}).values():
-            link.send(stop=text)
         self.say(text)
-        try:
+        with contextlib.suppress(Exception):  # the disk may be what is gone
             self.say(self.remedy())
-        except Exception as error:  # the disk may be what is gone
-            self.say(f"what is saved could not be read: {error}")
-        until = time.monotonic() + PARTING
-        for link in (tell or {}).values():
-            try:
-                while link.receive(timeout=max(0.01, until - time.monotonic())) is not None:
-                    pass
-            except (TimeoutError, ValueError):
-                pass
         os._exit(1)  # without the handlers of exit: JAX's waits for the process that is gone
 
-    def _follow(self) -> None:
-        while True:
-            messages = self._read(self.links[0])
-            if messages is None:
-                self._end(f"process 0 ({self.where[0]}) is gone: it was killed, or its host is lost")
-            for message in messages or ():
-                if "stop" in message:
-                    self._end(message["stop"])
-                if "go" in message:
-                    self._left.set()
-                    return
+    def _aborted(self, number: int) -> None:
+        """In the thread that JAX aborts in. Has it brought `_look` an answer before, that one is the reason."""
+        time.sleep(2 * LOOK if self.where else 0)
+        self._end(self.lost)
 
-    def _lead(self) -> None:
-        done: set[int] = set()
-        with selectors.DefaultSelector() as ready:
-            for me, link in self.links.items():
-                ready.register(link, selectors.EVENT_READ, me)
-            while not (self._done.is_set() and len(done) == len(self.links)):
-                self._listen(ready, done, 0.2)
-        for link in self.links.values():
-            link.send(go=True)
-        self._left.set()
-
-    def _listen(self, ready: Any, done: set[int], seconds: float) -> None:
-        """One look at all links; ends the group when one of them is closed, or tells of a failure."""
-        gone: list[int] = []
-        failed = None
-        until = None
-        while until is None or time.monotonic() < until:
-            for key, _ in ready.select(seconds if until is None else until - time.monotonic()):
-                messages = self._read(key.fileobj)
-                if messages is None:
-                    ready.unregister(key.fileobj)
-                    gone.append(key.data)
-                for message in messages or ():
-                    if "done" in message:
-                        done.add(key.data)
-                    if "failed" in message:
-                        failed = f"process {key.data} ({self.where[key.data]}) failed: {message['failed']}"
-            if failed:
-                self._end(failed, tell=self.links)
-            if not gone:
-                return
-            until = time.monotonic() + TOGETHER if until is None else until
-        who = f"{named(gone)} ({'; '.join(self.where[i] for i in sorted(gone)[:4])})"
-        verb = "is" if len(gone) == 1 else "are"
-        self._end(
-            f"{who} {verb} gone: killed, or the host is lost",
-            tell={i: link for i, link in self.links.items() if i not in gone},
-        )
-
-    @staticmethod
-    def _read(link: Any) -> list[dict[str, Any]] | None:
-        try:
-            return link.receive()
-        except ValueError:
-            return None
+    def _look(self) -> None:
+        """The service answers when all that are alive have asked; JAX's abort holds up the answers after it."""
+        everyone = list(range(self.group.processes))
+        with contextlib.suppress(RuntimeError):  # the service is gone: JAX aborts, or all are done
+            while not self._done.wait(LOOK):
+                for key, why in self._client.key_value_dir_get("jzero/failed"):
+                    if (me := int(key.rpartition("/")[2])) != self.group.me:
+                        self._end(f"process {me} ({self.where[me]}) failed: {why}")
+                live = self._client.get_live_nodes(everyone)
+                gone = [i for i in everyone if i not in live]
+                if gone and not self._done.is_set():
+                    where = "; ".join(self.where[i] for i in gone[:SHOWN])
+                    self._end(f"{named(gone)} ({where}) gone: killed, stopped, or on a lost host")
