@@ -28,9 +28,9 @@ tree = {"w": np.ones(1000), "b": {str(i): np.ones(3) for i in range(20)}}
 path = sys.argv[1]
 """
 HANG = (
-    "seal.write = lambda *a, **k: time.sleep(1000)\npending.EXIT_SECONDS, pending.GRACE_SECONDS = 0.5, 0.5\n"
+    "checksums.write = lambda *a, **k: time.sleep(1000)\npending.EXIT_SECONDS, pending.GRACE_SECONDS = 0.5, 0.5\n"
 )
-FAIL = "def full(*a, **k):\n    raise OSError(28, 'No space left on device')\nseal.write = full\n"
+FAIL = "def full(*a, **k):\n    raise OSError(28, 'No space left on device')\nchecksums.write = full\n"
 SAVE = "saving = checkpoint.save_async(path, tree)\n"
 CASES = {
     "exception": SAVE + "raise RuntimeError('boom')\n",
