@@ -50,10 +50,15 @@ class Small(nn.Module):
 SMALL, MLPS = Small(), {jnp.dtype(t): Mlp(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)}
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def params_of(model, dtype):
+    """Under jit: eager initialisation compiles one op at a time."""
+    return model.init(jax.random.key(0), jnp.ones((1, DIM_IN), dtype))["params"]
+
+
 def create_small(tx):
     """A fresh TrainState of the Small model; equal in kind to another one with this `tx`."""
-    params = SMALL.init(jax.random.key(0), jnp.ones((1, DIM_IN)))["params"]
-    return TrainState.create(apply_fn=SMALL.apply, params=params, tx=tx)
+    return TrainState.create(apply_fn=SMALL.apply, params=params_of(SMALL, jnp.float32), tx=tx)
 
 
 @cache
@@ -64,8 +69,7 @@ def adamw():
 def create_state(tx=None, dtype=jnp.float32):
     """A fresh TrainState of the Mlp; equal in kind to another one of this dtype (and of this `tx`)."""
     model = MLPS[jnp.dtype(dtype)]
-    params = model.init(jax.random.key(0), jnp.ones((1, DIM_IN), dtype))["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=adamw() if tx is None else tx)
+    return TrainState.create(apply_fn=model.apply, params=params_of(model, dtype), tx=adamw() if tx is None else tx)
 
 
 def batch(seed: int = 0):

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ FOUND: list[Mutation] = []
 
 def mutation(what: str, *files: str):
     def keep(apply):
-        FOUND.append(Mutation(what, tuple(f"tests/test_{f}.py" for f in files), apply))
+        FOUND.append(Mutation(what, tuple(str(next(TESTS.rglob(f"test_{f}.py"))) for f in files), apply))
         return apply
 
     return keep

@@ -105,6 +105,7 @@ def test_stage_3_gathers_weights_twice_and_no_activations(scan, n):
     assert sent(report, "all-to-all", "collective-permute") == 0
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("scan", [False, True])
 def test_weights_that_are_kept_are_gathered_once(scan):
     """Under remat too, whose region reads what was gathered before it; the tied embedding once for both uses."""

@@ -46,9 +46,15 @@ class Model(nn.Module):
         return nn.Dense(5)(x)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def params_of(model):
+    """Under jit: eager initialisation compiles one op at a time."""
+    return model.init(jax.random.key(0), jnp.ones((1, SEQ, 7)))["params"]
+
+
 def create(drop=0.0):
     model = Model(drop)
-    params = model.init(jax.random.key(0), jnp.ones((1, SEQ, 7)))["params"]
+    params = params_of(model)
     return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
 
 

@@ -100,7 +100,7 @@ def test_gradients_all_reduced(scan):
     assert found["gradients_all_reduced"].bytes >= 0.9 * plan.param_bytes
 
 
-@pytest.mark.default_cases("scan-3", "unrolled-2")
+@pytest.mark.default_cases("scan-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @BOTH
 def test_state_whole(stage, scan):

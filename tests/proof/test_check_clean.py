@@ -14,7 +14,7 @@ import jzero
 pytestmark = pytest.mark.pod
 
 
-@pytest.mark.default_cases("scan-0", "unrolled-1", "scan-2", "scan-3", "unrolled-3")
+@pytest.mark.default_cases("scan-0", "scan-2", "scan-3", "unrolled-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @BOTH
 def test_clean(stage, scan):
