@@ -69,7 +69,9 @@ def adamw():
 def create_state(tx=None, dtype=jnp.float32):
     """A fresh TrainState of the Mlp; equal in kind to another one of this dtype (and of this `tx`)."""
     model = MLPS[jnp.dtype(dtype)]
-    return TrainState.create(apply_fn=model.apply, params=params_of(model, dtype), tx=adamw() if tx is None else tx)
+    return TrainState.create(
+        apply_fn=model.apply, params=params_of(model, dtype), tx=adamw() if tx is None else tx
+    )
 
 
 def batch(seed: int = 0):

@@ -121,6 +121,7 @@ def test_split_spec_is_the_rule_of_the_plan():
 
 def test_programs_are_the_same_whatever_their_names_are():
     text = "HloModule m\n\n%add.1 (a.1: f32[], b: f32[]) -> f32[] {\n  ROOT %s.1 = f32[] add(%a.1, %b)\n}\n"
+    text += "\n%body (a.1: (s32[], f32[2,3])) -> (s32[], f32[2,3]) {\n"  # of a loop
     renamed = text.replace("a.1", "x").replace("s.1", "sum").replace("add.1", "plus")
     assert step.bare_lines(text) == step.bare_lines(renamed)
     assert step.bare_lines(text) != step.bare_lines(text.replace("add(", "multiply("))
