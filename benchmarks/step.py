@@ -61,7 +61,6 @@ SIZES = {
     "medium": (Model(width=256, layers=4, heads=4, seq=64), 8),
 }
 """Model and batch, in sequences over all devices."""
-XLA_OPTIONS: dict[str, bool] = {}  # of every program here; the tests set them
 TURN = 0.01
 """Seconds after which the two programs of a pair change places, at the earliest."""
 
@@ -151,7 +150,7 @@ def build(made: tuple[Any, Callable, dict[str, Any]], batch: Any) -> Program:
         lowered = jitted.lower(state, batch)
         times.append(time.perf_counter() - start)
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=XLA_OPTIONS)
+    compiled = lowered.compile()
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     module = parse(text)
