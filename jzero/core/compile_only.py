@@ -137,12 +137,15 @@ def _xla_compile(lowering, options: dict[str, Any]) -> Program:
         device_list = xla_client.DeviceList(tuple(real))
         return _read(compiler.backend_compile_and_load(client, module, device_list, built, callbacks))
 
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "--xla_dump_" in flags or any(name.startswith("xla_dump_") for name in options):
+        return compile_program()  # the files that XLA writes on the way are wanted, and the cache has none
     key = program_key(
         module.operation.get_asm(enable_debug_info=True),
         devices[0].pod,
         [d.id for d in devices],
         hashlib.sha256(built.SerializeAsString()).hexdigest(),
-        os.environ.get("XLA_FLAGS", ""),
+        flags,
         jaxlib.__version__,
         client.platform_version,
     )

@@ -119,7 +119,7 @@ def test_who_wants_a_program_that_another_one_compiles_waits_for_it(folder):
 
 
 @pytest.mark.pod
-def test_a_program_from_the_cache_reads_like_the_compiled_one(folder, monkeypatch):
+def test_a_program_from_the_cache_reads_like_the_compiled_one(folder, monkeypatch, tmp_path):
     pod = jzero.pod("h200")
     mesh = pod.mesh({"data": 8})
     x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, jax.P("data")))
@@ -142,6 +142,12 @@ def test_a_program_from_the_cache_reads_like_the_compiled_one(folder, monkeypatc
     assert second.memory_analysis().argument_size_in_bytes == 64 * 8 * 4 // 8
     assert first.output_shardings == second.output_shardings
     assert first.input_shardings == second.input_shardings
+    for _ in range(2):  # what XLA writes beside the program is not in the cache
+        dump = tmp_path / f"dump{len(calls)}"
+        compiled(compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True})
+        assert list(dump.glob("*buffer-assignment.txt"))
+    assert len(calls) == 2
+    calls.clear()
     compiled(compiler_options={"xla_gpu_enable_triton_gemm": False})
     other = jzero.pod("h100")
     there = jax.ShapeDtypeStruct(
