@@ -37,10 +37,16 @@ def measure(what, folder):
 def test_what_a_save_and_a_restore_hold_beside_the_state(tmp_path):
     saved = measure("save", tmp_path)
     assert saved["peak"] - saved["before"] < 1.5 * saved["state"]
-    for what in ("device", "host", "five"):
+    for what in ("device", "host"):
         found = measure(what, tmp_path)
         beside = found["peak"] - found["before"] - found["state"]
-        whole = (
-            found["largest"] if what == "five" else 0
-        )  # every leaf whole: the copy that the devices' are made of
-        assert beside < max(found["largest"], 256 * MIB) + whole + 64 * MIB, (what, found)
+        assert beside < max(found["largest"], 256 * MIB) + 64 * MIB, (what, found)
+
+
+@pytest.mark.long  # 0.49 to 0.60 GB, by how many leaves orbax has read before the first are placed: the load decides
+def test_what_a_restore_onto_five_devices_holds(tmp_path):
+    measure("save", tmp_path)
+    found = measure("five", tmp_path)
+    beside = found["peak"] - found["before"] - found["state"]
+    whole = found["largest"]  # every leaf whole: the copy that the devices' are made of
+    assert beside < max(found["largest"], 256 * MIB) + whole + 64 * MIB, found
