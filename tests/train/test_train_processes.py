@@ -94,7 +94,7 @@ def test_garbage_at_the_port_kills_nothing_and_a_kill_ends_all(run):
     for me in (0, 2):
         assert run.workers[me].wait(timeout=HEARTBEAT + SLACK) == 1, run.said(me)
         assert names(run.said(me), me, 1), run.said(me)
-        assert "start all again with --resume." in run.said(me).splitlines()[-1]
+        assert "start all again with --resume." in run.said(me)  # a log line of JAX may come after it
     print(f"the others ended {time.monotonic() - killed:.1f} s after the kill")
 
 
