@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -454,7 +455,8 @@ def test_what_threads_of_a_failed_save_make_anew_is_removed_again(tmp_path):
 
     def go_on():
         for _ in range(5):
-            left.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # its parent was removed between the two
+                left.mkdir(parents=True, exist_ok=True)
             time.sleep(0.06)
 
     thread = threading.Thread(target=go_on)
