@@ -97,6 +97,10 @@ class WeightOps:
         def fn(index, shard):
             return jaxprs.bind(eqn, [self.gathered(dataclasses.replace(table, shard=shard)), index])
 
+        def tangent(index, shard):
+            whole = self.comm.weights.tangent(shard, table.stored, table.used) if table.split else shard
+            return jaxprs.bind(eqn, [whole, index])
+
         def back(index, cotangent):
             def part(i, grad):
                 some = jax.lax.dynamic_slice_in_dim(cotangent, i * (width // parts), width // parts, axis=-1)
@@ -113,7 +117,7 @@ class WeightOps:
             zeros = self.plan.constrain(jax.numpy.zeros((rows, width), cotangent.dtype), table.grad)
             return [self.plan.constrain(jax.lax.fori_loop(0, parts, part, zeros), table.grad)]
 
-        return linear(fn, back, [index], [table.shard])
+        return linear(fn, back, [index], [table.shard], tangent=tangent)
 
     def wide(self, weight: Weight) -> Any:
         """The dtype in which a gradient is to be made and reduced, where it is wider than the weight's; else None."""

@@ -74,10 +74,11 @@ def test_gradients_are_those_at_the_rounded_weights(mesh):
 
 
 @pytest.mark.usefixtures("float8")
-def test_tangents_travel_as_they_are(mesh):
+@pytest.mark.parametrize("fields", [{}, {"bucket_bytes": 1}], ids=["whole", "table in parts"])
+def test_tangents_travel_as_they_are(mesh, fields):
     params = params_of()
     moves = params_of(1)
-    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0)
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0, **fields)
     fn = jzero.gather_on_use(loss_of, plan)
     placed, moved = plan.place(params), plan.place(moves)
     got = jax.jit(lambda p, m: jax.jvp(lambda q: fn(q, INDEX), (p,), (m,)))(placed, moved)
