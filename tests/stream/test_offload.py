@@ -195,17 +195,22 @@ def test_a_train_state_with_shapes_that_nothing_divides(stage, born, mesh):
 
 
 def test_born_in_16_bit_the_masters_are_not_rounded(mesh):
+    """Rounding to bfloat16 changes a value by up to 4e-3; two compiled programs differ by one unit of float32."""
+
+    def drawn():
+        return jax.random.normal(jax.random.key(0), (64, 64))
+
     def create():
-        params = jax.tree.map(
-            lambda p: p.astype(jnp.bfloat16), {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+        return TrainState.create(
+            apply_fn=None, params={"w": drawn().astype(jnp.bfloat16)}, tx=optax.adam(1e-3)
         )
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
     fields = {"stage": 2, "mesh": mesh, "min_shard_bytes": 0}
     here = jzero.shard(create, **fields, offload=jzero.Offload(in_flight_bytes=TINY))
     there = jzero.shard(create, **fields)
-    np.testing.assert_array_equal(here.opt_state.master["w"], there.opt_state.master["w"])
-    assert not np.array_equal(here.opt_state.master["w"], np.asarray(here.params["w"], np.float32))
+    for state in (here, there):
+        np.testing.assert_allclose(state.opt_state.master["w"], drawn(), rtol=5e-7)
+        np.testing.assert_array_equal(state.params["w"], drawn().astype(jnp.bfloat16))
     assert_at_home(here.opt_state, jzero.plan_of(here))
 
 
