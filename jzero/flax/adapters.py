@@ -53,7 +53,7 @@ class Parts:
 
 def is_creator(state: Any) -> bool:
     """A function (not a state) that creates one."""
-    return callable(state) and not _is_train_state(state) and not is_pair(state) and not hasattr(state, "tx")
+    return callable(state) and not is_train_state(state) and not is_pair(state) and not hasattr(state, "tx")
 
 
 def check_state(state: Any, *, where: str) -> None:
@@ -74,7 +74,7 @@ def check_state(state: Any, *, where: str) -> None:
             f"{where}: {kind} is a model and no train state. Lay out its params, and wrap the optimizer: "
             "plan = jzero.make_plan(params, ...), params = plan.place(params), tx = jzero.zero(tx, plan)."
         )
-    if not (_is_train_state(state) or is_pair(state) or is_creator(state)):
+    if not (is_train_state(state) or is_pair(state) or is_creator(state)):
         raise _unknown(state, where)
 
 
@@ -92,7 +92,7 @@ def take_apart(state: Any, *, where: str) -> Parts:
     Raises:
       TypeError: a kind that jzero does not know.
     """
-    if _is_train_state(state):
+    if is_train_state(state):
         return _train_state_parts(state)
     if is_pair(state):
         return _pair_parts(*state)
@@ -109,7 +109,7 @@ def _unknown(state: Any, where: str) -> TypeError:
 
 def put_together(state: Any, parts: Parts) -> Any:
     """A state like `state` with other parts; an NNX pair is changed in place."""
-    if _is_train_state(state):
+    if is_train_state(state):
         return rebuilder(state)(parts)
     model, optimizer = state
     _fill_pair(model, optimizer, parts)
@@ -118,12 +118,13 @@ def put_together(state: Any, parts: Parts) -> Any:
 
 def rebuilder(state: Any) -> Callable[[Parts], Any]:
     """A function that makes a new state of this kind from parts; it keeps no arrays of `state`."""
-    if _is_train_state(state):
+    if is_train_state(state):
         return partial(_train_state_from, jax.tree.map(lambda _: 0, state))
     return _pair_rebuilder(*state)
 
 
-def _is_train_state(state: Any) -> bool:
+def is_train_state(state: Any) -> bool:
+    """True for a Flax TrainState, and for a dataclass with its fields."""
     return all(
         hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")
     ) and dataclasses.is_dataclass(state)
@@ -154,6 +155,12 @@ def is_pair(state: Any) -> bool:
     if nnx is None or not isinstance(state, (tuple, list)) or len(state) != 2:
         return False
     return isinstance(state[0], nnx.Module) and isinstance(state[1], nnx.Optimizer)
+
+
+def is_nnx_optimizer(x: Any) -> bool:
+    """True for an `nnx.Optimizer`."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Optimizer)
 
 
 def _pair_parts(model: Any, optimizer: Any) -> Parts:

@@ -48,6 +48,26 @@ def place_batch(batch: Any, sharding: NamedSharding, *, parts: int, axes: tuple[
     return jax.tree.map(lambda leaf: _place(leaf, sharding), batch)
 
 
+def abstract_batch(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """A leaf of a batch as it is once placed, without its values; scalars and random keys are whole.
+
+    Raises:
+      ValueError: the sharding does not divide dim 0.
+    """
+    if np.ndim(leaf) == 0 or is_random_key(leaf):
+        sharding = NamedSharding(sharding.mesh, P())
+    sharding.shard_shape(leaf.shape)
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+
+def is_random_key(leaf: Any) -> bool:
+    """True for a random key, typed or as the two or four uint32 words of the older kind."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return True
+    return leaf.dtype == np.uint32 and tuple(leaf.shape) in ((2,), (4,))
+
+
 def _local_parts(sharding: NamedSharding, parts: int) -> int:
     """How many different parts of the batch the devices of this process hold."""
     index: Any = sharding.addressable_devices_indices_map((parts,))

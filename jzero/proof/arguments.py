@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import listing, typed_shape
+from jzero.layout.batches import abstract_batch
 
 
 def fill_shardings(args, plan, *, devices):
@@ -60,24 +60,12 @@ def _placed(leaf, plan):
         return leaf
     if isinstance(getattr(leaf, "sharding", None), NamedSharding):
         return leaf
-    sharding = None
-    if plan is not None and (leaf.ndim == 0 or _is_key(leaf)):
-        sharding = NamedSharding(plan.batch.mesh, PartitionSpec())
-    elif plan is not None:
-        sharding = plan.batch
-        try:
-            sharding.shard_shape(leaf.shape)
-        except ValueError:
-            return None
-    weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
-
-
-def _is_key(leaf) -> bool:
-    """True for a random key, typed or as the two or four uint32 words of the older kind."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return True
-    return leaf.dtype == np.uint32 and tuple(leaf.shape) in ((2,), (4,))
+    if plan is None:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    try:
+        return abstract_batch(leaf, plan.batch)
+    except ValueError:
+        return None
 
 
 def _on(leaf, devices) -> bool:

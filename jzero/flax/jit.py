@@ -1,0 +1,230 @@
+"""`jit`: a train step that takes batches as they come from a data loader."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.core.errors import check_function
+from jzero.core.jaxprs import is_tracer
+from jzero.core.nnx_modules import has_module
+from jzero.flax.adapters import is_nnx_optimizer, is_train_state
+from jzero.layout.batches import abstract_batch, is_random_key
+from jzero.sharding import Plan, check_plan
+
+
+def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
+    """`jax.jit` for a train step: batches are split by the plan, the state is donated, XLA gets the plan's options.
+
+    A batch that is not split over the batch axes is computed whole on every device: the loss is right and the work N
+    times as much. Here each array that is not on the mesh yet is placed by `plan.place_batch` first.
+
+    Args:
+      step: a function of a `TrainState`, of an NNX model and its optimizer, or of params and optimizer state; and of
+        batches. Not jitted yet.
+      plan: from `jzero.plan_of(state)` or `jzero.make_plan`.
+      **options: of `jax.jit` (of `nnx.jit` where an argument is an NNX module). `donate_argnums` or `donate_argnames`
+        replace the choice described below; `compiler_options` are added to those of the plan.
+
+    Returns:
+      A function like `step`, with `lower`, `trace` and `eval_shape`.
+
+    Raises:
+      TypeError: `step` is no function or jitted already, `plan` no plan; when called, a batch with lists of numbers.
+      ValueError: when called, a batch whose leading dim the batch axes do not divide; lists the leaves.
+
+    Layout:
+      Placed are numpy arrays and JAX arrays on a single device, of one dim or more: `[B, ...]`, `[B/N, ...]` per
+      device. Left to `jax.jit` are arrays on the mesh, scalars, random keys, copies of params and whatever a state
+      holds. What every device needs whole, such as class weights, is put on the mesh by hand:
+      `jax.device_put(x, plan.sharding(jax.P()))`.
+
+    Cost:
+      Unless the options say otherwise, an argument with optimizer state is donated if the step returns it in the
+      same shapes, and the params beside it; for NNX the model and the optimizer. Nothing else is, so an evaluation
+      step keeps its state. The step is traced once for this and for its compile together.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, optax, jzero
+      >>> params = {"w": jnp.ones((1024, 8))}
+      >>> plan = jzero.make_plan(params, stage=2)
+      >>> loss = jzero.jit(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), plan)
+      >>> loss(plan.place(params), np.ones((64, 1024), np.float32)).shape
+      ()
+    """
+    check_function(step, "step", where="jzero.jit")
+    check_plan(plan, where="jzero.jit")
+    if hasattr(step, "lower"):
+        raise TypeError(
+            "jzero.jit: the step is jitted already, and its batches would be placed too late. Pass the function "
+            "itself, and the options of its jit as keywords."
+        )
+    return Jit(step, plan, options)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Jit:
+    """What `jit` returns."""
+
+    step: Callable[..., Any]
+    plan: Plan
+    options: dict[str, Any]
+    _jitted: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "__wrapped__", self.step)
+        object.__setattr__(self, "__doc__", self.step.__doc__)
+
+    def __repr__(self):
+        return (
+            f"<jzero.jit: {getattr(self.step, '__qualname__', type(self.step).__name__)}, {self.plan.title}>"
+        )
+
+    def __call__(self, *args, **kwargs):
+        """Place what is on the host, and run the step."""
+        args, kwargs = self._placed(args, kwargs)
+        return self._jit(args, kwargs)(*args, **kwargs)
+
+    def lower(self, *args, **kwargs) -> Any:
+        """As `jax.jit(step).lower`; abstract batches are split as real ones are."""
+        args, kwargs = self._placed(args, kwargs)
+        return self._jit(args, kwargs).lower(*args, **kwargs)
+
+    def trace(self, *args, **kwargs) -> Any:
+        """As `jax.jit(step).trace`; abstract batches are split as real ones are."""
+        args, kwargs = self._placed(args, kwargs)
+        return self._jit(args, kwargs).trace(*args, **kwargs)
+
+    def eval_shape(self, *args, **kwargs) -> Any:
+        """As `jax.jit(step).eval_shape`."""
+        args, kwargs = self._placed(args, kwargs)
+        return self._jit(args, kwargs).eval_shape(*args, **kwargs)
+
+    def _placed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return tuple(self._place(a) for a in args), {k: self._place(v) for k, v in kwargs.items()}
+
+    def _place(self, arg: Any) -> Any:
+        """One argument; as the same object where nothing of it is to be placed."""
+        if is_train_state(arg) or is_nnx_optimizer(arg) or has_module(arg):
+            return arg
+        leaves, tree = jax.tree.flatten(arg)
+        wanted = [_is_unplaced(x) for x in leaves]
+        if not any(wanted):
+            return arg
+        wanted = [w and x is None for w, x in zip(wanted, self.plan.copies(arg), strict=True)]
+        abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+        real = [x if w and not a else None for x, w, a in zip(leaves, wanted, abstract, strict=True)]
+        placed = jax.tree.leaves(self.plan.place_batch(tree.unflatten(real)), is_leaf=lambda x: x is None)
+        return tree.unflatten(
+            [
+                x if not w else abstract_batch(x, self.plan.batch) if a else p
+                for x, w, a, p in zip(leaves, wanted, abstract, placed, strict=True)
+            ]
+        )
+
+    def _jit(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The jitted step for arguments of this structure."""
+        objects = tuple(is_nnx_optimizer(a) or has_module(a) for a in args)
+        chosen = not self.options.keys() & {"donate_argnums", "donate_argnames"}
+        key = objects
+        if chosen and not any(objects):
+            key = tuple(jax.tree.structure(a) for a in args), jax.tree.structure(kwargs)
+        if key not in self._jitted:
+            make = self._jit_nnx if any(objects) or has_module(kwargs) else self._jit_arrays
+            self._jitted[key] = make(args, kwargs, chosen)
+        return self._jitted[key]
+
+    def _jit_arrays(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
+        options = {**self.options, "compiler_options": self._compiler_options or None}
+        jitted = jax.jit(self.step, **options)
+        donated = self._donated(args, jitted.trace(*args, **kwargs).out_info) if chosen else ()
+        return jax.jit(self.step, **options, donate_argnums=donated) if donated else jitted
+
+    def _jit_nnx(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
+        from flax import nnx
+
+        options = {k: v for k, v in self.options.items() if k != "compiler_options"}
+        if chosen and any(map(is_nnx_optimizer, args)):
+            options["donate_argnums"] = [
+                i for i, a in enumerate(args) if is_nnx_optimizer(a) or has_module(a)
+            ]
+        jitted = nnx.jit(self.step, **options)
+        return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted
+
+    @property
+    def _compiler_options(self) -> dict[str, Any]:
+        return {**self.plan.compiler_options, **(self.options.get("compiler_options") or {})}
+
+    def _donated(self, args: tuple, out: Any) -> tuple[int, ...]:
+        """The positions of the arguments that the step replaces: optimizer state, and params beside it."""
+        returned = [_form(tree) for tree in _subtrees(out)]
+        replaced = [i for i, arg in enumerate(args) if jax.tree.leaves(arg) and _form(arg) in returned]
+        state = [i for i in replaced if self._has_optimizer_state(args[i])]
+        return tuple(i for i in replaced if i in state or self._is_params(args[i])) if state else ()
+
+    def _has_optimizer_state(self, arg: Any) -> bool:
+        return is_train_state(arg) or (not self._is_params(arg) and any(self.plan.copies(arg)))
+
+    def _is_params(self, arg: Any) -> bool:
+        return jax.tree.structure(arg) == self.plan.tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NnxJit:
+    """An `nnx.jit` with compiler options, which it has no argument for: compiled ahead for every type of arguments."""
+
+    jitted: Any
+    compiler_options: dict[str, Any]
+    _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, *args, **kwargs):
+        from flax import nnx
+
+        graph, arrays = nnx.split((args, kwargs))
+        leaves = jax.tree.leaves(arrays)
+        key = (
+            graph,
+            tuple((np.shape(x), jax.dtypes.result_type(x), getattr(x, "sharding", None)) for x in leaves),
+        )
+        if key not in self._compiled:
+            lowered = self.jitted.lower(*args, **kwargs)
+            self._compiled[key] = lowered.compile(compiler_options=self.compiler_options)
+        return self._compiled[key](*args, **kwargs)
+
+    def __getattr__(self, name: str):
+        if name in ("jitted", "compiler_options"):  # not set yet: copying
+            raise AttributeError(name)
+        return getattr(self.jitted, name)
+
+
+def _is_unplaced(x: Any) -> bool:
+    """An array of one dim or more that is on no mesh: of a data loader, or made by `jnp` on one device."""
+    if is_tracer(x) or not hasattr(x, "dtype") or np.ndim(x) == 0 or is_random_key(x):
+        return False
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is None
+    return isinstance(x, np.ndarray) or isinstance(x.sharding, jax.sharding.SingleDeviceSharding)
+
+
+def _subtrees(out: Any) -> Iterator[Any]:
+    """A result and what it is a tuple, list or dict of."""
+    yield out
+    if isinstance(out, (tuple, list)):
+        for part in out:
+            yield from _subtrees(part)
+    if isinstance(out, dict):
+        for part in out.values():
+            yield from _subtrees(part)
+
+
+def _form(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The structure of a tree and the type of each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+
+
+__all__ = ["Jit", "jit"]

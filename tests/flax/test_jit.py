@@ -1,0 +1,189 @@
+"""`jzero.jit`: batches from a data loader are split, what the step replaces is donated, nothing else."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from models import DIM_IN, create_small, train_step
+from models import batch as make_batch
+
+import jzero
+
+TX = optax.adam(1e-2)
+X = make_batch()["x"]
+
+
+def alive(tree) -> bool:
+    return not any(x.is_deleted() for x in jax.tree.leaves(tree))
+
+
+def gone(tree) -> bool:
+    return all(x.is_deleted() for x in jax.tree.leaves(tree) if x.size > 64)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_host_batch_is_split_and_the_state_donated(stage, kind, mesh):
+    traces = []
+
+    def counted(state, batch):
+        traces.append(jax.tree.map(np.shape, batch))
+        return train_step(state, batch)
+
+    state = jzero.shard(create_small(TX), stage=stage, mesh=mesh, min_shard_bytes=0)
+    train = jzero.jit(counted, jzero.plan_of(state))
+    batch = jax.tree.map(kind, make_batch())
+    plain, want = jax.jit(train_step)(create_small(TX), batch)
+    compiled = train.lower(state, batch).compile()
+    assert [s.spec for s in jax.tree.leaves(compiled.input_shardings[0][1])] == [P("data")] * 2
+    before = state
+    state, loss = train(state, batch)
+    state, _ = train(state, batch)
+    assert len(traces) == 1
+    assert gone(before.opt_state)
+    assert gone(before.params)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    plain, _ = jax.jit(train_step)(plain, batch)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_an_evaluation_keeps_its_state(mesh):
+    state = jzero.shard(create_small(TX), stage=2, mesh=mesh)
+
+    def evaluate(state, batch):
+        return jnp.mean(state.apply_fn({"params": state.params}, batch))
+
+    def gradients(params, batch):
+        return jax.grad(lambda p: jnp.mean(state.apply_fn({"params": p}, batch)))(params)
+
+    plan = jzero.plan_of(state)
+    jzero.jit(evaluate, plan)(state, X)
+    jzero.jit(gradients, plan)(state.params, X)  # returns a tree like the params
+    assert alive(state)
+
+
+def bare(mesh):
+    params = {"w": jnp.ones((64, 32)), "b": jnp.zeros(32)}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+    tx = jzero.zero(TX, plan)
+
+    def update(params, opt_state, batch, scale):
+        def loss_fn(p):
+            return jnp.mean((batch @ p["w"] + p["b"]) ** 2) * scale
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return loss, (optax.apply_updates(params, updates), opt_state)
+
+    params = plan.place(params)
+    return plan, update, params, jax.jit(tx.init)(params)
+
+
+def test_params_and_optimizer_state_of_a_loop_without_flax(mesh):
+    plan, update, params, opt_state = bare(mesh)
+    batch = np.ones((16, 64), np.float32)
+    loss, (params2, state2) = jzero.jit(update, plan)(params, opt_state, batch, 2.0)
+    assert gone(params)
+    assert gone(opt_state)
+    loss, (params3, _) = jzero.jit(update, plan, donate_argnums=1)(params2, state2, batch, scale=2.0)
+    assert alive(params2)
+    assert gone(state2)
+    assert float(loss) < 2 * 64**2
+    assert alive(params3)
+
+
+def test_keys_scalars_and_arrays_on_the_mesh_are_left_alone(mesh):
+    params = {"w": jnp.ones((64, 32))}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh)
+    weights = jax.device_put(np.ones(64, np.float32), plan.sharding(P()))
+    run = jzero.jit(lambda *args: args, plan)
+    given = (params, weights, jax.random.key(0), jax.random.PRNGKey(0), 3, np.float32(2), X, {"mask": None})
+    out = run(*given)
+    assert out[0]["w"].sharding.is_fully_replicated  # a copy of the params is no batch
+    assert out[1].sharding.is_fully_replicated
+    assert out[3].sharding.is_fully_replicated
+    assert out[6].sharding.spec == P("data")
+    np.testing.assert_array_equal(out[6], X)
+    assert run.eval_shape(*given)[6].shape == X.shape
+    abstract = run.trace(*given[:6], jax.ShapeDtypeStruct(X.shape, X.dtype), {"mask": None})
+    shardings = abstract.lower().compile().input_shardings[0]
+    assert shardings[6].spec == P("data")
+
+
+def pair(mesh, tx=TX):
+    model = nnx.Linear(DIM_IN, 64, rngs=nnx.Rngs(0))
+    return jzero.shard(
+        (model, nnx.Optimizer(model, tx, wrt=nnx.Param)), stage=2, mesh=mesh, min_shard_bytes=0
+    )
+
+
+def nnx_step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(batch) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"compiler_options": {"xla_cpu_enable_fast_math": False}}])
+def test_an_nnx_pair(options, mesh):
+    model, optimizer = pair(mesh)
+    plan = jzero.plan_of(optimizer)
+    train = jzero.jit(nnx_step, plan, **options)
+    old = model.kernel.get_value(), optimizer.opt_state[0].mu["kernel"].get_value()
+    losses = [float(train(model, optimizer, X)) for _ in range(3)]
+    assert gone(old)
+    plain = nnx.Linear(DIM_IN, 64, rngs=nnx.Rngs(0))
+    reference = nnx.Optimizer(plain, TX, wrt=nnx.Param)
+    assert losses == pytest.approx(
+        [float(nnx.jit(nnx_step)(plain, reference, X)) for _ in range(3)], rel=1e-5
+    )
+    np.testing.assert_allclose(model.kernel.get_value(), plain.kernel.get_value(), atol=2e-6)
+    kernel = model.kernel.get_value()
+    out = jzero.jit(lambda model, x: model(x), plan, **options)(model, X)
+    assert out.sharding.spec[0] == "data"
+    assert alive(kernel)
+    assert train.lower(model, optimizer, X).compile()
+    assert train.eval_shape(model, optimizer, X).shape == ()
+
+
+def test_xla_gets_the_options_of_the_plan(mesh, monkeypatch):
+    plan = jzero.make_plan({"w": jnp.ones((64, 8))}, stage=2, mesh=mesh)
+    monkeypatch.setattr(jzero.Plan, "compiler_options", {"xla_no_such_option": 1})
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        jzero.jit(lambda x: x + 1, plan)(X)
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        jzero.jit(lambda model, x: model(x), plan)(nnx.Linear(DIM_IN, 8, rngs=nnx.Rngs(0)), X)
+
+
+def test_as_a_decorator(mesh):
+    state = jzero.shard(create_small(TX), stage=1, mesh=mesh)
+
+    @partial(jzero.jit, plan=jzero.plan_of(state), static_argnames="double")
+    def forward(state, batch, *, double):
+        """Documented."""
+        out = state.apply_fn({"params": state.params}, batch)
+        return out * 2 if double else out
+
+    one, two = forward(state, X, double=False), forward(state, X, double=True)
+    np.testing.assert_allclose(one * 2, two, rtol=1e-6)
+    assert forward.__doc__ == "Documented."
+    assert repr(forward).startswith("<jzero.jit: test_as_a_decorator")
+
+
+def test_bad_input(mesh):
+    plan = jzero.make_plan({"w": jnp.ones((64, 8))}, stage=2, mesh=mesh)
+    with pytest.raises(TypeError, match="jitted already"):
+        jzero.jit(jax.jit(train_step), plan)
+    with pytest.raises(TypeError, match=r"plan must be a jzero\.Plan"):
+        jzero.jit(train_step, None)
+    with pytest.raises(TypeError, match="step must be a function"):
+        jzero.jit(3, plan)
+    with pytest.raises(ValueError, match=r"cannot be split over batch axes.*\n.*\['x'\].*f32\[9,3\]"):
+        jzero.jit(lambda b: b, plan)({"x": np.ones((9, 3), np.float32)})
