@@ -109,15 +109,12 @@ def undefined(text: str) -> list[tuple[int, str]]:
         for statement in _flat(ast.parse(block.code).body):
             line = block.line + statement.lineno - 1
             top = symtable.symtable(ast.unparse(statement), "page", "exec")
-            found += [
-                (line, s.get_name())
-                for s in top.get_symbols()
-                if s.is_referenced() and s.get_name() not in known
-            ]
+            own = [s for s in top.get_symbols() if s.get_name() not in _bound_in_comprehensions(statement)]
+            found += [(line, s.get_name()) for s in own if s.is_referenced() and s.get_name() not in known]
             inside = [s.get_name() for t in _inner(top) for s in t.get_symbols() if s.is_global()]
             runs_now = not isinstance(statement, ast.FunctionDef)
             (found if runs_now else later).extend((line, name) for name in inside if name not in known)
-            known |= {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+            known |= {s.get_name() for s in own if s.is_assigned() or s.is_imported()}
         found += [(line, name) for line, name in later if name not in known]
     return found
 
@@ -149,6 +146,12 @@ def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
                 continue
         yield from _flat(s.body)
         yield from _flat(getattr(s, "orelse", []))
+
+
+def _bound_in_comprehensions(statement: ast.stmt) -> set[str]:
+    """Names that end with a comprehension; since Python 3.12 the symbols of what is around it have them, too."""
+    targets = [node.target for node in ast.walk(statement) if isinstance(node, ast.comprehension)]
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 def _inner(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
