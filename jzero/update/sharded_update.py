@@ -9,8 +9,9 @@ A donated param's buffer can hold its own gradient once nothing reads the old pa
 reads it (its shard is compared with the master, or is what the difference is added to), and XLA schedules
 that read as late as it can, so that the buffer stays taken through the whole backward pass. Barriers make
 every gradient wait for all those reads, which costs nothing: the masters are compared in place. Without
-them the temp of a stage-2 step (0.2B GPT, H200) is 1.4 to 1.8 bytes per parameter, with them 0.3. Vectors do not
-wait: they are small, and what their gradients are computed from would wait with them.
+them the temp of a stage-2 step (0.2B GPT, H200) is 1.4 to 1.8 bytes per parameter, with them 0.3. (The GPT of the
+tests, 4 layers on 64 H200: 106.6 MB of temp and 5.2 MB; on jaxlib 0.12 106.6 and 2.0, beside 33.5 of cuBLAS.) Vectors
+do not wait: they are small, and what their gradients are computed from would wait with them.
 
 [Note: read twice]
 In a `lax.scan` of steps Shardy lets what reads the param in the forward pass read the shard instead: 3.5 Psi for a
@@ -158,9 +159,13 @@ def read_params_first(wide: list, stored: list, grads: list, plan: Plan):
     wide, _ = after(wide, stored)
     if not plan.config.row.grads:
         return wide, grads
-    smallest = wide[min(split, key=lambda i: plan.layouts[i].size)]
-    token = jnp.signbit(smallest.reshape(-1)[0]).astype(jnp.int32)
-    late = [g is not None and not x.vector for g, x in zip(grads, plan.layouts, strict=True)]
-    return wide, [
-        tied(g, token)[0] if wait else g for g, wait in zip(grads, late, strict=True)
-    ]
+    smallest = min(split, key=lambda i: plan.layouts[i].size)
+    first = jax.lax.slice(wide[smallest], (0,) * wide[smallest].ndim, (1,) * wide[smallest].ndim)
+    token = jnp.signbit(first).astype(jnp.int32).reshape(())
+    waits = [g is not None and not x.vector for g, x in zip(grads, plan.layouts, strict=True)]
+    rows = [tied(g, token) if wait else (g, token) for g, wait in zip(grads, waits, strict=True)]
+    # jaxlib 0.12 drops a barrier's operand whose result nobody reads: all tokens are read, by a sum that is never
+    # negative, which XLA cannot know
+    negative = sum(t for (_, t), wait in zip(rows, waits, strict=True) if wait) < 0
+    wide[smallest] = jnp.where(negative, jnp.zeros_like(wide[smallest]), wide[smallest])
+    return wide, [g for g, _ in rows]

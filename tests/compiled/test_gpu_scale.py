@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from programs import MlpBlock, Stack
+from programs import MlpBlock, Stack, workspace
 
 import jzero
 
@@ -64,5 +64,6 @@ def test_gradients_cross_the_wire_in_fp16(stage, psi):
     assert "reduce-scatter" in {c.op for c in large}
     assert report.wire.psi == pytest.approx(psi, rel=0.02)
     assert jzero.findings(program, plan) == ()
-    if stage == 2:  # 0.26 of the params; where the old params stay alive, 1.2
-        assert program.memory_analysis().temp_size_in_bytes < 0.4 * plan.param_bytes
+    if stage == 2:  # a quarter of the params, and on jaxlib 0.12 fp32 shards; where old params stay alive, 1.2 times
+        shards = 2 * plan.param_bytes // 8
+        assert program.memory_analysis().temp_size_in_bytes < 0.27 * plan.param_bytes + shards
