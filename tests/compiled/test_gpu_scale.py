@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from programs import MlpBlock, Stack, workspace
+from programs import MlpBlock, Stack
 
 import jzero
 
