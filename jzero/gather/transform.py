@@ -56,14 +56,11 @@ class GatherOnUse:
 
     def __call__(self, *args, **kwargs):
         """Call the function; where params are stored split, each is gathered where it is used."""
-        params, args, kwargs = self._params_first(args, kwargs)
+        params, args, kwargs, fn = self._params_apart(args, kwargs)
         check_context_mesh()
         warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
         if _tracing.get() or not self.plan.config.row.state:
-            return self.fn(params, *args, **kwargs)
-
-        def fn(params, args, kwargs):
-            return self.fn(params, *args, **kwargs)
+            return fn(params, args, kwargs)
 
         if has_module(params):
             if not reduces_on_use(self.plan):
@@ -71,31 +68,30 @@ class GatherOnUse:
             return call(self._evaluate, fn, params, args, kwargs)
         return self._evaluate(fn, params, args, kwargs)
 
-    def _params_first(self, args, kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The first argument, by position or by its name, and the others.
+    def _params_apart(self, args, kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any], Callable]:
+        """The params, the other arguments, and the function as one of these three.
+
+        Params are the first argument, by position or by its name; or the keyword `params` of a function that takes
+        something else first, as `__call__` of a Hugging Face model does.
 
         Raises:
-          TypeError: params go elsewhere, as with `__call__` of a model of Hugging Face.
+          TypeError: there are none.
         """
         try:
             names = list(inspect.signature(self.fn).parameters)
         except (TypeError, ValueError):
             names = []
         first = names[0] if names else ""
-        if "params" in kwargs and "params" in names[1:]:
-            name = getattr(self.fn, "__qualname__", "apply_fn")
+        by_name = "params" if "params" in names[1:] and "params" in kwargs else first
+        if by_name in kwargs and (by_name == "params" or not args):
+            rest = {k: v for k, v in kwargs.items() if k != by_name}
+            return kwargs[by_name], args, rest, lambda p, args, kw: self.fn(*args, **kw, **{by_name: p})
+        if not args:
             raise TypeError(
-                f"jzero.gather_on_use: {name} takes its params by keyword (params=), and jzero those of the first "
-                "argument. Put them first: apply_fn = lambda params, *args, **kwargs: model(*args, params=params, "
-                "**kwargs), and call it so."
+                f"jzero.gather_on_use: called without the params. {first or 'They'} must come first, or be passed as "
+                "params=."
             )
-        if args:
-            return args[0], args[1:], kwargs
-        if first not in kwargs:
-            raise TypeError(
-                f"jzero.gather_on_use: called without the params. {first or 'They'} must come first."
-            )
-        return kwargs[first], (), {k: v for k, v in kwargs.items() if k != first}
+        return args[0], args[1:], kwargs, lambda p, args, kw: self.fn(p, *args, **kw)
 
     @property
     def __signature__(self) -> inspect.Signature:
