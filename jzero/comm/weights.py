@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm.transport import TRANSPORTS, AsIs, Transport
+from jzero.comm.unused_gathers import gather_traced
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, shard_factor, spec_axes
 from jzero.sharding import Plan
@@ -42,6 +43,7 @@ class WeightGather:
           stored, used: the two layouts.
         """
         constrain = self.plan.constrain
+        gather_traced(self.plan)
         with jax.named_scope(self.SCOPE):
             shard = constrain(shard, stored)
             # pinned behind the encoding too, or the partitioner would gather first

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jzero.comm.unused_gathers import expect_gathers
 from jzero.config import ZeroConfig
 from jzero.core.errors import human_bytes, listing, typed_shape
 from jzero.flax.adapters import Parts
@@ -35,7 +36,9 @@ def plan_of_parts(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes
     if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
     plan = plan_for(parts.params, config, mesh, param_specs, scan_axes, stacks or {})
-    return dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
+    expect_gathers(plan)
+    return plan
 
 
 def _check_single(parts: Parts) -> None:

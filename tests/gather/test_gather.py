@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models import BATCH, DIM_IN, DIM_OUT, batch, create_state, loss_of, max_error
+from models import BATCH, DIM_IN, DIM_OUT, batch, create_state, loss_of, max_error, train_step
 
 import jzero
 from jzero.core.linear import LINEAR
@@ -251,6 +251,24 @@ def test_an_eager_call_with_a_whole_batch_warns(stage, mesh):
     plain = create_state()
     np.testing.assert_allclose(out, plain.apply_fn({"params": plain.params}, data["x"]), rtol=1e-4, atol=1e-5)
     assert out.shape == (BATCH, DIM_OUT)
+
+
+def test_a_loss_that_gathers_nothing_warns_once(mesh):
+    state = jzero.shard(create_state, stage=3, mesh=mesh, min_shard_bytes=0, bucket_bytes=1001)  # a plan of its own
+    data, apply = jzero.plan_of(state).place_batch(batch()), create_state().apply_fn
+
+    def closes_over_the_model(state, data):
+        grads = jax.grad(lambda p: loss_of(apply, p, data))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    with pytest.warns(UserWarning, match=r"no weight was gathered where it is used.*state\.apply_fn") as found:
+        state = jax.jit(closes_over_the_model)(state, data)
+    assert len(found) == 1
+    jax.jit(lambda *args: closes_over_the_model(*args))(state, data)  # a warning would be an error
+    state = jzero.shard(create_state, stage=3, mesh=mesh, min_shard_bytes=0, bucket_bytes=1002)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(train_step)(state, data)
 
 
 def test_optax_loop_with_a_gathered_loss(mesh):

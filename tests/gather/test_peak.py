@@ -99,8 +99,9 @@ CASES = [(1, True), (2, False), (3, False), (3, True)] + [
 @pytest.mark.parametrize(("stage", "scan"), CASES)
 def test_steps_equal_the_unsharded_ones(mesh, stage, scan):
     size = large(scan, jnp.float32) if scan and stage < 3 else {}
-    tx = optax.sgd(0.1, momentum=0.9)  # Adam divides by gradients that are zero but for rounding
-    plain = create(scan, jnp.float32, tx=tx, **size)
+    # Adam divides by gradients that are zero but for rounding, and with larger steps this model diverges
+    tx = optax.sgd(0.01, momentum=0.9)
+    first = plain = create(scan, jnp.float32, tx=tx, **size)
     state = m.shard(create(scan, jnp.float32, tx=tx, **size), mesh, stage, **SMALL_BUCKETS)
     layouts = jzero.plan_of(state).layouts
     assert any(updates.goes_by_layers(x) for x in layouts) == (scan and stage < 3)
@@ -110,6 +111,7 @@ def test_steps_equal_the_unsharded_ones(mesh, stage, scan):
         state, loss = step(state, jzero.plan_of(state).place_batch(batch))
         assert float(loss) == pytest.approx(float(want), rel=1e-5)
     assert m.max_error(state.params, plain.params) < 1e-5
+    assert m.max_error(first.params, plain.params) > 1e-2
 
 
 @pytest.mark.default_cases("3-True")

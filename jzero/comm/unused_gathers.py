@@ -1,0 +1,36 @@
+"""A state of stage 3 whose loss gathers nothing: noticed when its step is traced; the numbers are right anyway."""
+
+from __future__ import annotations
+
+import warnings
+from weakref import WeakSet
+
+from jzero.sharding import Plan
+
+_expected: WeakSet[Plan] = WeakSet()
+_traced: WeakSet[Plan] = WeakSet()
+
+
+def expect_gathers(plan: Plan) -> None:
+    """A state has been sharded by this plan: a gather is to be traced before an update is."""
+    if plan.config.row.params and plan.n > 1 and any(x.stored != x.used for x in plan.layouts):
+        _expected.add(plan)
+
+
+def gather_traced(plan: Plan) -> None:
+    """A weight of this plan has been gathered where it is used."""
+    if plan not in _traced:
+        _traced.add(plan)
+
+
+def warn_without_gathers(plan: Plan) -> None:
+    """Warns once for a plan whose update is traced before any gather was: XLA then gathers all weights as it likes."""
+    if plan in _expected and plan not in _traced:
+        _expected.discard(plan)
+        warnings.warn(
+            "jzero: at stage 3 the update of this state is traced, and no weight was gathered where it is used. XLA "
+            "then gathers the weights by itself, often all at once, and all of them are on every device. In the loss, "
+            "call state.apply_fn in place of model.apply, or wrap the loss (of an NNX model as well): "
+            "loss_fn = jzero.gather_on_use(loss_fn, plan).",
+            stacklevel=2,
+        )
