@@ -195,24 +195,24 @@ class ZeroConfig:
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
                 "over a part of the axes that share the optimizer state."
             )
-        for name, effect in EFFECTS.items():
-            if effect.refused and self._is_without_effect(name):
+        for name, effect in self._without_effect().items():
+            if effect.refused:
                 value = _text(getattr(self, name))
                 raise ValueError(
                     f"ZeroConfig({name}={value}) has no effect at stage {self.stage}: {effect.why}. Leave it out or "
                     f"pass stage={effect.stage}."
                 )
 
-    def _is_without_effect(self, name: str) -> bool:
-        default = {f.name: f.default for f in dataclasses.fields(self)}[name]
-        return self.stage < EFFECTS[name].stage and getattr(self, name) != default
+    def _without_effect(self) -> dict[str, Effect]:
+        """The fields that are set, other than to their default, and do nothing at this stage."""
+        ignored = (name for name in EFFECTS if getattr(self, name) != getattr(ZeroConfig, name))
+        return {name: EFFECTS[name] for name in ignored if self.stage < EFFECTS[name].stage}
 
     def without_effect(self) -> list[str]:
         """For each field that was set and does nothing at this stage, a line that says so."""
         return [
             f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
-            for name, effect in EFFECTS.items()
-            if self._is_without_effect(name)
+            for name, effect in self._without_effect().items()
         ]
 
     @property

@@ -61,12 +61,12 @@ def streamed(
         warn_excess(found, _names(box[0]), plan)
 
     count = len(flat) - len(placements)
-    tier = plan.config.tier
-    assert tier is not None
+    options = plan.config.tier
+    assert options is not None
     leaves = stream(
         flat_fn, flat, [*[DEVICE] * count, *placements],
         lambda: out_placements(_numbered(box[0])),
-        in_flight_bytes=plan.in_flight_bytes, gate=() if tier.prefetch else gate, on_excess=on_excess,
+        in_flight_bytes=plan.in_flight_bytes, gate=() if options.prefetch else gate, on_excess=on_excess,
     )  # fmt: skip
     return box[0].unflatten(leaves)
 
@@ -178,20 +178,18 @@ def host_bytes(state: Any, plan: Plan) -> int:
     )
 
 
-def check_host_memory(shapes: Callable[[], Any], plan: Plan) -> None:
-    """Raises before anything is allocated where the host tier does not fit.
+def check_host_memory(state: Any, plan: Plan) -> None:
+    """Raises before anything is allocated where the offloaded state does not fit into host memory.
 
     Args:
-      shapes: gives the abstract optimizer state; called with `offload` alone.
+      state: the optimizer state, abstract.
       plan: says which of its leaves live in host memory.
 
     Raises:
       MemoryError: the pinned pool of JAX's GPU client is too small, or the machine's memory is.
     """
-    if plan.config.tier is None:
-        return
     devices = local_devices(plan)
-    needed = host_bytes(shapes(), plan) * len(devices)
+    needed = host_bytes(state, plan) * len(devices)
     if not needed:
         warnings.warn(
             "jzero: offload has nothing to hold: this optimizer keeps no state but single numbers, and the params need "

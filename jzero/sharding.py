@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -37,14 +36,7 @@ from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
 from jzero.layout.layer_stacks import stack_dims
-from jzero.layout.leaf_rule import (
-    Layout,
-    base_specs,
-    make_layout,
-    mesh_of,
-    path_keys,
-    whole_below,
-)  # fmt: skip
+from jzero.layout.leaf_rule import Layout, base_specs, make_layout, mesh_of, path_keys, whole_below
 from jzero.layout.mesh import resolve_mesh
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
 from jzero.layout.param_checks import check_params, check_uneven, mismatch
@@ -59,7 +51,7 @@ from jzero.layout.specs import (
     shard_factor,
     spec_axes,
 )
-from jzero.layout.state_layouts import StateLayouts, copies
+from jzero.layout.state_layouts import copies, state_form
 
 LEAST_IN_FLIGHT = 64 * 2**20
 MOST_IN_FLIGHT = 2**30
@@ -304,12 +296,7 @@ class Plan:
         remedy = "Pass what tx.init(params) returns."
         check_arrays(state, "the optimizer state", where="plan.state_forms", remedy=remedy)
         flat = jax.tree_util.tree_leaves_with_path(state)
-        return [self._state_layouts.form(path_keys(k), x) for k, x in flat]
-
-    @functools.cached_property
-    def _state_layouts(self) -> StateLayouts:
-        several = self.array_mesh is not self.mesh
-        return StateLayouts(self.by_keys, self.config, self.mesh, self.min_shard_bytes, several)
+        return [state_form(path_keys(k), x, self) for k, x in flat]
 
     @functools.cached_property
     def by_keys(self) -> dict[tuple[str, ...], Layout]:
@@ -395,11 +382,10 @@ def plan_for(
     """`make_plan`, for params of which `stacks` says what is known otherwise: see [Note: what is known of stacks]."""
     mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
     flat = jax.tree_util.tree_leaves_with_path(params)
-    check_params(flat)
+    check_params(params)
     bases = base_specs(params, flat, param_specs, mesh, config.axes)
     dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
-    sizes = [_bytes_of(x, b, config, mesh) for (_, x), b in zip(flat, bases, strict=True)]
-    least = whole_below(config, sizes, axis_size(mesh, config.axes))
+    least = whole_below(config, [(x, shard_factor(b, mesh)) for (_, x), b in zip(flat, bases, strict=True)], mesh)
     layouts = [
         make_layout(k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed)
         for (k, x), b in zip(flat, bases, strict=True)
@@ -422,17 +408,7 @@ def plan_for(
     return Plan(config, mesh, tuple(layouts), tuple(notes), jax.tree.structure(params), least)
 
 
-def _bytes_of(leaf, base: PartitionSpec, config: ZeroConfig, mesh: Mesh) -> tuple[int, int, int]:
-    """Bytes of a param, of its optimizer state as Adam keeps it, and in how many parts its own layout cuts it."""
-    size = math.prod(np.shape(leaf))
-    nbytes = size * jnp.dtype(leaf.dtype).itemsize
-    return nbytes, size * config.adam_bytes(leaf.dtype), shard_factor(base, mesh)
-
-
 def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:
     """Raises TypeError for what is no `Plan`."""
-    if not (isinstance(plan, Plan) or (optional and plan is None)):
-        raise TypeError(
-            f"{where}: plan must be a jzero.Plan{' or None' if optional else ''}, not {type(plan).__name__}. Pass "
-            "jzero.plan_of(state), or what jzero.make_plan(params, ...) returned."
-        )
+    remedy = "Pass jzero.plan_of(state), or what jzero.make_plan(params, ...) returned."
+    check_kind(plan, "plan", Plan, "a jzero.Plan", where=where, optional=optional, remedy=remedy)

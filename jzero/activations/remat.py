@@ -25,7 +25,7 @@ from jzero.core.errors import (
     shown,
     typed_shape,
 )
-from jzero.core.nnx_modules import has_module
+from jzero.core.nnx_modules import has_module, is_module_class
 from jzero.core.xla_options import host_loop_limit
 from jzero.layout.mesh import in_shard_map
 from jzero.layout.specs import axis_size, make_spec, named_on
@@ -144,10 +144,10 @@ class _Block:
     def wrapped(self, policy: KeepsInputs) -> Any:
         """The subject with its transformation."""
         options = {"policy": policy, "prevent_cse": self.prevent_cse}
-        if _is_class(self.subject, "flax.linen"):
+        if is_module_class(self.subject, "flax.linen"):
             return self.linen(options)
         options["static_argnums"] = self.static_argnums
-        if _is_class(self.subject, "flax.nnx"):
+        if is_module_class(self.subject):
             call = self.marked(self.subject.__call__)
             return _nnx_class(self.subject, sys.modules["flax.nnx"].remat(call, **options))
         fn = self.marked(self.subject)
@@ -266,11 +266,5 @@ def _is_subject(x: Any) -> bool:
     """A class of modules, or a function; not a module, which can be called as well."""
     packages = ("flax.linen", "flax.nnx")
     if isinstance(x, type):
-        return any(_is_class(x, p) for p in packages)
-    return callable(x) and not any(_is_class(type(x), p) for p in packages)
-
-
-def _is_class(x: Any, package: str) -> bool:
-    """A class of modules; without Flax in the process there is none."""
-    flax = sys.modules.get(package)
-    return flax is not None and isinstance(x, type) and issubclass(x, flax.Module)
+        return any(is_module_class(x, p) for p in packages)
+    return callable(x) and not any(is_module_class(type(x), p) for p in packages)

@@ -40,12 +40,8 @@ def human_bytes(count: float) -> str:
 
 def listing(rows: Iterable[Sequence[str]], *, most: int = MOST_LEAVES) -> str:
     """Rows as an indented table, capped at `most` with a count of what was left out."""
-    rows = [tuple(row) for row in rows]
-    shown = rows[:most]
-    widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))] if shown else []
-    lines = [
-        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown
-    ]
+    rows = list(rows)
+    lines = [f"  {line}" for line in _aligned(rows[:most])]
     if len(rows) > most:
         lines.append(f"  ... and {len(rows) - most} more")
     return "\n".join(lines)
@@ -53,12 +49,14 @@ def listing(rows: Iterable[Sequence[str]], *, most: int = MOST_LEAVES) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """An aligned plain-text table with a header line."""
-    body = [tuple(map(str, row)) for row in rows]
-    widths = [max(len(r[i]) for r in [tuple(header), *body]) for i in range(len(header))]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [tuple(header), *body]
-    ]
+    lines = _aligned([header, *(list(map(str, row)) for row in rows)])
     return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line per row, every column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def shown(value: Any) -> str:
@@ -107,8 +105,7 @@ def check_number(value, name: str, rule: str, good: Callable[[Any], bool], *, wh
 
 def check_flag(value, name: str, *, where: str, remedy: str = "") -> None:
     """Raises TypeError for what is neither True nor False."""
-    if not isinstance(value, bool):
-        _refuse(TypeError, value, name, "True or False", where, remedy)
+    check_kind(value, name, bool, "True or False", where=where, remedy=remedy)
 
 
 def check_choice(value, name: str, choices: Sequence[str], *, where: str, optional: bool = False) -> None:

@@ -6,16 +6,11 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jzero.core.errors import counted, human_bytes, table, typed_shape
 from jzero.layout.specs import shard_factor
 
 SHOWN = 3
-
-
-def _text(spec: PartitionSpec) -> str:
-    return str(spec).replace("PartitionSpec", "P")
 
 
 def describe_plan(plan: Any, tx: Any) -> str:
@@ -24,7 +19,7 @@ def describe_plan(plan: Any, tx: Any) -> str:
     rows = []
     for x in plan.layouts:
         held = x.nbytes // shard_factor(x.stored, mesh) + x.nbytes // shard_factor(x.grad, mesh)
-        specs = [_text(s) for s in (x.stored, x.used, x.grad, x.state)]
+        specs = map(str, (x.stored, x.used, x.grad, x.state))
         rows.append([x.name, typed_shape(x), *specs, human_bytes(held), x.reason])
     header = ["param", "type", "stored", "used", "grad", "state", "bytes/device", "whole because"]
     axes = ", ".join(f"{k}: {v}" for k, v in mesh.shape.items())
@@ -71,7 +66,7 @@ def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
         size = leaf_bytes(x) // shard_factor(spec, plan.mesh)
         memory = "host" if home.memory_kind == "pinned_host" else "device"
         name = jax.tree_util.keystr(path)
-        rows.append(([name, typed_shape(x), _text(spec), human_bytes(size), memory], size))
+        rows.append(([name, typed_shape(x), str(spec), human_bytes(size), memory], size))
     return rows
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jzero.core import jaxprs
+from jzero.core.dims import MOVED_DIMS
 from jzero.core.errors import check_int, listing, nearest
 from jzero.core.primitives import ELEMENTWISE
 from jzero.core.traversal import traverse
@@ -100,10 +101,10 @@ def _stacked_dims(eqn: Any, inputs: list[int | None]) -> list[int | None]:
     """The stacked dim of each result of an equation, from those of its operands."""
     name = eqn.primitive.name
     if name == "scan":
-        carry = jaxprs.scan_counts(eqn.params)[1]
+        carry = jaxprs.scan_parts(eqn)[2]
         return [None if i < carry else 0 for i in range(len(eqn.outvars))]
     if name == "transpose" and inputs[0] is not None:
-        return [list(eqn.params["permutation"]).index(inputs[0])]
+        return [MOVED_DIMS[name](eqn, inputs[0])]
     if name in KEEPS_DIMS:
         shapes = [(d, np.shape(a.aval)) for a, d in zip(eqn.invars, inputs, strict=True) if d is not None]
         return [next((d for d, s in shapes if s == np.shape(v.aval)), None) for v in eqn.outvars]

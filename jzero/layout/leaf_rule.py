@@ -207,21 +207,26 @@ def cut_leaf(
     return found, Whole.UNEVEN, reason
 
 
-def whole_below(config: ZeroConfig, leaves: Sequence[tuple[int, int, int]], n: int) -> int:
+def whole_below(config: ZeroConfig, leaves: Sequence[tuple[Any, int]], mesh: Mesh) -> int:
     """`min_shard_bytes` as a number of bytes: see [Note: small leaves].
 
     Args:
       config: its `min_shard_bytes` is a number, or "auto".
-      leaves: of each param its own bytes, those of its optimizer state, and in how many parts its own layout cuts it.
-      n: devices that share the optimizer state.
+      leaves: every param, and into how many parts its own layout cuts it.
+      mesh: of the plan.
     """
     if not isinstance(config.min_shard_bytes, str):
         return config.min_shard_bytes
-    left = SHARE_OF_SMALL * sum(state / parts for _, state, parts in leaves) / n
-    for own, state, parts in sorted(leaves):
+    n = axis_size(mesh, config.axes)
+    sizes = sorted(
+        (math.prod(x.shape) * x.dtype.itemsize, math.prod(x.shape) * config.adam_bytes(x.dtype) / parts)
+        for x, parts in leaves
+    )
+    left = SHARE_OF_SMALL * sum(state for _, state in sizes) / n
+    for own, state in sizes:
         if own >= MAX_WHOLE_BYTES:
             break
-        left -= state / parts * (n - 1) / n
+        left -= state * (n - 1) / n
         if left < 0:
             return own
     return MAX_WHOLE_BYTES

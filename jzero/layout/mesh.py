@@ -136,17 +136,13 @@ def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str,
             raise ValueError(
                 f"jzero.mesh: the size of axis {name!r} is {size}; it must be at least 1, or -1."
             )
-    for word in LEVELS:
-        twice = [name for name, size in named.items() if size == word]
+    for words in (("slices",), ("hosts",), ("host",), ("rest", -1)):
+        twice = [name for name, size in named.items() if size in words]
         if len(twice) > 1:
             raise ValueError(
-                f"jzero.mesh: {' and '.join(map(repr, twice))} both have {word!r}; only one can."
+                f"jzero.mesh: {' and '.join(map(repr, twice))} both have {words[0]!r}; only one can."
             )
-    rest = [name for name, size in named.items() if size in (-1, "rest")]
-    if len(rest) > 1:
-        raise ValueError(
-            f"jzero.mesh: {' and '.join(map(repr, rest))} both take the rest; only one axis can."
-        )
+    rest = [name for name, size in named.items() if size in ("rest", -1)]
     total = math.prod(levels)
     shape = {k: levels[LEVELS[v]] if v in LEVELS else v for k, v in named.items() if k not in rest}
     left, odd = divmod(total, math.prod(int(n) for n in shape.values()))

@@ -30,8 +30,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import human_bytes
-from jzero.core.graph import Graph, Node, cuts_end, pads_end
-from jzero.core.primitives import ELEMENTWISE, LAYOUT, REDUCTIONS
+from jzero.core.graph import Graph, Node
+from jzero.core.primitives import ELEMENTWISE, LAYOUT
 from jzero.layout.specs import shard_factor
 from jzero.stream.chunks import Form, Piece, pieces
 
@@ -265,7 +265,7 @@ class Schedule:
         starts, reason = values, ""
         if self.graph.is_small(values[0]):  # a number that is reduced from pieces
             node = self.graph.makers[values[0]]
-            starts, reason = node.ins[:1], "" if reduces_all(node, self.graph) else node.name
+            starts, reason = node.ins[:1], "" if node.reduces_all else node.name
         form = None if reason else self._form(starts, values, sources)
         reason = reason or self._whole_because(starts, form)
         if form is not None and not reason:
@@ -285,9 +285,9 @@ class Schedule:
         shapes = {self.graph.avals[v].shape for v in starts}
         for start in starts:
             for node in self.graph.needed(start, self.placements):
-                if cuts_end(node) and self.graph.avals[node.ins[0]].shape == stored:
+                if node.cuts_end and self.graph.avals[node.ins[0]].shape == stored:
                     shapes.add(self.graph.avals[node.outs[0]].shape)
-                elif pads_end(node) and self.graph.avals[node.outs[0]].shape == stored:
+                elif node.pads_end and self.graph.avals[node.outs[0]].shape == stored:
                     shapes.add(self.graph.avals[node.ins[0]].shape)
         shapes.discard(stored)
         return None if len(shapes) > 1 else Form(shapes.pop() if shapes else stored, stored, layout)
@@ -318,19 +318,12 @@ class Schedule:
     def by_pieces(self, node: Node, form: Form) -> bool:
         """True for a node that gives a piece of its result from the pieces of its operands."""
         out, *shapes = (self.graph.avals[v].shape for v in (node.outs[0], *node.ins))
-        if form.padded and (cuts_end(node) or pads_end(node)):
+        if form.padded and (node.cuts_end or node.pads_end):
             return {out, shapes[0]} == {form.shape, form.stored}
         if node.name == "broadcast_in_dim":
             return self.graph.is_small(node.ins[0])
         pointwise = node.name in ELEMENTWISE or node.name in (*LAYOUT, "optimization_barrier")
         return pointwise and all(shape in (out, ()) for shape in shapes)
-
-
-def reduces_all(node: Node, graph: Graph) -> bool:
-    """True for a reduction of all dims of one array to a number, by an operation that REDUCTIONS has."""
-    if node.name not in REDUCTIONS or len(node.ins) != 1:
-        return False
-    return len(node.eqn.params["axes"]) == len(graph.avals[node.ins[0]].shape)
 
 
 def _in_turns(large: list[list[Unit]]) -> Iterator[Unit]:
