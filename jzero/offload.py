@@ -17,7 +17,8 @@ from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.specs import shard_factor
 from jzero.sharding import HOST, Plan
-from jzero.stream.schedule import DEVICE, Excess, Placement
+from jzero.stream.placement import DEVICE, Placement
+from jzero.stream.schedule import Excess
 from jzero.stream.streaming import stream
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -146,20 +147,17 @@ def select(pred: Any, new: Any, old: Any) -> Any:
             f"{listing([('leaf', 'new', 'old'), *rows])}"
         )
 
-    def chosen(pred, new, old):
-        return jax.lax.select_n(pred, old, new)
-
     written: list[Any] = []
     out = []
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-        if memory_kind(b) != HOST and memory_kind(a) != HOST:
-            out.append(chosen(pred, a, b))
+        if HOST not in (memory_kind(a), memory_kind(b)):
+            out.append(jax.lax.select_n(pred, b, a))
             continue
         if len(written) > 1:  # one leaf is written while the next is fetched
             a, b, out[written[-2]] = tied(a, b, out[written[-2]])
-        found = chosen(pred, *(jax.device_put(x, jax.memory.Space.Device) for x in (a, b)))
+        a, b = (jax.device_put(x, jax.memory.Space.Device) for x in (a, b))
         written.append(len(out))
-        out.append(jax.device_put(found, jax.memory.Space.Host))
+        out.append(jax.device_put(jax.lax.select_n(pred, b, a), jax.memory.Space.Host))
     return jax.tree.unflatten(jax.tree.structure(old), out)
 
 

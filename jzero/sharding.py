@@ -35,8 +35,9 @@ from jzero.core.xla_options import compiler_options
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
+from jzero.layout.given_layouts import base_specs, mesh_of
 from jzero.layout.layer_stacks import stack_dims
-from jzero.layout.leaf_rule import Layout, base_specs, make_layout, mesh_of, path_keys, whole_below
+from jzero.layout.leaf_rule import Layout, make_layout, path_keys, whole_below
 from jzero.layout.mesh import resolve_mesh
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
 from jzero.layout.param_checks import check_params, check_uneven, mismatch

@@ -231,15 +231,9 @@ class _Block:
 def _nnx_class(subject, call):
     """A subclass that differs in its call."""
 
-    class Remat(subject):
-        __doc__ = subject.__doc__
-
-        def __call__(self, *args, **kwargs):
-            return call(self, *args, **kwargs)
-
-    for name in ("__name__", "__qualname__", "__module__"):
-        setattr(Remat, name, getattr(subject, name))
-    return Remat
+    names = {name: getattr(subject, name) for name in ("__doc__", "__qualname__", "__module__")}
+    body = {**names, "__call__": lambda self, *args, **kwargs: call(self, *args, **kwargs)}
+    return type(subject)(subject.__name__, (subject,), body)
 
 
 def _with_end(out: Any, tokens: Sequence[Any]) -> Any:

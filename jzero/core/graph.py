@@ -172,8 +172,8 @@ class Graph:
             found.update((o, frozenset() if self.is_small(o) else through) for o in node.outs)
         return found
 
-    def needed(self, value: int, known) -> list[Node]:
-        """The nodes that a value takes, each after those that it reads; `known` values are given."""
+    def needed(self, value: int, is_known: Callable[[int], bool]) -> list[Node]:
+        """The nodes that a value takes, each after those that it reads, down to values that are known."""
         order: list[Node] = []
         seen: set[int] = set()
         pending: list[tuple[int, bool]] = [(value, False)]
@@ -181,7 +181,7 @@ class Graph:
             at, done = pending.pop()
             if done:
                 order.append(self.makers[at])
-            elif at not in seen and at not in known and at in self.makers:
+            elif at not in seen and not is_known(at) and at in self.makers:
                 node = self.makers[at]
                 seen.update(node.outs)
                 pending.append((at, True))

@@ -17,7 +17,7 @@ from jax.tree_util import Partial
 
 from jzero.core.errors import is_array
 from jzero.core.nnx_modules import is_module, is_module_class
-from jzero.layout.leaf_rule import metadata_spec
+from jzero.layout.given_layouts import metadata_spec
 from jzero.optim import ZeroState
 
 

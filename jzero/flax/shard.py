@@ -218,9 +218,7 @@ def _place(parts: Parts, plan: Plan, kept: HeldMemory) -> Parts:
     parts = parts.replace(tx=tx, apply_fn=wrapped_apply(parts, plan), opt_state=opt_state)
     if parts.step is not None:
         parts = parts.replace(step=jnp.asarray(parts.step, step_dtype(parts.step)))
-    return map_shardings(
-        parts, plan, lambda x, s: kept.apart(put(x if hasattr(x, "dtype") else jnp.asarray(x), s))
-    )
+    return map_shardings(parts, plan, lambda x, s: kept.apart(put(as_array(x), s)))
 
 
 def _shape(x):

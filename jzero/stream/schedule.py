@@ -23,63 +23,18 @@ matrix is then cut as if it were alone.
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-
-import jax
-from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import human_bytes
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import ELEMENTWISE, LAYOUT
-from jzero.layout.specs import shard_factor
 from jzero.stream.chunks import Form, Piece, pieces
+from jzero.stream.placement import DEVICE, Placement
 
 ALIVE = 3  # units whose bytes may be on the device at once: written, updated, fetched
 KEPT = 4  # vectors stay on the device up to this part of the bound, each below this part of its matrix
 MOST = 3000  # units that one program may have: XLA takes seconds to minutes for a hundred
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where an argument or a result lives.
-
-    Attributes:
-      sharding: its layout in host memory; None: device memory, in any layout.
-      replaces: of a result, the argument whose buffer it takes; None: a new one.
-    """
-
-    sharding: NamedSharding | None = None
-    replaces: int | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        """The devices of a placement in host memory."""
-        assert self.sharding is not None
-        assert isinstance(self.sharding.mesh, Mesh)
-        return self.sharding.mesh
-
-    @property
-    def on_device(self) -> NamedSharding:
-        """The same layout in device memory."""
-        assert self.sharding is not None
-        return self.sharding.with_memory_kind("device")
-
-    def of(self, layout: NamedSharding) -> NamedSharding:
-        """A layout in the memory of this placement."""
-        kind = "device" if self.sharding is None else str(self.sharding.memory_kind)
-        return layout.with_memory_kind(kind)
-
-    def take(self, x, layout: NamedSharding | None = None):
-        """An array from device memory, in this placement; `layout`: of a piece of it, in device memory."""
-        if self.sharding is None:
-            return x
-        layout = layout or self.on_device
-        x = jax.lax.with_sharding_constraint(x, layout)  # a copy to the host alone does not pin a layout
-        return jax.device_put(x, self.of(layout))
-
-
-DEVICE = Placement()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +61,6 @@ class Excess:
     outs: tuple[int, ...]
     nbytes: int
     because: str
-
-
-def shard_bytes(aval, placement: Placement) -> int:
-    """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
-    if placement.sharding is None:
-        return 0
-    size = math.prod(aval.shape) * aval.dtype.itemsize
-    return size // shard_factor(placement.sharding.spec, placement.mesh)
 
 
 class Schedule:
@@ -193,10 +140,10 @@ class Schedule:
     def _vectors(self, component: tuple[int, ...]) -> list[int]:
         """The host arguments of a component that are smaller than its largest, if they are new from themselves."""
         sources = sorted(self._sources(component))
-        sizes = {s: shard_bytes(self.graph.avals[s], self.placements[s]) for s in sources}
+        sizes = {s: self.placements[s].shard_bytes(self.graph.avals[s]) for s in sources}
         small = {s for s in sources if KEPT * sizes[s] < max(sizes.values())}
         new = [v for v in component if self._replaced(v) in small]
-        through = (o for v in new for node in self.graph.needed(v, self.placements) for o in node.outs)
+        through = (o for node in self._needed(new) for o in node.outs)
         read = {s for o in through for s in self.reads.get(o, ()) or self._below(o)}
         return sorted(small) if read <= small else []
 
@@ -218,7 +165,7 @@ class Schedule:
         found: list[int] = []
         known: set[int] = set(self.placements)
         for out in self.graph.outs:
-            for node in self.graph.needed(out, known):
+            for node in self.graph.needed(out, known.__contains__):
                 known.update(node.outs)
                 found += [o for o in node.outs if self.graph.is_small(o) and self._below(o)]
         return found
@@ -254,8 +201,8 @@ class Schedule:
 
     def _bytes(self, values: Iterable[int], sources: Iterable[int]) -> int:
         """Bytes of host arrays that a unit holds: what it reads, or what it makes where that is more."""
-        read = sum(shard_bytes(self.graph.avals[s], self.placements[s]) for s in sources)
-        return max(read, sum(shard_bytes(self.graph.avals[v], self.placement_of(v)) for v in values))
+        read = sum(self.placements[s].shard_bytes(self.graph.avals[s]) for s in sources)
+        return max(read, sum(self.placement_of(v).shard_bytes(self.graph.avals[v]) for v in values))
 
     def _cut(self, values: tuple[int, ...], sources: frozenset[int]) -> list[Unit]:
         size = self._bytes(values, sources)
@@ -272,7 +219,8 @@ class Schedule:
             found = pieces(form, size, self.limit)
             return [dataclasses.replace(whole, nbytes=round(size * p.share), piece=p) for p in found]
         if size > self.in_flight_bytes:
-            self.excess.append(Excess(tuple(self._named(values)), size, reason))
+            outs = tuple(j for j, out in enumerate(self.graph.outs) if out in values)
+            self.excess.append(Excess(outs, size, reason))
         return [whole]
 
     def _form(self, starts, values, sources) -> Form | None:
@@ -283,12 +231,11 @@ class Schedule:
             return None
         ((stored, layout),) = found
         shapes = {self.graph.avals[v].shape for v in starts}
-        for start in starts:
-            for node in self.graph.needed(start, self.placements):
-                if node.cuts_end and self.graph.avals[node.ins[0]].shape == stored:
-                    shapes.add(self.graph.avals[node.outs[0]].shape)
-                elif node.pads_end and self.graph.avals[node.outs[0]].shape == stored:
-                    shapes.add(self.graph.avals[node.ins[0]].shape)
+        for node in self._needed(starts):
+            if node.cuts_end and self.graph.avals[node.ins[0]].shape == stored:
+                shapes.add(self.graph.avals[node.outs[0]].shape)
+            elif node.pads_end and self.graph.avals[node.outs[0]].shape == stored:
+                shapes.add(self.graph.avals[node.ins[0]].shape)
         shapes.discard(stored)
         return None if len(shapes) > 1 else Form(shapes.pop() if shapes else stored, stored, layout)
 
@@ -296,18 +243,17 @@ class Schedule:
         """Why results cannot be computed by pieces; empty where they can."""
         if form is None:
             return "arrays of several shapes or layouts"
-        for start in starts:
-            for node in self.graph.needed(start, self.placements):
-                of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
-                if of_form and self.reads.get(node.outs[0]) and not self.by_pieces(node, form):
-                    return node.name
+        for node in self._needed(starts):
+            of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
+            if of_form and self.reads.get(node.outs[0]) and not self.by_pieces(node, form):
+                return node.name
         return ""
 
-    def _named(self, values: tuple[int, ...]) -> Iterator[int]:
-        """The positions of results in the list of all."""
-        for j, out in enumerate(self.graph.outs):
-            if out in values:
-                yield j
+    def _needed(self, values: Iterable[int]) -> Iterator[Node]:
+        """The nodes that each of some values takes, from the arguments on."""
+        return itertools.chain.from_iterable(
+            self.graph.needed(value, self.placements.__contains__) for value in values
+        )
 
     def made_by_pieces(self, value: int, form: Form) -> bool:
         """True for a value whose piece is computed from the pieces of others."""

@@ -16,7 +16,6 @@ Where two units together are above the bound, since one cannot be cut, the first
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -31,7 +30,8 @@ from jzero.core.graph import FlatFunction, on_piece
 from jzero.core.ordering import after, tied
 from jzero.core.primitives import REDUCTIONS
 from jzero.stream.chunks import Form, Piece
-from jzero.stream.schedule import Excess, Placement, Schedule, Unit
+from jzero.stream.placement import Placement
+from jzero.stream.schedule import Excess, Schedule, Unit
 
 
 def stream(
@@ -184,7 +184,7 @@ class _Run:
         With a `tie` what begins here waits for it, and is not kept unless asked for.
         """
         begun: set[int] = set()
-        for node in self.graph.needed(value, collections.ChainMap(env, self.values)):
+        for node in self.graph.needed(value, lambda v: v in env or v in self.values):
             operands = [env[i] if i in env else self.values[i] for i in node.ins]
             large = not self.graph.is_small(node.outs[0])
             if tie is not None and large and not begun.intersection(node.ins):
@@ -215,7 +215,9 @@ class _Run:
                 env[v] = piece.of(whole)
             return env[v]
 
-        given = _Given(lambda v: v in env or not self.cut.made_by_pieces(v, piece.form))
+        def given(v: int) -> bool:
+            return v in env or not self.cut.made_by_pieces(v, piece.form)
+
         for node in self.graph.needed(value, given):
             operands = [operand(i) for i in node.ins]
             if node.name == "pad":
@@ -266,16 +268,6 @@ class _Run:
         new = jnp.zeros(piece.view, aval.dtype)
         new = jax.lax.with_sharding_constraint(new, piece.layout)
         return placement.take(new, piece.layout)  # XLA makes that an allocation on the host
-
-
-class _Given:
-    """A set of values by a rule."""
-
-    def __init__(self, rule: Callable[[int], bool]):
-        self.rule = rule
-
-    def __contains__(self, value: int) -> bool:
-        return self.rule(value)
 
 
 class _Tie:

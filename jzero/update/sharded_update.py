@@ -34,7 +34,7 @@ from jzero.core.ordering import after, tied
 from jzero.layout.leaf_rule import Layout
 from jzero.offload import placements_of, streamed
 from jzero.sharding import Plan
-from jzero.stream.schedule import DEVICE, Placement
+from jzero.stream.placement import DEVICE, Placement
 from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
 
 
