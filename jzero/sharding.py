@@ -162,7 +162,7 @@ class Plan:
 
         Raises:
           TypeError: no PartitionSpec.
-          ValueError: an axis that the mesh has not.
+          ValueError: an axis that is not in the mesh.
         """
         check_kind(spec, "spec", PartitionSpec, "a jax.sharding.PartitionSpec", where="plan.sharding")
         unknown = [a for a in spec_axes(spec) if a not in self.mesh.shape]
@@ -192,7 +192,7 @@ class Plan:
 
         Raises:
           TypeError: no array, no PartitionSpec.
-          ValueError: an axis that the mesh has not, a spec of more dims than the array.
+          ValueError: an axis that is not in the mesh, a spec of more dims than the array.
         """
         sharding = self.sharding(spec)
         if not is_array(x) or isinstance(x, jax.ShapeDtypeStruct) or len(spec) > len(x.shape):
@@ -357,7 +357,7 @@ def make_plan(
       A `Plan`, hashable, valid for any tree of the same shapes.
 
     Raises:
-      ValueError: an axis that the mesh has not, empty or integer params, `uneven="error"` and a leaf that no
+      ValueError: an axis that is not in the mesh, empty or integer params, `uneven="error"` and a leaf that no
         dim divides.
       TypeError: params that are no arrays, `scan_axes` that is no mapping of paths to dims.
 

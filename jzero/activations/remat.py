@@ -72,7 +72,7 @@ def remat(
 
     Raises:
       TypeError: `plan` is no Plan, or an argument is of the wrong kind.
-      ValueError: an axis that the mesh has not or that splits the batch; an `offload` that is not "host", or devices
+      ValueError: an axis that is not in the mesh or that splits the batch; an `offload` that is not "host", or devices
         without pinned host memory. When called: no argument is a floating-point array. When differentiated: a dim that
         is not there or not divisible.
       NotImplementedError: when differentiated: `offload` in a scan, on GPUs with jaxlib before 0.11.2, whose XLA gets

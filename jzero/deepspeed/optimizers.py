@@ -65,7 +65,7 @@ class _Arguments:
         return ValueError(f"jzero.deepspeed: {self.where}: {self.section}.{name} is {found!r}; {rule}.")
 
     def only(self, name: str, value: Any, reason: str) -> None:
-        """An argument that optax has not: `value` asks for nothing, any other is refused."""
+        """An argument that optax does not have: `value` asks for nothing, any other is refused."""
         kind = "true or false" if isinstance(value, bool) else "a finite number"
         found = self.value(name, value, kind, low=None)
         if name in self.given:

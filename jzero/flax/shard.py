@@ -72,7 +72,7 @@ def shard(
 
     Raises:
       TypeError: a state of an unknown kind, a creation function that needs arguments, an unknown field.
-      ValueError: an axis that the mesh has not, optimizer state that does not belong to the params, arrays
+      ValueError: an axis that is not in the mesh, optimizer state that does not belong to the params, arrays
         committed to devices outside of the mesh; an existing state that is not the same on every process.
 
     Layout:

@@ -191,11 +191,11 @@ def _torus(
 
 
 def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]]:
-    """The mesh with Auto axes that the config's axes are names of, and what to tell about it.
+    """The mesh with Auto axes that the config's axes are names of, and notes about it.
 
     Raises:
       TypeError: not a `jax.sharding.Mesh`.
-      ValueError: an axis the mesh has not; or a mesh with Explicit axes that is also the context's mesh.
+      ValueError: an axis that is not in the mesh; or a mesh with Explicit axes that is also the context's mesh.
     """
     if mesh is None:
         mesh = Mesh(np.array(jax.devices()).reshape([-1] + [1] * (len(config.axes) - 1)), config.axes)
