@@ -75,9 +75,9 @@ class Offload:
       tier: "host": pinned host memory.
       update: where the new state is computed. "device": state is fetched, updated and written back, 24 bytes per
         parameter over PCIe for Adam with a master. "host" is refused until there is an update outside of the program.
-      in_flight_bytes: bytes of state, of one device, that are on the device at once; three units of a third of it
+      in_flight_bytes: bytes of state, of one device, that are on the device at once; three groups of a third of it
         are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
-      prefetch: True lets the first units be fetched before the gradients are there: in_flight_bytes more at the peak
+      prefetch: True lets the first groups be fetched before the gradients are there: in_flight_bytes more at the peak
         of the backward pass, for a start without waiting.
 
     Raises:

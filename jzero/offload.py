@@ -54,12 +54,12 @@ def streamed(
     box: list[Any] = []
 
     def flat_fn(*leaves):
-        found, shape = jax.tree.flatten(fn(*tree.unflatten(leaves)))
-        box[:] = [shape]
-        return found
+        results, structure = jax.tree.flatten(fn(*tree.unflatten(leaves)))
+        box[:] = [structure]
+        return results
 
-    def on_excess(found: list[Excess]):
-        warn_excess(found, _names(box[0]), plan)
+    def on_excess(excess: list[Excess]):
+        warn_excess(excess, _names(box[0]), plan)
 
     count = len(flat) - len(placements)
     options = plan.config.tier
@@ -73,7 +73,7 @@ def streamed(
 
 
 def made_streamed(fn: Callable[[], list[Any]], layout: Sequence[jax.sharding.NamedSharding], plan: Plan):
-    """A creation function whose results reach host memory unit by unit; `layout` says which live there."""
+    """A creation function whose results are written to host memory group by group; `layout` says which live there."""
     placements = [Placement(s) if s.memory_kind == HOST else DEVICE for s in layout]
     return lambda: stream(fn, (), (), lambda: placements, in_flight_bytes=plan.in_flight_bytes)
 
@@ -86,18 +86,18 @@ def _names(tree) -> list[str]:
     return [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(_numbered(tree))]
 
 
-def warn_excess(found: list[Excess], names: Sequence[str], plan: Plan) -> None:
+def warn_excess(excess: list[Excess], names: Sequence[str], plan: Plan) -> None:
     """Say which leaves are on the device at once although they are above the bound, and why."""
     rows = [
         (", ".join(names[j] for j in x.outs[:3]) or "a norm of the state", human_bytes(x.nbytes), x.because)
-        for x in found
+        for x in excess
     ]
-    worst = max(x.nbytes for x in found)
+    worst = max(x.nbytes for x in excess)
     warnings.warn(
-        f"jzero: offload: {counted(len(found), 'part')} of the optimizer state cannot be cut to in_flight_bytes="
-        f"{human_bytes(plan.in_flight_bytes)}; up to {human_bytes(worst)} are on the device at once:\n"
+        f"jzero: offload: {counted(len(excess), 'part')} of the optimizer state cannot be divided to fit "
+        f"in_flight_bytes={human_bytes(plan.in_flight_bytes)}; up to {human_bytes(worst)} are on the device at once:\n"
         f"{listing([('leaves', 'bytes', 'because of'), *rows])}\n"
-        "The step is right and its peak is higher by as much. An elementwise chain can be cut anywhere.",
+        "The step is correct; its peak is higher by as much. An elementwise chain can be divided anywhere.",
         stacklevel=2,
     )
 

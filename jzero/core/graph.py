@@ -207,8 +207,8 @@ class FlatFunction(Graph):
         return out
 
 
-def on_piece(node: Node, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-    """The results of an elementwise node on a piece of its operands; scalars stay scalars."""
+def on_chunk(node: Node, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+    """The results of an elementwise node on a chunk of its operands; scalars stay scalars."""
     if node.name in LAYOUT:
         return [values[0]]
     if node.name == "broadcast_in_dim":

@@ -33,7 +33,7 @@ class Placement:
         return layout.with_memory_kind(kind)
 
     def take(self, x, layout: NamedSharding | None = None):
-        """An array from device memory, in this placement; `layout`: of a piece of it, in device memory."""
+        """An array from device memory, in this placement; `layout`: of a chunk of it, in device memory."""
         if self.sharding is None:
             return x
         layout = layout or self.on_device
@@ -42,7 +42,11 @@ class Placement:
 
     def shard_bytes(self, aval) -> int:
         """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
-        return 0 if self.sharding is None else math.prod(self.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
+        return (
+            0
+            if self.sharding is None
+            else math.prod(self.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
+        )
 
 
 DEVICE = Placement()
