@@ -3,8 +3,9 @@
 [Note: streaming]
 XLA schedules copies as early as it can: fetch a whole state, update it, write it back, and all of it is on the
 device. So the function is divided into groups (`schedule.py`), and a barrier makes the fetches of group i wait for
-what group i-2 wrote: while one group is updated, the one before it is written and the next one fetched. On the program compiled
-for an H200 a barrier over arrays in host memory costs nothing: it moves no bytes and the buffers stay in place.
+what group i-2 wrote: while one group is updated, the one before it is written and the next one fetched. On the
+program compiled for an H200 a barrier over arrays in host memory costs nothing: it moves no bytes and the buffers stay
+in place.
 
 [Note: two lanes]
 The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a group and then all fetches of the
