@@ -21,15 +21,15 @@ from jzero.core.errors import (
     check_ints,
     check_kind,
     division,
-    nearest,
     shown,
     typed_shape,
 )
 from jzero.core.nnx_modules import has_module, is_module_class
 from jzero.core.xla_options import host_loop_limit
 from jzero.layout.mesh import in_shard_map
-from jzero.layout.specs import axis_size, make_spec, named_on
-from jzero.sharding import Plan, check_host, check_plan
+from jzero.layout.placement import check_host
+from jzero.layout.specs import axis_size, check_axes, make_spec, named_on
+from jzero.sharding import Plan, check_plan
 
 MOST_DIMS = 64  # that numpy's arrays have
 WHERE = 'jzero.remat(offload="host")'
@@ -111,17 +111,12 @@ def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:
     rule = "the name of a mesh axis or a tuple of names"
     check_kind(partition, "partition", (str, tuple, list), rule, where="jzero.remat", optional=True)
     axes = (partition,) if isinstance(partition, str) else tuple(partition)
-    mesh = ", ".join(f"{k!r}: {v}" for k, v in plan.mesh.shape.items())
+    check_axes(axes, plan.mesh, where=f"jzero.remat(partition={partition!r})")
     for name in axes:
-        if name not in plan.mesh.axis_names:
-            raise ValueError(
-                f"jzero.remat: partition axis {name!r} is not in the mesh {{{mesh}}}."
-                f"{nearest(str(name), plan.mesh.axis_names)}"
-            )
         if name in plan.batch_axes:
             raise ValueError(
                 f"jzero.remat: partition axis {name!r} splits the batch already (batch axes {plan.batch_axes}): the "
-                f"activations of its devices differ. Pass an axis of tensor parallelism; the mesh is {{{mesh}}}."
+                f"activations of its devices differ. Pass an axis of tensor parallelism of {dict(plan.mesh.shape)}."
             )
     if not axes or len(set(axes)) != len(axes):
         raise ValueError(f"jzero.remat(partition={partition!r}): name each axis once, or pass None.")
@@ -183,7 +178,7 @@ class _Block:
             def mark(x):
                 if not _is_floating(x):
                     return x
-                x, _, token = begin(x, self.kept(x))
+                x, _, token = begin(x, self.storage(x))
                 tokens.append(token)
                 return x
 
@@ -199,15 +194,15 @@ class _Block:
         """The positions of the block's input."""
         if self.argnums is not None and all(-len(args) <= i < len(args) for i in self.argnums):
             return self.argnums
-        found = [i for i, x in enumerate(args) if _is_floating(x)]
-        if not found or self.argnums is not None:
+        floating = [i for i, x in enumerate(args) if _is_floating(x)]
+        if not floating or self.argnums is not None:
             raise ValueError(
                 f"jzero.remat: what is the block's input? argnums={self.argnums}, and of its {len(args)} positional "
-                f"arguments {len(found)} are floating-point arrays. Pass argnums=, its position; `self` counts as 0."
+                f"arguments {len(floating)} are floating-point arrays. Pass argnums=, its position; `self` counts as 0."
             )
-        return found[:1]
+        return floating[:1]
 
-    def kept(self, x: Any) -> InputStorage:
+    def storage(self, x: Any) -> InputStorage:
         """How this input is kept. One that cannot be split is refused where it is kept: not by `init`."""
         platform = self.plan.mesh.devices.flat[0].platform
         limit = host_loop_limit(platform, WHERE) if self.host else ""

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.core.errors import nearest, shown, typed_shape
+from jzero.core.errors import shown, typed_shape
 from jzero.layout.leaf_rule import as_abstract
 from jzero.layout.specs import (
     P,
     axis_size,
+    check_axes,
     entry_axes,
     is_sub_axis,
     make_spec,
@@ -91,12 +92,8 @@ def mesh_of(tree: Any) -> Mesh | None:
 def _checked_base(path, leaf, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """The spec in canonical form; names that are no mesh axes and dims that do not divide are refused."""
     where = f"jzero.make_plan: {jax.tree_util.keystr(path)} {typed_shape(as_abstract(leaf))} with {spec}"
-    unknown = [a for a in named_axes(spec) if a not in mesh.axis_names]
-    if unknown:
-        raise ValueError(
-            f"{where}: {unknown[0]!r} is no axis of the mesh {dict(mesh.shape)}.{nearest(unknown[0], mesh.axis_names)} "
-            "Translate logical names first (flax.linen.logical_to_mesh), or pass param_specs=."
-        )
+    remedy = "Translate logical names first (flax.linen.logical_to_mesh), or pass param_specs=."
+    check_axes(named_axes(spec), mesh, where=where, remedy=remedy)
     if len(spec) > len(np.shape(leaf)):
         raise ValueError(f"{where}: the layout has more dims than the array.")
     for size, entry in zip(np.shape(leaf), spec, strict=False):

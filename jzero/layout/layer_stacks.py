@@ -1,4 +1,4 @@
-"""Which params are stacks of layers, and along which dim: as told, else as the creation function shows, else a guess.
+"""Which params are stacks of layers, and along which dim: `scan_axes` says it, the creation function, or a guess.
 
 A scan takes one layer after the other from a stack. Split along that dim, the whole stack would be gathered before the
 loop, so that dim is left whole.
@@ -43,13 +43,13 @@ def stack_dims(
       TypeError, ValueError: a mapping that does not fit the params.
     """
     if scan_axes is not None:
-        return told(leaves, scan_axes), set()
+        return _given_dims(leaves, scan_axes), set()
     guessed = scanned_paths([(keys, shape) for keys, shape in leaves if keys not in known])
     found = {keys: dim for keys, dim in known.items() if dim is not None}
     return found | dict.fromkeys(guessed, 0), guessed
 
 
-def told(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Keys, int]:
+def _given_dims(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Keys, int]:
     """What `scan_axes=` says: of the patterns that match a path, or the beginning of one, the first decides.
 
     Raises:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import listing, nearest, shown
-from jzero.layout.specs import whole_mesh
+from jzero.layout.specs import check_axes, whole_mesh
 from jzero.layout.topology import grid, span
 
 LEVELS = {"slices": 0, "hosts": 1, "host": 2}  # dims of `topology.grid`
@@ -202,13 +202,8 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
     if not isinstance(mesh, Mesh):
         raise TypeError(f"jzero: mesh must be a jax.sharding.Mesh, not {type(mesh).__name__}.")
     mesh = whole_mesh(mesh)  # that of arrays which an earlier plan laid out
-    for name in dict.fromkeys(config.axes + config.batch_axes + config.param_axes):
-        if name not in mesh.axis_names:
-            shown = ", ".join(f"{k!r}: {v}" for k, v in mesh.shape.items())
-            raise ValueError(
-                f"jzero: axis {name!r} is not in the mesh {{{shown}}}.{nearest(name, mesh.axis_names)} "
-                "Pass axis= one of its names, or another mesh."
-            )
+    axes = (*config.axes, *config.batch_axes, *config.param_axes)
+    check_axes(axes, mesh, where="jzero", remedy="Pass axis= one of its names, or another mesh.")
     if all(t == AxisType.Auto for t in mesh.axis_types):
         return mesh, []
     check_context_mesh()
