@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.core.errors import check_choice, check_flag, check_int, check_kind, nearest, shown
+from jzero.core.errors import check_choice, check_dtype, check_flag, check_int, check_kind, nearest, shown
 
 BUCKETS = 16  # that the params make by default, where one is then at most
 BUCKET_BYTES = 32 * 2**20
@@ -320,23 +319,3 @@ def _dtype(value, name: str):
     if value is None or (name == "master_dtype" and isinstance(value, str) and value == "auto"):
         return value
     return check_dtype(value, name, where="ZeroConfig", rule="a dtype or None")
-
-
-def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating: bool = True) -> np.dtype:
-    """The dtype that a value names.
-
-    Raises:
-      TypeError: it names none; an array does not, nor does None.
-      ValueError: it is no floating dtype, where one is wanted.
-    """
-    names = isinstance(value, (str, type, np.dtype)) or (
-        hasattr(value, "dtype") and not hasattr(value, "shape")
-    )
-    dtype = None
-    with contextlib.suppress(TypeError, ValueError, SyntaxError):
-        dtype = jnp.dtype(value) if names else None
-    if dtype is None or dtype.kind == "O":
-        raise TypeError(f"{where}({name}={shown(value)}): {name} must be {rule}, such as jnp.bfloat16.")
-    if floating and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{where}({name}={shown(value)}): {name} must be a floating dtype.")
-    return dtype

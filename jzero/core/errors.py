@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 MOST_LEAVES = 8
@@ -125,6 +127,26 @@ def check_kind(
     """Raises TypeError for what is an instance of none of the classes; `rule` says in words what it must be."""
     if not (isinstance(value, kinds) or (optional and value is None)):
         _refuse(TypeError, value, name, rule + (" or None" if optional else ""), where, remedy)
+
+
+def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating: bool = True) -> np.dtype:
+    """The dtype that a value names.
+
+    Raises:
+      TypeError: it names none; an array does not, nor does None.
+      ValueError: it is no floating dtype, where one is wanted.
+    """
+    names = isinstance(value, (str, type, np.dtype)) or (
+        hasattr(value, "dtype") and not hasattr(value, "shape")
+    )
+    dtype = None
+    with contextlib.suppress(TypeError, ValueError, SyntaxError):
+        dtype = jnp.dtype(value) if names else None
+    if dtype is None or dtype.kind == "O":
+        raise TypeError(f"{where}({name}={shown(value)}): {name} must be {rule}, such as jnp.bfloat16.")
+    if floating and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{where}({name}={shown(value)}): {name} must be a floating dtype.")
+    return dtype
 
 
 def check_function(value, name: str, *, where: str, optional: bool = False, remedy: str = "") -> None:
