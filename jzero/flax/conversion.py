@@ -53,7 +53,7 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
     parts = parts.replace(opt_state=logical_state(parts))
     check_belongs(parts, tx)
     target = init_shapes(tx, parts.params)
-    wanted, homes = jax.tree.leaves(target), iter(plan.state_shardings(target))
+    wanted, shardings = jax.tree.leaves(target), iter(plan.state_shardings(target))
 
     def placed(x, shape, sharding):
         return place(padded(on_device(as_array(x)), shape), sharding.with_memory_kind("device"))
@@ -63,27 +63,27 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
     if any(as_array(x).dtype.itemsize < t.dtype.itemsize for x, t in zip(given, wanted, strict=False)):
         fresh = _fresh_inner(parts, tx, plan, placed, masters)
     leaves = []
-    for x, t, f, home in zip(given, wanted, fresh, homes, strict=False):
-        x = placed(x, t.shape, home)
+    for x, t, f, sharding in zip(given, wanted, fresh, shardings, strict=False):
+        x = placed(x, t.shape, sharding)
         x = x if f is None or x.dtype == f.dtype else taken_over(x, f)  # the fresh value, where `x` is its rounding
-        leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), home))
+        leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
     inner = jax.tree.unflatten(jax.tree.structure(_inner(target)), leaves)
     if not isinstance(target, ZeroState):
         return inner
 
-    def master(param, known, shape, home):
+    def master(param, known, shape, sharding):
         if shape is None:
             return None
-        param = placed(param, shape.shape, home)
-        new = param if known is None else taken_over(param, placed(known, shape.shape, home))
-        return store(new.astype(shape.dtype), home)
+        param = placed(param, shape.shape, sharding)
+        new = param if known is None else taken_over(param, placed(known, shape.shape, sharding))
+        return store(new.astype(shape.dtype), sharding)
 
     known = masters or [None] * len(plan.layouts)
     if isinstance(parts.opt_state, ZeroState):
         known = align(parts.opt_state.master, parts.params, where="jzero.shard: the master")
     shapes = align(target.master, parts.params, where="jzero.shard: the master")
     rows = zip(jax.tree.leaves(parts.params), known, shapes, strict=True)
-    new = [master(*row, None if row[2] is None else next(homes)) for row in rows]
+    new = [master(*row, None if row[2] is None else next(shardings)) for row in rows]
     return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new))
 
 

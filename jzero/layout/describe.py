@@ -42,14 +42,14 @@ def describe_plan(plan: Any, tx: Any) -> str:
 
 def _guesses(plan: Any) -> list[str]:
     """Which leaves were taken for stacks of layers without being known as such, where that decides a layout."""
-    found = [x for x in plan.layouts if x.guessed]
-    if not found or plan.n == 1 or not plan.config.row.state:
+    guessed = [x for x in plan.layouts if x.guessed]
+    if not guessed or plan.n == 1 or not plan.config.row.state:
         return []
-    paths = ["/".join(x.keys) for x in found]
-    shown = ", ".join(f"{path} {typed_shape(x)}" for path, x in list(zip(paths, found, strict=True))[:SHOWN])
+    paths = ["/".join(x.keys) for x in guessed]
+    shown = ", ".join(f"{path} {typed_shape(x)}" for path, x in list(zip(paths, guessed, strict=True))[:SHOWN])
     return [
-        f"dim 0 of {counted(len(found), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
-        f"{shown}{f' and {len(found) - SHOWN} more' if len(found) > SHOWN else ''}. If it is one, or if it is none "
+        f"dim 0 of {counted(len(guessed), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
+        f"{shown}{f' and {len(guessed) - SHOWN} more' if len(guessed) > SHOWN else ''}. If it is one, or if it is none "
         f'(experts), say so: scan_axes={{"{paths[0].partition("/")[0]}": 0}}, or scan_axes={{}}.'
     ]
 
@@ -62,9 +62,9 @@ def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
         paths, jax.tree.leaves(state), plan.state_specs(state), plan.state_shardings(state), strict=True
     )
     rows = []
-    for path, x, spec, home in leaves:
+    for path, x, spec, sharding in leaves:
         size = leaf_bytes(x) // shard_factor(spec, plan.mesh)
-        memory = "host" if home.memory_kind == "pinned_host" else "device"
+        memory = "host" if sharding.memory_kind == "pinned_host" else "device"
         name = jax.tree_util.keystr(path)
         rows.append(([name, typed_shape(x), str(spec), human_bytes(size), memory], size))
     return rows
