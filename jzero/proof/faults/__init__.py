@@ -1,4 +1,4 @@
-"""The faults that `check` looks for in a compiled step: `state.py`, `weights.py` and `steps.py`, listed in `rules.py`."""
+"""The faults that `check` looks for: of the state, of weights, and of gradients and activations; listed in `rules.py`."""
 
 from jzero.proof.faults.rules import KINDS
 
