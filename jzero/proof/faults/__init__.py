@@ -1,4 +1,4 @@
-"""The faults that `check` looks for: of the state, of weights, and of gradients and activations; listed in `rules.py`."""
+"""The faults that `check` looks for: of the state, of weights, of gradients and activations; `rules.py` lists them."""
 
 from jzero.proof.faults.rules import KINDS
 
