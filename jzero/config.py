@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.core.errors import check_choice, check_flag, check_int, check_kind, nearest, shown
+from jzero.core.errors import check_choice, check_dtype, check_flag, check_int, check_kind, nearest, shown
 
 BUCKETS = 16  # that the params make by default, where one is then at most
 BUCKET_BYTES = 32 * 2**20
@@ -75,9 +74,9 @@ class Offload:
       tier: "host": pinned host memory.
       update: where the new state is computed. "device": state is fetched, updated and written back, 24 bytes per
         parameter over PCIe for Adam with a master. "host" is refused until there is an update outside of the program.
-      in_flight_bytes: bytes of state, of one device, that are on the device at once; three units of a third of it
+      in_flight_bytes: bytes of state, of one device, that are on the device at once; three groups of a third of it
         are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
-      prefetch: True lets the first units be fetched before the gradients are there: in_flight_bytes more at the peak
+      prefetch: True lets the first groups be fetched before the gradients are there: in_flight_bytes more at the peak
         of the backward pass, for a start without waiting.
 
     Raises:
@@ -195,24 +194,24 @@ class ZeroConfig:
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
                 "over a part of the axes that share the optimizer state."
             )
-        for name, effect in EFFECTS.items():
-            if effect.refused and self._is_without_effect(name):
+        for name, effect in self._without_effect().items():
+            if effect.refused:
                 value = _text(getattr(self, name))
                 raise ValueError(
                     f"ZeroConfig({name}={value}) has no effect at stage {self.stage}: {effect.why}. Leave it out or "
                     f"pass stage={effect.stage}."
                 )
 
-    def _is_without_effect(self, name: str) -> bool:
-        default = {f.name: f.default for f in dataclasses.fields(self)}[name]
-        return self.stage < EFFECTS[name].stage and getattr(self, name) != default
+    def _without_effect(self) -> dict[str, Effect]:
+        """The fields that are set, other than to their default, and do nothing at this stage."""
+        ignored = (name for name in EFFECTS if getattr(self, name) != getattr(ZeroConfig, name))
+        return {name: EFFECTS[name] for name in ignored if self.stage < EFFECTS[name].stage}
 
     def without_effect(self) -> list[str]:
         """For each field that was set and does nothing at this stage, a line that says so."""
         return [
             f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
-            for name, effect in EFFECTS.items()
-            if self._is_without_effect(name)
+            for name, effect in self._without_effect().items()
         ]
 
     @property
@@ -320,23 +319,3 @@ def _dtype(value, name: str):
     if value is None or (name == "master_dtype" and isinstance(value, str) and value == "auto"):
         return value
     return check_dtype(value, name, where="ZeroConfig", rule="a dtype or None")
-
-
-def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating: bool = True) -> np.dtype:
-    """The dtype that a value names.
-
-    Raises:
-      TypeError: it names none; an array does not, nor does None.
-      ValueError: it is no floating dtype, where one is wanted.
-    """
-    names = isinstance(value, (str, type, np.dtype)) or (
-        hasattr(value, "dtype") and not hasattr(value, "shape")
-    )
-    dtype = None
-    with contextlib.suppress(TypeError, ValueError, SyntaxError):
-        dtype = jnp.dtype(value) if names else None
-    if dtype is None or dtype.kind == "O":
-        raise TypeError(f"{where}({name}={shown(value)}): {name} must be {rule}, such as jnp.bfloat16.")
-    if floating and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{where}({name}={shown(value)}): {name} must be a floating dtype.")
-    return dtype

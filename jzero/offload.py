@@ -17,7 +17,8 @@ from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.specs import shard_factor
 from jzero.sharding import HOST, Plan
-from jzero.stream.schedule import DEVICE, Excess, Placement
+from jzero.stream.placement import DEVICE, Placement
+from jzero.stream.schedule import Excess
 from jzero.stream.streaming import stream
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -53,26 +54,26 @@ def streamed(
     box: list[Any] = []
 
     def flat_fn(*leaves):
-        found, shape = jax.tree.flatten(fn(*tree.unflatten(leaves)))
-        box[:] = [shape]
-        return found
+        results, structure = jax.tree.flatten(fn(*tree.unflatten(leaves)))
+        box[:] = [structure]
+        return results
 
-    def on_excess(found: list[Excess]):
-        warn_excess(found, _names(box[0]), plan)
+    def on_excess(excess: list[Excess]):
+        warn_excess(excess, _names(box[0]), plan)
 
     count = len(flat) - len(placements)
-    tier = plan.config.tier
-    assert tier is not None
+    options = plan.config.tier
+    assert options is not None
     leaves = stream(
         flat_fn, flat, [*[DEVICE] * count, *placements],
         lambda: out_placements(_numbered(box[0])),
-        in_flight_bytes=plan.in_flight_bytes, gate=() if tier.prefetch else gate, on_excess=on_excess,
+        in_flight_bytes=plan.in_flight_bytes, gate=() if options.prefetch else gate, on_excess=on_excess,
     )  # fmt: skip
     return box[0].unflatten(leaves)
 
 
 def made_streamed(fn: Callable[[], list[Any]], layout: Sequence[jax.sharding.NamedSharding], plan: Plan):
-    """A creation function whose results reach host memory unit by unit; `layout` says which live there."""
+    """A creation function whose results are written to host memory group by group; `layout` says which live there."""
     placements = [Placement(s) if s.memory_kind == HOST else DEVICE for s in layout]
     return lambda: stream(fn, (), (), lambda: placements, in_flight_bytes=plan.in_flight_bytes)
 
@@ -85,18 +86,18 @@ def _names(tree) -> list[str]:
     return [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(_numbered(tree))]
 
 
-def warn_excess(found: list[Excess], names: Sequence[str], plan: Plan) -> None:
+def warn_excess(excess: list[Excess], names: Sequence[str], plan: Plan) -> None:
     """Say which leaves are on the device at once although they are above the bound, and why."""
     rows = [
         (", ".join(names[j] for j in x.outs[:3]) or "a norm of the state", human_bytes(x.nbytes), x.because)
-        for x in found
+        for x in excess
     ]
-    worst = max(x.nbytes for x in found)
+    worst = max(x.nbytes for x in excess)
     warnings.warn(
-        f"jzero: offload: {counted(len(found), 'part')} of the optimizer state cannot be cut to in_flight_bytes="
-        f"{human_bytes(plan.in_flight_bytes)}; up to {human_bytes(worst)} are on the device at once:\n"
+        f"jzero: offload: {counted(len(excess), 'part')} of the optimizer state cannot be divided to fit "
+        f"in_flight_bytes={human_bytes(plan.in_flight_bytes)}; up to {human_bytes(worst)} are on the device at once:\n"
         f"{listing([('leaves', 'bytes', 'because of'), *rows])}\n"
-        "The step is right and its peak is higher by as much. An elementwise chain can be cut anywhere.",
+        "The step is correct; its peak is higher by as much. An elementwise chain can be divided anywhere.",
         stacklevel=2,
     )
 
@@ -146,20 +147,17 @@ def select(pred: Any, new: Any, old: Any) -> Any:
             f"{listing([('leaf', 'new', 'old'), *rows])}"
         )
 
-    def chosen(pred, new, old):
-        return jax.lax.select_n(pred, old, new)
-
     written: list[Any] = []
     out = []
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-        if memory_kind(b) != HOST and memory_kind(a) != HOST:
-            out.append(chosen(pred, a, b))
+        if HOST not in (memory_kind(a), memory_kind(b)):
+            out.append(jax.lax.select_n(pred, b, a))
             continue
         if len(written) > 1:  # one leaf is written while the next is fetched
             a, b, out[written[-2]] = tied(a, b, out[written[-2]])
-        found = chosen(pred, *(jax.device_put(x, jax.memory.Space.Device) for x in (a, b)))
+        a, b = (jax.device_put(x, jax.memory.Space.Device) for x in (a, b))
         written.append(len(out))
-        out.append(jax.device_put(found, jax.memory.Space.Host))
+        out.append(jax.device_put(jax.lax.select_n(pred, b, a), jax.memory.Space.Host))
     return jax.tree.unflatten(jax.tree.structure(old), out)
 
 
@@ -178,20 +176,18 @@ def host_bytes(state: Any, plan: Plan) -> int:
     )
 
 
-def check_host_memory(shapes: Callable[[], Any], plan: Plan) -> None:
-    """Raises before anything is allocated where the host tier does not fit.
+def check_host_memory(state: Any, plan: Plan) -> None:
+    """Raises before anything is allocated where the offloaded state does not fit into host memory.
 
     Args:
-      shapes: gives the abstract optimizer state; called with `offload` alone.
+      state: the optimizer state, abstract.
       plan: says which of its leaves live in host memory.
 
     Raises:
       MemoryError: the pinned pool of JAX's GPU client is too small, or the machine's memory is.
     """
-    if plan.config.tier is None:
-        return
     devices = local_devices(plan)
-    needed = host_bytes(shapes(), plan) * len(devices)
+    needed = host_bytes(state, plan) * len(devices)
     if not needed:
         warnings.warn(
             "jzero: offload has nothing to hold: this optimizer keeps no state but single numbers, and the params need "

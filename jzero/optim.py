@@ -11,6 +11,7 @@ own sum is taken, so their donated buffers take the new ones: on an H200 compile
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -145,28 +146,24 @@ class _Init(_Wrapped):
     def __call__(self, params):
         pairs = self.plan.match(params, where="jzero.zero: init")
         _check_devices([x for x, _ in pairs], self.plan)
-        check_host_memory(lambda: jax.eval_shape(self.on_device, params), self.plan)
+        if self.plan.config.offload is None:
+            return jax.jit(self.on_device)(params)
+        check_host_memory(jax.eval_shape(self.on_device, params), self.plan)
         return jax.jit(self.trace)(params)
 
-    def trace(self, params, masters=None):
-        """Init inside a trace; `masters` are better initial values than the params, where they are known."""
-        if self.plan.config.tier is None:
-            return self.on_device(params, masters)
+    def trace(self, params):
+        """The state as it is written to host memory, part by part."""
         return streamed(
-            lambda fixed, _: self.on_device(*fixed), (params, masters), (), self.plan, (),
+            lambda fixed, _: self.on_device(fixed), params, (), self.plan, (),
             lambda _: placements_of(jax.eval_shape(self.on_device, params), self.plan),
         )  # fmt: skip
 
     def on_device(self, params, masters=None):
-        """The same in device memory, wherever the state is to live."""
+        """The state in device memory, wherever it is to live; `masters`: better initial values, if they are known."""
         wide = widen(params if masters is None else masters, params, self.plan)
-        frozen = self.frozen(params)
+        frozen = frozen_leaves(self.tx, widen_abstract(params, self.plan))
         inner = pin_state(self.stored_tx.init(wide), self.plan)
         return with_master(inner, wide, params, frozen, self.plan)
-
-    def frozen(self, params) -> list[bool]:
-        """For each param, whether the transformation never moves it: its update is a constant zero."""
-        return frozen_leaves(self.tx, widen_abstract(params, self.plan))
 
 
 class _Update(_Wrapped):
@@ -190,7 +187,7 @@ class _Update(_Wrapped):
         if "value_fn" in extra:
             extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
         step = ShardedUpdate(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
-        offloaded = self.plan.config.tier is not None
+        offloaded = self.plan.config.offload is not None
         with jax.named_scope("jzero.master"):
             shards, stored = on_shards([p for p, _ in pairs], self.plan)
             if offloaded:  # the masters take over what is new when they are fetched
@@ -255,10 +252,8 @@ class _Update(_Wrapped):
 
 def widen(values, params, plan: Plan):
     """Initial masters: `values` in the master dtype on their shards; leaves without master as they are."""
-    pairs = zip(
-        jax.tree.leaves(values), [x for _, x in plan.match(params, where="jzero.zero: init")], strict=True
-    )
-    leaves = [plan.constrain(v.astype(plan.config.master_for(x.dtype) or x.dtype), x.state) for v, x in pairs]
+    rows = zip(jax.tree.leaves(values), plan.layouts, strict=True)
+    leaves = [plan.constrain(v.astype(plan.config.master_for(x.dtype) or x.dtype), x.state) for v, x in rows]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
@@ -274,12 +269,12 @@ def frozen_leaves(tx, params) -> list[bool]:
     def deltas(grads, state, params):
         return jax.tree.leaves(tx.update(grads, state, params)[0])
 
-    # any state, not the initial one: a delayed or accumulated update starts at zero and is not frozen
-    try:
+    count, zeros = len(jax.tree.leaves(params)), []
+    # an update that wants more (value=, value_fn=, its own params) freezes nothing
+    with contextlib.suppress(Exception):
+        # any state, not the initial one: a delayed or accumulated update starts at zero and is not frozen
         zeros = constant_zero_outputs(deltas, params, jax.eval_shape(tx.init, params), params)
-    except Exception:  # an update that wants more (value=, value_fn=, its own params) freezes nothing
-        return [False] * len(jax.tree.leaves(params))
-    return zeros if len(zeros) == len(jax.tree.leaves(params)) else [False] * len(jax.tree.leaves(params))
+    return zeros if len(zeros) == count else [False] * count
 
 
 def with_master(inner, wide, params, frozen, plan: Plan):

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -28,7 +27,6 @@ from jzero.core.errors import (
     check_kind,
     check_transformation,
     is_array,
-    nearest,
     typed_shape,
 )
 from jzero.core.jaxprs import is_tracer
@@ -36,22 +34,14 @@ from jzero.core.xla_options import compiler_options
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
-from jzero.layout.layer_stacks import stack_dims
-from jzero.layout.leaf_rule import (
-    Layout,
-    base_specs,
-    make_layout,
-    mesh_of,
-    path_keys,
-    whole_below,
-)  # fmt: skip
-from jzero.layout.mesh import resolve_mesh
+from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
-from jzero.layout.param_checks import check_params, check_uneven, mismatch
-from jzero.layout.placement import HOST, check_host, check_same, put
+from jzero.layout.param_checks import mismatch
+from jzero.layout.placement import HOST, check_same, put
 from jzero.layout.specs import (
     P,
     axis_size,
+    check_axes,
     entry_axes,
     finer_mesh,
     make_spec,
@@ -59,7 +49,8 @@ from jzero.layout.specs import (
     shard_factor,
     spec_axes,
 )
-from jzero.layout.state_layouts import StateLayouts, copies
+from jzero.layout.state_layouts import copies, state_form
+from jzero.layout.tree_layouts import tree_layouts
 
 LEAST_IN_FLIGHT = 64 * 2**20
 MOST_IN_FLIGHT = 2**30
@@ -101,7 +92,9 @@ class Plan:
     @property
     def title(self) -> str:
         """The stage and the devices in a few words: `stage 2 over data=8`."""
-        return f"stage {self.config.stage} over " + ", ".join(f"{a}={self.mesh.shape[a]}" for a in self.config.axes)
+        return f"stage {self.config.stage} over " + ", ".join(
+            f"{a}={self.mesh.shape[a]}" for a in self.config.axes
+        )
 
     @property
     def n(self) -> int:
@@ -169,16 +162,10 @@ class Plan:
 
         Raises:
           TypeError: no PartitionSpec.
-          ValueError: an axis that the mesh has not.
+          ValueError: an axis that is not in the mesh.
         """
         check_kind(spec, "spec", PartitionSpec, "a jax.sharding.PartitionSpec", where="plan.sharding")
-        unknown = [a for a in spec_axes(spec) if a not in self.mesh.shape]
-        if unknown:
-            names = tuple(self.mesh.axis_names)
-            raise ValueError(
-                f"plan.sharding(spec={spec}): {unknown[0]!r} is no axis of the mesh {names}."
-                f"{nearest(unknown[0], names)}"
-            )
+        check_axes(spec_axes(spec), self.mesh, where=f"plan.sharding(spec={spec})")
         return NamedSharding(self.array_mesh, named_on(spec, self.array_mesh))
 
     @functools.cached_property
@@ -199,7 +186,7 @@ class Plan:
 
         Raises:
           TypeError: no array, no PartitionSpec.
-          ValueError: an axis that the mesh has not, a spec of more dims than the array.
+          ValueError: an axis that is not in the mesh, a spec of more dims than the array.
         """
         sharding = self.sharding(spec)
         if not is_array(x) or isinstance(x, jax.ShapeDtypeStruct) or len(spec) > len(x.shape):
@@ -245,8 +232,8 @@ class Plan:
         """
         pairs = self.match(tree, where="plan.place")
         check_same(tree, where="plan.place")
-        kept = HeldMemory(tree)
-        placed = [kept.apart(put(leaf, self.sharding(x.stored))) for leaf, x in pairs]
+        given = HeldMemory(tree)
+        placed = [given.apart(put(leaf, self.sharding(x.stored))) for leaf, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
     def place_batch(self, batch: Any) -> Any:
@@ -278,9 +265,9 @@ class Plan:
         With `offload` that is host memory for all but single numbers and keys.
         """
         leaves = zip(jax.tree.leaves(state), self.state_specs(state), strict=True)
-        return [self._at_home(x, self.sharding(spec)) for x, spec in leaves]
+        return [self._in_its_memory(x, self.sharding(spec)) for x, spec in leaves]
 
-    def _at_home(self, leaf, sharding: NamedSharding) -> NamedSharding:
+    def _in_its_memory(self, leaf, sharding: NamedSharding) -> NamedSharding:
         key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         if self.config.tier is None or math.prod(np.shape(leaf)) <= 1 or key:
             return sharding
@@ -304,12 +291,7 @@ class Plan:
         remedy = "Pass what tx.init(params) returns."
         check_arrays(state, "the optimizer state", where="plan.state_forms", remedy=remedy)
         flat = jax.tree_util.tree_leaves_with_path(state)
-        return [self._state_layouts.form(path_keys(k), x) for k, x in flat]
-
-    @functools.cached_property
-    def _state_layouts(self) -> StateLayouts:
-        several = self.array_mesh is not self.mesh
-        return StateLayouts(self.by_keys, self.config, self.mesh, self.min_shard_bytes, several)
+        return [state_form(path_keys(k), x, self) for k, x in flat]
 
     @functools.cached_property
     def by_keys(self) -> dict[tuple[str, ...], Layout]:
@@ -369,7 +351,7 @@ def make_plan(
       A `Plan`, hashable, valid for any tree of the same shapes.
 
     Raises:
-      ValueError: an axis that the mesh has not, empty or integer params, `uneven="error"` and a leaf that no
+      ValueError: an axis that is not in the mesh, empty or integer params, `uneven="error"` and a leaf that no
         dim divides.
       TypeError: params that are no arrays, `scan_axes` that is no mapping of paths to dims.
 
@@ -379,60 +361,17 @@ def make_plan(
       >>> jzero.make_plan(shapes, stage=2).layouts[0].state
       P('data',)
     """
-    return plan_for(
-        params, make_config(config, fields, where="jzero.make_plan"), mesh, param_specs, scan_axes, {}
-    )
+    config = make_config(config, fields, where="jzero.make_plan")
+    return plan_for(params, config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes, stacks={})
 
 
-def plan_for(
-    params: Any,
-    config: ZeroConfig,
-    mesh: Mesh | None,
-    param_specs: Any,
-    scan_axes: Mapping[str, int | None] | None,
-    stacks: Mapping[tuple[str, ...], int | None],
-) -> Plan:
-    """`make_plan`, for params of which `stacks` says what is known otherwise: see [Note: what is known of stacks]."""
-    mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    check_params(flat)
-    bases = base_specs(params, flat, param_specs, mesh, config.axes)
-    dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
-    sizes = [_bytes_of(x, b, config, mesh) for (_, x), b in zip(flat, bases, strict=True)]
-    least = whole_below(config, sizes, axis_size(mesh, config.axes))
-    layouts = [
-        make_layout(k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed)
-        for (k, x), b in zip(flat, bases, strict=True)
-    ]
-    check_uneven(layouts, config, mesh)
-    if config.tier is not None:
-        check_host(mesh, f"ZeroConfig(offload={config.tier.tier!r})")
-    if axis_size(mesh, config.axes) == 1:
-        notes.append(
-            f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."
-        )
-    several = [x for x in layouts if x.several_dims]
-    if several:
-        notes.append(
-            f"{len(several)} leaves are cut along several dims, so that arrays lie on a mesh over the same devices on "
-            f"which {' and '.join(map(repr, config.axes))} is given by its prime factors ({several[0].name}, ...). "
-            "Under jax.set_mesh, set plan.array_mesh."
-        )
-    notes += config.without_effect()
-    return Plan(config, mesh, tuple(layouts), tuple(notes), jax.tree.structure(params), least)
-
-
-def _bytes_of(leaf, base: PartitionSpec, config: ZeroConfig, mesh: Mesh) -> tuple[int, int, int]:
-    """Bytes of a param, of its optimizer state as Adam keeps it, and in how many parts its own layout cuts it."""
-    size = math.prod(np.shape(leaf))
-    nbytes = size * jnp.dtype(leaf.dtype).itemsize
-    return nbytes, size * config.adam_bytes(leaf.dtype), shard_factor(base, mesh)
+def plan_for(params: Any, config: ZeroConfig, **given: Any) -> Plan:
+    """`make_plan` for a checked config; `given` are the other arguments of `tree_layouts`."""
+    layouts, mesh, least, notes = tree_layouts(params, config, **given)
+    return Plan(config, mesh, layouts, notes, jax.tree.structure(params), least)
 
 
 def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:
     """Raises TypeError for what is no `Plan`."""
-    if not (isinstance(plan, Plan) or (optional and plan is None)):
-        raise TypeError(
-            f"{where}: plan must be a jzero.Plan{' or None' if optional else ''}, not {type(plan).__name__}. Pass "
-            "jzero.plan_of(state), or what jzero.make_plan(params, ...) returned."
-        )
+    remedy = "Pass jzero.plan_of(state), or what jzero.make_plan(params, ...) returned."
+    check_kind(plan, "plan", Plan, "a jzero.Plan", where=where, optional=optional, remedy=remedy)

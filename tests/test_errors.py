@@ -46,7 +46,7 @@ def test_a_stage_that_is_no_integer(stage):
 
 @pytest.mark.unit
 def test_an_axis_that_the_mesh_has_not(mesh_2x4):
-    with raises(ValueError, "axis 'dta' is not in the mesh {'model': 2, 'data': 4}", "Did you mean 'data'?"):
+    with raises(ValueError, "the mesh {'model': 2, 'data': 4} has no axis 'dta'", "Did you mean 'data'?"):
         jzero.shard(create_state, stage=2, axis="dta", mesh=mesh_2x4)
 
 
@@ -250,7 +250,7 @@ def test_explicit_axes_as_the_context_mesh_are_refused():
 @pytest.mark.unit
 def test_layouts_that_do_not_fit_the_mesh(mesh_2x4):
     shapes = {"w": jax.ShapeDtypeStruct((9, 64), F32)}
-    with raises(ValueError, "['w']", "'modl' is no axis of the mesh", "Did you mean 'model'?"):
+    with raises(ValueError, "['w']", "has no axis 'modl'", "Did you mean 'model'?"):
         jzero.make_plan(shapes, stage=2, mesh=mesh_2x4, param_specs={"w": jax.P(None, "modl")})
     with raises(ValueError, "['w']", "9 is not divisible by 2"):
         jzero.make_plan(shapes, stage=2, mesh=mesh_2x4, param_specs={"w": jax.P("model")})

@@ -3,9 +3,9 @@
 [Note: a peak that is the step's own]
 `peak_bytes_in_use` is the most that a process has had, and cannot be set back. So a case that reads it has a
 fresh process, in which everything else takes less than the step: the program is compiled before there is any
-state (a GPU tries its kernels out in buffers of its own), and the state is made of zeros, leaf by leaf,
-without jzero's creation program. The peak before the first step is read as well; where the step has not
-raised it, the row says so and counts for nothing.
+state (XLA times candidate kernels in buffers of their own), and the state is made of zeros, leaf by leaf,
+without jzero's creation program. The peak before the first step is read as well; if the step has not
+raised it, the row says so and is not counted.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def environment(tiny: bool) -> dict[str, str]:
     ours = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     }
-    said = {"TF_CPP_MIN_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     free = host_memory()
-    if free:  # JAX pins 64 GB at most where this is not said
-        said["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(max(int(HOST_SHARE * free / 2**30), 1))
+    if free:  # JAX pins at most 64 GB unless this is set
+        defaults["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(max(int(HOST_SHARE * free / 2**30), 1))
     if tiny:  # fewer threads than devices can wait for each other; compiled more quickly
-        said = {"JAX_PLATFORMS": "cpu", "NPROC": "32", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        defaults = {"JAX_PLATFORMS": "cpu", "NPROC": "32", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     # steps in flight together starve each other of threads on few cores, and XLA then aborts the process
-    said |= {
+    defaults |= {
         "JAX_NUM_CPU_DEVICES": str(SIMULATED),
         "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    return {**said, **os.environ, **ours}
+    return {**defaults, **os.environ, **ours}
 
 
 def host_memory() -> int:
-    """Bytes of host memory that are free; 0 where the system does not say."""
+    """Bytes of free host memory; 0 if the system does not report it."""
     path = Path("/proc/meminfo")
     rows = dict(line.split(":") for line in path.read_text().splitlines()) if path.exists() else {}
     return int(rows.get("MemAvailable", "0").split()[0]) * 1024
@@ -84,7 +84,7 @@ def versions() -> dict[str, str]:
 
 
 def config_of(machine: dict[str, Any], *, tiny: bool, every: bool) -> dict[str, Any]:
-    """What all parts are told: the machine, whether sizes are tiny, and whether one case of each kind is enough."""
+    """The config of all parts: the machine, whether sizes are tiny, and whether one case of each kind is enough."""
     on_gpu = machine["platform"] != "cpu"
     return {"machine": machine, "on_gpu": on_gpu, "tiny": tiny or not on_gpu, "short": not (on_gpu or every)}
 
@@ -95,7 +95,7 @@ def flops_limit(kind: str) -> float | None:
 
 
 def used_peak() -> int | None:
-    """The most bytes that any device has had in use in this process; None where devices do not count."""
+    """The most bytes that any device has had in use in this process; None if devices keep no count."""
     import jax
 
     stats = [d.memory_stats() for d in jax.local_devices()]
@@ -134,7 +134,7 @@ class Program:
         return float(jax.block_until_ready((self.box[0], loss))[1])
 
     def seconds(self) -> float:
-        """Of one step."""
+        """Time of one step, in seconds."""
         import jax
 
         start = time.perf_counter()
@@ -155,7 +155,7 @@ def in_turns(programs: Sequence[Program], rounds: int) -> list[list[float]]:
 
 
 def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """The median of the ratios of rounds."""
+    """The median over rounds of `first` divided by `second`."""
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 

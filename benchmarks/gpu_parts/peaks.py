@@ -1,4 +1,4 @@
-"""Peak: what the compiler says that a step takes, and what the allocator of the device has seen."""
+"""Peak memory of a step: what the compiler states, and what the device's allocator measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu_parts.machine import used_peak, zeros_like
 TITLE = "Peak memory: measured against compiled"
 ASKED = """Each case in a process of its own: the step is compiled, the state is made of zeros, two steps run,
 and the most bytes that a device had in use are compared with arguments + outputs - aliased + temp of the
-compiled program. Asked: within 3 %. "before" is the peak before the first step: where the step has not raised
+compiled program. Asked: within 3 %. "before" is the peak before the first step: if the step has not raised
 it, nothing is measured. bf16 params with fp32 masters."""
 WEIGHT = 3.0
 FRESH = True

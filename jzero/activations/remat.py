@@ -21,15 +21,15 @@ from jzero.core.errors import (
     check_ints,
     check_kind,
     division,
-    nearest,
     shown,
     typed_shape,
 )
-from jzero.core.nnx_modules import has_module
+from jzero.core.nnx_modules import has_module, is_module_class
 from jzero.core.xla_options import host_loop_limit
 from jzero.layout.mesh import in_shard_map
-from jzero.layout.specs import axis_size, make_spec, named_on
-from jzero.sharding import Plan, check_host, check_plan
+from jzero.layout.placement import check_host
+from jzero.layout.specs import axis_size, check_axes, make_spec, named_on
+from jzero.sharding import Plan, check_plan
 
 MOST_DIMS = 64  # that numpy's arrays have
 WHERE = 'jzero.remat(offload="host")'
@@ -72,7 +72,7 @@ def remat(
 
     Raises:
       TypeError: `plan` is no Plan, or an argument is of the wrong kind.
-      ValueError: an axis that the mesh has not or that splits the batch; an `offload` that is not "host", or devices
+      ValueError: an axis that is not in the mesh or that splits the batch; an `offload` that is not "host", or devices
         without pinned host memory. When called: no argument is a floating-point array. When differentiated: a dim that
         is not there or not divisible.
       NotImplementedError: when differentiated: `offload` in a scan, on GPUs with jaxlib before 0.11.2, whose XLA gets
@@ -111,17 +111,12 @@ def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:
     rule = "the name of a mesh axis or a tuple of names"
     check_kind(partition, "partition", (str, tuple, list), rule, where="jzero.remat", optional=True)
     axes = (partition,) if isinstance(partition, str) else tuple(partition)
-    mesh = ", ".join(f"{k!r}: {v}" for k, v in plan.mesh.shape.items())
+    check_axes(axes, plan.mesh, where=f"jzero.remat(partition={partition!r})")
     for name in axes:
-        if name not in plan.mesh.axis_names:
-            raise ValueError(
-                f"jzero.remat: partition axis {name!r} is not in the mesh {{{mesh}}}."
-                f"{nearest(str(name), plan.mesh.axis_names)}"
-            )
         if name in plan.batch_axes:
             raise ValueError(
                 f"jzero.remat: partition axis {name!r} splits the batch already (batch axes {plan.batch_axes}): the "
-                f"activations of its devices differ. Pass an axis of tensor parallelism; the mesh is {{{mesh}}}."
+                f"activations of its devices differ. Pass an axis of tensor parallelism of {dict(plan.mesh.shape)}."
             )
     if not axes or len(set(axes)) != len(axes):
         raise ValueError(f"jzero.remat(partition={partition!r}): name each axis once, or pass None.")
@@ -144,10 +139,10 @@ class _Block:
     def wrapped(self, policy: KeepsInputs) -> Any:
         """The subject with its transformation."""
         options = {"policy": policy, "prevent_cse": self.prevent_cse}
-        if _is_class(self.subject, "flax.linen"):
+        if is_module_class(self.subject, "flax.linen"):
             return self.linen(options)
         options["static_argnums"] = self.static_argnums
-        if _is_class(self.subject, "flax.nnx"):
+        if is_module_class(self.subject):
             call = self.marked(self.subject.__call__)
             return _nnx_class(self.subject, sys.modules["flax.nnx"].remat(call, **options))
         fn = self.marked(self.subject)
@@ -183,7 +178,7 @@ class _Block:
             def mark(x):
                 if not _is_floating(x):
                     return x
-                x, _, token = begin(x, self.kept(x))
+                x, _, token = begin(x, self.storage(x))
                 tokens.append(token)
                 return x
 
@@ -199,15 +194,15 @@ class _Block:
         """The positions of the block's input."""
         if self.argnums is not None and all(-len(args) <= i < len(args) for i in self.argnums):
             return self.argnums
-        found = [i for i, x in enumerate(args) if _is_floating(x)]
-        if not found or self.argnums is not None:
+        floating = [i for i, x in enumerate(args) if _is_floating(x)]
+        if not floating or self.argnums is not None:
             raise ValueError(
                 f"jzero.remat: what is the block's input? argnums={self.argnums}, and of its {len(args)} positional "
-                f"arguments {len(found)} are floating-point arrays. Pass argnums=, its position; `self` counts as 0."
+                f"arguments {len(floating)} are floating-point arrays. Pass argnums=, its position; `self` counts as 0."
             )
-        return found[:1]
+        return floating[:1]
 
-    def kept(self, x: Any) -> InputStorage:
+    def storage(self, x: Any) -> InputStorage:
         """How this input is kept. One that cannot be split is refused where it is kept: not by `init`."""
         platform = self.plan.mesh.devices.flat[0].platform
         limit = host_loop_limit(platform, WHERE) if self.host else ""
@@ -231,15 +226,9 @@ class _Block:
 def _nnx_class(subject, call):
     """A subclass that differs in its call."""
 
-    class Remat(subject):
-        __doc__ = subject.__doc__
-
-        def __call__(self, *args, **kwargs):
-            return call(self, *args, **kwargs)
-
-    for name in ("__name__", "__qualname__", "__module__"):
-        setattr(Remat, name, getattr(subject, name))
-    return Remat
+    names = {name: getattr(subject, name) for name in ("__doc__", "__qualname__", "__module__")}
+    body = {**names, "__call__": lambda self, *args, **kwargs: call(self, *args, **kwargs)}
+    return type(subject)(subject.__name__, (subject,), body)
 
 
 def _with_end(out: Any, tokens: Sequence[Any]) -> Any:
@@ -266,11 +255,5 @@ def _is_subject(x: Any) -> bool:
     """A class of modules, or a function; not a module, which can be called as well."""
     packages = ("flax.linen", "flax.nnx")
     if isinstance(x, type):
-        return any(_is_class(x, p) for p in packages)
-    return callable(x) and not any(_is_class(type(x), p) for p in packages)
-
-
-def _is_class(x: Any, package: str) -> bool:
-    """A class of modules; without Flax in the process there is none."""
-    flax = sys.modules.get(package)
-    return flax is not None and isinstance(x, type) and issubclass(x, flax.Module)
+        return any(is_module_class(x, p) for p in packages)
+    return callable(x) and not any(is_module_class(type(x), p) for p in packages)

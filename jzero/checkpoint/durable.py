@@ -14,7 +14,11 @@ _NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some network file systems flush n
 
 
 def flush(file: Path) -> None:
-    """Flushes a file to the disk; for a folder, the names in it."""
+    """Flushes a file to the disk; for a folder, the names in it.
+
+    Raises:
+      OSError: the disk did not take it. A file system that flushes no folders is no error.
+    """
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -186,7 +186,7 @@ def _tensors(
         floating = jnp.issubdtype(stored[1], jnp.floating)
         out = wanted if wanted is not None and floating else stored[1]
         if out.name not in DTYPES:
-            raise ValueError(f"{where}: {text(name)} has dtype {out.name}, which safetensors has not.")
+            raise ValueError(f"{where}: {text(name)} has dtype {out.name}, which safetensors does not have.")
         found.append(_Tensor(renamed(".".join(plain), names), source, stored, out))
     double = sorted(name for name, count in Counter(t.name for t in found).items() if count > 1)
     if double:

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,7 +30,6 @@ from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import topologies
 
 from jzero.core import cuda_plugin
-from jzero.core.pod_cache import MemoryStats, Program, get_or_compile, program_key
 
 INSTALL = 'pip install "jzero[pod]"'
 _REFUSED = (
@@ -39,6 +38,40 @@ _REFUSED = (
     + "=1) before "
     "Python starts, and check that jax-cuda12-plugin has the version of jax; " + INSTALL + " installs it."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryStats:
+    """What XLA says of a program's memory, in bytes per device; the names are those of `memory_analysis()`."""
+
+    argument_size_in_bytes: int = 0
+    output_size_in_bytes: int = 0
+    alias_size_in_bytes: int = 0
+    temp_size_in_bytes: int = 0
+    generated_code_size_in_bytes: int = 0
+    host_argument_size_in_bytes: int = 0
+    host_output_size_in_bytes: int = 0
+    host_alias_size_in_bytes: int = 0
+    host_temp_size_in_bytes: int = 0
+    host_generated_code_size_in_bytes: int = 0
+    peak_memory_in_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is read of a compiled program.
+
+    Attributes:
+      text: its optimized HLO.
+      memory: bytes per device.
+      in_shardings: XLA's sharding of each parameter, as a serialized `OpSharding`; empty where XLA names none.
+      out_shardings: the same of each result.
+    """
+
+    text: str
+    memory: MemoryStats
+    in_shardings: tuple[bytes, ...]
+    out_shardings: tuple[bytes, ...]
 
 
 class MemoryKind(str):
@@ -100,8 +133,17 @@ def pod_devices(config: str, hosts: int, gpus_per_host: int) -> tuple[PodDevice,
     return tuple(PodDevice(d, repr(wanted)) for d in topology.devices)
 
 
-def compile_lowered(lowered: Any, compiler_options: Mapping[str, Any] | None) -> jax.stages.Compiled:
+def compile_lowered(
+    lowered: Any,
+    compiler_options: Mapping[str, Any] | None,
+    cached: Callable[[tuple[Any, ...], Callable[[], Program]], Program],
+) -> jax.stages.Compiled:
     """XLA's compile of a program lowered on pod devices: a `jax.stages.Compiled` that can be read, not run.
+
+    Args:
+      lowered: the program.
+      compiler_options: for XLA.
+      cached: the program that these parts of a key name (the first is its text), or what the function makes.
 
     Raises:
       ValueError: nothing in the program says on which pod it runs.
@@ -111,12 +153,13 @@ def compile_lowered(lowered: Any, compiler_options: Mapping[str, Any] | None) ->
         lowered = lowered.lowered
     lowering: Any = lowered._lowering
     with _missing_ptxas_named():
-        program = _xla_compile(lowering, dict(lowering._compiler_options_kvs) | dict(compiler_options or {}))
+        options = dict(lowering._compiler_options_kvs) | dict(compiler_options or {})
+        program = _xla_compile(lowering, options, cached)
     stand_in: Any = _Swapped(lowered, _Executable(lowering, program))
     return jax.stages.Lowered.compile(stand_in)
 
 
-def _xla_compile(lowering, options: dict[str, Any]) -> Program:
+def _xla_compile(lowering, options: dict[str, Any], cached) -> Program:
     """The private calls: what `jax.stages.Lowered.compile` does from StableHLO on, with the real devices."""
     args, devices = lowering.compile_args, list(lowering._device_list or ())
     if not devices or not all(isinstance(d, PodDevice) for d in devices):
@@ -140,7 +183,7 @@ def _xla_compile(lowering, options: dict[str, Any]) -> Program:
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_dump_" in flags or any(name.startswith("xla_dump_") for name in options):
         return compile_program()  # the files that XLA writes on the way are wanted, and the cache has none
-    key = program_key(
+    key = (
         module.operation.get_asm(enable_debug_info=True),
         devices[0].pod,
         [d.id for d in devices],
@@ -149,7 +192,7 @@ def _xla_compile(lowering, options: dict[str, Any]) -> Program:
         jaxlib.__version__,
         client.platform_version,
     )
-    return get_or_compile(key, compile_program)
+    return cached(key, compile_program)
 
 
 def _read(loaded) -> Program:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 MOST_LEAVES = 8
@@ -40,12 +42,8 @@ def human_bytes(count: float) -> str:
 
 def listing(rows: Iterable[Sequence[str]], *, most: int = MOST_LEAVES) -> str:
     """Rows as an indented table, capped at `most` with a count of what was left out."""
-    rows = [tuple(row) for row in rows]
-    shown = rows[:most]
-    widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))] if shown else []
-    lines = [
-        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown
-    ]
+    rows = list(rows)
+    lines = [f"  {line}" for line in _aligned(rows[:most])]
     if len(rows) > most:
         lines.append(f"  ... and {len(rows) - most} more")
     return "\n".join(lines)
@@ -53,12 +51,14 @@ def listing(rows: Iterable[Sequence[str]], *, most: int = MOST_LEAVES) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """An aligned plain-text table with a header line."""
-    body = [tuple(map(str, row)) for row in rows]
-    widths = [max(len(r[i]) for r in [tuple(header), *body]) for i in range(len(header))]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [tuple(header), *body]
-    ]
+    lines = _aligned([header, *(list(map(str, row)) for row in rows)])
     return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line per row, every column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def shown(value: Any) -> str:
@@ -107,8 +107,7 @@ def check_number(value, name: str, rule: str, good: Callable[[Any], bool], *, wh
 
 def check_flag(value, name: str, *, where: str, remedy: str = "") -> None:
     """Raises TypeError for what is neither True nor False."""
-    if not isinstance(value, bool):
-        _refuse(TypeError, value, name, "True or False", where, remedy)
+    check_kind(value, name, bool, "True or False", where=where, remedy=remedy)
 
 
 def check_choice(value, name: str, choices: Sequence[str], *, where: str, optional: bool = False) -> None:
@@ -128,6 +127,26 @@ def check_kind(
     """Raises TypeError for what is an instance of none of the classes; `rule` says in words what it must be."""
     if not (isinstance(value, kinds) or (optional and value is None)):
         _refuse(TypeError, value, name, rule + (" or None" if optional else ""), where, remedy)
+
+
+def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating: bool = True) -> np.dtype:
+    """The dtype that a value names.
+
+    Raises:
+      TypeError: it names none; an array does not, nor does None.
+      ValueError: it is no floating dtype, where one is wanted.
+    """
+    names = isinstance(value, (str, type, np.dtype)) or (
+        hasattr(value, "dtype") and not hasattr(value, "shape")
+    )
+    dtype = None
+    with contextlib.suppress(TypeError, ValueError, SyntaxError):
+        dtype = jnp.dtype(value) if names else None
+    if dtype is None or dtype.kind == "O":
+        raise TypeError(f"{where}({name}={shown(value)}): {name} must be {rule}, such as jnp.bfloat16.")
+    if floating and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{where}({name}={shown(value)}): {name} must be a floating dtype.")
+    return dtype
 
 
 def check_function(value, name: str, *, where: str, optional: bool = False, remedy: str = "") -> None:

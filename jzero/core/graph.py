@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core import jaxprs
-from jzero.core.primitives import CALLS, LAYOUT
+from jzero.core.dims import reduced_dims
+from jzero.core.primitives import CALLS, LAYOUT, REDUCTIONS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,6 +44,28 @@ class Node:
     def name(self) -> str:
         """The primitive."""
         return "select_n" if self.choice else "copy" if self.eqn is None else self.eqn.primitive.name
+
+    @property
+    def cuts_end(self) -> bool:
+        """True for a slice that leaves out the end of dims alone."""
+        if self.name != "slice":
+            return False
+        params = self.eqn.params
+        return not any(params["start_indices"]) and all(step == 1 for step in params["strides"] or ())
+
+    @property
+    def pads_end(self) -> bool:
+        """True for padding at the end of dims alone."""
+        return self.name == "pad" and all(
+            not low and high >= 0 and not between for low, high, between in self.eqn.params["padding_config"]
+        )
+
+    @property
+    def reduces_all(self) -> bool:
+        """True for a reduction of all dims of one array to a number, by an operation that REDUCTIONS has."""
+        if self.name not in REDUCTIONS or len(self.ins) != 1:
+            return False
+        return len(reduced_dims(self.eqn)) == self.eqn.invars[0].aval.ndim
 
     @contextlib.contextmanager
     def scope(self):
@@ -117,8 +140,7 @@ class Graph:
             if name in CALLS and CALLS[name] in eqn.params and self.inlines(eqn, values):
                 outs = self._add(*jaxprs.opened(eqn.params[CALLS[name]]), values, (*outer, eqn))
             elif self.chooses and name == "cond" and not eqn.effects:
-                bodies = [jaxprs.opened(b) for b in eqn.params["branches"]]
-                branches = [self._add(*body, values[1:], (*outer, eqn)) for body in bodies]
+                branches = [self._add(*body, values[1:], (*outer, eqn)) for body in jaxprs.branches(eqn)]
                 outs = [self._choice(eqn, values[0], some) for some in zip(*branches, strict=True)]
             else:
                 outs = [self._new(v.aval) for v in eqn.outvars]
@@ -150,8 +172,8 @@ class Graph:
             found.update((o, frozenset() if self.is_small(o) else through) for o in node.outs)
         return found
 
-    def needed(self, value: int, known) -> list[Node]:
-        """The nodes that a value takes, each after those that it reads; `known` values are given."""
+    def needed(self, value: int, is_known: Callable[[int], bool]) -> list[Node]:
+        """The nodes that a value takes, each after those that it reads, down to values that are known."""
         order: list[Node] = []
         seen: set[int] = set()
         pending: list[tuple[int, bool]] = [(value, False)]
@@ -159,7 +181,7 @@ class Graph:
             at, done = pending.pop()
             if done:
                 order.append(self.makers[at])
-            elif at not in seen and at not in known and at in self.makers:
+            elif at not in seen and not is_known(at) and at in self.makers:
                 node = self.makers[at]
                 seen.update(node.outs)
                 pending.append((at, True))
@@ -185,8 +207,8 @@ class FlatFunction(Graph):
         return out
 
 
-def on_piece(node: Node, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-    """The results of an elementwise node on a piece of its operands; scalars stay scalars."""
+def on_chunk(node: Node, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+    """The results of an elementwise node on a chunk of its operands; scalars stay scalars."""
     if node.name in LAYOUT:
         return [values[0]]
     if node.name == "broadcast_in_dim":
@@ -194,18 +216,3 @@ def on_piece(node: Node, values: Sequence[Any], shape: tuple[int, ...]) -> list[
     if any(np.ndim(v) for v in values) and node.name not in ("select_n", "clamp", "optimization_barrier"):
         values = [v if np.ndim(v) else jnp.broadcast_to(v, shape) for v in values]
     return node.run(values)
-
-
-def cuts_end(node: Node) -> bool:
-    """True for a slice that leaves out the end of dims alone."""
-    if node.name != "slice":
-        return False
-    params = node.eqn.params
-    return not any(params["start_indices"]) and all(step == 1 for step in params["strides"] or ())
-
-
-def pads_end(node: Node) -> bool:
-    """True for padding at the end of dims alone."""
-    return node.name == "pad" and all(
-        not low and high >= 0 and not between for low, high, between in node.eqn.params["padding_config"]
-    )

@@ -7,7 +7,7 @@ Tested on the oldest and the newest supported jax. From 0.11 on an open and a cl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,24 @@ from jax._src import source_info_util
 from jax._src.core import Tracer, trace_ctx
 from jax.extend.core import Literal
 
+from jzero.core.errors import is_array
+
 
 def trace(fn: Callable, *args) -> tuple[Any, list[Any]]:
     """The closed jaxpr of a function of flat arrays to a flat list of arrays, and its consts."""
     closed = jax.make_jaxpr(fn)(*args)
     return closed.jaxpr, list(closed.consts)
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    """The leaves of a tree that are arrays, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def merged(arrays: Iterable[Any]) -> Any:
+        arrays = iter(arrays)
+        return structure.unflatten([next(arrays) if is_array(x) else x for x in leaves])
+
+    return [x for x in leaves if is_array(x)], merged
 
 
 def opened(closed) -> tuple[Any, list[Any]]:
@@ -68,6 +81,22 @@ def bind(eqn, args: Sequence[Any]) -> list[Any]:
     """The equation's primitive on other arguments; always a list of results."""
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def scan_parts(eqn) -> tuple[Any, int, int]:
+    """The body of a scan, and how many of its arguments are loop constants and carries."""
+    return opened(eqn.params["jaxpr"])[0], *scan_counts(eqn.params)
+
+
+def while_parts(eqn) -> tuple[tuple[Any, int], tuple[Any, int]]:
+    """The condition and the body of a while loop, each with the number of arguments that it has for itself."""
+    cond, body = (opened(eqn.params[f"{name}_jaxpr"])[0] for name in ("cond", "body"))
+    return (cond, eqn.params["cond_nconsts"]), (body, eqn.params["body_nconsts"])
+
+
+def branches(eqn) -> list[tuple[Any, list[Any]]]:
+    """The branches of a `cond`, as (jaxpr, consts)."""
+    return [opened(branch) for branch in eqn.params["branches"]]
 
 
 def scan_counts(params) -> tuple[int, int]:

@@ -14,10 +14,15 @@ import jax
 _TAG = "jzero.gather_on_use"
 
 
+def is_module_class(x: Any, package: str = "flax.nnx") -> bool:
+    """True for a class of modules of `flax.nnx` or `flax.linen`."""
+    flax = sys.modules.get(package)
+    return flax is not None and isinstance(x, type) and issubclass(x, flax.Module)
+
+
 def is_module(x: Any) -> bool:
     """True for an `nnx.Module`."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Module)
+    return is_module_class(type(x))
 
 
 def has_module(tree: Any) -> bool:

@@ -30,7 +30,7 @@ ELEMENTWISE = frozenset(
 KEEPS_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze", "transpose")
 """Zero for a first operand of zeros, whatever the others are."""
 
-REDUCTIONS = {  # of all values: on a piece, of two pieces, and the value that changes nothing
+REDUCTIONS = {  # of all values: on a chunk, of two chunks, and the value that changes nothing
     "reduce_sum": (jnp.sum, jax.lax.add, lambda dtype: 0),
     "reduce_max": (jnp.max, jax.lax.max, lambda dtype: _extreme(dtype, -1)),
     "reduce_min": (jnp.min, jax.lax.min, lambda dtype: _extreme(dtype, 1)),

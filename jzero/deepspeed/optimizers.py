@@ -65,7 +65,7 @@ class _Arguments:
         return ValueError(f"jzero.deepspeed: {self.where}: {self.section}.{name} is {found!r}; {rule}.")
 
     def only(self, name: str, value: Any, reason: str) -> None:
-        """An argument that optax has not: `value` asks for nothing, any other is refused."""
+        """An argument that optax does not have: `value` asks for nothing, any other is refused."""
         kind = "true or false" if isinstance(value, bool) else "a finite number"
         found = self.value(name, value, kind, low=None)
         if name in self.given:
@@ -93,6 +93,63 @@ class _Arguments:
         return self.lines
 
 
+def _adam(args: _Arguments, rate: str, kind: str) -> tuple[str, float]:
+    """A line of optax, and the weight decay to add in front of it: not decoupled."""
+    b1, b2 = args.value("betas", (0.9, 0.999), "a list of two numbers")
+    eps = args.value("eps", 1e-8)
+    decoupled = args.value("adam_w_mode", True, "true or false") or kind == "adamw"
+    torch_adam = args.value("torch_adam", False, "true or false")
+    decay = args.value("weight_decay", 0.01 if torch_adam and decoupled else 0.0)
+    args.only("amsgrad", False, "optax.amsgrad, without decoupled weight decay")
+    args.only("bias_correction", True, "optax's Adam always corrects")
+    args.only("maximize", False, "negate the loss")
+    args.unneeded("set_grad_none", "fp32_optimizer_states", *OF_TORCH)
+    line = f"{rate}, b1={b1}, b2={b2}, eps={eps}"
+    return (f"optax.adamw({line}, weight_decay={decay})", 0.0) if decoupled else (f"optax.adam({line})", decay)
+
+
+def _lion(args: _Arguments, rate: str, kind: str) -> tuple[str, float]:
+    """As `_adam`."""
+    b1, b2 = args.value("betas", (0.9, 0.999), "a list of two numbers")
+    args.unneeded("set_grad_none", "fp32_optimizer_states")
+    return f"optax.lion({rate}, b1={b1}, b2={b2}, weight_decay={args.value('weight_decay', 0.0)})", 0.0
+
+
+def _lamb(args: _Arguments, rate: str, kind: str) -> tuple[str, float]:
+    """As `_adam`."""
+    b1, b2 = args.value("betas", (0.9, 0.999), "a list of two numbers")
+    for bound, usual in (("max_coeff", 10.0), ("min_coeff", 0.01)):
+        args.only(bound, usual, "optax does not clamp LAMB's trust ratio")
+    args.only("bias_correction", True, "optax's LAMB always corrects")
+    args.only("eps_inside_sqrt", False, "optax adds eps outside of the root")
+    args.only("amsgrad", False, "DeepSpeed's LAMB has none")
+    decay = args.value("weight_decay", 0.0)
+    return f"optax.lamb({rate}, b1={b1}, b2={b2}, eps={args.value('eps', 1e-8)}, weight_decay={decay})", 0.0
+
+
+def _adagrad(args: _Arguments, rate: str, kind: str) -> tuple[str, float]:
+    """As `_adam`."""
+    start, decay = args.value("initial_accumulator_value", 0.0), args.value("weight_decay", 0.0)
+    args.only("lr_decay", 0.0, "pass a schedule as the learning rate")
+    args.only("amsgrad", False, "DeepSpeed's Adagrad has none")
+    args.only("maximize", False, "negate the loss")
+    args.unneeded("fp32_optimizer_states", *OF_TORCH)
+    return f"optax.adagrad({rate}, initial_accumulator_value={start}, eps={args.value('eps', 1e-10)})", decay
+
+
+def _sgd(args: _Arguments, rate: str, kind: str) -> tuple[str, float]:
+    """As `_adam`."""
+    momentum, decay = args.value("momentum", 0.0), args.value("weight_decay", 0.0)
+    args.only("dampening", 0.0, "optax.sgd has none")
+    args.only("maximize", False, "negate the loss")
+    args.unneeded(*OF_TORCH)
+    nesterov = args.value("nesterov", False, "true or false")
+    return f"optax.sgd({rate}, momentum={momentum or None}, nesterov={nesterov})", decay
+
+
+_CHAINS = {"adam": _adam, "adamw": _adam, "lion": _lion, "lamb": _lamb, "adagrad": _adagrad, "sgd": _sgd}
+
+
 def optimizer_lines(
     where: str, name: str, given: Mapping[str, Any], *, scheduled: bool
 ) -> tuple[Lines, float | None]:
@@ -118,49 +175,7 @@ def optimizer_lines(
         lines = Lines([line], refused={"type": why + _ended(hint), **dict.fromkeys(given, why)})
         return lines, lr if is_number(lr) else None
     lr = args.value("lr", {"adagrad": 1e-2}.get(kind, 1e-3))
-    rate, decay_first = "schedule" if scheduled else repr(lr), ""
-    if kind in ("adam", "adamw"):
-        b1, b2 = args.value("betas", (0.9, 0.999), "a list of two numbers")
-        eps = args.value("eps", 1e-8)
-        decoupled = args.value("adam_w_mode", True, "true or false") or kind == "adamw"
-        torch_adam = args.value("torch_adam", False, "true or false")
-        decay = args.value("weight_decay", 0.01 if torch_adam and decoupled else 0.0)
-        args.only("amsgrad", False, "optax.amsgrad, without decoupled weight decay")
-        args.only("bias_correction", True, "optax's Adam always corrects")
-        args.only("maximize", False, "negate the loss")
-        args.unneeded("set_grad_none", "fp32_optimizer_states", *OF_TORCH)
-        line = f"{rate}, b1={b1}, b2={b2}, eps={eps}"
-        if decoupled:
-            line = f"optax.adamw({line}, weight_decay={decay})"
-        else:
-            line, decay_first = f"optax.adam({line})", decay
-    elif kind == "lion":
-        b1, b2 = args.value("betas", (0.9, 0.999), "a list of two numbers")
-        args.unneeded("set_grad_none", "fp32_optimizer_states")
-        line = f"optax.lion({rate}, b1={b1}, b2={b2}, weight_decay={args.value('weight_decay', 0.0)})"
-    elif kind == "lamb":
-        b1, b2 = args.value("betas", (0.9, 0.999), "a list of two numbers")
-        for bound, usual in (("max_coeff", 10.0), ("min_coeff", 0.01)):
-            args.only(bound, usual, "optax does not clamp LAMB's trust ratio")
-        args.only("bias_correction", True, "optax's LAMB always corrects")
-        args.only("eps_inside_sqrt", False, "optax adds eps outside of the root")
-        args.only("amsgrad", False, "DeepSpeed's LAMB has none")
-        decay = args.value("weight_decay", 0.0)
-        line = f"optax.lamb({rate}, b1={b1}, b2={b2}, eps={args.value('eps', 1e-8)}, weight_decay={decay})"
-    elif kind == "adagrad":
-        start, decay_first = args.value("initial_accumulator_value", 0.0), args.value("weight_decay", 0.0)
-        args.only("lr_decay", 0.0, "pass a schedule as the learning rate")
-        args.only("amsgrad", False, "DeepSpeed's Adagrad has none")
-        args.only("maximize", False, "negate the loss")
-        args.unneeded("fp32_optimizer_states", *OF_TORCH)
-        line = f"optax.adagrad({rate}, initial_accumulator_value={start}, eps={args.value('eps', 1e-10)})"
-    else:
-        momentum, decay_first = args.value("momentum", 0.0), args.value("weight_decay", 0.0)
-        args.only("dampening", 0.0, "optax.sgd has none")
-        args.only("maximize", False, "negate the loss")
-        args.unneeded(*OF_TORCH)
-        nesterov = args.value("nesterov", False, "true or false")
-        line = f"optax.sgd({rate}, momentum={momentum or None}, nesterov={nesterov})"
+    line, decay_first = _CHAINS[kind](args, "schedule" if scheduled else repr(lr), kind)
     if decay_first:
         line = f"optax.chain(optax.add_decayed_weights({decay_first}), {line})"
     lines = args.rest()

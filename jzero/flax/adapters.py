@@ -16,14 +16,15 @@ import jax
 from jax.tree_util import Partial
 
 from jzero.core.errors import is_array
-from jzero.layout.leaf_rule import metadata_spec
+from jzero.core.nnx_modules import is_module, is_module_class
+from jzero.layout.given_layouts import metadata_spec
 from jzero.optim import ZeroState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A train state taken apart. `specs`: a layout per param from NNX metadata, where there is any."""
+    """A train state taken apart, its params first. `specs`: a layout per param from NNX metadata, if it has any."""
 
     params: Any
     opt_state: Any
@@ -37,19 +38,6 @@ class Parts:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def arrays(self) -> tuple[Any, ...]:
-        """The parts that hold arrays, as a tree that `jax.eval_shape` can return."""
-        return self.params, self.opt_state, self.step, self.rest
-
-    def statics(self) -> Parts:
-        """The parts that hold none."""
-        return self.replace(params=None, opt_state=None, step=None, rest=None)
-
-    def with_arrays(self, arrays) -> Parts:
-        """The reverse of `arrays`."""
-        params, opt_state, step, rest = arrays
-        return self.replace(params=params, opt_state=opt_state, step=step, rest=rest)
-
 
 def is_creator(state: Any) -> bool:
     """A function (not a state) that creates one."""
@@ -58,13 +46,14 @@ def is_creator(state: Any) -> bool:
 
 def check_state(state: Any, *, where: str) -> None:
     """Raises TypeError for what is neither a state nor a function that may create one, with what to pass instead."""
-    kind = state.__name__ if isinstance(state, type) else type(state).__name__
-    if _is_module(state, "flax.nnx") or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
+    cls = state if isinstance(state, type) else type(state)
+    kind = cls.__name__
+    if is_module_class(cls) or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
         raise TypeError(
             f"{where}: {kind} is no train state. An NNX model goes with its optimizer, as one pair, the model first: "
             f"{where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
-    if _is_module(state, "flax.linen"):
+    if is_module_class(cls, "flax.linen"):
         raise TypeError(
             f"{where}: {kind} is a model and no train state: it has neither params nor an optimizer. Pass "
             "TrainState.create(apply_fn=model.apply, params=params, tx=tx), or a function that returns it."
@@ -76,14 +65,6 @@ def check_state(state: Any, *, where: str) -> None:
         )
     if not (is_train_state(state) or is_pair(state) or is_creator(state)):
         raise _unknown(state, where)
-
-
-def _is_module(x: Any, package: str) -> bool:
-    """A module of Flax, or a class of them."""
-    flax = sys.modules.get(package)
-    return flax is not None and (
-        isinstance(x, flax.Module) or (isinstance(x, type) and issubclass(x, flax.Module))
-    )
 
 
 def take_apart(state: Any, *, where: str) -> Parts:
@@ -151,10 +132,9 @@ def _train_state_from(like: Any, parts: Parts) -> Any:
 
 def is_pair(state: Any) -> bool:
     """True for (nnx.Module, nnx.Optimizer)."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(state, (tuple, list)) or len(state) != 2:
+    if not isinstance(state, (tuple, list)) or len(state) != 2 or not is_module(state[0]):
         return False
-    return isinstance(state[0], nnx.Module) and isinstance(state[1], nnx.Optimizer)
+    return isinstance(state[1], sys.modules["flax.nnx"].Optimizer)
 
 
 def is_nnx_optimizer(x: Any) -> bool:

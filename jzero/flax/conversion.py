@@ -15,6 +15,7 @@ from jzero.layout.placement import on_device
 from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, check_state, cut, cut_state
+from jzero.update.sharded_update import taken_over
 
 
 def check_belongs(parts: Parts, tx) -> None:
@@ -52,41 +53,44 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
     parts = parts.replace(opt_state=logical_state(parts))
     check_belongs(parts, tx)
     target = init_shapes(tx, parts.params)
-    has_master, target_inner, inner = isinstance(target, ZeroState), _inner(target), _inner(parts.opt_state)
-    old = parts.opt_state.master if isinstance(parts.opt_state, ZeroState) else None
-    wanted = jax.tree.leaves(target_inner)
-    given, homes = [as_array(x) for x in jax.tree.leaves(inner)], plan.state_shardings(target)
+    wanted, shardings = jax.tree.leaves(target), iter(plan.state_shardings(target))
+
+    def placed(x, shape, sharding):
+        return place(padded(on_device(as_array(x)), shape), sharding.with_memory_kind("device"))
+
+    given = jax.tree.leaves(_inner(parts.opt_state))
     fresh: list[Any] = [None] * len(given)
-    if any(x.dtype.itemsize < t.dtype.itemsize for x, t in zip(given, wanted, strict=True)):
-        fresh = _fresh_inner(parts, tx, plan, place, masters)
+    if any(as_array(x).dtype.itemsize < t.dtype.itemsize for x, t in zip(given, wanted, strict=False)):
+        fresh = _fresh_inner(parts, tx, plan, placed, masters)
     leaves = []
-    for x, t, f, home in zip(given, wanted, fresh, homes[: len(given)], strict=True):
-        x = place(padded(on_device(x), t.shape), home.with_memory_kind("device"))
-        leaves.append(store(_as_dtype(x if f is None else _widened(x, f), t.dtype), home))
-    inner = jax.tree.unflatten(jax.tree.structure(target_inner), leaves)
-    if not has_master:
+    for x, t, f, sharding in zip(given, wanted, fresh, shardings, strict=False):
+        x = placed(x, t.shape, sharding)
+        x = x if f is None or x.dtype == f.dtype else taken_over(x, f)  # the fresh value, where `x` is its rounding
+        leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
+    inner = jax.tree.unflatten(jax.tree.structure(_inner(target)), leaves)
+    if not isinstance(target, ZeroState):
         return inner
-    count = len(plan.layouts)
-    known = (
-        align(old, parts.params, where="jzero.shard: the master")
-        if old is not None
-        else masters or [None] * count
-    )
-    needs = align(target.master, parts.params, where="jzero.shard: the master")
-    master_homes = iter(homes[len(given) :])
-    new = []
-    for p, m, w in zip(jax.tree.leaves(parts.params), known, needs, strict=True):
-        home = None if w is None else next(master_homes)
-        new.append(
-            None if home is None else store(_master(p, m, w, home.with_memory_kind("device"), place), home)
-        )
+
+    def master(param, known, shape, sharding):
+        if shape is None:
+            return None
+        param = placed(param, shape.shape, sharding)
+        new = param if known is None else taken_over(param, placed(known, shape.shape, sharding))
+        return store(new.astype(shape.dtype), sharding)
+
+    known = masters or [None] * len(plan.layouts)
+    if isinstance(parts.opt_state, ZeroState):
+        known = align(parts.opt_state.master, parts.params, where="jzero.shard: the master")
+    shapes = align(target.master, parts.params, where="jzero.shard: the master")
+    rows = zip(jax.tree.leaves(parts.params), known, shapes, strict=True)
+    new = [master(*row, None if row[2] is None else next(shardings)) for row in rows]
     return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new))
 
 
-def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
+def _fresh_inner(parts: Parts, tx, plan: Plan, placed, masters) -> list[Any]:
     """The leaves of a fresh inner state, made for the masters: what a 16-bit `tx.init` rounded, unrounded."""
     params = [
-        place(padded(on_device(as_array(p)), x.state_shape), plan.sharding(x.state))
+        placed(p, x.state_shape, plan.sharding(x.state))
         for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)
     ]
     tree = jax.tree.structure(parts.params)
@@ -101,25 +105,6 @@ def _fresh_inner(parts: Parts, tx, plan: Plan, place, masters) -> list[Any]:
         return _inner(tx.init.on_device(logical(params), None if masters is None else logical(masters)))
 
     return jax.tree.leaves(jax.jit(fresh)(params, known))
-
-
-def _widened(value, fresh):
-    """The wider fresh value where the given one is its rounding (a hyper-parameter, a copy of a param)."""
-    return (
-        value
-        if value.dtype == fresh.dtype
-        else jnp.where(fresh.astype(value.dtype) == value, fresh, value.astype(fresh.dtype))
-    )
-
-
-def _master(param, known, wanted, sharding, place):
-    param = place(padded(on_device(as_array(param)), wanted.shape), sharding)
-    if known is None:
-        return param.astype(wanted.dtype)
-    known = place(padded(on_device(known), wanted.shape), sharding)
-    return jnp.where(known.astype(param.dtype) == param, known, param.astype(known.dtype)).astype(
-        wanted.dtype
-    )
 
 
 def logical_state(parts: Parts) -> Any:
@@ -157,7 +142,3 @@ def _inner(opt_state):
 def as_array(x):
     """An array of a Python scalar; arrays and abstract values as they are."""
     return x if hasattr(x, "dtype") else jnp.asarray(x)
-
-
-def _as_dtype(x, dtype):
-    return x if x.dtype == dtype else x.astype(dtype)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jzero.config import ZeroConfig
 from jzero.core.dependence import wide_sources
@@ -48,9 +47,10 @@ def checked_creator(create: Callable, where: str) -> Callable[[], Any]:
 
 def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
-    born, finish, plan, shapes = _creation(create, config, mesh, param_specs, scan_axes)
+    born, finish, plan, shapes = creation(create, config, mesh, param_specs, scan_axes)
     check_real(plan)
-    check_host_memory(lambda: shapes.opt_state, plan)
+    if config.offload is not None:
+        check_host_memory(shapes.opt_state, plan)
     if jax.process_count() == 1:
         return finish(born())
     lowered = born.lower()
@@ -58,39 +58,22 @@ def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spec
     return finish(lowered.compile()())
 
 
-def lower_creation(
-    create: Callable[[], Any],
-    config: ZeroConfig,
-    *,
-    mesh: Mesh | None = None,
-    param_specs: Any = None,
-    scan_axes: Mapping[str, int | None] | None = None,
-) -> jax.stages.Lowered:
-    """The program by which `shard` creates a state, lowered: compile it to read what creation holds at once.
-
-    Args:
-      create, config, mesh, param_specs, scan_axes: as for `shard`.
-    """
-    return _creation(create, config, mesh, param_specs, scan_axes)[0].lower()
-
-
-def _creation(
-    create, config, mesh, param_specs, scan_axes
+def creation(
+    create: Callable[[], Any], config: ZeroConfig, mesh=None, param_specs=None, scan_axes=None
 ) -> tuple[Any, Callable[[list[Any]], Any], Plan, Parts]:
     """The jitted creation of all leaves in their layout, what makes a state of them, the plan and the shapes."""
     shapes, rebuild, stacks = trace_creator(create)
     plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
     tx = zero(unwrap(shapes.tx), plan)
     tree, count = jax.tree.structure(shapes), len(plan.layouts)
-    order = _params_first(shapes)
     flat = wide_sources(
-        lambda: [jnp.asarray(x) for x in order(jax.tree.leaves(_parts_of(create)))],
+        lambda: [jnp.asarray(x) for x in jax.tree.leaves(adapters.take_apart(create(), where="jzero"))],
         count, lambda i: config.master_for(plan.layouts[i].dtype),
     )  # fmt: skip
 
     def born():
         leaves, masters = flat()
-        parts = jax.tree.unflatten(tree, order(leaves, back=True))
+        parts = jax.tree.unflatten(tree, leaves)
         # inside the trace nothing moves yet: out_shardings place every leaf
         opt_state = convert_opt_state(
             parts, tx, plan, place=lambda x, s: jax.lax.with_sharding_constraint(x, s), masters=masters
@@ -116,37 +99,15 @@ def trace_creator(create) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str
         parts = adapters.take_apart(
             state, where=f"jzero: the creation function {getattr(create, '__name__', '')}".rstrip()
         )
-        box[:] = [parts.statics(), adapters.rebuilder(state)]
-        return parts.arrays()
+        box[:] = [jax.tree.structure(parts), adapters.rebuilder(state)]
+        return jax.tree.leaves(parts)
 
     jitted = jax.jit(run)
-    arrays = jitted.eval_shape()  # one trace serves both
-    parts = box[0].with_arrays(arrays)
+    leaves = jitted.eval_shape()
+    parts = jax.tree.unflatten(box[0], leaves)
     flat = jax.tree_util.tree_leaves_with_path(parts.params)
-    dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))
+    dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))  # the trace of `eval_shape`, not another one
     stacks: dict[tuple[str, ...], int | None] = {
         path_keys(k): d for (k, _), d in zip(flat, dims, strict=True) if d is not None
     }
     return parts, box[1], stacks
-
-
-def _parts_of(create) -> Parts:
-    return adapters.take_apart(create(), where="jzero")
-
-
-def _params_first(parts: Parts):
-    """A function that moves the params to the front of the flat list of a state's leaves, and back."""
-    index = list(range(len(jax.tree.leaves(parts))))
-    numbered = jax.tree.unflatten(jax.tree.structure(parts), index)
-    params = jax.tree.leaves(numbered.params)
-    front = params + [i for i in index if i not in set(params)]
-
-    def order(leaves, back: bool = False):
-        if not back:
-            return [leaves[i] for i in front]
-        out: list[Any] = [None] * len(leaves)
-        for i, leaf in zip(front, leaves, strict=True):
-            out[i] = leaf
-        return out
-
-    return order

@@ -72,7 +72,7 @@ def shard(
 
     Raises:
       TypeError: a state of an unknown kind, a creation function that needs arguments, an unknown field.
-      ValueError: an axis that the mesh has not, optimizer state that does not belong to the params, arrays
+      ValueError: an axis that is not in the mesh, optimizer state that does not belong to the params, arrays
         committed to devices outside of the mesh; an existing state that is not the same on every process.
 
     Layout:
@@ -108,7 +108,8 @@ def shard(
     check_real(plan)
     check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
-    check_host_memory(lambda: init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
+    if config.offload is not None:
+        check_host_memory(init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
     # an NNX pair is filled in place: what it held before, it does not keep
     return adapters.put_together(state, _place(parts, plan, HeldMemory(() if adapters.is_pair(state) else parts)))
 
@@ -217,9 +218,7 @@ def _place(parts: Parts, plan: Plan, kept: HeldMemory) -> Parts:
     parts = parts.replace(tx=tx, apply_fn=wrapped_apply(parts, plan), opt_state=opt_state)
     if parts.step is not None:
         parts = parts.replace(step=jnp.asarray(parts.step, step_dtype(parts.step)))
-    return map_shardings(
-        parts, plan, lambda x, s: kept.apart(put(x if hasattr(x, "dtype") else jnp.asarray(x), s))
-    )
+    return map_shardings(parts, plan, lambda x, s: kept.apart(put(as_array(x), s)))
 
 
 def _shape(x):

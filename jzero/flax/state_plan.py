@@ -35,7 +35,9 @@ def plan_of_parts(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes
         mesh = old.mesh if mesh is None else mesh
     if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
-    plan = plan_for(parts.params, config, mesh, param_specs, scan_axes, stacks or {})
+    plan = plan_for(
+        parts.params, config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes, stacks=stacks or {}
+    )
     plan = dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
     expect_gathers(plan)
     return plan

@@ -88,10 +88,9 @@ class LossScale:
         where = "jzero.LossScale"
         for name in ("growth_interval", "hysteresis"):
             check_int(getattr(self, name), name, where=where, low=1, high=MOST_STEPS)
+        positive = "a finite number above 0", lambda x: x > 0
         rules = {
-            "minimum": ("a finite number above 0", lambda x: x > 0),
-            "maximum": ("a finite number above 0", lambda x: x > 0),
-            "initial": ("a finite number above 0", lambda x: x > 0),
+            **dict.fromkeys(("minimum", "maximum", "initial"), positive),
             "growth": ("a finite number above 1", lambda x: x > 1),
             "backoff": ("a number between 0 and 1", lambda x: 0 < x < 1),
         }

@@ -6,16 +6,11 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jzero.core.errors import counted, human_bytes, table, typed_shape
 from jzero.layout.specs import shard_factor
 
 SHOWN = 3
-
-
-def _text(spec: PartitionSpec) -> str:
-    return str(spec).replace("PartitionSpec", "P")
 
 
 def describe_plan(plan: Any, tx: Any) -> str:
@@ -24,7 +19,7 @@ def describe_plan(plan: Any, tx: Any) -> str:
     rows = []
     for x in plan.layouts:
         held = x.nbytes // shard_factor(x.stored, mesh) + x.nbytes // shard_factor(x.grad, mesh)
-        specs = [_text(s) for s in (x.stored, x.used, x.grad, x.state)]
+        specs = map(str, (x.stored, x.used, x.grad, x.state))
         rows.append([x.name, typed_shape(x), *specs, human_bytes(held), x.reason])
     header = ["param", "type", "stored", "used", "grad", "state", "bytes/device", "whole because"]
     axes = ", ".join(f"{k}: {v}" for k, v in mesh.shape.items())
@@ -47,14 +42,14 @@ def describe_plan(plan: Any, tx: Any) -> str:
 
 def _guesses(plan: Any) -> list[str]:
     """Which leaves were taken for stacks of layers without being known as such, where that decides a layout."""
-    found = [x for x in plan.layouts if x.guessed]
-    if not found or plan.n == 1 or not plan.config.row.state:
+    guessed = [x for x in plan.layouts if x.guessed]
+    if not guessed or plan.n == 1 or not plan.config.row.state:
         return []
-    paths = ["/".join(x.keys) for x in found]
-    shown = ", ".join(f"{path} {typed_shape(x)}" for path, x in list(zip(paths, found, strict=True))[:SHOWN])
+    paths = ["/".join(x.keys) for x in guessed]
+    shown = ", ".join(f"{path} {typed_shape(x)}" for path, x in list(zip(paths, guessed, strict=True))[:SHOWN])
     return [
-        f"dim 0 of {counted(len(found), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
-        f"{shown}{f' and {len(found) - SHOWN} more' if len(found) > SHOWN else ''}. If it is one, or if it is none "
+        f"dim 0 of {counted(len(guessed), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
+        f"{shown}{f' and {len(guessed) - SHOWN} more' if len(guessed) > SHOWN else ''}. If it is one, or if it is none "
         f'(experts), say so: scan_axes={{"{paths[0].partition("/")[0]}": 0}}, or scan_axes={{}}.'
     ]
 
@@ -67,11 +62,11 @@ def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
         paths, jax.tree.leaves(state), plan.state_specs(state), plan.state_shardings(state), strict=True
     )
     rows = []
-    for path, x, spec, home in leaves:
+    for path, x, spec, sharding in leaves:
         size = leaf_bytes(x) // shard_factor(spec, plan.mesh)
-        memory = "host" if home.memory_kind == "pinned_host" else "device"
+        memory = "host" if sharding.memory_kind == "pinned_host" else "device"
         name = jax.tree_util.keystr(path)
-        rows.append(([name, typed_shape(x), _text(spec), human_bytes(size), memory], size))
+        rows.append(([name, typed_shape(x), str(spec), human_bytes(size), memory], size))
     return rows
 
 

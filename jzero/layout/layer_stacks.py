@@ -1,4 +1,4 @@
-"""Which params are stacks of layers, and along which dim: as told, else as the creation function shows, else a guess.
+"""Which params are stacks of layers, and along which dim: `scan_axes` says it, the creation function, or a guess.
 
 A scan takes one layer after the other from a stack. Split along that dim, the whole stack would be gathered before the
 loop, so that dim is left whole.
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jzero.core import jaxprs
+from jzero.core.dims import MOVED_DIMS
 from jzero.core.errors import check_int, listing, nearest
 from jzero.core.primitives import ELEMENTWISE
 from jzero.core.traversal import traverse
@@ -42,13 +43,13 @@ def stack_dims(
       TypeError, ValueError: a mapping that does not fit the params.
     """
     if scan_axes is not None:
-        return told(leaves, scan_axes), set()
+        return _given_dims(leaves, scan_axes), set()
     guessed = scanned_paths([(keys, shape) for keys, shape in leaves if keys not in known])
     found = {keys: dim for keys, dim in known.items() if dim is not None}
     return found | dict.fromkeys(guessed, 0), guessed
 
 
-def told(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Keys, int]:
+def _given_dims(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Keys, int]:
     """What `scan_axes=` says: of the patterns that match a path, or the beginning of one, the first decides.
 
     Raises:
@@ -100,10 +101,10 @@ def _stacked_dims(eqn: Any, inputs: list[int | None]) -> list[int | None]:
     """The stacked dim of each result of an equation, from those of its operands."""
     name = eqn.primitive.name
     if name == "scan":
-        carry = jaxprs.scan_counts(eqn.params)[1]
+        carry = jaxprs.scan_parts(eqn)[2]
         return [None if i < carry else 0 for i in range(len(eqn.outvars))]
     if name == "transpose" and inputs[0] is not None:
-        return [list(eqn.params["permutation"]).index(inputs[0])]
+        return [MOVED_DIMS[name](eqn, inputs[0])]
     if name in KEEPS_DIMS:
         shapes = [(d, np.shape(a.aval)) for a, d in zip(eqn.invars, inputs, strict=True) if d is not None]
         return [next((d for d, s in shapes if s == np.shape(v.aval)), None) for v in eqn.outvars]

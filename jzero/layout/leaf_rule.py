@@ -1,4 +1,4 @@
-"""Layouts of one param: the leaf rule, and which layout an array brings along. `split.py` says how one is cut.
+"""Layouts of one param: the leaf rule. `split.py` says how an array is cut, `given_layouts.py` what it brings along.
 
 Everything here is a pure function of shapes, specs and a mesh.
 
@@ -20,12 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jzero.config import ZeroConfig
-from jzero.core.errors import human_bytes, nearest, shown, typed_shape
+from jzero.core.errors import human_bytes
 from jzero.layout.specs import (
-    P,
     axis_size,
     entry_axes,
     is_sub_axis,
@@ -33,7 +32,6 @@ from jzero.layout.specs import (
     named_axes,
     shard_factor,
     spec_axes,
-    whole_mesh,
 )
 from jzero.layout.split import Split, add_axes, find_split
 
@@ -207,108 +205,29 @@ def cut_leaf(
     return found, Whole.UNEVEN, reason
 
 
-def whole_below(config: ZeroConfig, leaves: Sequence[tuple[int, int, int]], n: int) -> int:
+def whole_below(config: ZeroConfig, leaves: Sequence[tuple[Any, int]], mesh: Mesh) -> int:
     """`min_shard_bytes` as a number of bytes: see [Note: small leaves].
 
     Args:
       config: its `min_shard_bytes` is a number, or "auto".
-      leaves: of each param its own bytes, those of its optimizer state, and in how many parts its own layout cuts it.
-      n: devices that share the optimizer state.
+      leaves: every param, and into how many parts its own layout cuts it.
+      mesh: of the plan.
     """
     if not isinstance(config.min_shard_bytes, str):
         return config.min_shard_bytes
-    left = SHARE_OF_SMALL * sum(state / parts for _, state, parts in leaves) / n
-    for own, state, parts in sorted(leaves):
+    n = axis_size(mesh, config.axes)
+    sizes = sorted(
+        (math.prod(x.shape) * x.dtype.itemsize, math.prod(x.shape) * config.adam_bytes(x.dtype) / parts)
+        for x, parts in leaves
+    )
+    left = SHARE_OF_SMALL * sum(state for _, state in sizes) / n
+    for own, state in sizes:
         if own >= MAX_WHOLE_BYTES:
             break
-        left -= state / parts * (n - 1) / n
+        left -= state * (n - 1) / n
         if left < 0:
             return own
     return MAX_WHOLE_BYTES
-
-
-def base_specs(params, flat, param_specs, mesh: Mesh, axes: Sequence[str]) -> list[PartitionSpec]:
-    """The layout that each param brings: `param_specs`, else Flax metadata, else its NamedSharding, else whole."""
-    if param_specs is not None:
-        specs = _given_specs(param_specs, params)
-    else:
-        boxed = jax.tree.leaves(params, is_leaf=lambda x: metadata_spec(x) is not None)
-        specs = [s for box in boxed for s in [metadata_spec(box)] for _ in jax.tree.leaves(box)]
-    out = [_array_spec(x, mesh, axes) if s is None else s for (_, x), s in zip(flat, specs, strict=True)]
-    return [_checked_base(k, x, s, mesh) for (k, x), s in zip(flat, out, strict=True)]
-
-
-def _given_specs(param_specs: Any, params: Any) -> list[PartitionSpec | None]:
-    """What `param_specs=` says for every param."""
-
-    def is_spec(x):
-        return isinstance(x, PartitionSpec) or x is None
-
-    where = "jzero.make_plan"
-    odd = [x for x in jax.tree.leaves(param_specs, is_leaf=is_spec) if not is_spec(x)]
-    if odd:
-        raise TypeError(f"{where}: param_specs must be a tree of PartitionSpec, not {shown(odd[0])}.")
-    try:
-        given = jax.tree.map(
-            lambda spec, sub: jax.tree.map(lambda _: spec, sub), param_specs, params, is_leaf=is_spec
-        )
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{where}: param_specs is no tree like the params, nor the top of one: {error}"
-        ) from None
-    return jax.tree.leaves(given, is_leaf=is_spec)
-
-
-def metadata_spec(box) -> PartitionSpec | None:
-    """What Flax partitioning metadata says: a linen box (`get_partition_spec`) or an NNX Variable (`sharding`)."""
-    if hasattr(box, "get_partition_spec"):
-        return box.get_partition_spec()
-    if hasattr(box, "get_metadata"):
-        names = [box.get_metadata().get(k) for k in ("out_sharding", "sharding", "sharding_names")]
-        names = [n for n in names if n]
-        return None if not names else names[0] if isinstance(names[0], PartitionSpec) else P(*names[0])
-    return None
-
-
-def _array_spec(leaf, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
-    """The layout of an array without the ZeRO axes: a split over those is an earlier run's, not the model's."""
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding) and set(spec_axes(sharding.spec)) <= set(mesh.axis_names):
-        kept = [[a for a in entry_axes(e) if a not in axes and not is_sub_axis(a)] for e in sharding.spec]
-        return make_spec([tuple(e) for e in kept])
-    return P()
-
-
-def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays of a tree are laid out on, if any of them is split."""
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if (
-            isinstance(sharding, NamedSharding)
-            and spec_axes(sharding.spec)
-            and isinstance(sharding.mesh, Mesh)
-        ):
-            return whole_mesh(sharding.mesh)
-    return None
-
-
-def _checked_base(path, leaf, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """The spec in canonical form; names that are no mesh axes and dims that do not divide are refused."""
-    where = f"jzero.make_plan: {jax.tree_util.keystr(path)} {typed_shape(as_abstract(leaf))} with {spec}"
-    unknown = [a for a in named_axes(spec) if a not in mesh.axis_names]
-    if unknown:
-        raise ValueError(
-            f"{where}: {unknown[0]!r} is no axis of the mesh {dict(mesh.shape)}.{nearest(unknown[0], mesh.axis_names)} "
-            "Translate logical names first (flax.linen.logical_to_mesh), or pass param_specs=."
-        )
-    if len(spec) > len(np.shape(leaf)):
-        raise ValueError(f"{where}: the layout has more dims than the array.")
-    for size, entry in zip(np.shape(leaf), spec, strict=False):
-        if size % axis_size(mesh, entry_axes(entry)):
-            raise ValueError(
-                f"{where}: {size} is not divisible by {axis_size(mesh, entry_axes(entry))} ({entry!r})."
-            )
-    return make_spec([entry_axes(e) for e in spec])
 
 
 def path_keys(path: KeyPath) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import listing, nearest, shown
-from jzero.layout.specs import whole_mesh
+from jzero.layout.specs import check_axes, whole_mesh
 from jzero.layout.topology import grid, span
 
 LEVELS = {"slices": 0, "hosts": 1, "host": 2}  # dims of `topology.grid`
@@ -65,20 +65,20 @@ def mesh(
         if not hasattr(pod, "gpus_per_host"):
             raise TypeError(f"jzero.mesh: pod must be a jzero.Pod, not {pod!r}. Pass jzero.pod(...).")
         devices, devices_per_host = pod.devices, devices_per_host or pod.gpus_per_host
-    found = grid(jax.devices() if devices is None else _devices(devices), devices_per_host=devices_per_host)
+    ordered = grid(jax.devices() if devices is None else _devices(devices), devices_per_host=devices_per_host)
     if any(size == "hosts" for size in named.values()) and "slices" not in named.values():
-        found = found.reshape(1, -1, found.shape[2])
-    shape = _shape(named, found.shape)
-    made = Mesh(_arranged(named, shape, found), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+        ordered = ordered.reshape(1, -1, ordered.shape[2])
+    shape = _shape(named, ordered.shape)
+    made = Mesh(_arranged(named, shape, ordered), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     rows = [
-        (repr(name), f"groups of {shape[name]}", f"on hosts of {found.shape[2]}")
+        (repr(name), f"groups of {shape[name]}", f"on hosts of {ordered.shape[2]}")
         for name in shape
-        if found.flat[0].platform != "tpu"  # whose hosts share their slice's network
+        if ordered.flat[0].platform != "tpu"  # whose hosts share their slice's network
         and not span(made, [name], devices_per_host=devices_per_host).even
     ]
     if rows:
         raise ValueError(
-            f"jzero.mesh: {len(rows)} axes lie unevenly over the {found.shape[0] * found.shape[1]} hosts:\n"
+            f"jzero.mesh: {len(rows)} axes lie unevenly over the {ordered.shape[0] * ordered.shape[1]} hosts:\n"
             f"{listing(rows)}\nSome of their groups would cross the network and others not. Pass sizes that divide "
             "the devices of a host, or are multiples of them (with the axes behind them), or build a jax.sharding.Mesh "
             "yourself."
@@ -113,14 +113,14 @@ def _named(axes: Any, sizes: Mapping[str, int | str]) -> dict[str, int | str]:
 
 def _devices(devices: Any) -> list[Any]:
     """The devices that were passed, once each."""
-    found = np.asarray(devices, dtype=object).ravel().tolist()
-    if not found:
+    given = np.asarray(devices, dtype=object).ravel().tolist()
+    if not given:
         raise ValueError("jzero.mesh: devices is empty. Leave it out for all devices.")
-    if wrong := [d for d in found if not hasattr(d, "process_index")]:
+    if wrong := [d for d in given if not hasattr(d, "process_index")]:
         raise TypeError(f"jzero.mesh: devices must be JAX devices (jax.devices()), not {wrong[0]!r}.")
-    if (different := len(set(map(id, found)))) < len(found):
-        raise ValueError(f"jzero.mesh: {len(found)} devices were passed, {different} different ones.")
-    return found
+    if (different := len(set(map(id, given)))) < len(given):
+        raise ValueError(f"jzero.mesh: {len(given)} devices were passed, {different} different ones.")
+    return given
 
 
 def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str, int]:
@@ -136,17 +136,13 @@ def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str,
             raise ValueError(
                 f"jzero.mesh: the size of axis {name!r} is {size}; it must be at least 1, or -1."
             )
-    for word in LEVELS:
-        twice = [name for name, size in named.items() if size == word]
+    for words in (("slices",), ("hosts",), ("host",), ("rest", -1)):
+        twice = [name for name, size in named.items() if size in words]
         if len(twice) > 1:
             raise ValueError(
-                f"jzero.mesh: {' and '.join(map(repr, twice))} both have {word!r}; only one can."
+                f"jzero.mesh: {' and '.join(map(repr, twice))} both have {words[0]!r}; only one can."
             )
-    rest = [name for name, size in named.items() if size in (-1, "rest")]
-    if len(rest) > 1:
-        raise ValueError(
-            f"jzero.mesh: {' and '.join(map(repr, rest))} both take the rest; only one axis can."
-        )
+    rest = [name for name, size in named.items() if size in ("rest", -1)]
     total = math.prod(levels)
     shape = {k: levels[LEVELS[v]] if v in LEVELS else v for k, v in named.items() if k not in rest}
     left, odd = divmod(total, math.prod(int(n) for n in shape.values()))
@@ -160,27 +156,27 @@ def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str,
     return {k: left if k in rest else int(shape[k]) for k in named}
 
 
-def _arranged(named: Mapping[str, int | str], shape: Mapping[str, int], found: np.ndarray) -> np.ndarray:
+def _arranged(named: Mapping[str, int | str], shape: Mapping[str, int], ordered: np.ndarray) -> np.ndarray:
     """The devices in the shape of the mesh: boundaries where they are named, the other axes over what is left."""
     placed = {LEVELS[v]: name for name, v in named.items() if isinstance(v, str) and v in LEVELS}
     free = [name for name in named if name not in placed.values()]
-    if set(placed) <= {0} and found.flat[0].platform == "tpu":
-        return _torus(free, placed.get(0), shape, found)
+    if set(placed) <= {0} and ordered.flat[0].platform == "tpu":
+        return _torus(free, placed.get(0), shape, ordered)
     taken = [placed[level] for level in sorted(placed)]
     last = [level for level in range(3) if level not in placed]
-    array = found.transpose([*sorted(placed), *last]).reshape([shape[k] for k in (*taken, *free)])
+    array = ordered.transpose([*sorted(placed), *last]).reshape([shape[k] for k in (*taken, *free)])
     return array.transpose([[*taken, *free].index(name) for name in named])
 
 
 def _torus(
-    free: Sequence[str], across: str | None, shape: Mapping[str, int], found: np.ndarray
+    free: Sequence[str], across: str | None, shape: Mapping[str, int], ordered: np.ndarray
 ) -> np.ndarray:
     """TPUs: inside of a slice as JAX lays axes on its torus; `across`, or else the outermost axis, across slices.
 
     Raises:
       ValueError: the slices do not divide the outermost axis.
     """
-    slices, inner = len(found), [shape[k] for k in free]
+    slices, inner = len(ordered), [shape[k] for k in free]
     if across is None:
         if inner[0] % slices:
             raise ValueError(
@@ -188,31 +184,26 @@ def _torus(
                 f'first axis of a multiple of {slices}, such as {{"replica": "slices", ...}}.'
             )
         inner[0] //= slices
-    each = [mesh_utils.create_device_mesh(inner, part.ravel().tolist()) for part in found]
+    each = [mesh_utils.create_device_mesh(inner, part.ravel().tolist()) for part in ordered]
     if across is None:
         return np.concatenate(each)
     return np.moveaxis(np.stack(each), 0, list(shape).index(across))
 
 
 def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]]:
-    """The mesh with Auto axes that the config's axes are names of, and what to tell about it.
+    """The mesh with Auto axes that the config's axes are names of, and notes about it.
 
     Raises:
       TypeError: not a `jax.sharding.Mesh`.
-      ValueError: an axis the mesh has not; or a mesh with Explicit axes that is also the context's mesh.
+      ValueError: an axis that is not in the mesh; or a mesh with Explicit axes that is also the context's mesh.
     """
     if mesh is None:
         mesh = Mesh(np.array(jax.devices()).reshape([-1] + [1] * (len(config.axes) - 1)), config.axes)
     if not isinstance(mesh, Mesh):
         raise TypeError(f"jzero: mesh must be a jax.sharding.Mesh, not {type(mesh).__name__}.")
     mesh = whole_mesh(mesh)  # that of arrays which an earlier plan laid out
-    for name in dict.fromkeys(config.axes + config.batch_axes + config.param_axes):
-        if name not in mesh.axis_names:
-            shown = ", ".join(f"{k!r}: {v}" for k, v in mesh.shape.items())
-            raise ValueError(
-                f"jzero: axis {name!r} is not in the mesh {{{shown}}}.{nearest(name, mesh.axis_names)} "
-                "Pass axis= one of its names, or another mesh."
-            )
+    axes = (*config.axes, *config.batch_axes, *config.param_axes)
+    check_axes(axes, mesh, where="jzero", remedy="Pass axis= one of its names, or another mesh.")
     if all(t == AxisType.Auto for t in mesh.axis_types):
         return mesh, []
     check_context_mesh()

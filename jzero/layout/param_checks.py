@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jzero.config import ZeroConfig
-from jzero.core.errors import human_bytes, listing, typed_shape
+from jzero.core.errors import check_arrays, human_bytes, listing, typed_shape
 from jzero.layout.leaf_rule import Layout, Whole, as_abstract
 from jzero.layout.specs import axis_size
 from jzero.layout.split import find_split
@@ -19,23 +19,20 @@ from jzero.layout.split import find_split
 WHERE = "jzero.make_plan"
 
 
-def check_params(flat: Sequence[tuple]) -> None:
-    """Raises TypeError for leaves (path, leaf) that are no arrays, ValueError for none and for integers."""
+def check_params(params: Any) -> None:
+    """Raises TypeError for leaves that are no arrays, ValueError for a tree without leaves and for integers."""
+    flat = jax.tree_util.tree_leaves_with_path(params)
     if not flat:
         raise ValueError(
             f"{WHERE}: the params are empty. Pass the tree of params, e.g. variables['params']."
         )
-    rows, odd = [], []
-    for path, leaf in flat:
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            odd.append((jax.tree_util.keystr(path), type(leaf).__name__))
-        elif not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            rows.append((jax.tree_util.keystr(path), typed_shape(leaf)))
-    if odd:
-        raise TypeError(
-            f"{WHERE}: {len(odd)} of {len(flat)} leaves of the params are no arrays:\n{listing(odd)}\n"
-            "Pass arrays or jax.ShapeDtypeStruct; for an Equinox module, eqx.filter(model, eqx.is_inexact_array)."
-        )
+    remedy = (
+        "Pass arrays or jax.ShapeDtypeStruct; for an Equinox module, eqx.filter(model, eqx.is_inexact_array)."
+    )
+    check_arrays(params, "the params", where=WHERE, remedy=remedy)
+    rows = [
+        (jax.tree_util.keystr(k), typed_shape(x)) for k, x in flat if not jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
     if rows:
         raise ValueError(
             f"{WHERE}: {len(rows)} of {len(flat)} params are not floating-point and have no gradient:\n"

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
 
+from jzero.core.errors import nearest
+
 P = PartitionSpec
 _SUB = re.compile(r"(.+):(\d+)")
 
@@ -60,6 +62,14 @@ def axis_size(mesh: Mesh, axes: Iterable[str]) -> int:
 def _size(mesh: Mesh, name: str) -> int:
     found = None if name in mesh.shape else _SUB.fullmatch(name)
     return primes(mesh.shape[found[1]])[int(found[2])] if found else mesh.shape[name]
+
+
+def check_axes(names: Iterable[str], mesh: Mesh, *, where: str, remedy: str = "") -> None:
+    """Raises ValueError for a name that is no axis of the mesh."""
+    for name in names:
+        if name not in mesh.shape:
+            hint = nearest(name, mesh.axis_names)
+            raise ValueError(f"{where}: the mesh {dict(mesh.shape)} has no axis {name!r}.{hint} {remedy}".rstrip())
 
 
 def shard_factor(spec: PartitionSpec, mesh: Mesh) -> int:

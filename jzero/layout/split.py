@@ -164,12 +164,8 @@ def _deals(factors: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
 
 def _powers(total: int, count: int) -> Iterator[tuple[int, ...]]:
     """Every tuple of `count` numbers from 0 that sum to `total`, large ones first."""
-    if count == 1:
-        yield (total,)
-        return
-    for first in range(total, -1, -1):
-        for rest in _powers(total - first, count - 1):
-            yield (first, *rest)
+    for dims in itertools.combinations_with_replacement(range(count), total):
+        yield tuple(dims.count(d) for d in range(count))
 
 
 def _deal_out(pieces, shape, taken, sizes: dict[str, int]) -> list[tuple[str, ...]]:

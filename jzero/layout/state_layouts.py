@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jzero.config import ZeroConfig
 from jzero.layout.leaf_rule import Layout, cut_leaf, path_keys
 from jzero.layout.specs import P, make_spec, spec_entries
 
 Keys = tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class StateLayouts:
-    """What the layout of a state leaf follows from.
+def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
+    """The layout of a leaf of the optimizer state and the shape in which it is stored; it may be given padded.
 
-    Attributes:
-      params: the layouts of the params by path.
-      config, mesh: of the plan.
-      min_shard_bytes: smaller leaves stay whole.
-      several: a leaf may be split over several dims.
+    A leaf of the shape of a param, at a path that ends as the param's does, is laid out as that param's moments;
+    extra leading dims (a history of params) stay whole.
     """
+    shape = tuple(np.shape(leaf))
+    for start in range(len(keys) + 1):
+        x = plan.by_keys.get(keys[start:])
+        extra = len(shape) - len(x.shape) if x is not None and x.shape else 0
+        if x is not None and extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
+            spec = make_spec([()] * extra + spec_entries(x.state, len(x.shape))) if extra else x.state
+            return spec, (*shape[:extra], *x.state_shape)
+    return _own_form(shape, leaf.dtype, plan)
 
-    params: Mapping[Keys, Layout]
-    config: ZeroConfig
-    mesh: Mesh
-    min_shard_bytes: int
-    several: bool
 
-    def form(self, keys: Keys, leaf: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
-        """The layout of a leaf and the shape in which it is stored; the leaf may be given padded.
-
-        A leaf of the shape of a param, at a path that ends as the param's does, is laid out as that param's moments;
-        extra leading dims (a history of params) stay whole.
-        """
-        shape = tuple(np.shape(leaf))
-        for start in range(len(keys) + 1):
-            x = self.params.get(keys[start:])
-            extra = len(shape) - len(x.shape) if x is not None and x.shape else 0
-            if x is not None and extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
-                spec = make_spec([()] * extra + spec_entries(x.state, len(x.shape))) if extra else x.state
-                return spec, (*shape[:extra], *x.state_shape)
-        return self._own_form(shape, leaf.dtype)
-
-    def _own_form(self, shape: tuple[int, ...], dtype) -> tuple[PartitionSpec, tuple[int, ...]]:
-        """The layout and the stored shape of a state leaf that is no copy of a param, from its shape alone."""
-        if not self.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-            return P(), shape
-        rules = (self.config.axes, self.config, self.mesh, max(self.min_shard_bytes, 1))
-        split, *_ = cut_leaf(shape, dtype, P(), *rules, several=self.several)
-        # one dim padded: the stored shape then gives the same answer as the logical one
-        if split.shape != shape:
-            split, *_ = cut_leaf(shape, dtype, P(), *rules, several=False)
-        return split.spec, split.shape
+def _own_form(shape: tuple[int, ...], dtype, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
+    """The layout and the stored shape of a state leaf that is no copy of a param, from its shape alone."""
+    if not plan.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return P(), shape
+    rules = (plan.config.axes, plan.config, plan.mesh, max(plan.min_shard_bytes, 1))
+    split, *_ = cut_leaf(shape, dtype, P(), *rules, several=plan.array_mesh is not plan.mesh)
+    # one dim padded: the stored shape then gives the same answer as the logical one
+    if split.shape != shape:
+        split, *_ = cut_leaf(shape, dtype, P(), *rules, several=False)
+    return split.spec, split.shape
 
 
 def copies(tree: Any, params: Mapping[Keys, Layout]) -> list[Layout | None]:

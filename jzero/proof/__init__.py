@@ -5,7 +5,7 @@ Vocabulary
   site         a collective where it stands in the program: its computation, loops and phase (`collectives.py`)
   phase        forward, backward or update, told from the names of operations (`places.py`)
   evidence     a program next to its plan: arguments, layouts, sites (`evidence.py`)
-  finding      something that costs more, or computes something else, than the plan says (`faults.py`)
+  finding      something that costs more, or computes something else, than the plan says (`faults/rules.py`)
   estimate     the same figures in closed form, from a plan alone (`memory.py`)
 
 What always holds

@@ -167,7 +167,7 @@ def estimate(
 
     Raises:
       TypeError: `plan` is no plan, `model` no `Transformer`, `accumulate` no integer.
-      ValueError: `accumulate` below 1; `uses` of a param that the plan has not, or of another kind.
+      ValueError: `accumulate` below 1; `uses` of a param that is not in the plan, or of another kind.
 
     Cost:
       Memory per leaf of B bytes: B over the devices that its layout names; with accumulation gradients are

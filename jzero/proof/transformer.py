@@ -7,8 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jzero.config import check_dtype
-from jzero.core.errors import check_flag, check_int
+from jzero.core.errors import check_dtype, check_flag, check_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

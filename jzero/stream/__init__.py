@@ -1,9 +1,9 @@
 """Bounded device memory: state in host memory is fetched, updated and written back, a part at a time.
 
 Vocabulary
-  placement    where an argument or a result lives: host memory in a layout, or device memory (`schedule.py`)
-  unit         what is fetched, computed and written together
-  piece        a part of an array, cut from every shard alike (`chunks.py`)
+  placement    where an argument or a result lives: host memory in a layout, or device memory (`placement.py`)
+  group         of results: what is fetched, computed and written together
+  chunk         a part of an array, cut from every shard alike (`chunks.py`)
   in flight    bytes of host arrays, of one device, that are on the device at once
 
 What always holds

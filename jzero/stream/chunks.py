@@ -1,8 +1,8 @@
-"""An array in pieces, each of which is a piece of every shard; its padding, where it is stored padded.
+"""An array in chunks, each of which is a chunk of every shard; its padding, where it is stored padded.
 
-[Note: padded pieces]
-Pieces are taken of the array as it is stored. What the function knows is shorter: its values are computed for the
-padding as well, where they mean nothing. So a piece of a number's reduction, and of what is stored again, takes
+[Note: padded chunks]
+Chunks are taken of the array as it is stored. What the function knows is shorter: its values are computed for the
+padding as well, where they mean nothing. So a chunk of a number's reduction, and of what is stored again, takes
 a neutral value there: zero, or what changes no sum, maximum or minimum.
 """
 
@@ -57,15 +57,15 @@ class Form:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Part of an array seen as `view`.
 
     Attributes:
       form: of the array.
       view: its stored shape, with a dim that n devices share as two: [n, size/n].
       dims: for each dim of the array, its dims in the view.
-      start, shape: where the piece begins in the view, and its shape.
-      layout: of view and piece, in device memory.
+      start, shape: where the chunk begins in the view, and its shape.
+      layout: of view and chunk, in device memory.
     """
 
     form: Form
@@ -81,12 +81,12 @@ class Piece:
         return math.prod(self.shape) / math.prod(self.view)
 
     def of(self, x):
-        """The piece of an array in its stored shape."""
+        """The chunk of an array in its stored shape."""
         end = [a + b for a, b in zip(self.start, self.shape, strict=True)]
         return jax.lax.slice(jnp.reshape(x, self.view), self.start, end)
 
     def filled(self, x, value):
-        """A piece with this value for all padding."""
+        """A chunk with this value for all padding."""
         if not self.form.padded:
             return x
         inside = []
@@ -102,13 +102,13 @@ class Piece:
         return steps * (self.start[at] + jax.lax.broadcasted_iota(np.int32, self.shape, at))
 
 
-def pieces(form: Form, size: int, limit: int) -> list[Piece]:
-    """An array in pieces, the first of which come first in it.
+def chunks_of(form: Form, size: int, limit: int) -> list[Chunk]:
+    """An array in chunks, the first of which come first in it.
 
     Args:
       form: its layout divides every dim of the stored shape.
       size: bytes of one device's shards of all arrays that are cut alike.
-      limit: bytes of one piece of them; a single value may have more.
+      limit: bytes of one chunk of them; a single value may have more.
     """
     mesh = form.layout.mesh
     assert isinstance(mesh, Mesh)
@@ -124,23 +124,23 @@ def pieces(form: Form, size: int, limit: int) -> list[Piece]:
     per_value = size / math.prod(local)
     layout = NamedSharding(mesh, make_spec(entries), memory_kind="device")
 
-    def boxes(at: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Piece]:
-        row = math.prod(local[at + 1 :]) * per_value
+    def boxes(at: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Chunk]:
+        slice_bytes = math.prod(local[at + 1 :]) * per_value
         rest = view[at + 1 :]
-        if at == len(view) or local[at] * row <= limit:
-            yield piece((*start, *(0 for _ in view[at:])), (*extent, *view[at:]))
+        if at == len(view) or local[at] * slice_bytes <= limit:
+            yield chunk((*start, *(0 for _ in view[at:])), (*extent, *view[at:]))
         elif entries[at]:
             yield from boxes(at + 1, (*start, 0), (*extent, view[at]))
-        elif row <= limit:
-            count = math.ceil(view[at] / (limit // row))
-            rows = math.ceil(view[at] / count)
-            for i in range(0, view[at], rows):
-                yield piece((*start, i, *(0 for _ in rest)), (*extent, min(rows, view[at] - i), *rest))
+        elif slice_bytes <= limit:
+            count = math.ceil(view[at] / (limit // slice_bytes))
+            length = math.ceil(view[at] / count)
+            for i in range(0, view[at], length):
+                yield chunk((*start, i, *(0 for _ in rest)), (*extent, min(length, view[at] - i), *rest))
         else:
             for i in range(view[at]):
                 yield from boxes(at + 1, (*start, i), (*extent, 1))
 
-    def piece(start: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
-        return Piece(form, tuple(view), tuple(dims), start, shape, layout)
+    def chunk(start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
+        return Chunk(form, tuple(view), tuple(dims), start, shape, layout)
 
     return list(boxes(0, (), ()))

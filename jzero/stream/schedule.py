@@ -1,21 +1,21 @@
-"""How a function of arrays in host memory is cut into units that fit into a stated number of bytes.
+"""How a function of arrays in host memory is cut into groups that fit into a stated number of bytes.
 
-[Note: units]
+[Note: groups]
 Results that read, or replace, host arrays in common belong together (a master and its moments): they are fetched,
-computed and written as one unit. Small ones share a unit. What couples units are single numbers (a global norm, a
-count, whether all is finite): they are computed once, before any unit writes; whatever else reads host memory is
-computed again in every unit that needs it. So a norm of the updates reads the state twice and still holds no more
+computed and written as one group. Small ones share a group. What couples groups are single numbers (a global norm, a
+count, whether all is finite): they are computed once, before any group writes; whatever else reads host memory is
+computed again in every group that needs it. So a norm of the updates reads the state twice and still holds no more
 than the bound.
 
-[Note: pieces]
-A unit above the bound is taken in pieces, where everything on the way is elementwise: a piece is sliced from the host
+[Note: chunks]
+A group above the bound is taken in chunks, where everything on the way is elementwise: a chunk is sliced from the host
 array, and its result put in its place there. Arrays are seen as [n, size/n] in a dim that n devices share, so that a
-piece is a piece of every shard. In one array the fetch of a piece waits for the write of the one before; pieces of
+chunk is a chunk of every shard. In one array the fetch of a chunk waits for the write of the one before; chunks of
 several arrays take turns, and the bus is busy both ways. `chunks.py` says how a padded leaf is cut.
 
 [Note: vectors beside a matrix]
 Adafactor keeps a row and a column for each matrix, from which all of its update is computed: arrays of several shapes,
-no piece of which belongs to a piece of the master. Where such vectors are new from themselves and from what is on the
+no chunk of which belongs to a chunk of the master. Where such vectors are new from themselves and from what is on the
 device alone, and few, they are fetched and written before all else and stay on the device to the end of the step. The
 matrix is then cut as if it were alone.
 """
@@ -23,80 +23,35 @@ matrix is then cut as if it were alone.
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-import jax
-from jax.sharding import Mesh, NamedSharding
-
 from jzero.core.errors import human_bytes
-from jzero.core.graph import Graph, Node, cuts_end, pads_end
-from jzero.core.primitives import ELEMENTWISE, LAYOUT, REDUCTIONS
-from jzero.layout.specs import shard_factor
-from jzero.stream.chunks import Form, Piece, pieces
+from jzero.core.graph import Graph, Node
+from jzero.core.primitives import ELEMENTWISE, LAYOUT
+from jzero.stream.chunks import Chunk, Form, chunks_of
+from jzero.stream.placement import DEVICE, Placement
 
-ALIVE = 3  # units whose bytes may be on the device at once: written, updated, fetched
-KEPT = 4  # vectors stay on the device up to this part of the bound, each below this part of its matrix
-MOST = 3000  # units that one program may have: XLA takes seconds to minutes for a hundred
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where an argument or a result lives.
-
-    Attributes:
-      sharding: its layout in host memory; None: device memory, in any layout.
-      replaces: of a result, the argument whose buffer it takes; None: a new one.
-    """
-
-    sharding: NamedSharding | None = None
-    replaces: int | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        """The devices of a placement in host memory."""
-        assert self.sharding is not None
-        assert isinstance(self.sharding.mesh, Mesh)
-        return self.sharding.mesh
-
-    @property
-    def on_device(self) -> NamedSharding:
-        """The same layout in device memory."""
-        assert self.sharding is not None
-        return self.sharding.with_memory_kind("device")
-
-    def of(self, layout: NamedSharding) -> NamedSharding:
-        """A layout in the memory of this placement."""
-        kind = "device" if self.sharding is None else str(self.sharding.memory_kind)
-        return layout.with_memory_kind(kind)
-
-    def take(self, x, layout: NamedSharding | None = None):
-        """An array from device memory, in this placement; `layout`: of a piece of it, in device memory."""
-        if self.sharding is None:
-            return x
-        layout = layout or self.on_device
-        x = jax.lax.with_sharding_constraint(x, layout)  # a copy to the host alone does not pin a layout
-        return jax.device_put(x, self.of(layout))
-
-
-DEVICE = Placement()
+ALIVE = 3  # groups whose bytes may be on the device at once: written, updated, fetched
+RESIDENT = 4  # vectors stay on the device up to this part of the bound, each below this part of its matrix
+MOST = 3000  # groups that one program may have: XLA takes seconds to minutes for a hundred
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
-    """What is fetched, computed and written together: results, or one piece of the results of large arrays.
+class Group:
+    """What is fetched, computed and written together: results, or one chunk of the results of large arrays.
 
     Attributes:
       values: the numbers of the results.
       sources: the numbers of the host arguments that are fetched.
       nbytes: of host arrays, of one device, that it holds.
-      piece: None: whole.
+      chunk: None: whole.
     """
 
     values: tuple[int, ...]
     sources: tuple[int, ...]
     nbytes: int
-    piece: Piece | None = None
+    chunk: Chunk | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,27 +63,23 @@ class Excess:
     because: str
 
 
-def shard_bytes(aval, placement: Placement) -> int:
-    """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
-    if placement.sharding is None:
-        return 0
-    size = math.prod(aval.shape) * aval.dtype.itemsize
-    return size // shard_factor(placement.sharding.spec, placement.mesh)
-
-
 class Schedule:
-    """How a function is cut: the units in the order in which they run, and what does not fit.
+    """How a function is cut: the groups in the order in which they run, and what does not fit.
 
     Attributes:
-      kept: host arguments that stay on the device once they are fetched; see [Note: vectors beside a matrix].
-      first: their unit, if there are any.
-      units: of the results that live in host memory or read what does.
-      scalars: units of the single numbers that they need from host memory; these run first.
+      resident: host arguments that stay on the device once they are fetched; see [Note: vectors beside a matrix].
+      first: their group, if there are any.
+      groups: of the results that live in host memory or read what does.
+      scalars: groups of the single numbers that they need from host memory; these run first.
       excess: what needs more than the bound.
     """
 
     def __init__(
-        self, graph: Graph, placements: Sequence[Placement], out_placements: Sequence[Placement], in_flight_bytes: int
+        self,
+        graph: Graph,
+        placements: Sequence[Placement],
+        out_placements: Sequence[Placement],
+        in_flight_bytes: int,
     ):
         self.graph, self.out_placements, self.in_flight_bytes = graph, out_placements, in_flight_bytes
         self.made = dict(zip(graph.outs, out_placements, strict=True))
@@ -140,32 +91,34 @@ class Schedule:
         components = list(self._components())
         self._check_count(components)
         self.first = self._first(components)
-        self.kept = frozenset(s for unit in self.first for s in unit.sources)
+        self.resident = frozenset(s for group in self.first for s in group.sources)
         if self.first:
-            done = {v for unit in self.first for v in unit.values}
-            self.reads = graph.reads([i for i in hosted if i not in self.kept])
+            done = {v for group in self.first for v in group.values}
+            self.reads = graph.reads([i for i in hosted if i not in self.resident])
             rest = (tuple(v for v in values if v not in done) for values in components)
             components = [values for values in rest if values]
             self.limit = max((in_flight_bytes - self.first[0].nbytes) // ALIVE, 1)
         self.scalars = [
-            unit for value in self._needed_scalars() for unit in self._cut((value,), self._below(value))
+            group for value in self._needed_scalars() for group in self._groups((value,), self._below(value))
         ]
-        small: list[Unit] = []
-        large: list[list[Unit]] = []
+        small: list[Group] = []
+        large: list[list[Group]] = []
         held = 0
         for values in components:
             sources = self._sources(values)
-            units = self._cut(values, sources)
+            groups = self._groups(values, sources)
             size = self._bytes(values, sources)
-            if len(units) > 1 or size > self.limit:
-                large.append(units)
+            if len(groups) > 1 or size > self.limit:
+                large.append(groups)
             elif small and held + size <= self.limit:
                 held += size
-                small[-1] = Unit((*small[-1].values, *values), (*small[-1].sources, *units[0].sources), held)
+                small[-1] = Group(
+                    (*small[-1].values, *values), (*small[-1].sources, *groups[0].sources), held
+                )
             else:
-                small += units
+                small += groups
                 held = size
-        self.units = [*_in_turns(large), *small]
+        self.groups = [*_in_turns(large), *small]
 
     def _check_count(self, components: list[tuple[int, ...]]) -> None:
         """Raises ValueError where the bound is so small that XLA would not come to an end."""
@@ -173,12 +126,12 @@ class Schedule:
         if total > MOST * self.limit:
             raise ValueError(
                 f"Offload(in_flight_bytes={self.in_flight_bytes}): {human_bytes(total)} of state on a device would be "
-                f"cut into {total // self.limit} units, and {MOST} are the most that XLA compiles in a sensible time. "
+                f"divided into {total // self.limit} groups; XLA takes too long to compile more than {MOST}. "
                 f"Take at least {ALIVE * -(-total // MOST)}, or leave it out: a 64th of the state."
             )
 
-    def _first(self, components: list[tuple[int, ...]]) -> list[Unit]:
-        """The one unit of [Note: vectors beside a matrix], if any component asks for it; large ones come first."""
+    def _first(self, components: list[tuple[int, ...]]) -> list[Group]:
+        """The one group of [Note: vectors beside a matrix], if any component asks for it; large ones come first."""
         values: list[int] = []
         sources: list[int] = []
         sizes = {c: self._bytes(c, self._sources(c)) for c in components}
@@ -186,17 +139,17 @@ class Schedule:
             if sizes[component] > self.limit:
                 vectors = self._vectors(component)
                 new = [v for v in component if self._replaced(v) in vectors]
-                if self._bytes((*values, *new), (*sources, *vectors)) <= self.in_flight_bytes // KEPT:
+                if self._bytes((*values, *new), (*sources, *vectors)) <= self.in_flight_bytes // RESIDENT:
                     values, sources = values + new, sources + vectors
-        return [Unit(tuple(values), tuple(sources), self._bytes(values, sources))] if sources else []
+        return [Group(tuple(values), tuple(sources), self._bytes(values, sources))] if sources else []
 
     def _vectors(self, component: tuple[int, ...]) -> list[int]:
         """The host arguments of a component that are smaller than its largest, if they are new from themselves."""
         sources = sorted(self._sources(component))
-        sizes = {s: shard_bytes(self.graph.avals[s], self.placements[s]) for s in sources}
-        small = {s for s in sources if KEPT * sizes[s] < max(sizes.values())}
+        sizes = {s: self.placements[s].shard_bytes(self.graph.avals[s]) for s in sources}
+        small = {s for s in sources if RESIDENT * sizes[s] < max(sizes.values())}
         new = [v for v in component if self._replaced(v) in small]
-        through = (o for v in new for node in self.graph.needed(v, self.placements) for o in node.outs)
+        through = (o for node in self._needed(new) for o in node.outs)
         read = {s for o in through for s in self.reads.get(o, ()) or self._below(o)}
         return sorted(small) if read <= small else []
 
@@ -215,13 +168,13 @@ class Schedule:
 
     def _needed_scalars(self) -> list[int]:
         """Single numbers computed from host memory that results need, each after those that it needs itself."""
-        found: list[int] = []
+        scalars: list[int] = []
         known: set[int] = set(self.placements)
         for out in self.graph.outs:
-            for node in self.graph.needed(out, known):
+            for node in self.graph.needed(out, known.__contains__):
                 known.update(node.outs)
-                found += [o for o in node.outs if self.graph.is_small(o) and self._below(o)]
-        return found
+                scalars += [o for o in node.outs if self.graph.is_small(o) and self._below(o)]
+        return scalars
 
     def _below(self, scalar: int) -> frozenset[int]:
         """The host arguments that a single number is reduced from."""
@@ -253,72 +206,71 @@ class Schedule:
         return [tuple(g) for g in groups.values()]
 
     def _bytes(self, values: Iterable[int], sources: Iterable[int]) -> int:
-        """Bytes of host arrays that a unit holds: what it reads, or what it makes where that is more."""
-        read = sum(shard_bytes(self.graph.avals[s], self.placements[s]) for s in sources)
-        return max(read, sum(shard_bytes(self.graph.avals[v], self.placement_of(v)) for v in values))
+        """Bytes of host arrays that a group holds: what it reads, or what it makes where that is more."""
+        read = sum(self.placements[s].shard_bytes(self.graph.avals[s]) for s in sources)
+        return max(read, sum(self.placement_of(v).shard_bytes(self.graph.avals[v]) for v in values))
 
-    def _cut(self, values: tuple[int, ...], sources: frozenset[int]) -> list[Unit]:
+    def _groups(self, values: tuple[int, ...], sources: frozenset[int]) -> list[Group]:
         size = self._bytes(values, sources)
-        whole = Unit(values, tuple(sorted(sources)), size)
+        whole = Group(values, tuple(sorted(sources)), size)
         if size <= self.limit:
             return [whole]
         starts, reason = values, ""
-        if self.graph.is_small(values[0]):  # a number that is reduced from pieces
+        if self.graph.is_small(values[0]):  # a number that is reduced from chunks
             node = self.graph.makers[values[0]]
-            starts, reason = node.ins[:1], "" if reduces_all(node, self.graph) else node.name
+            starts, reason = node.ins[:1], "" if node.reduces_all else node.name
         form = None if reason else self._form(starts, values, sources)
         reason = reason or self._whole_because(starts, form)
         if form is not None and not reason:
-            found = pieces(form, size, self.limit)
-            return [dataclasses.replace(whole, nbytes=round(size * p.share), piece=p) for p in found]
+            chunks = chunks_of(form, size, self.limit)
+            return [dataclasses.replace(whole, nbytes=round(size * c.share), chunk=c) for c in chunks]
         if size > self.in_flight_bytes:
-            self.excess.append(Excess(tuple(self._named(values)), size, reason))
+            outs = tuple(j for j, out in enumerate(self.graph.outs) if out in values)
+            self.excess.append(Excess(outs, size, reason))
         return [whole]
 
     def _form(self, starts, values, sources) -> Form | None:
         """The one form of all arrays that results are computed from, and of these; None where they have several."""
         hosted = [(s, self.placements[s]) for s in sources] + [(v, self.placement_of(v)) for v in values]
-        found = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted if h.sharding is not None}
-        if len(found) != 1:
+        forms = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted if h.sharding is not None}
+        if len(forms) != 1:
             return None
-        ((stored, layout),) = found
+        ((stored, layout),) = forms
         shapes = {self.graph.avals[v].shape for v in starts}
-        for start in starts:
-            for node in self.graph.needed(start, self.placements):
-                if cuts_end(node) and self.graph.avals[node.ins[0]].shape == stored:
-                    shapes.add(self.graph.avals[node.outs[0]].shape)
-                elif pads_end(node) and self.graph.avals[node.outs[0]].shape == stored:
-                    shapes.add(self.graph.avals[node.ins[0]].shape)
+        for node in self._needed(starts):
+            if node.cuts_end and self.graph.avals[node.ins[0]].shape == stored:
+                shapes.add(self.graph.avals[node.outs[0]].shape)
+            elif node.pads_end and self.graph.avals[node.outs[0]].shape == stored:
+                shapes.add(self.graph.avals[node.ins[0]].shape)
         shapes.discard(stored)
         return None if len(shapes) > 1 else Form(shapes.pop() if shapes else stored, stored, layout)
 
     def _whole_because(self, starts, form: Form | None) -> str:
-        """Why results cannot be computed by pieces; empty where they can."""
+        """Why results cannot be computed by chunks; empty where they can."""
         if form is None:
             return "arrays of several shapes or layouts"
-        for start in starts:
-            for node in self.graph.needed(start, self.placements):
-                of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
-                if of_form and self.reads.get(node.outs[0]) and not self.by_pieces(node, form):
-                    return node.name
+        for node in self._needed(starts):
+            of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
+            if of_form and self.reads.get(node.outs[0]) and not self.by_chunks(node, form):
+                return node.name
         return ""
 
-    def _named(self, values: tuple[int, ...]) -> Iterator[int]:
-        """The positions of results in the list of all."""
-        for j, out in enumerate(self.graph.outs):
-            if out in values:
-                yield j
+    def _needed(self, values: Iterable[int]) -> Iterator[Node]:
+        """The nodes that each of some values takes, from the arguments on."""
+        return itertools.chain.from_iterable(
+            self.graph.needed(value, self.placements.__contains__) for value in values
+        )
 
-    def made_by_pieces(self, value: int, form: Form) -> bool:
-        """True for a value whose piece is computed from the pieces of others."""
+    def made_by_chunks(self, value: int, form: Form) -> bool:
+        """True for a value whose chunk is computed from the chunks of others."""
         node = self.graph.makers.get(value)
         of_form = self.graph.avals[value].shape in (form.shape, form.stored)
-        return node is not None and of_form and self.by_pieces(node, form)
+        return node is not None and of_form and self.by_chunks(node, form)
 
-    def by_pieces(self, node: Node, form: Form) -> bool:
-        """True for a node that gives a piece of its result from the pieces of its operands."""
+    def by_chunks(self, node: Node, form: Form) -> bool:
+        """True for a node that gives a chunk of its result from the chunks of its operands."""
         out, *shapes = (self.graph.avals[v].shape for v in (node.outs[0], *node.ins))
-        if form.padded and (cuts_end(node) or pads_end(node)):
+        if form.padded and (node.cuts_end or node.pads_end):
             return {out, shapes[0]} == {form.shape, form.stored}
         if node.name == "broadcast_in_dim":
             return self.graph.is_small(node.ins[0])
@@ -326,19 +278,12 @@ class Schedule:
         return pointwise and all(shape in (out, ()) for shape in shapes)
 
 
-def reduces_all(node: Node, graph: Graph) -> bool:
-    """True for a reduction of all dims of one array to a number, by an operation that REDUCTIONS has."""
-    if node.name not in REDUCTIONS or len(node.ins) != 1:
-        return False
-    return len(node.eqn.params["axes"]) == len(graph.avals[node.ins[0]].shape)
-
-
-def _in_turns(large: list[list[Unit]]) -> Iterator[Unit]:
-    """Pieces of up to `ALIVE` arrays in turns, so that one is fetched while another is written; long ones first."""
+def _in_turns(large: list[list[Group]]) -> Iterator[Group]:
+    """Chunks of up to `ALIVE` arrays in turns, so that one is fetched while another is written; long ones first."""
     waiting = sorted(map(list, large), key=len)
-    active: list[list[Unit]] = []
+    active: list[list[Group]] = []
     while waiting or active:
         while waiting and len(active) < ALIVE:
             active.append(waiting.pop())
-        yield from [units.pop(0) for units in active]
-        active = [units for units in active if units]
+        yield from [groups.pop(0) for groups in active]
+        active = [groups for groups in active if groups]

@@ -2,21 +2,21 @@
 
 [Note: streaming]
 XLA schedules copies as early as it can: fetch a whole state, update it, write it back, and all of it is on the
-device. So the function is cut into units (`schedule.py`), and a barrier makes the fetches of unit i wait for what unit
-i-2 wrote: while one unit is updated, the one before it is written and the next one fetched. On the program compiled
-for an H200 a barrier over arrays in host memory costs nothing: it moves no bytes and the buffers stay in place.
+device. So the function is divided into groups (`schedule.py`), and a barrier makes the fetches of group i wait for
+what group i-2 wrote: while one group is updated, the one before it is written and the next one fetched. On the
+program compiled for an H200 a barrier over arrays in host memory costs nothing: it moves no bytes and the buffers stay
+in place.
 
 [Note: two lanes]
-The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a unit and then all fetches of the
-next. So array n of unit i+1 is fetched after array n-1 of unit i has been written, and array n of unit i is written
-after array n-1 of unit i+1 has been fetched: fetch n and write n are all that can run, and they run beside each other.
-Of two pieces of one array the second is fetched before the first is written.
-Where two units together are above the bound, since one cannot be cut, the first is written before the next is fetched.
+The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a group and then all fetches of the
+next. So array n of group i+1 is fetched after array n-1 of group i has been written, and array n of group i is written
+after array n-1 of group i+1 has been fetched: fetch n and write n are all that can run, and they run beside each other.
+Of two chunks of one array the second is fetched before the first is written.
+Where two groups together are above the bound, since one cannot be cut, the first is written before the next is fetched.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -27,11 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core import jaxprs
-from jzero.core.graph import FlatFunction, on_piece
+from jzero.core.graph import FlatFunction, on_chunk
 from jzero.core.ordering import after, tied
 from jzero.core.primitives import REDUCTIONS
-from jzero.stream.chunks import Form, Piece
-from jzero.stream.schedule import Excess, Placement, Schedule, Unit
+from jzero.stream.chunks import Chunk, Form
+from jzero.stream.placement import Placement
+from jzero.stream.schedule import Excess, Group, Schedule
 
 
 def stream(
@@ -42,9 +43,9 @@ def stream(
     *,
     in_flight_bytes: int,
     gate: Sequence[int] = (),
-    on_excess: Callable[[list[Excess]], None] = lambda found: None,
+    on_excess: Callable[[list[Excess]], None] = lambda excess: None,
 ) -> list[Any]:
-    """The results of `fn`, with its host arguments fetched unit by unit and its host results written back.
+    """The results of `fn`, with its host arguments fetched group by group and its host results written back.
 
     Args:
       fn: a function of flat arrays, all in device memory, to a flat list.
@@ -66,10 +67,10 @@ def stream(
 
 def _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args) -> list[Any]:
     graph = FlatFunction(fn, [_on_device(a, h) for a, h in zip(args, placements, strict=True)])
-    cut = Schedule(graph, placements, out_placements(), in_flight_bytes)
-    if cut.excess:
-        on_excess(cut.excess)
-    return _Run(cut, args, gate).results()
+    schedule = Schedule(graph, placements, out_placements(), in_flight_bytes)
+    if schedule.excess:
+        on_excess(schedule.excess)
+    return _Run(schedule, args, gate).results()
 
 
 def _on_device(arg, placement: Placement):
@@ -81,64 +82,65 @@ def _on_device(arg, placement: Placement):
 class _Run:
     """One evaluation: the values that are known, the host arrays as they are after the last write, and the ties."""
 
-    def __init__(self, cut: Schedule, args: Sequence[Any], gate: Sequence[int]):
-        self.cut, self.graph = cut, cut.graph
+    def __init__(self, schedule: Schedule, args: Sequence[Any], gate: Sequence[int]):
+        self.schedule, self.graph = schedule, schedule.graph
         self.values: dict[int, Any] = dict(self.graph.known)
         self.host: dict[int, Any] = {}
         for number, arg in zip(self.graph.ins, args, strict=True):
-            (self.values if cut.placements[number].sharding is None else self.host)[number] = arg
+            (self.values if schedule.placements[number].sharding is None else self.host)[number] = arg
         self.gate = [self.graph.ins[i] for i in gate]
-        self.written: dict[int, Any] = {}  # results of units: in their placement, as far as pieces have come
-        self.wrote: list[tuple[int, ...]] = []  # for every unit that ran, its results
-        self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by pieces, with a result
-        self.forms: dict[int, Form] = {}  # of results that are made of pieces
-        self.padded: dict[int, Any] = {}  # values in the shape in which pieces are taken of them
+        self.written: dict[int, Any] = {}  # results of groups: in their placement, as far as chunks have come
+        self.wrote: list[tuple[int, ...]] = []  # for every group that ran, its results
+        self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by chunks, with a result
+        self.forms: dict[int, Form] = {}  # of results that are made of chunks
+        self.padded: dict[int, Any] = {}  # values in the shape in which chunks are taken of them
 
     def results(self) -> list[Any]:
         """All results, each in its placement."""
-        units = [*self.cut.first, *self.cut.scalars, *self.cut.units]
-        env = self._exchange(None, [], units[0]) if units else {}
-        for unit, later in itertools.zip_longest(units, units[1:]):
-            outs = self._computed(unit, env)
-            env = self._exchange(unit, outs, later)
-            self.wrote.append(unit.values)
-        return [self._result(v, h) for v, h in zip(self.graph.outs, self.cut.out_placements, strict=True)]
+        groups = [*self.schedule.first, *self.schedule.scalars, *self.schedule.groups]
+        env = self._exchange(None, [], groups[0]) if groups else {}
+        for group, later in itertools.zip_longest(groups, groups[1:]):
+            outs = self._computed(group, env)
+            env = self._exchange(group, outs, later)
+            self.wrote.append(group.values)
+        return [
+            self._result(v, h) for v, h in zip(self.graph.outs, self.schedule.out_placements, strict=True)
+        ]
 
     def _result(self, value: int, placement: Placement):
         if value in self.written:
-            found, form = self.written[value], self.forms.get(value)
+            result, form = self.written[value], self.forms.get(value)
             shape = self.graph.avals[value].shape
-            return form.cut(found) if form is not None and shape != form.stored else found.reshape(shape)
+            return form.cut(result) if form is not None and shape != form.stored else result.reshape(shape)
         if value in self.host:
             return self.host[value] if placement.sharding else self._fetch(value, None)
-        found = self._evaluate(value, self.values)
-        return placement.take(found)
+        return placement.take(self._evaluate(value, self.values))
 
-    def _computed(self, unit: Unit, env: dict[int, Any]) -> list[Any]:
-        """The results of a unit, or their pieces, on the device."""
-        tie = None if unit.sources else _Tie(self, 2)
-        if unit.piece is None:
-            return [self._evaluate(v, env, tie) for v in unit.values]
-        return [self._piece(v, env, unit.piece, tie) for v in unit.values]
+    def _computed(self, group: Group, env: dict[int, Any]) -> list[Any]:
+        """The results of a group, or their chunks, on the device."""
+        tie = None if group.sources else _Tie(self, 2)
+        if group.chunk is None:
+            return [self._evaluate(v, env, tie) for v in group.values]
+        return [self._chunk(v, env, group.chunk, tie) for v in group.values]
 
-    def _exchange(self, unit: Unit | None, outs: list[Any], later: Unit | None) -> dict[int, Any]:
-        """Write the results of one unit and fetch the arguments of the next: see [Note: two lanes]."""
-        values, piece = (unit.values, unit.piece) if unit else ((), None)
-        both = [u.nbytes for u in (unit, later) if u is not None]
-        alone = len(both) > 1 and sum(both) > self.cut.in_flight_bytes
+    def _exchange(self, group: Group | None, outs: list[Any], later: Group | None) -> dict[int, Any]:
+        """Write the results of one group and fetch the arguments of the next: see [Note: two lanes]."""
+        values, chunk = (group.values, group.chunk) if group else ((), None)
+        both = [g.nbytes for g in (group, later) if g is not None]
+        alone = len(both) > 1 and sum(both) > self.schedule.in_flight_bytes
         hosted = []
         for v, x in zip(values, outs, strict=True):
-            if alone or self.cut.placement_of(v).sharding is None:
+            if alone or self.schedule.placement_of(v).sharding is None:
                 with jax.named_scope("jzero.write_back"):
-                    self._write(v, x, piece)
+                    self._write(v, x, chunk)
             else:
                 hosted.append((v, x))
         sources = () if later is None else later.sources
         self._wait_for(sources, _Tie(self, 1))
         if alone:
             self._wait_for(sources, _Tie(self, 0, values))
-        # of one array a piece is fetched before the one before it is written, or XLA copies the array
-        placements = [self.cut.placement_of(v) for v in values]
+        # of one array a chunk is fetched before the one before it is written, or XLA copies the array
+        placements = [self.schedule.placement_of(v) for v in values]
         lag = int(any(h.replaces is not None and self.graph.ins[h.replaces] in sources for h in placements))
         env: dict[int, Any] = {}
         for n in range(max(len(hosted), len(sources))):
@@ -146,8 +148,8 @@ class _Run:
                 with jax.named_scope("jzero.fetch"):
                     if 0 <= n - 1 - lag < len(hosted):
                         self._wait_for(sources[n : n + 1], _Tie(self, 0, [hosted[n - 1 - lag][0]]))
-                    env[sources[n]] = self._fetch(sources[n], later.piece if later else None)
-                    if sources[n] in self.cut.kept:
+                    env[sources[n]] = self._fetch(sources[n], later.chunk if later else None)
+                    if sources[n] in self.schedule.resident:
                         self.values[sources[n]] = env[sources[n]]
             if n < len(hosted):
                 value, out = hosted[n]
@@ -155,133 +157,125 @@ class _Run:
                     if 0 <= n - 1 + lag < len(sources):
                         before = sources[n - 1 + lag]
                         out, env[before] = tied(out, env[before])
-                    self._write(value, out, piece)
+                    self._write(value, out, chunk)
         return env
 
     def _wait_for(self, sources: Sequence[int], tie: _Tie) -> None:
         """Host arguments, whole, only once the tie holds: a slice before the barrier would be fetched before it."""
         places = [(self.host, s) if s not in self.filled else (self.written, self.filled[s]) for s in sources]
-        found = tie.after([store[key] for store, key in places])
-        for (store, key), x in zip(places, found, strict=True):
+        waiting = tie.after([store[key] for store, key in places])
+        for (store, key), x in zip(places, waiting, strict=True):
             store[key] = x
 
-    def _fetch(self, source: int, piece: Piece | None):
-        """A host argument, or its piece as it is now, on the device."""
+    def _fetch(self, source: int, chunk: Chunk | None):
+        """A host argument, or its chunk as it is now, on the device."""
         at = self.filled.get(source)
         x = self.host[source] if at is None else self.written[at]
-        placement = self.cut.placements[source]
-        if piece is None:
+        placement = self.schedule.placements[source]
+        if chunk is None:
             return jax.device_put(x, placement.on_device)
-        return jax.device_put(piece.of(self._viewed(x, piece, placement)), piece.layout)
+        return jax.device_put(chunk.of(self._viewed(x, chunk, placement)), chunk.layout)
 
-    def _viewed(self, x, piece: Piece, placement: Placement):
-        """A host array in the shape of which pieces are taken; pinned, or XLA may split it on another dim."""
-        return jax.lax.with_sharding_constraint(jnp.reshape(x, piece.view), placement.of(piece.layout))
+    def _viewed(self, x, chunk: Chunk, placement: Placement):
+        """A host array in the shape of which chunks are taken; pinned, or XLA may split it on another dim."""
+        return jax.lax.with_sharding_constraint(jnp.reshape(x, chunk.view), placement.of(chunk.layout))
 
     def _evaluate(self, value: int, env: dict[int, Any], tie: _Tie | None = None, *, keep: bool = False):
-        """A whole value; what reads no host argument, and single numbers, is kept for other units.
+        """A whole value; what reads no host argument, and single numbers, is kept for other groups.
 
         With a `tie` what begins here waits for it, and is not kept unless asked for.
         """
         begun: set[int] = set()
-        for node in self.graph.needed(value, collections.ChainMap(env, self.values)):
+        for node in self.graph.needed(value, lambda v: v in env or v in self.values):
             operands = [env[i] if i in env else self.values[i] for i in node.ins]
             large = not self.graph.is_small(node.outs[0])
             if tie is not None and large and not begun.intersection(node.ins):
                 operands = tie.after(operands)
             begun.update(node.outs if large else ())
             for out, result in zip(node.outs, node.run(operands), strict=True):
-                everywhere = self.graph.is_small(out) or keep or not (self.cut.reads.get(out) or tie)
+                everywhere = self.graph.is_small(out) or keep or not (self.schedule.reads.get(out) or tie)
                 (self.values if everywhere else env)[out] = result
         return env[value] if value in env else self.values[value]
 
-    def _piece(self, value: int, env: dict[int, Any], piece: Piece, tie: _Tie | None):
-        """A piece of a value, or the part of a single number that comes from that piece."""
+    def _chunk(self, value: int, env: dict[int, Any], chunk: Chunk, tie: _Tie | None):
+        """A chunk of a value, or the part of a single number that comes from that chunk."""
         if self.graph.is_small(value):
             node = self.graph.makers[value]
             reduce, _, neutral = REDUCTIONS[node.name]
-            part = self._piece(node.ins[0], env, piece, tie)
-            if self.graph.avals[node.ins[0]].shape != piece.form.stored:
-                part = piece.filled(part, neutral(part.dtype))
+            part = self._chunk(node.ins[0], env, chunk, tie)
+            if self.graph.avals[node.ins[0]].shape != chunk.form.stored:
+                part = chunk.filled(part, neutral(part.dtype))
             return reduce(part)
 
         def operand(v: int):
             if v not in env:
                 at = self.filled.get(v)
-                whole = self._stored(v, piece.form, tie) if at is None else self.written[at]
+                whole = self._stored(v, chunk.form, tie) if at is None else self.written[at]
                 whole = whole if tie is None else tie.after([whole])[0]
                 if self.graph.is_small(v):
                     return whole
-                env[v] = piece.of(whole)
+                env[v] = chunk.of(whole)
             return env[v]
 
-        given = _Given(lambda v: v in env or not self.cut.made_by_pieces(v, piece.form))
+        def given(v: int) -> bool:
+            return v in env or not self.schedule.made_by_chunks(v, chunk.form)
+
         for node in self.graph.needed(value, given):
             operands = [operand(i) for i in node.ins]
             if node.name == "pad":
-                results = [piece.filled(*operands)]
+                results = [chunk.filled(*operands)]
             elif node.name == "slice":
                 results = operands
             else:
-                results = on_piece(node, operands, piece.shape)
+                results = on_chunk(node, operands, chunk.shape)
             env.update(zip(node.outs, results, strict=True))
         return operand(value)
 
     def _stored(self, value: int, form: Form, tie: _Tie | None):
-        """A whole value that pieces are taken of, in the shape in which it is stored, for all of them."""
+        """A whole value that chunks are taken of, in the shape in which it is stored, for all of them."""
         if value in self.padded:
             return self.padded[value]
-        found = self._evaluate(value, {}, tie, keep=True)
+        whole = self._evaluate(value, {}, tie, keep=True)
         if form.padded and self.graph.avals[value].shape == form.shape:
-            found = self.padded[value] = form.pad(found)
-        return found
+            whole = self.padded[value] = form.pad(whole)
+        return whole
 
-    def _write(self, value: int, out, piece: Piece | None) -> None:
-        placement = self.cut.placement_of(value)
+    def _write(self, value: int, out, chunk: Chunk | None) -> None:
+        placement = self.schedule.placement_of(value)
         if self.graph.is_small(value):
-            if piece is not None and value in self.values:
+            if chunk is not None and value in self.values:
                 out = REDUCTIONS[self.graph.makers[value].name][1](self.values[value], out)
             self.values[value] = out
-        elif piece is None:
+        elif chunk is None:
             self.written[value] = placement.take(out)
         else:
-            out = placement.take(jax.lax.with_sharding_constraint(out, piece.layout), piece.layout)
-            self.forms[value] = piece.form
-            self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, piece), out, piece.start)
+            out = placement.take(jax.lax.with_sharding_constraint(out, chunk.layout), chunk.layout)
+            self.forms[value] = chunk.form
+            self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, chunk), out, chunk.start)
 
-    def _buffer(self, value: int, piece: Piece):
-        """What the pieces of a result fill: the array that it replaces, a gradient of its type, or a new one."""
+    def _buffer(self, value: int, chunk: Chunk):
+        """What the chunks of a result fill: the array that it replaces, a gradient of its type, or a new one."""
         if value in self.written:
             return self.written[value]
-        placement, aval = self.cut.placement_of(value), self.graph.avals[value]
+        placement, aval = self.schedule.placement_of(value), self.graph.avals[value]
         if placement.replaces is not None:
             source = self.graph.ins[placement.replaces]
             self.filled[source] = value
-            return self._viewed(self.host[source], piece, placement)
+            return self._viewed(self.host[source], chunk, placement)
         for source in self.gate:
             same = self.graph.avals[source]
             if source not in self.filled and (same.shape, same.dtype) == (aval.shape, aval.dtype):
                 self.filled[source] = value
-                return jnp.reshape(self._stored(source, piece.form, None), piece.view)
-        new = jnp.zeros(piece.view, aval.dtype)
-        new = jax.lax.with_sharding_constraint(new, piece.layout)
-        return placement.take(new, piece.layout)  # XLA makes that an allocation on the host
-
-
-class _Given:
-    """A set of values by a rule."""
-
-    def __init__(self, rule: Callable[[int], bool]):
-        self.rule = rule
-
-    def __contains__(self, value: int) -> bool:
-        return self.rule(value)
+                return jnp.reshape(self._stored(source, chunk.form, None), chunk.view)
+        new = jnp.zeros(chunk.view, aval.dtype)
+        new = jax.lax.with_sharding_constraint(new, chunk.layout)
+        return placement.take(new, chunk.layout)  # XLA makes that an allocation on the host
 
 
 class _Tie:
-    """What makes arrays wait: for some results to be written, or for what a unit `back` from the last one wrote.
+    """What makes arrays wait: for some results to be written, or for what a group `back` from the last one wrote.
 
-    With fewer units before it, for the gate.
+    With fewer groups before it, for the gate.
     """
 
     def __init__(self, run: _Run, back: int, values: Sequence[int] = ()):

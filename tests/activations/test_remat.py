@@ -391,7 +391,7 @@ def test_second_derivatives(mesh):
 @pytest.mark.parametrize(
     ("error", "fields", "message"),
     [
-        (ValueError, {"partition": "modle"}, "'modle' is not in the mesh {'data': 4, 'model': 2}. Did you mean 'mod"),
+        (ValueError, {"partition": "modle"}, "the mesh {'data': 4, 'model': 2} has no axis 'modle'. Did you mean 'mod"),
         (ValueError, {"partition": "data"}, "'data' splits the batch already"),
         (ValueError, {"partition": ("model", "model")}, "name each axis once"),
         (ValueError, {"offload": "disk"}, "offload must be one of 'host' or None"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import math
+import re
 import types
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tyro
@@ -67,7 +70,14 @@ def test_page_and_plot(measured):
 
 
 def test_stage_2_is_the_program_that_is_written_by_hand(measured):
-    assert measured[1]["2"].same
+    """But for the number that all gradients wait for, made of the smallest leaf, 64 x 64 (update/sharded_update.py)."""
+    ours, by_hand = measured[1]["2"].programs
+    sent = [sum(c.wire_bytes * c.count for c in p.report.collectives) for p in (ours, by_hand)]
+    assert 0 < sent[0] - sent[1] <= 16
+    if jax.__version__.startswith("0.10"):  # newer ones fuse the two programs differently
+        different = (ours.lines - by_hand.lines) | (by_hand.lines - ours.lines)
+        shapes = re.findall(r"\w\d+\[([\d,]*)\]", " ".join(different))
+        assert max(math.prod(map(int, filter(None, dims.split(",")))) for dims in shapes) == 64 * 64
     assert not measured[1]["plain Flax, all devices / one"].same
 
 

@@ -28,7 +28,7 @@ from models import (
 )
 
 import jzero
-from jzero.flax.creation import lower_creation
+from jzero.flax.creation import creation
 
 P = jax.P
 
@@ -101,7 +101,7 @@ def test_a_creation_function_never_makes_more_than_a_shard(mesh):
     for x in jax.tree.leaves((state.params, state.opt_state)):
         if x.ndim:
             assert {s.data.nbytes for s in x.addressable_shards} == {x.nbytes // 8}
-    memory = lower_creation(create, jzero.ZeroConfig(stage=3), mesh=mesh).compile().memory_analysis()
+    memory = creation(create, jzero.ZeroConfig(stage=3), mesh)[0].lower().compile().memory_analysis()
     whole = 4 * big * big
     assert memory.output_size_in_bytes < 6 * whole / 8 + 1024
     assert memory.temp_size_in_bytes < whole

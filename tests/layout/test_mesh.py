@@ -150,7 +150,7 @@ ERRORS = {
     ),
     "rest": ({"data": -1, "model": 5}, gpus(8), "? (data) x 5 (model) = 5 devices, but there are 8 hosts x 8 = 64.\n"
              "The sizes must divide 64"),
-    "two rests": ({"data": -1, "model": "rest"}, gpus(1), "'data' and 'model' both take the rest"),
+    "two rests": ({"data": -1, "model": "rest"}, gpus(1), "'data' and 'model' both have 'rest'"),
     "two hosts": ({"data": "host", "model": "host"}, gpus(1), "'data' and 'model' both have 'host'"),
     "word": ({"data": "hots"}, gpus(1), "the size of axis 'data' is 'hots'. Did you mean 'hosts'? Pass a number"),
     "zero": ({"data": 0}, gpus(1), "the size of axis 'data' is 0; it must be at least 1, or -1."),

@@ -318,5 +318,5 @@ def test_bad_input():
     _, plan = small_state(2, scan=True)
     with pytest.raises(TypeError, match=r"needs a compiled program, got function"):
         findings(lambda x: x, plan)
-    with pytest.raises(TypeError, match=r"jzero\.check: plan must be a jzero.Plan, not int\. Pass jzero\.plan_of"):
+    with pytest.raises(TypeError, match=r"check\(plan=3\): plan must be a jzero.Plan, not int\. Pass jzero\.plan_of"):
         check(jax.jit(lambda x: x).lower(1.0).compile(), 3)

@@ -14,8 +14,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jzero
-from jzero.core import compile_only, pod_cache
-from jzero.core.pod_cache import MemoryStats, Program, get_or_compile, program_key
+from jzero.core import compile_only
+from jzero.core.compile_only import MemoryStats, Program
+from jzero.proof import pod_cache
+from jzero.proof.pod_cache import get_or_compile, program_key
 
 unit = pytest.mark.unit
 PROGRAM = Program("HloModule x", MemoryStats(temp_size_in_bytes=7), (b"\x00\xff",), ())

@@ -20,7 +20,7 @@ from models import max_error
 import jzero
 from jzero import offload
 from jzero.stream import schedule, streaming
-from jzero.stream.chunks import Form, pieces
+from jzero.stream.chunks import Form, chunks_of
 
 P = jax.P
 TINY = 1500  # bytes: a third of it is less than the shard of any matrix here
@@ -358,16 +358,16 @@ def test_nothing_to_hold(mesh):
 def test_a_matrix_is_cut_although_its_moments_are_vectors(mesh, monkeypatch):
     params = {k: p.astype(jnp.bfloat16) for k, p in params_of().items() if k in ("a", "b")}
     chain, found = optax.adafactor(1e-2, min_dim_size_to_factor=4), {}
-    cut = schedule.Schedule._cut
+    groups = schedule.Schedule._groups
     counts = []
-    monkeypatch.setattr(schedule.Schedule, "_cut", lambda *args: counts.append(cut(*args)) or counts[-1])
+    monkeypatch.setattr(schedule.Schedule, "_groups", lambda *args: counts.append(groups(*args)) or counts[-1])
     for name, tier in (("host", jzero.Offload(in_flight_bytes=512)), ("device", None)):
         plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, offload=tier)
         given = plan.place(jax.tree.map(jnp.copy, params))
         _, found[name] = train(jzero.zero(chain, plan), given, plan.place_batch(batch()))
         if tier is not None:
             assert_at_home(found[name], plan)
-            assert max(unit.nbytes for some in counts for unit in some) <= 512 // 3
+            assert max(group.nbytes for some in counts for group in some) <= 512 // 3
     assert found["host"].inner[0].v_row["a"].shape == (32,)
     assert max_error(*map(jax.tree.leaves, found.values())) < 1e-5
 
@@ -383,7 +383,7 @@ def test_bad_configs(mesh):
         jzero.Offload(update="host")
     with pytest.raises(ValueError, match="in_flight_bytes"):
         jzero.Offload(in_flight_bytes=0)
-    with pytest.raises(ValueError, match=r"\(in_flight_bytes=1\): .* into \d+ units.* at least \d"):
+    with pytest.raises(ValueError, match=r"\(in_flight_bytes=1\): .* divided into \d+ groups.* at least \d"):
         jzero.shard(lambda: odd(optax.adam(1e-2)), stage=0, offload=jzero.Offload(in_flight_bytes=1))
     with pytest.raises(TypeError, match="prefetch must be True or False"):
         jzero.Offload(prefetch=2)
@@ -422,10 +422,10 @@ def test_pieces_cover_an_array_once(shape, limit, mesh):
     placement = NamedSharding(mesh, P(*[None] * split, "data"), memory_kind="device")
     size = 4 * math.prod(shape) // 8
     seen = np.zeros(shape, int)
-    for piece in pieces(Form(shape, shape, placement), size, limit):
-        box = tuple(slice(a, a + b) for a, b in zip(piece.start, piece.shape, strict=True))
-        seen.reshape(piece.view)[box] += 1
-        assert piece.layout.shard_shape(piece.shape)  # every piece is a piece of every shard
-        held = 4 * math.prod(piece.layout.shard_shape(piece.shape))
+    for chunk in chunks_of(Form(shape, shape, placement), size, limit):
+        box = tuple(slice(a, a + b) for a, b in zip(chunk.start, chunk.shape, strict=True))
+        seen.reshape(chunk.view)[box] += 1
+        assert chunk.layout.shard_shape(chunk.shape)  # every chunk is a chunk of every shard
+        held = 4 * math.prod(chunk.layout.shard_shape(chunk.shape))
         assert held <= max(limit, 4)
     assert (seen == 1).all()

@@ -1,4 +1,4 @@
-"""Offloaded state that is stored padded: in pieces as any other; its padding stays zero and counts nowhere."""
+"""Offloaded state that is stored padded: in chunks as any other; its padding stays zero and counts nowhere."""
 
 from __future__ import annotations
 

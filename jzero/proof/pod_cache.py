@@ -21,44 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jzero.core.compile_only import MemoryStats, Program
+
 ENVIRONMENT = "JZERO_POD_CACHE"
 MOST_BYTES = 1_000_000_000
 FORMAT = 1
 _LOCATION = re.compile(r'^(#loc\d*) = loc\("((?:[^"\\]|\\.)*)"(?:\(#loc\d*\))?\)$', re.MULTILINE)
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryStats:
-    """What XLA says of a program's memory, in bytes per device; the names are those of `memory_analysis()`."""
-
-    argument_size_in_bytes: int = 0
-    output_size_in_bytes: int = 0
-    alias_size_in_bytes: int = 0
-    temp_size_in_bytes: int = 0
-    generated_code_size_in_bytes: int = 0
-    host_argument_size_in_bytes: int = 0
-    host_output_size_in_bytes: int = 0
-    host_alias_size_in_bytes: int = 0
-    host_temp_size_in_bytes: int = 0
-    host_generated_code_size_in_bytes: int = 0
-    peak_memory_in_bytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What is read of a compiled program.
-
-    Attributes:
-      text: its optimized HLO.
-      memory: bytes per device.
-      in_shardings: XLA's sharding of each parameter, as a serialized `OpSharding`; empty where XLA names none.
-      out_shardings: the same of each result.
-    """
-
-    text: str
-    memory: MemoryStats
-    in_shardings: tuple[bytes, ...]
-    out_shardings: tuple[bytes, ...]
 
 
 def program_key(stablehlo: str, *rest: Any) -> str:

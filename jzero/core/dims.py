@@ -1,0 +1,110 @@
+"""Where the dims of an equation's operands are in its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jzero.core.primitives import LAYOUT
+
+
+def _reshaped(eqn: Any, dim: int) -> int | None:
+    """What lies along a dim stays the major part of one where the dims in front keep their product."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])
+    for j, size in enumerate(new):
+        if math.prod(new[:j]) == before and size > 1:
+            inside = math.prod(new[j + 1 :])
+            return j if inside <= after and after % inside == 0 else None
+    return None
+
+
+def _squeezed(eqn: Any, dim: int) -> int | None:
+    removed = eqn.params["dimensions"]
+    return None if dim in removed else dim - sum(d < dim for d in removed)
+
+
+def _if_whole(sizes: Callable[[Any], Sequence[int]]):
+    """Keeps the dim where the operation takes all of it."""
+    return lambda eqn, dim: dim if sizes(eqn)[dim] == eqn.invars[0].aval.shape[dim] else None
+
+
+def _if_equal(key: str, value: Any):
+    """Keeps the dim where a parameter of the operation has this value for it."""
+    return lambda eqn, dim: dim if eqn.params[key][dim] == value else None
+
+
+def _if_not_in(key: str):
+    """Keeps the dim where the operation works along others."""
+
+    def moved(eqn: Any, dim: int) -> int | None:
+        along = eqn.params[key]
+        return None if dim in (along if isinstance(along, (tuple, list)) else (along,)) else dim
+
+    return moved
+
+
+_one_window = _if_equal("window_dimensions", 1)
+MOVED_DIMS: dict[str, Callable[[Any, int], int | None]] = {
+    **{f"cum{op}": _if_not_in("axis") for op in ("sum", "max", "min", "prod", "logsumexp")},
+    **{f"reduce_window{op}": _one_window for op in ("", "_sum", "_max", "_min")},
+    **dict.fromkeys(LAYOUT, lambda eqn, dim: dim),
+    "broadcast_in_dim": lambda eqn, dim: eqn.params["broadcast_dimensions"][dim],
+    "concatenate": _if_not_in("dimension"),
+    "dynamic_slice": _if_whole(lambda eqn: eqn.params["slice_sizes"]),
+    "pad": _if_equal("padding_config", (0, 0, 0)),
+    "reshape": _reshaped,
+    "rev": _if_not_in("dimensions"),
+    "slice": _if_whole(lambda eqn: eqn.outvars[0].aval.shape),
+    "sort": _if_not_in("dimension"),
+    "split": _if_not_in("axis"),
+    "squeeze": _squeezed,
+    "top_k": lambda eqn, dim: dim if dim != eqn.invars[0].aval.ndim - 1 else None,
+    "transpose": lambda eqn, dim: list(eqn.params["permutation"]).index(dim),
+}  # fmt: skip
+"""For an equation and a dim of its operands: the dim of the result along which the same values lie, index by index.
+
+None where the operation combines values along the dim, or leaves some out.
+"""
+
+
+def reduced_dims(eqn: Any) -> tuple[int, ...]:
+    """The dims over which a reduction goes."""
+    return tuple(eqn.params["axes"])
+
+
+class DotDims(NamedTuple):
+    """The dims of the two operands of a matmul that go together: those that are summed over, and batch dims."""
+
+    contract: tuple[Sequence[int], Sequence[int]]
+    batch: tuple[Sequence[int], Sequence[int]]
+
+
+def dot_dims(eqn: Any) -> DotDims:
+    """The dims of a `dot_general`."""
+    return DotDims(*eqn.params["dimension_numbers"])
+
+
+class LookupDims(NamedTuple):
+    """Where the dims of the result of a lookup (`gather`) come from.
+
+    Attributes:
+      of_index: by dim of the index, the dim of the result.
+      paired: by dim of the operand for whose every entry there is an index of its own, the dim of the index.
+      whole: by dim of the operand that is taken whole, the dim of the result.
+    """
+
+    of_index: list[int]
+    paired: dict[int, int]
+    whole: dict[int, int]
+
+
+def lookup_dims(eqn: Any) -> LookupDims:
+    """The dims of a `gather`."""
+    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+    of_index = [d for d in range(eqn.outvars[0].aval.ndim) if d not in numbers.offset_dims]
+    paired = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    window = [d for d in range(len(shape)) if d not in numbers.collapsed_slice_dims and d not in paired]
+    rows = zip(window, numbers.offset_dims, strict=True)
+    return LookupDims(of_index, paired, {d: out for d, out in rows if eqn.params["slice_sizes"][d] == shape[d]})

@@ -1,0 +1,230 @@
+"""Sums over micro-batches: of losses, of aux and of gradients, and where the gradients are reduced.
+
+[Note: one reduction or many]
+Micro-batches can be reduced in two places. After the loop ("step"): each device sums its own gradients, whole
+and in fp32, and one reduce-scatter follows: 1 Psi for the gradients whatever the number of micro-batches, and
+4 bytes per parameter held. Inside of it ("microbatch"): each micro-batch's gradient is reduced to its shard as
+the backward pass makes it, and shards are summed: 1 Psi per micro-batch, and 4/N bytes per parameter held. Under
+plain `jax.jit` XLA always does the second, since a sum over micro-batches of sums over devices looks the same to
+it; the first takes `jax.shard_map`, where a gradient is a device's own until it is reduced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.comm import comm_of
+from jzero.comm.reduce_scatter import batch_axes, of_batch, sum_over_devices
+from jzero.core.errors import counted, division, is_array, listing, shown, typed_shape
+from jzero.core.jaxprs import split_arrays
+from jzero.gather.transform import as_written, gather_on_use
+from jzero.gradients.batch_independence import check_examples_apart
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.specs import P, make_spec
+from jzero.sharding import Plan
+from jzero.update.padded_state import cut, pad
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """Gradients of a batch in micro-batches; the fields are the arguments of `value_and_grad`.
+
+    Attributes:
+      mode: "step" or "microbatch", where gradients are reduced; "plain": XLA decides.
+    """
+
+    plan: Plan
+    accumulate: int
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    weight: Callable[..., Any] | None
+    mode: str
+
+    def check_batch(self, args) -> None:
+        """Raises ValueError for a missing argument, or leaves that devices x micro-batches cannot split alike."""
+        missing = [i for i in (*self.batch_argnums, *self.rng_argnums) if i > len(args)]
+        if missing:
+            raise ValueError(
+                f"jzero.value_and_grad: batch_argnums and rng_argnums name argument {missing[0]}, but the function was "
+                f"called with params and {len(args)} more. Pass it by position."
+            )
+        leaves = jax.tree.leaves([args[i - 1] for i in self.batch_argnums])
+        sizes = sorted({np.shape(x)[0] if is_array(x) and np.ndim(x) else 0 for x in leaves})
+        parts = self.plan.batch_parts * self.accumulate
+        if len(sizes) == 1 and sizes[0] and sizes[0] % parts == 0:
+            return
+        rows = [
+            (typed_shape(x), division(np.shape(x)[0], parts) if np.ndim(x) else "no dim 0")
+            if is_array(x)
+            else (shown(x), "no array")
+            for x in leaves
+        ]
+        raise ValueError(
+            f"jzero.value_and_grad: {counted(self.plan.batch_parts, 'device')} x "
+            f"{counted(self.accumulate, 'micro-batch', 'micro-batches')} cannot split the batch evenly:\n"
+            f"{listing(rows)}\nDim 0 of every batch leaf must be the same multiple of {parts}; "
+            "leaves that are no batch belong in an argument that batch_argnums leaves out."
+        )
+
+    def check_examples(self, fn, params, args) -> None:
+        """Refuses losses that micro-batches would change, and aux with one value per example."""
+        parts = self.accumulate * (self.plan.batch_parts if self.mode == "step" else 1)
+
+        def shape(x):
+            whole = not hasattr(x, "shape")
+            return x if whole else jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+
+        batch = [i - 1 for i in self.batch_argnums]
+        args = tuple(jax.tree.map(shape, arg) if i in batch else arg for i, arg in enumerate(args))
+        with as_written():
+            check_examples_apart(fn, params, args, batch=batch, weighted=self.weight is not None)
+
+    def __call__(self, fn: Callable[..., Any], params, args):
+        """(loss, aux, grads) of `fn(params, args) -> (loss, aux)` on the whole batch."""
+        return (self._reduced_once if self.mode == "step" else self._reduced_in_each)(fn, params, args)
+
+    # --- one reduction after the loop -----------------------------------------------------------------------
+
+    def _reduced_once(self, fn, params, args):
+        """(loss, aux, grads), with one reduction after the loop: see [Note: one reduction or many]."""
+        plan, axes = self.plan, batch_axes(self.plan)
+        arrays, merged = zip(*map(split_arrays, args), strict=True)
+        specs = tuple(
+            [P(axes) if i + 1 in self.batch_argnums else P()] * len(xs) for i, xs in enumerate(arrays)
+        )
+        rows = [(x, self._reduced_to(x)) for x in plan.layouts]
+
+        def local(params, arrays):
+            index = jax.lax.axis_index(axes)
+            args = tuple(merge(xs) for merge, xs in zip(merged, arrays, strict=True))
+            parts = self._micro_batches(args, local_index=index)
+            total, loss, aux, sums = self._loop(fn, params, *parts, pin=lambda x: x)
+            total = sum_over_devices(total, plan)
+            scaled = [s / total for s in sums]
+            grads = [self._reduced(g, *row) for g, row in zip(scaled, rows, strict=True)]
+            aux = jax.tree.map(lambda x: _mean_over_devices(x, total, plan), aux)
+            return sum_over_devices(loss, plan) / total, aux, grads
+
+        run = jax.shard_map(
+            local, mesh=plan.array_mesh, in_specs=(P(), specs),
+            out_specs=(P(), P(), [of_batch(spec, plan) for _, spec in rows]), axis_names=set(axes), check_vma=False,
+        )  # fmt: skip
+        loss, aux, grads = run(params, arrays)
+        grads = [cut(g, x.shape, spec, plan) for g, (x, spec) in zip(grads, rows, strict=True)]
+        return loss, aux, jax.tree.structure(params).unflatten(grads)
+
+    def _reduced_to(self, x: Layout):
+        """`Layout.state`, or whole where its padded pieces share a dim with another axis."""
+        scattered = comm_of(self.plan).gradients.is_scattered(x.shape, x.state)
+        return x.used if x.padded and not scattered else x.state
+
+    def _reduced(self, grad, x: Layout, spec):
+        """One device's mean gradient, reduced to the layout `spec`; padded where its pieces would be unequal."""
+        grad = grad.astype(self.plan.config.reduce_dtype or x.dtype)
+        return comm_of(self.plan).gradients.of_devices(grad, spec, x.used)
+
+    # --- a reduction in every micro-batch -------------------------------------------------------------------
+
+    def _reduced_in_each(self, fn, params, args):
+        """(loss, aux, grads), with a reduction in every micro-batch."""
+        plan = self.plan
+
+        def flat_loss(params, *args):
+            return fn(params, args)
+
+        gathering = gather_on_use(flat_loss, plan)
+        parts = self._micro_batches(args)
+
+        def pin(grads):  # padded where the pieces of a gradient would be unequal
+            rows = zip(grads, plan.layouts, strict=True)
+            return [pad(g, self._sum_shape(x), x.grad, plan) for g, x in rows]
+
+        total, loss, aux, sums = self._loop(lambda p, a: gathering(p, *a), params, *parts, pin=pin)
+        grads = [cut(s / total, x.shape, x.grad, plan) for s, x in zip(sums, plan.layouts, strict=True)]
+        aux = jax.tree.map(lambda x: x / total if jnp.issubdtype(x.dtype, jnp.inexact) else x, aux)
+        return loss / total, aux, jax.tree.structure(params).unflatten(grads)
+
+    def _sum_shape(self, x: Layout) -> tuple[int, ...]:
+        return x.state_shape if self.mode == "microbatch" and x.grad != x.used else x.shape
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def _micro_batches(self, args, local_index=None):
+        """(arguments that change per micro-batch, stacked; a function that completes one micro-batch's arguments).
+
+        On a device's own rows (`local_index` is its number) a cut is a reshape. On the whole batch micro-batch i
+        takes the i-th part of every device's rows, so that nothing moves.
+        """
+        k, n = self.accumulate, self.plan.batch_parts
+
+        def cut(x):
+            x = jnp.asarray(x)
+            if local_index is not None:
+                return x.reshape(k, x.shape[0] // k, *x.shape[1:])
+            x = x.reshape(n, k, x.shape[0] // (n * k), *x.shape[1:]).swapaxes(0, 1)
+            x = x.reshape(k, n * x.shape[2], *x.shape[3:])
+            return self.plan.constrain(x, make_spec([(), self.plan.batch_axes]))
+
+        stacked = [jax.tree.map(cut, args[i - 1]) for i in self.batch_argnums]
+
+        def complete(parts, number):
+            out = list(args)
+            for i, part in zip(self.batch_argnums, parts, strict=True):
+                out[i - 1] = part
+            for i in self.rng_argnums:
+                own = out[i - 1] if local_index is None else jax.random.fold_in(out[i - 1], local_index)
+                out[i - 1] = jax.random.fold_in(own, number) if k > 1 else own
+            return tuple(out)
+
+        return stacked, complete
+
+    def _loop(self, fn, params, stacked, complete, *, pin):
+        """Sums over micro-batches: of weights, and of loss, aux and gradients times their weight (fp32)."""
+
+        def one(sums, step):
+            number, parts = step
+            args = complete(parts, number)
+            (loss, aux), grads = jax.value_and_grad(fn, has_aux=True)(params, args)
+            w = jnp.float32(1)
+            if self.weight is not None:
+                w = jnp.asarray(self.weight(*(args[i - 1] for i in self.batch_argnums)), jnp.float32)
+            total, loss_sum, grad_sums = sums
+            grads = pin(
+                [_times(w, g, s.dtype) for g, s in zip(jax.tree.leaves(grads), grad_sums, strict=True)]
+            )
+            grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
+            return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums), _weighted(aux, w)
+
+        layouts = self.plan.layouts
+        zeros = pin([jnp.zeros(self._sum_shape(x), jnp.promote_types(x.dtype, jnp.float32)) for x in layouts])
+        start = (jnp.float32(0), jnp.float32(0), zeros)
+        steps = (jnp.arange(self.accumulate), stacked)
+        # `check` reads this name: a reduction in each micro-batch is a fault where it was not asked for
+        with jax.named_scope("jzero.microbatch" if self.mode == "microbatch" else "jzero.accumulate"):
+            (total, loss, sums), aux = jax.lax.scan(one, start, steps)
+        return total, loss, jax.tree.map(lambda x: x.sum(0), aux), sums
+
+
+def _times(w, value, dtype):
+    """A value times its weight; nothing where the weight is 0, whose loss may be 0/0."""
+    return jnp.where(w > 0, w * value.astype(dtype), jnp.zeros((), dtype))
+
+
+def _weighted(aux, w):
+    """Aux leaves to sum: floating ones times their weight, integer ones as they are."""
+    return jax.tree.map(
+        lambda x: _times(w, x, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
+        jax.tree.map(jnp.asarray, aux),
+    )
+
+
+def _mean_over_devices(x, total, plan: Plan):
+    """A leaf of aux, summed over devices; a floating one divided by the sum of the weights."""
+    x = sum_over_devices(x, plan)
+    return x / total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x

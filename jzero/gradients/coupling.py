@@ -1,0 +1,314 @@
+"""How the examples of a batch go into every value of a traced loss.
+
+[Note: five kinds of value]
+Every value is one of these, found equation by equation:
+
+- `Const`: does not depend on the batch.
+- `Rows(dim)`: along `dim` stands one example after the other, each computed from itself alone.
+- `Total`: a sum over examples, or a linear function of such sums. A mean loss is one, and the mean of the means of
+  equal micro-batches is the mean of all.
+- `Ratio`: a sum over examples divided by another (a masked mean): right with the weights of the micro-batches.
+- `Mixed`: examples were combined otherwise (a batch statistic put back on the examples, a product of two examples,
+  a maximum or a root over the batch). A micro-batch then has another loss than its part of the whole batch.
+
+A value of an operation that has no rule here is `Unknown`: a warning, no refusal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jzero.core import jaxprs
+from jzero.core.block_input import BEGIN, END
+from jzero.core.dims import MOVED_DIMS, dot_dims, lookup_dims, reduced_dims
+from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE
+from jzero.core.products import example_dims
+from jzero.core.traversal import traverse
+
+
+@dataclasses.dataclass(frozen=True)
+class Const:
+    """Does not depend on the batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """One example after the other along `dim`; `scaled`: by a sum over examples, so only linear steps may follow.
+
+    `dim` is -1 for a value of one example alone, inside of a scan over examples.
+    """
+
+    dim: int
+    scaled: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Linear in sums over examples; `clipped`: through a maximum with a constant, good as a divisor alone."""
+
+    clipped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """A sum over examples divided by another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """Examples were combined; `where` names the operation and the line."""
+
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """An operation without a rule; `where` names it and the line."""
+
+    where: str
+
+
+Kind = Const | Rows | Total | Ratio | Mixed | Unknown
+CONST = Const()
+
+
+def kinds_of_results(jaxpr, kinds: Sequence[Kind]) -> list[Kind]:
+    """The kinds of a jaxpr's results, from those of its arguments."""
+    consts = [CONST] * len(jaxpr.constvars)
+    return traverse(jaxpr, consts, kinds, _apply, literal=lambda value: CONST, calls=CALLS)
+
+
+def _apply(eqn, ins: list[Kind]) -> list[Kind]:
+    """The kinds of an equation's results, from those of its operands."""
+    if all(isinstance(k, Const) for k in ins):
+        return [CONST] * len(eqn.outvars)
+    name = eqn.primitive.name
+    if name in _STRUCTURED:
+        return _STRUCTURED[name](eqn, ins)
+    found = next((k for kind in (Mixed, Unknown) for k in ins if isinstance(k, kind)), None)
+    if found is None:
+        rule = _elementwise if name in ELEMENTWISE else _moved if name in MOVED_DIMS else _RULES.get(name)
+        found = None if rule is None else rule(eqn, ins)
+    return [found or Unknown(_where(eqn))] * len(eqn.outvars)
+
+
+def _where(eqn) -> str:
+    return f"{eqn.primitive.name} {jaxprs.place_of(eqn)}".strip()
+
+
+# --- elementwise ------------------------------------------------------------------------------------------------
+
+
+def _elementwise(eqn, ins: list[Kind]) -> Kind:
+    name = eqn.primitive.name
+    rows = [k for k in ins if isinstance(k, Rows)]
+    sums = [k for k in ins if isinstance(k, (Total, Ratio))]
+    if len({k.dim for k in rows}) > 1:
+        return Mixed(_where(eqn))
+    if rows and sums:
+        first = ins[0]
+        scales = name in ("mul", "div") and len(rows) == 1 and (name == "mul" or isinstance(first, Rows))
+        return (
+            Rows(rows[0].dim, scaled=True)
+            if scales and all(isinstance(k, Total) for k in sums)
+            else Mixed(_where(eqn))
+        )
+    if rows:
+        scaled = any(k.scaled for k in rows)
+        sums_up = name in ("add", "sub", "add_any") and all(k.scaled for k in rows)
+        factor = name == "mul" and sum(k.scaled for k in rows) == 1
+        divided = (
+            name == "div" and isinstance(ins[0], Rows) and not (isinstance(ins[1], Rows) and ins[1].scaled)
+        )
+        if scaled and not (name in LINEAR_ELEMENTWISE or sums_up or factor or divided):
+            return Mixed(_where(eqn))
+        return Rows(rows[0].dim, scaled)
+    return _of_sums(eqn, name, ins)
+
+
+def _of_sums(eqn, name: str, ins: list[Kind]) -> Kind:
+    """An elementwise operation on sums over examples and constants."""
+    ratio = any(isinstance(k, Ratio) for k in ins)
+    clipped = any(isinstance(k, Total) and k.clipped for k in ins)
+    sums = [k for k in ins if isinstance(k, (Total, Ratio))]
+    if name == "div" and isinstance(ins[1], Total):
+        return Mixed(_where(eqn)) if ratio else Ratio()
+    if name in ("max", "clamp") and len(sums) == 1 and not ratio:
+        return Total(clipped=True)
+    if name == "select_n" and isinstance(ins[0], (Const, Total)) and not ratio and not clipped:
+        return Total() if isinstance(ins[0], Const) else Total(clipped=True)
+    linear = name in (*LINEAR_ELEMENTWISE, "add", "sub", "add_any") or (
+        name in ("mul", "div") and len(sums) == 1
+    )
+    if name == "div" and not isinstance(ins[1], Const):
+        linear = False
+    if not linear:
+        # a comparison of sums (is the mask empty?) that only selects stays harmless
+        return Total(clipped=True) if name in ("gt", "lt", "ge", "le", "eq", "ne") else Mixed(_where(eqn))
+    return Ratio() if ratio else Total(clipped)
+
+
+# --- shapes, reductions, products -------------------------------------------------------------------------------
+
+
+def _moved(eqn, ins: list[Kind]) -> Kind | None:
+    """An operation that moves the examples' dim, or keeps it."""
+    kind = next(k for k in ins if not isinstance(k, Const))
+    if any(not isinstance(k, Const) and k != kind for k in ins):
+        return None
+    if not isinstance(kind, Rows) or kind.dim < 0:
+        return kind
+    dim = MOVED_DIMS[eqn.primitive.name](eqn, kind.dim)
+    return None if dim is None else Rows(dim, kind.scaled)
+
+
+def _reduction(eqn, ins: list[Kind]) -> Kind | None:
+    kind, dims, sums_up = ins[0], reduced_dims(eqn), eqn.primitive.name == "reduce_sum"
+    if isinstance(kind, Rows) and kind.dim < 0:
+        return kind
+    if isinstance(kind, Rows) and kind.dim not in dims and (sums_up or not kind.scaled):
+        return Rows(kind.dim - sum(d < kind.dim for d in dims), kind.scaled)
+    if not sums_up:
+        return Mixed(_where(eqn))
+    return _summed(kind) if isinstance(kind, Rows) else kind
+
+
+def _summed(rows: Rows) -> Kind:
+    """The sum over all examples."""
+    return Ratio() if rows.scaled else Total()
+
+
+def _dot(eqn, ins: list[Kind]) -> Kind | None:
+    """A matmul: rows times constants stay rows, rows times their own rows sum up, anything else mixes them."""
+    (left_contract, right_contract), (left_batch, right_batch) = dot_dims(eqn)
+    left, right = ins
+    sums = [k for k in ins if isinstance(k, (Total, Ratio))]
+    if sums:
+        other = right if sums[0] is left else left
+        return sums[0] if isinstance(other, Const) else Mixed(_where(eqn))
+    if _of_one_example(ins):
+        return Rows(-1)
+    if isinstance(left, Rows) and isinstance(right, Rows):
+        pairs = [*zip(left_batch, right_batch, strict=True), *zip(left_contract, right_contract, strict=True)]
+        if (left.dim, right.dim) not in pairs or left.scaled or right.scaled:
+            return Mixed(_where(eqn))
+        return Rows(list(left_batch).index(left.dim)) if left.dim in left_batch else Total()
+    rows, contract, batch = (
+        (left, left_contract, left_batch) if isinstance(left, Rows) else (right, right_contract, right_batch)
+    )
+    assert isinstance(rows, Rows)
+    if rows.dim in contract:
+        return _summed(rows)
+    if rows.dim in batch:
+        return Rows(list(batch).index(rows.dim), rows.scaled)
+    before = sum(d not in contract and d not in batch for d in range(rows.dim))
+    left_free = eqn.invars[0].aval.ndim - len(left_contract) - len(left_batch)
+    return Rows(len(batch) + before + (0 if rows is left else left_free), rows.scaled)
+
+
+def _of_one_example(ins: list[Kind]) -> bool:
+    return all(isinstance(k, Const) or (isinstance(k, Rows) and k.dim < 0) for k in ins)
+
+
+def _convolution(eqn, ins: list[Kind]) -> Kind | None:
+    rows, dims = ins[0], example_dims(eqn, 1)
+    if dims is None or not isinstance(rows, Rows) or rows.dim != dims[0] or not isinstance(ins[1], Const):
+        return None
+    return Rows(dims[1], rows.scaled)
+
+
+def _lookup(eqn, ins: list[Kind]) -> Kind | None:
+    """Rows looked up in a constant table, or a value picked from each example's own row."""
+    (operand, index), dims = ins, lookup_dims(eqn)
+    if _of_one_example(ins):
+        return Rows(-1)
+    if isinstance(operand, Const) and isinstance(index, Rows):
+        return Rows(dims.of_index[index.dim])
+    if not isinstance(operand, Rows) or operand.scaled or operand.dim < 0:
+        return None
+    if operand.dim in dims.paired and isinstance(index, (Const, Rows)):
+        at = dims.paired[operand.dim]
+        return Rows(dims.of_index[at]) if isinstance(index, Const) or index.dim == at else Mixed(_where(eqn))
+    if operand.dim in dims.whole and isinstance(index, Const):
+        return Rows(dims.whole[operand.dim])
+    return None
+
+
+def _update_slice(eqn, ins: list[Kind]) -> Kind | None:
+    rows = [k for k in ins[:2] if isinstance(k, Rows)]
+    if not rows or len(set(rows)) > 1 or any(not isinstance(k, Const) for k in ins[2:]):
+        return None
+    operand, update = (v.aval.shape for v in eqn.invars[:2])
+    return rows[0] if rows[0].dim < 0 or operand[rows[0].dim] == update[rows[0].dim] else None
+
+
+_REDUCTIONS = (*(f"reduce_{op}" for op in ("sum", "max", "min", "prod", "and", "or")), "argmax", "argmin")
+_RULES: dict[str, Callable[[Any, list[Kind]], Kind | None]] = {
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    "dynamic_update_slice": _update_slice,
+    "gather": _lookup,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+}
+
+
+# --- control flow -----------------------------------------------------------------------------------------------
+
+
+def _join(a: Kind, b: Kind, where: str) -> Kind:
+    """What a value is that may be either."""
+    if a == b or isinstance(b, Const):
+        return a
+    if isinstance(a, Const):
+        return b
+    return next((k for k in (a, b) if isinstance(k, (Mixed, Unknown))), Mixed(where))
+
+
+def _fixed_point(body: Callable[[list[Kind]], list[Kind]], carry: list[Kind], where: str) -> list[Kind]:
+    for _ in range(8):
+        new = [_join(a, b, where) for a, b in zip(carry, body(carry), strict=True)]
+        if new == carry:
+            break
+        carry = new
+    return carry
+
+
+def _scan(eqn, ins: list[Kind]) -> list[Kind]:
+    body, consts, carried = jaxprs.scan_parts(eqn)
+
+    def sliced(kind: Kind) -> Kind:
+        if not isinstance(kind, Rows):
+            return kind
+        return Rows(-1, kind.scaled) if kind.dim == 0 else Rows(kind.dim - 1, kind.scaled)
+
+    xs = [sliced(k) for k in ins[consts + carried :]]
+
+    def results(carry: list[Kind]) -> list[Kind]:
+        return kinds_of_results(body, [*ins[:consts], *carry, *xs])
+
+    carry = _fixed_point(lambda c: results(c)[:carried], ins[consts : consts + carried], _where(eqn))
+    ys = results(carry)[carried:]
+    return [*carry, *(Rows(k.dim + 1, k.scaled) if isinstance(k, Rows) else k for k in ys)]
+
+
+def _while(eqn, ins: list[Kind]) -> list[Kind]:
+    (cond, a), (body, count) = jaxprs.while_parts(eqn)
+    b = a + count
+    carry = _fixed_point(lambda c: kinds_of_results(body, [*ins[a:b], *c]), ins[b:], _where(eqn))
+    (stop,) = kinds_of_results(cond, [*ins[:a], *carry])
+    return carry if isinstance(stop, Const) else [Unknown(_where(eqn))] * len(carry)
+
+
+def _cond(eqn, ins: list[Kind]) -> list[Kind]:
+    joined, *others = (kinds_of_results(branch, ins[1:]) for branch, _ in jaxprs.branches(eqn))
+    for other in others:
+        joined = [_join(a, b, _where(eqn)) for a, b in zip(joined, other, strict=True)]
+    return joined if isinstance(ins[0], Const) else [Mixed(_where(eqn))] * len(joined)
+
+
+_STRUCTURED = {
+    "scan": _scan, "while": _while, "cond": _cond, "optimization_barrier": lambda eqn, ins: ins,
+    BEGIN: lambda eqn, ins: [ins[0]] * 3, END: lambda eqn, ins: [ins[0]],
+}  # fmt: skip

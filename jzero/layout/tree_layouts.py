@@ -1,0 +1,66 @@
+"""The layouts of all params of a tree, and what a reader of the plan should know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jzero.config import ZeroConfig
+from jzero.layout.given_layouts import base_specs, mesh_of
+from jzero.layout.layer_stacks import stack_dims
+from jzero.layout.leaf_rule import Layout, make_layout, path_keys, whole_below
+from jzero.layout.mesh import resolve_mesh
+from jzero.layout.param_checks import check_params, check_uneven
+from jzero.layout.placement import check_host
+from jzero.layout.specs import axis_size, shard_factor
+
+
+def tree_layouts(
+    params: Any,
+    config: ZeroConfig,
+    *,
+    mesh: Mesh | None,
+    param_specs: Any,
+    scan_axes: Mapping[str, int | None] | None,
+    stacks: Mapping[tuple[str, ...], int | None],
+) -> tuple[tuple[Layout, ...], Mesh, int, tuple[str, ...]]:
+    """The layout of every param, the mesh with Auto axes, `min_shard_bytes` as a number, and notes.
+
+    Args:
+      params, config, mesh, param_specs, scan_axes: as `make_plan` takes them.
+      stacks: what else is known of stacks of layers; see [Note: what is known of stacks] in `layer_stacks.py`.
+
+    Raises:
+      TypeError, ValueError: as `make_plan`.
+    """
+    mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    check_params(params)
+    bases = base_specs(params, flat, param_specs, mesh, config.axes)
+    dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
+    least = whole_below(
+        config, [(x, shard_factor(b, mesh)) for (_, x), b in zip(flat, bases, strict=True)], mesh
+    )
+    layouts = [
+        make_layout(k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed)
+        for (k, x), b in zip(flat, bases, strict=True)
+    ]
+    check_uneven(layouts, config, mesh)
+    if config.tier is not None:
+        check_host(mesh, f"ZeroConfig(offload={config.tier.tier!r})")
+    if axis_size(mesh, config.axes) == 1:
+        notes.append(
+            f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."
+        )
+    several = [x for x in layouts if x.several_dims]
+    if several:
+        notes.append(
+            f"{len(several)} leaves are cut along several dims, so that arrays lie on a mesh over the same devices on "
+            f"which {' and '.join(map(repr, config.axes))} is given by its prime factors ({several[0].name}, ...). "
+            "Under jax.set_mesh, set plan.array_mesh."
+        )
+    return tuple(layouts), mesh, least, (*notes, *config.without_effect())

@@ -1,0 +1,38 @@
+"""The rules of `check`: one for each kind of fault, from the traces that it leaves in a compiled step.
+
+[Note: what is a fault]
+A rule looks for the trace that a fault leaves in the program, measures it in bytes, and stays silent below
+a threshold: a false alarm costs more than a small leak. Vectors (biases, norm scales) and leaves that stay
+whole are all-reduced by design, and an embedding that is used twice is reduced twice.
+
+[Note: the CPU backend]
+It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
+memory apart. So `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`,
+`offloaded_state_on_device` and `offloaded_state_copied` are not looked for in its programs: compile for `jzero.pod`.
+The other kinds show on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jzero.proof.evidence import Evidence
+from jzero.proof.faults import state, steps, weights
+from jzero.proof.faults.wording import Faults
+
+KINDS: dict[str, Callable[[Evidence], Faults]] = {
+    "loop_slices_wrong": steps.slices_wrong,
+    "batch_not_split": steps.batch_not_split,
+    "gather_on_use_not_traced": weights.gather_on_use,
+    "gradients_all_reduced": steps.grads_all_reduced,
+    "state_whole": state.state_whole,
+    "state_not_donated": state.state_not_donated,
+    "state_not_offloaded": state.state_not_offloaded,
+    "offloaded_state_copied": state.offloaded_copied,
+    "offloaded_state_on_device": state.offloaded_on_device,
+    "replicated_leaves": weights.whole_leaves,
+    "stack_gathered_before_loop": weights.stack_before_loop,
+    "gathered_weights_kept": weights.weights_kept,
+    "activations_moved": steps.activations_moved,
+    "reduction_per_microbatch": steps.reduction_per_microbatch,
+}

@@ -1,0 +1,131 @@
+"""Faults of the optimizer state: not split, not donated, not on the host, or on the device for too long."""
+
+from __future__ import annotations
+
+import math
+
+from jzero.core.errors import human_bytes
+from jzero.layout.specs import shard_factor
+from jzero.proof.evidence import Evidence
+from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text, names_text
+
+DONATED = 0.9
+
+
+def state_whole(e: Evidence) -> Faults:
+    """Leaves of the state that come in, or come back, larger than planned."""
+    rows = []
+    for x in e.state:
+        planned = x.planned(e.plan)
+        extra = max(x.held, x.returned or 0) - planned if planned is not None else 0
+        if planned is not None and extra > planned // 100:
+            rows.append((x, extra, "comes back" if (x.returned or 0) > planned else "comes in"))
+    if rows:
+        shown = ", ".join(
+            f"{x.name} {how} with {human_bytes(extra)} more" for x, extra, how in rows[:MOST_NAMES]
+        )
+        yield (
+            f"{len(rows)} of {len(e.state)} leaves of the state are not split as planned: {shown}{more_text(rows)}.",
+            sum(extra for _, extra, _ in rows),
+            "state = jzero.shard(state, plan.config, mesh=mesh) before the step, tx = jzero.zero(tx, plan) in it, and "
+            "no out_shardings but the plan's.",
+        )
+
+
+def state_not_donated(e: Evidence) -> Faults:
+    """New state beside the old one, whose buffers are not used again."""
+    stats = e.compiled.memory_analysis()
+    leaves = e.state if e.on_cpu else [x for x in e.state if not x.on_host]
+    held = sum(x.held for x in leaves)
+    if stats is None or not any(x.layout is not None for x in e.state):
+        return
+    aliased = stats.alias_size_in_bytes
+    if aliased < DONATED * held:
+        kept = [x for x in leaves if not x.donated]
+        what = (
+            f"{len(kept)} of {len(leaves)} leaves are not donated" if kept else "donated buffers do not fit"
+        )
+        yield (
+            f"the old state stays beside the new one: {what}, {human_bytes(aliased)} of {human_bytes(held)} are "
+            "used again.",
+            held - aliased,
+            "jax.jit(step, donate_argnums=0)"
+            + ("." if kept else ", and results laid out like the arguments."),
+        )
+
+
+def state_not_offloaded(e: Evidence) -> Faults:
+    """With `offload`, leaves of the optimizer state that come in, or come back, in device memory."""
+    if e.plan.config.offload is None:
+        return
+    named = [x for x in e.state if x.in_opt_state]
+    leaves = named or [x for x in e.state if x.layout is not None and not x.is_param]
+    leaves = [x for x in leaves if math.prod(x.shape) > 1 and x.held]
+    here = [x for x in leaves if not (x.on_host and (x.returned_on_host or e.on_cpu))]
+    total, size = sum(x.held for x in leaves), sum(x.held for x in here)
+    if size > (0 if named else total // 2):  # other copies of the params (an EMA) stay on the device
+        back = sum(x.on_host for x in here)
+        yield (
+            f"{len(here)} of {len(leaves)} leaves of the optimizer state are in device memory, where the plan keeps "
+            f"them in host memory{f' ({back} come in there and do not go back)' if back else ''}. {names_text(here)}",
+            size,
+            "state = jzero.shard(state, plan.config, mesh=mesh) before the step, tx = jzero.zero(tx, plan) in it, and "
+            "no out_shardings or device_put of the state that name device memory.",
+        )
+
+
+def offloaded_copied(e: Evidence) -> Faults:
+    """State in host memory whose new values do not take the buffers of the old ones, and temporary host memory."""
+    hosted = [x for x in e.state if x.on_host]
+    stats = e.compiled.memory_analysis()
+    if e.on_cpu or not hosted or stats is None:
+        return
+    held, kept = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
+    temp = getattr(stats, "host_temp_size_in_bytes", 0)
+    twice = sum(x.returned or 0 for x in kept if x.returned_on_host)
+    if twice + temp > (1 - DONATED) * held:
+        parts = (
+            [f"{len(kept)} of {len(hosted)} leaves are not written in place: {names_text(kept)}"]
+            if twice
+            else []
+        )
+        parts += [f"{human_bytes(temp)} are temporary arrays."] if temp else []
+        donated = all(x.donated for x in kept)
+        yield (
+            f"{human_bytes(twice + temp)} of host memory on top of the {human_bytes(held)} of state there. "
+            + " ".join(parts),
+            twice + temp,
+            "each leaf goes back with its own sharding, and nothing else reads the old state: optax.apply_if_finite in "
+            "the chain in place of jzero.select round the step."
+            if donated
+            else "jax.jit(step, donate_argnums=0).",
+        )
+
+
+def offloaded_on_device(e: Evidence) -> Faults:
+    """Without `plan.config.offload`: more than half, or than two params' share, whichever is more."""
+    total = sum(x.held for x in e.state if x.on_host)
+    sizes = [x.size // shard_factor(x.state, e.plan.mesh) for x in e.plan.layouts]
+    if not (total and sum(sizes)):
+        return
+    if e.plan.config.offload is None:
+        bound = round(total * max(0.5, 2 * max(sizes) / sum(sizes)))
+        room, why = bound, "would do: the scheduler fetches as early as it can"
+        remedy = (
+            "fetch leaf by leaf, and tie each fetch to the result of a leaf before it: the next leaf and that result "
+            'through one jax.lax.optimization_barrier, both outputs used; or jzero.shard(..., offload="host").'
+        )
+    else:
+        bound = e.plan.in_flight_bytes
+        room, why = bound + e.largest_transfer, "were asked for (in_flight_bytes)"
+        remedy = (
+            "tx = jzero.zero(tx, plan) in the step, which streams the state, and no device_put of it; a chain that "
+            "cannot be cut is named in a warning when the step is traced."
+        )
+    if e.fetched_at_once > room:
+        yield (
+            f"{human_bytes(e.fetched_at_once)} of the {human_bytes(total)} of state in host memory are on the device "
+            f"at once, and {human_bytes(bound)} {why}.",
+            e.fetched_at_once,
+            remedy,
+        )

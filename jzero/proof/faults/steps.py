@@ -1,0 +1,117 @@
+"""Faults of gradients and activations: wrong slices, a batch that is not split, reductions of too much or too often."""
+
+from __future__ import annotations
+
+from jzero.core.errors import counted
+from jzero.layout.specs import axis_size
+from jzero.proof.evidence import REDUCES, Evidence
+from jzero.proof.faults.wording import MOST_NAMES, Faults, axes_text, elements, more_text, names_text
+from jzero.proof.offsets import wrong_slices
+
+SHARE_MOVED = 0.01
+SHARE_GRADS = 0.2
+ROUNDS = 1.75
+
+
+def slices_wrong(e: Evidence) -> Faults:
+    """Slices in loops that are not those of their index: see [Note: offsets of a slice] in `offsets.py`."""
+    found = [] if e.on_cpu else wrong_slices(e.module)
+    if found:
+        shown = "; ".join(
+            f"%{x.name} of {x.array.dtype}[{','.join(map(str, x.array.dims))}]"
+            f"{' on the host' if x.array.on_host else ''} begins at byte {x.needed[0]} and goes on by {x.needed[1]} a "
+            f"round, XLA wrote {x.written[0]} and {x.written[1]}"
+            for x in found[:MOST_NAMES]
+        )
+        yield (
+            f"{counted(len(found), 'slice', 'slices')} in a loop will be taken where the index does not point to, and "
+            f"the values are wrong: {shown}{more_text(found)}.",
+            sum(x.bytes * (x.trips or 1) for x in found),
+            "jaxlib >= 0.11.2, which needs Python 3.12 (openxla/xla pull request 46231); or layers that are not in a "
+            "scan, or no offload in it.",
+        )
+
+
+def batch_not_split(e: Evidence) -> Faults:
+    """An argument whose first dim is whole, and along some batch axis no gradient is ever reduced.
+
+    XLA may choose to split another dim of an array that comes without a layout, and the model with it.
+    """
+    parts = e.plan.batch_parts
+    if parts == 1 or not e.module.has_backward:
+        return
+    whole = [x for x in e.batch if x.rows * parts > x.shape[0] > 1]
+    shard = elements(e) // axis_size(e.plan.mesh, e.plan.config.axes)  # what is reduced over a replica axis
+    unreduced = [a for a in e.plan.batch_axes if e.plan.mesh.shape[a] > 1 and 2 * _reduced(e, a) < shard]
+    if whole and unreduced:
+        yield (
+            f"no gradient is reduced over {axes_text(unreduced)}, and {len(whole)} of {len(e.batch)} batch "
+            f"arrays are not split over batch axes {axes_text(e.plan.batch_axes)} ({parts} parts): every device "
+            f"computes all examples, or a part of the model for all of them. {names_text(whole)}",
+            sum(x.held for x in whole),
+            "plan.place_batch(batch), or a batch of jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch).",
+        )
+
+
+def grads_all_reduced(e: Evidence) -> Faults:
+    """Gradients that are whole on every device where a reduce-scatter was planned."""
+    if e.on_cpu or e.split_stacks or not e.plan.config.row.grads or not e.split:
+        return
+    sites = [s for s in e.over_zero_axes("all-reduce") if not s.sliced and s.phase != "forward"]
+    rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
+    others = [x for x in e.plan.layouts if x not in e.split]
+    allowed = sum(e.local(x) * (1 if x.vector else 2) for x in others)
+    smallest = min(e.local(x, sliced=True) for x in e.split)
+    total = sum(n for _, n in rows) - allowed
+    if total > SHARE_GRADS * elements(e) and any(sum(e.parts(s)) >= smallest for s, _ in rows):
+        yield (
+            f"gradients are all-reduced over {axes_text(e.plan.config.axes)} where a reduce-scatter was planned: "
+            f"{100 * total / elements(e):.0f} % of the values of {len(e.split)} split params, whole on every device "
+            "and sent twice.",
+            round(sum(s.bytes * e.trips(s) for s in sites)),
+            "hand the gradients to tx.update as jax.grad gives them: no with_sharding_constraint, pmean or output of "
+            "the whole gradient (return optax.global_norm(grads) instead).",
+        )
+
+
+def activations_moved(e: Evidence) -> Faults:
+    """Activations on the wire over the ZeRO axes."""
+    if e.on_cpu or e.split_stacks:
+        return
+    sites = list(e.over_zero_axes("all-to-all", "ragged-all-to-all", "collective-permute"))
+    least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch
+    forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(e.parts(s)) >= least]
+    sites = [s for s in sites if s.phase != "update"] + forward
+    moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
+    if moved > SHARE_MOVED * e.plan.param_bytes:
+        ops = sorted({s.op for s in sites})
+        yield (
+            f"activations move between the devices of {axes_text(e.plan.config.axes)} ({', '.join(ops)}) where "
+            f"{'weights should' if e.plan.config.row.params else 'nothing should'}; the bytes grow with the batch.",
+            moved,
+            ("loss_fn = jzero.gather_on_use(loss_fn, plan), with " if e.plan.config.row.params else "")
+            + "a batch from plan.place_batch(batch), and params held by plan.constrain(param, layout.stored).",
+        )
+
+
+def reduction_per_microbatch(e: Evidence) -> Faults:
+    """Gradients that are reduced once per micro-batch, without being asked for."""
+    sites = (s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch")  # asked for, in value_and_grad
+    rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
+    rounds = sum(n for _, n in rows) / elements(e) if e.split else 0
+    if rounds >= ROUNDS and not e.split_stacks:
+        sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
+        yield (
+            f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch, where once after "
+            "their sum would do.",
+            round(sent * (1 - 1 / rounds)),
+            'jzero.value_and_grad(loss_fn, plan, accumulate=k, reduce="step"): local gradients are summed, and reduced '
+            "once after the loop.",
+        )
+
+
+def _reduced(e: Evidence, axis: str) -> float:
+    """Elements of gradients reduced along a mesh axis in a step."""
+    zero = axis in e.plan.config.axes  # over a replica axis shards are reduced, of any size
+    rows = [s for s, axes in e.sites if s.op in REDUCES and axis in axes and s.phase != "forward"]
+    return sum((e.gradients(s) if zero else sum(e.parts(s))) * e.trips(s) for s in rows)

@@ -1,0 +1,121 @@
+"""Faults of params: whole where they could be split, gathered too early, or kept for too long.
+
+[Note: a stack split along its scanned dim]
+By the user's own layout: the loop then gathers the whole stack for each layer, and reduces its whole gradient.
+Those collectives are the consequence, and are not reported again as all-reduced gradients or micro-batches.
+"""
+
+from __future__ import annotations
+
+from jzero.core.errors import counted, listing, typed_shape
+from jzero.layout.leaf_rule import Layout, Whole
+from jzero.layout.specs import axis_size
+from jzero.proof.evidence import Evidence
+from jzero.proof.faults.wording import Faults, names_text
+
+SHARE_WHOLE = 0.05
+SHARE_KEPT = 0.1
+
+
+def gather_on_use(e: Evidence) -> Faults:
+    """Params that are stored split, with no gather where they are used."""
+    weights = [x for x in e.split if x.stored != x.used]
+    if weights and e.module.has_backward and not e.has_gathers:
+        yield (
+            f"{counted(len(weights), 'param is', 'params are')} stored split, and no weight is gathered where it is "
+            f"used: XLA chooses what to move. {names_text(weights)}",
+            sum(x.nbytes for x in weights),
+            "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned.",
+        )
+
+
+def whole_leaves(e: Evidence) -> Faults:
+    """Params that stay whole on every device, where they are more than a few percent of all bytes."""
+    if not e.plan.config.row.state:
+        return
+    kept = (x for x in e.plan.layouts if x.stored == x.used)
+    whole = [x for x in kept if x.reason and x.whole is not Whole.TAKEN]
+    size = sum(x.nbytes for x in whole)
+    if size <= SHARE_WHOLE * e.plan.param_bytes:
+        return
+    rows = [(x.name, typed_shape(x), x.reason) for x in sorted(whole, key=lambda x: -x.nbytes)]
+    n, padded = axis_size(e.plan.mesh, e.plan.config.axes), all(x.padded for x in whole)
+    ways = {
+        Whole.SMALL: "pass ZeroConfig(min_shard_bytes=0).",
+        Whole.UNEVEN: f"make a dim of the leaf a multiple of {n} (pad the vocabulary), or share over fewer devices"
+        + (
+            ". Their state is shared."
+            if padded
+            else ', or share its state alone with ZeroConfig(uneven="pad").'
+        ),
+        Whole.ONE_DEVICE: "pass a mesh with more than one device on the axis.",
+    }
+    yield (
+        f"{len(whole)} of {len(e.plan.layouts)} params, {100 * size / e.plan.param_bytes:.0f} % of their bytes, stay "
+        f"whole on every device{'' if padded else ' with their optimizer state'}:\n{listing(rows)}",
+        size,
+        " ".join(way for why, way in ways.items() if any(x.whole is why for x in whole)),
+    )
+
+
+def stack_before_loop(e: Evidence) -> Faults:
+    """Stacks of layers that are gathered as a whole, before the loop over the layers."""
+    if e.split_stacks:
+        sites = {(s.computation, s.name): s for some in e.split_stacks.values() for s in some}.values()
+        stacks = [x for x in e.plan.layouts if x.name in e.split_stacks]
+        yield (
+            f"{counted(len(stacks), 'stack of layers is', 'stacks of layers are')} split along the scanned dim by "
+            f"their own layout, so that all layers are gathered where one is used: {names_text(stacks)}",
+            round(sum(s.wire_bytes * e.trips(s) for s in sites)),
+            "leave that dim of the stack out of its layout (None), and jzero splits another one."
+            + (
+                ' Where it is no stack (its shape alone was looked at): scan_axes={"path of the param": None}.'
+                if any(x.guessed for x in stacks)
+                else ""
+            ),
+        )
+        return
+    stacks = {e.local(x): x for x in e.split if x.scanned and x.stored != x.used}
+    sites = [s for s in e.over_zero_axes("all-gather") if s.phase != "update"]
+    parts = [(n, dims) for s in sites for n, dims in zip(e.parts(s), e.dims(s), strict=True) if n in stacks]
+    found = [n for n, d in parts if len(d) >= len(stacks[n].shape) and stacks[n].layers in d]
+    if found:
+        names = {stacks[n].name: stacks[n] for n in found}
+        yield (
+            f"{counted(len(names), 'stack of layers is', 'stacks of layers are')} gathered whole, not one layer at a "
+            f"time inside the loop: {names_text(list(names.values()))}",
+            sum(stacks[n].nbytes for n in found),
+            "loss_fn = jzero.gather_on_use(loss_fn, plan), and no constraint on the stacked params before the scan.",
+        )
+
+
+def weights_kept(e: Evidence) -> Faults:
+    """Gathered weights that are alive from the forward to the backward pass."""
+    weights = [x for x in e.split if x.stored != x.used]
+    if e.on_cpu or not weights or e.plan.config.keeps_gathered or next(stack_before_loop(e), None):
+        return
+    gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
+    kept = sum(e.kept(s) for s in gathers) + _carried(e, weights)
+    if kept > SHARE_KEPT * sum(e.local(x) * x.dtype.itemsize for x in weights):
+        yield (
+            "weights that the forward pass gathered are still there in the backward pass, which should gather them "
+            "again.",
+            kept,
+            "loss_fn = jzero.gather_on_use(loss_fn, plan); for blocks of your own, jax.checkpoint (nn.remat) round "
+            "the gather and its use.",
+        )
+
+
+def _carried(e: Evidence, weights: list[Layout]) -> int:
+    """Bytes of whole stacks of weights that a loop carries, the largest loop's; told by their dims."""
+    stacks = {(x.layers, tuple(sorted(x.layer_shape)), e.local(x)) for x in weights if x.scanned}
+    computations = e.module.computations.values()
+    homes = [c for c in computations if any(" while(" in line for line in c.lines)]
+    loops = [i for c in homes for i in c.schedule if i.opcode == "while"]
+    shapes = ([s for s in i.shapes if len(s.dims) > 2] for i in loops)
+    # the shard of one stack may look like another one whole: not counted
+    shards = {e.plan.sharding(x.stored).shard_shape(x.shape) for x in weights if x.scanned}
+    shards = {(dims[0], tuple(sorted(dims[1:]))) for dims in shards}
+    keys = ([(s, (s.dims[0], tuple(sorted(s.dims[1:])))) for s in some] for some in shapes)
+    whole = ([s for s, key in some if (*key, s.size) in stacks and key not in shards] for some in keys)
+    return max((sum(s.nbytes for s in some) for some in whole), default=0)

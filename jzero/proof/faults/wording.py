@@ -1,0 +1,33 @@
+"""What the rules of `check` have in common: how leaves are listed, and how many values the params have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from jzero.layout.leaf_rule import Layout
+from jzero.proof.evidence import Argument, Evidence
+
+Faults = Iterator[tuple[str, int, str]]
+"""Of each fault its text, its bytes on one device, and the remedy."""
+MOST_NAMES = 3
+
+
+def elements(e: Evidence) -> int:
+    """Elements of all split params as a device uses them."""
+    return sum(e.local(x) for x in e.split)
+
+
+def axes_text(axes: Iterable[str]) -> str:
+    """Mesh axes in a sentence."""
+    return ", ".join(map(repr, axes))
+
+
+def names_text(leaves: list[Argument] | list[Layout]) -> str:
+    """The first leaves with their shapes, and how many more there are."""
+    shown = ", ".join(f"{x.name}[{','.join(map(str, x.shape))}]" for x in leaves[:MOST_NAMES])
+    return f"{shown}{more_text(leaves)}."
+
+
+def more_text(rows) -> str:
+    """How many rows there are besides the first."""
+    return f" and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else ""

@@ -1,0 +1,52 @@
+"""Where an argument or a result of a streamed function lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import NamedSharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where an argument or a result lives.
+
+    Attributes:
+      sharding: its layout in host memory; None: device memory, in any layout.
+      replaces: of a result, the argument whose buffer it takes; None: a new one.
+    """
+
+    sharding: NamedSharding | None = None
+    replaces: int | None = None
+
+    @property
+    def on_device(self) -> NamedSharding:
+        """The same layout in device memory."""
+        assert self.sharding is not None
+        return self.sharding.with_memory_kind("device")
+
+    def of(self, layout: NamedSharding) -> NamedSharding:
+        """A layout in the memory of this placement."""
+        kind = "device" if self.sharding is None else str(self.sharding.memory_kind)
+        return layout.with_memory_kind(kind)
+
+    def take(self, x, layout: NamedSharding | None = None):
+        """An array from device memory, in this placement; `layout`: of a chunk of it, in device memory."""
+        if self.sharding is None:
+            return x
+        layout = layout or self.on_device
+        x = jax.lax.with_sharding_constraint(x, layout)  # a copy to the host alone does not pin a layout
+        return jax.device_put(x, self.of(layout))
+
+    def shard_bytes(self, aval) -> int:
+        """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
+        return (
+            0
+            if self.sharding is None
+            else math.prod(self.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
+        )
+
+
+DEVICE = Placement()
