@@ -28,7 +28,7 @@ from flax.training.train_state import TrainState
 import jzero
 from train.model import GPT, Model
 
-ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
+ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:page \d+, )?(.*):$")  # pages: jaxlib 0.12
 VALUE = re.compile(r"^ value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)")
 ALIVE = re.compile(r"^    (\S+?)(\{[\d,]*\})?:(\d+)-(\d+)$")
 
