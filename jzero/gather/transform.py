@@ -19,7 +19,7 @@ from jzero.core.errors import check_function
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.gather.interpreter import GatherInterpreter
 from jzero.gather.sharded_weight import Weight
-from jzero.gather.weight_graph import activation_bytes, tied_tables
+from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh import check_context_mesh, in_shard_map
 from jzero.sharding import Plan, check_plan
@@ -169,8 +169,12 @@ class GatherOnUse:
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
 
     def _tied(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
-        """Those of tables with more than one use, with gradients that go straight to the shards of their state."""
-        tied = tied_tables(jaxpr, [y is not None for y in layouts])
+        """Those of tables with more than one use and of weights that are constant over a loop.
+
+        Their gradients go straight to the shards of their state.
+        """
+        weights = [y is not None for y in layouts]
+        tied = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights)
         return [
             dataclasses.replace(y, grad=y.state)
             if y is not None and i in tied and y.state_shape == y.shape

@@ -112,6 +112,30 @@ def tied_tables(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
     return {at for at, i in enumerate(graph.ins) if len(uses[i]) > 1 and any(uses[i])}
 
 
+def loop_constants(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+    """Positions of the weights that every round of a loop uses: [Note: a weight that every round uses] in `loops.py`.
+
+    Of a stack whose layer is constant over a loop inside of the scan, too.
+    """
+    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    found: set[int] = set()
+    for node in graph.nodes:
+        bodies, skipped = region(node.eqn)
+        operands = node.ins[skipped:]
+        inside = [i in graph.parent for i in operands]
+        if not any(inside):
+            continue
+        own = set()
+        if node.name in LOOPS:
+            params = node.eqn.params
+            consts = jaxprs.scan_counts(params)[0] if node.name == "scan" else params["body_nconsts"]
+            own = {i for i in operands[:consts] if i in graph.parent}
+        for body in bodies:
+            own |= {operands[i] for i in loop_constants(jaxprs.opened(body)[0], inside)}
+        found |= {graph.root(i) for i in own}
+    return {at for at, i in enumerate(graph.ins) if i in found}
+
+
 def region(eqn: Any) -> tuple[Sequence[Any], int]:
     """The bodies of a region, a loop or branches, and how many leading operands they do not get; none: a plain one."""
     params, name = eqn.params, eqn.primitive.name

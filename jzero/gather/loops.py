@@ -1,0 +1,137 @@
+"""Loops in a function of stored weights.
+
+[Note: a weight that every round uses]
+A stack of layers stays stored, and each round gathers its own layer. A weight that is constant over the loop would be
+gathered, and its gradient reduced, in every round: 80 Psi for 32 rounds of `tanh(h @ w)`. So it is gathered once before
+the loop and once more before the backward loop. In between only its shard is kept (`core/made_twice.py`); inside of a
+remat region the region does that. The backward loop sums the gradient whole, and it is reduced once behind it: 3 Psi.
+
+The gradient is constrained to its used layout first, then to its shard. XLA then moves the reduction out of the loop (its
+pass `while-loop-all-reduce-code-motion`); constrained to the shard at once it reduces in every round (32 Psi). That pass
+cannot move a reduction out of two loops: of a weight that is constant over nested loops the gradient is reduced once per
+round of the outer one.
+
+What a loop holds of such weights is bounded: beyond `loop_bytes` the largest are gathered in every round, and `check`
+names them.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jzero.core import jaxprs
+from jzero.core.linear import linear
+from jzero.core.made_twice import made_twice
+from jzero.core.ordering import after
+from jzero.gather.sharded_weight import Weight, unwrap
+from jzero.gather.weight_ops import WeightOps
+
+
+class LoopOps(WeightOps, abc.ABC):
+    """How weights are used in the loops of a function."""
+
+    @abc.abstractmethod
+    def inner(self) -> Any:
+        """An interpreter for the body of a loop or a branch."""
+
+    def plain(self, outs: Iterable[Any]) -> list[Any]:
+        """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
+        return [o.leaving if isinstance(o, Weight) else o for o in outs]
+
+    def scan_(self, eqn, values: list[Any]) -> list[Any]:
+        """A scan: stacked weights stay stored; those in the carry and constant ones are gathered before it."""
+        consts, carry = jaxprs.scan_counts(eqn.params)
+        values = list(values)
+        values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
+        chosen = self.before_loop(values[:consts]) if eqn.params["length"] > 1 else []
+        weights = [values[i] for i in chosen]
+        flat, rewrap = unwrap([v for i, v in enumerate(values) if i not in chosen])
+
+        def run(wholes: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+            rest, found = iter(rewrap(others)), dict(zip(chosen, wholes, strict=True))
+            return self._scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))])
+
+        if not (self.drops and any(w.split for w in weights)) or self.in_remat:
+            return run([self.whole(w) for w in weights], flat)
+        return made_twice(
+            run,
+            lambda shards: [self.at_once(x, w) for x, w in zip(shards, weights, strict=True)],
+            lambda moved: [self.at_once(x, weights[i], tangent=True) for i, x in moved.items()],
+            lambda found: [self.summed_grad(g, weights[i]) for i, g in found.items()],
+            lambda shards, cotangents: self._late(shards, cotangents, weights),
+            [w.shard for w in self.on_shards(weights)],
+            flat,
+        )
+
+    def _scan(self, eqn, values: list[Any]) -> list[Any]:
+        """A scan of arrays, and of weights that are gathered in it."""
+        p = eqn.params
+        consts, carry = jaxprs.scan_counts(p)
+        flat, rewrap = unwrap(values)
+
+        def body(state, xs):
+            inner = self.inner()
+            args = rewrap([*flat[:consts], *state, *xs], sliced_from=consts + carry)
+            outs = self.plain(inner.run(*jaxprs.opened(p["jaxpr"]), args))
+            return outs[:carry], outs[carry:]
+
+        state, ys = jax.lax.scan(
+            body, list(flat[consts : consts + carry]), list(flat[consts + carry :]),
+            length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+        )  # fmt: skip
+        return [*state, *ys]
+
+    def while_(self, eqn, values: list[Any]) -> list[Any]:
+        """A while loop: the carry and constant weights are gathered before it. It has no backward pass."""
+        p = eqn.params
+        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        chosen = set(self.before_loop(values[:b]))
+        values = [self.gathered(v) if i in chosen or i >= b else v for i, v in enumerate(values)]
+
+        def run(jaxpr, consts, state):
+            return self.plain(self.inner().run(*jaxprs.opened(jaxpr), [*consts, *state]))
+
+        return jax.lax.while_loop(
+            lambda s: run(p["cond_jaxpr"], values[:a], s)[0],
+            lambda s: run(p["body_jaxpr"], values[a:b], s),
+            values[b:],
+        )
+
+    def before_loop(self, consts: Sequence[Any]) -> list[int]:
+        """Positions of the constant weights to gather before a loop, the smallest first, within `loop_bytes`.
+
+        One whose gradient is to be made in a wider dtype (`reduce_dtype`) is not: the loop sums it in its own.
+        """
+        weights = {i: v for i, v in enumerate(consts) if isinstance(v, Weight) and (v.split or v.is_reduced)}
+        left, found = self.comm.weights.loop_bytes, []
+        for i, weight in sorted(weights.items(), key=lambda row: row[1].nbytes):
+            left -= weight.nbytes
+            if left >= 0 and self.wide(weight) is None:
+                found.append(i)
+        return sorted(found)
+
+    def whole(self, weight: Weight) -> Any:
+        """A weight for all rounds of a loop."""
+        return linear(
+            lambda x: [self.at_once(x, weight)], lambda g: [self.summed_grad(g, weight)], [], [weight.shard],
+            tangent=lambda x: [self.at_once(x, weight, tangent=True)],
+        )[0]  # fmt: skip
+
+    def at_once(self, shard: Any, weight: Weight, *, tangent: bool = False) -> Any:
+        """Gathered, or as it is where it is whole."""
+        gather = self.comm.weights.tangent if tangent else self.comm.weights
+        return gather(shard, weight.stored, weight.used) if weight.split else shard
+
+    def summed_grad(self, grad: Any, weight: Weight) -> Any:
+        """The gradient of all rounds, reduced."""
+        return self.comm.gradients.by_layout(grad, weight.used, weight.grad, whole_first=True)
+
+    def _late(self, shards, cotangents, weights: Sequence[Weight]):
+        """Shards that are there only when the backward pass has come to the loop."""
+        shards, cotangents = after(shards, cotangents)
+        pairs = zip(shards, weights, strict=True)
+        return [self.plan.constrain(x, w.stored) for x, w in pairs], cotangents
