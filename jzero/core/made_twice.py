@@ -7,6 +7,7 @@ the function drop: the outer policy decides for them. Without a policy it would 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,56 +26,52 @@ Arrays = Sequence[Any]
 
 def made_twice(
     fn: Callable[[Arrays, Arrays], Arrays],
-    make: Callable[[Arrays], Arrays],
-    tangent: Callable[[Arrays], Arrays],
-    back: Callable[[Arrays], Arrays],
+    make: Callable[[int, Any], Any],
     again: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]],
     sources: Arrays,
     others: Arrays,
 ) -> list[Any]:
-    """`fn(make(sources), others)`; what its backward pass reads of `make(sources)` is made there.
+    """`fn(made, others)`; what its backward pass reads of the made arrays is made there.
 
     Args:
       fn: closes over no traced array.
-      make: one array per source, linear but for rounding.
-      tangent: the derivative of `make`.
-      back: its transpose: from the cotangents of what is made to those of the sources.
+      make: `make(i, sources[i])`, differentiable, linear but for rounding.
       again: `again(sources, cotangents)` returns both, the sources only when the cotangents are there.
       sources, others: arrays.
     """
     count = len(sources)
 
+    def made(some: Arrays) -> list[Any]:
+        return [make(i, x) for i, x in enumerate(some)]
+
     @jax.custom_jvp
     def call(*flat):
-        return list(fn(make(flat[:count]), flat[count:]))
+        return list(fn(made(flat[:count]), flat[count:]))
 
     def jvp(primals, tangents):
         moves = [i for i, t in enumerate(tangents) if type(t) is not SymbolicZero]
-        return _jvp(fn, make, tangent, back, again, count, moves, primals, [tangents[i] for i in moves])
+        split = sum(i < count for i in moves)
+        run = _Linearized(fn, count, moves, [*made(primals[:count]), *primals[count:]])
+
+        def move(*flat):
+            fixed, moved = flat[: -len(moves)], list(flat[-len(moves) :])
+            for k, i in enumerate(moves[:split]):
+                moved[k] = jax.jvp(functools.partial(make, i), (fixed[i],), (moved[k],))[1]
+            return run.tangents(made(fixed[:count]), fixed[count:])(*moved)
+
+        def back(*flat):
+            fixed, cotangents = flat[: count + len(run.kept)], flat[count + len(run.kept) :]
+            late, cotangents = again(fixed[:count], cotangents)
+            pairs = [jax.vjp(functools.partial(make, i), x) for i, x in enumerate(late)]
+            lin = run.tangents([x for x, _ in pairs], fixed[count:])
+            found = list(jax.linear_transpose(lambda *ts: list(lin(*ts)), *run.moving)(list(cotangents)))
+            return [pairs[i][1](g)[0] for i, g in zip(moves[:split], found, strict=False)] + found[split:]
+
+        moved = iter(linear(move, back, [*primals[:count], *run.kept], [tangents[i] for i in moves]))
+        return run.outs, [next(moved) if _moves(x) else _no_tangent(x) for x in run.outs]
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call(*sources, *others)
-
-
-def _jvp(fn, make, tangent, back, again, count: int, moves: Sequence[int], primals, tangents):
-    """The results and their tangents; `moves`: which arguments have one."""
-    run = _Linearized(fn, count, moves, [*make(primals[:count]), *primals[count:]])
-    sources = sum(i < count for i in moves)  # that move
-
-    def move(*flat):
-        fixed, ts = flat[: -len(moves)], flat[-len(moves) :]
-        moved = list(tangent(dict(zip(moves, ts[:sources], strict=False)))) if sources else []
-        return run.tangents(make(fixed[:count]), fixed[count:])(*moved, *ts[sources:])
-
-    def transposed(*flat):
-        fixed, cotangents = flat[: count + len(run.kept)], flat[count + len(run.kept) :]
-        late, cotangents = again(fixed[:count], cotangents)
-        lin = run.tangents(make(late), fixed[count:])
-        found = jax.linear_transpose(lambda *ts: list(lin(*ts)), *run.moving)(list(cotangents))
-        return [*back(dict(zip(moves, found[:sources], strict=False))), *found[sources:]]
-
-    moved = iter(linear(move, transposed, [*primals[:count], *run.kept], tangents))
-    return run.outs, [next(moved) if _moves(x) else _no_tangent(x) for x in run.outs]
 
 
 class _Linearized:

@@ -18,6 +18,7 @@ names them.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -59,9 +60,7 @@ class LoopOps(WeightOps, abc.ABC):
             return run([self.whole(w) for w in weights], flat)
         return made_twice(
             run,
-            lambda shards: [self.at_once(x, w) for x, w in zip(shards, weights, strict=True)],
-            lambda moved: [self.at_once(x, weights[i], tangent=True) for i, x in moved.items()],
-            lambda found: [self.summed_grad(g, weights[i]) for i, g in found.items()],
+            lambda i, shard: self.whole(dataclasses.replace(weights[i], shard=shard)),
             lambda shards, cotangents: self._late(shards, cotangents, weights),
             [w.shard for w in self.on_shards(weights)],
             flat,
@@ -115,20 +114,18 @@ class LoopOps(WeightOps, abc.ABC):
         return sorted(found)
 
     def whole(self, weight: Weight) -> Any:
-        """A weight for all rounds of a loop."""
+        """A weight for all rounds of a loop, the sum of whose gradients is reduced once."""
+        gather, used = self.comm.weights, weight.used
+
+        def reduce(grad):
+            return [self.comm.gradients.by_layout(grad, used, weight.grad, whole_first=True)]
+
+        if not weight.split:
+            return linear(lambda x: [x], reduce, [], [weight.shard])[0]
         return linear(
-            lambda x: [self.at_once(x, weight)], lambda g: [self.summed_grad(g, weight)], [], [weight.shard],
-            tangent=lambda x: [self.at_once(x, weight, tangent=True)],
+            lambda x: [gather(x, weight.stored, used)], reduce, [], [weight.shard],
+            tangent=lambda x: [gather.tangent(x, weight.stored, used)],
         )[0]  # fmt: skip
-
-    def at_once(self, shard: Any, weight: Weight, *, tangent: bool = False) -> Any:
-        """Gathered, or as it is where it is whole."""
-        gather = self.comm.weights.tangent if tangent else self.comm.weights
-        return gather(shard, weight.stored, weight.used) if weight.split else shard
-
-    def summed_grad(self, grad: Any, weight: Weight) -> Any:
-        """The gradient of all rounds, reduced."""
-        return self.comm.gradients.by_layout(grad, weight.used, weight.grad, whole_first=True)
 
     def _late(self, shards, cotangents, weights: Sequence[Weight]):
         """Shards that are there only when the backward pass has come to the loop."""
