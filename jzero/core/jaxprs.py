@@ -76,3 +76,9 @@ def scan_counts(params) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def loop_consts(eqn) -> int:
+    """Number of leading operands of a loop that are the same in every round."""
+    p = eqn.params
+    return p["cond_nconsts"] + p["body_nconsts"] if eqn.primitive.name == "while" else scan_counts(p)[0]

@@ -2,24 +2,24 @@
 
 [Note: a weight that every round uses]
 A stack of layers stays stored, and each round gathers its own layer. A weight that is constant over the loop would be
-gathered, and its gradient reduced, in every round: 80 Psi for 32 rounds of `tanh(h @ w)`. So it is gathered once before
+gathered, and its gradient reduced, in every round: 96 Psi for 32 rounds of `tanh(h @ w)`. So it is gathered once before
 the loop and once more before the backward loop. In between only its shard is kept (`core/made_twice.py`); inside of a
-remat region the region does that. The backward loop sums the gradient whole, and it is reduced once behind it: 3 Psi.
+remat region the region does that. The backward loop sums the whole gradient, which is reduced once after it: 3 Psi.
 
-The gradient is constrained to its used layout first, then to its shard. XLA then moves the reduction out of the loop (its
-pass `while-loop-all-reduce-code-motion`); constrained to the shard at once it reduces in every round (32 Psi). That pass
-cannot move a reduction out of two loops: of a weight that is constant over nested loops the gradient is reduced once per
-round of the outer one.
+The gradient is constrained to its used layout first, then to its shard: XLA's pass `while-loop-all-reduce-code-motion`
+then moves the all-reduce out of the loop, where it becomes a reduce-scatter. Constrained to the shard at once the
+gradient is reduced in every round (32 Psi). The pass moves it out of one loop only. A weight that is constant over
+nested loops is reduced once per round of the outer one.
 
-What a loop holds of such weights is bounded: beyond `loop_bytes` the largest are gathered in every round, and `check`
-names them.
+The weights that a loop holds whole are bounded (`loop_bytes`): beyond that the largest are gathered in every round. So
+are tables whose rows are looked up in the loop: the pass added their gradients wrongly (openxla/xla issue 49143).
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jzero.core.linear import linear
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
 from jzero.gather.sharded_weight import Weight, unwrap
+from jzero.gather.weight_graph import looked_up
 from jzero.gather.weight_ops import WeightOps
 
 
@@ -48,7 +49,11 @@ class LoopOps(WeightOps, abc.ABC):
         consts, carry = jaxprs.scan_counts(eqn.params)
         values = list(values)
         values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
-        chosen = self.before_loop(values[:consts]) if eqn.params["length"] > 1 else []
+        chosen = (
+            self.before_loop(values[:consts], but=self._tables(eqn, values))
+            if eqn.params["length"] > 1
+            else []
+        )
         weights = [values[i] for i in chosen]
         flat, rewrap = unwrap([v for i, v in enumerate(values) if i not in chosen])
 
@@ -65,6 +70,10 @@ class LoopOps(WeightOps, abc.ABC):
             [w.shard for w in self.on_shards(weights)],
             flat,
         )
+
+    def _tables(self, eqn, values: Sequence[Any]) -> set[int]:
+        """Positions of the weights whose rows are looked up in the loop."""
+        return looked_up(jaxprs.opened(eqn.params["jaxpr"])[0], [isinstance(v, Weight) for v in values])
 
     def _scan(self, eqn, values: list[Any]) -> list[Any]:
         """A scan of arrays, and of weights that are gathered in it."""
@@ -100,7 +109,7 @@ class LoopOps(WeightOps, abc.ABC):
             values[b:],
         )
 
-    def before_loop(self, consts: Sequence[Any]) -> list[int]:
+    def before_loop(self, consts: Sequence[Any], but: Collection[int] = ()) -> list[int]:
         """Positions of the constant weights to gather before a loop, the smallest first, within `loop_bytes`.
 
         One whose gradient is to be made in a wider dtype (`reduce_dtype`) is not: the loop sums it in its own.
@@ -108,9 +117,10 @@ class LoopOps(WeightOps, abc.ABC):
         weights = {i: v for i, v in enumerate(consts) if isinstance(v, Weight) and (v.split or v.is_reduced)}
         left, found = self.comm.weights.loop_bytes, []
         for i, weight in sorted(weights.items(), key=lambda row: row[1].nbytes):
-            left -= weight.nbytes
-            if left >= 0 and self.wide(weight) is None:
-                found.append(i)
+            if i not in but and self.wide(weight) is None:
+                left -= weight.nbytes
+                if left >= 0:
+                    found.append(i)
         return sorted(found)
 
     def whole(self, weight: Weight) -> Any:

@@ -43,7 +43,8 @@ class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Equal where function (`==`) and plan are.
 
     At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
-    stage 1 only tied embeddings ([Note: a tied embedding] in `weight_ops.py`) are looked after, at stage 0 nothing.
+    stage 1, and for a small model at stage 2, only tied embeddings ([Note: a tied embedding] in `weight_ops.py`) and
+    weights that every round of a loop uses (note in `loops.py`) are reduced where they are used; at stage 0 nothing.
     `shard` puts it round `apply_fn` at every stage, so that an eager call with a whole batch is noticed.
     """
 
@@ -66,8 +67,6 @@ class GatherOnUse:
             return self.fn(params, *args, **kwargs)
 
         if has_module(params):
-            if not reduces_on_use(self.plan):
-                return fn(params, args, kwargs)
             return call(self._evaluate, fn, params, args, kwargs)
         return self._evaluate(fn, params, args, kwargs)
 
@@ -141,7 +140,7 @@ class GatherOnUse:
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
         if not reduces_on_use(self.plan):
-            picked = self._tied(jaxpr, picked)
+            picked = self._reduced_alone(jaxpr, picked)
             if not any(picked):
                 return fn(params, args, kwargs)
         walk = GatherInterpreter(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
@@ -168,7 +167,7 @@ class GatherOnUse:
         enough = self.plan.bucket_bytes * self.plan.batch_parts
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
 
-    def _tied(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
+    def _reduced_alone(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
         """Those of tables with more than one use and of weights that are constant over a loop.
 
         Their gradients go straight to the shards of their state.
@@ -206,7 +205,7 @@ class GatherOnUse:
 
 
 def reduces_on_use(plan: Plan) -> bool:
-    """True where every weight is gathered or reduced where it is used; else only tied embeddings are looked after."""
+    """True where every weight is gathered or reduced where it is used; else only those that `_reduced_alone` names."""
     return comm_of(plan).gradients.on_use
 
 
@@ -221,8 +220,9 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
       fn: `fn(params, ...)`, a Flax `apply` that takes variables first, or a function of an `nnx.Module`, for
         `nnx.value_and_grad(fn)(model, batch)` or called as it is: what it changes in the module is changed as
         without jzero. Traced once per call; static arguments, dropout keys and mutable collections work.
-      plan: from `jzero.make_plan`. At stage 2 nothing is gathered, but gradients are reduced bucket by bucket,
-        where they are made; at stages 0 and 1 `fn` is returned as it is.
+      plan: from `jzero.make_plan`. At stages 1 and 2 nothing is gathered, but the gradient of a weight that every
+        round of a loop uses is reduced once, and at stage 2 gradients are reduced bucket by bucket, where they are
+        made. At stage 0 `fn` is returned as it is.
 
     Returns:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
@@ -241,7 +241,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     """
     check_function(fn, "fn", where="jzero.gather_on_use")
     check_plan(plan, where="jzero.gather_on_use")
-    if not reduces_on_use(plan):
+    if not plan.config.row.state:
         return fn
     if isinstance(fn, GatherOnUse):
         fn = fn.fn
