@@ -107,7 +107,7 @@ def made(fn, stage, mesh, **fields):
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients(case, stage, mesh):
     fn = loss(case)
-    plan, ours, placed, batch = made(fn, stage, mesh)
+    _, ours, placed, batch = made(fn, stage, mesh)
     value, grads = jax.jit(jax.value_and_grad(ours))(placed, batch)
     want, want_grads = jax.value_and_grad(fn)(params(), data())
     np.testing.assert_allclose(value, want, rtol=1e-6)
@@ -136,7 +136,7 @@ def gathers(fn, *args):
 @pytest.mark.parametrize("case", ["scan", "cast", "remat inside"])
 def test_gathered_once_forward_and_once_backward(case, mesh):
     """Outside of the loops, and nothing that is gathered is kept in between."""
-    plan, ours, placed, batch = made(loss(case), 3, mesh)
+    _, ours, placed, batch = made(loss(case), 3, mesh)
     read = {"scan": 2, "cast": 1, "remat inside": 2}[case]
     forward = jax.make_jaxpr(lambda p: jax.vjp(lambda p: ours(p, batch), p))(placed)
     found = [e for e in equations(forward) if is_gather(e)]
@@ -145,14 +145,15 @@ def test_gathered_once_forward_and_once_backward(case, mesh):
     assert whole <= len(params())  # the shards; a gathered weight, or its cast, would be one more
     assert not {v for e in found for v in e.outvars} & {v for v in forward.jaxpr.outvars if not hasattr(v, "val")}
     loops = [e for e in equations(forward) if e.primitive.name == "scan"]
-    assert loops and not any(is_gather(e) for loop in loops for e in equations(loop.params["jaxpr"]))
+    assert loops
+    assert not any(is_gather(e) for loop in loops for e in equations(loop.params["jaxpr"]))
 
 
 def test_a_weight_beyond_the_bound_is_gathered_in_every_round(mesh, monkeypatch):
     monkeypatch.setattr(weights_module, "LOOP_BYTES", 2 * DIM * 4)
     monkeypatch.setattr(weights_module, "LOOP_BUCKETS", 0)
     fn = loss("scan")
-    plan, ours, placed, batch = made(fn, 3, mesh)
+    _, ours, placed, batch = made(fn, 3, mesh)
     loops = [e for e in equations(jax.make_jaxpr(ours)(placed, batch)) if e.primitive.name == "scan"]
     shapes = [e.outvars[0].aval.shape for e in equations(loops[0].params["jaxpr"]) if is_gather(e)]
     assert shapes == [(DIM, DIM)]  # and not the bias
