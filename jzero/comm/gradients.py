@@ -126,7 +126,7 @@ class GradientReduce:
         rounds = accumulate * len(uses) if plan.config.row.grads else 1
         steps = [split]
         if self.is_scattered(x.shape, x.state):
-            if plan.config.row.grads and self.on_use and not x.vector:
+            if not x.vector:
                 steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
             else:  # all-reduced and sliced, see [Note: several dims] in `split.py`
                 steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)

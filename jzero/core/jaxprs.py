@@ -37,8 +37,17 @@ def in_differentiated_loop() -> bool:
 
     What the body keeps for its backward pass is then stacked over the rounds.
     """
+    return _in_loop(until=("JVPTrace", "LinearizeTrace"))
+
+
+def in_loop() -> bool:
+    """True while the body of a loop is traced, also where gradients are taken in it."""
+    return _in_loop(until=())
+
+
+def _in_loop(until: Sequence[str]) -> bool:
     trace: Any = trace_ctx.trace
-    while trace is not None and type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
+    while trace is not None and type(trace).__name__ not in until:
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         if info is not None and info.traced_for in ("scan", "fori_loop", "while_body"):
             return True

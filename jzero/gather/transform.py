@@ -168,18 +168,27 @@ class GatherOnUse:
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
 
     def _reduced_alone(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
-        """Those of tables with more than one use and of weights that are constant over a loop.
+        """Those of tables with more than one use, of weights that every round of a loop uses, and of scattered ones.
 
         Their gradients go straight to the shards of their state.
         """
         weights = [y is not None for y in layouts]
-        tied = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights)
+        alone = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights)
         return [
             dataclasses.replace(y, grad=y.state)
-            if y is not None and i in tied and y.state_shape == y.shape
+            if y is not None and (self._is_scattered(y) or (i in alone and y.state_shape == y.shape))
             else None
             for i, y in enumerate(layouts)
         ]
+
+    def _is_scattered(self, x: Layout) -> bool:
+        """XLA would all-reduce its gradient whole: [Note: pieces along several dims] in `comm/reduce_scatter.py`.
+
+        Not at stage 1 in a loop: over micro-batches whole gradients are summed first, and reduced once.
+        """
+        if x.vector or (jaxprs.in_loop() and not self.plan.config.row.grads):
+            return False
+        return comm_of(self.plan).gradients.is_scattered(x.shape, x.state)
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
