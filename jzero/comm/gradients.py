@@ -138,7 +138,4 @@ class GradientReduce:
     def _itemsize(self, dtype: np.dtype) -> int:
         """Bytes per value of a gradient on the wire, of a weight that the model computes with in `dtype`."""
         asked = self.plan.config.reduce_dtype
-        if asked is None:
-            return dtype.itemsize
-        # gathered on use a gradient is reduced in the dtype of the matmul that makes it, or in a wider one
-        return max(asked.itemsize, dtype.itemsize) if self.plan.config.row.params else asked.itemsize
+        return dtype.itemsize if asked is None else asked.itemsize

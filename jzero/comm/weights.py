@@ -38,13 +38,19 @@ class WeightGather:
     SCOPE = "jzero.gather_weight"
     """`named_scope` of its operations, by which `explain` and `check` know them."""
 
-    def __call__(self, shard: Any, stored: PartitionSpec, used: PartitionSpec) -> Any:
+    def __call__(
+        self, shard: Any, stored: PartitionSpec, used: PartitionSpec, narrow: np.dtype | None = None
+    ) -> Any:
         """The weight in its used layout and in the dtype of the shard.
 
         Args:
           shard: laid out as `stored`.
           stored, used: the two layouts.
+          narrow: a dtype that holds its values, in which it travels. XLA itself puts a cast behind the gather in the
+            forward pass, and in front of it in the backward pass.
         """
+        if narrow is not None:
+            return self(shard.astype(narrow), stored, used).astype(shard.dtype)
         constrain = self.plan.constrain
         with jax.named_scope(self.SCOPE):
             shard = constrain(shard, stored)
@@ -70,14 +76,15 @@ class WeightGather:
         return self.transport.nbytes(shape, dtype)
 
     def dtype(self, x: Layout) -> np.dtype:
-        """The dtype of a gathered param: `compute_dtype`, or its own."""
-        return self.plan.config.compute_dtype or x.dtype
+        """The dtype in which a param is gathered: `compute_dtype`, or its own where that is narrower."""
+        return min(self.plan.config.compute_dtype or x.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
 
     def held_bytes(self, x: Layout) -> int:
         """Bytes of a gathered param on one device, of one layer of a stack; 0 for one that is not gathered."""
         if x.stored == x.used:
             return 0
-        return x.size * self.dtype(x).itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
+        dtype = self.plan.config.compute_dtype or x.dtype
+        return x.size * dtype.itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
 
     def wire(
         self, x: Layout, accumulate: int, uses: Sequence[str]

@@ -126,6 +126,7 @@ class LoopOps(WeightOps, abc.ABC):
     def whole(self, weight: Weight) -> Any:
         """A weight for all rounds of a loop, the sum of whose gradients is reduced once."""
         gather, used = self.comm.weights, weight.used
+        self.warn_of_dtype(weight)
 
         def reduce(grad):
             return [self.comm.gradients.by_layout(grad, used, weight.grad, whole_first=True)]
@@ -133,7 +134,7 @@ class LoopOps(WeightOps, abc.ABC):
         if not weight.split:
             return linear(lambda x: [x], reduce, [], [weight.shard])[0]
         return linear(
-            lambda x: [gather(x, weight.stored, used)], reduce, [], [weight.shard],
+            lambda x: [gather(x, weight.stored, used, weight.narrow)], reduce, [], [weight.shard],
             tangent=lambda x: [gather.tangent(x, weight.stored, used)],
         )[0]  # fmt: skip
 
