@@ -8,8 +8,8 @@ whole are all-reduced by design, and an embedding that is used twice is reduced 
 [Note: the CPU backend]
 It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
 memory apart. So `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`,
-`offloaded_state_on_device` and `offloaded_state_copied` are not looked for in its programs: compile for `jzero.pod`.
-The other kinds show on both.
+`weights_moved_in_loop`, `offloaded_state_on_device` and `offloaded_state_copied` are not looked for in its programs:
+compile for `jzero.pod`. The other kinds show on both.
 
 [Note: a stack split along its scanned dim]
 By the user's own layout: the loop then gathers the whole stack for each layer, and reduces its whole gradient.
@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from jzero.comm import comm_of
+from jzero.comm.weights import LOOP_BUCKETS
 from jzero.core.errors import counted, human_bytes, listing, typed_shape
 from jzero.layout.leaf_rule import Layout, Whole
 from jzero.layout.specs import axis_size, shard_factor
@@ -92,6 +94,8 @@ def _gather_on_use(e: Evidence) -> Found:
 
 def _grads_all_reduced(e: Evidence) -> Found:
     if e.on_cpu or e.split_stacks or not e.plan.config.row.grads or not e.split:
+        return
+    if next(_weights_moved_in_loop(e), None):
         return
     sites = [s for s in e.over_zero_axes("all-reduce") if not s.sliced and s.phase != "forward"]
     rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
@@ -331,7 +335,44 @@ def _activations_moved(e: Evidence) -> Found:
         )
 
 
+def _weights_moved_in_loop(e: Evidence) -> Found:
+    """Weights that are constant over a loop of the loss, gathered or reduced in every round of it.
+
+    Those of a stack are moved layer by layer in it: a leaf that looks like one of its layers is not told apart.
+    """
+    if e.on_cpu or not e.split:
+        return
+    layers = {e.local(x, sliced=True) for x in e.split if x.scanned}
+    leaves = {e.local(x): x for x in e.split if not x.scanned and e.local(x) not in layers}
+    found: dict[str, Layout] = {}
+    rounds, excess = set(), 0.0
+    for s in e.over_zero_axes("all-gather", *REDUCES):
+        parts, times = e.parts(s), e.rounds_of_loss(s)
+        mine = [leaves[n] for n in parts if n in leaves]
+        # XLA joins all-reduces to one flat array: whose gradients they are is known where no stack has any
+        joined = s.op in REDUCES and not layers and e.gradients(s) > 0
+        if times > 1 and (mine or joined):
+            share = 1.0 if joined else sum(map(e.local, mine)) / sum(parts)
+            excess += s.wire_bytes * share * e.trips(s) * (1 - 1 / times)
+            found.update((x.name, x) for x in mine)
+            rounds.add(times)
+    if excess > SHARE_WHOLE * e.plan.param_bytes:
+        named = list(found.values())
+        weights = comm_of(e.plan).weights
+        yield (
+            f"in a loop of {' or '.join(map(str, sorted(rounds)))} rounds "
+            f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every round reads are gathered, "
+            "or have their gradients reduced, in every round; once would do. " + (_names(named) if named else ""),
+            round(excess),
+            f"one loop in place of a loop in a loop; no lookup of rows and no wider reduce_dtype in it; beyond "
+            f"{human_bytes(weights.loop_bytes)} of such weights a larger bucket_bytes ({LOOP_BUCKETS} buckets are held "
+            "whole); jzero.gather_on_use(loss_fn, plan) for a loss that does not call the apply_fn of the state.",
+        )
+
+
 def _reduction_per_microbatch(e: Evidence) -> Found:
+    if next(_weights_moved_in_loop(e), None):
+        return
     sites = (s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch")  # asked for, in value_and_grad
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
     rounds = sum(n for _, n in rows) / _elements(e) if e.split else 0
@@ -360,6 +401,7 @@ KINDS: dict[str, Callable[[Evidence], Found]] = {
     "stack_gathered_before_loop": _stack_before_loop,
     "gathered_weights_kept": _weights_kept,
     "activations_moved": _activations_moved,
+    "weights_moved_in_loop": _weights_moved_in_loop,
     "reduction_per_microbatch": _reduction_per_microbatch,
 }
 
