@@ -340,7 +340,7 @@ def _weights_moved_in_loop(e: Evidence) -> Found:
 
     Those of a stack are moved layer by layer in it: a leaf that looks like one of its layers is not told apart.
     """
-    if e.on_cpu or not e.split:
+    if e.on_cpu or not e.split or next(_gather_on_use(e), None):  # XLA chooses what to move
         return
     layers = {e.local(x, sliced=True) for x in e.split if x.scanned}
     leaves = {e.local(x): x for x in e.split if not x.scanned and e.local(x) not in layers}
