@@ -8,8 +8,8 @@ remat region the region does that. The backward loop sums the whole gradient, wh
 
 The gradient is constrained to its used layout first, then to its shard: XLA's pass `while-loop-all-reduce-code-motion`
 then moves the all-reduce out of the loop, where it becomes a reduce-scatter. Constrained to the shard at once the
-gradient is reduced in every round (32 Psi). The pass moves it out of one loop only. A weight that is constant over
-nested loops is reduced once per round of the outer one.
+gradient is reduced in every round (32 Psi). The pass moves it out of one loop only (jaxlib 0.10 to 0.12; openxla/xla
+pull request 46440 is about nested ones): a gradient of nested loops is reduced once per round of the outer one.
 
 The weights that a loop holds whole are bounded (`loop_bytes`): beyond that the largest are gathered in every round. So
 are tables whose rows are looked up in the loop: the pass added their gradients wrongly (openxla/xla issue 49143).
