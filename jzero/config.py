@@ -118,8 +118,8 @@ class ZeroConfig:
       compute_dtype: stage 3: params are cast to it on the shard, before they are gathered.
       reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. Honoured by
         `jzero.value_and_grad`; at stages 2 and 3 also by plain `jax.grad` through a sharded `apply_fn` or
-        `gather_on_use`, for the weights of matmuls, lookups, biases and scales (a convolution's gradient is reduced
-        in the dtype in which it is made).
+        `gather_on_use`, for the weights of matmuls and lookups; a wider one also for biases and scales, a narrower one
+        also for convolutions (other gradients are reduced in the dtype in which they are made).
       moment_dtype: dtype in which the optimizer's moments are stored: bfloat16 (rounded so that the mean is right),
         float32 or float64. They are computed in the wider of it and their own. None: their own.
       updates: what the wrapped `update` returns: "land", leaves that land on the new param when they are

@@ -126,7 +126,7 @@ class GradientReduce:
         rounds = accumulate * len(uses) if plan.config.row.grads else 1
         steps = [split]
         if self.is_scattered(x.shape, x.state):
-            if plan.config.row.grads and self.on_use and not x.vector:
+            if not x.vector:
                 steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
             else:  # all-reduced and sliced, see [Note: several dims] in `split.py`
                 steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
@@ -138,7 +138,4 @@ class GradientReduce:
     def _itemsize(self, dtype: np.dtype) -> int:
         """Bytes per value of a gradient on the wire, of a weight that the model computes with in `dtype`."""
         asked = self.plan.config.reduce_dtype
-        if asked is None:
-            return dtype.itemsize
-        # gathered on use a gradient is reduced in the dtype of the matmul that makes it, or in a wider one
-        return max(asked.itemsize, dtype.itemsize) if self.plan.config.row.params else asked.itemsize
+        return dtype.itemsize if asked is None else asked.itemsize

@@ -50,8 +50,17 @@ def in_differentiated_loop() -> bool:
 
     What the body keeps for its backward pass is then stacked over the rounds.
     """
+    return _in_loop(until=("JVPTrace", "LinearizeTrace"))
+
+
+def in_loop() -> bool:
+    """True while the body of a loop is traced, also where gradients are taken in it."""
+    return _in_loop(until=())
+
+
+def _in_loop(until: Sequence[str]) -> bool:
     trace: Any = trace_ctx.trace
-    while trace is not None and type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
+    while trace is not None and type(trace).__name__ not in until:
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         if info is not None and info.traced_for in ("scan", "fori_loop", "while_body"):
             return True
@@ -105,3 +114,9 @@ def scan_counts(params) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def loop_consts(eqn) -> int:
+    """Number of leading operands of a loop that are the same in every round."""
+    p = eqn.params
+    return p["cond_nconsts"] + p["body_nconsts"] if eqn.primitive.name == "while" else scan_counts(p)[0]

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,12 +48,12 @@ from jzero.core.ordering import after
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
 from jzero.gather import buckets
+from jzero.gather.loops import LoopOps
 from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
 from jzero.gather.weight_graph import CLOSED, WeightGraph, handed_through
-from jzero.gather.weight_ops import WeightOps
 
 
-class GatherInterpreter(WeightOps):
+class GatherInterpreter(LoopOps):
     """One evaluation of a jaxpr with the gather rule.
 
     Attributes:
@@ -176,57 +176,15 @@ class GatherInterpreter(WeightOps):
 
         def region(*flat):
             outs = inner.run(*jaxprs.opened(eqn.params["jaxpr"]), rewrap(flat))
-            return inner.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
+            return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
         policy = policy_of(eqn.params["policy"], drops=self.drops)
         outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat)
         return _merged(outs, handed, values)
 
-    def plain(self, outs: Iterable[Any]) -> list[Any]:
-        """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
-        return [o.leaving if isinstance(o, Weight) else o for o in outs]
-
     def inner(self) -> GatherInterpreter:
         """A walk for the body of a loop or a branch."""
         return GatherInterpreter(self.plan, in_remat=self.in_remat, ordered=self.ordered)
-
-    def scan_(self, eqn, values: list[Any]) -> list[Any]:
-        """A scan: constants and stacked weights stay stored; a weight in the carry is gathered before it."""
-        p = eqn.params
-        consts, carry = jaxprs.scan_counts(p)
-        flat, rewrap = unwrap(
-            values[:consts]
-            + [self.gathered(v) for v in values[consts : consts + carry]]
-            + values[consts + carry :]
-        )
-
-        def body(state, xs):
-            inner = self.inner()
-            args = rewrap([*flat[:consts], *state, *xs], sliced_from=consts + carry)
-            outs = inner.plain(inner.run(*jaxprs.opened(p["jaxpr"]), args))
-            return outs[:carry], outs[carry:]
-
-        state, ys = jax.lax.scan(
-            body, list(flat[consts : consts + carry]), list(flat[consts + carry :]),
-            length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
-        )  # fmt: skip
-        return [*state, *ys]
-
-    def while_(self, eqn, values: list[Any]) -> list[Any]:
-        """A while loop: constants stay stored, the carry is gathered before it."""
-        p = eqn.params
-        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-        carry = [self.gathered(v) for v in values[b:]]
-
-        def run(jaxpr, consts, state):
-            inner = self.inner()
-            return inner.plain(inner.run(*jaxprs.opened(jaxpr), [*consts, *state]))
-
-        return jax.lax.while_loop(
-            lambda s: run(p["cond_jaxpr"], values[:a], s)[0],
-            lambda s: run(p["body_jaxpr"], values[a:b], s),
-            carry,
-        )
 
     def cond_(self, eqn, values: list[Any]) -> list[Any]:
         """Branches: each gathers what it uses, when it is taken."""
@@ -237,7 +195,7 @@ class GatherInterpreter(WeightOps):
             def run(*flat):
                 inner = self.inner()
                 outs = inner.run(*jaxprs.opened(closed), rewrap(flat))
-                return inner.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
+                return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
             return run
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -22,6 +23,7 @@ class Weight:
       shard: the array; the whole one of a weight that is kept.
       stored, used, grad: its layout now, that of the arithmetic, and that of its gradient.
       at_rest: of a weight that is kept, the array as it is stored.
+      narrow: the dtype that it was cast from, where that holds its values too; it travels in that one.
     """
 
     shard: Any
@@ -29,6 +31,7 @@ class Weight:
     used: PartitionSpec
     grad: PartitionSpec
     at_rest: Any = None
+    narrow: np.dtype | None = None
 
     @property
     def leaving(self) -> Any:
@@ -47,7 +50,9 @@ class Weight:
 
     def message_bytes(self, comm: Comm) -> int:
         """Bytes of the whole weight as it travels: when it is gathered, else when its gradient is reduced."""
-        return comm.weights.wire_bytes(self.shard.shape, self.shard.dtype) if self.split else self.nbytes
+        if not self.split:
+            return self.nbytes
+        return comm.weights.wire_bytes(self.shard.shape, self.narrow or self.shard.dtype)
 
     @property
     def is_reduced(self) -> bool:
@@ -60,7 +65,8 @@ class Weight:
 
     def map(self, shard: Any, change: Callable[[PartitionSpec], PartitionSpec]) -> Weight:
         """Another array in its place, with each layout changed alike."""
-        return Weight(shard, change(self.stored), change(self.used), change(self.grad))
+        specs = change(self.stored), change(self.used), change(self.grad)
+        return Weight(shard, *specs, narrow=self.narrow)
 
 
 def unwrap(values: Sequence[Any]):
@@ -82,7 +88,11 @@ def unwrap(values: Sequence[Any]):
 
 
 def _cast(eqn, weight: Weight):
-    return dataclasses.replace(weight, shard=jaxprs.bind(eqn, [weight.shard])[0])
+    shard = jaxprs.bind(eqn, [weight.shard])[0]
+    narrow = np.dtype(weight.narrow or weight.shard.dtype)
+    widened = jnp.promote_types(narrow, shard.dtype) == shard.dtype != narrow
+    floating = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(shard.dtype, jnp.floating)
+    return dataclasses.replace(weight, shard=shard, narrow=narrow if widened and floating else None)
 
 
 def _transpose(eqn, weight: Weight):

@@ -19,7 +19,7 @@ from jzero.core.errors import check_function
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.gather.interpreter import GatherInterpreter
 from jzero.gather.sharded_weight import Weight
-from jzero.gather.weight_graph import activation_bytes, tied_tables
+from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh import check_context_mesh, in_shard_map
 from jzero.sharding import Plan, check_plan
@@ -43,7 +43,8 @@ class GatherOnUse:
     """A function of params that gathers each stored weight where it is used. Equal where function (`==`) and plan are.
 
     At stage 2 nothing is gathered, but gradients are reduced bucket by bucket ([Note: buckets] in `buckets.py`). At
-    stage 1 only tied embeddings ([Note: a tied embedding] in `weight_ops.py`) are looked after, at stage 0 nothing.
+    stage 1, and for a small model at stage 2, only tied embeddings ([Note: a tied embedding] in `weight_ops.py`) and
+    weights that every round of a loop uses (note in `loops.py`) are reduced where they are used; at stage 0 nothing.
     `shard` puts it round `apply_fn` at every stage, so that an eager call with a whole batch is noticed.
     """
 
@@ -63,8 +64,6 @@ class GatherOnUse:
             return fn(params, args, kwargs)
 
         if has_module(params):
-            if not reduces_on_use(self.plan):
-                return fn(params, args, kwargs)
             return call(self._evaluate, fn, params, args, kwargs)
         return self._evaluate(fn, params, args, kwargs)
 
@@ -137,7 +136,7 @@ class GatherOnUse:
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
         if not reduces_on_use(self.plan):
-            picked = self._tied(jaxpr, picked)
+            picked = self._reduced_alone(jaxpr, picked)
             if not any(picked):
                 return fn(params, args, kwargs)
         walk = GatherInterpreter(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
@@ -164,15 +163,28 @@ class GatherOnUse:
         enough = self.plan.bucket_bytes * self.plan.batch_parts
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
 
-    def _tied(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
-        """Those of tables with more than one use, with gradients that go straight to the shards of their state."""
-        tied = tied_tables(jaxpr, [y is not None for y in layouts])
+    def _reduced_alone(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
+        """Those of tables with more than one use, of weights that every round of a loop uses, and of scattered ones.
+
+        Their gradients go straight to the shards of their state.
+        """
+        weights = [y is not None for y in layouts]
+        alone = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights)
         return [
             dataclasses.replace(y, grad=y.state)
-            if y is not None and i in tied and y.state_shape == y.shape
+            if y is not None and (self._is_scattered(y) or (i in alone and y.state_shape == y.shape))
             else None
             for i, y in enumerate(layouts)
         ]
+
+    def _is_scattered(self, x: Layout) -> bool:
+        """XLA would all-reduce its gradient whole: [Note: pieces along several dims] in `comm/reduce_scatter.py`.
+
+        Not at stage 1 in a loop: over micro-batches whole gradients are summed first, and reduced once.
+        """
+        if x.vector or (jaxprs.in_loop() and not self.plan.config.row.grads):
+            return False
+        return comm_of(self.plan).gradients.is_scattered(x.shape, x.state)
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
@@ -198,7 +210,7 @@ class GatherOnUse:
 
 
 def reduces_on_use(plan: Plan) -> bool:
-    """True where every weight is gathered or reduced where it is used; else only tied embeddings are looked after."""
+    """True where every weight is gathered or reduced where it is used; else only those that `_reduced_alone` names."""
     return comm_of(plan).gradients.on_use
 
 
@@ -213,8 +225,9 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
       fn: `fn(params, ...)`, a Flax `apply` that takes variables first, or a function of an `nnx.Module`, for
         `nnx.value_and_grad(fn)(model, batch)` or called as it is: what it changes in the module is changed as
         without jzero. Traced once per call; static arguments, dropout keys and mutable collections work.
-      plan: from `jzero.make_plan`. At stage 2 nothing is gathered, but gradients are reduced bucket by bucket,
-        where they are made; at stages 0 and 1 `fn` is returned as it is.
+      plan: from `jzero.make_plan`. At stages 1 and 2 nothing is gathered, but the gradient of a weight that every
+        round of a loop uses is reduced once, and at stage 2 gradients are reduced bucket by bucket, where they are
+        made. At stage 0 `fn` is returned as it is.
 
     Returns:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
@@ -233,7 +246,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     """
     check_function(fn, "fn", where="jzero.gather_on_use")
     check_plan(plan, where="jzero.gather_on_use")
-    if not reduces_on_use(plan):
+    if not plan.config.row.state:
         return fn
     if isinstance(fn, GatherOnUse):
         fn = fn.fn

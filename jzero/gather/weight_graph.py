@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,19 @@ class WeightGraph(Graph):
             value = self.parent[value]
         return value
 
+    def inside(self, node: Node, search: Callable[[Any, Sequence[bool]], set[int]]) -> set[int]:
+        """The operands of a region, a loop or branches that `search` finds in its bodies."""
+        bodies, skipped = region(node.eqn)
+        operands = node.ins[skipped:]
+        weights = [i in self.parent for i in operands]
+        found = [search(jaxprs.opened(body)[0], weights) for body in bodies] if any(weights) else []
+        return {operands[at] for some in found for at in some}
+
+    def positions(self, values: set[int]) -> set[int]:
+        """Which of the arguments these weights were made from."""
+        roots = {self.root(i) for i in values}
+        return {at for at, i in enumerate(self.ins) if i in roots}
+
     def weights_of(self, node: Node) -> list[int]:
         """The weights that a node uses, each once; none for one that only changes a stored weight."""
         return [] if node.name in ON_SHARD else list(dict.fromkeys(i for i in node.ins if i in self.parent))
@@ -110,6 +123,32 @@ def tied_tables(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
         for weight in graph.weights_of(node):
             uses[graph.root(weight)].append(row_lookup(node.eqn))
     return {at for at, i in enumerate(graph.ins) if len(uses[i]) > 1 and any(uses[i])}
+
+
+def loop_constants(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+    """Positions of the weights that every round of a loop uses: [Note: a weight that every round uses] in `loops.py`.
+
+    Of a stack whose layer is constant over a loop inside of the scan, too.
+    """
+    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.name in LOOPS:
+            found.update(i for i in node.ins[: jaxprs.loop_consts(node.eqn)] if i in graph.parent)
+        found |= graph.inside(node, loop_constants)
+    return graph.positions(found)
+
+
+def looked_up(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+    """Positions of the weights whose rows are looked up, in regions and loops too."""
+    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    found: set[int] = set()
+    for node in graph.nodes:
+        if graph.weights_of(node):
+            found |= (
+                {node.ins[0]} & set(graph.parent) if row_lookup(node.eqn) else graph.inside(node, looked_up)
+            )
+    return graph.positions(found)
 
 
 def region(eqn: Any) -> tuple[Sequence[Any], int]:

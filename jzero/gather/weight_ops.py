@@ -15,7 +15,8 @@ gradients are reduced by the update, this is all that the walk does.
 The gradient of a weight that is much larger than a bucket (an output head: 2 GB for a vocabulary of 256000) is made in
 parts, each a matmul of a slice of the activations or of the cotangent, and reduced while the next is made. The same
 way is taken where `reduce_dtype` is wider than the weight: XLA reduces in the dtype of the matmul that makes a
-gradient, whatever is cast afterwards, so the matmul is made in that dtype.
+gradient, whatever is cast afterwards, so the matmul is made in that dtype. For a narrower one each device makes the
+gradient of its own examples, casts it, and these are summed.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from jzero.layout.specs import P, spec_axes
 from jzero.sharding import Plan
 
 CUT_BUCKETS = 8  # times `bucket_bytes`: in parts from there on
+SHARE_SAID = 20  # one of so many parts of the params: a smaller weight's wider gradient is not worth a warning
 
 
 class WeightOps:
@@ -72,10 +74,16 @@ class WeightOps:
         looked_up = row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
         alone = not (self.ordered or self.plan.config.row.params)
         if looked_up and (
-            alone or self.is_cut(table) or self.wide(table) is not None or self.lookup_is_scattered(table)
+            alone
+            or self.is_cut(table)
+            or self.wide(table) is not None
+            or self.lookup_by_rows(table)
         ):
             return self.lookup(eqn, table, values[1])
         cut = self.cut_of(eqn, values)
+        if cut is None:
+            for weight in (v for v in values if isinstance(v, Weight)):
+                self.warn_of_dtype(weight)
         flat, rewrap = unwrap(self.on_shards(values))
 
         def on_gathered(*flat):
@@ -105,11 +113,11 @@ class WeightOps:
             def part(i, grad):
                 some = jax.lax.dynamic_slice_in_dim(cotangent, i * (width // parts), width // parts, axis=-1)
                 some = self.comm.gradients.by_examples(
-                    lambda index, rest: lookup_gradient(
-                        eqn, index, rest if wide is None else rest.astype(wide), rows
+                    lambda index, rest: self.narrowed(
+                        lookup_gradient(eqn, index, rest if wide is None else rest.astype(wide), rows), table
                     ),
                     (index, some),
-                    (0, 0) if self.lookup_is_scattered(table) else None,
+                    (0, 0) if self.lookup_by_rows(table) else None,
                     table.grad,
                 ).astype(grad.dtype)
                 return jax.lax.dynamic_update_slice_in_dim(grad, some, i * (width // parts), axis=1)
@@ -122,15 +130,31 @@ class WeightOps:
     def wide(self, weight: Weight) -> Any:
         """The dtype in which a gradient is to be made and reduced, where it is wider than the weight's; else None."""
         dtype, own = self.plan.config.reduce_dtype, weight.shard.dtype
-        if dtype is not None and dtype.itemsize < own.itemsize and np.ndim(weight.shard) > 1:
+        return dtype if dtype is not None and dtype.itemsize > own.itemsize else None
+
+    def narrow(self, weight: Weight) -> Any:
+        """The dtype in which a gradient is to be reduced, where it is narrower than the weight's; else None."""
+        dtype, own = self.plan.config.reduce_dtype, weight.shard.dtype
+        matrix = np.ndim(weight.shard) > 1 and weight.is_reduced
+        return dtype if dtype is not None and dtype.itemsize < own.itemsize and matrix else None
+
+    def made_by_rows(self, weight: Weight) -> bool:
+        """Each device makes its gradient of its own examples, and these are summed in `comm/reduce_scatter.py`."""
+        return self.is_scattered(weight) or self.narrow(weight) is not None
+
+    def warn_of_dtype(self, weight: Weight) -> None:
+        """Of a large weight whose gradient XLA reduces in a wider dtype than was asked for."""
+        dtype = self.narrow(weight)
+        if dtype is not None and weight.shard.size * SHARE_SAID > sum(x.size for x in self.plan.layouts):
+            own = weight.shard.dtype.name
             warnings.warn(
-                f"jzero: reduce_dtype={dtype.name} is narrower than the {own.name} in which the model computes, and "
-                f"XLA reduces a gradient in the dtype of the matmul that makes it. Compute in {dtype.name} "
+                f"jzero: reduce_dtype={dtype.name} is narrower than the {own} in which the model computes, and XLA "
+                f"reduces the gradient of a weight {weight.shard.shape} in the dtype in which it is made: jzero makes "
+                f"those of plain matmuls, convolutions and lookups itself, and no others. Compute in {dtype.name} "
                 f"(Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}), or take "
                 'jzero.value_and_grad(reduce="step") at stage 1 or 2.',
                 stacklevel=2,
             )
-        return dtype if dtype is not None and dtype.itemsize > own.itemsize else None
 
     def cut_of(self, eqn, values: list[Any]) -> tuple[int, int, int] | None:
         """Of a product whose weight's gradient is made here: the weight's position, a dim of it to cut, the parts.
@@ -143,7 +167,7 @@ class WeightOps:
             return None
         weight = values[at[0]]
         if eqn.primitive.name != "dot_general":
-            scattered = example_dims(eqn, at[0]) is not None and self.is_scattered(weight)
+            scattered = example_dims(eqn, at[0]) is not None and self.made_by_rows(weight)
             return (at[0], 0, 1) if scattered and self.wide(weight) is None else None
         shape = weight.shard.shape
         parts, dim = 1, 0
@@ -152,7 +176,8 @@ class WeightOps:
             parts, dim = min(
                 ((n, d) for d in free if (n := self.parts_of(shape[d], weight)) > 1), default=(1, 0)
             )
-        made_here = parts > 1 or self.wide(weight) is not None or self.is_scattered(weight)
+        by_rows = example_dims(eqn, at[0]) is not None and self.narrow(weight) is not None
+        made_here = parts > 1 or by_rows or self.wide(weight) is not None or self.is_scattered(weight)
         return (at[0], dim, parts) if made_here else None
 
     def product(self, eqn, values: list[Any], at: int, dim: int, parts: int) -> list[Any]:
@@ -162,8 +187,8 @@ class WeightOps:
 
         def gradient(other, cotangent, *, piece):
             if eqn.primitive.name != "dot_general":
-                return product_gradient(eqn, at, other, cotangent)
-            return dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight))
+                return self.narrowed(product_gradient(eqn, at, other, cotangent), weight)
+            return self.narrowed(dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight)), weight)
 
         def back(other, cotangent):
             def part(i, cotangent):
@@ -171,7 +196,7 @@ class WeightOps:
                 return self.comm.gradients.by_examples(
                     functools.partial(gradient, piece=piece),
                     (other, cotangent),
-                    example_dims(eqn, at) if self.is_scattered(weight) else None,
+                    example_dims(eqn, at) if self.made_by_rows(weight) else None,
                     weight.grad,
                 ).astype(dtype)
 
@@ -180,12 +205,19 @@ class WeightOps:
         whole = self.gathered(weight, reduces=False)
         return linear(Product(eqn, at), back, [other], [whole])
 
+    def narrowed(self, grad: Any, weight: Weight) -> Any:
+        """A gradient that one device has made, in the dtype in which it is reduced."""
+        dtype = self.narrow(weight)
+        return grad if dtype is None else grad.astype(dtype)
+
     def is_scattered(self, weight: Weight) -> bool:
         """Its gradient is reduced by [Note: pieces along several dims] in `comm/reduce_scatter.py`."""
         return weight.is_reduced and self.comm.gradients.is_scattered(weight.shard.shape, weight.grad)
 
-    def lookup_is_scattered(self, table: Weight) -> bool:
-        """The same where rows of it are looked up."""
+    def lookup_by_rows(self, table: Weight) -> bool:
+        """`made_by_rows` for a table whose rows are looked up."""
+        if self.narrow(table) is not None:
+            return True
         return self.comm.gradients.lookup_is_scattered(table.shard.shape, table.stored, table.grad)
 
     def is_wide(self, eqn, values: list[Any]) -> bool:
@@ -264,7 +296,7 @@ class WeightOps:
 
         gather, layouts = self.comm.weights, (value.stored, value.used)
         return linear(
-            lambda shard: [gather(shard, *layouts)], reduce, [], [value.shard],
+            lambda shard: [gather(shard, *layouts, value.narrow)], reduce, [], [value.shard],
             tangent=lambda shard: [gather.tangent(shard, *layouts)],
         )[0]  # fmt: skip
 

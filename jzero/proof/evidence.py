@@ -19,7 +19,7 @@ from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.lifetimes import most_on_device
-from jzero.proof.places import Place, phase_of
+from jzero.proof.places import Place, phase_of, walk
 from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import find_transfers
 from jzero.sharding import Plan
@@ -204,6 +204,22 @@ class Evidence:
     def trips(self, s: Site) -> float:
         """Executions within one update: a loop of whole steps counts once, and so do the steps of one round of it."""
         return math.prod(n or 1 for n in s.loops[len(self.step_loops) :]) / self.updates
+
+    def rounds_of_loss(self, s: Site) -> int:
+        """Rounds, of all loops around a collective that are inside of a differentiated function; 1 for none.
+
+        A loop over micro-batches takes gradients in its body and is not one of them.
+        """
+        place = self._places[s.computation]
+        names = [name for name in place.callers if name.endswith("while")]
+        if len(names) != len(place.loops):
+            return 1
+        pairs = zip(names, reversed(place.loops), strict=True)  # the innermost first
+        return math.prod(trips or 1 for name, trips in pairs if "jvp(" in name)
+
+    @functools.cached_property
+    def _places(self) -> dict[str, Place]:
+        return {p.computation.name: p for p in walk(self.module)}
 
     @functools.cached_property
     def _step(self) -> Place | None:

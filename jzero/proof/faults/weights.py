@@ -7,10 +7,12 @@ Those collectives are the consequence, and are not reported again as all-reduced
 
 from __future__ import annotations
 
-from jzero.core.errors import counted, listing, typed_shape
+from jzero.comm import comm_of
+from jzero.comm.weights import LOOP_BUCKETS
+from jzero.core.errors import counted, human_bytes, listing, typed_shape
 from jzero.layout.leaf_rule import Layout, Whole
 from jzero.layout.specs import axis_size
-from jzero.proof.evidence import Evidence
+from jzero.proof.evidence import REDUCES, Evidence
 from jzero.proof.faults.wording import Faults, names_text
 
 SHARE_WHOLE = 0.05
@@ -103,6 +105,41 @@ def weights_kept(e: Evidence) -> Faults:
             kept,
             "loss_fn = jzero.gather_on_use(loss_fn, plan); for blocks of your own, jax.checkpoint (nn.remat) round "
             "the gather and its use.",
+        )
+
+
+def weights_in_loop(e: Evidence) -> Faults:
+    """Weights that are constant over a loop of the loss, gathered or reduced in every round of it.
+
+    Those of a stack are moved layer by layer in it: a leaf that looks like one of its layers is not told apart.
+    """
+    if e.on_cpu or not e.split or next(gather_on_use(e), None):  # XLA chooses what to move
+        return
+    layers = {e.local(x, sliced=True) for x in e.split if x.scanned}
+    leaves = {e.local(x): x for x in e.split if not x.scanned and e.local(x) not in layers}
+    found: dict[str, Layout] = {}
+    rounds, excess = set(), 0.0
+    for s in e.over_zero_axes("all-gather", *REDUCES):
+        parts, times = e.parts(s), e.rounds_of_loss(s)
+        mine = [leaves[n] for n in parts if n in leaves]
+        # XLA joins all-reduces to one flat array: whose gradients they are is known where no stack has any
+        joined = s.op in REDUCES and not layers and e.gradients(s) > 0
+        if times > 1 and (mine or joined):
+            share = 1.0 if joined else sum(map(e.local, mine)) / sum(parts)
+            excess += s.wire_bytes * share * e.trips(s) * (1 - 1 / times)
+            found.update((x.name, x) for x in mine)
+            rounds.add(times)
+    if excess > SHARE_WHOLE * e.plan.param_bytes:
+        named = list(found.values())
+        weights = comm_of(e.plan).weights
+        yield (
+            f"in a loop of {' or '.join(map(str, sorted(rounds)))} rounds "
+            f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every round reads are gathered, "
+            "or have their gradients reduced, in every round; once would do. " + (names_text(named) if named else ""),
+            round(excess),
+            f"one loop in place of a loop in a loop; no lookup of rows and no wider reduce_dtype in it; beyond "
+            f"{human_bytes(weights.loop_bytes)} of such weights a larger bucket_bytes ({LOOP_BUCKETS} buckets are held "
+            "whole); jzero.gather_on_use(loss_fn, plan) for a loss that does not call the apply_fn of the state.",
         )
 
 

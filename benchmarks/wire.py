@@ -1,0 +1,212 @@
+"""What small models send in a step, in units of Psi, beside the closed form: loops, odd device counts, dtypes.
+
+    python benchmarks/wire.py                  # about 5 minutes on two cores, no GPU
+    python benchmarks/wire.py loops            # 1 minute
+    python benchmarks/wire.py devices dtypes
+
+Compiled for H200. Psi is (N-1)/N times the bytes of all params: 2, 2 and 3 at stages 1, 2 and 3. `loops`: a weight that
+every round of a loop uses. `devices`: counts that are not a power of two. `dtypes`: 16-bit params, fp32 compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import jzero  # noqa: I001  (before jax)
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+from train.model import GPT, Model
+
+DIM, SEQ = 512, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and its batch.
+
+    Attributes:
+      apply: `apply(params, x)`.
+      init: makes the params.
+      loss: of what `apply` returns, and the batch.
+      example: the shape of one example, and its dtype.
+      rows: of the batch, per device.
+    """
+
+    apply: Callable[..., Any]
+    init: Callable[[], Any]
+    loss: Callable[[Any, Any], Any]
+    example: jax.ShapeDtypeStruct
+    rows: int = 2
+
+
+def squares(out, x):
+    """A loss of activations."""
+    del x
+    return (out.astype(jnp.float32) ** 2).mean()
+
+
+def step_of(case: Case) -> Callable[..., Any]:
+    """The train step."""
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(lambda p: case.loss(state.apply_fn(p, x), x))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    return step
+
+
+def compiled(case: Case, stage: int, n: int = 8, **fields: Any):
+    """The step compiled for `n` H200, its plan and its state."""
+    hosts = max(n // 8, 1) if n % 8 == 0 or n < 8 else n // 4
+    pod = jzero.pod("h200", hosts=hosts, gpus_per_host=n // hosts)
+
+    def create():
+        return TrainState.create(apply_fn=case.apply, params=case.init(), tx=optax.adamw(1e-3))
+
+    state = jzero.abstract(create, stage=stage, mesh=pod.mesh({"data": n}), **{"min_shard_bytes": 0, **fields})
+    plan = jzero.plan_of(state)
+    batch = jax.ShapeDtypeStruct((case.rows * n, *case.example.shape), case.example.dtype)
+    return pod.compile(step_of(case), state, batch, donate_argnums=0, plan=plan), plan, state
+
+
+def recurrent(rounds: int = 32, *, remat: bool = False) -> Case:
+    """Rounds of `tanh(h @ w)`."""
+
+    def apply(params, x):
+        def body(h, _):
+            return jnp.tanh(h @ params["w"]), None
+
+        return jax.lax.scan(jax.checkpoint(body) if remat else body, x, None, length=rounds)[0]
+
+    return Case(apply, lambda: {"w": jnp.ones((DIM, DIM))}, squares, jax.ShapeDtypeStruct((DIM,), jnp.float32))
+
+
+def nested() -> Case:
+    """Four rounds in each of three rounds that are rematerialized."""
+
+    def apply(params, x):
+        @jax.checkpoint
+        def outer(h, _):
+            h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ params["w"]), None), h, None, length=4)
+            return h @ params["v"], None
+
+        return jax.lax.scan(outer, x, None, length=3)[0]
+
+    one = jax.ShapeDtypeStruct((DIM,), jnp.float32)
+    return Case(apply, lambda: {"w": jnp.ones((DIM, DIM)), "v": jnp.ones((DIM, DIM))}, squares, one)
+
+
+def lstm(steps: int = 64) -> Case:
+    """An LSTM of Flax."""
+    model = nn.RNN(nn.OptimizedLSTMCell(DIM))
+    one = jax.ShapeDtypeStruct((steps, DIM), jnp.float32)
+    return Case(model.apply, lambda: model.init(jax.random.key(0), jnp.zeros((1, 2, DIM))), squares, one)
+
+
+class ChunkedHead(nn.Module):
+    """Cross-entropy in checkpointed chunks of the tokens, so that the logits of all are never there."""
+
+    chunks: int = 8
+    vocab: int = 2048
+    dim: int = 256
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(self.vocab, self.dim)(tokens)
+        for _ in range(2):
+            up = nn.relu(nn.Dense(4 * self.dim, use_bias=False)(x))
+            x = x + nn.Dense(self.dim, use_bias=False)(up)
+        head = self.param("head", nn.initializers.lecun_normal(), (self.dim, self.vocab))
+        rows = tokens.shape[0]
+        xs = x.reshape(rows, self.chunks, -1, self.dim).swapaxes(0, 1)
+        ys = jnp.roll(tokens, -1, 1).reshape(rows, self.chunks, -1).swapaxes(0, 1)
+
+        @jax.checkpoint
+        def chunk(total, xy):
+            losses = optax.softmax_cross_entropy_with_integer_labels(xy[0] @ head, xy[1])
+            return total + losses.sum(), None
+
+        return jax.lax.scan(chunk, 0.0, (xs, ys))[0] / tokens.size
+
+
+def chunked() -> Case:
+    """The same."""
+    model, one = ChunkedHead(), jax.ShapeDtypeStruct((64,), jnp.int32)
+    return Case(
+        model.apply, lambda: model.init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32)), lambda out, x: out, one
+    )
+
+
+def gpt(width: int = 128, layers: int = 4, heads: int = 4, **fields: Any) -> Case:
+    """The GPT of train/, on bytes."""
+    model = GPT(Model(width=width, layers=layers, heads=heads, seq=SEQ, **fields))
+
+    def loss(logits, x):
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], x[:, 1:]).mean()
+
+    one = jax.ShapeDtypeStruct((SEQ,), jnp.int32)
+    return Case(model.apply, lambda: model.init(jax.random.key(0), jnp.zeros((1, SEQ), jnp.int32)), loss, one, 4)
+
+
+LOOPS = {
+    "32 rounds": recurrent, "32 rounds, remat": lambda: recurrent(remat=True), "nested, 3 x 4 rounds": nested,
+    "LSTM, 64 steps": lstm, "cross-entropy, 8 chunks": chunked,
+}  # fmt: skip
+DEVICES = [(24, 128, {}), (24, 128, {"scan": True, "layers": 12}), (6, 128, {}), (7, 192, {}), (7, 768, {"heads": 12})]
+WIDE: dict[str, Any] = {"width": DIM, "layers": 2, "dtype": "float32", "param_dtype": "bfloat16"}
+
+
+def loops() -> Iterator[tuple[str, Case, int, dict[str, Any]]]:
+    """Rows of the first table."""
+    yield from ((name, make(), 8, {}) for name, make in LOOPS.items())
+
+
+def devices() -> Iterator[tuple[str, Case, int, dict[str, Any]]]:
+    """Rows of the second."""
+    for n, width, fields in DEVICES:
+        form = f", scan of {fields['layers']}" if "scan" in fields else ""
+        yield f"GPT, width {width}, {n} GPUs{form}", gpt(width, **fields), n, {"min_shard_bytes": "auto"}
+
+
+def dtypes() -> Iterator[tuple[str, Case, int, dict[str, Any]]]:
+    """Rows of the third."""
+    yield "bf16 params, fp32 compute", gpt(**WIDE), 8, {}
+    yield "the same, reduce_dtype=bf16", gpt(**WIDE), 8, {"reduce_dtype": "bfloat16"}
+
+
+TABLES = {"loops": loops, "devices": devices, "dtypes": dtypes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], default=list(TABLES))
+    print("| program | stage | wire, Psi | closed form, Psi | temp, MB | check |\n|---|---|---|---|---|---|")
+    for name in parser.parse_args().tables:
+        for label, case, n, fields in TABLES[name]():
+            for stage in (1, 2, 3):
+                if stage == 1 and "reduce_dtype" in fields:
+                    continue
+                program, plan, state = compiled(case, stage, n, **fields)
+                report, found = jzero.explain(program, plan), jzero.findings(program, plan)
+                asked = jzero.estimate(plan, tx=state.tx).wire_psi
+                kinds = ", ".join(f.kind for f in found)
+                temp = report.memory.temp / 1e6 if report.memory else 0
+                print(f"| {label} | {stage} | {report.wire.psi:.2f} | {asked:.2f} | {temp:.1f} | {kinds} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

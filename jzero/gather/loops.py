@@ -1,0 +1,145 @@
+"""Loops in a function of stored weights.
+
+[Note: a weight that every round uses]
+A stack of layers stays stored, and each round gathers its own layer. A weight that is constant over the loop would be
+gathered, and its gradient reduced, in every round: 96 Psi for 32 rounds of `tanh(h @ w)`. So it is gathered once before
+the loop and once more before the backward loop. In between only its shard is kept (`core/made_twice.py`); inside of a
+remat region the region does that. The backward loop sums the whole gradient, which is reduced once after it: 3 Psi.
+
+The gradient is constrained to its used layout first, then to its shard: XLA's pass `while-loop-all-reduce-code-motion`
+then moves the all-reduce out of the loop, where it becomes a reduce-scatter. Constrained to the shard at once the
+gradient is reduced in every round (32 Psi). The pass moves it out of one loop only (jaxlib 0.10 to 0.12; openxla/xla
+pull request 46440 is about nested ones): a gradient of nested loops is reduced once per round of the outer one.
+
+The weights that a loop holds whole are bounded (`loop_bytes`): beyond that the largest are gathered in every round. So
+are tables whose rows are looked up in the loop: the pass added their gradients wrongly (openxla/xla issue 49143).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jzero.core import jaxprs
+from jzero.core.linear import linear
+from jzero.core.made_twice import made_twice
+from jzero.core.ordering import after
+from jzero.gather.sharded_weight import Weight, unwrap
+from jzero.gather.weight_graph import looked_up
+from jzero.gather.weight_ops import WeightOps
+
+
+class LoopOps(WeightOps, abc.ABC):
+    """How weights are used in the loops of a function."""
+
+    @abc.abstractmethod
+    def inner(self) -> Any:
+        """An interpreter for the body of a loop or a branch."""
+
+    def plain(self, outs: Iterable[Any]) -> list[Any]:
+        """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
+        return [o.leaving if isinstance(o, Weight) else o for o in outs]
+
+    def scan_(self, eqn, values: list[Any]) -> list[Any]:
+        """A scan: stacked weights stay stored; those in the carry and constant ones are gathered before it."""
+        consts, carry = jaxprs.scan_counts(eqn.params)
+        values = list(values)
+        values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
+        chosen = (
+            self.before_loop(values[:consts], but=self._tables(eqn, values))
+            if eqn.params["length"] > 1
+            else []
+        )
+        weights = [values[i] for i in chosen]
+        flat, rewrap = unwrap([v for i, v in enumerate(values) if i not in chosen])
+
+        def run(wholes: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+            rest, found = iter(rewrap(others)), dict(zip(chosen, wholes, strict=True))
+            return self._scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))])
+
+        if not (self.drops and any(w.split for w in weights)) or self.in_remat:
+            return run([self.whole(w) for w in weights], flat)
+        return made_twice(
+            run,
+            lambda i, shard: self.whole(dataclasses.replace(weights[i], shard=shard)),
+            lambda shards, cotangents: self._late(shards, cotangents, weights),
+            [w.shard for w in self.on_shards(weights)],
+            flat,
+        )
+
+    def _tables(self, eqn, values: Sequence[Any]) -> set[int]:
+        """Positions of the weights whose rows are looked up in the loop."""
+        return looked_up(jaxprs.opened(eqn.params["jaxpr"])[0], [isinstance(v, Weight) for v in values])
+
+    def _scan(self, eqn, values: list[Any]) -> list[Any]:
+        """A scan of arrays, and of weights that are gathered in it."""
+        p = eqn.params
+        consts, carry = jaxprs.scan_counts(p)
+        flat, rewrap = unwrap(values)
+
+        def body(state, xs):
+            inner = self.inner()
+            args = rewrap([*flat[:consts], *state, *xs], sliced_from=consts + carry)
+            outs = self.plain(inner.run(*jaxprs.opened(p["jaxpr"]), args))
+            return outs[:carry], outs[carry:]
+
+        state, ys = jax.lax.scan(
+            body, list(flat[consts : consts + carry]), list(flat[consts + carry :]),
+            length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+        )  # fmt: skip
+        return [*state, *ys]
+
+    def while_(self, eqn, values: list[Any]) -> list[Any]:
+        """A while loop: the carry and constant weights are gathered before it. It has no backward pass."""
+        p = eqn.params
+        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        chosen = set(self.before_loop(values[:b]))
+        values = [self.gathered(v) if i in chosen or i >= b else v for i, v in enumerate(values)]
+
+        def run(jaxpr, consts, state):
+            return self.plain(self.inner().run(*jaxprs.opened(jaxpr), [*consts, *state]))
+
+        return jax.lax.while_loop(
+            lambda s: run(p["cond_jaxpr"], values[:a], s)[0],
+            lambda s: run(p["body_jaxpr"], values[a:b], s),
+            values[b:],
+        )
+
+    def before_loop(self, consts: Sequence[Any], but: Collection[int] = ()) -> list[int]:
+        """Positions of the constant weights to gather before a loop, the smallest first, within `loop_bytes`.
+
+        One whose gradient is to be made in a wider dtype (`reduce_dtype`) is not: the loop sums it in its own.
+        """
+        weights = {i: v for i, v in enumerate(consts) if isinstance(v, Weight) and (v.split or v.is_reduced)}
+        left, found = self.comm.weights.loop_bytes, []
+        for i, weight in sorted(weights.items(), key=lambda row: row[1].nbytes):
+            if i not in but and self.wide(weight) is None:
+                left -= weight.nbytes
+                if left >= 0:
+                    found.append(i)
+        return sorted(found)
+
+    def whole(self, weight: Weight) -> Any:
+        """A weight for all rounds of a loop, the sum of whose gradients is reduced once."""
+        gather, used = self.comm.weights, weight.used
+        self.warn_of_dtype(weight)
+
+        def reduce(grad):
+            return [self.comm.gradients.by_layout(grad, used, weight.grad, whole_first=True)]
+
+        if not weight.split:
+            return linear(lambda x: [x], reduce, [], [weight.shard])[0]
+        return linear(
+            lambda x: [gather(x, weight.stored, used, weight.narrow)], reduce, [], [weight.shard],
+            tangent=lambda x: [gather.tangent(x, weight.stored, used)],
+        )[0]  # fmt: skip
+
+    def _late(self, shards, cotangents, weights: Sequence[Weight]):
+        """Shards that are there only when the backward pass has come to the loop."""
+        shards, cotangents = after(shards, cotangents)
+        pairs = zip(shards, weights, strict=True)
+        return [self.plan.constrain(x, w.stored) for x, w in pairs], cotangents

@@ -1,0 +1,175 @@
+"""Weights that every round of a loop uses: the values of the plain function, and what is gathered and kept."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import max_error
+from test_gather import equations, is_gather
+
+import jzero
+from jzero.comm import weights as weights_module
+
+DIM, ROWS, STEPS = 64, 16, 5
+
+
+def params():
+    keys = jax.random.split(jax.random.key(0), 3)
+    w, v = (jax.random.normal(k, (DIM, DIM)) / DIM**0.5 for k in keys[:2])
+    return {"w": w, "v": v, "b": 0.1 * jnp.ones(DIM), "table": jax.random.normal(keys[2], (8, DIM))}
+
+
+def data():
+    return jax.random.normal(jax.random.key(1), (ROWS, DIM))
+
+
+def scan(p, x):
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ p["w"] + p["b"]), h.mean()), x, None, length=STEPS)
+
+
+def cast(p, x):
+    """The backward pass reads the cast weight, which is computed from the gathered one alone."""
+    half = jnp.bfloat16
+
+    def body(h, _):
+        return jnp.tanh(h.astype(half) @ p["w"].astype(half)).astype(jnp.float32), None
+
+    return jax.lax.scan(body, x, None, length=STEPS)[0]
+
+
+def remat_inside(p, x):
+    body = jax.checkpoint(lambda h, i: (jnp.tanh(h @ p["w"]) * (i % 2 + 1), i))
+    h, counts = jax.lax.scan(body, x, jnp.arange(STEPS))
+    return h @ p["v"], counts
+
+
+def remat_outside(p, x):
+    return jax.checkpoint(lambda p, x: scan(p, x)[0] @ p["v"])(p, x)
+
+
+def nested(p, x):
+    @jax.checkpoint
+    def outer(h, _):
+        return scan(p, h)[0] @ p["v"], None
+
+    return jax.lax.scan(outer, x, None, length=2)[0]
+
+
+def while_loop(p, x):
+    """Only a `while` has a condition that is computed; a weight in it has no gradient."""
+    q = jax.lax.stop_gradient(p)
+
+    def more(state):
+        h, i = state
+        return (i < STEPS) & (jnp.abs(h @ q["v"]).sum() > 1e-3)
+
+    h, _ = jax.lax.while_loop(more, lambda s: (jnp.tanh(s[0] @ q["w"]), s[1] + 1), (jax.lax.stop_gradient(x), 0))
+    return (x + h) @ p["w"]
+
+
+def with_keys(p, x):
+    def body(carry, i):
+        h, key = carry
+        kept = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, h.shape)
+        return (jnp.where(kept, jnp.tanh(h @ p["w"]), h), key), None
+
+    return jax.lax.scan(body, (x, jax.random.key(3)), jnp.arange(STEPS))[0][0]
+
+
+def lookup(p, x):
+    """A table whose rows are looked up stays out of it."""
+
+    def body(h, i):
+        return jnp.tanh(h @ p["w"]) + p["table"][jnp.argmax(h[:, :8], axis=-1) + 0 * i], None
+
+    return jax.lax.scan(body, x, jnp.arange(STEPS))[0]
+
+
+CASES = {
+    "scan": lambda p, x: scan(p, x)[0], "cast": cast, "remat inside": lambda p, x: remat_inside(p, x)[0],
+    "remat outside": remat_outside, "nested": nested, "while": while_loop, "keys": with_keys, "lookup": lookup,
+}  # fmt: skip
+
+
+def loss(case):
+    return lambda p, x: (CASES[case](p, x) ** 2).mean()
+
+
+def made(fn, stage, mesh, **fields):
+    plan = jzero.make_plan(params(), stage=stage, mesh=mesh, min_shard_bytes=0, **fields)
+    return plan, jzero.gather_on_use(fn, plan), plan.place(params()), plan.place_batch(data())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients(case, stage, mesh):
+    fn = loss(case)
+    _, ours, placed, batch = made(fn, stage, mesh)
+    value, grads = jax.jit(jax.value_and_grad(ours))(placed, batch)
+    want, want_grads = jax.value_and_grad(fn)(params(), data())
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    assert max_error(grads, want_grads) < (1e-2 if case == "cast" else 1e-5)
+
+
+@pytest.mark.parametrize("case", ["scan", "remat inside", "nested", "keys"])
+def test_forward_and_second_derivatives(case, mesh):
+    """`jvp`, and a Hessian times a vector both ways round."""
+    fn = loss(case)
+    _, ours, placed, batch = made(fn, 3, mesh)
+    for derivative in (
+        lambda f: lambda p, x: jax.jvp(lambda p: f(p, x), (p,), (p,))[1],
+        lambda f: lambda p, x: jax.jvp(lambda p: jax.grad(f)(p, x), (p,), (p,))[1],
+        lambda f: lambda p, x: jax.grad(lambda x: f(p, x))(x),
+        lambda f: lambda p, x: jax.vmap(lambda x: f(p, x[None]))(x),
+    ):
+        got = jax.jit(derivative(ours))(placed, batch)
+        assert max_error(got, derivative(fn)(params(), data())) < 1e-5
+
+
+def gathers(fn, *args):
+    return [e for e in equations(jax.make_jaxpr(fn)(*args)) if is_gather(e)]
+
+
+@pytest.mark.parametrize("case", ["scan", "cast", "remat inside"])
+def test_gathered_once_forward_and_once_backward(case, mesh):
+    """Outside of the loops, and nothing that is gathered is kept in between."""
+    _, ours, placed, batch = made(loss(case), 3, mesh)
+    read = {"scan": 2, "cast": 1, "remat inside": 2}[case]
+    forward = jax.make_jaxpr(lambda p: jax.vjp(lambda p: ours(p, batch), p))(placed)
+    found = [e for e in equations(forward) if is_gather(e)]
+    assert len(found) == read
+    whole = [v.aval.shape for v in forward.jaxpr.outvars].count((DIM, DIM))
+    assert whole <= len(params())  # the shards; a gathered weight, or its cast, would be one more
+    assert not {v for e in found for v in e.outvars} & {v for v in forward.jaxpr.outvars if not hasattr(v, "val")}
+    loops = [e for e in equations(forward) if e.primitive.name == "scan"]
+    assert loops
+    assert not any(is_gather(e) for loop in loops for e in equations(loop.params["jaxpr"]))
+
+
+def test_a_weight_beyond_the_bound_is_gathered_in_every_round(mesh, monkeypatch):
+    monkeypatch.setattr(weights_module, "LOOP_BYTES", 2 * DIM * 4)
+    monkeypatch.setattr(weights_module, "LOOP_BUCKETS", 0)
+    fn = loss("scan")
+    _, ours, placed, batch = made(fn, 3, mesh)
+    loops = [e for e in equations(jax.make_jaxpr(ours)(placed, batch)) if e.primitive.name == "scan"]
+    shapes = [e.outvars[0].aval.shape for e in equations(loops[0].params["jaxpr"]) if is_gather(e)]
+    assert shapes == [(DIM, DIM)]  # and not the bias
+    assert max_error(jax.jit(jax.grad(ours))(placed, batch), jax.grad(fn)(params(), data())) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_lstm(stage, mesh):
+    """Through `apply_fn` of Flax: `nn.RNN` is a scan of a cell whose weights are constant."""
+    model = nn.RNN(nn.OptimizedLSTMCell(DIM))
+    x = jax.random.normal(jax.random.key(1), (8, 6, DIM))
+    weights = model.init(jax.random.key(0), x)["params"]
+    plan = jzero.make_plan(weights, stage=stage, mesh=mesh, min_shard_bytes=0)
+
+    def fn(p, x):
+        return (model.apply({"params": p}, x) ** 2).mean()
+
+    got = jax.jit(jax.grad(jzero.gather_on_use(fn, plan)))(plan.place(weights), plan.place_batch(x))
+    assert max_error(got, jax.grad(fn)(weights, x)) < 1e-5
