@@ -20,7 +20,7 @@ import jax
 import optax
 
 from jzero.comm import comm_of
-from jzero.comm.unused_gathers import warn_without_gathers
+from jzero.comm.traced import update_traced
 from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
@@ -182,7 +182,7 @@ class _Update(_Wrapped):
         _check_grads(grads, self.plan)
         inner, master = split_master(state, params)
         check_state(inner, self.logical, where="jzero.zero: update")
-        warn_without_gathers(self.plan)
+        update_traced(self.plan)
         tree = jax.tree.structure(params)
         if "value_fn" in extra:
             extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jzero.comm.traced import gather_traced
 from jzero.comm.transport import TRANSPORTS, AsIs, Transport
-from jzero.comm.unused_gathers import gather_traced
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, shard_factor, spec_axes
 from jzero.sharding import Plan

@@ -137,6 +137,8 @@ def compile_lowered(
     lowered: Any,
     compiler_options: Mapping[str, Any] | None,
     cached: Callable[[tuple[Any, ...], Callable[[], Program]], Program],
+    *,
+    has_update: bool = False,
 ) -> jax.stages.Compiled:
     """XLA's compile of a program lowered on pod devices: a `jax.stages.Compiled` that can be read, not run.
 
@@ -144,6 +146,7 @@ def compile_lowered(
       lowered: the program.
       compiler_options: for XLA.
       cached: the program that these parts of a key name (the first is its text), or what the function makes.
+      has_update: whether an update of jzero was traced on the way, which XLA drops where nothing returns it.
 
     Raises:
       ValueError: nothing in the program says on which pod it runs.
@@ -155,8 +158,13 @@ def compile_lowered(
     with _missing_ptxas_named():
         options = dict(lowering._compiler_options_kvs) | dict(compiler_options or {})
         program = _xla_compile(lowering, options, cached)
-    stand_in: Any = _Swapped(lowered, _Executable(lowering, program))
+    stand_in: Any = _Swapped(lowered, _Executable(lowering, program, has_update))
     return jax.stages.Lowered.compile(stand_in)
+
+
+def traced_with_update(compiled: jax.stages.Compiled) -> bool:
+    """True where an update of jzero was traced for this program; False where not, and for programs of no pod."""
+    return getattr(getattr(compiled, "_executable", None), "has_update", False)
 
 
 def _xla_compile(lowering, options: dict[str, Any], cached) -> Program:
@@ -227,9 +235,9 @@ class _Swapped:
 class _Executable(stages.Executable):
     """What a `jax.stages.Compiled` asks of its executable, short of running it."""
 
-    def __init__(self, lowering, program: Program):
+    def __init__(self, lowering, program: Program, has_update: bool):
         args = lowering.compile_args
-        self._program = program
+        self._program, self.has_update = program, has_update
         self._kept_var_idx, self._all_args_info = args["kept_var_idx"], args["all_args_info"]
         self.in_avals, self.out_avals = args["global_in_avals"], args["global_out_avals"]
         devices = lowering._device_list

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig
 from jzero.core.dependence import wide_sources
 from jzero.flax import adapters
@@ -49,6 +50,7 @@ def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spec
     """Run a creation function so that each device makes its own shards alone."""
     born, finish, plan, shapes = creation(create, config, mesh, param_specs, scan_axes)
     check_real(plan)
+    expect_gathers(plan)
     if config.offload is not None:
         check_host_memory(shapes.opt_state, plan)
     if jax.process_count() == 1:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig, make_config
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
@@ -106,6 +107,7 @@ def shard(
         )
     plan = plan_of_parts(parts, config, mesh, param_specs, scan_axes)
     check_real(plan)
+    expect_gathers(plan)
     check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
     if config.offload is not None:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jzero.comm.weights import WeightGather
+from jzero.core.compile_only import traced_with_update
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.specs import entry_axes, shard_factor
 from jzero.proof.arguments import argument_shardings
@@ -19,6 +20,7 @@ from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.lifetimes import most_on_device
+from jzero.proof.models import is_of, other_params
 from jzero.proof.places import Place, phase_of, walk
 from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import find_transfers
@@ -38,6 +40,7 @@ class Argument:
       shape, itemsize: of the whole array.
       held: bytes on one device; 0 where the program does not use it.
       rows: of its first dim on one device.
+      number_of_argument: equal for leaves of the same argument.
       donated: True where its buffer is given away.
       on_host: True where it is in pinned host memory.
       layout: that of the param it is, or is a copy of (a moment, a master); else None.
@@ -45,7 +48,7 @@ class Argument:
       returned: bytes on one device of the result that takes its place, None where none does.
       returned_on_host: True where that result is in pinned host memory.
       aliased: True where a result takes its buffer.
-      in_opt_state: True where its path says that it is of the optimizer state.
+      in_opt_state: True where its path says that it is of the plan's optimizer state.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Argument:
     aliased: bool = False
     in_opt_state: bool = False
     rows: int = 0
+    number_of_argument: tuple[str, ...] = ()
 
     def planned(self, plan: Plan) -> int | None:
         """Bytes on one device by the plan, None for a leaf that is no copy of a param."""
@@ -86,6 +90,7 @@ class Evidence:
         infos, shardings = [(path, info) for path, info, _ in rows], [sharding for *_, sharding in rows]
         paths, found = [path_keys(k) for k, _ in infos], []
         layouts = _layouts_of(paths, [tuple(i.shape) for _, i in infos], self.plan)
+        layouts = [x if self._is_own(k) else None for k, x in zip(paths, layouts, strict=True)]
         home, returned = _home_of_params(paths, layouts, self.plan), self._returned(paths)
         number = -1  # of the parameter: unused arguments are none
         for (path, info), keys, sharding, x in zip(infos, paths, shardings, layouts, strict=True):
@@ -98,10 +103,23 @@ class Evidence:
             on_host = getattr(sharding, "memory_kind", None) == "pinned_host"
             number += sharding is not None
             aliased = sharding is not None and number in self.module.aliased
-            of_state = ".opt_state" in jax.tree_util.keystr(path)
+            of_state = self._is_own(keys) and ".opt_state" in jax.tree_util.keystr(path)
             memory = (on_host, x, is_param, back, back_on_host, aliased, of_state, local[0] if local else 0)
-            found.append(Argument(name, shape, itemsize, held, info.donated, *memory))
+            found.append(Argument(name, shape, itemsize, held, info.donated, *memory, number_of_argument=keys[:2]))
         return found
+
+    @functools.cached_property
+    def others(self) -> dict[tuple[str, ...], int]:
+        """The params of other models in the same step, and their elements."""
+        return other_params(argument_shardings(self.compiled), self.plan)
+
+    def _is_own(self, keys: tuple[str, ...]) -> bool:
+        return not any(is_of(keys, tree) for tree in self.others)
+
+    @functools.cached_property
+    def reduced_elements(self) -> int:
+        """Elements of all gradients of a step: of the split params as a device uses them, and of other models."""
+        return sum(self.local(x) for x in self.split) + sum(self.others.values())
 
     def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[int, bool]]:
         """Bytes of the result that stands where an argument did (their paths end alike), and if it is on the host."""
@@ -252,6 +270,19 @@ class Evidence:
     def largest_transfer(self) -> int:
         """Bytes of the largest array, or piece of one, that moves between host and device."""
         return max((t.bytes for t in find_transfers(self.module)), default=0)
+
+    @property
+    def trains(self) -> bool:
+        """True for a program that is to return a new state, also where it does not.
+
+        It has a backward pass, or an update was traced for it, or it takes optimizer state beside params or donated.
+        """
+        mine = [x for x in self.leaves if x.is_param or x.layout is not None or x.in_opt_state]
+        params = {x.number_of_argument for x in mine if x.is_param}
+        state = [x for x in mine if x.in_opt_state or not x.is_param]
+        beside = any(x.number_of_argument not in params for x in state)
+        made = self.module.has_backward or traced_with_update(self.compiled)
+        return bool(state) and (made or beside or any(x.donated for x in mine))
 
     @property
     def on_cpu(self) -> bool:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jzero.comm.traced import updates_traced
 from jzero.core.errors import check_function, check_int, check_ints, check_kind, counted, nearest
 from jzero.flax.shard import plan_of
 from jzero.layout.mesh import mesh
@@ -119,7 +120,7 @@ class Pod:
             compiler_options, "compiler_options", Mapping, "a mapping", where="pod.compile", optional=True
         )
         plan = find_plan((*args, *kwargs.values())) if plan is None else plan
-        jitted: Any = _jitted(fn, donate_argnums)
+        jitted, updates = _jitted(fn, donate_argnums), updates_traced()
         args, kwargs = fill_shardings((args, kwargs), plan, devices=self.devices)
         try:
             traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
@@ -133,8 +134,9 @@ class Pod:
                 "are the same; temp holds the attention scores, which cuDNN would not keep."
             ) from error
         return compile_only.compile_lowered(
-            lowered, compiler_options, lambda key, make: get_or_compile(program_key(*key), make)
-        )
+            lowered, compiler_options, lambda key, make: get_or_compile(program_key(*key), make),
+            has_update=updates_traced() > updates,
+        )  # fmt: skip
 
 
 def find_plan(args: tuple[Any, ...]) -> Any:
@@ -212,7 +214,7 @@ def _pod(gpu: str, hosts: int, gpus_per_host: int) -> Pod:
     return Pod(gpu, hosts, gpus_per_host, int(memory[1]), devices)
 
 
-def _jitted(fn, donate_argnums):
+def _jitted(fn, donate_argnums) -> Any:
     """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is."""
     check_function(fn, "fn", where="pod.compile")
     donate_argnums = check_ints(

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding
 from jzero.layout.specs import whole_mesh
 from jzero.proof import tables
 from jzero.proof.activations import Activations, find_activations
-from jzero.proof.arguments import argument_bytes
+from jzero.proof.arguments import argument_bytes, argument_shardings
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
+from jzero.proof.models import other_params
 from jzero.proof.records import Collective, Memory, Wire
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.sharding import check_plan
@@ -89,7 +90,7 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
         collectives=collectives,
         transfers=transfers,
         memory=_memory(compiled, getattr(plan, "kind_of", None)),
-        wire=_wire(collectives, _psi_bytes(plan)),
+        wire=_wire(collectives, _psi_bytes(plan, compiled)),
         devices=module.partitions,
         mesh_shape=mesh_shape,
         activations=find_activations(module, transfers),
@@ -147,11 +148,14 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
     )  # fmt: skip
 
 
-def _psi_bytes(plan) -> int | None:
+def _psi_bytes(plan, compiled) -> int | None:
+    """Of all models in the step: a param of another model counts as many bytes as one of the plan does on average."""
     if plan is None:
         return None
     devices = math.prod(plan.mesh.shape[a] for a in plan.batch_axes)
-    return plan.param_bytes * (devices - 1) // devices
+    others = other_params(argument_shardings(compiled), plan)
+    elements = sum(x.size for x in plan.layouts)
+    return round(plan.param_bytes * (1 + sum(others.values()) / elements) * (devices - 1) / devices)
 
 
 def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:

@@ -32,6 +32,25 @@ def state_whole(e: Evidence) -> Faults:
         )
 
 
+def state_not_returned(e: Evidence) -> Faults:
+    """Params or optimizer state that a training step takes and does not give back."""
+    if not e.trains:
+        return
+    mine = [x for x in e.leaves if x.is_param or x.in_opt_state or x.layout is not None]
+    here = {x.number_of_argument for x in mine if x.is_param}
+    mine = [x for x in mine if x.is_param or x.in_opt_state or x.number_of_argument not in here]
+    lost = [x for x in mine if x.returned is None]
+    whole = len(lost) == len(mine)
+    if whole or any(x.is_param for x in lost) or (lost and all(x.in_opt_state for x in lost)):
+        what = "nothing of the state comes back" if whole else f"{len(lost)} of {len(mine)} leaves do not come back"
+        yield (
+            f"{what}, so the step trains nothing of it: {names_text(sorted(lost, key=lambda x: not x.is_param))}",
+            sum(x.held or math.prod(x.shape) * x.itemsize for x in lost),
+            "return the new state: state.apply_gradients(grads=grads), or params and opt_state. jzero.jit and nnx.jit "
+            "change NNX objects in place; jax.jit, and pod.compile of a plain function, change copies.",
+        )
+
+
 def state_not_donated(e: Evidence) -> Faults:
     """New state beside the old one, whose buffers are not used again."""
     stats = e.compiled.memory_analysis()
@@ -39,6 +58,8 @@ def state_not_donated(e: Evidence) -> Faults:
     held = sum(x.held for x in leaves)
     if stats is None or not any(x.layout is not None for x in e.state):
         return
+    if not e.module.has_backward and all(x.is_param for x in e.state if x.layout is not None):
+        return  # an evaluation, whose nnx.jit gives the model back
     aliased = stats.alias_size_in_bytes
     if aliased < DONATED * held:
         kept = [x for x in leaves if not x.donated]

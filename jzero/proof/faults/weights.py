@@ -22,13 +22,18 @@ SHARE_KEPT = 0.1
 def gather_on_use(e: Evidence) -> Faults:
     """Params that are stored split, with no gather where they are used."""
     weights = [x for x in e.split if x.stored != x.used]
-    if weights and e.module.has_backward and not e.has_gathers:
+    if weights and not e.has_gathers and (e.module.has_backward or _moves_weights(e)):
         yield (
             f"{counted(len(weights), 'param is', 'params are')} stored split, and no weight is gathered where it is "
             f"used: XLA chooses what to move. {names_text(weights)}",
             sum(x.nbytes for x in weights),
             "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned.",
         )
+
+
+def _moves_weights(e: Evidence) -> bool:
+    """A weight is gathered, as in an evaluation; an update of an EMA moves none."""
+    return any(n in e.weight_sizes for s in e.over_zero_axes("all-gather") for n in e.parts(s))
 
 
 def whole_leaves(e: Evidence) -> Faults:

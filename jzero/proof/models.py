@@ -1,0 +1,79 @@
+"""Which arguments of a step belong to the model of a plan, and which to other models (a GAN, an actor and its critic).
+
+[Note: whose leaf]
+A leaf is told by its path. What is named `params` are params; the state around them, with moments and masters, is
+theirs. So in `step(generator, discriminator, batch)` there are two states, though many of their leaves have equal names
+and shapes. The plan's own params are those with the most of its names and shapes, among equals those that are laid out
+as it says. A copy within the same state, such as an EMA, is no other model. An NNX state has no names: there a tree is
+an argument, one with a scalar (a count) is an optimizer, and shapes decide.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.specs import shard_factor
+from jzero.sharding import Plan
+
+Keys = tuple[str, ...]
+Row = tuple[Any, Any, Any]  # path, shape and dtype, sharding: as of `argument_shardings`
+
+
+def other_params(rows: Sequence[Row], plan: Plan) -> dict[Keys, int]:
+    """The params of models that are not the plan's: the path of each tree of them, and its elements."""
+    trees: dict[Keys, list[tuple[Keys, Any, Any]]] = collections.defaultdict(list)
+    counts = set()
+    for path, info, sharding in rows:
+        keys = path_keys(path)
+        if tree := _tree_of_params(keys):
+            trees[tree].append((keys, info, sharding))
+            if "states" in keys and not info.shape:
+                counts.add(tree)
+    trees = {tree: leaves for tree, leaves in trees.items() if tree not in counts}
+    if len(trees) < 2:
+        return {}
+    own = max(trees, key=lambda tree: _likeness(tree, trees[tree], plan))
+    return {
+        tree: sum(math.prod(info.shape) for _, info, _ in leaves)
+        for tree, leaves in trees.items()
+        if not _within(tree, own) and not _within(own, tree)
+    }
+
+
+def is_of(keys: Keys, tree: Keys) -> bool:
+    """True for a leaf of the state that these params are of."""
+    return keys[: len(tree) - 1] == tree[:-1]
+
+
+def _tree_of_params(keys: Keys) -> Keys | None:
+    if "states" in keys:
+        return (*keys[: keys.index("states")], "states")
+    names = keys[2:]  # the first two say which argument it is
+    return keys[: 3 + names.index("params")] if "params" in names and "opt_state" not in names else None
+
+
+def _within(tree: Keys, other: Keys) -> bool:
+    return is_of(tree, other)
+
+
+def _likeness(tree: Keys, leaves: Sequence[tuple[Keys, Any, Any]], plan: Plan) -> tuple[int, int]:
+    """How many leaves are params of the plan, and how many of them are laid out as it says."""
+    found = [(_layout_of(keys[len(tree) :], info.shape, plan), sharding) for keys, info, sharding in leaves]
+    mine = [(x, sharding) for x, sharding in found if x is not None]
+    return len(mine), sum(sharding is None or _as_stored(x, sharding, plan) for x, sharding in mine)
+
+
+def _layout_of(keys: Keys, shape: tuple[int, ...], plan: Plan) -> Layout | None:
+    x = plan.by_keys.get(keys)
+    if x is not None:
+        return x if x.shape == tuple(shape) else None
+    named = any(not k.isdigit() for k in keys)
+    return None if named else next((x for x in plan.layouts if x.shape == tuple(shape)), None)
+
+
+def _as_stored(x: Layout, sharding, plan: Plan) -> bool:
+    return math.prod(sharding.shard_shape(x.shape)) == x.size // shard_factor(x.stored, plan.mesh)

@@ -1,0 +1,204 @@
+"""`check` on programs that are easily misjudged: steps that lose their state, evaluations, two models in one step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from models import BATCH, DIM_IN, DIM_OUT, batch, create_small, create_state, loss_of, train_step
+
+import jzero
+
+TX = optax.adam(1e-2)
+PLAIN = create_state().apply_fn
+
+
+def sharded(mesh, stage, create=create_state, **fields):
+    state = jzero.shard(create, stage=stage, mesh=mesh, min_shard_bytes=0, **fields)
+    return state, jzero.plan_of(state)
+
+
+def kinds(compiled, plan) -> list[str]:
+    return [f.kind for f in jzero.findings(compiled, plan)]
+
+
+def lowered(fn, *args, **options):
+    return jax.jit(fn, **options).lower(*args).compile()
+
+
+def forgets(state, data):
+    return train_step(state, data)[1]
+
+
+def evaluates(state, data):
+    return loss_of(state.apply_fn, state.params, data)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_that_does_not_return_its_state(stage, mesh):
+    state, plan = sharded(mesh, stage)
+    data = plan.place_batch(batch())
+    (found,) = jzero.findings(lowered(forgets, state, data, donate_argnums=0), plan)
+    assert found.kind == "state_not_returned"
+    assert "nothing of the state comes back" in found.text
+    assert "return the new state" in found.remedy
+
+    def keeps_moments(state, data):
+        new, loss = train_step(state, data)
+        return state.replace(params=new.params, step=new.step, opt_state=None), loss
+
+    (found,) = jzero.findings(lowered(keeps_moments, state, data), plan)[:1]
+    assert found.kind == "state_not_returned"
+    assert ".opt_state" in found.text
+    assert kinds(lowered(train_step, state, data, donate_argnums=0), plan) == []
+
+
+@pytest.mark.pod
+def test_a_step_for_a_pod_that_neither_returns_nor_donates_its_state():
+    """Its program is that of an evaluation; `pod.compile` knows that an update was traced."""
+    pod = jzero.pod("h200")
+    state = jzero.abstract(lambda: create_small(TX), stage=2, mesh=pod.mesh({"data": 8}), min_shard_bytes=0)
+    plan, data = jzero.plan_of(state), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    assert kinds(pod.compile(forgets, state, data), plan) == ["state_not_returned"]
+    assert kinds(pod.compile(evaluates, state, data), plan) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_evaluation(stage, mesh):
+    state, plan = sharded(mesh, stage)
+    data = plan.place_batch(batch())
+    assert kinds(lowered(evaluates, state, data), plan) == []
+    found = kinds(lowered(lambda s, b: loss_of(PLAIN, s.params, b), state, data), plan)
+    assert found == (["gather_on_use_not_traced"] if stage == 3 else [])
+
+
+def another(tx=TX, width=40):
+    """A model with other layers, of which some have names and shapes of the first."""
+    params = create_state().params
+    params = {"Dense_0": params["Dense_0"], "Head": {"kernel": jnp.ones((width, 7)), "bias": jnp.zeros(7)}}
+
+    def apply_fn(variables, x):
+        p = variables["params"]
+        x = jnp.tanh(x @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"])
+        return (x @ p["Head"]["kernel"] + p["Head"]["bias"])[:, :DIM_OUT]
+
+    return TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
+
+
+@pytest.mark.parametrize("second", [create_state, another])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_models_in_a_step(stage, second, mesh):
+    state, plan = sharded(mesh, stage)
+    other, other_plan = sharded(mesh, 1, create=second)
+
+    def step(state, other, data):
+        state, loss = train_step(state, data)
+        other, more = train_step(other, data)
+        return state, other, loss + more
+
+    def loses_one(state, other, data):
+        state, other, loss = step(state, other, data)
+        return state, loss
+
+    data = plan.place_batch(batch())
+    both = lowered(step, state, other, data, donate_argnums=(0, 1))
+    assert kinds(both, plan) == []
+    assert kinds(both, other_plan) == []
+    alone = jzero.explain(lowered(train_step, state, data, donate_argnums=0), plan).wire
+    size = sum(x.nbytes for p in (plan, other_plan) for x in p.layouts)
+    assert jzero.explain(both, plan).wire.psi_bytes == pytest.approx(size * 7 / 8, rel=1e-3)
+    assert alone.psi_bytes == pytest.approx(plan.param_bytes * 7 / 8, rel=1e-3)
+    lost = lowered(loses_one, state, other, data, donate_argnums=(0, 1))
+    assert "state_not_returned" not in kinds(lost, plan)
+    if second is another:  # of two equal models, results are told apart by nothing
+        assert "state_not_returned" in kinds(lost, other_plan)
+
+
+def test_an_average_of_the_params_is_no_other_model(mesh):
+    class WithAverage(TrainState):
+        average: dict
+
+    def create():
+        state = create_state()
+        return WithAverage(**vars(state), average=state.params)
+
+    state, plan = sharded(mesh, 2, create=create)
+
+    def step(state, data):
+        state, loss = train_step(state, data)
+        average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state.average, state.params)
+        return state.replace(average=jax.tree.map(lambda a: a, average)), loss
+
+    program = lowered(step, state, plan.place_batch(batch()), donate_argnums=0)
+    assert jzero.explain(program, plan).wire.psi_bytes == pytest.approx(plan.param_bytes * 7 / 8, rel=1e-3)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(DIM_IN, 64, rngs=rngs), nnx.Linear(64, DIM_OUT, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def pair(mesh, stage):
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    return jzero.shard((model, optimizer), stage=stage, mesh=mesh, min_shard_bytes=0)
+
+
+def nnx_step(model, optimizer, data):
+    def loss_fn(model):
+        return jnp.mean((model(data["x"]) - data["y"]) ** 2)
+
+    loss, grads = nnx.value_and_grad(jzero.gather_on_use(loss_fn, jzero.plan_of(optimizer)))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nnx(stage, mesh):
+    model, optimizer = pair(mesh, stage)
+    plan = jzero.plan_of(optimizer)
+    data = plan.place_batch(batch())
+    good = nnx.jit(nnx_step, donate_argnums=(0, 1)).lower(model, optimizer, data).compile()
+    assert kinds(good, plan) == []
+    (found,) = jzero.findings(lowered(nnx_step, model, optimizer, data), plan)  # plain jax.jit changes copies
+    assert found.kind == "state_not_returned"
+    assert "nnx.jit" in found.remedy
+    whole = nnx.jit(lambda model, data: model(data["x"])).lower(model, data).compile()
+    assert kinds(whole, plan) == (["gather_on_use_not_traced"] if stage == 3 else [])
+    gathered = jzero.gather_on_use(lambda model, data: model(data["x"]), plan)
+    assert kinds(nnx.jit(gathered).lower(model, data).compile(), plan) == []
+
+
+def test_two_nnx_models(mesh):
+    first, second = pair(mesh, 2), pair(mesh, 1)
+
+    def step(a, b, c, d, data):
+        return nnx_step(a, b, data) + nnx_step(c, d, data)
+
+    plan = jzero.plan_of(first[1])
+    data = plan.place_batch(batch())
+    program = nnx.jit(step, donate_argnums=(0, 1, 2, 3)).lower(*first, *second, data).compile()
+    assert kinds(program, plan) == []
+    assert jzero.explain(program.compiled, plan).wire.psi == pytest.approx(3, rel=0.02)  # all-reduces, on the CPU
+
+
+def test_the_state_that_a_step_takes_is_whole(mesh):
+    """The fault itself is still found beside another model."""
+    state, plan = sharded(mesh, 2)
+    other, _ = sharded(mesh, 2, create=another)
+    whole = state.replace(opt_state=jax.device_put(state.opt_state, plan.sharding(jax.P())))
+
+    def step(state, other, data):
+        state, loss = train_step(state, data)
+        return state, train_step(other, data)[0], loss
+
+    data = plan.place_batch(batch())
+    assert "state_whole" in kinds(lowered(step, whole, other, data, donate_argnums=(0, 1)), plan)
+    assert np.shape(data["x"])[0] == BATCH
