@@ -219,6 +219,10 @@ class Evidence:
         flat = sum(d[0] for d in self.dims(s) if len(d) == 1 and d[0] >= least)
         return flat + sum(math.prod(d) for d in self.dims(s) if len(d) > 1 and self.is_weight(d))
 
+    def is_optimizers(self, s: Site) -> bool:
+        """True for a collective of the arithmetic of the wrapped transformation."""
+        return s.phase == "update" and s.scope == "update"
+
     def trips(self, s: Site) -> float:
         """Executions within one update: a loop of whole steps counts once, and so do the steps of one round of it."""
         return math.prod(n or 1 for n in s.loops[len(self.step_loops) :]) / self.updates

@@ -18,6 +18,7 @@ IDLE = frozenset(
     )
 )  # fmt: skip
 _SCOPE = re.compile(r"\bjzero\.(\w+)")
+_JOINED = re.compile(r"[^:]*/\((.*:.*)\)")
 _DEPTH = 8
 
 
@@ -107,14 +108,37 @@ def phase_of(name_stack: str, has_backward: bool) -> str:
       'backward'
       >>> phase_of("jit(step)/jzero.gather_params/sharding_constraint", True)
       'update'
+      >>> phase_of("jit(step)/(jzero.update/mul:jzero.update/dot_general:jvp()/reduce_sum)", True)  # jaxlib 0.12
+      'update'
     """
     if "/" not in name_stack:
         return ""
     if "transpose(" in name_stack or "rematted_computation" in name_stack:
         return "backward"
-    if "jvp(" in name_stack:
+    parts = _joined_names(name_stack)
+    if 2 * sum("jvp(" in part for part in parts) >= len(parts):
         return "forward"
     return "update" if has_backward or scope_of(name_stack) else "forward"
+
+
+def primitive_of(name_stack: str) -> str:
+    """The name at the end of a name stack, of the first operation where several are joined; empty for none."""
+    return _joined_names(name_stack)[0].rpartition("/")[2]
+
+
+def _joined_names(name_stack: str) -> list[str]:
+    """The name stacks that jaxlib 0.12 writes for operations that it has joined: `jit(step)/(a/add:b/mul)`."""
+    joined = _JOINED.fullmatch(name_stack)
+    if joined is None:
+        return [name_stack]
+    names, depth = [""], 0
+    for letter in joined[1]:
+        depth += (letter == "(") - (letter == ")")
+        if letter == ":" and depth == 0:
+            names.append("")
+        else:
+            names[-1] += letter
+    return names
 
 
 def scope_of(name_stack: str) -> str:

@@ -18,6 +18,7 @@ from jzero.proof.places import CALLERS, Place, phase_of, walk
 
 UPDATE = "jzero.update"
 BARRIERS = ("optimization-barrier", "opt-barrier")
+FIXED = ("constant", "iota", "partition-id", "replica-id")
 Value = int | list
 
 
@@ -36,12 +37,16 @@ def updates_in(module: Module, home: Computation) -> int:
 def _numbered(module: Module, home: Computation, given: Sequence[Value]) -> dict[str, Value]:
     """The number of every value, see [Note: steps in a row], for those of the parameters; a tuple has a list."""
     found: dict[str, Value] = {}
+    fixed: set[str] = set()  # equal in every step, and shared: under the name of any of them
     numbers = {i.name: n for n, i in home.parameters.items()}
     for i in home.schedule:
         operands = [found[o] for o in i.operands if o in found]
         inner = module.computations.get((i.callees("calls") or ("",))[0]) if i.opcode == "fusion" else None
         if i.opcode == "parameter":
             found[i.name] = given[numbers[i.name]] if numbers.get(i.name, len(given)) < len(given) else 0
+        elif i.opcode in FIXED or (i.operands and fixed.issuperset(i.operands)):
+            found[i.name] = 0
+            fixed.add(i.name)
         elif i.opcode == "tuple" or (len(operands) > 1 and i.opcode.removesuffix("-start") in SENDS):
             found[i.name] = operands
         elif operands and (i.opcode.endswith("-done") or i.opcode in BARRIERS):

@@ -8,8 +8,8 @@ whole are all-reduced by design, and an embedding that is used twice is reduced 
 [Note: the CPU backend]
 It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
 memory apart. So `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`,
-`weights_moved_in_loop`, `offloaded_state_on_device` and `offloaded_state_copied` are not looked for in its programs:
-compile for `jzero.pod`. The other kinds show on both.
+`weights_moved_in_loop`, `optimizer_moves`, `offloaded_state_on_device` and `offloaded_state_copied` are not looked for
+in its programs: compile for `jzero.pod`. The other kinds show on both.
 """
 
 from __future__ import annotations
@@ -36,5 +36,6 @@ KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "gathered_weights_kept": weights.weights_kept,
     "activations_moved": steps.activations_moved,
     "weights_moved_in_loop": weights.weights_in_loop,
+    "optimizer_moves": state.optimizer_moves,
     "reduction_per_microbatch": steps.reduction_per_microbatch,
 }

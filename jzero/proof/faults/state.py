@@ -8,8 +8,10 @@ from jzero.core.errors import human_bytes
 from jzero.layout.specs import shard_factor
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text, names_text
+from jzero.proof.places import primitive_of
 
 DONATED = 0.9
+SHARE_MOVED = 0.05  # of the bytes of all params: norms and statistics are less
 
 
 def state_whole(e: Evidence) -> Faults:
@@ -49,6 +51,33 @@ def state_not_returned(e: Evidence) -> Faults:
             "return the new state: state.apply_gradients(grads=grads), or params and opt_state. jzero.jit and nnx.jit "
             "change NNX objects in place; jax.jit, and pod.compile of a plain function, change copies.",
         )
+
+
+def optimizer_moves(e: Evidence) -> Faults:
+    """Arrays that the optimizer's own arithmetic moves between the shards: it mixes the dims of a matrix."""
+    if e.on_cpu or not e.plan.config.row.state:
+        return
+    sites = [s for s, _ in e.sites if e.is_optimizers(s)]
+    moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
+    if moved <= SHARE_MOVED * e.plan.param_bytes:
+        return
+    sizes = {n for s in sites for n in e.parts(s)}
+    mixed = [x for x in e.split if sizes & {x.size, e.local(x), e.local(x, sliced=True)}]
+    largest = max((x.nbytes for x in mixed), default=0)
+    steps = sorted({primitive_of(e.instruction(s)[1].op_name) for s in sites} - {""})
+    held = sum(e.plan.config.adam_bytes(x.dtype) * x.size for x in mixed)
+    yield (
+        f"the arithmetic of the optimizer ({', '.join(steps[:MOST_NAMES])}) moves {human_bytes(moved)} between the "
+        f"shards of its state, {moved / e.plan.param_bytes:.1f} times the bytes of all params: it mixes the rows and "
+        "columns of a matrix, as Muon and Shampoo do, and XLA gathers the shards for each of these operations"
+        + (f". {names_text(mixed)}" if mixed else "."),
+        moved,
+        f"ZeroConfig(min_shard_bytes={largest + 1}) keeps these params' state whole on every device: nothing moves for "
+        f"it, every device computes all of it, and state like Adam's takes up to {human_bytes(held)}; or an optimizer "
+        "that works element by element."
+        if mixed
+        else "an optimizer that works element by element; or stage 0.",
+    )
 
 
 def state_not_donated(e: Evidence) -> Faults:

@@ -60,7 +60,7 @@ def grads_all_reduced(e: Evidence) -> Faults:
         return
     if next(weights_in_loop(e), None):
         return
-    sites = [s for s in e.over_zero_axes("all-reduce") if not s.sliced and s.phase != "forward"]
+    sites = [s for s in e.over_zero_axes("all-reduce") if not (s.sliced or s.phase == "forward" or e.is_optimizers(s))]
     rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
     allowed = sum(e.local(x) * (1 if x.vector else 2) for x in others) + 2 * sum(e.others.values())
@@ -101,7 +101,7 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
     """Gradients that are reduced once per micro-batch, without being asked for."""
     if next(weights_in_loop(e), None):
         return
-    sites = (s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch")  # asked for, in value_and_grad
+    sites = (s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch" and not e.is_optimizers(s))  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
     rounds = sum(n for _, n in rows) / e.reduced_elements if e.split else 0
     if rounds >= ROUNDS and not e.split_stacks:
