@@ -21,7 +21,7 @@ from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.lifetimes import most_on_device
 from jzero.proof.models import is_of, other_params
-from jzero.proof.places import Place, phase_of, walk
+from jzero.proof.places import Place, phase_of, primitive_of, walk
 from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import find_transfers
 from jzero.sharding import Plan
@@ -220,8 +220,9 @@ class Evidence:
         return flat + sum(math.prod(d) for d in self.dims(s) if len(d) > 1 and self.is_weight(d))
 
     def is_optimizers(self, s: Site) -> bool:
-        """True for a collective of the arithmetic of the wrapped transformation."""
-        return s.phase == "update" and s.scope == "update"
+        """True for a collective of the arithmetic of the wrapped transformation; constraints are jzero's."""
+        constraint = primitive_of(self.instruction(s)[1].op_name) == "sharding_constraint"
+        return s.phase == "update" and s.scope == "update" and not constraint
 
     def trips(self, s: Site) -> float:
         """Executions within one update: a loop of whole steps counts once, and so do the steps of one round of it."""
