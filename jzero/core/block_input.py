@@ -106,6 +106,11 @@ def begin(x: Any, kept: InputStorage) -> list[Any]:
     return _begin_p.bind(x, kept=kept)
 
 
+def begin_again(eqn: Any, x: Any) -> list[Any]:
+    """`begin` for another input: a block under `jit` was traced once for all its places, loops among them."""
+    return begin(x, eqn.params["kept"])
+
+
 def end(y: Any, tokens: Sequence[Any]) -> Any:
     """The last thing in a region: one of its results."""
     return _end_p.bind(y, *tokens, tied=False)

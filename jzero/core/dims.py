@@ -108,3 +108,10 @@ def lookup_dims(eqn: Any) -> LookupDims:
     window = [d for d in range(len(shape)) if d not in numbers.collapsed_slice_dims and d not in paired]
     rows = zip(window, numbers.offset_dims, strict=True)
     return LookupDims(of_index, paired, {d: out for d, out in rows if eqn.params["slice_sizes"][d] == shape[d]})
+
+
+def dims_in_order(eqn: Any) -> list[int]:
+    """The dims of the operand that a transpose or a squeeze keeps, in the order in which its result has them."""
+    if eqn.primitive.name == "transpose":
+        return list(eqn.params["permutation"])
+    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in eqn.params["dimensions"]]

@@ -28,10 +28,10 @@ import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from jzero.core import jaxprs
 from jzero.core.graph import Node
 from jzero.core.primitives import REMAT
-from jzero.gather.weight_graph import CLOSED, LOOPS, WeightGraph, region
+from jzero.core.regions import bodies
+from jzero.gather.weight_graph import CLOSED, LOOPS, WeightGraph
 
 
 @dataclasses.dataclass
@@ -113,10 +113,10 @@ def find_buckets(graph: WeightGraph, sizes: Mapping[int, int], limit: int, prefe
 
 def _first_inside(graph: WeightGraph, node: Node, sizes, limit: int, prefetch: int) -> list[int]:
     """The weights of the first buckets in a region, as they are called outside."""
-    (body,), skipped = region(node.eqn)
+    (body,), skipped = bodies(node.eqn)
     operands = node.ins[skipped:]
     is_weight = [i in graph.parent for i in operands]
-    inner = WeightGraph(*jaxprs.opened(body), is_weight)
+    inner = WeightGraph(*body, is_weight)
     outside = {k: a for k, a, w in zip(inner.ins, operands, is_weight, strict=True) if w}
     own = {k: sizes[graph.root(a)] for k, a in outside.items()}
     first = find_buckets(inner, own, limit, prefetch)[:prefetch]

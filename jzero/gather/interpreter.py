@@ -37,20 +37,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from jzero.core import jaxprs
-from jzero.core.block_input import BEGIN, begin
+from jzero.core.block_input import BEGIN, begin_again
 from jzero.core.graph import Node
 from jzero.core.linear import LINEAR, linear
 from jzero.core.ordering import after
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
+from jzero.core.regions import bodies, handed_through, remat_with, switch_with
 from jzero.gather import buckets
 from jzero.gather.loops import LoopOps
 from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
-from jzero.gather.weight_graph import CLOSED, WeightGraph, handed_through
+from jzero.gather.weight_graph import CLOSED, WeightGraph
 
 
 class GatherInterpreter(LoopOps):
@@ -140,18 +138,14 @@ class GatherInterpreter(LoopOps):
         name = node.name
         if name in ("convert_element_type", "while", "cond"):
             return []
-        ins = node.ins[: jaxprs.scan_counts(node.eqn.params)[0]] if name == "scan" else node.ins
+        ins = node.ins[: jaxprs.loop_consts(node.eqn)] if name == "scan" else node.ins
         return [a for a in dict.fromkeys(ins) if isinstance(env[a], Weight) and env[a].split]
 
     def equation(self, eqn, values: list[Any]) -> list[Any]:
         """One equation: kept on the shard, walked into, or a use."""
         name = eqn.primitive.name
         if not any(isinstance(v, Weight) for v in values):
-            if (
-                name == BEGIN
-            ):  # bound anew: a block under `jit` was traced once for all places, loops among them
-                return begin(values[0], eqn.params["kept"])
-            return jaxprs.bind(eqn, values)
+            return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)
         if name == BEGIN:
             raise ValueError(
                 f"jzero.remat: a param of shape {values[0].shard.shape} is taken for the block's input. Pass argnums=, "
@@ -172,14 +166,14 @@ class GatherInterpreter(LoopOps):
         flat, rewrap = unwrap(values)
         size = sum(v.message_bytes(self.comm) for v in values if isinstance(v, Weight))
         inner = GatherInterpreter(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
-        handed = handed_through([eqn.params["jaxpr"]], [isinstance(v, Weight) for v in values])
+        handed = handed_through(eqn, [isinstance(v, Weight) for v in values])
+        ((jaxpr, consts),), _ = bodies(eqn)
 
         def region(*flat):
-            outs = inner.run(*jaxprs.opened(eqn.params["jaxpr"]), rewrap(flat))
+            outs = inner.run(jaxpr, consts, rewrap(flat))
             return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
-        policy = policy_of(eqn.params["policy"], drops=self.drops)
-        outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*flat)
+        outs = remat_with(eqn, region, flat, lambda policy: policy_of(policy, drops=self.drops))
         return _merged(outs, handed, values)
 
     def inner(self) -> GatherInterpreter:
@@ -189,18 +183,16 @@ class GatherInterpreter(LoopOps):
     def cond_(self, eqn, values: list[Any]) -> list[Any]:
         """Branches: each gathers what it uses, when it is taken."""
         flat, rewrap = unwrap(values[1:])
-        handed = handed_through(eqn.params["branches"], [isinstance(v, Weight) for v in values[1:]])
+        handed = handed_through(eqn, [isinstance(v, Weight) for v in values[1:]])
 
-        def branch(closed):
+        def branch(jaxpr, consts):
             def run(*flat):
-                inner = self.inner()
-                outs = inner.run(*jaxprs.opened(closed), rewrap(flat))
+                outs = self.inner().run(jaxpr, consts, rewrap(flat))
                 return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
             return run
 
-        index = values[0].astype(np.int32) if np.dtype(values[0].dtype) == bool else values[0]
-        outs = jax.lax.switch(index, [branch(c) for c in eqn.params["branches"]], *flat)
+        outs = switch_with(eqn, [branch(*body) for body in bodies(eqn)[0]], values[0], flat)
         return _merged(outs, handed, values[1:])
 
 

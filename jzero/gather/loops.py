@@ -22,12 +22,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import jax
-
 from jzero.core import jaxprs
 from jzero.core.linear import linear
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
+from jzero.core.regions import bodies, rounds, scan_with, while_with
 from jzero.gather.sharded_weight import Weight, unwrap
 from jzero.gather.weight_graph import looked_up
 from jzero.gather.weight_ops import WeightOps
@@ -46,14 +45,11 @@ class LoopOps(WeightOps, abc.ABC):
 
     def scan_(self, eqn, values: list[Any]) -> list[Any]:
         """A scan: stacked weights stay stored; those in the carry and constant ones are gathered before it."""
-        consts, carry = jaxprs.scan_counts(eqn.params)
+        _, consts, carry = jaxprs.scan_parts(eqn)
         values = list(values)
         values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
-        chosen = (
-            self.before_loop(values[:consts], but=self._tables(eqn, values))
-            if eqn.params["length"] > 1
-            else []
-        )
+        several = rounds(eqn) > 1
+        chosen = self.before_loop(values[:consts], but=self._tables(eqn, values)) if several else []
         weights = [values[i] for i in chosen]
         flat, rewrap = unwrap([v for i, v in enumerate(values) if i not in chosen])
 
@@ -73,41 +69,25 @@ class LoopOps(WeightOps, abc.ABC):
 
     def _tables(self, eqn, values: Sequence[Any]) -> set[int]:
         """Positions of the weights whose rows are looked up in the loop."""
-        return looked_up(jaxprs.opened(eqn.params["jaxpr"])[0], [isinstance(v, Weight) for v in values])
+        return looked_up(jaxprs.scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
 
     def _scan(self, eqn, values: list[Any]) -> list[Any]:
         """A scan of arrays, and of weights that are gathered in it."""
-        p = eqn.params
-        consts, carry = jaxprs.scan_counts(p)
+        _, consts, carry = jaxprs.scan_parts(eqn)
+        ((jaxpr, known),), _ = bodies(eqn)
         flat, rewrap = unwrap(values)
 
-        def body(state, xs):
-            inner = self.inner()
-            args = rewrap([*flat[:consts], *state, *xs], sliced_from=consts + carry)
-            outs = self.plain(inner.run(*jaxprs.opened(p["jaxpr"]), args))
-            return outs[:carry], outs[carry:]
+        def body(args):
+            return self.plain(self.inner().run(jaxpr, known, rewrap(args, sliced_from=consts + carry)))
 
-        state, ys = jax.lax.scan(
-            body, list(flat[consts : consts + carry]), list(flat[consts + carry :]),
-            length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
-        )  # fmt: skip
-        return [*state, *ys]
+        return scan_with(eqn, body, flat)
 
     def while_(self, eqn, values: list[Any]) -> list[Any]:
         """A while loop: the carry and constant weights are gathered before it. It has no backward pass."""
-        p = eqn.params
-        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-        chosen = set(self.before_loop(values[:b]))
-        values = [self.gathered(v) if i in chosen or i >= b else v for i, v in enumerate(values)]
-
-        def run(jaxpr, consts, state):
-            return self.plain(self.inner().run(*jaxprs.opened(jaxpr), [*consts, *state]))
-
-        return jax.lax.while_loop(
-            lambda s: run(p["cond_jaxpr"], values[:a], s)[0],
-            lambda s: run(p["body_jaxpr"], values[a:b], s),
-            values[b:],
-        )
+        consts = jaxprs.loop_consts(eqn)
+        chosen = set(self.before_loop(values[:consts]))
+        values = [self.gathered(v) if i in chosen or i >= consts else v for i, v in enumerate(values)]
+        return while_with(eqn, lambda *part: self.plain(self.inner().run(*part)), values)
 
     def before_loop(self, consts: Sequence[Any], but: Collection[int] = ()) -> list[int]:
         """Positions of the constant weights to gather before a loop, the smallest first, within `loop_bytes`.

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.comm import Comm
 from jzero.core import jaxprs
+from jzero.core.dims import dims_in_order
 from jzero.layout.specs import P
 
 
@@ -95,17 +96,12 @@ def _cast(eqn, weight: Weight):
     return dataclasses.replace(weight, shard=shard, narrow=narrow if widened and floating else None)
 
 
-def _transpose(eqn, weight: Weight):
-    order = eqn.params["permutation"]
+def _moved(eqn, weight: Weight):
+    """A transpose, or a squeeze."""
+    order = dims_in_order(eqn)
     shard = jaxprs.bind(eqn, [weight.shard])[0]
-    return weight.map(shard, lambda spec: P(*(_padded(spec, len(order))[i] for i in order)))
-
-
-def _squeeze(eqn, weight: Weight):
     ndim = np.ndim(weight.shard)
-    keep = [i for i in range(ndim) if i not in eqn.params["dimensions"]]
-    shard = jaxprs.bind(eqn, [weight.shard])[0]
-    return weight.map(shard, lambda spec: P(*(_padded(spec, ndim)[i] for i in keep)))
+    return weight.map(shard, lambda spec: P(*(_padded(spec, ndim)[i] for i in order)))
 
 
 def _padded(spec: PartitionSpec, ndim: int) -> list[Any]:
@@ -115,6 +111,6 @@ def _padded(spec: PartitionSpec, ndim: int) -> list[Any]:
 ON_SHARD: dict[str, Callable[[Any, Weight], Weight]] = {
     "convert_element_type": _cast,
     "copy": _cast,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
+    "transpose": _moved,
+    "squeeze": _moved,
 }

@@ -17,6 +17,7 @@ from jzero.core import jaxprs
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import INLINE, REMAT
 from jzero.core.products import row_lookup
+from jzero.core.regions import bodies, handed_through
 from jzero.gather.sharded_weight import ON_SHARD
 
 LOOPS = ("scan", "while")
@@ -51,9 +52,8 @@ class WeightGraph(Graph):
         if weights and node.name in ON_SHARD:
             self.parent[node.outs[0]] = weights[0]
         if weights and node.name in (*REMAT, "cond"):
-            bodies, skipped = region(node.eqn)
-            operands = node.ins[skipped:]
-            handed = handed_through(bodies, [i in self.parent for i in operands])
+            operands = node.ins[bodies(node.eqn)[1] :]
+            handed = handed_through(node.eqn, [i in self.parent for i in operands])
             pairs = zip(node.outs, handed, strict=True)
             self.parent.update((out, operands[i]) for out, i in pairs if i is not None)
 
@@ -65,10 +65,10 @@ class WeightGraph(Graph):
 
     def inside(self, node: Node, search: Callable[[Any, Sequence[bool]], set[int]]) -> set[int]:
         """The operands of a region, a loop or branches that `search` finds in its bodies."""
-        bodies, skipped = region(node.eqn)
+        inner, skipped = bodies(node.eqn)
         operands = node.ins[skipped:]
         weights = [i in self.parent for i in operands]
-        found = [search(jaxprs.opened(body)[0], weights) for body in bodies] if any(weights) else []
+        found = [search(jaxpr, weights) for jaxpr, _ in inner] if any(weights) else []
         return {operands[at] for some in found for at in some}
 
     def positions(self, values: set[int]) -> set[int]:
@@ -105,10 +105,10 @@ def activation_bytes(jaxpr: Any, weights: Sequence[bool]) -> int:
     for node in graph.nodes:
         if not graph.weights_of(node):
             continue
-        bodies, skipped = region(node.eqn)
-        if bodies:  # of branches the first
+        inner, skipped = bodies(node.eqn)
+        if inner:  # of branches the first
             inside = [i in graph.parent for i in node.ins[skipped:]]
-            total += activation_bytes(jaxprs.opened(bodies[0])[0], inside)
+            total += activation_bytes(inner[0][0], inside)
             continue
         avals = [graph.avals[i] for i in graph.activations(node, data)]
         total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
@@ -149,25 +149,3 @@ def looked_up(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
                 {node.ins[0]} & set(graph.parent) if row_lookup(node.eqn) else graph.inside(node, looked_up)
             )
     return graph.positions(found)
-
-
-def region(eqn: Any) -> tuple[Sequence[Any], int]:
-    """The bodies of a region, a loop or branches, and how many leading operands they do not get; none: a plain one."""
-    params, name = eqn.params, eqn.primitive.name
-    if name == "while":
-        return [params["body_jaxpr"]], params["cond_nconsts"]
-    if name == "cond":
-        return params["branches"], 1
-    return ([params["jaxpr"]], 0) if name == "scan" or name in REMAT else ([], 0)
-
-
-def handed_through(regions: Sequence[Any], weights: Sequence[bool]) -> list[int | None]:
-    """For each result of regions (a remat region, branches): which weight all of them return as it came, or None.
-
-    NNX returns a module's whole state from each of its transforms.
-    """
-    found = []
-    for jaxpr, _ in (jaxprs.opened(r) for r in regions):
-        index = {v: i for i, v in enumerate(jaxpr.invars) if weights[i]}
-        found.append([None if jaxprs.is_literal(v) else index.get(v) for v in jaxpr.outvars])
-    return [i[0] if len(set(i)) == 1 else None for i in zip(*found, strict=True)]

@@ -1,0 +1,95 @@
+"""Equations with bodies (remat regions, loops, branches): their bodies, and the same equation with other bodies.
+
+A body is (jaxpr, consts). What takes other bodies calls them with the arguments that the equation's own would get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.core.jaxprs import is_literal, opened, scan_counts
+from jzero.core.primitives import REMAT
+
+Body = tuple[Any, list[Any]]
+
+
+def bodies(eqn) -> tuple[list[Body], int]:
+    """The bodies, and how many leading operands they do not get; none for an equation without. Of a while loop one."""
+    params, name = eqn.params, eqn.primitive.name
+    if name == "while":
+        return [opened(params["body_jaxpr"])], params["cond_nconsts"]
+    if name == "cond":
+        return [opened(branch) for branch in params["branches"]], 1
+    return ([opened(params["jaxpr"])], 0) if name == "scan" or name in REMAT else ([], 0)
+
+
+def handed_through(eqn, marked: Sequence[bool]) -> list[int | None]:
+    """For each result of a remat region or of branches: which marked operand all bodies return as it came, or None.
+
+    NNX returns a module's whole state from each of its transforms.
+
+    Args:
+      eqn: the equation.
+      marked: of the operands that the bodies get.
+    """
+    found = []
+    for jaxpr, _ in bodies(eqn)[0]:
+        index = {v: i for i, v in enumerate(jaxpr.invars) if marked[i]}
+        found.append([None if is_literal(v) else index.get(v) for v in jaxpr.outvars])
+    return [i[0] if len(set(i)) == 1 else None for i in zip(*found, strict=True)]
+
+
+def remat_with(
+    eqn, body: Callable[..., list[Any]], operands: Sequence[Any], policy: Callable[[Any], Any]
+) -> list[Any]:
+    """A remat region with another body; `policy` gets its checkpoint policy (or None) and gives the new one."""
+    region = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=policy(eqn.params["policy"]))
+    return region(*operands)
+
+
+def switch_with(
+    eqn, branches: Sequence[Callable[..., list[Any]]], index: Any, operands: Sequence[Any]
+) -> list[Any]:
+    """A `cond` or `switch` with other branches."""
+    index = index.astype(np.int32) if np.dtype(index.dtype) == bool else index
+    return jax.lax.switch(index, list(branches), *operands)
+
+
+def scan_with(eqn, body: Callable[[Sequence[Any]], list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """A scan with another body, which gets constants, carry and one slice of each stack, all in one list."""
+    p = eqn.params
+    consts, carry = scan_counts(p)
+
+    def one_round(state, slices):
+        outs = body([*operands[:consts], *state, *slices])
+        return outs[:carry], outs[carry:]
+
+    state, stacks = jax.lax.scan(
+        one_round, list(operands[consts : consts + carry]), list(operands[consts + carry :]),
+        length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+    )  # fmt: skip
+    return [*state, *stacks]
+
+
+def while_with(
+    eqn, evaluate: Callable[[Any, list[Any], list[Any]], list[Any]], operands: Sequence[Any]
+) -> Any:
+    """A while loop whose condition and body are run by `evaluate(jaxpr, consts, arguments)`."""
+    p = eqn.params
+    a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+
+    def part(name: str, own: Sequence[Any]) -> Callable[[Any], list[Any]]:
+        jaxpr, consts = opened(p[f"{name}_jaxpr"])
+        return lambda state: evaluate(jaxpr, consts, [*own, *state])
+
+    condition, body = part("cond", operands[:a]), part("body", operands[a:b])
+    return jax.lax.while_loop(lambda state: condition(state)[0], body, list(operands[b:]))
+
+
+def rounds(eqn) -> int:
+    """How many rounds a scan has."""
+    return eqn.params["length"]
