@@ -218,7 +218,6 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:jzero. at stage 3 the update")  # both runs are fed the same gradients
 @pytest.mark.parametrize(("stage", "name"), CASES)
 def test_ten_steps_equal_the_plain_run(name, stage, mesh):
     fed, ended, losses = plain_runs(name)

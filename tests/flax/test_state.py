@@ -399,7 +399,6 @@ def nnx_step(model, optimizer, batch):
     return loss
 
 
-@pytest.mark.filterwarnings("ignore:jzero. at stage 3 the update")  # a loss as it was without jzero
 @pytest.mark.default_cases("2-bfloat16-True", "3-float32-False", "1-float32-True")
 @pytest.mark.parametrize("born", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -430,7 +429,6 @@ def test_nnx_pair(stage, dtype, born, mesh):
         assert max_error(pure, nnx.as_pure(nnx.state(plain_model, nnx.Param))) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:jzero. at stage 3 the update")
 def test_nnx_live_change_of_stage(mesh):
     pair = shard(create_nnx, mesh, 1)
     nnx_step(*pair, jzero.plan_of(pair).place_batch(batch()))
