@@ -128,8 +128,8 @@ class PlanCommand(Inputs):
 
     stages: str = "0,1,2,3"
     """Stages to compile."""
-    search: bool = True
-    """Look for the largest micro-batch that still fits, by compiling others (three or four per stage)."""
+    search: bool = False
+    """Look for the largest micro-batch that still fits, by compiling others: three or four times as long."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON, in bytes, in place of the table."""
     plot: Path | None = None

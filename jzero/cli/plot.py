@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
+import matplotlib.ticker
 
 from jzero.cli.job import Job
 
@@ -31,44 +32,54 @@ def draw(path: Path, job: Job, answers: dict[str, Any]) -> None:
 
 
 def split_memory(result: dict[str, Any]) -> dict[str, float]:
-    """GB of a compiled stage by part; gradients share buffers with the rest of temp, at most their estimate."""
+    """Bytes of a compiled stage by part; gradients share buffers with the rest of temp, at most their estimate."""
     c = result["compiled"]
     rest = c["total"] - c["params"] - c["opt_state"]
     grads = min(rest, result["estimate"]["grads"])
-    parts = {
+    return {
         "params": c["params"],
         "optimizer state": c["opt_state"],
         "gradients": grads,
         "temp": rest - grads,
     }
-    return {name: size / 1e9 for name, size in parts.items()}
+
+
+def _unit(largest: float) -> tuple[str, float]:
+    """The unit in which the largest bar or point has one to four digits before the point."""
+    return next(((name, size) for name, size in (("GB", 1e9), ("MB", 1e6)) if largest >= size), ("kB", 1e3))
 
 
 def _bars(axes, results: list[dict[str, Any]], memory: int) -> None:
     names = [f"stage {r['stage']}" for r in results]
     splits = [split_memory(r) for r in results]
+    unit, size = _unit(max((sum(s.values()) for s in splits), default=0))
     base = [0.0] * len(splits)
     for part, color in _PARTS.items():
-        heights = [s[part] for s in splits]
+        heights = [s[part] / size for s in splits]
         axes.bar(names, heights, bottom=base, label=part, color=color)
         base = [b + h for b, h in zip(base, heights, strict=True)]
     for name, top in zip(names, base, strict=True):
         axes.annotate(f"{top:.2f}", (name, top), ha="center", va="bottom")
-    if base and max(base) > 0.3 * memory / 1e9:
-        axes.axhline(memory / 1e9, color="black", linestyle=":", label="GPU memory")
-    axes.set_ylabel("GB per device")
+    if base and max(base) > 0.3 * memory / size:
+        axes.axhline(memory / size, color="black", linestyle=":", label="GPU memory")
+    axes.set_ylabel(f"{unit} per device")
     axes.margins(y=0.12)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(_PARTS) + 1, fontsize="small")
 
 
 def _lines(axes, lines: dict[int, dict[int, int]], memory: int) -> None:
+    most = max((b for totals in lines.values() for b in totals.values()), default=0)
+    unit, size = _unit(most)
     for stage, totals in lines.items():
-        axes.plot(list(totals), [b / 1e9 for b in totals.values()], marker="o", label=f"stage {stage}")
+        axes.plot(list(totals), [b / size for b in totals.values()], marker="o", label=f"stage {stage}")
     counts = sorted({n for totals in lines.values() for n in totals})
-    axes.axhline(memory / 1e9, color="black", linestyle=":", label="GPU memory")
+    if most > 0.01 * memory:  # else the line squeezes all others into one
+        axes.axhline(memory / size, color="black", linestyle=":", label="GPU memory")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(counts, [str(n) for n in counts])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.set_xlabel("GPUs")
-    axes.set_ylabel("GB per device, estimated")
+    axes.set_ylabel(f"{unit} per device, estimated")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(lines) + 1, fontsize="small")

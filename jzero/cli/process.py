@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -56,11 +57,12 @@ def run_job(job: Job) -> dict[str, Any]:
 def _attempt(job: Job, stages: list[int], answers: dict[str, Any], show) -> tuple[bool, int | None, str]:
     """One process, for the stages that are left: (reached its end, the stage it was at, how it ended)."""
     stage: int | None = None
+    tell = functools.partial(_where, job.stages, answers["results"])
     with _worker(job.to_json() if stages == job.stages else _rest(job, stages)) as (events, process, log):
         for event in events:
             kind = event.pop("event")
             if kind == "doing":
-                show(stage, event["text"])
+                show(tell(stage) + event["text"])
             elif kind == "stage":
                 stage = event["stage"]
             elif kind == "about":
@@ -119,16 +121,21 @@ def _ending(code: int, printed: str) -> str:
 
 @contextlib.contextmanager
 def _progress():
-    """A function (stage, text) that shows what is being done: a spinner on a terminal, else a line per change."""
+    """A function that shows what is being done: beside a spinner on a terminal, else as a line."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda stage, text: print(_title(stage) + text, file=sys.stderr, flush=True)
+        yield lambda text: print(text, file=sys.stderr, flush=True)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting")
-        yield lambda stage, text: progress.update(task, description=_title(stage) + text)
+        yield lambda text: progress.update(task, description=text)
 
 
-def _title(stage: int | None) -> str:
-    return "" if stage is None else f"stage {stage}: "
+def _where(stages: list[int], results: dict[int, dict[str, Any]], stage: int | None) -> str:
+    """`stage 2 (3 of 4, about 20 s): `: how far a job is, and how long the stage before took."""
+    if stage is None:
+        return ""
+    took = [r["seconds"] for r in results.values() if "seconds" in r]
+    about = f", about {max(took[-1], 1):.0f} s" if took else ""
+    return f"stage {stage} ({stages.index(stage) + 1} of {len(stages)}{about}): "

@@ -10,6 +10,9 @@ from jzero.cli.job import Job
 from jzero.core.errors import counted, human_bytes
 from jzero.proof.tables import lines_of, plain_table
 
+COMPARED = ("params", "opt_state", "wire")
+OFF, SHARE_OFF = "*", 0.05
+
 
 def title(job: Job, answers: dict[str, Any]) -> str:
     """The model, the pod, the mesh and the micro-batch in two lines."""
@@ -24,6 +27,12 @@ def title(job: Job, answers: dict[str, Any]) -> str:
     count = f"{values / 1e9:.2f}B" if values >= 1e9 else f"{values / 1e6:.1f}M"
     examples = counted(results[0]["micro_batch"], "example")
     return f"{job.preset or job.create}: {count} params, {examples} per device\n{pod}"
+
+
+def _is_off(result: dict[str, Any], key: str) -> bool:
+    """True where the compiled figure is not that of the closed form."""
+    estimated, compiled = result["estimate"][key], result["compiled"][key]
+    return abs(compiled - estimated) > SHARE_OFF * estimated
 
 
 def stage_table(results: list[dict[str, Any]]) -> list[str]:
@@ -45,9 +54,10 @@ def stage_table(results: list[dict[str, Any]]) -> list[str]:
             *(shown(active) if active else ["-"]), *shown(e["total"]), "", "", *shown(e["wire"]), _psi(e),
         )  # fmt: skip
         rest = c["total"] - c["params"] - c["opt_state"]
+        marked = {key: shown(c[key])[0] + (OFF if _is_off(r, key) else "") for key in COMPARED}
         table.add_row(
-            "", "compiled", *shown(c["params"], c["opt_state"]), "-", *shown(rest, c["total"]),
-            "yes" if r["fits"] else "no", _largest(r), *shown(c["wire"]), _psi(c),
+            "", "compiled", marked["params"], marked["opt_state"], "-", *shown(rest, c["total"]),
+            "yes" if r["fits"] else "no", _largest(r), marked["wire"], _psi(c),
         )  # fmt: skip
     crashes = [f"stage {r['stage']}: the compiler ended ({r['crash']})" for r in results if "crash" in r]
     return [*(lines_of(table) if done else []), *_host_table(done, unit, shown), *_notes(done), *crashes]
@@ -90,6 +100,8 @@ def _notes(results: list[dict[str, Any]]) -> list[str]:
             "host, host/node: optimizer state in pinned host memory, of one device and of all devices of a host. to",
             "device, to host: over PCIe in a step, of one device. in flight: what of it is on the device at once.",
         ]
+    if any(_is_off(r, key) for r in results for key in COMPARED):
+        notes.append(f"{OFF} more than {SHARE_OFF:.0%} from the estimate; findings, where there are any, say why.")
     if any("largest" in r for r in results):
         notes.append(
             "fits, largest: this micro-batch, and the largest number of examples per device that still does."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -170,7 +171,7 @@ def test_what_cannot_be_used_is_one_clear_error(change, message, capsys):
 @pytest.mark.nightly
 def test_plan_as_json_and_as_a_plot(capsys, tmp_path):
     plot = tmp_path / "memory.png"
-    args = ["plan", *SUBJECT, "--stages", "1,3", "--json", "--plot", str(plot), "--min-shard-bytes", "0"]
+    args = ["plan", *SUBJECT, "--stages", "1,3", "--search", "--json", "--plot", str(plot), "--min-shard-bytes", "0"]
     assert main(args) == 0
     said = capsys.readouterr()
     answer = json.loads(said.out)
@@ -190,12 +191,13 @@ def test_plan_as_json_and_as_a_plot(capsys, tmp_path):
         assert stage["host_memory"] < 2e9
     assert answer["total_by_gpus"]["3"]["64"] < answer["total_by_gpus"]["3"]["8"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "stage 3: compiling for 8 h200" in said.err
+    assert "stage 1 (1 of 2): compiling for 8 h200" in said.err
+    assert re.search(r"stage 3 \(2 of 2, about \d+ s\): compiling for 8 h200", said.err)
 
 
 def test_plan_as_a_table_with_a_jitted_step(capsys):
     args = ["--create", f"{FILE}:create", "--step", f"{FILE}:jitted", "--batch", f"{FILE}:make_batch"]
-    assert main(["plan", *args, "--stages", "2", "--no-search"]) == 0
+    assert main(["plan", *args, "--stages", "2"]) == 0
     out = capsys.readouterr().out
     assert "8 h200 (1 host x 8), 151.40 GB each, mesh {data: 8}" in out
     assert [line.split()[:2] for line in out.splitlines() if "estimated  " in line] == [["2", "estimated"]]
@@ -212,7 +214,7 @@ def test_a_crash_of_the_compiler_is_a_line_of_the_table(capfd):
         "--batch",
         f"{FILE}:make_batch",
     ]
-    assert main(["plan", *args, "--stages", "1,2,3", "--no-search"]) == 1
+    assert main(["plan", *args, "--stages", "1,2,3"]) == 1
     out = capfd.readouterr().out
     assert "stage 2: the compiler ended (killed by SIGABRT" in out
     rows = [line.split()[0] for line in out.splitlines() if "estimated  " in line]
