@@ -210,7 +210,7 @@ _LIST = [
         "aio": NVME_ALONE, "flops_profiler": "`compiled.cost_analysis()`, jax.profiler.trace",
         "comms_logger": "`jzero.explain(compiled, plan)` lists every collective with its bytes",
         "tensorboard": TYPED, "wandb": TYPED, "csv_monitor": TYPED, "comet": TYPED, "timers": TYPED,
-        "autotuning": "`jzero plan` searches stages and micro-batches without a GPU",
+        "autotuning": "`jzero plan --search` tries stages and micro-batches without a GPU",
         "compile": "jax.jit compiles the whole train step",
     }),
     # checkpoints

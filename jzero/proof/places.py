@@ -18,7 +18,7 @@ IDLE = frozenset(
     )
 )  # fmt: skip
 _SCOPE = re.compile(r"\bjzero\.(\w+)")
-_JOINED = re.compile(r"[^:]*/\((.*:.*)\)")
+_JOINED = re.compile(r"([^:]*/)\((.*:.*)\)")
 _DEPTH = 8
 
 
@@ -132,13 +132,13 @@ def _joined_names(name_stack: str) -> list[str]:
     if joined is None:
         return [name_stack]
     names, depth = [""], 0
-    for letter in joined[1]:
+    for letter in joined[2]:
         depth += (letter == "(") - (letter == ")")
         if letter == ":" and depth == 0:
             names.append("")
         else:
             names[-1] += letter
-    return names
+    return [joined[1] + name for name in names]
 
 
 def scope_of(name_stack: str) -> str:
