@@ -10,40 +10,21 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from programs import MlpBlock, Stack
 
 import jzero
 
 pytestmark = pytest.mark.pod
 
 DIM, ROWS, LAYERS = 512, 256, 6  # of one device
-BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
 INPUT = 2 * ROWS * DIM
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(DIM, **BF16)(nn.gelu(nn.Dense(4 * DIM, **BF16)(x))), None
-
-
-class Net(nn.Module):
-    remat: bool
-    scan: bool
-
-    @nn.compact
-    def __call__(self, x):
-        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
-        if self.scan:
-            return nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=LAYERS)()(x, None)[0]
-        for i in range(LAYERS):
-            x, _ = block(name=f"block_{i}")(x)
-        return x
 
 
 @functools.cache
 def report(remat, scan):
     pod = jzero.pod("h200", hosts=1, gpus_per_host=8)
-    model = Net(remat, scan)
+    block = functools.partial(nn.remat(MlpBlock, prevent_cse=not scan) if remat else MlpBlock, DIM, jnp.bfloat16)
+    model = Stack(block, LAYERS, scan)
 
     def create():
         params = model.init(jax.random.key(0), jnp.zeros((8, DIM), jnp.bfloat16))["params"]
