@@ -167,6 +167,25 @@ def _():
     wrap_method(jzero.Plan, "place_batch", whole)
 
 
+@mutation("jzero.jit leaves batches as they come", "jit")
+def _():
+    import jax
+
+    import jzero
+
+    jzero.jit = lambda step, plan, **options: jax.jit(step, **options)
+
+
+@mutation("check overlooks a step that loses its state", "check_truth")
+def _():
+    import jzero
+
+    def other(original, compiled, plan):
+        return tuple(f for f in original(compiled, plan) if f.kind != "state_not_returned")
+
+    wrap(jzero, "findings", other)
+
+
 @mutation("all micro-batches but the first are dropped", "gradients")
 def _():
     import jax
