@@ -34,6 +34,7 @@ from jzero.core.xla_options import compiler_options
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
+from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
 from jzero.layout.param_checks import mismatch
@@ -158,15 +159,15 @@ class Plan:
         return "opt_state" if any(inner.endswith(name) for name in names) else "rest"
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """A spec on the mesh of this plan's arrays.
+        """A spec on the mesh of this plan's arrays; under an Explicit mesh (`jax.set_mesh`) on that one.
 
         Raises:
           TypeError: no PartitionSpec.
-          ValueError: an axis that is not in the mesh.
+          ValueError: an axis that is not in the mesh; an Explicit mesh of other axes as the context.
         """
         check_kind(spec, "spec", PartitionSpec, "a jax.sharding.PartitionSpec", where="plan.sharding")
         check_axes(spec_axes(spec), self.mesh, where=f"plan.sharding(spec={spec})")
-        return NamedSharding(self.array_mesh, named_on(spec, self.array_mesh))
+        return NamedSharding(typed_mesh(self.array_mesh), named_on(spec, self.array_mesh))
 
     @functools.cached_property
     def array_mesh(self) -> Mesh:

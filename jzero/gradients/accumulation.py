@@ -119,6 +119,10 @@ class Accumulation:
         grads = [cut(g, x.shape, spec, plan) for g, (x, spec) in zip(grads, rows, strict=True)]
         return loss, aux, jax.tree.structure(params).unflatten(grads)
 
+    def layout_of(self, x: Layout):
+        """The layout of the gradient that it returns."""
+        return self._reduced_to(x) if self.mode == "step" else x.grad
+
     def _reduced_to(self, x: Layout):
         """`Layout.state`, or whole where its padded pieces share a dim with another axis."""
         scattered = comm_of(self.plan).gradients.is_scattered(x.shape, x.state)
