@@ -101,7 +101,7 @@ def is_wrapped(tx: Any) -> bool:
 
 def init_shapes(tx: Any, params: Any) -> Any:
     """The state that a wrapped transformation makes, as `jax.ShapeDtypeStruct`."""
-    return jax.eval_shape(tx.init.on_device, params)
+    return jax.eval_shape(tx.init.typed, params)
 
 
 def unwrap(tx: Any) -> optax.GradientTransformation:
@@ -147,12 +147,12 @@ class _Init(_Wrapped):
         pairs = self.plan.match(params, where="jzero.zero: init")
         _check_devices([x for x, _ in pairs], self.plan)
         if self.plan.config.offload is None:
-            return jax.jit(self._typed)(params)
+            return jax.jit(self.typed)(params)
         check_no_explicit(self.plan)
         check_host_memory(jax.eval_shape(self.on_device, params), self.plan)
         return jax.jit(self.trace)(params)
 
-    def _typed(self, params):
+    def typed(self, params):
         """The state, in the types of an Explicit mesh where there is one."""
         return in_auto_mode(self.on_device, (params,), lambda state: state_specs(state, self.plan))
 
