@@ -211,11 +211,12 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
             x = put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
         return kept.apart(x)
 
-    if tx is None:
-        return jax.tree.map(whole, tree)
-    if not is_wrapped(tx):
+    if tx is not None and not is_wrapped(tx):
         raise TypeError("jzero.unshard: tx must be a transformation from jzero.zero, such as state.tx.")
-    return without_padding(jax.tree.map(whole, tree), tx)
+    with auto_context():
+        tree = jax.tree.map(whole, on_auto_mesh(tree))
+        tree = tree if tx is None else without_padding(tree, tx)
+    return on_context_mesh(tree)
 
 
 def _place(parts: Parts, plan: Plan, kept: HeldMemory) -> Parts:

@@ -120,8 +120,8 @@ class Accumulation:
         return loss, aux, jax.tree.structure(params).unflatten(grads)
 
     def layout_of(self, x: Layout):
-        """The layout of the gradient that it returns."""
-        return self._reduced_to(x) if self.mode == "step" else x.grad
+        """The layout of the gradient that it returns, where that is part of its type."""
+        return {"step": self._reduced_to(x), "microbatch": x.grad, "plain": x.state}[self.mode]
 
     def _reduced_to(self, x: Layout):
         """`Layout.state`, or whole where its padded pieces share a dim with another axis."""
