@@ -26,7 +26,7 @@ from jzero.core.jaxprs import is_tracer
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.specs import P, axis_size, entry_axes, make_spec
 
-_FOREIGN = "should match the aval mesh"
+_FOREIGN = ("should match the aval mesh", "Mesh for all inputs should be equal")  # whose types JAX words by version
 _NAMED = "cannot contain axis names that are of type Auto"
 
 
@@ -89,8 +89,10 @@ def auto_context() -> Iterator[None]:
     try:
         with jax.set_mesh(auto_mesh(mesh)):
             yield
-    except ValueError as error:
-        raise _explained(error, axes) or error from None
+    except Exception as error:  # the type of such an error differs by version
+        if explained := _explained(error, axes):
+            raise explained from error
+        raise
 
 
 def on_auto_mesh(tree: Any) -> Any:
@@ -155,14 +157,16 @@ def in_auto_mode(fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any],
     typed = jax.sharding.auto_axes(region, axes=axes, out_sharding=specs)  # which the region fills in
     try:
         found = iter(typed(*[x for x, m in zip(leaves, moves, strict=True) if m]))
-    except ValueError as error:
-        raise _explained(error, axes) or error from None
+    except Exception as error:  # the type of such an error differs by version
+        if explained := _explained(error, axes):
+            raise explained from error
+        raise
     return rest[0].unflatten([next(found) if x is None else x for x in rest[1]])
 
 
-def _explained(error: ValueError, axes: tuple[str, ...]) -> ValueError | None:
+def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
     """A sentence for what JAX says of a function that does not fit into a region."""
-    if _FOREIGN in str(error):
+    if any(text in str(error) for text in _FOREIGN):
         return ValueError(
             f"jzero: under an Explicit mesh {list(axes)} this function uses arrays that are none of its arguments (it "
             "closes over them). Pass them as arguments: loss_fn(params, batch), functools.partial(create, key)."
