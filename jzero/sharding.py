@@ -34,7 +34,7 @@ from jzero.core.xla_options import compiler_options
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
-from jzero.layout.explicit import typed_mesh
+from jzero.layout.explicit import constrained, typed_mesh
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
 from jzero.layout.param_checks import mismatch
@@ -130,6 +130,11 @@ class Plan:
         return self.config.batch_axes
 
     @property
+    def own_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the state or the batch; the others are tensor parallelism's."""
+        return tuple(dict.fromkeys((*self.config.axes, *self.batch_axes)))
+
+    @property
     def param_bytes(self) -> int:
         """Bytes of all params, whole, in their stored dtype: 1 Psi on the wire is (N-1)/N of it."""
         return sum(x.nbytes for x in self.layouts)
@@ -198,7 +203,7 @@ class Plan:
             )
         if not is_tracer(x) and not self._divides(np.shape(x), spec):
             return x
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return constrained(x, sharding)
 
     def _divides(self, shape: tuple[int, ...], spec: PartitionSpec) -> bool:
         entries = zip(shape, spec, strict=False)

@@ -25,6 +25,7 @@ from jzero.core.errors import counted, division, is_array, listing, shown, typed
 from jzero.core.jaxprs import split_arrays
 from jzero.gather.transform import as_written, gather_on_use
 from jzero.gradients.batch_independence import check_examples_apart
+from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P, make_spec
 from jzero.sharding import Plan
@@ -112,7 +113,7 @@ class Accumulation:
             return sum_over_devices(loss, plan) / total, aux, grads
 
         run = jax.shard_map(
-            local, mesh=plan.array_mesh, in_specs=(P(), specs),
+            local, mesh=typed_mesh(plan.array_mesh), in_specs=(P(), specs),
             out_specs=(P(), P(), [of_batch(spec, plan) for _, spec in rows]), axis_names=set(axes), check_vma=False,
         )  # fmt: skip
         loss, aux, grads = run(params, arrays)

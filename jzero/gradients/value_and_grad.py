@@ -157,7 +157,7 @@ class _ValueAndGrad:
             return [*result_specs(trees, out[0], plan), *grads]
 
         scale = None if self.scale is None else self.scale.value
-        return in_auto_mode(of_batch, (scale, *trees), specs)
+        return in_auto_mode(of_batch, (scale, *trees), specs, plan.own_axes)
 
     def _of_batch(self, params, *args, **kwargs):
         plan, plain = self.accumulation.plan, self.accumulation.mode == "plain"

@@ -8,7 +8,9 @@ devices. Arrays cross over in two ways:
     in a trace       `in_auto_mode`: a region of `jax.sharding.auto_axes`; what comes out gets its type from a spec
     outside of one   `on_auto_mesh` and `on_context_mesh`: the same buffers under another type, nothing is copied
 
-All Explicit axes of the context are Auto inside of a region, also those of tensor parallelism.
+All Explicit axes of the context are Auto inside of a region, also those of tensor parallelism: models that lay out their
+params by metadata need that. A model that names such axes in its own types (`jax.sharding.reshard`, `out_sharding=`) is
+traced again with the ZeRO and batch axes alone Auto.
 """
 
 from __future__ import annotations
@@ -123,7 +125,18 @@ def _retyped(x: Any, change: Callable[[Mesh], Mesh]) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, new, [s.data for s in x.addressable_shards])
 
 
-def in_auto_mode(fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequence[PartitionSpec]]) -> Any:
+def constrained(x: Any, sharding: NamedSharding) -> Any:
+    """An array in this layout: by a constraint over Auto axes, by a change of its type where all axes are Explicit."""
+    explicit, names = explicit_axes(), sharding.mesh.axis_names
+    if explicit and set(explicit) == set(names):
+        return jax.sharding.reshard(x, sharding)
+    spec = make_spec([tuple(a for a in entry_axes(e) if a not in explicit) for e in sharding.spec])
+    return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec) if explicit else sharding)
+
+
+def in_auto_mode(
+    fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequence[PartitionSpec]], own: Sequence[str] = ()
+) -> Any:
     """`fn(*args)`; where the context has Explicit axes in a region in which they are Auto.
 
     Args:
@@ -131,13 +144,35 @@ def in_auto_mode(fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any],
       args: trees of arrays and other leaves.
       out_specs: from the result, the layout of each of its arrays once it is outside. Axes that do not divide a dim
         are left out.
+      own: axes that must be Auto. A function that names others in its own types is traced again with these alone Auto;
+        without any it is refused.
 
     Raises:
-      ValueError: `fn` closes over arrays, or names the axes in its own types.
+      ValueError: `fn` closes over arrays, or names axes in its own types that are Auto.
     """
     axes = explicit_axes()
     if not axes:
         return fn(*args)
+    try:
+        return _region(fn, args, out_specs, axes)
+    except Exception as error:  # the type of such an error differs by version
+        kept = tuple(a for a in axes if a in own)
+        if _NAMED in str(error) and kept and kept != axes:
+            axes = kept
+        elif explained := _explained(error, axes):
+            raise explained from error
+        else:
+            raise
+    try:
+        return _region(fn, args, out_specs, axes)
+    except Exception as error:
+        if explained := _explained(error, axes):
+            raise explained from error
+        raise
+
+
+def _region(fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequence[PartitionSpec]], axes) -> Any:
+    """`fn(*args)` with these axes Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     leaves, tree = jax.tree.flatten(args)
     moves = [isinstance(x, jax.Array) for x in leaves]
@@ -148,20 +183,23 @@ def in_auto_mode(fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any],
         inside = iter(arrays)
         out = fn(*tree.unflatten([next(inside) if m else x for x, m in zip(leaves, moves, strict=True)]))
         outs, outs_tree = jax.tree.flatten(out)
-        kept = [None if isinstance(x, jax.Array) else x for x in outs]
-        rest[:] = [outs_tree, kept]
+        rest[:] = [outs_tree, [None if isinstance(x, jax.Array) else x for x in outs]]
         rows = [(x, s) for x, s in zip(outs, out_specs(out), strict=True) if isinstance(x, jax.Array)]
-        specs[:] = [_even(s, np.shape(x), mesh) for x, s in rows]
+        specs[:] = [_even(_with_own(s, x), np.shape(x), mesh) for x, s in rows]
         return [x for x, _ in rows]
 
     typed = jax.sharding.auto_axes(region, axes=axes, out_sharding=specs)  # which the region fills in
-    try:
-        found = iter(typed(*[x for x, m in zip(leaves, moves, strict=True) if m]))
-    except Exception as error:  # the type of such an error differs by version
-        if explained := _explained(error, axes):
-            raise explained from error
-        raise
+    found = iter(typed(*[x for x, m in zip(leaves, moves, strict=True) if m]))
     return rest[0].unflatten([next(found) if x is None else x for x in rest[1]])
+
+
+def _with_own(spec: PartitionSpec, x: Any) -> PartitionSpec:
+    """A spec with the axes that are in the type of the array already, where they are there."""
+    own = [entry_axes(e) for e in jax.typeof(x).sharding.spec]
+    named = {a for e in own for a in e}
+    entries = [entry_axes(spec[d]) if d < len(spec) else () for d in range(len(own))]
+    return make_spec([(*(a for a in e if a not in named or a in o), *(a for a in o if a not in e))
+                      for e, o in zip(entries, own, strict=True)])  # fmt: skip
 
 
 def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
