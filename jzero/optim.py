@@ -25,7 +25,7 @@ from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
-from jzero.layout.explicit import explicit_axes, in_auto_mode
+from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal
 from jzero.layout.leaf_rule import Layout
 from jzero.offload import check_host_memory, placements_of, streamed
 from jzero.sharding import Plan, check_plan
@@ -301,10 +301,7 @@ def check_no_explicit(plan: Plan, extra: Any = ()) -> None:
         "cutting a leaf along several dims": any(x.several_dims for x in plan.layouts),
     }
     if what := next((name for name, here in found.items() if here), None):
-        raise NotImplementedError(
-            f"jzero: {what} does not work under an Explicit mesh (jax.set_mesh). Make the mesh with Auto axes: "
-            "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
-        )
+        raise refusal(what)
 
 
 def widen(values, params, plan: Plan):

@@ -63,7 +63,7 @@ def shard(
       state: a Flax `TrainState` (or a subclass with more fields), a pair `(nnx.Module, nnx.Optimizer)`, or a
         function without arguments that returns one of them.
       config: a `ZeroConfig`; or pass its fields as keywords (`stage=2`).
-      mesh: the devices; None: all of them on one axis named as `config.axis`.
+      mesh: the devices; None: those of `jax.set_mesh`, else all of them on one axis named as `config.axis`.
       param_specs: a tree of PartitionSpec for the params (tensor parallelism).
       scan_axes: which dim of which params is a stack of layers, as for `make_plan`. None: what a scan in the creation
         function stacks up is one; of other params it is guessed from shapes, and `plan_of(state).describe()` says so.

@@ -1,16 +1,16 @@
 """Explicit meshes: jzero's part of a program runs on Auto axes, and what it returns has the types of the context.
 
 [Note: Explicit axes]
-Under `jax.set_mesh` of a mesh with Explicit axes a layout is part of an array's type. `jax.make_mesh` makes such axes by
-default. jzero's layouts are constraints, for which axes have to be Auto, and so a plan keeps an Auto mesh over the same
-devices. Arrays cross over in two ways:
+Under `jax.set_mesh` of a mesh with Explicit axes a layout is part of an array's type. `jax.make_mesh` makes such axes
+by default. jzero's layouts are constraints, for which axes have to be Auto, and so a plan keeps an Auto mesh over the
+same devices. Arrays cross over in two ways:
 
     in a trace       `in_auto_mode`: a region of `jax.sharding.auto_axes`; what comes out gets its type from a spec
     outside of one   `on_auto_mesh` and `on_context_mesh`: the same buffers under another type, nothing is copied
 
-All Explicit axes of the context are Auto inside of a region, also those of tensor parallelism: models that lay out their
-params by metadata need that. A model that names such axes in its own types (`jax.sharding.reshard`, `out_sharding=`) is
-traced again with the ZeRO and batch axes alone Auto.
+All Explicit axes of the context are Auto inside of a region, also those of tensor parallelism: models that lay out
+their params by metadata need that. A model that names such axes in its own types (`jax.sharding.reshard`,
+`out_sharding=`) is traced again with the ZeRO and batch axes alone Auto.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero.core.jaxprs import is_tracer
 from jzero.layout.leaf_rule import path_keys
-from jzero.layout.specs import P, axis_size, entry_axes, make_spec
+from jzero.layout.specs import P, axis_size, entry_axes, is_sub_axis, make_spec
 
-_FOREIGN = ("should match the aval mesh", "Mesh for all inputs should be equal")  # whose types JAX words by version
+# what JAX says of arrays of another context, and of types that name an axis of a region
+_FOREIGN = ("should match the aval mesh", "Mesh for all inputs should be equal")
 _NAMED = "cannot contain axis names that are of type Auto"
 
 
@@ -53,18 +54,29 @@ def typed_mesh(mesh: Mesh) -> Mesh:
 
     Raises:
       ValueError: the context's mesh has other axes.
+      NotImplementedError: a mesh with sub-axes.
     """
     if not explicit_axes():
         return mesh
+    if any(map(is_sub_axis, mesh.axis_names)):
+        raise refusal("cutting a leaf along several dims")
     context = jax.sharding.get_abstract_mesh()
     if dict(context.shape) != dict(mesh.shape):
         raise ValueError(
-            f"jzero: the context mesh (jax.set_mesh) has the Explicit axes {dict(context.shape)}, the plan's arrays lie "
-            f"on {dict(mesh.shape)}. Under an Explicit mesh both must be one: pass it as mesh=, or make it with Auto "
+            f"jzero: the context mesh (jax.set_mesh) has the Explicit axes {dict(context.shape)}, the plan's arrays "
+            f"lie on {dict(mesh.shape)}. Under an Explicit mesh both must be one: pass it as mesh=, or make it with Auto "
             "axes, jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
         )
     types = dict(zip(context.axis_names, context.axis_types, strict=True))
     return _with_types(mesh, tuple(types[name] for name in mesh.axis_names))
+
+
+def refusal(what: str) -> NotImplementedError:
+    """What jzero cannot do here, and the remedy."""
+    return NotImplementedError(
+        f"jzero: {what} does not work under an Explicit mesh (jax.set_mesh). Make the mesh with Auto axes: "
+        "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -177,7 +189,7 @@ def _region(fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequ
     leaves, tree = jax.tree.flatten(args)
     moves = [isinstance(x, jax.Array) for x in leaves]
     specs: list[PartitionSpec] = []
-    rest: list[Any] = []
+    rest: list[Any] = []  # the structure of the result, and its leaves that are no arrays
 
     def region(*arrays):
         inside = iter(arrays)
@@ -188,7 +200,7 @@ def _region(fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequ
         specs[:] = [_even(_with_own(s, x), np.shape(x), mesh) for x, s in rows]
         return [x for x, _ in rows]
 
-    typed = jax.sharding.auto_axes(region, axes=axes, out_sharding=specs)  # which the region fills in
+    typed: Any = jax.sharding.auto_axes(region, axes=axes, out_sharding=specs)  # which the region fills in
     found = iter(typed(*[x for x, m in zip(leaves, moves, strict=True) if m]))
     return rest[0].unflatten([next(found) if x is None else x for x in rest[1]])
 
@@ -211,9 +223,9 @@ def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
         )
     if _NAMED in str(error):
         return ValueError(
-            f"jzero: the model names Explicit axes of {list(axes)} in its own layouts (jax.sharding.reshard, out_sharding=), "
-            "but they are Auto where jzero lays out the weights. Say it by constraints "
-            "(jax.lax.with_sharding_constraint) or by the layout of the params, or make the mesh with Auto axes."
+            f"jzero: the model names Explicit axes of {list(axes)} in its own types (jax.sharding.reshard, "
+            "out_sharding=), but they are Auto where jzero lays out the weights. Use constraints "
+            "(jax.lax.with_sharding_constraint) or the layout of the params, or make the mesh with Auto axes."
         )
     return None
 
