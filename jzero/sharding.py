@@ -346,7 +346,8 @@ def make_plan(
         added on a free dim, or shares one.
       config: a `ZeroConfig`; or pass its fields as keywords.
       mesh: the devices. None: the mesh that the params are split on, else that of `jax.set_mesh` if it has the
-        config's axes, else all devices on one axis with the name of `config.axis`. Explicit axes are laid out on an Auto mesh over the same devices.
+        config's axes, else all devices on one axis with the name of `config.axis`. Without `jax.set_mesh` Explicit
+        axes are laid out on an Auto mesh over the same devices.
       param_specs: a tree of PartitionSpec like `params` (or a prefix of it).
       scan_axes: which dim of which params is a stack of layers that a scan runs over; it is not split. Maps paths
         (`"layers"`, `"layers/mlp/kernel"`, `"*/experts"`: a path or the beginning of one, with `*` for any text) to the

@@ -64,8 +64,8 @@ def typed_mesh(mesh: Mesh) -> Mesh:
     if dict(context.shape) != dict(mesh.shape):
         raise ValueError(
             f"jzero: the context mesh (jax.set_mesh) has the Explicit axes {dict(context.shape)}, the plan's arrays "
-            f"lie on {dict(mesh.shape)}. Under an Explicit mesh both must be one: pass it as mesh=, or make it with Auto "
-            "axes, jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
+            f"lie on {dict(mesh.shape)}. Under an Explicit mesh both must be one: pass it as mesh=, or make it with "
+            "Auto axes, jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
         )
     types = dict(zip(context.axis_names, context.axis_types, strict=True))
     return _with_types(mesh, tuple(types[name] for name in mesh.axis_names))
