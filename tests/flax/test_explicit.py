@@ -90,6 +90,7 @@ def full(specs, tree):
     return [P(*s, *[None] * (np.ndim(x) - len(s))) for s, x in rows]
 
 
+@pytest.mark.default_cases("0-created", "1-existing", "2-created", "3-created", "3-existing")
 @pytest.mark.parametrize("made", ["created", "existing"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_linen_state_trains_as_unsharded(stage, made, explicit):
@@ -110,6 +111,21 @@ def test_a_linen_state_trains_as_unsharded(stage, made, explicit):
     assert step._cache_size() == 1, "the types of the state that a step returns are those that it takes"
 
 
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_replicas_and_shards_on_two_axes(stage):
+    with unsharded():
+        want, want_loss = plain_words()
+    with jax.set_mesh(jax.make_mesh((2, 4), ("replica", "data"))):
+        batch_axis = "replica", "data"
+        state = jzero.shard(create_words, stage=stage, min_shard_bytes=0, axis="data", batch_axis=batch_axis)
+        data = jzero.plan_of(state).place_batch(words_batch())
+        assert typed(data)[0] == P(batch_axis, None)
+        for i in range(3):
+            state, loss = jax.jit(words_step)(state, data, jax.random.key(i))
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+        assert max_error((state.params, state.batch_stats), (want.params, want.batch_stats)) < 1e-5
 
 
 class Net(nnx.Module):
@@ -150,6 +166,7 @@ def plain_net():
     return nnx.to_pure_dict(nnx.state(model)), losses[-1]
 
 
+@pytest.mark.default_cases("0-nnx.jit", "1-nnx.jit", "2-jzero.jit", "3-nnx.jit")
 @pytest.mark.parametrize("jitted", ["jzero.jit", "nnx.jit"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_nnx_pair_trains_through_gather_on_use(stage, jitted, explicit):
@@ -316,6 +333,7 @@ class Typed(nn.Module):
         return jnp.einsum("bj,jo->bo", h, down, out_sharding=P(None, None))
 
 
+@pytest.mark.default_cases("2-metadata", "3-metadata", "1-types", "3-types")
 @pytest.mark.parametrize("kind", ["metadata", "types"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tensor_parallelism(stage, kind):
@@ -348,6 +366,45 @@ def test_tensor_parallelism(stage, kind):
         assert max_error(state.params, want) < 1e-5
         assert typed(state.params) == full([x.stored for x in plan.layouts], state.params)
         assert all("model" in str(spec) for spec in typed(state.params))
+
+
+class TypedNet(nnx.Module):
+    """Types over "model", batch statistics and dropout: what is traced twice changes its state once."""
+
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Param(init(rngs.params(), (24, 64)), out_sharding=(None, "model"))
+        self.down = nnx.Param(init(rngs.params(), (64, DIM_OUT)), out_sharding=("model", None))
+        self.norm, self.drop = nnx.BatchNorm(24, rngs=rngs), nnx.Dropout(0.25, rngs=rngs)
+
+    def __call__(self, x):
+        h = jnp.einsum("bi,ij->bj", self.drop(self.norm(x)), self.up[...], out_sharding=P(None, "model"))
+        return jnp.einsum("bj,jo->bo", nnx.relu(h), self.down[...], out_sharding=P(None, None))
+
+
+def test_tensor_parallelism_of_an_nnx_model_in_types():
+    def create():
+        model = TypedNet(nnx.Rngs(0, dropout=1))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def trained(mesh, stage):
+        with jax.set_mesh(mesh):
+            model, optimizer = jzero.shard(create, stage=stage, min_shard_bytes=0)
+            plan = jzero.plan_of(optimizer)
+            loss_fn, data = jzero.gather_on_use(net_loss, plan), plan.place_batch(batch())
+
+            @nnx.jit
+            def step(model, optimizer):
+                grads = nnx.grad(loss_fn)(model, data)
+                optimizer.update(model, grads)
+
+            for _ in range(2):
+                step(model, optimizer)
+            assert typed(model.up[...]) == [P(*plan.layouts[-1].stored)]
+            return nnx.to_pure_dict(nnx.state(model))
+
+    want = trained(jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1]), 0)
+    assert max_error(trained(jax.make_mesh((4, 2), ("data", "model")), 3), want) < 1e-5
 
 
 # ------------------------------------------------------------------------------------------ what is refused
