@@ -25,8 +25,8 @@ from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
+from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.mesh import check_context_mesh
 from jzero.offload import check_host_memory, placements_of, streamed
 from jzero.sharding import Plan, check_plan
 from jzero.update.deferred_update import deferred
@@ -101,7 +101,7 @@ def is_wrapped(tx: Any) -> bool:
 
 def init_shapes(tx: Any, params: Any) -> Any:
     """The state that a wrapped transformation makes, as `jax.ShapeDtypeStruct`."""
-    return jax.eval_shape(tx.init.on_device, params)
+    return jax.eval_shape(tx.init.typed, params)
 
 
 def unwrap(tx: Any) -> optax.GradientTransformation:
@@ -147,9 +147,14 @@ class _Init(_Wrapped):
         pairs = self.plan.match(params, where="jzero.zero: init")
         _check_devices([x for x, _ in pairs], self.plan)
         if self.plan.config.offload is None:
-            return jax.jit(self.on_device)(params)
+            return jax.jit(self.typed)(params)
+        check_no_explicit(self.plan)
         check_host_memory(jax.eval_shape(self.on_device, params), self.plan)
         return jax.jit(self.trace)(params)
+
+    def typed(self, params):
+        """The state, in the types of an Explicit mesh where there is one."""
+        return in_auto_mode(self.on_device, (params,), lambda state: state_specs(state, self.plan))
 
     def trace(self, params):
         """The state as it is written to host memory, part by part."""
@@ -173,7 +178,6 @@ class _Update(_Wrapped):
         return jax.eval_shape(self.stored_tx.init, widen_abstract(self.plan.shapes, self.plan))
 
     def __call__(self, updates, state, params=None, **extra):
-        check_context_mesh()
         if params is None:
             raise ValueError("jzero.zero: update needs the params: tx.update(grads, state, params).")
         pairs = self.plan.match(params, where="jzero.zero: update")
@@ -186,35 +190,47 @@ class _Update(_Wrapped):
         tree = jax.tree.structure(params)
         if "value_fn" in extra:
             extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
+        check_no_explicit(self.plan, extra)
+        args = [p for p, _ in pairs], grads, inner, master, extra
+        run = functools.partial(self._on_shards, tree)
+        news, inner, new_master = in_auto_mode(run, args, self._specs_on_shards)
+        with jax.named_scope(comm_of(self.plan).updates.SCOPE):
+            out = self._new_params(news, master)
+        has_master = isinstance(state, ZeroState)
+        return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
+
+    def _specs_on_shards(self, out) -> list:
+        """The layouts of what `_on_shards` returns."""
+        news, inner, master = out
+        layouts = self.plan.layouts
+        split = [[x.state for v, x in zip(vs, layouts, strict=True) if v is not None] for vs in (news, master)]
+        return [*split[0], *self.plan.state_specs(inner), *split[1]]
+
+    def _on_shards(self, tree, params: list, grads: list, inner, master: list, extra):
+        """What lands on every param, on its shard; the new inner state and the new masters."""
         step = ShardedUpdate(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
         offloaded = self.plan.config.offload is not None
         with jax.named_scope("jzero.master"):
-            shards, stored = on_shards([p for p, _ in pairs], self.plan)
+            shards, stored = on_shards(params, self.plan)
             if offloaded:  # the masters take over what is new when they are fetched
                 wide: list[Any] = []
                 shards, grads = read_params_first(shards, stored, grads, self.plan)
             else:
                 inner, master = step.cut(inner, master)
                 wide, grads = read_params_first(step.masters(shards, master), stored, grads, self.plan)
-        comm = comm_of(self.plan)
-        grads = comm.gradients.at_update(grads)
+        grads = comm_of(self.plan).gradients.at_update(grads)
         if offloaded:
-            news, inner, new_master = step.streamed(shards, grads, inner, master)
-        else:
-            news, inner, new_master = step(shards, wide, grads, inner, master)
-        with jax.named_scope(comm.updates.SCOPE):
-            out = self._new_params(news, master)
-        has_master = isinstance(state, ZeroState)
-        return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
+            return step.streamed(shards, grads, inner, master)
+        return step(shards, wide, grads, inner, master)
 
     def _new_params(self, news: list, master: list) -> list:
         """The leaves to return, for the new values of params that have a master and the differences of the others."""
         gather = comm_of(self.plan).updates
         rows = list(zip(news, master, self.plan.layouts, strict=True))
         if self.plan.config.updates == "delta":
-            return [None if new is None else gather(new, x) for new, _, x in rows]
+            return [None if new is None else _stored(gather, x, new) for new, _, x in rows]
         copied = [(new, x) for new, m, x in rows if m is not None and is_copied(x) and not goes_by_layers(x)]
-        in_turn = iter(gather.in_turn(*zip(*copied, strict=True)) if copied else ())
+        in_turn = iter(self._in_turn(*zip(*copied, strict=True)) if copied else ())
         return [self._new_param(*row, in_turn) for row in rows]
 
     def _new_param(self, new, master, x: Layout, in_turn) -> Any:
@@ -223,14 +239,25 @@ class _Update(_Wrapped):
             return None
         gather = comm_of(self.plan).updates
         if master is None:
-            return deferred(lambda param: self._sum(param, new, x), x)
+            return deferred(lambda param: _stored(self._sum, x, param, new), x)
         if goes_by_layers(x):
-            return deferred(lambda param: gather.by_layers(param, new, x), x)
+            return deferred(lambda param: _stored(gather.by_layers, x, param, new), x)
         if is_copied(x):
             value = next(in_turn)
             return deferred(lambda _: value(), x)
-        gathered = gather(new, x)
+        gathered = _stored(gather, x, new)
         return deferred(lambda _: gathered, x)
+
+    def _in_turn(self, news, layouts) -> list:
+        """Functions that return gathered leaves; under an Explicit mesh they are all there at once."""
+        gather = comm_of(self.plan).updates
+        if not explicit_axes():
+            return gather.in_turn(news, layouts)
+        values = in_auto_mode(
+            lambda *news: [value() for value in gather.in_turn(news, layouts)], news,
+            lambda _: [x.stored for x in layouts],
+        )  # fmt: skip
+        return [functools.partial(lambda v: v, v) for v in values]
 
     def _sum(self, param, delta, x: Layout) -> Any:
         """A param without master and the difference to it, added on shards and gathered."""
@@ -248,6 +275,33 @@ class _Update(_Wrapped):
             return value_fn(tree.unflatten(params), *args, **kwargs)
 
         return on_params
+
+
+def _stored(land, x: Layout, *arrays) -> Any:
+    """`land(*arrays, x)`, in the stored layout."""
+    return in_auto_mode(lambda *arrays: land(*arrays, x), arrays, lambda _: [x.stored])
+
+
+def state_specs(state, plan: Plan) -> list:
+    """The layout of every array of an optimizer state with its masters."""
+    if not isinstance(state, ZeroState):
+        return plan.state_specs(state)
+    known = plan.tree.flatten_up_to(state.master)
+    masters = [x.state for m, x in zip(known, plan.layouts, strict=True) if m is not None]
+    return [*plan.state_specs(state.inner), *masters]
+
+
+def check_no_explicit(plan: Plan, extra: Any = ()) -> None:
+    """Raises NotImplementedError for what has no types under an Explicit mesh."""
+    if not explicit_axes():
+        return
+    found = {
+        "offload": plan.config.offload is not None,
+        "a line search (value_fn)": "value_fn" in extra,
+        "cutting a leaf along several dims": any(x.several_dims for x in plan.layouts),
+    }
+    if what := next((name for name, here in found.items() if here), None):
+        raise refusal(what)
 
 
 def widen(values, params, plan: Plan):

@@ -34,6 +34,7 @@ from jzero.core.xla_options import compiler_options
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
+from jzero.layout.explicit import constrained, typed_mesh
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
 from jzero.layout.param_checks import mismatch
@@ -129,6 +130,11 @@ class Plan:
         return self.config.batch_axes
 
     @property
+    def own_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the state or the batch; the others are tensor parallelism's."""
+        return tuple(dict.fromkeys((*self.config.axes, *self.batch_axes)))
+
+    @property
     def param_bytes(self) -> int:
         """Bytes of all params, whole, in their stored dtype: 1 Psi on the wire is (N-1)/N of it."""
         return sum(x.nbytes for x in self.layouts)
@@ -158,15 +164,15 @@ class Plan:
         return "opt_state" if any(inner.endswith(name) for name in names) else "rest"
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """A spec on the mesh of this plan's arrays.
+        """A spec on the mesh of this plan's arrays; under an Explicit mesh (`jax.set_mesh`) on that one.
 
         Raises:
           TypeError: no PartitionSpec.
-          ValueError: an axis that is not in the mesh.
+          ValueError: an axis that is not in the mesh; an Explicit mesh of other axes as the context.
         """
         check_kind(spec, "spec", PartitionSpec, "a jax.sharding.PartitionSpec", where="plan.sharding")
         check_axes(spec_axes(spec), self.mesh, where=f"plan.sharding(spec={spec})")
-        return NamedSharding(self.array_mesh, named_on(spec, self.array_mesh))
+        return NamedSharding(typed_mesh(self.array_mesh), named_on(spec, self.array_mesh))
 
     @functools.cached_property
     def array_mesh(self) -> Mesh:
@@ -197,7 +203,7 @@ class Plan:
             )
         if not is_tracer(x) and not self._divides(np.shape(x), spec):
             return x
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return constrained(x, sharding)
 
     def _divides(self, shape: tuple[int, ...], spec: PartitionSpec) -> bool:
         entries = zip(shape, spec, strict=False)
@@ -339,8 +345,9 @@ def make_plan(
         metadata round it, or `param_specs` give a layout to keep (tensor parallelism); the ZeRO axis is
         added on a free dim, or shares one.
       config: a `ZeroConfig`; or pass its fields as keywords.
-      mesh: the devices. None: the mesh that the params are split on, else all devices on one axis with the name
-        of `config.axis`. Explicit axes are laid out on an Auto mesh over the same devices.
+      mesh: the devices. None: the mesh that the params are split on, else that of `jax.set_mesh` if it has the
+        config's axes, else all devices on one axis with the name of `config.axis`. Without `jax.set_mesh` Explicit
+        axes are laid out on an Auto mesh over the same devices.
       param_specs: a tree of PartitionSpec like `params` (or a prefix of it).
       scan_axes: which dim of which params is a stack of layers that a scan runs over; it is not split. Maps paths
         (`"layers"`, `"layers/mlp/kernel"`, `"*/experts"`: a path or the beginning of one, with `*` for any text) to the

@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from models import batch, create_state, train_step
 
 import jzero
@@ -235,16 +235,6 @@ def test_updates_only_land_on_their_own_params(mesh):
         optax.global_norm(updates)
     with raises(TypeError, "use_ZeroConfig_updates_delta_for_plain_arrays"):
         jax.jit(state.tx.update)(grads, state.opt_state, state.params)
-
-
-@pytest.mark.unit
-def test_explicit_axes_as_the_context_mesh_are_refused():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with (
-        jax.set_mesh(mesh),
-        raises(ValueError, "Explicit axes ['data']", "axis_types=(jax.sharding.AxisType.Auto,)"),
-    ):
-        jzero.shard(create_state, stage=2, mesh=mesh)
 
 
 @pytest.mark.unit

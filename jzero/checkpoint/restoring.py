@@ -17,6 +17,7 @@ from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import MASTER, NamedLeaf, apart, filled, refuse_collisions, together, tree_of
 from jzero.checkpoint.match import Described, Source, describe, match, text
 from jzero.core.errors import check_choice, check_flag
+from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 
 
 class CheckpointDamaged(ValueError):
@@ -82,7 +83,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     check_flag(cast, "cast", where=where)
     check_choice(only, "only", ("params",), where=where, optional=True)
     path = store.locate(path, where)
-    parts = apart(like, tx, where)
+    parts = on_auto_mesh(apart(like, tx, where))
     every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
     refuse_collisions(every, where)
     wanted = [leaf for leaf in every if only is None or leaf.name[0] in ("params", MASTER)]
@@ -97,9 +98,10 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     sources = match(leaves, have, cast=cast, where=where, only=only)
     refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}
-    values |= _read(path, tree, sources, have, where)
-    values |= {leaf.name: leaf.nothing() for leaf in wanted if leaf.empty}
-    return together(like, filled(parts, values))
+    with auto_context():
+        values |= _read(path, tree, sources, have, where)
+        values |= {leaf.name: leaf.nothing() for leaf in wanted if leaf.empty}
+    return together(like, on_context_mesh(filled(parts, values)))
 
 
 def verify(path: Any) -> int:

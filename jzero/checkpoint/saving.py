@@ -14,6 +14,7 @@ from jzero.checkpoint.logical import apart, refuse_collisions, to_store, tree_of
 from jzero.checkpoint.match import text
 from jzero.core.errors import listing
 from jzero.core.jaxprs import is_tracer
+from jzero.layout.explicit import auto_context, on_auto_mesh
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -101,7 +102,7 @@ def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
         json.dumps(custom)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where}: custom must be JSON (numbers, strings, lists, dicts): {error}") from None
-    tree = tree_of(apart(state, tx, where))
+    tree = tree_of(on_auto_mesh(apart(state, tx, where)))
     leaves = jax.tree.leaves(tree)
     abstract = [
         leaf for leaf in leaves if isinstance(leaf.value, jax.ShapeDtypeStruct) or is_tracer(leaf.value)
@@ -123,4 +124,5 @@ def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
     refuse_collisions(leaves, where)
     if all(leaf.empty for leaf in leaves):
         raise TypeError(f"{where}: there are no arrays in this {type(state).__name__}.")
-    return jax.tree.map(to_store, tree)
+    with auto_context():
+        return jax.tree.map(to_store, tree)

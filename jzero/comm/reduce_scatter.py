@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.core.jaxprs import is_tracer
+from jzero.layout.explicit import typed_mesh
 from jzero.layout.mesh import in_shard_map
 from jzero.layout.padding import padded, unpadded
 from jzero.layout.specs import axis_size, entry_axes, make_spec, spec_entries
@@ -114,7 +115,7 @@ def summed(
         return reduce_scatter(make(*rows), spec, plan)
 
     run = jax.shard_map(
-        own, mesh=plan.array_mesh, in_specs=tuple(make_spec([()] * d + [axes]) for d in dims),
+        own, mesh=typed_mesh(plan.array_mesh), in_specs=tuple(make_spec([()] * d + [axes]) for d in dims),
         out_specs=of_batch(spec, plan), axis_names=set(axes), check_vma=False,
     )  # fmt: skip
     return plan.constrain(unpadded(run(*rows), shape), spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,20 +17,23 @@ from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import convert_opt_state
 from jzero.flax.state_plan import check_real, plan_of_parts, shardings_of, step_dtype, wrapped_apply
+from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import check_same_program
 from jzero.offload import check_host_memory, made_streamed
-from jzero.optim import init_shapes, unwrap, zero
+from jzero.optim import check_no_explicit, init_shapes, unwrap, zero
 from jzero.sharding import Plan
 
 
 def checked_creator(create: Callable, where: str) -> Callable[[], Any]:
-    """The function itself.
+    """The function itself; what a `functools.partial` brings along lies on a mesh with Auto axes then.
 
     Raises:
       TypeError: it needs arguments.
     """
+    if isinstance(create, functools.partial):
+        create = functools.partial(create.func, *on_auto_mesh(create.args), **on_auto_mesh(create.keywords))
     try:
         params = inspect.signature(create).parameters.values()
     except (TypeError, ValueError):
@@ -48,16 +52,25 @@ def checked_creator(create: Callable, where: str) -> Callable[[], Any]:
 
 def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
-    born, finish, plan, shapes = creation(create, config, mesh, param_specs, scan_axes)
-    check_real(plan)
+    with auto_context():
+        born, finish, plan, shapes = creation(create, config, mesh, param_specs, scan_axes)
+        check_real(plan)
+    check_no_explicit(plan)
     expect_gathers(plan)
     if config.offload is not None:
         check_host_memory(shapes.opt_state, plan)
+    with auto_context():
+        leaves = _run(born)
+    return finish(on_context_mesh(leaves))
+
+
+def _run(born: Any) -> list[Any]:
+    """The leaves; across processes of one and the same program."""
     if jax.process_count() == 1:
-        return finish(born())
+        return born()
     lowered = born.lower()
     check_same_program(lowered, where="jzero.shard")
-    return finish(lowered.compile()())
+    return lowered.compile()()
 
 
 def creation(

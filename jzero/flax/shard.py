@@ -35,10 +35,11 @@ from jzero.flax.state_plan import (
     wrapped_apply,
 )
 from jzero.layout.aliasing import HeldMemory
+from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.placement import check_same, put
 from jzero.layout.specs import P, whole_mesh
 from jzero.offload import check_host_memory
-from jzero.optim import init_shapes, is_wrapped, unwrap, zero
+from jzero.optim import check_no_explicit, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 
 
@@ -63,7 +64,7 @@ def shard(
       state: a Flax `TrainState` (or a subclass with more fields), a pair `(nnx.Module, nnx.Optimizer)`, or a
         function without arguments that returns one of them.
       config: a `ZeroConfig`; or pass its fields as keywords (`stage=2`).
-      mesh: the devices; None: all of them on one axis named as `config.axis`.
+      mesh: the devices; None: those of `jax.set_mesh`, else all of them on one axis named as `config.axis`.
       param_specs: a tree of PartitionSpec for the params (tensor parallelism).
       scan_axes: which dim of which params is a stack of layers, as for `make_plan`. None: what a scan in the creation
         function stacks up is one; of other params it is guessed from shapes, and `plan_of(state).describe()` says so.
@@ -99,7 +100,7 @@ def shard(
     config = make_config(config, fields, where="jzero.shard")
     if adapters.is_creator(state):
         return born_sharded(checked_creator(state, "jzero.shard"), config, mesh, param_specs, scan_axes)
-    parts = adapters.take_apart(state, where="jzero.shard")
+    parts = on_auto_mesh(adapters.take_apart(state, where="jzero.shard"))
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(parts)):
         raise TypeError(
             "jzero.shard: this state is abstract (jax.ShapeDtypeStruct leaves) and has nothing to place. Use "
@@ -107,13 +108,17 @@ def shard(
         )
     plan = plan_of_parts(parts, config, mesh, param_specs, scan_axes)
     check_real(plan)
+    check_no_explicit(plan)
     expect_gathers(plan)
     check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
     if config.offload is not None:
         check_host_memory(init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
     # an NNX pair is filled in place: what it held before, it does not keep
-    return adapters.put_together(state, _place(parts, plan, HeldMemory(() if adapters.is_pair(state) else parts)))
+    held = HeldMemory(() if adapters.is_pair(state) else parts)
+    with auto_context():
+        placed = _place(parts, plan, held)
+    return adapters.put_together(state, on_context_mesh(placed))
 
 
 def abstract(
@@ -141,11 +146,13 @@ def abstract(
     adapters.check_state(state, where="jzero.abstract")
     config = make_config(config, fields, where="jzero.abstract")
     if adapters.is_creator(state):
-        shapes, rebuild, stacks = trace_creator(checked_creator(state, "jzero.abstract"))
+        with auto_context():
+            shapes, rebuild, stacks = trace_creator(checked_creator(state, "jzero.abstract"))
     else:
-        parts = adapters.take_apart(state, where="jzero.abstract")
+        parts = on_auto_mesh(adapters.take_apart(state, where="jzero.abstract"))
         shapes, rebuild, stacks = jax.tree.map(_shape, parts), adapters.rebuilder(state), {}
     plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
+    check_no_explicit(plan)
     tx = zero(unwrap(shapes.tx), plan)
     opt_state = init_shapes(tx, shapes.params)
     check_belongs(shapes.replace(opt_state=logical_shapes(shapes)), tx)
@@ -206,11 +213,12 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
             x = put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
         return kept.apart(x)
 
-    if tx is None:
-        return jax.tree.map(whole, tree)
-    if not is_wrapped(tx):
+    if tx is not None and not is_wrapped(tx):
         raise TypeError("jzero.unshard: tx must be a transformation from jzero.zero, such as state.tx.")
-    return without_padding(jax.tree.map(whole, tree), tx)
+    with auto_context():
+        tree = jax.tree.map(whole, on_auto_mesh(tree))
+        tree = tree if tx is None else without_padding(tree, tx)
+    return on_context_mesh(tree)
 
 
 def _place(parts: Parts, plan: Plan, kept: HeldMemory) -> Parts:

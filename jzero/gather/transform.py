@@ -20,8 +20,9 @@ from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.gather.interpreter import GatherInterpreter
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables
+from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Layout, path_keys
-from jzero.layout.mesh import check_context_mesh, in_shard_map
+from jzero.layout.mesh import in_shard_map
 from jzero.sharding import Plan, check_plan
 
 # Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
@@ -58,14 +59,20 @@ class GatherOnUse:
     def __call__(self, *args, **kwargs):
         """Call the function; where params are stored split, each is gathered where it is used."""
         params, args, kwargs, fn = self._params_apart(args, kwargs)
-        check_context_mesh()
         warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
-        if _tracing.get() or not self.plan.config.row.state:
-            return fn(params, args, kwargs)
+        if not has_module(params):
+            return self._on_auto_axes(fn, params, args, kwargs)
+        if explicit_axes() or (self.plan.config.row.state and not _tracing.get()):
+            return call(self._on_auto_axes, fn, params, args, kwargs)
+        return fn(params, args, kwargs)
 
-        if has_module(params):
-            return call(self._evaluate, fn, params, args, kwargs)
-        return self._evaluate(fn, params, args, kwargs)
+    def _on_auto_axes(self, fn, params, args, kwargs):
+        """`_evaluate`, under an Explicit mesh on Auto axes: [Note: Explicit axes] in `layout/explicit.py`."""
+        trees = params, args, kwargs
+        return in_auto_mode(
+            lambda *trees: self._evaluate(fn, *trees), trees, lambda out: result_specs(trees, out, self.plan),
+            self.plan.own_axes,
+        )  # fmt: skip
 
     def _params_apart(self, args, kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any], Callable]:
         """The params, the other arguments, and the function as one of these three.
@@ -99,7 +106,8 @@ class GatherOnUse:
 
     def _evaluate(self, fn, params, args, kwargs):
         """`fn(params, args, kwargs)` with the gather rule, where there is something to gather or to reduce."""
-        if self.plan.config.row.params or self._reduces(params):
+        reads = not _tracing.get() and self.plan.config.row.state
+        if reads and (self.plan.config.row.params or self._reduces(params)):
             return self.gathering(fn, params, args, kwargs)
         return fn(params, args, kwargs)
 
@@ -227,7 +235,8 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
         without jzero. Traced once per call; static arguments, dropout keys and mutable collections work.
       plan: from `jzero.make_plan`. At stages 1 and 2 nothing is gathered, but the gradient of a weight that every
         round of a loop uses is reduced once, and at stage 2 gradients are reduced bucket by bucket, where they are
-        made. At stage 0 `fn` is returned as it is.
+        made. At stage 0 `fn` is called as it is. Under an Explicit mesh its axes are Auto inside of `fn` at every
+        stage, and what the results are split over follows from the batch.
 
     Returns:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
@@ -246,8 +255,6 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
     """
     check_function(fn, "fn", where="jzero.gather_on_use")
     check_plan(plan, where="jzero.gather_on_use")
-    if not plan.config.row.state:
-        return fn
     if isinstance(fn, GatherOnUse):
         fn = fn.fn
     return GatherOnUse(fn, plan)

@@ -25,6 +25,7 @@ from jzero.core.errors import counted, division, is_array, listing, shown, typed
 from jzero.core.jaxprs import split_arrays
 from jzero.gather.transform import as_written, gather_on_use
 from jzero.gradients.batch_independence import check_examples_apart
+from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P, make_spec
 from jzero.sharding import Plan
@@ -112,12 +113,16 @@ class Accumulation:
             return sum_over_devices(loss, plan) / total, aux, grads
 
         run = jax.shard_map(
-            local, mesh=plan.array_mesh, in_specs=(P(), specs),
+            local, mesh=typed_mesh(plan.array_mesh), in_specs=(P(), specs),
             out_specs=(P(), P(), [of_batch(spec, plan) for _, spec in rows]), axis_names=set(axes), check_vma=False,
         )  # fmt: skip
         loss, aux, grads = run(params, arrays)
         grads = [cut(g, x.shape, spec, plan) for g, (x, spec) in zip(grads, rows, strict=True)]
         return loss, aux, jax.tree.structure(params).unflatten(grads)
+
+    def layout_of(self, x: Layout):
+        """The layout of the gradient that it returns, where that is part of its type."""
+        return {"step": self._reduced_to(x), "microbatch": x.grad, "plain": x.state}[self.mode]
 
     def _reduced_to(self, x: Layout):
         """`Layout.state`, or whole where its padded pieces share a dim with another axis."""

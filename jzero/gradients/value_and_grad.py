@@ -21,7 +21,7 @@ from jzero.core.nnx_modules import has_module
 from jzero.gather.transform import gather_on_use
 from jzero.gradients.accumulation import Accumulation
 from jzero.gradients.loss_scale import Factor, factor_of
-from jzero.layout.mesh import check_context_mesh
+from jzero.layout.explicit import in_auto_mode, result_specs
 from jzero.sharding import Plan, check_plan
 
 REDUCE = ("auto", "step", "microbatch")
@@ -145,9 +145,22 @@ class _ValueAndGrad:
 
     def __call__(self, params, *args, **kwargs):
         """(loss, grads) of the whole batch."""
-        plan, plain = self.accumulation.plan, self.accumulation.mode == "plain"
-        check_context_mesh()
+        plan, trees = self.accumulation.plan, (params, args, kwargs)
         self._check_params(params)
+
+        def of_batch(scale, params, args, kwargs):
+            known = self if scale is None else dataclasses.replace(self, scale=Factor(scale))
+            return known._of_batch(params, *args, **kwargs)
+
+        def specs(out):
+            grads = [self.accumulation.layout_of(x) for x in plan.layouts]
+            return [*result_specs(trees, out[0], plan), *grads]
+
+        scale = None if self.scale is None else self.scale.value
+        return in_auto_mode(of_batch, (scale, *trees), specs, plan.own_axes)
+
+    def _of_batch(self, params, *args, **kwargs):
+        plan, plain = self.accumulation.plan, self.accumulation.mode == "plain"
         if plain and self.scale is None:
             fn = gather_on_use(self.loss_fn, plan)
             return jax.value_and_grad(fn, has_aux=self.has_aux)(params, *args, **kwargs)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import listing, nearest, shown
+from jzero.layout.explicit import auto_mesh, context_mesh
 from jzero.layout.specs import check_axes, whole_mesh
 from jzero.layout.topology import grid, span
 
@@ -195,8 +196,11 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
 
     Raises:
       TypeError: not a `jax.sharding.Mesh`.
-      ValueError: an axis that is not in the mesh; or a mesh with Explicit axes that is also the context's mesh.
+      ValueError: an axis that is not in the mesh.
     """
+    context = context_mesh()
+    if mesh is None and context is not None and set(config.axes) <= set(context.axis_names):
+        mesh = context
     if mesh is None:
         mesh = Mesh(np.array(jax.devices()).reshape([-1] + [1] * (len(config.axes) - 1)), config.axes)
     if not isinstance(mesh, Mesh):
@@ -206,23 +210,8 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
     check_axes(axes, mesh, where="jzero", remedy="Pass axis= one of its names, or another mesh.")
     if all(t == AxisType.Auto for t in mesh.axis_types):
         return mesh, []
-    check_context_mesh()
-    note = "the mesh has Explicit axes; arrays are laid out on a mesh with Auto axes over the same devices."
-    return Mesh(mesh.devices, mesh.axis_names), [note]
-
-
-def check_context_mesh() -> None:
-    """Raises ValueError where `jax.set_mesh` has made axes Explicit: constraints would be types there."""
-    context = jax.sharding.get_abstract_mesh()
-    explicit = [
-        n for n, t in zip(context.axis_names, context.axis_types, strict=True) if t == AxisType.Explicit
-    ]
-    if explicit:
-        raise ValueError(
-            f"jzero: the context mesh (jax.set_mesh) has Explicit axes {explicit}; jzero needs Auto axes, where "
-            "layouts are constraints and the model stays as it is. Make it with jax.make_mesh(shape, names, "
-            "axis_types=(jax.sharding.AxisType.Auto,) * len(names)), or leave jax.set_mesh out."
-        )
+    note = "the mesh has Explicit axes; without jax.set_mesh arrays lie on a mesh with Auto axes over the same devices."
+    return auto_mesh(mesh), [note]
 
 
 def in_shard_map() -> bool:
