@@ -25,7 +25,7 @@ from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
-from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal
+from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.leaf_rule import Layout
 from jzero.offload import check_host_memory, placements_of, streamed
 from jzero.sharding import Plan, check_plan
@@ -148,7 +148,7 @@ class _Init(_Wrapped):
         _check_devices([x for x, _ in pairs], self.plan)
         if self.plan.config.offload is None:
             return jax.jit(self.typed)(params)
-        check_no_explicit(self.plan)
+        check_explicit(self.plan)
         check_host_memory(jax.eval_shape(self.on_device, params), self.plan)
         return jax.jit(self.trace)(params)
 
@@ -190,7 +190,7 @@ class _Update(_Wrapped):
         tree = jax.tree.structure(params)
         if "value_fn" in extra:
             extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
-        check_no_explicit(self.plan, extra)
+        check_explicit(self.plan, extra)
         args = [p for p, _ in pairs], grads, inner, master, extra
         run = functools.partial(self._on_shards, tree)
         news, inner, new_master = in_auto_mode(run, args, self._specs_on_shards)
@@ -291,17 +291,15 @@ def state_specs(state, plan: Plan) -> list:
     return [*plan.state_specs(state.inner), *masters]
 
 
-def check_no_explicit(plan: Plan, extra: Any = ()) -> None:
-    """Raises NotImplementedError for what has no types under an Explicit mesh."""
+def check_explicit(plan: Plan, extra: Any = ()) -> None:
+    """Raises NotImplementedError for what has no types under an Explicit mesh, ValueError for another mesh."""
     if not explicit_axes():
         return
-    found = {
-        "offload": plan.config.offload is not None,
-        "a line search (value_fn)": "value_fn" in extra,
-        "cutting a leaf along several dims": any(x.several_dims for x in plan.layouts),
-    }
-    if what := next((name for name, here in found.items() if here), None):
-        raise refusal(what)
+    if plan.config.offload is not None:
+        raise refusal("offload")
+    if "value_fn" in extra:
+        raise refusal("a line search (value_fn)")
+    typed_mesh(plan.array_mesh)
 
 
 def widen(values, params, plan: Plan):

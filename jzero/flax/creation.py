@@ -22,7 +22,7 @@ from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import check_same_program
 from jzero.offload import check_host_memory, made_streamed
-from jzero.optim import check_no_explicit, init_shapes, unwrap, zero
+from jzero.optim import check_explicit, init_shapes, unwrap, zero
 from jzero.sharding import Plan
 
 
@@ -55,7 +55,7 @@ def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spec
     with auto_context():
         born, finish, plan, shapes = creation(create, config, mesh, param_specs, scan_axes)
         check_real(plan)
-    check_no_explicit(plan)
+    check_explicit(plan)
     expect_gathers(plan)
     if config.offload is not None:
         check_host_memory(shapes.opt_state, plan)

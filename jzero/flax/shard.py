@@ -39,7 +39,7 @@ from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.placement import check_same, put
 from jzero.layout.specs import P, whole_mesh
 from jzero.offload import check_host_memory
-from jzero.optim import check_no_explicit, init_shapes, is_wrapped, unwrap, zero
+from jzero.optim import check_explicit, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 
 
@@ -108,7 +108,7 @@ def shard(
         )
     plan = plan_of_parts(parts, config, mesh, param_specs, scan_axes)
     check_real(plan)
-    check_no_explicit(plan)
+    check_explicit(plan)
     expect_gathers(plan)
     check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
@@ -152,7 +152,7 @@ def abstract(
         parts = on_auto_mesh(adapters.take_apart(state, where="jzero.abstract"))
         shapes, rebuild, stacks = jax.tree.map(_shape, parts), adapters.rebuilder(state), {}
     plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
-    check_no_explicit(plan)
+    check_explicit(plan)
     tx = zero(unwrap(shapes.tx), plan)
     opt_state = init_shapes(tx, shapes.params)
     check_belongs(shapes.replace(opt_state=logical_shapes(shapes)), tx)
@@ -215,8 +215,9 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
 
     if tx is not None and not is_wrapped(tx):
         raise TypeError("jzero.unshard: tx must be a transformation from jzero.zero, such as state.tx.")
+    tree = on_auto_mesh(tree)
     with auto_context():
-        tree = jax.tree.map(whole, on_auto_mesh(tree))
+        tree = jax.tree.map(whole, tree)
         tree = tree if tx is None else without_padding(tree, tx)
     return on_context_mesh(tree)
 

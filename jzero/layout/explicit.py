@@ -110,13 +110,18 @@ def auto_context() -> Iterator[None]:
 
 
 def on_auto_mesh(tree: Any) -> Any:
-    """The arrays of a tree, also abstract ones, with their mesh's axes Auto: the same buffers."""
-    return jax.tree.map(lambda x: _retyped(x, auto_mesh), tree)
+    """The arrays of a tree, also abstract ones, in the types of `auto_context`: the same buffers."""
+    return jax.tree.map(lambda x: _retyped(x, auto_mesh), tree) if explicit_axes() else tree
 
 
 def on_context_mesh(tree: Any) -> Any:
-    """The arrays of a tree, also abstract ones, with the types of axes that the context has: the same buffers."""
-    return jax.tree.map(lambda x: _retyped(x, typed_mesh), tree) if explicit_axes() else tree
+    """The arrays of a tree, also abstract ones, in the types of the context; those on another mesh as they are."""
+    shape = dict(jax.sharding.get_abstract_mesh().shape)
+
+    def typed(mesh):
+        return typed_mesh(mesh) if dict(mesh.shape) == shape else mesh
+
+    return jax.tree.map(lambda x: _retyped(x, typed), tree) if explicit_axes() else tree
 
 
 def _retyped(x: Any, change: Callable[[Mesh], Mesh]) -> Any:
