@@ -118,7 +118,7 @@ def weights_in_loop(e: Evidence) -> Faults:
 
     Those of a stack are moved layer by layer in it: a leaf that looks like one of its layers is not told apart.
     """
-    if e.on_cpu or not e.split or next(gather_on_use(e), None):  # XLA chooses what to move
+    if e.on_cpu or not e.split or e.split_stacks or next(gather_on_use(e), None):  # XLA chooses what to move
         return
     layers = {e.local(x, sliced=True) for x in e.split if x.scanned}
     leaves = {e.local(x): x for x in e.split if not x.scanned and e.local(x) not in layers}
