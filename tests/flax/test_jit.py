@@ -162,6 +162,18 @@ def test_xla_gets_the_options_of_the_plan(mesh, monkeypatch):
         jzero.jit(lambda model, x: model(x), plan)(nnx.Linear(DIM_IN, 8, rngs=nnx.Rngs(0)), X)
 
 
+@pytest.mark.pod
+def test_a_program_for_a_pod():
+    """Donated and split as at a call, with abstract batches."""
+    pod = jzero.pod("h200")
+    state = jzero.abstract(lambda: create_small(TX), stage=2, mesh=pod.mesh({"data": 8}), min_shard_bytes=0)
+    plan, train = jzero.plan_of(state), jzero.jit(train_step, jzero.plan_of(state))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
+    program = pod.compile(train, state, abstract)
+    assert jzero.findings(program, plan) == ()  # state_not_donated and batch_not_split among them
+    assert jzero.explain(program, plan).wire.psi == pytest.approx(2, rel=0.02)
+
+
 def test_as_a_decorator(mesh):
     state = jzero.shard(create_small(TX), stage=1, mesh=mesh)
 
