@@ -141,6 +141,7 @@ def _steps() -> list[Subject]:
     positions = "int list huge"
     grads = jax.tree.map(jnp.ones_like, params)
     update, grad = m["zero"].update, jzero.value_and_grad(_mean, plan, accumulate=2)
+    jitted = jzero.jit(_mean, plan)
     return [
         Subject("jzero.zero", jzero.zero, {"tx": m["tx"], "plan": plan}, {}),
         Subject("jzero.zero.init", lambda params: m["zero"].init(params), {"params": params}, {}),
@@ -151,6 +152,9 @@ def _steps() -> list[Subject]:
         Subject("jzero.gather_on_use", jzero.gather_on_use, {"fn": _loss, "plan": plan}, {"fn": CALLED}),
         Subject("jzero.gather_on_use", lambda params: jzero.gather_on_use(_mean, m["plan_3"])(params, None),
                 {"params": params}, {}),
+        Subject("jzero.jit", jzero.jit, {"step": _loss, "plan": plan}, {"step": CALLED}),
+        Subject("jzero.jit", lambda params, batch: jitted(params, batch), {"params": params, "batch": BATCH},
+                {"batch": "array"}, heavy=True),
         Subject("jzero.value_and_grad", jzero.value_and_grad,
                 {"loss_fn": _loss, "plan": plan, "accumulate": 2, "has_aux": False, "batch_argnums": 1,
                  "rng_argnums": (), "weight": None, "reduce": "auto", "coupled": "refuse", "scale": None},
