@@ -276,7 +276,7 @@ def test_without_a_plugin(monkeypatch):
     with pytest.raises(
         ImportError, match=r'has no CUDA plugin here(.|\n)*pip install "jzero\[pod\]"'
     ) as caught:
-        pod("h200", hosts=3)
+        pod("h200", hosts=1009)  # which no other test has made before
     assert f"jax-cuda12-plugin=={jax.__version__}" in str(caught.value)
 
 
@@ -286,7 +286,7 @@ def test_a_plugin_that_does_not_start(monkeypatch):
 
     monkeypatch.setattr(topologies, "get_topology_desc", broken)
     with pytest.raises(RuntimeError, match=r"does not start(.|\n)*JAX_PLATFORMS=cpu"):
-        pod("h200", hosts=5)
+        pod("h200", hosts=1013)
 
 
 @pytest.mark.pod

@@ -93,7 +93,8 @@ def test_garbage_at_the_port_kills_nothing_and_a_kill_ends_all(run):
     killed = time.monotonic()
     for me in (0, 2):
         assert run.workers[me].wait(timeout=HEARTBEAT + SLACK) == 1, run.said(me)
-        assert names(run.said(me), me, 1), run.said(me)
+        # process 0 hears of it first; when it has ended before process 2 asks, that one is told of process 0
+        assert names(run.said(me), me, 1) or (me == 2 and names(run.said(me), me, 0)), run.said(me)
         assert "start all again with --resume." in run.said(me)  # a log line of JAX may come after it
     print(f"the others ended {time.monotonic() - killed:.1f} s after the kill")
 
