@@ -118,7 +118,7 @@ class Jit:
         wanted = [w and x is None for w, x in zip(wanted, self.plan.copies(arg), strict=True)]
         abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
         real = [x if w and not a else None for x, w, a in zip(leaves, wanted, abstract, strict=True)]
-        placed = jax.tree.leaves(self.plan.place_batch(tree.unflatten(real)), is_leaf=lambda x: x is None)
+        placed = tree.flatten_up_to(self.plan.place_batch(tree.unflatten(real)))
         return tree.unflatten(
             [
                 x if not w else abstract_batch(x, self.plan.batch) if a else p

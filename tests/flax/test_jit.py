@@ -113,6 +113,10 @@ def test_keys_scalars_and_arrays_on_the_mesh_are_left_alone(mesh):
     assert out[6].sharding.spec == P("data")
     np.testing.assert_array_equal(out[6], X)
     assert run.eval_shape(*given)[6].shape == X.shape
+    mixed = run({"x": X, "mask": None, "key": jax.random.key(1), "weights": weights, "n": 3})[0]
+    assert mixed["mask"] is None
+    assert mixed["x"].sharding.spec == P("data")
+    assert mixed["weights"].sharding.is_fully_replicated
     abstract = run.trace(*given[:6], jax.ShapeDtypeStruct(X.shape, X.dtype), {"mask": None})
     shardings = abstract.lower().compile().input_shardings[0]
     assert shardings[6].spec == P("data")
