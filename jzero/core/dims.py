@@ -20,9 +20,16 @@ def _reshaped(eqn: Any, dim: int) -> int | None:
     return None
 
 
-def _squeezed(eqn: Any, dim: int) -> int | None:
-    removed = eqn.params["dimensions"]
-    return None if dim in removed else dim - sum(d < dim for d in removed)
+def dims_in_order(eqn: Any) -> list[int]:
+    """The dims of the operand that a transpose or a squeeze keeps, in the order in which its result has them."""
+    if eqn.primitive.name == "transpose":
+        return list(eqn.params["permutation"])
+    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in eqn.params["dimensions"]]
+
+
+def _reordered(eqn: Any, dim: int) -> int | None:
+    order = dims_in_order(eqn)
+    return order.index(dim) if dim in order else None
 
 
 def _if_whole(sizes: Callable[[Any], Sequence[int]]):
@@ -59,9 +66,9 @@ MOVED_DIMS: dict[str, Callable[[Any, int], int | None]] = {
     "slice": _if_whole(lambda eqn: eqn.outvars[0].aval.shape),
     "sort": _if_not_in("dimension"),
     "split": _if_not_in("axis"),
-    "squeeze": _squeezed,
+    "squeeze": _reordered,
     "top_k": lambda eqn, dim: dim if dim != eqn.invars[0].aval.ndim - 1 else None,
-    "transpose": lambda eqn, dim: list(eqn.params["permutation"]).index(dim),
+    "transpose": _reordered,
 }  # fmt: skip
 """For an equation and a dim of its operands: the dim of the result along which the same values lie, index by index.
 
@@ -108,10 +115,3 @@ def lookup_dims(eqn: Any) -> LookupDims:
     window = [d for d in range(len(shape)) if d not in numbers.collapsed_slice_dims and d not in paired]
     rows = zip(window, numbers.offset_dims, strict=True)
     return LookupDims(of_index, paired, {d: out for d, out in rows if eqn.params["slice_sizes"][d] == shape[d]})
-
-
-def dims_in_order(eqn: Any) -> list[int]:
-    """The dims of the operand that a transpose or a squeeze keeps, in the order in which its result has them."""
-    if eqn.primitive.name == "transpose":
-        return list(eqn.params["permutation"])
-    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in eqn.params["dimensions"]]

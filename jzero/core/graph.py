@@ -21,6 +21,7 @@ import numpy as np
 from jzero.core import jaxprs
 from jzero.core.dims import reduced_dims
 from jzero.core.primitives import CALLS, LAYOUT, REDUCTIONS
+from jzero.core.regions import bodies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,7 +141,7 @@ class Graph:
             if name in CALLS and CALLS[name] in eqn.params and self.inlines(eqn, values):
                 outs = self._add(*jaxprs.opened(eqn.params[CALLS[name]]), values, (*outer, eqn))
             elif self.chooses and name == "cond" and not eqn.effects:
-                branches = [self._add(*body, values[1:], (*outer, eqn)) for body in jaxprs.branches(eqn)]
+                branches = [self._add(*body, values[1:], (*outer, eqn)) for body in bodies(eqn)[0]]
                 outs = [self._choice(eqn, values[0], some) for some in zip(*branches, strict=True)]
             else:
                 outs = [self._new(v.aval) for v in eqn.outvars]

@@ -90,33 +90,3 @@ def bind(eqn, args: Sequence[Any]) -> list[Any]:
     """The equation's primitive on other arguments; always a list of results."""
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def scan_parts(eqn) -> tuple[Any, int, int]:
-    """The body of a scan, and how many of its arguments are loop constants and carries."""
-    return opened(eqn.params["jaxpr"])[0], *scan_counts(eqn.params)
-
-
-def while_parts(eqn) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """The condition and the body of a while loop, each with the number of arguments that it has for itself."""
-    cond, body = (opened(eqn.params[f"{name}_jaxpr"])[0] for name in ("cond", "body"))
-    return (cond, eqn.params["cond_nconsts"]), (body, eqn.params["body_nconsts"])
-
-
-def branches(eqn) -> list[tuple[Any, list[Any]]]:
-    """The branches of a `cond`, as (jaxpr, consts)."""
-    return [opened(branch) for branch in eqn.params["branches"]]
-
-
-def scan_counts(params) -> tuple[int, int]:
-    """Number of loop constants and of carries among a scan's arguments."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
-
-
-def loop_consts(eqn) -> int:
-    """Number of leading operands of a loop that are the same in every round."""
-    p = eqn.params
-    return p["cond_nconsts"] + p["body_nconsts"] if eqn.primitive.name == "while" else scan_counts(p)[0]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.core.jaxprs import is_literal, opened, scan_counts
+from jzero.core.jaxprs import is_literal, opened
 from jzero.core.primitives import REMAT
 
 Body = tuple[Any, list[Any]]
@@ -25,6 +25,30 @@ def bodies(eqn) -> tuple[list[Body], int]:
     if name == "cond":
         return [opened(branch) for branch in params["branches"]], 1
     return ([opened(params["jaxpr"])], 0) if name == "scan" or name in REMAT else ([], 0)
+
+
+def scan_parts(eqn) -> tuple[Any, int, int]:
+    """The body of a scan, and how many of its arguments are loop constants and carries."""
+    p = eqn.params
+    if "num_consts" in p:
+        consts, carry = p["num_consts"], p["num_carry"]
+    else:
+        first, second, _ = p["ft_in"].unpack()
+        consts, carry = len(first), len(second)
+    return opened(p["jaxpr"])[0], consts, carry
+
+
+def while_parts(eqn) -> tuple[tuple[Any, int], tuple[Any, int]]:
+    """The condition and the body of a while loop, each with the number of arguments that it has for itself."""
+    cond, body = (opened(eqn.params[f"{name}_jaxpr"])[0] for name in ("cond", "body"))
+    return (cond, eqn.params["cond_nconsts"]), (body, eqn.params["body_nconsts"])
+
+
+def loop_consts(eqn) -> int:
+    """Number of leading operands of a loop that are the same in every round."""
+    if eqn.primitive.name == "while":
+        return sum(own for _, own in while_parts(eqn))
+    return scan_parts(eqn)[1]
 
 
 def handed_through(eqn, marked: Sequence[bool]) -> list[int | None]:
@@ -62,7 +86,7 @@ def switch_with(
 def scan_with(eqn, body: Callable[[Sequence[Any]], list[Any]], operands: Sequence[Any]) -> list[Any]:
     """A scan with another body, which gets constants, carry and one slice of each stack, all in one list."""
     p = eqn.params
-    consts, carry = scan_counts(p)
+    _, consts, carry = scan_parts(eqn)
 
     def one_round(state, slices):
         outs = body([*operands[:consts], *state, *slices])
@@ -79,11 +103,10 @@ def while_with(
     eqn, evaluate: Callable[[Any, list[Any], list[Any]], list[Any]], operands: Sequence[Any]
 ) -> Any:
     """A while loop whose condition and body are run by `evaluate(jaxpr, consts, arguments)`."""
-    p = eqn.params
-    a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    a, b = while_parts(eqn)[0][1], loop_consts(eqn)
 
     def part(name: str, own: Sequence[Any]) -> Callable[[Any], list[Any]]:
-        jaxpr, consts = opened(p[f"{name}_jaxpr"])
+        jaxpr, consts = opened(eqn.params[f"{name}_jaxpr"])
         return lambda state: evaluate(jaxpr, consts, [*own, *state])
 
     condition, body = part("cond", operands[:a]), part("body", operands[a:b])

@@ -109,7 +109,7 @@ class Jit:
 
     def _place(self, arg: Any) -> Any:
         """One argument; as the same object where nothing of it is to be placed."""
-        if is_train_state(arg) or is_nnx_optimizer(arg) or has_module(arg):
+        if is_train_state(arg) or _is_nnx(arg):
             return arg
         leaves, tree = jax.tree.flatten(arg)
         wanted = [_is_unplaced(x) for x in leaves]
@@ -128,13 +128,13 @@ class Jit:
 
     def _jit(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The jitted step for arguments of this structure."""
-        objects = tuple(is_nnx_optimizer(a) or has_module(a) for a in args)
+        objects = tuple(map(_is_nnx, args))
         chosen = not self.options.keys() & {"donate_argnums", "donate_argnames"}
         key = objects
         if chosen and not any(objects):
             key = tuple(jax.tree.structure(a) for a in args), jax.tree.structure(kwargs)
         if key not in self._jitted:
-            make = self._jit_nnx if any(objects) or has_module(kwargs) else self._jit_arrays
+            make = self._jit_nnx if any(objects) or _is_nnx(kwargs) else self._jit_arrays
             self._jitted[key] = make(args, kwargs, chosen)
         return self._jitted[key]
 
@@ -199,6 +199,11 @@ class NnxJit:
         if name in ("jitted", "compiler_options"):  # not set yet: copying
             raise AttributeError(name)
         return getattr(self.jitted, name)
+
+
+def _is_nnx(arg: Any) -> bool:
+    """An NNX optimizer, or a tree with modules; a TrainState, which may have many leaves, is not looked through."""
+    return is_nnx_optimizer(arg) or (not is_train_state(arg) and has_module(arg))
 
 
 def _is_unplaced(x: Any) -> bool:

@@ -44,7 +44,7 @@ from jzero.core.linear import LINEAR, linear
 from jzero.core.ordering import after
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
-from jzero.core.regions import bodies, handed_through, remat_with, switch_with
+from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
 from jzero.gather import buckets
 from jzero.gather.loops import LoopOps
 from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
@@ -138,7 +138,7 @@ class GatherInterpreter(LoopOps):
         name = node.name
         if name in ("convert_element_type", "while", "cond"):
             return []
-        ins = node.ins[: jaxprs.loop_consts(node.eqn)] if name == "scan" else node.ins
+        ins = node.ins[: loop_consts(node.eqn)] if name == "scan" else node.ins
         return [a for a in dict.fromkeys(ins) if isinstance(env[a], Weight) and env[a].split]
 
     def equation(self, eqn, values: list[Any]) -> list[Any]:

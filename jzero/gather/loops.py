@@ -22,11 +22,10 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jzero.core import jaxprs
 from jzero.core.linear import linear
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
-from jzero.core.regions import bodies, rounds, scan_with, while_with
+from jzero.core.regions import bodies, loop_consts, rounds, scan_parts, scan_with, while_with
 from jzero.gather.sharded_weight import Weight, unwrap
 from jzero.gather.weight_graph import looked_up
 from jzero.gather.weight_ops import WeightOps
@@ -45,7 +44,7 @@ class LoopOps(WeightOps, abc.ABC):
 
     def scan_(self, eqn, values: list[Any]) -> list[Any]:
         """A scan: stacked weights stay stored; those in the carry and constant ones are gathered before it."""
-        _, consts, carry = jaxprs.scan_parts(eqn)
+        _, consts, carry = scan_parts(eqn)
         values = list(values)
         values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
         several = rounds(eqn) > 1
@@ -69,11 +68,11 @@ class LoopOps(WeightOps, abc.ABC):
 
     def _tables(self, eqn, values: Sequence[Any]) -> set[int]:
         """Positions of the weights whose rows are looked up in the loop."""
-        return looked_up(jaxprs.scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
+        return looked_up(scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
 
     def _scan(self, eqn, values: list[Any]) -> list[Any]:
         """A scan of arrays, and of weights that are gathered in it."""
-        _, consts, carry = jaxprs.scan_parts(eqn)
+        _, consts, carry = scan_parts(eqn)
         ((jaxpr, known),), _ = bodies(eqn)
         flat, rewrap = unwrap(values)
 
@@ -84,7 +83,7 @@ class LoopOps(WeightOps, abc.ABC):
 
     def while_(self, eqn, values: list[Any]) -> list[Any]:
         """A while loop: the carry and constant weights are gathered before it. It has no backward pass."""
-        consts = jaxprs.loop_consts(eqn)
+        consts = loop_consts(eqn)
         chosen = set(self.before_loop(values[:consts]))
         values = [self.gathered(v) if i in chosen or i >= consts else v for i, v in enumerate(values)]
         return while_with(eqn, lambda *part: self.plain(self.inner().run(*part)), values)

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from jax.dtypes import issubdtype
 
-from jzero.core import jaxprs
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import INLINE, REMAT
 from jzero.core.products import row_lookup
-from jzero.core.regions import bodies, handed_through
+from jzero.core.regions import bodies, handed_through, loop_consts
 from jzero.gather.sharded_weight import ON_SHARD
 
 LOOPS = ("scan", "while")
@@ -134,7 +133,7 @@ def loop_constants(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
     found: set[int] = set()
     for node in graph.nodes:
         if node.name in LOOPS:
-            found.update(i for i in node.ins[: jaxprs.loop_consts(node.eqn)] if i in graph.parent)
+            found.update(i for i in node.ins[: loop_consts(node.eqn)] if i in graph.parent)
         found |= graph.inside(node, loop_constants)
     return graph.positions(found)
 

@@ -25,6 +25,7 @@ from jzero.core.block_input import BEGIN, END
 from jzero.core.dims import MOVED_DIMS, dot_dims, lookup_dims, reduced_dims
 from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE
 from jzero.core.products import example_dims
+from jzero.core.regions import bodies, scan_parts, while_parts
 from jzero.core.traversal import traverse
 
 
@@ -276,7 +277,7 @@ def _fixed_point(body: Callable[[list[Kind]], list[Kind]], carry: list[Kind], wh
 
 
 def _scan(eqn, ins: list[Kind]) -> list[Kind]:
-    body, consts, carried = jaxprs.scan_parts(eqn)
+    body, consts, carried = scan_parts(eqn)
 
     def sliced(kind: Kind) -> Kind:
         if not isinstance(kind, Rows):
@@ -294,7 +295,7 @@ def _scan(eqn, ins: list[Kind]) -> list[Kind]:
 
 
 def _while(eqn, ins: list[Kind]) -> list[Kind]:
-    (cond, a), (body, count) = jaxprs.while_parts(eqn)
+    (cond, a), (body, count) = while_parts(eqn)
     b = a + count
     carry = _fixed_point(lambda c: kinds_of_results(body, [*ins[a:b], *c]), ins[b:], _where(eqn))
     (stop,) = kinds_of_results(cond, [*ins[:a], *carry])
@@ -302,7 +303,7 @@ def _while(eqn, ins: list[Kind]) -> list[Kind]:
 
 
 def _cond(eqn, ins: list[Kind]) -> list[Kind]:
-    joined, *others = (kinds_of_results(branch, ins[1:]) for branch, _ in jaxprs.branches(eqn))
+    joined, *others = (kinds_of_results(branch, ins[1:]) for branch, _ in bodies(eqn)[0])
     for other in others:
         joined = [_join(a, b, _where(eqn)) for a, b in zip(joined, other, strict=True)]
     return joined if isinstance(ins[0], Const) else [Mixed(_where(eqn))] * len(joined)

@@ -100,13 +100,8 @@ def auto_context() -> Iterator[None]:
     if not axes or mesh is None:
         yield
         return
-    try:
-        with jax.set_mesh(auto_mesh(mesh)):
-            yield
-    except Exception as error:  # the type of such an error differs by version
-        if explained := _explained(error, axes):
-            raise explained from error
-        raise
+    with _explaining(axes), jax.set_mesh(auto_mesh(mesh)):
+        yield
 
 
 def on_auto_mesh(tree: Any) -> Any:
@@ -170,19 +165,23 @@ def in_auto_mode(
     axes = explicit_axes()
     if not axes:
         return fn(*args)
+    kept = tuple(a for a in axes if a in own)
+    with _explaining(axes):
+        try:
+            return _region(fn, args, out_specs, axes)
+        except Exception as error:  # the type of such an error differs by version
+            if _NAMED not in str(error) or kept in ((), axes):
+                raise
+    with _explaining(kept):
+        return _region(fn, args, out_specs, kept)
+
+
+@contextlib.contextmanager
+def _explaining(axes: tuple[str, ...]) -> Iterator[None]:
+    """Errors of JAX that are about these axes are raised in jzero's words."""
     try:
-        return _region(fn, args, out_specs, axes)
+        yield
     except Exception as error:  # the type of such an error differs by version
-        kept = tuple(a for a in axes if a in own)
-        if _NAMED in str(error) and kept and kept != axes:
-            axes = kept
-        elif explained := _explained(error, axes):
-            raise explained from error
-        else:
-            raise
-    try:
-        return _region(fn, args, out_specs, axes)
-    except Exception as error:
         if explained := _explained(error, axes):
             raise explained from error
         raise

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from jzero.core import jaxprs
 from jzero.core.dims import MOVED_DIMS
 from jzero.core.errors import check_int, listing, nearest
 from jzero.core.primitives import ELEMENTWISE
+from jzero.core.regions import scan_parts
 from jzero.core.traversal import traverse
 
 Keys = tuple[str, ...]
@@ -101,7 +101,7 @@ def _stacked_dims(eqn: Any, inputs: list[int | None]) -> list[int | None]:
     """The stacked dim of each result of an equation, from those of its operands."""
     name = eqn.primitive.name
     if name == "scan":
-        carry = jaxprs.scan_parts(eqn)[2]
+        carry = scan_parts(eqn)[2]
         return [None if i < carry else 0 for i in range(len(eqn.outvars))]
     if name == "transpose" and inputs[0] is not None:
         return [MOVED_DIMS[name](eqn, inputs[0])]

@@ -8,7 +8,7 @@ import jax
 
 from jzero.core.errors import human_bytes
 from jzero.proof.evidence import Evidence
-from jzero.proof.faults import KINDS
+from jzero.proof.faults import faults
 from jzero.proof.hlo import parse
 from jzero.proof.report import text_of
 from jzero.sharding import Plan, check_plan
@@ -19,7 +19,7 @@ class Finding:
     """One way in which a stage did not engage.
 
     Attributes:
-      kind: a stable short name, one of `KINDS`.
+      kind: a stable short name, one of `faults.KINDS`.
       text: what was found, with the leaves it concerns.
       bytes: per device: what is held, or sent in a step, for no good.
       remedy: the argument or call that mends it.
@@ -77,7 +77,7 @@ def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
       plan: the plan of that state.
 
     Returns:
-      One `Finding` per kind, in the order of `KINDS`: wrong values first, then what wastes most.
+      One `Finding` per kind, in the order of `faults.KINDS`: wrong values first, then what wastes most.
 
     Raises:
       TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
@@ -91,4 +91,4 @@ def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
     check_plan(plan, where="jzero.check")
     compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
     evidence = Evidence(compiled, plan, parse(text_of(compiled)))
-    return tuple(Finding(kind, *found) for kind, rule in KINDS.items() for found in rule(evidence))
+    return tuple(Finding(kind, *row) for kind, rows in faults(evidence).items() for row in rows)

@@ -116,11 +116,6 @@ class Evidence:
     def _is_own(self, keys: tuple[str, ...]) -> bool:
         return not any(is_of(keys, tree) for tree in self.others)
 
-    @functools.cached_property
-    def reduced_elements(self) -> int:
-        """Elements of all gradients of a step: of the split params as a device uses them, and of other models."""
-        return sum(self.local(x) for x in self.split) + sum(self.others.values())
-
     def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[int, bool]]:
         """Bytes of the result that stands where an argument did (their paths end alike), and if it is on the host."""
         outs = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(self.compiled.output_shardings)]

@@ -40,7 +40,7 @@ def other_params(rows: Sequence[Row], plan: Plan) -> dict[Keys, int]:
     return {
         tree: sum(math.prod(info.shape) for _, info, _ in leaves)
         for tree, leaves in trees.items()
-        if not _within(tree, own) and not _within(own, tree)
+        if not is_of(tree, own) and not is_of(own, tree)
     }
 
 
@@ -54,10 +54,6 @@ def _tree_of_params(keys: Keys) -> Keys | None:
         return (*keys[: keys.index("states")], "states")
     names = keys[2:]  # the first two say which argument it is
     return keys[: 3 + names.index("params")] if "params" in names and "opt_state" not in names else None
-
-
-def _within(tree: Keys, other: Keys) -> bool:
-    return is_of(tree, other)
 
 
 def _likeness(tree: Keys, leaves: Sequence[tuple[Keys, Any, Any]], plan: Plan) -> tuple[int, int]:

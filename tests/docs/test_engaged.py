@@ -9,7 +9,7 @@ import jax
 import pytest
 from scripts import load
 
-from jzero.proof.check import KINDS
+from jzero.proof.faults import KINDS
 
 pytestmark = pytest.mark.pod
 

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from programs import QUICK, SEQ, Block, Gpt, gpt_loss, gpt_step, small_gpt, small_state, tokens
 
 import jzero
-from jzero.proof.check import KINDS, CheckError, Finding, check, findings
+from jzero.proof.check import CheckError, Finding, check, findings
+from jzero.proof.faults import KINDS
 
 pytestmark = pytest.mark.pod
 

@@ -39,3 +39,22 @@ KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "optimizer_moves": state.optimizer_moves,
     "reduction_per_microbatch": steps.reduction_per_microbatch,
 }
+
+CONSEQUENCES = {
+    "gathered_weights_kept": "stack_gathered_before_loop",
+    "weights_moved_in_loop": "gather_on_use_not_traced",  # XLA chooses what to move
+    "gradients_all_reduced": "weights_moved_in_loop",
+    "reduction_per_microbatch": "weights_moved_in_loop",
+}
+"""Kinds that are not reported where another one is, which they follow from."""
+
+
+def faults(e: Evidence) -> dict[str, list[tuple[str, int, str]]]:
+    """What each rule finds, by kind, without what follows from something else that is found."""
+    found = {kind: list(rule(e)) for kind, rule in KINDS.items()}
+
+    def is_reported(kind: str) -> bool:
+        cause = CONSEQUENCES.get(kind)
+        return bool(found[kind]) and not (cause is not None and is_reported(cause))
+
+    return {kind: rows for kind, rows in found.items() if is_reported(kind)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from jzero.core.errors import counted
 from jzero.layout.specs import axis_size
 from jzero.proof.evidence import REDUCES, Evidence
-from jzero.proof.faults.weights import weights_in_loop
 from jzero.proof.faults.wording import MOST_NAMES, Faults, axes_text, elements, more_text, names_text
 from jzero.proof.offsets import wrong_slices
 
@@ -58,8 +57,6 @@ def grads_all_reduced(e: Evidence) -> Faults:
     """Gradients that are whole on every device where a reduce-scatter was planned."""
     if e.on_cpu or e.split_stacks or not e.plan.config.row.grads or not e.split:
         return
-    if next(weights_in_loop(e), None):
-        return
     sites = [s for s in e.over_zero_axes("all-reduce") if not (s.sliced or s.phase == "forward" or e.is_optimizers(s))]
     rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
@@ -99,11 +96,9 @@ def activations_moved(e: Evidence) -> Faults:
 
 def reduction_per_microbatch(e: Evidence) -> Faults:
     """Gradients that are reduced once per micro-batch, without being asked for."""
-    if next(weights_in_loop(e), None):
-        return
     sites = (s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch" and not e.is_optimizers(s))  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
-    rounds = sum(n for _, n in rows) / e.reduced_elements if e.split else 0
+    rounds = sum(n for _, n in rows) / (elements(e) + sum(e.others.values())) if e.split else 0
     if rounds >= ROUNDS and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (

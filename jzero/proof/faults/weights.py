@@ -99,7 +99,7 @@ def stack_before_loop(e: Evidence) -> Faults:
 def weights_kept(e: Evidence) -> Faults:
     """Gathered weights that are alive from the forward to the backward pass."""
     weights = [x for x in e.split if x.stored != x.used]
-    if e.on_cpu or not weights or e.plan.config.keeps_gathered or next(stack_before_loop(e), None):
+    if e.on_cpu or not weights or e.plan.config.keeps_gathered:
         return
     gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
     kept = sum(e.kept(s) for s in gathers) + _carried(e, weights)
@@ -118,7 +118,7 @@ def weights_in_loop(e: Evidence) -> Faults:
 
     Those of a stack are moved layer by layer in it: a leaf that looks like one of its layers is not told apart.
     """
-    if e.on_cpu or not e.split or e.split_stacks or next(gather_on_use(e), None):  # XLA chooses what to move
+    if e.on_cpu or not e.split or e.split_stacks:
         return
     layers = {e.local(x, sliced=True) for x in e.split if x.scanned}
     leaves = {e.local(x): x for x in e.split if not x.scanned and e.local(x) not in layers}
