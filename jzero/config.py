@@ -33,6 +33,7 @@ STAGES = {
     3: Stage(True, True, True, "P_os+g+p: optimizer state, gradients and params split"),
 }
 
+
 @dataclasses.dataclass(frozen=True)
 class Effect:
     """From which stage on a field of `ZeroConfig` does anything, why not below, and whether it is refused there.

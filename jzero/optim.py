@@ -203,7 +203,9 @@ class _Update(_Wrapped):
         """The layouts of what `_on_shards` returns."""
         news, inner, master = out
         layouts = self.plan.layouts
-        split = [[x.state for v, x in zip(vs, layouts, strict=True) if v is not None] for vs in (news, master)]
+        split = [
+            [x.state for v, x in zip(vs, layouts, strict=True) if v is not None] for vs in (news, master)
+        ]
         return [*split[0], *self.plan.state_specs(inner), *split[1]]
 
     def _on_shards(self, tree, params: list, grads: list, inner, master: list, extra):

@@ -26,7 +26,12 @@ class Source:
 
 
 def match(
-    leaves: Sequence[NamedLeaf], have: Mapping[Name, Described], *, cast: bool, where: str, only: str | None = None
+    leaves: Sequence[NamedLeaf],
+    have: Mapping[Name, Described],
+    *,
+    cast: bool,
+    where: str,
+    only: str | None = None,
 ) -> list[Source]:
     """A source for every leaf; with `only`, stored arrays that are no params are of no interest.
 

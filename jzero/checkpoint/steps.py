@@ -112,7 +112,9 @@ class Steps:
         check_int(step, "step", where=where, low=0)
         numbers = numbers_of(metrics, where)
         if self._metric is not None and self._metric not in numbers:
-            raise ValueError(f"{where}: the best step is chosen by {self._metric!r}, which is not in metrics=.")
+            raise ValueError(
+                f"{where}: the best step is chosen by {self._metric!r}, which is not in metrics=."
+            )
         tree = to_write(state, tx, custom, where=where)
         writer = self._become_writer()
         self.wait()

@@ -101,7 +101,9 @@ def _notes(results: list[dict[str, Any]]) -> list[str]:
             "device, to host: over PCIe in a step, of one device. in flight: what of it is on the device at once.",
         ]
     if any(_is_off(r, key) for r in results for key in COMPARED):
-        notes.append(f"{OFF} more than {SHARE_OFF:.0%} from the estimate; findings, where there are any, say why.")
+        notes.append(
+            f"{OFF} more than {SHARE_OFF:.0%} from the estimate; findings, where there are any, say why."
+        )
     if any("largest" in r for r in results):
         notes.append(
             "fits, largest: this micro-batch, and the largest number of examples per device that still does."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jzero.core.primitives import LAYOUT
+from jzero.core.primitives import ELEMENTWISE, LAYOUT, MATRIX_OPS, REDUCING
 
 
 def _reshaped(eqn: Any, dim: int) -> int | None:
@@ -114,4 +114,37 @@ def lookup_dims(eqn: Any) -> LookupDims:
     paired = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     window = [d for d in range(len(shape)) if d not in numbers.collapsed_slice_dims and d not in paired]
     rows = zip(window, numbers.offset_dims, strict=True)
-    return LookupDims(of_index, paired, {d: out for d, out in rows if eqn.params["slice_sizes"][d] == shape[d]})
+    return LookupDims(
+        of_index, paired, {d: out for d, out in rows if eqn.params["slice_sizes"][d] == shape[d]}
+    )
+
+
+def dim_in_result(eqn: Any, at: int, dim: int) -> int | None:
+    """The dim of the result along which the same values lie, index by index, as along a dim of operand `at`.
+
+    None where the operation combines values along the dim, or leaves some out, or is not known. A matmul keeps the dims
+    that it does not sum over, each computed from all of the other operand.
+    """
+    name = eqn.primitive.name
+    if name in ELEMENTWISE or name == "dynamic_update_slice":
+        whole = name in ELEMENTWISE or eqn.invars[0].aval.shape[dim] == eqn.invars[1].aval.shape[dim]
+        return dim if whole else None
+    if name in REDUCING:
+        dims = reduced_dims(eqn)
+        return None if dim in dims else dim - sum(d < dim for d in dims)
+    if name in MATRIX_OPS:
+        return dim if dim < eqn.invars[at].aval.ndim - 2 else None
+    if name == "dot_general":
+        return _kept_by_dot(eqn, at, dim)
+    return MOVED_DIMS[name](eqn, dim) if name in MOVED_DIMS else None
+
+
+def _kept_by_dot(eqn: Any, at: int, dim: int) -> int | None:
+    dims = dot_dims(eqn)
+    if dim in dims.batch[at]:
+        return list(dims.batch[at]).index(dim)
+    if dim in dims.contract[at]:
+        return None
+    free = [d for d in range(eqn.invars[at].aval.ndim) if d not in (*dims.batch[at], *dims.contract[at])]
+    before = eqn.outvars[0].aval.ndim - len(free) if at == 1 else len(dims.batch[at])
+    return before + free.index(dim)

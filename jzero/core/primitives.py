@@ -30,6 +30,22 @@ ELEMENTWISE = frozenset(
 KEEPS_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze", "transpose")
 """Zero for a first operand of zeros, whatever the others are."""
 
+REDUCING = frozenset(
+    (*(f"reduce_{op}" for op in ("sum", "max", "min", "prod", "and", "or", "xor")), "argmax", "argmin")
+)
+"""Combine the values along the dims that their parameter `axes` names."""
+MATRIX_OPS = frozenset(
+    """
+    cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu lu_pivots_to_permutation qr schur svd
+    triangular_solve tridiagonal tridiagonal_solve
+    """.split()  # noqa: SIM905 - as above
+)
+"""Read whole matrices, which lie along the last two dims; the dims in front number them."""
+MIXES = MATRIX_OPS | frozenset(
+    "dot_general conv_general_dilated fft sort top_k cumsum cumprod cummax cummin cumlogsumexp".split()  # noqa: SIM905
+)
+"""Make each value of the result from many of an operand, so that a shard of the operand does not do."""
+
 REDUCTIONS = {  # of all values: on a chunk, of two chunks, and the value that changes nothing
     "reduce_sum": (jnp.sum, jax.lax.add, lambda dtype: 0),
     "reduce_max": (jnp.max, jax.lax.max, lambda dtype: _extreme(dtype, -1)),

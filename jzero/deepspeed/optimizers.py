@@ -105,7 +105,9 @@ def _adam(args: _Arguments, rate: str, kind: str) -> tuple[str, float]:
     args.only("maximize", False, "negate the loss")
     args.unneeded("set_grad_none", "fp32_optimizer_states", *OF_TORCH)
     line = f"{rate}, b1={b1}, b2={b2}, eps={eps}"
-    return (f"optax.adamw({line}, weight_decay={decay})", 0.0) if decoupled else (f"optax.adam({line})", decay)
+    return (
+        (f"optax.adamw({line}, weight_decay={decay})", 0.0) if decoupled else (f"optax.adam({line})", decay)
+    )
 
 
 def _lion(args: _Arguments, rate: str, kind: str) -> tuple[str, float]:

@@ -65,7 +65,9 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
     leaves = []
     for x, t, f, sharding in zip(given, wanted, fresh, shardings, strict=False):
         x = placed(x, t.shape, sharding)
-        x = x if f is None or x.dtype == f.dtype else taken_over(x, f)  # the fresh value, where `x` is its rounding
+        x = (
+            x if f is None or x.dtype == f.dtype else taken_over(x, f)
+        )  # the fresh value, where `x` is its rounding
         leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
     inner = jax.tree.unflatten(jax.tree.structure(_inner(target)), leaves)
     if not isinstance(target, ZeroState):

@@ -121,7 +121,9 @@ def trace_creator(create) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str
     leaves = jitted.eval_shape()
     parts = jax.tree.unflatten(box[0], leaves)
     flat = jax.tree_util.tree_leaves_with_path(parts.params)
-    dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))  # the trace of `eval_shape`, not another one
+    dims = stacked_by_scan(
+        jitted.trace().jaxpr.jaxpr, len(flat)
+    )  # the trace of `eval_shape`, not another one
     stacks: dict[tuple[str, ...], int | None] = {
         path_keys(k): d for (k, _), d in zip(flat, dims, strict=True) if d is not None
     }

@@ -165,7 +165,9 @@ class GatherInterpreter(LoopOps):
         """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
         flat, rewrap = unwrap(values)
         size = sum(v.message_bytes(self.comm) for v in values if isinstance(v, Weight))
-        inner = GatherInterpreter(self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes)
+        inner = GatherInterpreter(
+            self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes
+        )
         handed = handed_through(eqn, [isinstance(v, Weight) for v in values])
         ((jaxpr, consts),), _ = bodies(eqn)
 

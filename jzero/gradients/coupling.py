@@ -23,7 +23,7 @@ from typing import Any
 from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN, END
 from jzero.core.dims import MOVED_DIMS, dot_dims, lookup_dims, reduced_dims
-from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE
+from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE, REDUCING
 from jzero.core.products import example_dims
 from jzero.core.regions import bodies, scan_parts, while_parts
 from jzero.core.traversal import traverse
@@ -245,9 +245,8 @@ def _update_slice(eqn, ins: list[Kind]) -> Kind | None:
     return rows[0] if rows[0].dim < 0 or operand[rows[0].dim] == update[rows[0].dim] else None
 
 
-_REDUCTIONS = (*(f"reduce_{op}" for op in ("sum", "max", "min", "prod", "and", "or")), "argmax", "argmin")
 _RULES: dict[str, Callable[[Any, list[Kind]], Kind | None]] = {
-    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(REDUCING, _reduction),
     "dynamic_update_slice": _update_slice,
     "gather": _lookup,
     "dot_general": _dot,

@@ -46,7 +46,9 @@ def _guesses(plan: Any) -> list[str]:
     if not guessed or plan.n == 1 or not plan.config.row.state:
         return []
     paths = ["/".join(x.keys) for x in guessed]
-    shown = ", ".join(f"{path} {typed_shape(x)}" for path, x in list(zip(paths, guessed, strict=True))[:SHOWN])
+    shown = ", ".join(
+        f"{path} {typed_shape(x)}" for path, x in list(zip(paths, guessed, strict=True))[:SHOWN]
+    )
     return [
         f"dim 0 of {counted(len(guessed), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
         f"{shown}{f' and {len(guessed) - SHOWN} more' if len(guessed) > SHOWN else ''}. If it is one, or if it is none "

@@ -147,7 +147,10 @@ def constrained(x: Any, sharding: NamedSharding) -> Any:
 
 
 def in_auto_mode(
-    fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequence[PartitionSpec]], own: Sequence[str] = ()
+    fn: Callable[..., Any],
+    args: tuple,
+    out_specs: Callable[[Any], Sequence[PartitionSpec]],
+    own: Sequence[str] = (),
 ) -> Any:
     """`fn(*args)`; where the context has Explicit axes in a region in which they are Auto.
 
@@ -187,7 +190,9 @@ def _explaining(axes: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
-def _region(fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequence[PartitionSpec]], axes) -> Any:
+def _region(
+    fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequence[PartitionSpec]], axes
+) -> Any:
     """`fn(*args)` with these axes Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     leaves, tree = jax.tree.flatten(args)
@@ -237,7 +242,9 @@ def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
 def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
     """A spec without the axes that do not divide their dim: a type has equal pieces."""
     rows = zip(shape, spec, strict=False)
-    return make_spec([entry_axes(e) if size % axis_size(mesh, entry_axes(e)) == 0 else () for size, e in rows])
+    return make_spec(
+        [entry_axes(e) if size % axis_size(mesh, entry_axes(e)) == 0 else () for size, e in rows]
+    )
 
 
 def result_specs(args: Any, out: Any, plan: Any) -> list[PartitionSpec]:
@@ -262,7 +269,12 @@ def result_specs(args: Any, out: Any, plan: Any) -> list[PartitionSpec]:
         if (_name(path), shape) in types:
             return types[_name(path), shape]
         for (dim, size), entry in rows.items():
-            if len(shape) > dim and shape[dim] and shape[dim] % size == 0 and (dim == 0 or shape[dim] == size):
+            if (
+                len(shape) > dim
+                and shape[dim]
+                and shape[dim] % size == 0
+                and (dim == 0 or shape[dim] == size)
+            ):
                 return make_spec([()] * dim + [entry])
         return P()
 

@@ -108,7 +108,9 @@ def _named(axes: Any, sizes: Mapping[str, int | str]) -> dict[str, int | str]:
     named = {**axes, **sizes} or {"data": -1}
     for name, size in named.items():
         if isinstance(size, bool) or not isinstance(size, (int, str)):
-            raise TypeError(f"jzero.mesh: the size of axis {name!r} must be an int or a word, got {shown(size)}.")
+            raise TypeError(
+                f"jzero.mesh: the size of axis {name!r} must be an int or a word, got {shown(size)}."
+            )
     return named
 
 

@@ -23,9 +23,7 @@ def check_params(params: Any) -> None:
     """Raises TypeError for leaves that are no arrays, ValueError for a tree without leaves and for integers."""
     flat = jax.tree_util.tree_leaves_with_path(params)
     if not flat:
-        raise ValueError(
-            f"{WHERE}: the params are empty. Pass the tree of params, e.g. variables['params']."
-        )
+        raise ValueError(f"{WHERE}: the params are empty. Pass the tree of params, e.g. variables['params'].")
     remedy = (
         "Pass arrays or jax.ShapeDtypeStruct; for an Equinox module, eqx.filter(model, eqx.is_inexact_array)."
     )

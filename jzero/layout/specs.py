@@ -69,7 +69,9 @@ def check_axes(names: Iterable[str], mesh: Mesh, *, where: str, remedy: str = ""
     for name in names:
         if name not in mesh.shape:
             hint = nearest(name, mesh.axis_names)
-            raise ValueError(f"{where}: the mesh {dict(mesh.shape)} has no axis {name!r}.{hint} {remedy}".rstrip())
+            raise ValueError(
+                f"{where}: the mesh {dict(mesh.shape)} has no axis {name!r}.{hint} {remedy}".rstrip()
+            )
 
 
 def shard_factor(spec: PartitionSpec, mesh: Mesh) -> int:

@@ -105,7 +105,9 @@ class Evidence:
             aliased = sharding is not None and number in self.module.aliased
             of_state = self._is_own(keys) and ".opt_state" in jax.tree_util.keystr(path)
             memory = (on_host, x, is_param, back, back_on_host, aliased, of_state, local[0] if local else 0)
-            found.append(Argument(name, shape, itemsize, held, info.donated, *memory, number_of_argument=keys[:2]))
+            found.append(
+                Argument(name, shape, itemsize, held, info.donated, *memory, number_of_argument=keys[:2])
+            )
         return found
 
     @functools.cached_property
@@ -292,9 +294,7 @@ class Evidence:
     @functools.cached_property
     def has_gathers(self) -> bool:
         """True where gather on use was traced into the program."""
-        return any(
-            WeightGather.SCOPE in line for c in self.module.computations.values() for line in c.lines
-        )
+        return any(WeightGather.SCOPE in line for c in self.module.computations.values() for line in c.lines)
 
 
 def _kept_bytes(module: Module, home: Computation, weight: Instruction) -> int:

@@ -37,6 +37,7 @@ from jzero.layout.leaf_rule import Layout
 from jzero.offload import placements_of, streamed
 from jzero.sharding import Plan
 from jzero.stream.placement import DEVICE, Placement
+from jzero.update.owners import on_owners
 from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
 
 
@@ -85,7 +86,7 @@ class ShardedUpdate:
         plan, layouts = self.plan, self.plan.layouts
         with jax.named_scope("jzero.update"):
             grads = [g if g is None else g.astype(w.dtype) for g, w in zip(grads, wide, strict=True)]
-            update = optax.with_extra_args_support(self.tx).update
+            update = on_owners(optax.with_extra_args_support(self.tx).update, plan)
             deltas, inner = update(self.tree.unflatten(grads), inner, self.tree.unflatten(wide), **self.extra)
             inner = pin_state(inner, plan)
             deltas = align(deltas, self.tree.unflatten(wide), where="jzero.zero: the wrapped update")
@@ -120,7 +121,10 @@ class ShardedUpdate:
         def out_placements(out):
             new = len(jax.tree.leaves(out[0]))
             count = first + len(jax.tree.leaves(grads))
-            kept = [Placement(h.sharding, count + i if h.sharding else None) for i, h in enumerate(state_placements)]
+            kept = [
+                Placement(h.sharding, count + i if h.sharding else None)
+                for i, h in enumerate(state_placements)
+            ]
             return [*[DEVICE] * new, *kept]
 
         return streamed(

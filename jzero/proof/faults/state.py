@@ -44,7 +44,11 @@ def state_not_returned(e: Evidence) -> Faults:
     lost = [x for x in mine if x.returned is None]
     whole = len(lost) == len(mine)
     if whole or any(x.is_param for x in lost) or (lost and all(x.in_opt_state for x in lost)):
-        what = "nothing of the state comes back" if whole else f"{len(lost)} of {len(mine)} leaves do not come back"
+        what = (
+            "nothing of the state comes back"
+            if whole
+            else f"{len(lost)} of {len(mine)} leaves do not come back"
+        )
         yield (
             f"{what}, so the step trains nothing of it: {names_text(sorted(lost, key=lambda x: not x.is_param))}",
             sum(x.held or math.prod(x.shape) * x.itemsize for x in lost),

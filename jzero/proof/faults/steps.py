@@ -57,7 +57,11 @@ def grads_all_reduced(e: Evidence) -> Faults:
     """Gradients that are whole on every device where a reduce-scatter was planned."""
     if e.on_cpu or e.split_stacks or not e.plan.config.row.grads or not e.split:
         return
-    sites = [s for s in e.over_zero_axes("all-reduce") if not (s.sliced or s.phase == "forward" or e.is_optimizers(s))]
+    sites = [
+        s
+        for s in e.over_zero_axes("all-reduce")
+        if not (s.sliced or s.phase == "forward" or e.is_optimizers(s))
+    ]
     rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
     allowed = sum(e.local(x) * (1 if x.vector else 2) for x in others) + 2 * sum(e.others.values())
@@ -96,7 +100,9 @@ def activations_moved(e: Evidence) -> Faults:
 
 def reduction_per_microbatch(e: Evidence) -> Faults:
     """Gradients that are reduced once per micro-batch, without being asked for."""
-    sites = (s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch" and not e.is_optimizers(s))  # asked for
+    sites = (
+        s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch" and not e.is_optimizers(s)
+    )  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
     rounds = sum(n for _, n in rows) / (elements(e) + sum(e.others.values())) if e.split else 0
     if rounds >= ROUNDS and not e.split_stacks:

@@ -140,7 +140,8 @@ def weights_in_loop(e: Evidence) -> Faults:
         yield (
             f"in a loop of {' or '.join(map(str, sorted(rounds)))} rounds "
             f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every round reads are gathered, "
-            "or have their gradients reduced, in every round; once would do. " + (names_text(named) if named else ""),
+            "or have their gradients reduced, in every round; once would do. "
+            + (names_text(named) if named else ""),
             round(excess),
             f"one loop in place of a loop in a loop; no lookup of rows and no wider reduce_dtype in it; beyond "
             f"{human_bytes(weights.loop_bytes)} of such weights a larger bucket_bytes ({LOOP_BUCKETS} buckets are held "

@@ -1,0 +1,116 @@
+"""Whole matrices and their shards: an all-to-all that brings each matrix to one device, its owner, and one back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.comm.weights import ring
+from jzero.layout.specs import axis_size
+from jzero.sharding import Plan
+
+Split = tuple[tuple[str, ...], ...]
+"""The mesh axes that each dim of an array is split over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """How an array is cut into the pieces of its devices.
+
+    Attributes:
+      shape: of the whole array; a dim that nothing divides is rounded up.
+      split: by dim the axes.
+      axes: all of them, in the order of the exchange.
+      sizes: of the axes.
+    """
+
+    shape: tuple[int, ...]
+    split: Split
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """The shape that the pieces of equal size make."""
+        return tuple(n * b for n, b in zip(self._counts(), self.block, strict=True))
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The shape of a piece."""
+        return tuple(-(-s // n) for s, n in zip(self.shape, self._counts(), strict=True))
+
+    def _counts(self) -> list[int]:
+        by_name = dict(zip(self.axes, self.sizes, strict=True))
+        return [math.prod(by_name[a] for a in entry) for entry in self.split]
+
+    def joined(self, rows: Any) -> Any:
+        """The array, from its pieces as rows (devices, values of a piece)."""
+        ordered = jnp.reshape(rows, (*self.sizes, *self.block))
+        dims: list[int] = []
+        for dim, entry in enumerate(self.split):
+            dims += [*(self.axes.index(a) for a in entry), len(self.axes) + dim]
+        found = jnp.reshape(jnp.transpose(ordered, dims), self.padded)
+        return found if self.padded == self.shape else found[tuple(slice(s) for s in self.shape)]
+
+    def rows(self, x: Any) -> Any:
+        """The reverse."""
+        if self.padded != self.shape:
+            x = jnp.pad(x, [(0, p - s) for p, s in zip(self.padded, self.shape, strict=True)])
+        by_name = dict(zip(self.axes, self.sizes, strict=True))
+        view: list[int] = []
+        at: dict[str, int] = {}
+        blocks: list[int] = []
+        for entry, block in zip(self.split, self.block, strict=True):
+            for axis in entry:
+                at[axis] = len(view)
+                view.append(by_name[axis])
+            blocks.append(len(view))
+            view.append(block)
+        ordered = jnp.transpose(jnp.reshape(x, view), [*(at[a] for a in self.axes), *blocks])
+        return jnp.reshape(ordered, (math.prod(self.sizes), -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixExchange:
+    """Pieces to owners and back; used inside of a `jax.shard_map` over `axes`.
+
+    Attributes:
+      plan: gives the mesh.
+      axes: the mesh axes that the matrices are split over.
+    """
+
+    plan: Plan
+    axes: tuple[str, ...]
+
+    SCOPE = "jzero.exchange_matrices"
+    """`named_scope` of its operations."""
+
+    @property
+    def devices(self) -> int:
+        """How many devices exchange."""
+        return axis_size(self.plan.mesh, self.axes)
+
+    def __call__(self, rows: Any) -> Any:
+        """Row j goes to device j, and comes from there.
+
+        Args:
+          rows: (devices, values): on the way there, this device's pieces of the matrix of every owner; on the way back,
+            the pieces that this owner has of its matrix.
+        """
+        with jax.named_scope(self.SCOPE):
+            return jax.lax.all_to_all(rows, self.axes, 0, 0, tiled=True)
+
+    def wire(self, pieces: Pieces, dtype: np.dtype) -> float:
+        """Bytes that one device sends in one exchange of an array per device."""
+        return ring(self.devices) * math.prod(pieces.padded) * dtype.itemsize
+
+    def rows_of(self, pieces: Sequence[Any], first: int) -> Any:
+        """A row per device: what it is sent of the matrix that it owns; zeros for those that own none."""
+        flat = jnp.concatenate([jnp.reshape(p, (1, -1)) for p in pieces])
+        return jnp.pad(flat, [(first, self.devices - first - len(pieces)), (0, 0)])

@@ -1,0 +1,382 @@
+"""Where an optimizer mixes the dims of a matrix: the parts of a traced update that shards do not suffice for.
+
+[Note: regions]
+An equation mixes where it combines values along a dim that devices share: a matmul, a decomposition, a sort, or a loop
+or a `cond` with one of them. Equations that mix and feed one another, with all that lies between them, are one region:
+Newton-Schulz of one matrix, or of a stack of them. Around it the update is elementwise and stays on shards.
+
+[Note: what a region takes in]
+A region begins at the value that it reads. It begins earlier where that value's layout is not known (a reshape that
+merges a split dim with another), and where what leads to it is one array and a number that is reduced from it
+(`x / norm(x)`): the owner computes that without a word on the network.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from jzero.core.dims import dim_in_result
+from jzero.core.graph import Graph, Node
+from jzero.core.primitives import ELEMENTWISE, MIXES, REDUCING
+from jzero.core.regions import bodies, scan_parts, while_parts
+
+Split = tuple[tuple[str, ...], ...]
+"""The mesh axes that each dim of a value is split over."""
+LOOPS = ("scan", "while", "cond")
+FURTHER = 32  # equations before a region that are looked at for [Note: what a region takes in]
+
+
+class Mixed(Exception):
+    """A body combines values along a split dim."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """Equations that are computed on whole matrices.
+
+    Attributes:
+      nodes: in order.
+      ins: the values that they read, of the graph's arguments or made by other equations.
+      outs: the values that others read.
+    """
+
+    nodes: tuple[Node, ...]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
+class Mixing:
+    """The regions of a graph: see the notes.
+
+    Attributes:
+      graph: the update, all calls inlined.
+      split: of every value, how it is split; what a region makes comes back like the value of that shape that it read.
+      regions: in no order.
+    """
+
+    def __init__(self, graph: Graph, splits: Sequence[Split], wanted: Sequence[Split]):
+        """`splits` are those of the arguments, `wanted` those of the results."""
+        self.graph = graph
+        self.split: dict[int, Split] = dict(zip(graph.ins, splits, strict=True))
+        self.split.update((v, whole(graph.avals[v].shape)) for v in graph.known)
+        self._wanted = self._backwards(wanted)
+        self._readers: dict[int, list[Node]] = collections.defaultdict(list)
+        self._unknown: set[int] = set()
+        self._order = {node: k for k, node in enumerate(graph.nodes)}
+        self.branches: dict[Node, list[Mixing]] = {}
+        seeds: list[Node] = []
+        for node in graph.nodes:
+            for i in set(node.ins):
+                self._readers[i].append(node)
+            if not self._follow(node):
+                seeds.append(node)
+        self.regions = self._regions(seeds)
+
+    # --- how values are split ------------------------------------------------------------------------------------
+
+    def _follow(self, node: Node) -> bool:
+        """Note how the results are split; False where the node mixes."""
+        splits = [self.split[i] for i in node.ins]
+        found = followed(node.eqn, splits)
+        mixes = found is None and mixing(node.eqn) and not self._has_branches(node)
+        for k, out in enumerate(node.outs):
+            if found is not None:
+                self.split[out] = found[k]
+            else:
+                self.split[out] = self._returned(node, out)
+                self._unknown.add(out)
+        return not mixes
+
+    def _has_branches(self, node: Node) -> bool:
+        """True for a `cond` on more than one matrix: its branches have regions of their own."""
+        if node.name != "cond":
+            return False
+        splits = [self.split[i] for i in node.ins[1:]]
+        wanted = [self._wanted.get(o, whole(self.graph.avals[o].shape)) for o in node.outs]
+        inner = [Mixing(Graph(*branch), splits, wanted) for branch in bodies(node.eqn)[0]]
+        if max(len(m.regions) for m in inner) > 1:
+            self.branches[node] = inner
+        return node in self.branches
+
+    def _returned(self, node: Node, out: int) -> Split:
+        """How what a region makes is split on its way back: as it is stored, else as what it was made from."""
+        shape = self.graph.avals[out].shape
+        if out in self._wanted:
+            return self._wanted[out]
+        like = [self.split[i] for i in node.ins if any(self.split[i])]
+        same = [self.split[i] for i in node.ins if self.graph.avals[i].shape == shape and any(self.split[i])]
+        if same or not shape:
+            return same[0] if same else ()
+        axes = tuple(a for entry in like[0] for a in entry)
+        at = max(range(len(shape)), key=lambda d: (shape[d] > 1, -d)) if max(shape) > 1 else 0
+        return tuple(axes if d == at and shape[d] > 1 else () for d in range(len(shape)))
+
+    def _backwards(self, wanted: Sequence[Split]) -> dict[int, Split]:
+        """The layouts of the results, and of what they are made from value by value."""
+        found = {v: w for v, w in zip(self.graph.outs, wanted, strict=True) if any(w)}
+        for node in reversed(self.graph.nodes):
+            known = next((found[o] for o in node.outs if o in found), None)
+            if known is None:
+                continue
+            for at, i in enumerate(node.ins):
+                shape = self.graph.avals[i].shape
+                if node.name in LOOPS or i in found or i in self.graph.known:
+                    continue
+                moved = {d: dim_in_result(node.eqn, at, d) for d in range(len(shape)) if shape[d] > 1}
+                to = {d: t for d, t in moved.items() if t is not None}
+                if to == moved and {d for d, e in enumerate(known) if e} <= set(to.values()):
+                    found[i] = tuple(known[to[d]] if d in to else () for d in range(len(shape)))
+        return found
+
+    # --- regions --------------------------------------------------------------------------------------------------
+
+    def _regions(self, seeds: list[Node]) -> list[Region]:
+        groups = self._connected(seeds)
+        found = [self._grown(set(group)) for group in groups]
+        merged = _merged(found)
+        return [self._region(sorted(nodes, key=self._order.__getitem__)) for nodes in merged]
+
+    def _connected(self, seeds: list[Node]) -> list[list[Node]]:
+        """Seeds that feed one another through arrays, with all nodes between them."""
+        above: dict[int, int] = collections.defaultdict(int)  # of a value, the seeds before it, as bits
+        by_arrays: dict[int, int] = collections.defaultdict(int)
+        number = {node: k for k, node in enumerate(seeds)}
+        leader = list(range(len(seeds)))
+
+        def find(k: int) -> int:
+            while leader[k] != k:
+                k = leader[k]
+            return k
+
+        for node in self.graph.nodes:
+            through, arrays = 0, 0
+            for i in node.ins:
+                through |= above[i]
+                arrays |= by_arrays[i]
+            if node in number:
+                for k in _bits(arrays):
+                    leader[find(k)] = find(number[node])
+                through |= 1 << number[node]
+                arrays |= 1 << number[node]
+            for out in node.outs:
+                above[out] = through
+                by_arrays[out] = 0 if self.graph.is_small(out) else arrays
+        below: dict[Node, int] = {}
+        after: dict[int, int] = collections.defaultdict(int)
+        for node in reversed(self.graph.nodes):
+            below[node] = (1 << number[node] if node in number else 0) | _any(after[o] for o in node.outs)
+            for i in node.ins:
+                after[i] |= below[node]
+        members: dict[int, int] = collections.defaultdict(int)
+        for k in range(len(seeds)):
+            members[find(k)] |= 1 << k
+        groups: dict[int, list[Node]] = {k: [] for k in members}
+        for node in self.graph.nodes:
+            own = 1 << number[node] if node in number else 0
+            before, behind = own | _any(above[i] for i in node.ins), below[node]
+            if before and behind:
+                for k in {find(b) for b in _bits(before)} & {find(b) for b in _bits(behind)}:
+                    groups[k].append(node)
+        return list(groups.values())
+
+    def _grown(self, nodes: set[Node]) -> set[Node]:
+        """The nodes with what [Note: what a region takes in] says."""
+        pending = [i for node in nodes for i in node.ins]
+        while pending:  # layouts that are not known
+            i = pending.pop()
+            maker = self.graph.makers.get(i)
+            if maker is not None and maker not in nodes and i in self._unknown:
+                nodes.add(maker)
+                pending += maker.ins
+        for i in self._inputs(nodes):
+            nodes |= self._reduced_from_one(i, nodes)
+        for o in [o for node in nodes for o in node.outs]:
+            nodes |= self._to_known(o, nodes)
+        return nodes
+
+    def _to_known(self, value: int, region: set[Node]) -> set[Node]:
+        """The nodes from a result of a region to one whose layout is known, where that one is made from it alone."""
+        taken: set[Node] = set()
+        while value not in self._wanted and len(taken) < FURTHER:
+            readers = [r for r in self._readers[value] if r not in region]
+            arrays = {i for r in readers for i in r.ins if any(self.split[i])}
+            if len(readers) != 1 or len(readers[0].outs) != 1 or arrays - {value} or mixing(readers[0].eqn):
+                return set()
+            taken.add(readers[0])
+            value = readers[0].outs[0]
+        return taken
+
+    def _reduced_from_one(self, value: int, region: set[Node]) -> set[Node]:
+        """The nodes between a value and the one array that it and a reduction on the way are computed from."""
+        taken: dict[Node, None] = {}
+        frontier = {value}
+        reduced = False
+        while len(taken) < FURTHER:
+            arrays = {i for i in frontier if any(self.split[i])}
+            if reduced and len(arrays) == 1:
+                own = arrays.pop()
+                ok = _size(self.graph.avals[own]) <= _size(self.graph.avals[value]) and own != value
+                return set(taken) if ok and self._private(taken, region) else set()
+            makers = [self.graph.makers[i] for i in frontier if i in self.graph.makers]
+            makers = [m for m in makers if m.name in ELEMENTWISE or m.name in _LIGHT]
+            if not makers:
+                return set()
+            last = max(makers, key=self._order.__getitem__)
+            taken[last] = None
+            reduced |= last.name in REDUCING and any(any(self.split[i]) for i in last.ins)
+            frontier = (frontier - set(last.outs)) | {i for i in last.ins if i not in self.graph.known}
+        return set()
+
+    def _private(self, taken: Iterable[Node], region: set[Node]) -> bool:
+        """True where only the region reads what the nodes make."""
+        own = {*taken, *region}
+        outs = set(self.graph.outs)
+        return all(o not in outs and all(r in own for r in self._readers[o]) for n in taken for o in n.outs)
+
+    def _inputs(self, nodes: set[Node]) -> list[int]:
+        made = {o for node in nodes for o in node.outs}
+        read = (i for node in nodes for i in node.ins)
+        return sorted({i for i in read if i not in made and i not in self.graph.known})
+
+    def _region(self, nodes: list[Node]) -> Region:
+        own, results = set(nodes), set(self.graph.outs)
+        outs = [
+            o for n in nodes for o in n.outs if o in results or any(r not in own for r in self._readers[o])
+        ]
+        return Region(tuple(nodes), tuple(self._inputs(own)), tuple(outs))
+
+
+_LIGHT = REDUCING | {"broadcast_in_dim", "reshape", "squeeze", "transpose", "expand_dims"}
+
+
+def _merged(groups: list[set[Node]]) -> list[set[Node]]:
+    """Groups that share nodes as one."""
+    merged: list[set[Node]] = []
+    for group in groups:
+        shared = [g for g in merged if g & group]
+        merged = [g for g in merged if not g & group] + [group.union(*shared)]
+    return merged
+
+
+def _bits(number: int) -> Iterator[int]:
+    while number:
+        low = number & -number
+        yield low.bit_length() - 1
+        number ^= low
+
+
+def _any(numbers: Iterable[int]) -> int:
+    found = 0
+    for number in numbers:
+        found |= number
+    return found
+
+
+def _size(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def whole(shape: Sequence[int]) -> Split:
+    """Of an array that no device shares."""
+    return ((),) * len(shape)
+
+
+def mixing(eqn: Any) -> bool:
+    """True for an equation that combines values of its operands along their dims, or has such ones in its bodies."""
+    if eqn.primitive.name in MIXES:
+        return True
+    inner = list(bodies(eqn)[0])
+    return any(mixing(node.eqn) for jaxpr, consts in inner for node in Graph(jaxpr, consts).nodes)
+
+
+def followed(eqn: Any, splits: Sequence[Split]) -> list[Split] | None:
+    """How the results of an equation are split where each device computes them from its shards; None where it cannot.
+
+    A reduction over a split dim counts as such: a sum over devices follows it, of what is left.
+    """
+    shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
+    name = eqn.primitive.name
+    if not any(map(any, splits)):
+        return [whole(s) for s in shapes]
+    if name == "optimization_barrier":
+        return list(splits)
+    if name in LOOPS:
+        try:
+            return {"scan": _scan, "while": _while, "cond": _cond}[name](eqn, splits)
+        except Mixed:
+            return None
+    found: list[list[tuple[str, ...]]] = [[()] * len(s) for s in shapes]
+    for at, split in enumerate(splits):
+        for dim, axes in enumerate(split):
+            if not axes:
+                continue
+            to = dim_in_result(eqn, at, dim)
+            if to is None:
+                if name in REDUCING or all(math.prod(s) == 1 for s in shapes):
+                    continue
+                return None
+            if (
+                name == "dot_general"
+                and any(any(s) for k, s in enumerate(splits) if k != at)
+                and any(found[0][d] and d != to for d in range(len(shapes[0])))
+            ):
+                return None
+            for k, shape in enumerate(shapes):
+                if to < len(shape) and (not found[k][to]):
+                    found[k][to] = axes
+    return [tuple(f) for f in found]
+
+
+def _program(jaxpr: Any, consts: Sequence[Any], splits: Sequence[Split]) -> list[Split]:
+    graph = Graph(jaxpr, consts)
+    known = dict(zip(graph.ins, splits, strict=True))
+    known.update((v, whole(graph.avals[v].shape)) for v in graph.known)
+    for node in graph.nodes:
+        outs = followed(node.eqn, [known[i] for i in node.ins])
+        if outs is None:
+            raise Mixed
+        known.update(zip(node.outs, outs, strict=True))
+    return [known[o] for o in graph.outs]
+
+
+def _fixed(body, carry: Sequence[Split]) -> list[Split]:
+    """The carry of a loop; Mixed where a round leaves it split otherwise."""
+    carry = list(carry)
+    for _ in range(4):
+        new = body(carry)
+        joined = [a if any(a) else b for a, b in zip(carry, new, strict=True)]
+        if any(any(b) and a != b for a, b in zip(joined, new, strict=True)):
+            raise Mixed
+        if joined == carry:
+            return carry
+        carry = joined
+    raise Mixed
+
+
+def _scan(eqn: Any, splits: Sequence[Split]) -> list[Split]:
+    _, consts, count = scan_parts(eqn)
+    stacks = splits[consts + count :]
+    if any(s[0] for s in stacks):
+        raise Mixed
+    inner = bodies(eqn)[0][0]
+
+    def run(carry):
+        return _program(*inner, [*splits[:consts], *carry, *(s[1:] for s in stacks)])
+
+    carry = _fixed(lambda c: run(c)[:count], splits[consts : consts + count])
+    return [*carry, *(((), *s) for s in run(carry)[count:])]
+
+
+def _while(eqn: Any, splits: Sequence[Split]) -> list[Split]:
+    (_, a), (_, count) = while_parts(eqn)
+    own, inner = splits[a : a + count], bodies(eqn)[0][0]
+    return _fixed(lambda c: _program(*inner, [*own, *c]), splits[a + count :])
+
+
+def _cond(eqn: Any, splits: Sequence[Split]) -> list[Split]:
+    outs = [_program(*branch, splits[1:]) for branch in bodies(eqn)[0]]
+    return [next((s for s in some if any(s)), some[0]) for some in zip(*outs, strict=True)]
