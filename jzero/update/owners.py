@@ -8,13 +8,14 @@ results come back. Rounds follow one another: the matrices of a round are on the
 computed, so at most two rounds are in memory.
 
 [Note: what is left over]
-Where the matrices of a shape do not fill their last round, several such rounds are one in which each device computes
-what it owns (`lax.switch`), wherever that takes less time by FLOPs.
+Matrices that do not fill the last round of their shape are dealt out together, each to the device that has least to do
+by FLOPs, and each device computes what it owns (`lax.switch`); unless that takes as long as round after round.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -79,19 +80,21 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Share:
-    """The matrices of one kind in a round, owned by devices `first`, `first + 1`, ..."""
+    """Matrices of one kind in a round, and for each the device that owns it; no device has two."""
 
     kind: Kind
     matrices: list[Matrix]
-    first: int
+    owners: list[int]
 
-    @property
-    def owners(self) -> range:
-        """The devices that have one."""
-        return range(self.first, self.first + len(self.matrices))
+    def by_device(self, devices: int) -> np.ndarray:
+        """For every device the number of its matrix; -1 where it has none."""
+        found = np.full(devices, -1, np.int32)
+        found[self.owners] = np.arange(len(self.owners))
+        return found
 
 
 Round = list[Share]
+WORTH = 0.9  # of the FLOPs of rounds one after the other: so much less for one round of several kinds
 DECOMPOSITION = 10  # operations of a decomposition, in matmuls of its size
 
 
@@ -303,7 +306,7 @@ class _Rounds:
                 for k, pieces in enumerate(share.matrices[0].ins):
                     if pieces is not None:
                         parts = [_layer(local[m.region.ins[k]], m, m.region.ins[k]) for m in share.matrices]
-                        rows.append(self.exchange.rows_of(parts, share.first))
+                        rows.append(self.exchange.rows_of(parts, share.owners))
             if waiting:
                 rows, waiting = after(rows, waiting)
             return [self.exchange(r) for r in rows], waiting
@@ -371,8 +374,8 @@ class _Rounds:
         sources = {m.region.ins[k] for m in share.matrices}
         if len(sources) == 1 and not share.matrices[0].dims[sources.pop()]:
             return values[0]
-        at = jnp.clip(index - share.first, 0, len(values) - 1)
-        return jax.lax.dynamic_index_in_dim(jnp.stack(values), at, keepdims=False)
+        at = np.maximum(share.by_device(self.exchange.devices), 0)
+        return jax.lax.dynamic_index_in_dim(jnp.stack(values), jnp.asarray(at)[index], keepdims=False)
 
     def _by_owner(self, share: Share, pieces: Sequence[Any], what: str, x: Any, index: Any) -> Any:
         """The pieces of a matrix joined, or its rows; by the way in which this device's matrix is split."""
@@ -380,54 +383,57 @@ class _Rounds:
         if len(ways) == 1:
             return getattr(ways[0], what)(x)
         which = np.zeros(self.exchange.devices, np.int32)
-        which[list(share.owners)] = [ways.index(p) for p in pieces]
+        which[share.owners] = [ways.index(p) for p in pieces]
         return jax.lax.select_n(jnp.asarray(which)[index], *(getattr(p, what)(x) for p in ways))
 
 
 def _one_of(runs: Sequence[Callable[[], list[Any]]], now: Round, index: Any, devices: int) -> list[Any]:
-    """Of several shares that which this device has a matrix of; zeros for the others."""
+    """Of several shares those that this device has a matrix of; zeros for the others."""
     shapes = [jax.eval_shape(run) for run in runs]
-    which = np.full(devices, len(runs), np.int32)
-    for k, share in enumerate(now):
-        which[list(share.owners)] = k
+    owned = [tuple(row) for row in np.stack([share.by_device(devices) >= 0 for share in now], 1)]
+    programs = list(dict.fromkeys(owned))
 
-    def branch(k: int | None):
-        def zeros(shape):
-            return [jnp.zeros(s.shape, s.dtype) for s in shape]
+    def program(has: tuple[bool, ...]) -> list[Any]:
+        outs = []
+        for run, shape, own in zip(runs, shapes, has, strict=True):
+            outs += run() if own else [jnp.zeros(x.shape, x.dtype) for x in shape]
+        return outs
 
-        return lambda: [x for i, run in enumerate(runs) for x in (run() if i == k else zeros(shapes[i]))]
-
-    return jax.lax.switch(jnp.asarray(which)[index], [branch(k) for k in (*range(len(runs)), None)])
+    which = np.asarray([programs.index(has) for has in owned], np.int32)
+    return jax.lax.switch(jnp.asarray(which)[index], [functools.partial(program, has) for has in programs])
 
 
 def rounds(kinds: Sequence[Kind], devices: int) -> list[Round]:
     """Matrices dealt out to their owners: see the notes."""
     full: list[Round] = []
-    rest: list[Share] = []
+    rest: list[tuple[Kind, list[Matrix]]] = []
     for kind in sorted(kinds, key=lambda k: -k.flops):
         count = len(kind.matrices) // devices * devices
-        full += [[Share(kind, kind.matrices[i : i + devices], 0)] for i in range(0, count, devices)]
+        full += [
+            [Share(kind, kind.matrices[i : i + devices], [*range(devices)])] for i in range(0, count, devices)
+        ]
         if kind.matrices[count:]:
-            rest.append(Share(kind, kind.matrices[count:], 0))
-    together = _packed(rest, devices)
-    if sum(max(s.kind.flops for s in r) for r in together) < 0.9 * sum(s.kind.flops for s in rest):
-        return [*full, *together]
-    return [*full, *([share] for share in rest)]
+            rest.append((kind, kind.matrices[count:]))
+    together, longest = _balanced(rest, devices)
+    if longest < WORTH * sum(kind.flops for kind, _ in rest):
+        return [*full, together]
+    return [*full, *([Share(kind, some, [*range(len(some))])] for kind, some in rest)]
 
 
-def _packed(rest: Sequence[Share], devices: int) -> list[Round]:
-    """Shares in as few rounds as they fit into, the dearest first."""
-    found: list[Round] = []
-    free = 0
-    for share in rest:
-        left = share.matrices
-        while left:
-            if not free:
-                found.append([])
-                free = devices
-            found[-1].append(Share(share.kind, left[:free], devices - free))
-            left, free = left[free:], max(free - len(left), 0)
-    return found
+def _balanced(rest: Sequence[tuple[Kind, list[Matrix]]], devices: int) -> tuple[Round, float]:
+    """One round of all of them, each given to the device that has least to do; and what that with most has to do."""
+    load = [0.0] * devices
+    shares: dict[tuple[int, int], Share] = {}
+    count: dict[tuple[int, int], int] = {}
+    for k, (kind, matrices) in enumerate(rest):
+        for matrix in matrices:
+            owner = min(range(devices), key=load.__getitem__)
+            load[owner] += kind.flops
+            turn = count[k, owner] = count.get((k, owner), -1) + 1
+            share = shares.setdefault((k, turn), Share(kind, [], []))
+            share.matrices.append(matrix)
+            share.owners.append(owner)
+    return list(shares.values()), max(load)
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
