@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -109,16 +108,3 @@ class MatrixExchange:
     def wire(self, pieces: Pieces, dtype: np.dtype) -> float:
         """Bytes that one device sends in one exchange of an array per device."""
         return ring(self.devices) * math.prod(pieces.padded) * dtype.itemsize
-
-    def rows_of(self, pieces: Sequence[Any], owners: Sequence[int]) -> Any:
-        """A row per device: what it is sent of the matrix that it owns; zeros for those that own none."""
-        of = dict(zip(owners, pieces, strict=True))
-        rows: list[Any] = []
-        for device in range(self.devices):
-            if device in of:
-                rows.append(jnp.reshape(of[device], (1, -1)))
-            elif rows and device - 1 not in of:  # as many zeros as there are devices in a row without one
-                rows[-1] = jnp.zeros((rows[-1].shape[0] + 1, rows[-1].shape[1]), rows[-1].dtype)
-            else:
-                rows.append(jnp.zeros((1, pieces[0].size), pieces[0].dtype))
-        return jnp.concatenate(rows)

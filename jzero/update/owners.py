@@ -1,21 +1,12 @@
 """An optimizer that mixes the dims of a matrix, on whole matrices that have owners.
 
-[Note: rounds]
 Each region of the update (`mixing.py`), and each layer of one on a stack of layers, is computed by one device, its
-owner. Regions that compute the same on the same shapes, up to the way in which their matrices are split, are dealt
-out in rounds of at most one per device: their pieces go to the owners, each owner computes, and the pieces of the
-results come back. Rounds follow one another: the matrices of a round are on their way while the round before it is
-computed, so at most two rounds are in memory.
-
-[Note: what is left over]
-Matrices that do not fill the last round of their shape are dealt out together, each to the device that has least to do
-by FLOPs, and each device computes what it owns (`lax.switch`); unless that takes as long as round after round.
+owner, in rounds (`rounds.py`). All else is computed on shards, as it is without regions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,71 +21,15 @@ from jzero.core import jaxprs
 from jzero.core.batched import Classes
 from jzero.core.dims import dot_dims
 from jzero.core.graph import Graph, Node
-from jzero.core.ordering import after
 from jzero.core.primitives import MATRIX_OPS
 from jzero.core.regions import bodies, switch_with
 from jzero.core.regions import rounds as rounds_of
-from jzero.core.traversal import traverse
-from jzero.layout.explicit import typed_mesh
-from jzero.layout.padding import padded, unpadded
+from jzero.layout.padding import unpadded
 from jzero.layout.specs import P, axis_of, axis_size, make_spec, spec_entries
 from jzero.sharding import Plan
 from jzero.update.mixing import Mixing, Region, Split
+from jzero.update.rounds import Kind, Matrix, Part, Result, Rounds, mapped, rounds
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Matrix:
-    """One matrix: a region, or one layer of a region on stacks.
-
-    Attributes:
-      region: its equations.
-      at: the index along every dim that numbers matrices, by class of dims.
-      dims: of each value that the region reads or makes, these dims with their classes.
-      ins, outs: its pieces, of the values that are split; None for one that every device has.
-    """
-
-    region: Region
-    at: dict[int, int]
-    dims: dict[int, dict[int, int]]
-    ins: tuple[Pieces | None, ...]
-    outs: tuple[Pieces, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Kind:
-    """Matrices for which the same is computed.
-
-    Attributes:
-      jaxpr, consts: on whole matrices.
-      axes: the mesh axes that the matrices are split over.
-      flops: of one matrix, in matmuls.
-      matrices: all of them.
-    """
-
-    jaxpr: Any
-    consts: list[Any]
-    axes: tuple[str, ...]
-    flops: float
-    matrices: list[Matrix]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Share:
-    """Matrices of one kind in a round, and for each the device that owns it; no device has two."""
-
-    kind: Kind
-    matrices: list[Matrix]
-    owners: list[int]
-
-    def by_device(self, devices: int) -> np.ndarray:
-        """For every device the number of its matrix; -1 where it has none."""
-        found = np.full(devices, -1, np.int32)
-        found[self.owners] = np.arange(len(self.owners))
-        return found
-
-
-Round = list[Share]
-WORTH = 0.9  # of the FLOPs of rounds one after the other: so much less for one round of several kinds
 DECOMPOSITION = 10  # operations of a decomposition, in matmuls of its size
 
 
@@ -152,48 +87,41 @@ class Owners:
 
     def _regions(self, regions: list[Region], env: dict[int, Any]) -> None:
         """Compute regions, and enter their results in `env`."""
-        rows: dict[tuple[int, Matrix], tuple[Any, int]] = {}
+        results: dict[tuple[Matrix, int], Result] = {}
         kinds = self.kinds(regions)
         for axes in dict.fromkeys(kind.axes for kind in kinds):
             exchange = MatrixExchange(self.plan, axes)
-            run = _Rounds(exchange, env, self.graph.avals, in_order=self.plan.config.offload is None)
-            for share, results in run([*rounds([k for k in kinds if k.axes == axes], exchange.devices)]):
-                for owner, matrix in zip(share.owners, share.matrices, strict=True):
-                    rows.update(((k, matrix), (r, owner)) for k, r in enumerate(results))
+            run = Rounds(exchange, env, self.graph.avals, in_order=self.plan.config.offload is None)
+            results.update(run(rounds([k for k in kinds if k.axes == axes], exchange.devices)))
         matrices = [m for kind in kinds for m in kind.matrices]
         for region in regions:
             own = [m for m in matrices if m.region is region]
             for k, out in enumerate(region.outs):
-                env[out] = self._collected(self.graph.avals[out], own, [rows[k, m] for m in own], k)
+                env[out] = self._collected(self.graph.avals[out], own, [results[m, k] for m in own], k)
 
-    def _collected(self, aval: Any, matrices: list[Matrix], rows: list[tuple[Any, int]], k: int) -> Any:
+    def _collected(self, aval: Any, matrices: list[Matrix], results: list[Result], k: int) -> Any:
         """A result of a region, of all its matrices, on its shards."""
-        pieces, out = matrices[0].outs[k], matrices[0].region.outs[k]
-        dims = matrices[0].dims[out]
-        arrays = list({id(r): r for r, _ in rows}.values())
-        place = {id(r): i for i, r in enumerate(arrays)}
-        sizes = [aval.shape[d] for d in sorted(dims)]
+        numbered = matrices[0].dims[matrices[0].region.outs[k]]
+        pieces, dims = matrices[0].outs[k], sorted(numbered)
+        order = sorted(range(len(matrices)), key=lambda i: [matrices[i].at[numbered[d]] for d in dims])
+        results = [results[i] for i in order]
+        arrays = list({id(r.rows): r.rows for r in results}.values())
+        number = {id(rows): i for i, rows in enumerate(arrays)}
 
         def collect(*arrays):
-            parts = [jnp.reshape(arrays[place[id(r)]][row], pieces.block) for r, row in rows]
+            parts = []
+            for rows, device, (_, start, size) in results:
+                row = jax.lax.slice_in_dim(arrays[number[id(rows)]][device], start, start + size)
+                parts.append(jnp.reshape(row, pieces.block))
             if not dims:
                 return parts[0]
-            order = sorted(range(len(rows)), key=lambda i: [matrices[i].at[dims[d]] for d in sorted(dims)])
-            stacked = jnp.stack([parts[i] for i in order])
-            stacked = jnp.reshape(
-                stacked, (*sizes, *(b for d, b in enumerate(pieces.block) if d not in dims))
-            )
-            return jnp.moveaxis(stacked, range(len(sizes)), sorted(dims))
+            stacked = jnp.reshape(jnp.stack(parts), (*(aval.shape[d] for d in dims), *pieces.block))
+            stacked = jnp.squeeze(stacked, [len(dims) + d for d in dims])
+            return jnp.moveaxis(stacked, range(len(dims)), dims)
 
         spec = make_spec(pieces.split)
-        shape = [
-            s if d in dims else p for d, (s, p) in enumerate(zip(aval.shape, pieces.padded, strict=True))
-        ]
-        whole = _mapped(self.plan, pieces.axes, collect, [P(pieces.axes)] * len(arrays), spec)(*arrays)
-        assert list(whole.shape) == shape
-        if tuple(shape) != aval.shape:
-            whole = self.plan.constrain(unpadded(whole, aval.shape), spec)
-        return whole
+        whole = mapped(self.plan, pieces.axes, collect, [P(pieces.axes)] * len(arrays), spec)(*arrays)
+        return whole if whole.shape == aval.shape else self.plan.constrain(unpadded(whole, aval.shape), spec)
 
     # --- what is computed -----------------------------------------------------------------------------------------
 
@@ -213,14 +141,22 @@ class Owners:
                 self._pieces(v, dims[v], axes) if any(self.mixing.split[v]) else None for v in region.ins
             )
             outs = tuple(self._pieces(v, dims[v], axes) for v in region.outs)
-            key = str(jaxpr), axes, tuple(map(_constant, consts)), tuple(p is None for p in ins)
-            kind = found.setdefault(key, Kind(jaxpr, consts, axes, flops(jaxpr), []))
+            parts = (
+                [self._part(v, p) for v, p in zip(region.ins, ins, strict=True)],
+                [*map(self._part, region.outs, outs)],
+            )
+            key = str(jaxpr), axes, tuple(map(_constant, consts)), str(parts)
+            kind = found.setdefault(
+                key, Kind(jaxpr, consts, axes, tuple(parts[0]), tuple(parts[1]), flops(jaxpr), [])
+            )
             for index in np.ndindex(*numbered.values()):
                 at = dict(zip(numbered, map(int, index), strict=True))
                 kind.matrices.append(Matrix(region, at, dims, ins, outs))
-        for kind in found.values():
-            kind.matrices.sort(key=lambda m: repr((m.ins, m.outs)))  # alike in one round
-        return list(found.values())
+        alike = {k: sorted(kind.matrices, key=lambda m: repr((m.ins, m.outs))) for k, kind in found.items()}
+        return [dataclasses.replace(kind, matrices=alike[k]) for k, kind in found.items()]
+
+    def _part(self, value: int, pieces: Pieces | None) -> Part | None:
+        return None if pieces is None else Part(self.graph.avals[value].dtype, math.prod(pieces.block))
 
     def _axes(self, values: Sequence[int]) -> tuple[str, ...]:
         used = {a for v in values for entry in self.mixing.split[v] for a in entry}
@@ -257,204 +193,6 @@ class Owners:
             at = max(range(len(shape)), key=lambda d: shape[d])
             split = tuple(axes if d == at else () for d in range(len(shape)))
         return Pieces(tuple(shape), split, axes, tuple(axis_size(self.plan.mesh, [a]) for a in axes))
-
-
-class _Rounds:
-    """Rounds on the values of an update; `in_order`: one after the other."""
-
-    def __init__(
-        self, exchange: MatrixExchange, env: dict[int, Any], avals: Sequence[Any], *, in_order: bool
-    ):
-        self.exchange, self.plan, self.axes, self.env = exchange, exchange.plan, exchange.axes, env
-        self.avals, self.in_order = avals, in_order
-
-    def __call__(self, rounds: Sequence[Round]) -> Iterator[tuple[Share, list[Any]]]:
-        """The results of every share: rows, of which that of an owner is a piece of its matrix on every device."""
-        received: list[list[Any]] = []
-        results: list[list[Any]] = []
-        for i, now in enumerate(rounds):
-            held: list[list[Any]] = []
-            if self.in_order:  # one round is under way while another is computed
-                held = [*received[i - 1 : i], *results[i - 2 : i - 1]] if i > 1 else received[:i]
-            rows, held = self._received(now, held)
-            if held:
-                received[i - 1] = held[0]
-            if len(held) > 1:
-                results[i - 2] = held[1]
-            received.append(rows)
-            if i:
-                results.append(self._computed(rounds[i - 1], received[i - 1]))
-        results.append(self._computed(rounds[-1], received[-1]))
-        for now, rows in zip(rounds, results, strict=True):
-            rest = iter(rows)
-            for share in now:
-                yield share, [next(rest) for _ in share.matrices[0].outs]
-
-    def _received(self, now: Round, held: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
-        """The pieces that every owner gets, once what is `held` is there; and that."""
-        sources = {
-            v: p for s in now for m in s.matrices for v, p in zip(m.region.ins, m.ins, strict=True) if p
-        }
-        dims = {v: m.dims[v] for s in now for m in s.matrices for v in m.region.ins}
-        arrays = [self._even(v, p, dims[v]) for v, p in sources.items()]
-        flat, tree = jax.tree.flatten(held)
-
-        def send(*operands):
-            local, waiting = dict(zip(sources, operands, strict=False)), list(operands[len(sources) :])
-            rows = []
-            for share in now:
-                for k, pieces in enumerate(share.matrices[0].ins):
-                    if pieces is not None:
-                        parts = [_layer(local[m.region.ins[k]], m, m.region.ins[k]) for m in share.matrices]
-                        rows.append(self.exchange.rows_of(parts, share.owners))
-            if waiting:
-                rows, waiting = after(rows, waiting)
-            return [self.exchange(r) for r in rows], waiting
-
-        specs = [make_spec(p.split) for p in sources.values()]
-        run = _mapped(self.plan, self.axes, send, [*specs, *[P(self.axes)] * len(flat)], P(self.axes))
-        rows, flat = run(*arrays, *flat)
-        return rows, tree.unflatten(flat)
-
-    def _even(self, value: int, pieces: Pieces, dims: dict[int, int]) -> Any:
-        """A value with a piece of equal size on every device."""
-        x, aval, spec = self.env[value], self.avals[value], make_spec(pieces.split)
-        shape = tuple(
-            s if d in dims else p for d, (s, p) in enumerate(zip(aval.shape, pieces.padded, strict=True))
-        )
-        return (
-            x
-            if shape == aval.shape
-            else self.plan.constrain(padded(self.plan.constrain(x, spec), shape), spec)
-        )
-
-    def _computed(self, now: Round, rows: list[Any]) -> list[Any]:
-        """What the owners compute, sent back."""
-        common = list(
-            dict.fromkeys(
-                v for s in now for m in s.matrices for v, p in zip(m.region.ins, m.ins, strict=True) if not p
-            )
-        )
-
-        def compute(*operands):
-            local = dict(zip(common, operands[len(rows) :], strict=True))
-            taken = iter(operands[: len(rows)])
-            mine = [[next(taken) for p in share.matrices[0].ins if p is not None] for share in now]
-            index = jax.lax.axis_index(self.axes)
-            runs = [lambda s=s, r=r: self._share(s, r, local, index) for s, r in zip(now, mine, strict=True)]
-            if len(runs) == 1:
-                outs = runs[0]()
-            else:
-                outs = _one_of(runs, now, index, self.exchange.devices)
-            return [self.exchange(r) for r in outs]
-
-        specs = [*[P(self.axes)] * len(rows), *[P()] * len(common)]
-        return _mapped(self.plan, self.axes, compute, specs, P(self.axes))(
-            *rows, *(self.env[v] for v in common)
-        )
-
-    def _share(self, share: Share, rows: list[Any], local: dict[int, Any], index: Any) -> list[Any]:
-        """The results of this device's matrix, as rows for the others."""
-        received, values = iter(rows), []
-        for k, pieces in enumerate(share.matrices[0].ins):
-            if pieces is None:
-                values.append(self._own(share, k, local, index))
-            else:
-                got = next(received)
-                values.append(self._by_owner(share, [m.ins[k] for m in share.matrices], "joined", got, index))
-        outs = evaluate(share.kind.jaxpr, share.kind.consts, values)
-        return [
-            self._by_owner(share, [m.outs[k] for m in share.matrices], "rows", out, index)
-            for k, out in enumerate(outs)
-        ]
-
-    def _own(self, share: Share, k: int, local: dict[int, Any], index: Any) -> Any:
-        """What every device has of all matrices, for the one that this device owns."""
-        values = [_layer(local[m.region.ins[k]], m, m.region.ins[k]) for m in share.matrices]
-        sources = {m.region.ins[k] for m in share.matrices}
-        if len(sources) == 1 and not share.matrices[0].dims[sources.pop()]:
-            return values[0]
-        at = np.maximum(share.by_device(self.exchange.devices), 0)
-        return jax.lax.dynamic_index_in_dim(jnp.stack(values), jnp.asarray(at)[index], keepdims=False)
-
-    def _by_owner(self, share: Share, pieces: Sequence[Any], what: str, x: Any, index: Any) -> Any:
-        """The pieces of a matrix joined, or its rows; by the way in which this device's matrix is split."""
-        ways = list(dict.fromkeys(pieces))
-        if len(ways) == 1:
-            return getattr(ways[0], what)(x)
-        which = np.zeros(self.exchange.devices, np.int32)
-        which[share.owners] = [ways.index(p) for p in pieces]
-        return jax.lax.select_n(jnp.asarray(which)[index], *(getattr(p, what)(x) for p in ways))
-
-
-def _one_of(runs: Sequence[Callable[[], list[Any]]], now: Round, index: Any, devices: int) -> list[Any]:
-    """Of several shares those that this device has a matrix of; zeros for the others."""
-    shapes = [jax.eval_shape(run) for run in runs]
-    owned = [tuple(row) for row in np.stack([share.by_device(devices) >= 0 for share in now], 1)]
-    programs = list(dict.fromkeys(owned))
-
-    def program(has: tuple[bool, ...]) -> list[Any]:
-        outs = []
-        for run, shape, own in zip(runs, shapes, has, strict=True):
-            outs += run() if own else [jnp.zeros(x.shape, x.dtype) for x in shape]
-        return outs
-
-    which = np.asarray([programs.index(has) for has in owned], np.int32)
-    return jax.lax.switch(jnp.asarray(which)[index], [functools.partial(program, has) for has in programs])
-
-
-def rounds(kinds: Sequence[Kind], devices: int) -> list[Round]:
-    """Matrices dealt out to their owners: see the notes."""
-    full: list[Round] = []
-    rest: list[tuple[Kind, list[Matrix]]] = []
-    for kind in sorted(kinds, key=lambda k: -k.flops):
-        count = len(kind.matrices) // devices * devices
-        full += [
-            [Share(kind, kind.matrices[i : i + devices], [*range(devices)])] for i in range(0, count, devices)
-        ]
-        if kind.matrices[count:]:
-            rest.append((kind, kind.matrices[count:]))
-    together, longest = _balanced(rest, devices)
-    if longest < WORTH * sum(kind.flops for kind, _ in rest):
-        return [*full, together]
-    return [*full, *([Share(kind, some, [*range(len(some))])] for kind, some in rest)]
-
-
-def _balanced(rest: Sequence[tuple[Kind, list[Matrix]]], devices: int) -> tuple[Round, float]:
-    """One round of all of them, each given to the device that has least to do; and what that with most has to do."""
-    load = [0.0] * devices
-    shares: dict[tuple[int, int], Share] = {}
-    count: dict[tuple[int, int], int] = {}
-    for k, (kind, matrices) in enumerate(rest):
-        for matrix in matrices:
-            owner = min(range(devices), key=load.__getitem__)
-            load[owner] += kind.flops
-            turn = count[k, owner] = count.get((k, owner), -1) + 1
-            share = shares.setdefault((k, turn), Share(kind, [], []))
-            share.matrices.append(matrix)
-            share.owners.append(owner)
-    return list(shares.values()), max(load)
-
-
-def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr."""
-    return traverse(jaxpr, consts, values, jaxprs.bind, literal=lambda value: value)
-
-
-def _mapped(
-    plan: Plan, axes: tuple[str, ...], fn: Callable, in_specs: Sequence[PartitionSpec], out_specs
-) -> Callable:
-    mesh = typed_mesh(plan.array_mesh)
-    return jax.shard_map(
-        fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=set(axes), check_vma=False
-    )
-
-
-def _layer(x: Any, matrix: Matrix, value: int) -> Any:
-    """The matrix of a stack, of what a device has of the stack; its numbered dims stay, with size 1."""
-    for dim, cls in matrix.dims[value].items():
-        x = jax.lax.slice_in_dim(x, matrix.at[cls], matrix.at[cls] + 1, axis=dim)
-    return x
 
 
 def _constant(value: Any) -> Any:
