@@ -141,22 +141,18 @@ class Owners:
                 self._pieces(v, dims[v], axes) if any(self.mixing.split[v]) else None for v in region.ins
             )
             outs = tuple(self._pieces(v, dims[v], axes) for v in region.outs)
-            parts = (
-                [self._part(v, p) for v, p in zip(region.ins, ins, strict=True)],
-                [*map(self._part, region.outs, outs)],
-            )
+            rows = zip(region.ins, ins, strict=True)
+            parts = tuple(p and self._part(v, p) for v, p in rows), tuple(map(self._part, region.outs, outs))
             key = str(jaxpr), axes, tuple(map(_constant, consts)), str(parts)
-            kind = found.setdefault(
-                key, Kind(jaxpr, consts, axes, tuple(parts[0]), tuple(parts[1]), flops(jaxpr), [])
-            )
+            kind = found.setdefault(key, Kind(jaxpr, consts, axes, *parts, flops(jaxpr), []))
             for index in np.ndindex(*numbered.values()):
                 at = dict(zip(numbered, map(int, index), strict=True))
                 kind.matrices.append(Matrix(region, at, dims, ins, outs))
         alike = {k: sorted(kind.matrices, key=lambda m: repr((m.ins, m.outs))) for k, kind in found.items()}
         return [dataclasses.replace(kind, matrices=alike[k]) for k, kind in found.items()]
 
-    def _part(self, value: int, pieces: Pieces | None) -> Part | None:
-        return None if pieces is None else Part(self.graph.avals[value].dtype, math.prod(pieces.block))
+    def _part(self, value: int, pieces: Pieces) -> Part:
+        return Part(self.graph.avals[value].dtype, math.prod(pieces.block))
 
     def _axes(self, values: Sequence[int]) -> tuple[str, ...]:
         used = {a for v in values for entry in self.mixing.split[v] for a in entry}
