@@ -14,7 +14,14 @@ from pathlib import Path
 
 HOUSE = Path(__file__).resolve().parents[1] / "jzero"
 OUTSIDE = ("proof", "checkpoint", "deepspeed", "cli", "__main__.py")
-QUIET = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+QUIET = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 
 def code_lines(file: Path) -> int:
@@ -24,7 +31,11 @@ def code_lines(file: Path) -> int:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        if (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and isinstance(first.value.value, str)
+        ):
             assert first.end_lineno is not None
             lines -= set(range(first.lineno, first.end_lineno + 1))
     return len(lines)

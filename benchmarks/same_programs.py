@@ -67,7 +67,9 @@ def compare(before: Path, after: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("write", "compare"))
     parser.add_argument("folders", nargs="+", type=Path)
     given = parser.parse_args()

@@ -164,7 +164,9 @@ def bare_lines(text: str) -> collections.Counter:
     """The lines of all computations, in any order, without the names, channels and metadata that tell no work."""
     text = text[text.index("\n%") :]
     return collections.Counter(
-        re.sub(r"%[\w.\-]+|[\w.\-]+: (?=\w+\[|\()|, channel_id=\d+|, metadata=\{[^}]*\}", "", text).splitlines()
+        re.sub(
+            r"%[\w.\-]+|[\w.\-]+: (?=\w+\[|\()|, channel_id=\d+|, metadata=\{[^}]*\}", "", text
+        ).splitlines()
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from jzero.comm.gradients import GradientReduce
 from jzero.comm.updates import UpdateGather
 from jzero.comm.weights import WeightGather
+from jzero.layout.specs import axis_of
 from jzero.sharding import Plan
 
 
@@ -32,7 +33,11 @@ class Comm:
         return self.weights.plan
 
     def wire_by_axes(
-        self, *, accumulate: int = 1, uses: Mapping[str, Sequence[str]] | None = None
+        self,
+        *,
+        accumulate: int = 1,
+        uses: Mapping[str, Sequence[str]] | None = None,
+        extra: Mapping[tuple[str, ...], float] | None = None,
     ) -> dict[str, int]:
         """Bytes that one device sends in a step, rings assumed, by axes ("data", "replica+data").
 
@@ -40,15 +45,23 @@ class Comm:
           accumulate: micro-batches in a step.
           uses: by name of a param, what it is used for; each use is gathered and reduced by itself where that happens
             on use. A param that is not named has one matmul.
+          extra: what else is sent, by axes.
         """
         total: dict[str, float] = {}
+
+        def add(axes: Sequence[str], size: float) -> None:
+            if size:
+                own = {axis_of(a) for a in axes}
+                name = "+".join(a for a, n in self.plan.mesh.shape.items() if a in own and n > 1)
+                total[name] = total.get(name, 0.0) + size
+
         for x in self.plan.layouts:
             of = accumulate, (uses or {}).get(x.name, ("matmul",))
             sent = self.gradients.wire(x, *of), self.updates.wire(x), self.weights.wire(x, *of)
             for axes, size in itertools.chain(*sent):
-                if size:
-                    name = "+".join(a for a, n in self.plan.mesh.shape.items() if a in axes and n > 1)
-                    total[name] = total.get(name, 0.0) + size
+                add(axes, size)
+        for axes, size in (extra or {}).items():
+            add(axes, size)
         return {axes: round(size) for axes, size in total.items()}
 
 

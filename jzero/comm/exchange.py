@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.comm.weights import ring
 from jzero.layout.specs import axis_size
 from jzero.sharding import Plan
 
@@ -105,6 +105,6 @@ class MatrixExchange:
         with jax.named_scope(self.SCOPE):
             return jax.lax.all_to_all(rows, self.axes, 0, 0, tiled=True)
 
-    def wire(self, pieces: Pieces, dtype: np.dtype) -> float:
-        """Bytes that one device sends in one exchange of an array per device."""
-        return ring(self.devices) * math.prod(pieces.padded) * dtype.itemsize
+    def wire(self, widths: Mapping[np.dtype, int]) -> float:
+        """Bytes that one device sends in one exchange; `widths`: by dtype the length of a row."""
+        return (self.devices - 1) * sum(width * dtype.itemsize for dtype, width in widths.items())

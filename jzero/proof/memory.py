@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,10 @@ from jzero.core.errors import (
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, shard_factor
-from jzero.optim import init_shapes, unwrap, zero
+from jzero.optim import init_shapes, unwrap, widen_abstract, zero
 from jzero.proof.transformer import Transformer
 from jzero.sharding import HOST, Plan, check_plan
+from jzero.update.owners import exchanged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,7 +212,7 @@ def estimate(
         activations_host=0 if model is None else model.host,
         recomputed=0 if model is None else model.recomputed,
         working=0 if model is None else model.working + _gathered_bytes(plan),
-        wire_by_axes=comm_of(plan).wire_by_axes(accumulate=accumulate, uses=uses),
+        wire_by_axes=comm_of(plan).wire_by_axes(accumulate=accumulate, uses=uses, extra=_exchanged(plan, tx)),
         psi=plan.param_bytes,
         n=axis_size(plan.mesh, plan.batch_axes),
         assumed=assumed,
@@ -258,6 +260,16 @@ def _state_bytes(plan: Plan, tx: Any) -> tuple[int, int, str]:
     for x, spec, home in zip(leaves, plan.state_specs(state), plan.state_shardings(state), strict=True):
         held[home.memory_kind == HOST] += leaf_bytes(x) // shard_factor(spec, plan.mesh)
     return held[False], held[True], "its own optimizer state"
+
+
+def _exchanged(plan: Plan, tx: Any) -> dict[tuple[str, ...], float]:
+    """What the optimizer's matrices cost on their way to their owners and back; nothing where it mixes no dims."""
+    if tx is None:
+        return {}
+    update: Any = zero(unwrap(tx), plan).update
+    with contextlib.suppress(Exception):  # an update that wants more (value=, value_fn=)
+        return exchanged(update.stored_tx, plan, widen_abstract(plan.shapes, plan))
+    return {}
 
 
 def _adam_bytes(plan: Plan) -> tuple[int, int, str]:

@@ -142,9 +142,9 @@ def _joined_names(name_stack: str) -> list[str]:
 
 
 def scope_of(name_stack: str) -> str:
-    """The first `jzero.` scope in a name stack, without the prefix; empty when there is none."""
-    found = _SCOPE.search(name_stack)
-    return found[1] if found else ""
+    """The innermost `jzero.` scope in a name stack, without the prefix; empty when there is none."""
+    found = _SCOPE.findall(_joined_names(name_stack)[0])
+    return found[-1] if found else ""
 
 
 def name_stack(place: Place, i: Instruction) -> str:

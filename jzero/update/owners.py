@@ -28,7 +28,7 @@ from jzero.layout.padding import unpadded
 from jzero.layout.specs import P, axis_of, axis_size, make_spec, spec_entries
 from jzero.sharding import Plan
 from jzero.update.mixing import Mixing, Region, Split
-from jzero.update.rounds import Kind, Matrix, Part, Result, Rounds, mapped, rounds
+from jzero.update.rounds import Kind, Matrix, Part, Result, Round, Rounds, mapped, rounds
 
 DECOMPOSITION = 10  # operations of a decomposition, in matmuls of its size
 
@@ -78,6 +78,28 @@ class Owners:
             done.update(o for r in ready for o in r.outs)
             nodes, regions = waiting, [r for r in regions if r not in ready]
 
+    def wire(self) -> dict[tuple[str, ...], float]:
+        """Bytes that one device sends for the exchanges, by mesh axes; of branches those of the one that sends most."""
+        found: dict[tuple[str, ...], float] = {}
+        for step in self.steps():
+            if not isinstance(step, Node):
+                for exchange, some in self._rounds(step):
+                    sent = sum(
+                        exchange.wire(now.widths("ins")) + exchange.wire(now.widths("outs")) for now in some
+                    )
+                    found[exchange.axes] = found.get(exchange.axes, 0.0) + sent
+            elif step in self.mixing.branches:
+                inner = [Owners(m, self.plan).wire() for m in self.mixing.branches[step]]
+                for axes, sent in max(inner, key=lambda w: sum(w.values())).items():
+                    found[axes] = found.get(axes, 0.0) + sent
+        return found
+
+    def _rounds(self, regions: list[Region]) -> list[tuple[MatrixExchange, list[Round]]]:
+        """The rounds of regions, by the axes of their exchange."""
+        kinds = self.kinds(regions)
+        exchanges = [MatrixExchange(self.plan, axes) for axes in dict.fromkeys(k.axes for k in kinds)]
+        return [(e, rounds([k for k in kinds if k.axes == e.axes], e.devices)) for e in exchanges]
+
     def _node(self, node: Node, values: list[Any]) -> list[Any]:
         if node not in self.mixing.branches:
             return node.run(values)
@@ -88,14 +110,11 @@ class Owners:
     def _regions(self, regions: list[Region], env: dict[int, Any]) -> None:
         """Compute regions, and enter their results in `env`."""
         results: dict[tuple[Matrix, int], Result] = {}
-        kinds = self.kinds(regions)
-        for axes in dict.fromkeys(kind.axes for kind in kinds):
-            exchange = MatrixExchange(self.plan, axes)
+        for exchange, some in self._rounds(regions):
             run = Rounds(exchange, env, self.graph.avals, in_order=self.plan.config.offload is None)
-            results.update(run(rounds([k for k in kinds if k.axes == axes], exchange.devices)))
-        matrices = [m for kind in kinds for m in kind.matrices]
+            results.update(run(some))
         for region in regions:
-            own = [m for m in matrices if m.region is region]
+            own = list(dict.fromkeys(m for m, _ in results if m.region is region))
             for k, out in enumerate(region.outs):
                 env[out] = self._collected(self.graph.avals[out], own, [results[m, k] for m in own], k)
 
@@ -223,23 +242,46 @@ def on_owners(update: Callable, plan: Plan) -> Callable:
     """
 
     def run(grads, state, params, **extra):
-        args = grads, state, params, extra
-        arrays, merged = jaxprs.split_arrays(args)
-        box: list[Any] = []
-
-        def flat(*arrays):
-            grads, state, params, extra = merged(arrays)
-            leaves, tree = jax.tree.flatten(update(grads, state, params, **extra))
-            box.append((tree, splits_of_results(tree.unflatten(leaves), plan)))
-            return leaves
-
-        graph = Graph(*jaxprs.trace(flat, *arrays))
-        mixing = Mixing(graph, splits_of_arguments(args, plan), box[0][1])
+        mixing, arrays, tree = _traced(update, plan, (grads, state, params, extra))
         if not (mixing.regions or mixing.branches):
             return update(grads, state, params, **extra)
-        return box[0][0].unflatten(Owners(mixing, plan)(arrays))
+        return tree.unflatten(Owners(mixing, plan)(arrays))
 
     return run
+
+
+def exchanged(tx: Any, plan: Plan, params: Any) -> dict[tuple[str, ...], float]:
+    """Bytes that one device sends in an update to bring matrices to their owners and back, by mesh axes.
+
+    Args:
+      tx: the transformation as it runs on shards; none that wants more than gradients, state and params.
+      params: shapes and dtypes as `tx` sees them.
+    """
+    found: list[dict[tuple[str, ...], float]] = []
+
+    def abstract(grads, state, params):
+        mixing, *_ = _traced(tx.update, plan, (grads, state, params, {}))
+        found.append(Owners(mixing, plan).wire())
+
+    jax.eval_shape(abstract, params, jax.eval_shape(tx.init, params), params)
+    return found[0]
+
+
+def _traced(update: Callable, plan: Plan, args: tuple[Any, Any, Any, Any]) -> tuple[Mixing, list[Any], Any]:
+    """The update as a graph with its regions, its arrays, and the tree of its results."""
+    arrays, merged = jaxprs.split_arrays(args)
+    box: list[Any] = []
+
+    def flat(*arrays):
+        grads, state, params, extra = merged(arrays)
+        results = update(grads, state, params, **extra)
+        leaves, tree = jax.tree.flatten(results)
+        box.append((tree, splits_of_results(results, plan)))
+        return leaves
+
+    graph = Graph(*jaxprs.trace(flat, *arrays))
+    tree, wanted = box[0]
+    return Mixing(graph, splits_of_arguments(args, plan), wanted), arrays, tree
 
 
 def _entries(spec: PartitionSpec, x: Any, plan: Plan) -> Split:
