@@ -91,7 +91,7 @@ def row(n: int, stage: int, layers: str, depth: int) -> str:
     program, plan, state = compiled(case, stage, n, tx=muon(), min_shard_bytes="auto")
     ours = jzero.explain(program, plan)
     adamw = jzero.explain(*compiled(case, stage, n, min_shard_bytes="auto")[:2])
-    share = n * compiled_flops(parse(program.as_text())) / whole_flops(muon(), plan.shapes)
+    share = n * compiled_flops(parse(program.as_text() or "")) / whole_flops(muon(), plan.shapes)
     found = ", ".join(f.kind for f in jzero.findings(program, plan)) or "-"
     asked = jzero.estimate(plan, tx=state.tx).wire_psi
     temp = [r.memory.temp / 1e6 if r.memory else 0.0 for r in (ours, adamw)]

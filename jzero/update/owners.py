@@ -98,7 +98,9 @@ class Owners:
         """The rounds of regions, by the axes of their exchange."""
         kinds = self.kinds(regions)
         exchanges = [MatrixExchange(self.plan, axes) for axes in dict.fromkeys(k.axes for k in kinds)]
-        return [(e, rounds([k for k in kinds if k.axes == e.axes], e.devices)) for e in exchanges]
+        alone = all(axis in self.plan.own_axes or size == 1 for axis, size in self.plan.mesh.shape.items())
+        of = [[k for k in kinds if k.axes == e.axes] for e in exchanges]
+        return [(e, rounds(some, e.devices, together=alone)) for e, some in zip(exchanges, of, strict=True)]
 
     def _node(self, node: Node, values: list[Any]) -> list[Any]:
         if node not in self.mixing.branches:
@@ -139,7 +141,7 @@ class Owners:
             return jnp.moveaxis(stacked, range(len(dims)), dims)
 
         spec = make_spec(pieces.split)
-        whole = mapped(self.plan, pieces.axes, collect, [P(pieces.axes)] * len(arrays), spec)(*arrays)
+        whole = mapped(self.plan, collect, [P(pieces.axes)] * len(arrays), spec)(*arrays)
         return whole if whole.shape == aval.shape else self.plan.constrain(unpadded(whole, aval.shape), spec)
 
     # --- what is computed -----------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ The matrices of a round are on their way while the round before it is computed, 
 [Note: what is left over]
 Matrices that do not fill the last round of their kind are dealt out together, each to the device that has least to do
 by FLOPs, and each device computes what it owns (`lax.switch`); unless that takes as long as round after round. A row of
-the exchange is then as long as the pieces that the busiest owner gets.
+the exchange is then as long as the pieces that the busiest owner gets. Not beside tensor parallelism: its collectives
+take all devices, and would wait for ever for those in another branch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jzero.core.ordering import after
 from jzero.core.traversal import traverse
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.padding import padded
-from jzero.layout.specs import P, make_spec
+from jzero.layout.specs import P, axis_of, make_spec
 from jzero.sharding import Plan
 from jzero.update.mixing import Region
 
@@ -304,7 +305,7 @@ class Rounds:
         return jnp.asarray(found)[index]
 
     def _mapped(self, fn: Callable, in_specs: Sequence[PartitionSpec]) -> Callable:
-        return mapped(self.plan, self.axes, fn, in_specs, P(self.axes))
+        return mapped(self.plan, fn, in_specs, P(self.axes))
 
 
 def _filled(parts: list[Any], shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -314,8 +315,8 @@ def _filled(parts: list[Any], shape: tuple[int, ...], dtype: np.dtype) -> Any:
     return jnp.concatenate([*parts, *rest], axis=-1)
 
 
-def rounds(kinds: Sequence[Kind], devices: int) -> list[Round]:
-    """Matrices dealt out to their owners: see the notes."""
+def rounds(kinds: Sequence[Kind], devices: int, *, together: bool = True) -> list[Round]:
+    """Matrices dealt out to their owners: see the notes; without `together` all devices compute the same in a round."""
     full: list[Round] = []
     rest: list[tuple[Kind, list[Matrix]]] = []
     for kind in sorted(kinds, key=lambda k: -k.flops):
@@ -323,10 +324,10 @@ def rounds(kinds: Sequence[Kind], devices: int) -> list[Round]:
         full += [_round(kind, kind.matrices[i : i + devices], devices) for i in range(0, count, devices)]
         if kind.matrices[count:]:
             rest.append((kind, kind.matrices[count:]))
-    together = balanced(rest, devices)
-    longest = max(sum(kind.flops for kind in together.kinds(d)) for d in range(devices))
-    if longest < WORTH * sum(kind.flops for kind, _ in rest):
-        return [*full, together]
+    mixed = balanced(rest, devices)
+    longest = max(sum(kind.flops for kind in mixed.kinds(d)) for d in range(devices))
+    if together and longest < WORTH * sum(kind.flops for kind, _ in rest):
+        return [*full, mixed]
     return [*full, *(_round(kind, some, devices) for kind, some in rest)]
 
 
@@ -351,14 +352,13 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[A
     return traverse(jaxpr, consts, values, jaxprs.bind, literal=lambda value: value)
 
 
-def mapped(
-    plan: Plan, axes: tuple[str, ...], fn: Callable, in_specs: Sequence[PartitionSpec], out_specs
-) -> Callable:
-    """`jax.shard_map` over the axes of an exchange."""
-    mesh = typed_mesh(plan.array_mesh)
+def mapped(plan: Plan, fn: Callable, in_specs: Sequence[PartitionSpec], out_specs) -> Callable:
+    """`jax.shard_map` over all axes but those of tensor parallelism."""
+    own = {a for a in plan.array_mesh.axis_names if axis_of(a) in plan.own_axes}
     return jax.shard_map(
-        fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=set(axes), check_vma=False
-    )
+        fn, mesh=typed_mesh(plan.array_mesh), in_specs=tuple(in_specs), out_specs=out_specs, axis_names=own,
+        check_vma=False,
+    )  # fmt: skip
 
 
 def layer(x: Any, matrix: Matrix, value: int) -> Any:
