@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jzero.core.dims import dim_in_result
 from jzero.core.graph import Graph, Node
-from jzero.core.jaxprs import bind, opened
+from jzero.core.jaxprs import bind, names_of, opened
 from jzero.core.regions import bodies, scan_parts, scan_with, switch_with, while_parts, while_with
 
 Cells = list[int]
@@ -162,14 +162,17 @@ class Classes:
         return [self._body(*branch, ins[1:], outs) for branch in bodies(eqn)[0]]
 
     def run(self, single: Collection[int], values: Sequence[Any]) -> list[Any]:
-        """The results of the program, for operands that have size 1 along every dim of the classes `single`."""
+        """The results of the program, for operands that have size 1 along every dim of the classes `single`.
+
+        In any context: it may run inside of a `jax.shard_map`.
+        """
         return self._run(self.program, frozenset(single), values)
 
     def _run(self, program: Program, single: frozenset[int], values: Sequence[Any]) -> list[Any]:
         env = {**program.known, **dict(zip(program.ins, values, strict=True))}
         for step in program.steps:
             operands = [env[i] for i in step.node.ins]
-            with step.node.scope():
+            with step.node.scope(names_of):
                 env.update(zip(step.node.outs, self._apply(step, single, operands), strict=True))
         return [env[o] for o in program.outs]
 

@@ -69,11 +69,11 @@ class Node:
         return len(reduced_dims(self.eqn)) == self.eqn.invars[0].aval.ndim
 
     @contextlib.contextmanager
-    def scope(self):
-        """The names and contexts that the equation was traced under, those of its calls included."""
+    def scope(self, of: Callable[[Any], Any] = jaxprs.scope_of):
+        """The names and contexts that the equation was traced under, those of its calls included; or `of` each."""
         with contextlib.ExitStack() as scopes:
             for eqn in (*self.outer, self.eqn):
-                scopes.enter_context(jaxprs.scope_of(eqn))
+                scopes.enter_context(of(eqn))
             yield
 
     def run(self, values: Sequence[Any]) -> list[Any]:

@@ -76,8 +76,15 @@ def is_literal(atom) -> bool:
 @contextlib.contextmanager
 def scope_of(eqn) -> Iterator[None]:
     """The name stack and context of an equation, so that what is bound again keeps its names in a profile."""
+    with names_of(eqn), eqn.ctx.manager:
+        yield
+
+
+@contextlib.contextmanager
+def names_of(eqn) -> Iterator[None]:
+    """Its name stack alone: for what is bound again in another context, as inside of a `jax.shard_map`."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
         yield
 
 

@@ -7,6 +7,7 @@ owner, in rounds (`rounds.py`). All else is computed on shards, as it is without
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -157,7 +158,8 @@ class Owners:
             single = frozenset(numbered)
             dims = {v: self._dims(classes, v, single) for v in (*region.ins, *region.outs)}
             avals = [self._one(v, dims[v]) for v in region.ins]
-            jaxpr, consts = jaxprs.trace(lambda *xs, c=classes, s=single: c.run(s, xs), *avals)
+            run = functools.partial(classes.run, single)
+            jaxpr, consts = jaxprs.trace(lambda *xs, run=run: run(xs), *avals)
             ins = tuple(
                 self._pieces(v, dims[v], axes) if any(self.mixing.split[v]) else None for v in region.ins
             )
@@ -165,7 +167,7 @@ class Owners:
             rows = zip(region.ins, ins, strict=True)
             parts = tuple(p and self._part(v, p) for v, p in rows), tuple(map(self._part, region.outs, outs))
             key = str(jaxpr), axes, tuple(map(_constant, consts)), str(parts)
-            kind = found.setdefault(key, Kind(jaxpr, consts, axes, *parts, flops(jaxpr), []))
+            kind = found.setdefault(key, Kind(run, axes, *parts, flops(jaxpr), []))
             for index in np.ndindex(*numbered.values()):
                 at = dict(zip(numbered, map(int, index), strict=True))
                 kind.matrices.append(Matrix(region, at, dims, ins, outs))

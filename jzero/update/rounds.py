@@ -25,9 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm.exchange import MatrixExchange, Pieces
-from jzero.core import jaxprs
 from jzero.core.ordering import after
-from jzero.core.traversal import traverse
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.padding import padded
 from jzero.layout.specs import P, axis_of, make_spec
@@ -67,15 +65,14 @@ class Kind:
     """Matrices for which the same is computed.
 
     Attributes:
-      jaxpr, consts: on whole matrices.
+      run: on whole matrices.
       axes: the mesh axes that the matrices are split over.
       ins, outs: of each value dtype and length of a piece; None for one that is not exchanged: every device has it.
       flops: of one matrix, in matmuls.
       matrices: all of them.
     """
 
-    jaxpr: Any
-    consts: list[Any]
+    run: Callable[[Sequence[Any]], list[Any]]
     axes: tuple[str, ...]
     ins: tuple[Part | None, ...]
     outs: tuple[Part, ...]
@@ -272,7 +269,7 @@ class Rounds:
                             {d: p for d, m in own.items() if (p := m.ins[k])}, "joined", got, index
                         )
                     )
-            outs = evaluate(kind.jaxpr, kind.consts, values)
+            outs = kind.run(values)
             for k, (part, out) in enumerate(zip(kind.outs, outs, strict=True)):
                 rows[part.dtype].append(
                     self._by_owner({d: m.outs[k] for d, m in own.items()}, "rows", out, index)
@@ -345,11 +342,6 @@ def balanced(rest: Sequence[tuple[Kind, list[Matrix]]], devices: int) -> Round:
             load[owner] += kind.flops
             owned[owner].append((kind, matrix))
     return Round(owned)
-
-
-def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr."""
-    return traverse(jaxpr, consts, values, jaxprs.bind, literal=lambda value: value)
 
 
 def mapped(plan: Plan, fn: Callable, in_specs: Sequence[PartitionSpec], out_specs) -> Callable:
