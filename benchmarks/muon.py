@@ -80,7 +80,7 @@ def whole_flops(tx: optax.GradientTransformation, params: Any) -> float:
 def moved(report: jzero.Report) -> int:
     """Collectives of a matrix in the optimizer's own arithmetic."""
     found = [
-        c for c in report.collectives if c.phase == "update" and c.scope in ("update", "exchange_matrices")
+        c for c in report.collectives if c.phase == "update" and c.scope in ("update", "exchange")
     ]
     return sum(c.count for c in found if c.op != "all-to-all" and c.bytes > MATRIX)
 

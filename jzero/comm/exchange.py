@@ -87,7 +87,7 @@ class MatrixExchange:
     plan: Plan
     axes: tuple[str, ...]
 
-    SCOPE = "jzero.exchange_matrices"
+    SCOPE = "jzero.exchange"
     """`named_scope` of its operations."""
 
     @property

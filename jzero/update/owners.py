@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jzero.comm.exchange import MatrixExchange, Pieces
 from jzero.core import jaxprs
@@ -26,7 +25,7 @@ from jzero.core.primitives import MATRIX_OPS
 from jzero.core.regions import bodies, switch_with
 from jzero.core.regions import rounds as rounds_of
 from jzero.layout.padding import unpadded
-from jzero.layout.specs import P, axis_of, axis_size, make_spec, spec_entries
+from jzero.layout.specs import P, axis_size, make_spec, spec_entries
 from jzero.sharding import Plan
 from jzero.update.mixing import Mixing, Region, Split
 from jzero.update.rounds import Kind, Matrix, Part, Result, Round, Rounds, mapped, rounds
@@ -99,9 +98,7 @@ class Owners:
         """The rounds of regions, by the axes of their exchange."""
         kinds = self.kinds(regions)
         exchanges = [MatrixExchange(self.plan, axes) for axes in dict.fromkeys(k.axes for k in kinds)]
-        alone = all(axis in self.plan.own_axes or size == 1 for axis, size in self.plan.mesh.shape.items())
-        of = [[k for k in kinds if k.axes == e.axes] for e in exchanges]
-        return [(e, rounds(some, e.devices, together=alone)) for e, some in zip(exchanges, of, strict=True)]
+        return [(e, rounds([k for k in kinds if k.axes == e.axes], e.devices)) for e in exchanges]
 
     def _node(self, node: Node, values: list[Any]) -> list[Any]:
         if node not in self.mixing.branches:
@@ -246,6 +243,8 @@ def on_owners(update: Callable, plan: Plan) -> Callable:
     """
 
     def run(grads, state, params, **extra):
+        if not plan.config.row.state:
+            return update(grads, state, params, **extra)
         mixing, arrays, tree = _traced(update, plan, (grads, state, params, extra))
         if not (mixing.regions or mixing.branches):
             return update(grads, state, params, **extra)
@@ -288,12 +287,6 @@ def _traced(update: Callable, plan: Plan, args: tuple[Any, Any, Any, Any]) -> tu
     return Mixing(graph, splits_of_arguments(args, plan), wanted), arrays, tree
 
 
-def _entries(spec: PartitionSpec, x: Any, plan: Plan) -> Split:
-    """How an array is split over the axes of ZeRO."""
-    entries = spec_entries(spec, np.ndim(x))
-    return tuple(tuple(a for a in e if axis_of(a) in plan.config.axes) for e in entries)
-
-
 def splits_of_arguments(args: tuple[Any, Any, Any, Any], plan: Plan) -> list[Split]:
     """How the arrays of (grads, state, params, extra) are split."""
     grads, state, params, extra = args
@@ -309,7 +302,7 @@ def splits_of_results(results: tuple[Any, Any], plan: Plan) -> list[Split]:
 def _of_params(tree: Any, plan: Plan) -> list[Split]:
     leaves = plan.tree.flatten_up_to(tree)
     return [
-        _entries(x.state, leaf, plan)
+        tuple(spec_entries(x.state, np.ndim(leaf)))
         for leaf, x in zip(leaves, plan.layouts, strict=True)
         if leaf is not None
     ]
@@ -317,4 +310,4 @@ def _of_params(tree: Any, plan: Plan) -> list[Split]:
 
 def _of_state(state: Any, plan: Plan) -> list[Split]:
     rows = zip(jax.tree.leaves(state), plan.state_specs(state), strict=True)
-    return [_entries(spec, leaf, plan) for leaf, spec in rows]
+    return [tuple(spec_entries(spec, np.ndim(leaf))) for leaf, spec in rows]

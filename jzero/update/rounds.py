@@ -8,8 +8,7 @@ The matrices of a round are on their way while the round before it is computed, 
 [Note: what is left over]
 Matrices that do not fill the last round of their kind are dealt out together, each to the device that has least to do
 by FLOPs, and each device computes what it owns (`lax.switch`); unless that takes as long as round after round. A row of
-the exchange is then as long as the pieces that the busiest owner gets. Not beside tensor parallelism: its collectives
-take all devices, and would wait for ever for those in another branch.
+the exchange is then as long as the pieces that the busiest owner gets.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jzero.comm.exchange import MatrixExchange, Pieces
 from jzero.core.ordering import after
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.padding import padded
-from jzero.layout.specs import P, axis_of, make_spec
+from jzero.layout.specs import P, make_spec
 from jzero.sharding import Plan
 from jzero.update.mixing import Region
 
@@ -312,8 +311,8 @@ def _filled(parts: list[Any], shape: tuple[int, ...], dtype: np.dtype) -> Any:
     return jnp.concatenate([*parts, *rest], axis=-1)
 
 
-def rounds(kinds: Sequence[Kind], devices: int, *, together: bool = True) -> list[Round]:
-    """Matrices dealt out to their owners: see the notes; without `together` all devices compute the same in a round."""
+def rounds(kinds: Sequence[Kind], devices: int) -> list[Round]:
+    """Matrices dealt out to their owners: see the notes."""
     full: list[Round] = []
     rest: list[tuple[Kind, list[Matrix]]] = []
     for kind in sorted(kinds, key=lambda k: -k.flops):
@@ -323,7 +322,7 @@ def rounds(kinds: Sequence[Kind], devices: int, *, together: bool = True) -> lis
             rest.append((kind, kind.matrices[count:]))
     mixed = balanced(rest, devices)
     longest = max(sum(kind.flops for kind in mixed.kinds(d)) for d in range(devices))
-    if together and longest < WORTH * sum(kind.flops for kind, _ in rest):
+    if longest < WORTH * sum(kind.flops for kind, _ in rest):
         return [*full, mixed]
     return [*full, *(_round(kind, some, devices) for kind, some in rest)]
 
@@ -345,12 +344,9 @@ def balanced(rest: Sequence[tuple[Kind, list[Matrix]]], devices: int) -> Round:
 
 
 def mapped(plan: Plan, fn: Callable, in_specs: Sequence[PartitionSpec], out_specs) -> Callable:
-    """`jax.shard_map` over all axes but those of tensor parallelism."""
-    own = {a for a in plan.array_mesh.axis_names if axis_of(a) in plan.own_axes}
-    return jax.shard_map(
-        fn, mesh=typed_mesh(plan.array_mesh), in_specs=tuple(in_specs), out_specs=out_specs, axis_names=own,
-        check_vma=False,
-    )  # fmt: skip
+    """`jax.shard_map` over all axes: XLA puts no collective of its own into what only some devices compute."""
+    mesh = typed_mesh(plan.array_mesh)
+    return jax.shard_map(fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
 
 
 def layer(x: Any, matrix: Matrix, value: int) -> Any:
