@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jzero.comm.exchange import MatrixExchange, Pieces
 from jzero.core import jaxprs
 from jzero.core.batched import Classes
 from jzero.core.dims import dot_dims
+from jzero.core.errors import human_bytes
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import MATRIX_OPS
 from jzero.core.regions import bodies, switch_with
@@ -30,19 +32,48 @@ from jzero.sharding import Plan
 from jzero.update.mixing import Mixing, Region, Split
 from jzero.update.rounds import Kind, Matrix, Part, Result, Round, Rounds, mapped, rounds
 
+MOST = 16  # arrays like the largest param that one matrix may read and make; SOAP has 13
 DECOMPOSITION = 10  # operations of a decomposition, in matmuls of its size
 
 
 class Owners:
-    """The evaluation of a traced update with its regions on owners: see the notes.
+    """The evaluation of a traced update with its regions on owners.
 
     Attributes:
-      mixing: the update and its regions.
+      mixing: the update.
       plan: gives mesh and axes.
+      regions: those that owners compute; what reads many leaves at once is left to XLA.
     """
 
     def __init__(self, mixing: Mixing, plan: Plan):
         self.mixing, self.graph, self.plan = mixing, mixing.graph, plan
+        most = MOST * 4 * max((x.size for x in plan.layouts), default=0)
+        self.regions = [r for r in mixing.regions if self._bytes(r) <= most]
+
+    def _bytes(self, region: Region) -> int:
+        """Bytes of the whole arrays that a region reads and makes."""
+        arrays = [v for v in (*region.ins, *region.outs) if any(self.mixing.split[v])]
+        return sum(math.prod(self.graph.avals[v].shape) * self.graph.avals[v].dtype.itemsize for v in arrays)
+
+    def check_sizes(self) -> None:
+        """Warns of what no device is to own, and of matrices that do not fit on one."""
+        large = [self._bytes(r) for r in self.mixing.regions if r not in self.regions]
+        if large:
+            warnings.warn(
+                f"jzero: this optimizer computes {human_bytes(max(large))} of arrays together, of several params: "
+                "more than one device is to own. XLA gathers their shards for each operation; jzero.check says what "
+                "that sends.",
+                stacklevel=2,
+            )
+        held = [self._bytes(k.matrices[0].region) / k.matrices[0].of_region for k in self.kinds(self.regions)]
+        limit = device_memory(self.plan.mesh.devices.flat[0])
+        if held and limit is not None and max(held) > limit:
+            warnings.warn(
+                f"jzero: a matrix of this optimizer takes {human_bytes(round(max(held)))} on the device that owns it, "
+                f"with all that it is computed from, and a device has {human_bytes(limit)}. Give that param another "
+                "optimizer (optax.multi_transform).",
+                stacklevel=2,
+            )
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """The results of the update."""
@@ -56,10 +87,10 @@ class Owners:
 
     def steps(self) -> Iterator[Node | list[Region]]:
         """The nodes outside of regions, each once it can be computed, and regions that can be computed together."""
-        inside = {node for region in self.mixing.regions for node in region.nodes}
+        inside = {node for region in self.regions for node in region.nodes}
         done = {*self.graph.ins, *self.graph.known}
         nodes = [node for node in self.graph.nodes if node not in inside]
-        regions = list(self.mixing.regions)
+        regions = list(self.regions)
         while nodes or regions:
             waiting = []
             for node in nodes:
@@ -69,10 +100,13 @@ class Owners:
                 else:
                     waiting.append(node)
             ready = [r for r in regions if done.issuperset(r.ins)]
-            if not ready and len(waiting) == len(nodes):
-                raise RuntimeError(
-                    "jzero: regions of the update wait for one another; please report this optimizer"
-                )
+            if not ready and len(waiting) == len(
+                nodes
+            ):  # regions that wait for one another: XLA computes them
+                waiting = [
+                    n for n in self.graph.nodes if n in {*waiting, *(n for r in regions for n in r.nodes)}
+                ]
+                regions = []
             if ready:
                 yield ready
             done.update(o for r in ready for o in r.outs)
@@ -167,7 +201,7 @@ class Owners:
             kind = found.setdefault(key, Kind(run, axes, *parts, flops(jaxpr), []))
             for index in np.ndindex(*numbered.values()):
                 at = dict(zip(numbered, map(int, index), strict=True))
-                kind.matrices.append(Matrix(region, at, dims, ins, outs))
+                kind.matrices.append(Matrix(region, at, dims, ins, outs, math.prod(numbered.values())))
         alike = {k: sorted(kind.matrices, key=lambda m: repr((m.ins, m.outs))) for k, kind in found.items()}
         return [dataclasses.replace(kind, matrices=alike[k]) for k, kind in found.items()]
 
@@ -235,6 +269,14 @@ def flops(jaxpr: Any) -> float:
     return total
 
 
+def device_memory(device: Any) -> int | None:
+    """Bytes that a device has for arrays; None where it does not say."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (AttributeError, NotImplementedError, RuntimeError):  # compile-only devices
+        return None
+
+
 def on_owners(update: Callable, plan: Plan) -> Callable:
     """`update(grads, state, params, **extra)` of an optax transformation, its regions computed by owners.
 
@@ -248,7 +290,9 @@ def on_owners(update: Callable, plan: Plan) -> Callable:
         mixing, arrays, tree = _traced(update, plan, (grads, state, params, extra))
         if not (mixing.regions or mixing.branches):
             return update(grads, state, params, **extra)
-        return tree.unflatten(Owners(mixing, plan)(arrays))
+        owners = Owners(mixing, plan)
+        owners.check_sizes()
+        return tree.unflatten(owners(arrays))
 
     return run
 

@@ -43,6 +43,7 @@ class Matrix:
       at: the index along every dim that numbers matrices, by class of dims.
       dims: of each value that the region reads or makes, these dims with their classes.
       ins, outs: its pieces, of the values that are split; None for one that every device has.
+      of_region: how many matrices the region has.
     """
 
     region: Region
@@ -50,6 +51,7 @@ class Matrix:
     dims: dict[int, dict[int, int]]
     ins: tuple[Pieces | None, ...]
     outs: tuple[Pieces, ...]
+    of_region: int
 
 
 class Part(NamedTuple):
