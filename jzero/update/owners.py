@@ -31,9 +31,7 @@ from jzero.update.mixing import Mixing, Region, Split
 from jzero.update.rounds import Kind, Matrix, Part, Result, Rounds, mapped, rounds
 
 DECOMPOSITION = 10  # operations of a decomposition, in matmuls of its size
-SMALL = (
-    1 / 16
-)  # of the largest value of a region: so much may be sent of others to let its layers have owners
+SMALL = 1 / 16  # of a region's largest value: so much of others may go to every owner of one of its layers
 
 
 class Owners:
