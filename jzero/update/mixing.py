@@ -7,8 +7,8 @@ Newton-Schulz of one matrix, or of a stack of them. Around it the update is elem
 
 [Note: what a region takes in]
 A region begins at the value that it reads. It begins earlier where that value's layout is not known (a reshape that
-merges a split dim with another), and where what leads to it is one array and a number that is reduced from it
-(`x / norm(x)`): the owner computes that without a word on the network.
+merges a split dim with another), where what leads to it is one array and a number that is reduced from it (`x / norm(x)`), and
+where several inputs are made of one array (`x.T`, `0.1 * x`): the owner computes that without a word on the network.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Mixing:
                 self.split[out] = found[k]
             else:
                 self.split[out] = self._returned(node, out)
-                self._unknown.add(out)
+                if node not in self.branches:
+                    self._unknown.add(out)
         return not mixes
 
     def _has_branches(self, node: Node) -> bool:
@@ -164,7 +165,7 @@ class Mixing:
                 arrays |= 1 << number[node]
             for out in node.outs:
                 above[out] = through
-                by_arrays[out] = 0 if self.graph.is_small(out) else arrays
+                by_arrays[out] = 0 if self.graph.is_small(out) or node in self.branches else arrays
         below: dict[Node, int] = {}
         after: dict[int, int] = collections.defaultdict(int)
         for node in reversed(self.graph.nodes):
@@ -194,6 +195,7 @@ class Mixing:
                 pending += maker.ins
         for i in self._inputs(nodes):
             nodes |= self._reduced_from_one(i, nodes)
+        nodes |= self._from_the_same(nodes)
         for o in [o for node in nodes for o in node.outs]:
             nodes |= self._to_known(o, nodes)
         return nodes
@@ -211,7 +213,7 @@ class Mixing:
         return taken
 
     def _reduced_from_one(self, value: int, region: set[Node]) -> set[Node]:
-        """The nodes between a value and the one array that it and a reduction on the way are computed from."""
+        """The nodes between a value and the one array that it and a reduction, or transpose, of it are computed from."""
         taken: dict[Node, None] = {}
         frontier = {value}
         reduced = False
@@ -228,8 +230,30 @@ class Mixing:
             last = max(makers, key=self._order.__getitem__)
             taken[last] = None
             reduced |= last.name in REDUCING and any(any(self.split[i]) for i in last.ins)
+            reduced |= any(o in self._unknown for o in last.outs)  # `x + x.T`
             frontier = (frontier - set(last.outs)) | {i for i in last.ins if i not in self.graph.known}
         return set()
+
+    def _from_the_same(self, region: set[Node]) -> set[Node]:
+        """The nodes from one array to several inputs of a region (its transpose, a multiple): it is sent once."""
+        inputs = self._inputs(region)
+        chains = [self._chain(i, inputs, region) for i in inputs]
+        origins = [origin for origin, _ in chains]
+        return {node for origin, nodes in chains if origins.count(origin) > 1 for node in nodes}
+
+    def _chain(self, value: int, inputs: Sequence[int], region: set[Node]) -> tuple[int, list[Node]]:
+        """The array that an input is computed from value by value, or transposed, and the nodes between."""
+        taken: list[Node] = []
+        while not taken or value not in inputs:
+            maker = self.graph.makers.get(value)
+            if maker is None or not (maker.name in ELEMENTWISE or maker.name == "transpose"):
+                break
+            arrays = {i for i in maker.ins if any(self.split[i])}
+            if len(arrays) != 1 or not self._private([maker, *taken], region):
+                break
+            taken.append(maker)
+            value = arrays.pop()
+        return value, taken
 
     def _private(self, taken: Iterable[Node], region: set[Node]) -> bool:
         """True where only the region reads what the nodes make."""
@@ -319,12 +343,8 @@ def followed(eqn: Any, splits: Sequence[Split]) -> list[Split] | None:
                 if name in REDUCING or all(math.prod(s) == 1 for s in shapes):
                     continue
                 return None
-            if (
-                name == "dot_general"
-                and any(any(s) for k, s in enumerate(splits) if k != at)
-                and any(found[0][d] and d != to for d in range(len(shapes[0])))
-            ):
-                return None
+            if any(set(axes) & set(entry) for f in found for d, entry in enumerate(f) if d != to):
+                return None  # a matmul of rows and columns, `x + x.T`
             for k, shape in enumerate(shapes):
                 if to < len(shape) and (not found[k][to]):
                     found[k][to] = axes

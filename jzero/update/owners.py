@@ -34,6 +34,7 @@ from jzero.update.rounds import Kind, Matrix, Part, Result, Round, Rounds, mappe
 
 MOST = 16  # arrays like the largest param that one matrix may read and make; SOAP has 13
 DECOMPOSITION = 10  # operations of a decomposition, in matmuls of its size
+SMALL = 1 / 16  # of a region's largest value: so much of others may go to every owner of one of its layers
 
 
 class Owners:
@@ -213,18 +214,23 @@ class Owners:
         return tuple(a for a in self.plan.array_mesh.axis_names if a in used)
 
     def _numbered(self, classes: Classes, region: Region, split: Sequence[int]) -> dict[int, int]:
-        """The classes of dims that number the matrices of a region, with their sizes."""
-        found: dict[int, int] = {}
-        shared: set[int] | None = None
-        for v in (*split, *region.outs):
+        """The classes of dims that number the matrices of a region, with their sizes.
+
+        A small operand that they do not number (coefficients that are stored split) goes to every owner.
+        """
+        size = {v: math.prod(self.graph.avals[v].shape) for v in (*split, *region.outs)}
+        shared: dict[int, int] | None = None
+        for v in sorted(size, key=lambda v: -size[v]):
             own = {
                 c: self.graph.avals[v].shape[d]
                 for d, c in classes.independent(v).items()
                 if self.graph.avals[v].shape[d] > 1 and not self.mixing.split[v][d]
             }
-            found.update(own)
-            shared = set(own) if shared is None else shared & set(own)
-        return {c: found[c] for c in sorted(shared or ())}
+            left = own if shared is None else {c: n for c, n in shared.items() if c in own}
+            sent = size[v] * math.prod((shared or {}).values())
+            if v in region.outs or sent > SMALL * max(size.values()):
+                shared = left
+        return {c: shared[c] for c in sorted(shared)} if shared else {}
 
     def _dims(self, classes: Classes, value: int, single: frozenset[int]) -> dict[int, int]:
         return {

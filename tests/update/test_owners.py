@@ -1,0 +1,257 @@
+"""Optimizers that mix the dims of a matrix: matrices have owners, values are those of the run without jzero."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from models import max_error
+from optax import contrib
+from optimizers import shampoo, soap
+from programs import program
+
+import jzero
+from jzero.update.moment_dtype import with_moment_dtype
+
+STEPS = 10
+LARGEST = 64 * 64  # values of the largest matrix: all heads together, or one layer of the stack
+SMALL = 64  # values of the longest vector, and what norms and counts are
+SHAPES = {
+    "a": (64, 32),
+    "b": (64, 32),
+    "wide": (32, 64),
+    "heads": (64, 4, 16),
+    "stack": (6, 32, 64),
+    "odd": (33, 47),  # padded
+    "bias": (40,),
+    "odd_bias": (11,),
+}
+MATRICES = {k: s for k, s in SHAPES.items() if len(s) == 2}
+Dims = contrib.MuonDimensionNumbers
+
+
+def arrays(seed, shapes=SHAPES, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.standard_normal(s), dtype) for k, s in shapes.items()}
+
+
+def gradients(shapes=SHAPES, dtype=jnp.float32):
+    return [arrays(i + 1, shapes, dtype) for i in range(STEPS)]
+
+
+def dims(params):
+    """What muon takes as a matrix: of `heads` one, of `stack` each layer."""
+    found = {1: None, 2: Dims(), 3: Dims(1, 2)}
+
+    def of(name, p):
+        if isinstance(p, optax.MaskedNode):
+            return p
+        return Dims(0, (1, 2)) if name == "heads" else found[p.ndim]
+
+    return {k: of(k, p) for k, p in params.items()}
+
+
+def muon(rate=1e-2):
+    return contrib.muon(rate, muon_weight_dimension_numbers=dims, weight_decay=0.1)
+
+
+def only(*names):
+    return lambda params: {k: k in names for k in params}
+
+
+def labels(params):
+    return {k: "muon" if k in ("a", "stack", "odd") else "adamw" for k in params}
+
+
+TXS = {
+    "muon": muon,
+    "clipped before and after": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), muon(), optax.clip_by_global_norm(0.1)
+    ),
+    "masked": lambda: optax.chain(
+        optax.masked(contrib.scale_by_muon(weight_dimension_numbers=dims), only("a", "stack", "odd")),
+        optax.scale(-1e-2),
+    ),
+    "multi_transform": lambda: optax.multi_transform(
+        {"muon": muon(), "adamw": optax.adamw(1e-2)}, labels
+    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(muon)(rate=optax.linear_schedule(1e-2, 1e-3, 9)),
+    "MultiSteps": lambda: optax.MultiSteps(muon(), 3).gradient_transformation(),
+    "apply_if_finite": lambda: optax.apply_if_finite(muon(), 3),
+}  # fmt: skip
+
+
+def run(tx, params, grads, *, place=lambda x: x):
+    """Params and state after the steps, and the compiled step."""
+    state = jax.jit(tx.init)(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = None
+    for g in grads:
+        g = place(g)
+        compiled = compiled or step.lower(params, state, g).compile()
+        params, state = compiled(params, state, g)
+    return params, state, compiled
+
+
+def steps_of(kind):
+    """The gradients of a case: one step is not finite where that is what it is about."""
+    grads = gradients()
+    if kind == "apply_if_finite":
+        grads[3] = {**grads[3], "stack": grads[3]["stack"].at[4, 3, 2].set(jnp.nan)}
+    return grads
+
+
+@functools.cache
+def alone(kind):
+    """Without jzero."""
+    return run(TXS[kind](), arrays(0), steps_of(kind))[:2]
+
+
+def sharded(tx, stage, n=8, params=None, grads=None, **fields):
+    mesh = Mesh(np.array(jax.devices()[:n]), ("data",))
+    params = arrays(0) if params is None else params
+    plan = jzero.make_plan(params, stage=stage, mesh=mesh, min_shard_bytes=0, **fields)
+    zero = jzero.zero(tx, plan)
+    got, state, compiled = run(zero, plan.place(params), gradients() if grads is None else grads)
+    assert [x.sharding.spec for x in jax.tree.leaves(got)] == [x.stored for x in plan.layouts]
+    assert [x.sharding.spec for x in jax.tree.leaves(state)] == plan.state_specs(state)
+    matrices = [x for x in jax.tree.leaves(state) if x.ndim > 1]
+    assert matrices
+    assert all(x.sharding.shard_shape(x.shape) != x.shape for x in matrices), "some state is whole"
+    return got, jzero.unshard(state, tx=zero), compiled, plan
+
+
+def sent(compiled) -> dict[str, list[int]]:
+    """Of every kind of collective of the compiled step, the values of each result, the largest first."""
+    found: dict[str, list[int]] = {}
+    for line in compiled.as_text().splitlines():
+        op = re.search(
+            r"= (.*?) (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)\(", line
+        )
+        if op:
+            sizes = [math.prod(map(int, s.split(","))) for s in re.findall(r"\[([\d,]+)\]", op[1])]
+            found[op[2]] = sorted([*found.get(op[2], []), *sizes], reverse=True)
+    return found
+
+
+def assert_matrices_have_owners(compiled, plan, piece=None):
+    """There are all-to-alls. What is gathered are new params, and nothing else that is sent is a matrix.
+
+    `piece`: the values that one device sends to an owner at most.
+    """
+    found = sent(compiled)
+    assert max(found.pop("all-to-all")) <= (piece or math.inf)
+    whole = [math.prod(x.state_shape) for x in plan.layouts if x.stored != x.state]
+    assert sum(size for size in found.pop("all-gather", []) if size > SMALL) <= sum(whole)
+    assert all(max(sizes, default=0) <= SMALL for sizes in found.values()), found
+
+
+DEFAULT = ("muon-2", "muon-3", "MultiSteps-3", "apply_if_finite-2", "multi_transform-3")
+
+
+@pytest.mark.default_cases(*DEFAULT)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", TXS)
+def test_values_are_those_of_the_run_without_jzero(kind, stage):
+    got, state, compiled, plan = sharded(TXS[kind](), stage, grads=steps_of(kind))
+    params, plain = alone(kind)
+    assert jax.tree.structure(state) == jax.tree.structure(plain)
+    assert max_error(got, params) < 1e-4
+    assert max_error(state, plain) < 1e-4
+    assert max_error(got, arrays(0)) > 1e-3, "nothing was trained"
+    assert_matrices_have_owners(compiled, plan, LARGEST // 8 + 1)
+
+
+@pytest.mark.default_cases("muon")
+@pytest.mark.parametrize("kind", ["muon", "multi_transform"])
+def test_five_devices(kind):
+    """No dim of any leaf but the bias is a multiple of five."""
+    got, state, compiled, plan = sharded(TXS[kind](), 3, n=5)
+    assert sum(x.padded for x in plan.layouts) == len(SHAPES) - 1
+    assert max_error((got, state), alone(kind)) < 1e-4
+    assert_matrices_have_owners(compiled, plan, 13 * 64 + 1)  # 64 rows are padded to 65
+
+
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_moments_in_16_bits(stage):
+    fields = {"moment_dtype": "bfloat16"}
+    got, state, compiled, plan = sharded(muon(), stage, **fields)
+    like = run(with_moment_dtype(muon(), plan, arrays(0)), arrays(0), gradients())
+    assert any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state))
+    assert max_error(got, like[0]) < 1e-4
+    assert max_error(state, like[1]) < 2.0**-7  # a step of bf16
+    assert_matrices_have_owners(compiled, plan)
+
+
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_params_in_16_bits_with_masters(stage):
+    half = {"params": arrays(0, dtype=jnp.bfloat16), "grads": gradients(dtype=jnp.bfloat16)}
+    got, state, compiled, plan = sharded(muon(), stage, **half)
+    wide = [jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (half["params"], *half["grads"])]
+    params, plain, _ = run(muon(), wide[0], wide[1:])
+    assert max_error(state.master, params) < 1e-4
+    assert max_error(state.inner, plain) < 1e-4
+    for p, m in zip(jax.tree.leaves(got), jax.tree.leaves(state.master), strict=True):
+        assert p.dtype == jnp.bfloat16
+        assert (np.asarray(p) == np.asarray(m.astype(p.dtype))).all()
+    assert_matrices_have_owners(compiled, plan)
+
+
+SECOND_ORDER = {"shampoo": shampoo, "soap": soap}
+
+
+@pytest.mark.default_cases("shampoo-2", "soap-3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", SECOND_ORDER)
+def test_shampoo_and_soap(kind, stage):
+    """Their preconditioners are square and split as well; roots and bases are computed anew at every third step."""
+    tx = SECOND_ORDER[kind](1e-2, every=3)
+    shapes = {**MATRICES, "bias": SHAPES["bias"]}
+    given = {"params": arrays(0, shapes), "grads": gradients(shapes)}
+    got, state, compiled, plan = sharded(tx, stage, **given)
+    params, plain, _ = run(tx, given["params"], given["grads"])
+    assert max_error(got, params) < 1e-4
+    assert max_error(state, plain) < 1e-4
+    assert_matrices_have_owners(compiled, plan, LARGEST // 2)
+
+
+def kernels(params):
+    """Of Flax's layers, one or a stack of them."""
+    return jax.tree.map_with_path(
+        lambda path, p: Dims(p.ndim - 2, p.ndim - 1) if path[-1].key == "kernel" else None, params
+    )
+
+
+MUON = contrib.muon(1e-3, muon_weight_dimension_numbers=kernels)
+
+
+@pytest.mark.pod
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_gpt_sends(stage):
+    """Half a Psi for bf16 params with fp32 masters: an eighth of all matrices, twice as wide, there and back."""
+    size = (("scan", True), ("layers", 8), ("dim", 128), ("heads", 4), ("tx", MUON))
+    compiled = program(stage=stage, size=size)
+    assert stage + 0.3 < compiled.report.wire.psi < stage + 0.6
+    update = [c for c in compiled.report.collectives if c.phase == "update" and c.scope != "gather_params"]
+    assert {c.op for c in update if c.bytes > 4096} == {"all-to-all"}
+    assert sum(c.op == "all-to-all" for c in update) >= 4
+    assert not [
+        c
+        for c in compiled.report.collectives
+        if c.op in ("all-reduce", "collective-permute") and c.bytes > 16384
+    ]
