@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jzero.comm.gradients import GradientReduce
 from jzero.comm.updates import UpdateGather
+from jzero.comm.uses import DEFAULT, Use
 from jzero.comm.weights import WeightGather
 from jzero.sharding import Plan
 
@@ -32,7 +33,7 @@ class Comm:
         return self.weights.plan
 
     def wire_by_axes(
-        self, *, accumulate: int = 1, uses: Mapping[str, Sequence[str]] | None = None
+        self, *, accumulate: int = 1, uses: Mapping[str, Sequence[Use]] | None = None
     ) -> dict[str, int]:
         """Bytes that one device sends in a step, rings assumed, by axes ("data", "replica+data").
 
@@ -43,7 +44,7 @@ class Comm:
         """
         total: dict[str, float] = {}
         for x in self.plan.layouts:
-            of = accumulate, (uses or {}).get(x.name, ("matmul",))
+            of = accumulate, (uses or {}).get(x.name, DEFAULT)
             sent = self.gradients.wire(x, *of), self.updates.wire(x), self.weights.wire(x, *of)
             for axes, size in itertools.chain(*sent):
                 if size:

@@ -47,7 +47,9 @@ from jzero.layout.specs import P, spec_axes
 from jzero.sharding import Plan
 
 CUT_BUCKETS = 8  # times `bucket_bytes`: in parts from there on
-SHARE_SAID = 20  # one of so many parts of the params: a smaller weight's wider gradient is not worth a warning
+SHARE_SAID = (
+    20  # one of so many parts of the params: a smaller weight's wider gradient is not worth a warning
+)
 
 
 class WeightOps:
@@ -74,10 +76,7 @@ class WeightOps:
         looked_up = row_lookup(eqn) and isinstance(table, Weight) and table.is_reduced
         alone = not (self.ordered or self.plan.config.row.params)
         if looked_up and (
-            alone
-            or self.is_cut(table)
-            or self.wide(table) is not None
-            or self.lookup_by_rows(table)
+            alone or self.is_cut(table) or self.wide(table) is not None or self.lookup_by_rows(table)
         ):
             return self.lookup(eqn, table, values[1])
         cut = self.cut_of(eqn, values)
@@ -288,7 +287,7 @@ class WeightOps:
             return linear(lambda x: [x], lambda g: [self.reduced(g, value)], [], [value.shard])[0]
 
         # see [Note: by way of the used layout] in `comm/gradients.py`
-        shared_by_all = value.grad == value.stored and set(self.plan.batch_axes) <= set(spec_axes(value.grad))
+        shared_by_all = self.comm.gradients.is_shared(value.stored, value.grad)
         whole_first = reduces and (shared_by_all or np.ndim(value.shard) <= 1)
 
         def reduce(grad):

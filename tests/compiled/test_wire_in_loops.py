@@ -56,15 +56,37 @@ def test_a_weight_beyond_the_bound_is_named(stage, monkeypatch):
     assert "a loop of 32 rounds" in found["weights_moved_in_loop"].text
 
 
-@pytest.mark.default_cases("1", "3")
+WIDE = functools.partial(wire.gpt, **wire.WIDE)
+CLOSED = {
+    "24 GPUs": (wire.gpt, 24, {"min_shard_bytes": "auto"}),  # 128 is no multiple of 24: split over two dims
+    "6 GPUs": (wire.gpt, 6, {"min_shard_bytes": "auto"}),  # stored in 2 or 6 parts, the state in 6
+    "16-bit params, 32-bit compute": (WIDE, 8, {}),
+    "the same, reduce_dtype": (WIDE, 8, {"reduce_dtype": "bfloat16"}),
+    "32-bit params, 16-bit compute": (functools.partial(wire.gpt, **wire.MIXED), 8, {}),
+    "tied": (functools.partial(wire.gpt, 256, 2, tied=True), 8, {}),
+    "LSTM": (wire.LOOPS["LSTM, 64 steps"], 8, {}),
+    "chunks": (wire.LOOPS["cross-entropy, 8 chunks"], 8, {}),
+}
+SHOWN = [f"{name}-{stage}" for name, stage in (("24 GPUs", 3), ("6 GPUs", 3), ("tied", 3), ("chunks", 3))]
+
+
+@pytest.mark.default_cases(*SHOWN)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gpt_on_24_gpus(stage):
-    """128 is no multiple of 24: every kernel is split over two dims."""
-    assert sent(wire.gpt, stage, 24, min_shard_bytes="auto") < (3.2 if stage == 3 else 2.15)
+@pytest.mark.parametrize("name", CLOSED)
+def test_the_wire_is_the_closed_form(name, stage):
+    make, n, fields = CLOSED[name]
+    if stage == 1 and "reduce_dtype" in fields:
+        pytest.skip("reduce_dtype does nothing at stage 1 under plain jax.grad")
+    compiled, plan, closed = program(make, stage, n, **fields)
+    report = jzero.explain(compiled, plan)
+    assert report.wire.total == pytest.approx(closed.wire, rel=0.005)
+    assert {f.kind for f in jzero.findings(compiled, plan)} <= {"replicated_leaves"}
+    if "GPUs" in name:
+        assert report.wire.psi < (3.2 if stage == 3 else 2.15)
 
 
 @pytest.mark.parametrize(("reduce_dtype", "psi"), [(None, 4.0), ("bfloat16", 3.0)])
 def test_16_bit_params_with_32_bit_compute(reduce_dtype, psi):
     """Gathered in bf16 both times; the gradient is reduced in fp32, or as asked."""
-    got = sent(functools.partial(wire.gpt, **wire.WIDE), 3, reduce_dtype=reduce_dtype)
+    got = sent(WIDE, 3, **({} if reduce_dtype is None else {"reduce_dtype": reduce_dtype}))
     assert got == pytest.approx(psi, rel=0.03)
