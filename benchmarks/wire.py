@@ -116,9 +116,9 @@ def nested() -> Case:
     return Case(apply, lambda: {"w": jnp.ones((DIM, DIM)), "v": jnp.ones((DIM, DIM))}, squares, one)
 
 
-def lstm(steps: int = 64) -> Case:
+def lstm(steps: int = 64, **dtypes: Any) -> Case:
     """An LSTM of Flax."""
-    model = nn.RNN(nn.OptimizedLSTMCell(DIM))
+    model = nn.RNN(nn.OptimizedLSTMCell(DIM, **dtypes))
     one = jax.ShapeDtypeStruct((steps, DIM), jnp.float32)
     return Case(model.apply, lambda: model.init(jax.random.key(0), jnp.zeros((1, 2, DIM))), squares, one)
 
@@ -175,7 +175,8 @@ def gpt(width: int = 128, layers: int = 4, heads: int = 4, **fields: Any) -> Cas
 
 LOOPS = {
     "32 rounds": recurrent, "32 rounds, remat": lambda: recurrent(remat=True), "nested, 3 x 4 rounds": nested,
-    "LSTM, 64 steps": lstm, "cross-entropy, 8 chunks": chunked,
+    "LSTM, 64 steps": lstm, "the same, bf16 compute": lambda: lstm(dtype=jnp.bfloat16),
+    "cross-entropy, 8 chunks": chunked,
 }  # fmt: skip
 DEVICES = [
     (24, 128, {}),

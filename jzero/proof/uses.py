@@ -17,7 +17,7 @@ from jzero.core.primitives import REMAT
 from jzero.core.products import row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.gather.transform import as_written
-from jzero.gather.weight_graph import LOOPS, WeightGraph
+from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.proof.evidence import home_of_params, layouts_of, prefix
 from jzero.proof.pod import find_plan, jitted_fn
@@ -154,7 +154,8 @@ class _Region:
 
     def use(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> Use:
         """One use, by an equation without a body."""
-        dtype, eqn = np.dtype(graph.avals[value].dtype), node.eqn
+        moved = graph.narrow(node.outs[0]) if node.name in MOVES else None
+        dtype, eqn = np.dtype(moved or graph.avals[value].dtype), node.eqn
         if row_lookup(eqn):
             return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]))
         return Use("matmul" if self.is_read(graph, node, value, moves) else "kept", dtype)
@@ -164,8 +165,8 @@ class _Region:
         if node.name not in LINEAR:
             return any(i in moves for i in node.ins if i != value and graph.is_floating(i))
         readers = [(n, i) for n in graph.nodes for i in node.outs if i in n.ins]
-        plain = [row for row in readers if not bodies(row[0].eqn)[0]]
-        if self.again and any(self.is_read(graph, n, i, moves) for n, i in plain):
+        plain = [(n, i) for n, i in readers if not bodies(n.eqn)[0] and (self.again or n.name in LINEAR)]
+        if any(self.is_read(graph, n, i, moves) for n, i in plain):
             return True
         # `jax.grad` takes what is constant out of a loop, where it is made again all the same
         loops = [row for row in readers if row[0].name in LOOPS]
@@ -188,7 +189,7 @@ def _forward(graph: WeightGraph) -> set[Node]:
             is_end = not some and any(i in data for i in node.ins)  # a loss that is not returned
             forward = others or is_end or not set(graph.outs).isdisjoint(node.outs)
         else:
-            forward = any(n in found and "jvp(" in named[n] for n in some)
+            forward = any(n in found for n in some)
         if forward and "transpose(" not in named[node]:
             found.add(node)
         for i in node.ins:

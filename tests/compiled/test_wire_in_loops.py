@@ -27,7 +27,7 @@ def sent(make, stage, n=8, **fields):
 
 @pytest.mark.default_cases(*DEFAULT)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("case", [c for c in wire.LOOPS if "nested" not in c])
+@pytest.mark.parametrize("case", [c for c in wire.LOOPS if "nested" not in c and "bf16" not in c])
 def test_a_weight_of_a_loop_moves_as_often_as_one_outside(case, stage):
     limit = 3.0 if stage == 3 else 2.0
     assert limit * 0.8 < sent(wire.LOOPS[case], stage) < limit * 1.02
@@ -65,9 +65,10 @@ CLOSED = {
     "32-bit params, 16-bit compute": (functools.partial(wire.gpt, **wire.MIXED), 8, {}),
     "tied": (functools.partial(wire.gpt, 256, 2, tied=True), 8, {}),
     "LSTM": (wire.LOOPS["LSTM, 64 steps"], 8, {}),
+    "LSTM, 16-bit compute": (wire.LOOPS["the same, bf16 compute"], 8, {}),
     "chunks": (wire.LOOPS["cross-entropy, 8 chunks"], 8, {}),
 }
-SHOWN = [f"{name}-{stage}" for name, stage in (("24 GPUs", 3), ("6 GPUs", 3), ("tied", 3), ("chunks", 3))]
+SHOWN = ["24 GPUs-3", "6 GPUs-3", "tied-3", "chunks-3", "LSTM, 16-bit compute-2"]
 
 
 @pytest.mark.default_cases(*SHOWN)
