@@ -115,7 +115,7 @@ class LoopOps(WeightOps, abc.ABC):
         return sorted(found)
 
     def whole(self, weight: Weight, dtype: Any = None) -> Any:
-        """A weight for all rounds of a loop, the sum of whose gradients is reduced once; `dtype`: that it casts it to."""
+        """A weight for all rounds of a loop, the sum of whose gradients is reduced once; `dtype`: that of a cast."""
         if dtype is not None:
             shard = weight.shard.astype(dtype)
             return self.whole(dataclasses.replace(weight, shard=shard, narrow=None)).astype(weight.shard.dtype)

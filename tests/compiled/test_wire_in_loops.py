@@ -42,6 +42,9 @@ def test_nested_loops_reduce_once_per_round_of_the_outer_one():
     (found,) = jzero.findings(compiled, plan)
     assert found.kind == "weights_moved_in_loop"
     assert "a loop of 3 rounds" in found.text
+    assert "while/body" in found.text  # the equation
+    assert "jnp.where" in found.remedy
+    assert sent(wire.flat, 3) == pytest.approx(3, rel=0.01)  # which works
     assert found.bytes == pytest.approx(2 * plan.param_bytes * 7 / 8, rel=0.01)
 
 
