@@ -88,16 +88,15 @@ def moved(report: jzero.Report) -> int:
 def row(n: int, stage: int, layers: str, depth: int) -> str:
     """One row of the table."""
     case = gpt(1024, depth, heads=8, scan=layers == "scan", dtype="bfloat16", remat=True)
-    program, plan, state = compiled(case, stage, n, tx=muon(), min_shard_bytes="auto")
+    program, plan, estimate = compiled(case, stage, n, tx=muon(), min_shard_bytes="auto")
     ours = jzero.explain(program, plan)
     adamw = jzero.explain(*compiled(case, stage, n, min_shard_bytes="auto")[:2])
     share = n * compiled_flops(parse(program.as_text() or "")) / whole_flops(muon(), plan.shapes)
     found = ", ".join(f.kind for f in jzero.findings(program, plan)) or "-"
-    asked = jzero.estimate(plan, tx=state.tx).wire_psi
     temp = [r.memory.temp / 1e6 if r.memory else 0.0 for r in (ours, adamw)]
     return (
-        f"| {n} | {stage} | {layers} | {ours.wire.psi:.2f} | {asked:.2f} | {adamw.wire.psi:.2f} | {temp[0]:.0f} | "
-        f"{temp[1]:.0f} | {share:.2f} | {moved(ours)} | {found} |"
+        f"| {n} | {stage} | {layers} | {ours.wire.psi:.2f} | {estimate.wire_psi:.2f} | {adamw.wire.psi:.2f} | "
+        f"{temp[0]:.0f} | {temp[1]:.0f} | {share:.2f} | {moved(ours)} | {found} |"
     )
 
 

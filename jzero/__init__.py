@@ -25,6 +25,7 @@ from jzero.proof.network import describe_mesh
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
 from jzero.proof.transformer import Transformer
+from jzero.proof.uses import uses_of
 from jzero.sharding import Plan, make_plan
 
 if _TYPE_CHECKING:
@@ -76,6 +77,7 @@ __all__ = [
     "shard",
     "unshard",
     "unwrap",
+    "uses_of",
     "value_and_grad",
     "zero",
 ]

@@ -186,6 +186,8 @@ def _proof() -> list[Subject]:
         Subject("jzero.estimate", jzero.estimate,
                 {"plan": plan, "tx": m["tx"], "accumulate": 1, "model": None, "uses": None},
                 {"tx": "none", "accumulate": COUNT, "model": "none", "uses": "none"}),
+        Subject("jzero.uses_of", lambda step, state, **more: jzero.uses_of(step, state, **more),
+                {"step": _first, "state": m["sharded"], "plan": plan}, {"state": "any", "plan": "none"}),
         Subject("jzero.check", jzero.check, {"compiled": compiled, "plan": plan}, {}),
         Subject("jzero.findings", jzero.findings, {"compiled": compiled, "plan": plan}, {}),
         Subject("jzero.explain", jzero.explain, {"compiled": compiled, "plan": plan}, {"plan": "none"}),

@@ -246,7 +246,8 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     create = creator(config)
     like = jzero.abstract(create, **zero_fields(config))
     plan = jzero.plan_of(like)
-    estimate = jzero.estimate(plan, tx=like.tx)
+    shapes = {"tokens": jax.ShapeDtypeStruct((config.batch, m.seq + 1), np.int32)}
+    estimate = jzero.estimate(plan, tx=like.tx, uses=jzero.uses_of(train_step, like, shapes))
     log.print(corpus.source)
     log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
     log.print(plan.describe(), estimate)

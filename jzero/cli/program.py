@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jzero.cli.inputs import (
     signature,
 )
 from jzero.cli.job import Job
+from jzero.comm.uses import Use
 from jzero.config import ZeroConfig
 from jzero.core.errors import division, listing, typed_shape
 from jzero.flax.adapters import is_pair
@@ -28,6 +29,7 @@ from jzero.flax.shard import abstract, plan_of
 from jzero.layout.specs import axis_size
 from jzero.proof.pod import Pod, pod
 from jzero.proof.transformer import Transformer
+from jzero.proof.uses import uses_of
 from jzero.sharding import Plan
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -127,6 +129,15 @@ class Subject:
         config = self.job.config()
         return sizes[0] // axis_size(self.mesh, config.batch_axes) if sizes else 0
 
+    def uses(self, state: Any, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
+        """What the step does with each param."""
+        args = state if is_pair(state) else (state,)
+        return self._step_phrased(lambda: uses_of(self.step, *args, *self.batch, plan=plan), args, self.batch)
+
+    def _step_phrased(self, call: Callable[[], Any], args, batch) -> Any:
+        kinds = ", ".join(_kinds(args, batch))
+        return _phrased(call, "--step", f"{self.job.step}: {signature(self.step)} called with ({kinds})")
+
     def compile(self, state: Any, plan: Plan, micro_batch: int) -> jax.stages.Compiled:
         """The step compiled for a micro-batch of that many examples per device."""
         first = self.micro_batch * plan.batch_parts
@@ -140,10 +151,9 @@ class Subject:
         args = state if is_pair(state) else (state,)
         jitted = hasattr(self.step, "lower")
         donate = () if jitted else tuple(range(len(args)))
-        return _phrased(
-            lambda: self.pod.compile(self.step, *args, *batch, donate_argnums=donate, plan=plan),
-            "--step", f"{self.job.step}: {signature(self.step)} called with ({', '.join(_kinds(args, batch))})",
-        )  # fmt: skip
+        return self._step_phrased(
+            lambda: self.pod.compile(self.step, *args, *batch, donate_argnums=donate, plan=plan), args, batch
+        )
 
 
 def _batch(text: str) -> list[Any]:

@@ -28,7 +28,7 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
     began = time.perf_counter()
     say("laying out the state")
     state, plan = subject.state(stage)
-    planned = estimate(plan, tx=_tx(state), model=subject.model)
+    planned = estimate(plan, tx=_tx(state), model=subject.model, uses=subject.uses(state, plan))
     say(f"compiling for {len(subject.pod.devices)} {subject.pod.gpu}")
     compiled = subject.compile(state, plan, subject.micro_batch)
     report = explain(compiled, plan)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jzero.comm.gradients import GradientReduce
 from jzero.comm.updates import UpdateGather
+from jzero.comm.uses import DEFAULT, Use
 from jzero.comm.weights import WeightGather
 from jzero.layout.specs import axis_of
 from jzero.sharding import Plan
@@ -36,7 +37,7 @@ class Comm:
         self,
         *,
         accumulate: int = 1,
-        uses: Mapping[str, Sequence[str]] | None = None,
+        uses: Mapping[str, Sequence[Use]] | None = None,
         extra: Mapping[tuple[str, ...], float] | None = None,
     ) -> dict[str, int]:
         """Bytes that one device sends in a step, rings assumed, by axes ("data", "replica+data").
@@ -56,7 +57,7 @@ class Comm:
                 total[name] = total.get(name, 0.0) + size
 
         for x in self.plan.layouts:
-            of = accumulate, (uses or {}).get(x.name, ("matmul",))
+            of = accumulate, (uses or {}).get(x.name, DEFAULT)
             sent = self.gradients.wire(x, *of), self.updates.wire(x), self.weights.wire(x, *of)
             for axes, size in itertools.chain(*sent):
                 add(axes, size)

@@ -15,14 +15,15 @@ scan over layers): 3 Psi for a step of stage 1, where 2 are needed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm.reduce_scatter import is_of_batch, needs_scatter, reduce_scatter, scatter_steps, summed
+from jzero.comm.uses import Use
 from jzero.comm.weights import ring
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_of, axis_size, named_axes, shard_factor, spec_axes
@@ -93,6 +94,10 @@ class GradientReduce:
         """One of them."""
         return self.by_layout(grad, x.used, x.state, whole_first=x.vector)
 
+    def is_shared(self, stored: PartitionSpec, grad: PartitionSpec) -> bool:
+        """All devices of the batch share the gradient of a stored weight: [Note: by way of the used layout]."""
+        return grad == stored and set(self.plan.batch_axes) <= set(spec_axes(grad))
+
     def is_scattered(self, shape: Sequence[int], spec: PartitionSpec) -> bool:
         """XLA has no reduce-scatter for this layout; `by_examples` has one."""
         return needs_scatter(shape, spec, self.plan)
@@ -109,7 +114,7 @@ class GradientReduce:
         return finer or self.is_scattered(shape, spec)
 
     def wire(
-        self, x: Layout, accumulate: int, uses: Sequence[str]
+        self, x: Layout, accumulate: int, uses: Sequence[Use]
     ) -> Iterator[tuple[tuple[str, ...], float]]:
         """(mesh axes, bytes that one device sends) of the reductions of a param's gradient in one step.
 
@@ -119,23 +124,44 @@ class GradientReduce:
             the loop; where they are split, once per micro-batch and use.
           uses: what the param is used for.
         """
+        if not self.plan.config.row.grads:
+            accumulate, uses = 1, [max(uses, key=lambda use: self._itemsize(x, use))]
+        for use in uses:
+            for axes, size in self._wire_of(x, use):
+                yield axes, accumulate * size
+
+    def _wire_of(self, x: Layout, use: Use) -> Iterator[tuple[tuple[str, ...], float]]:
         plan, mesh, taken = self.plan, self.plan.mesh, spec_axes(x.used)
         split = tuple(a for a in spec_axes(x.state) if a not in taken)
         whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
-        size = x.size * self._itemsize(plan.config.compute_dtype or x.dtype) / shard_factor(x.used, mesh)
-        rounds = accumulate * len(uses) if plan.config.row.grads else 1
-        steps = [split]
+        itemsize, steps = self._itemsize(x, use), [split]
+        size = math.prod(x.state_shape) * itemsize / shard_factor(x.used, mesh)
         if self.is_scattered(x.shape, x.state):
             if not x.vector:
                 steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
             else:  # all-reduced and sliced, see [Note: several dims] in `split.py`
                 steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
+        elif use.rows:
+            size = min(size, self._rows_bytes(x, use, itemsize))
         for own in steps:
-            yield tuple(map(axis_of, own)), rounds * ring(axis_size(mesh, own)) * size
+            yield tuple(map(axis_of, own)), ring(axis_size(mesh, own)) * size
             size /= axis_size(mesh, own)
-        yield whole, rounds * 2 * ring(axis_size(mesh, whole)) * size
+        yield whole, 2 * ring(axis_size(mesh, whole)) * size
 
-    def _itemsize(self, dtype: np.dtype) -> int:
-        """Bytes per value of a gradient on the wire, of a weight that the model computes with in `dtype`."""
-        asked = self.plan.config.reduce_dtype
-        return dtype.itemsize if asked is None else asked.itemsize
+    def _rows_bytes(self, x: Layout, use: Use, itemsize: int) -> float:
+        """Bytes of the cotangents of a lookup, in place of those of its gradient: XLA moves what is less.
+
+        All devices need all of them where the table is split by rows, and their columns of them where by columns. Not
+        where the gradient is constrained to the used layout first.
+        """
+        if x.stored != x.used and self.is_shared(x.stored, x.state):
+            return math.inf
+        by_columns = bool(x.state and not x.state[0])
+        return (
+            use.rows * x.shape[-1] * itemsize / (shard_factor(x.state, self.plan.mesh) if by_columns else 1)
+        )
+
+    def _itemsize(self, x: Layout, use: Use) -> int:
+        """Bytes per value of a gradient on the wire: of the dtype that was asked for, or in which it is made."""
+        config = self.plan.config
+        return (config.reduce_dtype or use.dtype or config.compute_dtype or x.dtype).itemsize

@@ -14,6 +14,7 @@ done.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax
 from jzero.comm.weights import ring
 from jzero.core.ordering import tied
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.specs import P, shard_factor, spec_axes
+from jzero.layout.specs import P, axis_of, named_axes, shard_factor, spec_axes
 from jzero.sharding import Plan
 
 LARGE = 16 * 2**20  # bytes: a smaller leaf is worth neither a loop nor a place of its own
@@ -83,9 +84,11 @@ class UpdateGather:
 
     def wire(self, x: Layout) -> Iterator[tuple[tuple[str, ...], float]]:
         """(mesh axes, bytes that one device sends) of the gather of a param after the update."""
-        axes = tuple(a for a in spec_axes(x.state) if a not in (*spec_axes(x.stored), *spec_axes(x.used)))
+        own = (a for a in named_axes(x.state) if a not in (*named_axes(x.stored), *named_axes(x.used)))
+        axes = tuple(dict.fromkeys(map(axis_of, own)))
         state, stored = (shard_factor(spec, self.plan.mesh) for spec in (x.state, x.stored))
-        yield axes, ring(state / stored) * x.nbytes / stored
+        size = math.prod(x.state_shape) * x.dtype.itemsize
+        yield axes, ring(state / stored) * size / stored
 
 
 def is_copied(x: Layout) -> bool:

@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec
 
 from jzero.comm.traced import gather_traced
 from jzero.comm.transport import TRANSPORTS, AsIs, Transport
+from jzero.comm.uses import GATHERS, Use
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.specs import axis_size, shard_factor, spec_axes
+from jzero.layout.specs import shard_factor, spec_axes
 from jzero.sharding import Plan
 
-GATHERS = {"matmul": 2, "lookup": 1}
-"""By use, how often a weight is gathered for it: forward and backward. The gradient of a lookup needs no weight."""
 LOOP_BYTES = 2**30
 """Of weights that are constant over a loop, whole: enough for the output head of a model of 8 billion bf16 params
 (128256 x 4096), and with as much for its gradient 2.5 % of an 80 GB device."""
@@ -77,9 +76,10 @@ class WeightGather:
         """Bytes that the whole weight has on the wire."""
         return self.transport.nbytes(shape, dtype)
 
-    def dtype(self, x: Layout) -> np.dtype:
-        """The dtype in which a param is gathered: `compute_dtype`, or its own where that is narrower."""
-        return min(self.plan.config.compute_dtype or x.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
+    def dtype(self, x: Layout, use: Use) -> np.dtype:
+        """The dtype in which a param is gathered: that of its use, or its own where that is narrower."""
+        used = use.dtype or self.plan.config.compute_dtype or x.dtype
+        return min(used, x.dtype, key=lambda dtype: dtype.itemsize)
 
     def held_bytes(self, x: Layout) -> int:
         """Bytes of a gathered param on one device, of one layer of a stack; 0 for one that is not gathered."""
@@ -89,19 +89,23 @@ class WeightGather:
         return x.size * dtype.itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
 
     def wire(
-        self, x: Layout, accumulate: int, uses: Sequence[str]
+        self, x: Layout, accumulate: int, uses: Sequence[Use]
     ) -> Iterator[tuple[tuple[str, ...], float]]:
         """(mesh axes, bytes that one device sends) of the gathers of a param in one step.
 
         Args:
           x: the layouts of the param.
           accumulate: micro-batches in a step; each gathers.
-          uses: what the param is used for; see `GATHERS`.
+          uses: what the param is used for. With `reshard_after_forward=False` it is gathered for the first alone.
         """
         axes = tuple(a for a in spec_axes(x.stored) if a not in spec_axes(x.used))
-        times = accumulate * (1 if self.plan.config.keeps_gathered else sum(GATHERS[use] for use in uses))
-        whole = self.wire_bytes(x.shape, self.dtype(x)) / shard_factor(x.used, self.plan.mesh)
-        yield axes, times * ring(axis_size(self.plan.mesh, axes)) * whole
+        once = self.plan.config.keeps_gathered
+        whole = sum(
+            (1 if once else GATHERS[use.kind]) * self.wire_bytes(x.shape, self.dtype(x, use))
+            for use in (uses[:1] if once else uses)
+        )
+        stored, used = (shard_factor(spec, self.plan.mesh) for spec in (x.stored, x.used))
+        yield axes, accumulate * ring(stored / used) * whole / used
 
 
 def ring(n: float) -> float:

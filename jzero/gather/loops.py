@@ -11,6 +11,11 @@ then moves the all-reduce out of the loop, where it becomes a reduce-scatter. Co
 gradient is reduced in every round (32 Psi). The pass moves it out of one loop only (jaxlib 0.10 to 0.12; openxla/xla
 pull request 46440 is about nested ones): a gradient of nested loops is reduced once per round of the outer one.
 
+[Note: a cast in a loop]
+Where a loop casts a constant weight (an LSTM with fp32 params that computes in bf16), it is cast on its shard before
+the loop too: the cast in the loop then changes nothing. Otherwise XLA all-reduces the sum of the gradients in bf16 and
+casts it before each device takes its shard, which makes no reduce-scatter: 1 Psi in place of 1/2.
+
 The weights that a loop holds whole are bounded (`loop_bytes`): beyond that the largest are gathered in every round. So
 are tables whose rows are looked up in the loop: the pass added their gradients wrongly (openxla/xla issue 49143).
 """
@@ -27,7 +32,7 @@ from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
 from jzero.core.regions import bodies, loop_consts, rounds, scan_parts, scan_with, while_with
 from jzero.gather.sharded_weight import Weight, unwrap
-from jzero.gather.weight_graph import looked_up
+from jzero.gather.weight_graph import looked_up, read_narrow
 from jzero.gather.weight_ops import WeightOps
 
 
@@ -49,7 +54,8 @@ class LoopOps(WeightOps, abc.ABC):
         values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
         several = rounds(eqn) > 1
         chosen = self.before_loop(values[:consts], but=self._tables(eqn, values)) if several else []
-        weights = [values[i] for i in chosen]
+        weights, narrow = [values[i] for i in chosen], self._narrow(eqn, values)
+        dtypes = [narrow.get(i) for i in chosen]
         flat, rewrap = unwrap([v for i, v in enumerate(values) if i not in chosen])
 
         def run(wholes: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -57,10 +63,10 @@ class LoopOps(WeightOps, abc.ABC):
             return self._scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))])
 
         if not (self.drops and any(w.split for w in weights)) or self.in_remat:
-            return run([self.whole(w) for w in weights], flat)
+            return run(list(map(self.whole, weights, dtypes)), flat)
         return made_twice(
             run,
-            lambda i, shard: self.whole(dataclasses.replace(weights[i], shard=shard)),
+            lambda i, shard: self.whole(dataclasses.replace(weights[i], shard=shard), dtypes[i]),
             lambda shards, cotangents: self._late(shards, cotangents, weights),
             [w.shard for w in self.on_shards(weights)],
             flat,
@@ -69,6 +75,12 @@ class LoopOps(WeightOps, abc.ABC):
     def _tables(self, eqn, values: Sequence[Any]) -> set[int]:
         """Positions of the weights whose rows are looked up in the loop."""
         return looked_up(scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
+
+    def _narrow(self, eqn, values: Sequence[Any]) -> dict[int, Any]:
+        """By position of a weight, the narrower dtype that the loop casts it to; see [Note: a cast in a loop]."""
+        if self.plan.config.reduce_dtype is not None:
+            return {}
+        return read_narrow(scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
 
     def _scan(self, eqn, values: list[Any]) -> list[Any]:
         """A scan of arrays, and of weights that are gathered in it."""
@@ -102,8 +114,11 @@ class LoopOps(WeightOps, abc.ABC):
                     found.append(i)
         return sorted(found)
 
-    def whole(self, weight: Weight) -> Any:
-        """A weight for all rounds of a loop, the sum of whose gradients is reduced once."""
+    def whole(self, weight: Weight, dtype: Any = None) -> Any:
+        """A weight for all rounds of a loop, the sum of whose gradients is reduced once; `dtype`: that of a cast."""
+        if dtype is not None:
+            shard = weight.shard.astype(dtype)
+            return self.whole(dataclasses.replace(weight, shard=shard, narrow=None)).astype(weight.shard.dtype)
         gather, used = self.comm.weights, weight.used
         self.warn_of_dtype(weight)
 

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -26,17 +25,15 @@ from jzero.layout.mesh import in_shard_map
 from jzero.sharding import Plan, check_plan
 
 # Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
-_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
+# JAX's own kind of context, since it is part of the keys under which `jax.jit` keeps what it has traced.
+_tracing = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
     """Wrapped functions only call what they wrap: for a trace that is read, or walked from outside."""
-    token = _tracing.set(True)
-    try:
+    with _tracing(True):
         yield
-    finally:
-        _tracing.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -62,7 +59,7 @@ class GatherOnUse:
         warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
         if not has_module(params):
             return self._on_auto_axes(fn, params, args, kwargs)
-        if explicit_axes() or (self.plan.config.row.state and not _tracing.get()):
+        if explicit_axes() or (self.plan.config.row.state and not _tracing.value):
             return call(self._on_auto_axes, fn, params, args, kwargs)
         return fn(params, args, kwargs)
 
@@ -106,7 +103,7 @@ class GatherOnUse:
 
     def _evaluate(self, fn, params, args, kwargs):
         """`fn(params, args, kwargs)` with the gather rule, where there is something to gather or to reduce."""
-        reads = not _tracing.get() and self.plan.config.row.state
+        reads = not _tracing.value and self.plan.config.row.state
         if reads and (self.plan.config.row.params or self._reduces(params)):
             return self.gathering(fn, params, args, kwargs)
         return fn(params, args, kwargs)

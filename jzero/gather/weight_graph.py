@@ -19,6 +19,8 @@ from jzero.core.products import row_lookup
 from jzero.core.regions import bodies, handed_through, loop_consts
 from jzero.gather.sharded_weight import ON_SHARD
 
+MOVES = frozenset(("concatenate", "reshape", "broadcast_in_dim", "transpose", "squeeze", "slice", "rev", "copy"))
+"""Values go to other places: a cast may as well come before them."""
 LOOPS = ("scan", "while")
 CLOSED = (*LOOPS, "cond")
 
@@ -91,6 +93,24 @@ class WeightGraph(Graph):
         """The activations that a node reads, each once."""
         return tuple(dict.fromkeys(i for i in node.ins if i in data and self.is_floating(i)))
 
+    def dtypes(self, value: int) -> set[np.dtype]:
+        """The dtypes in which a value is read, behind what only moves it."""
+        found = {self.avals[value].dtype} if value in self.outs else set()
+        for node in (n for n in self.nodes if value in n.ins):
+            if node.name == "convert_element_type":
+                found.add(self.avals[node.outs[0]].dtype)
+            elif node.name in MOVES:
+                found |= self.dtypes(node.outs[0])
+            else:
+                found.add(self.avals[value].dtype)
+        return found
+
+    def narrow(self, value: int) -> np.dtype | None:
+        """The narrower dtype in which a weight is read everywhere; None where there is no such one."""
+        (dtype, *others), own = self.dtypes(value) or {self.avals[value].dtype}, self.avals[value].dtype
+        alike = issubdtype(dtype, np.floating) and issubdtype(own, np.floating)
+        return dtype if alike and not others and dtype.itemsize < own.itemsize else None
+
     def is_floating(self, value: int) -> bool:
         """True for an array of floating numbers."""
         aval = self.avals[value]
@@ -136,6 +156,13 @@ def loop_constants(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
             found.update(i for i in node.ins[: loop_consts(node.eqn)] if i in graph.parent)
         found |= graph.inside(node, loop_constants)
     return graph.positions(found)
+
+
+def read_narrow(jaxpr: Any, weights: Sequence[bool]) -> dict[int, np.dtype]:
+    """By position, the dtype of the weights that are read in a narrower one alone."""
+    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    found = {at: graph.narrow(i) for at, (i, w) in enumerate(zip(graph.ins, weights, strict=True)) if w}
+    return {at: dtype for at, dtype in found.items() if dtype is not None}
 
 
 def looked_up(jaxpr: Any, weights: Sequence[bool]) -> set[int]:

@@ -287,7 +287,7 @@ class WeightOps:
             return linear(lambda x: [x], lambda g: [self.reduced(g, value)], [], [value.shard])[0]
 
         # see [Note: by way of the used layout] in `comm/gradients.py`
-        shared_by_all = value.grad == value.stored and set(self.plan.batch_axes) <= set(spec_axes(value.grad))
+        shared_by_all = self.comm.gradients.is_shared(value.stored, value.grad)
         whole_first = reduces and (shared_by_all or np.ndim(value.shard) <= 1)
 
         def reduce(grad):

@@ -89,15 +89,15 @@ class Evidence:
         rows = argument_shardings(self.compiled)
         infos, shardings = [(path, info) for path, info, _ in rows], [sharding for *_, sharding in rows]
         paths, found = [path_keys(k) for k, _ in infos], []
-        layouts = _layouts_of(paths, [tuple(i.shape) for _, i in infos], self.plan)
+        layouts = layouts_of(paths, [tuple(i.shape) for _, i in infos], self.plan)
         layouts = [x if self._is_own(k) else None for k, x in zip(paths, layouts, strict=True)]
-        home, returned = _home_of_params(paths, layouts, self.plan), self._returned(paths)
+        home, returned = home_of_params(paths, layouts, self.plan), self._returned(paths)
         number = -1  # of the parameter: unused arguments are none
         for (path, info), keys, sharding, x in zip(infos, paths, shardings, layouts, strict=True):
             itemsize = 0 if jax.dtypes.issubdtype(info.dtype, jax.dtypes.prng_key) else info.dtype.itemsize
             local = info.shape if sharding is None else sharding.shard_shape(info.shape)
             held = 0 if sharding is None else math.prod(local) * itemsize
-            is_param = x is not None and _prefix(keys, x) == home
+            is_param = x is not None and prefix(keys, x) == home
             name, shape = jax.tree_util.keystr(path[2:]) or f"argument {keys[-1]}", tuple(info.shape)
             back, back_on_host = returned.get(keys, (None, False))
             on_host = getattr(sharding, "memory_kind", None) == "pinned_host"
@@ -217,9 +217,13 @@ class Evidence:
         return flat + sum(math.prod(d) for d in self.dims(s) if len(d) > 1 and self.is_weight(d))
 
     def is_optimizers(self, s: Site) -> bool:
-        """True for a collective of the arithmetic of the wrapped transformation; constraints are jzero's."""
-        constraint = primitive_of(self.instruction(s)[1].op_name) == "sharding_constraint"
-        return s.phase == "update" and s.scope == "update" and not constraint
+        """True for a collective of the arithmetic of the wrapped transformation; constraints are jzero's.
+
+        So is the reduction of a gradient that is named after the first cast behind it.
+        """
+        name = primitive_of(self.instruction(s)[1].op_name)
+        gradient = s.op in REDUCES and name == "convert_element_type"
+        return s.phase == "update" and s.scope == "update" and name != "sharding_constraint" and not gradient
 
     def trips(self, s: Site) -> float:
         """Executions within one update: a loop of whole steps counts once, and so do the steps of one round of it."""
@@ -332,7 +336,7 @@ def _results(module: Module) -> tuple[Shape, ...]:
     return next((i.shapes for i in reversed(schedule) if i.is_root), ())
 
 
-def _layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
+def layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
     """The param that each leaf is or copies: by the end of its path; an NNX state has no names, there by shape."""
     by_keys = plan.by_keys
     matrices = [x for x in plan.layouts if not x.vector]
@@ -349,14 +353,14 @@ def _layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
     return found
 
 
-def _prefix(keys: tuple[str, ...], x: Layout) -> tuple[str, ...]:
+def prefix(keys: tuple[str, ...], x: Layout) -> tuple[str, ...]:
     """The path of the tree that a copy of a param stands in."""
     return keys[: -len(x.keys)] if keys[-len(x.keys) :] == x.keys else keys[:-1]
 
 
-def _home_of_params(paths, layouts, plan: Plan) -> tuple[str, ...] | None:
+def home_of_params(paths, layouts, plan: Plan) -> tuple[str, ...] | None:
     """The path of the params: called so, else the tree that holds each once, else the shortest path, the first."""
-    trees = collections.Counter(_prefix(k, x) for k, x in zip(paths, layouts, strict=True) if x is not None)
+    trees = collections.Counter(prefix(k, x) for k, x in zip(paths, layouts, strict=True) if x is not None)
     named, nameless = len(plan.layouts), sum(not x.vector for x in plan.layouts)
     whole = [p for p, n in trees.items() if n >= (nameless if "states" in p else named)]
     return min(whole, key=lambda p: (p[-1:] != ("params",), trees[p], len(p)), default=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import jax
 
 from jzero.comm import comm_of
-from jzero.comm.weights import GATHERS
+from jzero.comm.uses import GATHERS, Use
+from jzero.comm.weights import ring
 from jzero.core.errors import (
     check_int,
     check_kind,
@@ -24,11 +26,13 @@ from jzero.core.errors import (
 )
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.specs import axis_size, shard_factor
+from jzero.layout.specs import axis_size, shard_factor, spec_axes
 from jzero.optim import init_shapes, unwrap, widen_abstract, zero
 from jzero.proof.transformer import Transformer
 from jzero.sharding import HOST, Plan, check_plan
 from jzero.update.owners import exchanged
+
+SHARE_SAID = 0.005  # of Psi: a reason for less is not worth a line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ class Estimate:
       psi: bytes of all params, whole.
       n: devices that split the batch.
       assumed: what was taken for the optimizer.
+      reasons: why `wire` is not the textbook's 2 Psi (3 at stage 3), each with its bytes; empty for micro-batches and
+        for params and state on different axes, which have other formulas.
     """
 
     params: int
@@ -75,6 +81,7 @@ class Estimate:
     psi: int
     n: int
     assumed: str
+    reasons: tuple[tuple[str, int], ...] = ()
 
     @property
     def states(self) -> int:
@@ -107,8 +114,11 @@ class Estimate:
     @property
     def wire_psi(self) -> float:
         """`wire` in units of Psi: (N-1)/N x the bytes of all params, N the devices that split the batch."""
-        unit = self.psi * (self.n - 1) / self.n
-        return self.wire / unit if unit else 0.0
+        return self.wire / self._unit if self._unit else 0.0
+
+    @property
+    def _unit(self) -> float:
+        return self.psi * (self.n - 1) / self.n
 
     def __str__(self) -> str:
         names = ["params", "grads", "opt_state"]
@@ -137,6 +147,7 @@ class Estimate:
                 )
             )
         rows.append(("wire / step", f"{human_bytes(self.wire)} ({self.wire_psi:.2f} Psi)"))
+        rows += [(f"  {why}", f"{size / self._unit:+.2f} Psi") for why, size in self.reasons]
         if len(self.wire_by_axes) > 1:
             rows += [(f"  over {axes}", human_bytes(size)) for axes, size in self.wire_by_axes.items()]
         return table(["bytes per device", self.assumed], rows)
@@ -148,7 +159,7 @@ def estimate(
     tx: Any = None,
     accumulate: int = 1,
     model: Transformer | None = None,
-    uses: Mapping[str, Sequence[str]] | None = None,
+    uses: Mapping[str, Sequence[str | Use]] | None = None,
 ) -> Estimate:
     """Bytes per device and wire bytes of a run, in closed form.
 
@@ -159,10 +170,12 @@ def estimate(
       accumulate: micro-batches in a step.
       model: a `jzero.Transformer` with the sizes of the model and of one device's micro-batch, to count
         activations as well. Without it: the model states alone.
-      uses: by name of a param (as `plan.describe()` has it), what the model does with it: `"matmul"` or `"lookup"`,
-        once for each use. A plan knows shapes and not uses, so that a param counts as one matmul. A tied embedding,
-        `{"['embed']['embedding']": ("lookup", "matmul")}`, is reduced twice at stages 2 and 3, and gathered three times
-        at stage 3.
+      uses: by name of a param (as `plan.describe()` has it), what the model does with it, once for each use:
+        `jzero.uses_of(step, state, batch)` reads it from the step. A plan knows shapes and not uses: without it a param
+        counts as one matmul in its own dtype. By hand: `"matmul"`, `"lookup"`, or `"kept"` for what the backward pass
+        does not read. A tied embedding, `{"['embed']['embedding']": ("lookup", "matmul")}`, is reduced twice at stages
+        2 and 3, and gathered three times at stage 3. The gradient of a bf16 param that is used in fp32 is reduced in
+        fp32, and that of an fp32 param used in bf16 in bf16.
 
     Returns:
       An `Estimate`; printing it gives a table.
@@ -195,9 +208,10 @@ def estimate(
     rule = 'a mapping of words by name of a param, such as {"[\'embed\']": ("lookup", "matmul")}'
     check_kind(uses, "uses", Mapping, rule, where="jzero.estimate", optional=True)
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
-    _check_uses(uses or {}, plan)
+    known = _checked_uses(uses or {}, plan)
     state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
     moved = 0 if model is None else accumulate * model.host
+    extra = _exchanged(plan, tx)
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts),
@@ -212,26 +226,60 @@ def estimate(
         activations_host=0 if model is None else model.host,
         recomputed=0 if model is None else model.recomputed,
         working=0 if model is None else model.working + _gathered_bytes(plan),
-        wire_by_axes=comm_of(plan).wire_by_axes(accumulate=accumulate, uses=uses, extra=_exchanged(plan, tx)),
+        wire_by_axes=comm_of(plan).wire_by_axes(accumulate=accumulate, uses=known, extra=extra),
+        reasons=() if accumulate > 1 else _reasons(plan, known, extra),
         psi=plan.param_bytes,
         n=axis_size(plan.mesh, plan.batch_axes),
         assumed=assumed,
     )
 
 
-def _check_uses(uses: Mapping[str, Sequence[str]], plan: Plan) -> None:
+def _checked_uses(uses: Mapping[str, Sequence[str | Use]], plan: Plan) -> dict[str, tuple[Use, ...]]:
     names = [x.name for x in plan.layouts]
-    for name, kinds in uses.items():
+    found = {}
+    for name, some in uses.items():
         if name not in names:
             raise ValueError(
                 f"jzero.estimate: uses= names {name!r}, no param of the plan.{nearest(name, names)}"
             )
-        words = isinstance(kinds, (tuple, list)) and all(isinstance(k, str) for k in kinds)
-        if not words or not kinds or not set(kinds) <= set(GATHERS):
+        kinds = [getattr(u, "kind", u) for u in some] if isinstance(some, (tuple, list)) else []
+        if not kinds or any(not isinstance(k, str) or k not in GATHERS for k in kinds):
             known = " or ".join(map(repr, GATHERS))
             raise ValueError(
-                f"jzero.estimate: uses[{name!r}] is {kinds!r}. Pass a word for each use: {known}."
+                f"jzero.estimate: uses[{name!r}] is {some!r}. Pass a word for each use: {known}; or "
+                "jzero.uses_of(step, state, batch)."
             )
+        found[name] = tuple(u if isinstance(u, Use) else Use(u) for u in some)
+    return found
+
+
+def _reasons(
+    plan: Plan, uses: Mapping[str, Sequence[Use]], extra: Mapping[tuple[str, ...], float]
+) -> tuple[tuple[str, int], ...]:
+    """What takes the wire of one micro-batch from the textbook's bytes to those of this plan and these uses."""
+    config, n = plan.config, axis_size(plan.mesh, plan.batch_axes)
+    if (
+        set(config.param_axes) != set(plan.batch_axes)
+        or any(spec_axes(x.used) for x in plan.layouts)
+        or n == 1
+    ):
+        return ()
+
+    def wire(uses=None) -> int:
+        return sum(comm_of(plan).wire_by_axes(uses=uses).values())
+
+    times = 3 if config.row.params and not config.keeps_gathered else 2
+    plain = {name: [dataclasses.replace(u, dtype=None) for u in some] for name, some in uses.items()}
+    sent = [times * plan.param_bytes * ring(n), wire(), wire(plain), wire(uses)]
+    sent.append(sent[-1] + sum(extra.values()))
+    texts = (
+        "leaves that stay whole or are padded, dtypes of the config",
+        "lookups, and weights used more than once or forward alone",
+        "gradients and gathers in the dtype of compute",
+        "matrices of the optimizer, to their owners and back",
+    )
+    found = [(why, round(b - a)) for why, (a, b) in zip(texts, itertools.pairwise(sent), strict=True)]
+    return tuple((why, size) for why, size in found if abs(size) > SHARE_SAID * plan.param_bytes)
 
 
 def _grad_bytes(x: Layout, plan: Plan, accumulate: int) -> int:

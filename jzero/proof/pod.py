@@ -120,7 +120,7 @@ class Pod:
             compiler_options, "compiler_options", Mapping, "a mapping", where="pod.compile", optional=True
         )
         plan = find_plan((*args, *kwargs.values())) if plan is None else plan
-        jitted, updates = _jitted(fn, donate_argnums), updates_traced()
+        jitted, updates = jitted_fn(fn, donate_argnums), updates_traced()
         args, kwargs = fill_shardings((args, kwargs), plan, devices=self.devices)
         try:
             traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
@@ -214,9 +214,9 @@ def _pod(gpu: str, hosts: int, gpus_per_host: int) -> Pod:
     return Pod(gpu, hosts, gpus_per_host, int(memory[1]), devices)
 
 
-def _jitted(fn, donate_argnums) -> Any:
+def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
     """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is."""
-    check_function(fn, "fn", where="pod.compile")
+    check_function(fn, "fn", where=where)
     donate_argnums = check_ints(
         () if donate_argnums is None else donate_argnums, "donate_argnums", where="pod.compile"
     )

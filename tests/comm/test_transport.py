@@ -17,6 +17,7 @@ from programs import QUICK, gpt_loss, small_state, tokens
 import jzero
 from jzero.comm import comm_of
 from jzero.comm.transport import TRANSPORTS, AsIs
+from jzero.comm.uses import Use
 from jzero.gather.sharded_weight import Weight
 
 FLOAT8 = jnp.dtype("float8_e4m3fn")
@@ -145,7 +146,8 @@ def test_the_program_sends_what_the_estimate_says():
     sent = sum(c.wire_bytes * c.count * c.trips for c in gathers if c.dtype.startswith("f8e4m3fn"))
     uses = {x.name: ("lookup", "matmul") for x in plan.layouts if "embedding" in x.name}
     weights = comm_of(plan).weights
-    want = sum(b for x in plan.layouts for _, b in weights.wire(x, 1, uses.get(x.name, ("matmul",))))
+    kinds = ((x, map(Use, uses.get(x.name, ("matmul",)))) for x in plan.layouts)
+    want = sum(b for x, some in kinds for _, b in weights.wire(x, 1, tuple(some)))
     assert sent == pytest.approx(want, rel=0.03)
     assert all(c.dtype.startswith("f8e4m3fn") for c in gathers if c.bytes > 2**12)
     estimate = jzero.estimate(plan, uses=uses)
@@ -170,4 +172,6 @@ def test_buckets_count_what_travels(mesh):
     assert weight.message_bytes(comm_of(plan)) == 64 * 64
     assert weight.as_whole(params["w0"]).message_bytes(comm_of(plan)) == 2 * 64 * 64  # its gradient
     wire = jzero.estimate(plan).wire
-    assert wire == pytest.approx(7 / 8 * 4 * 64 * 64 * (2 * 1 + 2))  # two gathers in 8 bits, one gradient in 16
+    assert wire == pytest.approx(
+        7 / 8 * 4 * 64 * 64 * (2 * 1 + 2)
+    )  # two gathers in 8 bits, one gradient in 16

@@ -160,10 +160,10 @@ def test_a_weight_beyond_the_bound_is_gathered_in_every_round(mesh, monkeypatch)
     assert max_error(jax.jit(jax.grad(ours))(placed, batch), jax.grad(fn)(params(), data())) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_lstm(stage, mesh):
-    """Through `apply_fn` of Flax: `nn.RNN` is a scan of a cell whose weights are constant."""
-    model = nn.RNN(nn.OptimizedLSTMCell(DIM))
+@pytest.mark.parametrize(("stage", "dtype", "tolerance"), [(1, None, 1e-5), (3, None, 1e-5), (3, "bfloat16", 2e-2)])
+def test_an_lstm(stage, dtype, tolerance, mesh):
+    """Through `apply_fn` of Flax: `nn.RNN` is a scan of a cell whose weights are constant, and cast to its dtype."""
+    model = nn.RNN(nn.OptimizedLSTMCell(DIM, dtype=dtype))
     x = jax.random.normal(jax.random.key(1), (8, 6, DIM))
     weights = model.init(jax.random.key(0), x)["params"]
     plan = jzero.make_plan(weights, stage=stage, mesh=mesh, min_shard_bytes=0)
@@ -172,4 +172,6 @@ def test_an_lstm(stage, mesh):
         return (model.apply({"params": p}, x) ** 2).mean()
 
     got = jax.jit(jax.grad(jzero.gather_on_use(fn, plan)))(plan.place(weights), plan.place_batch(x))
-    assert max_error(got, jax.grad(fn)(weights, x)) < 1e-5
+    want = jax.grad(fn)(weights, x)
+    assert {g.dtype for g in jax.tree.leaves(got)} == {jnp.dtype("float32")}
+    assert max_error(got, want) < tolerance

@@ -123,7 +123,7 @@ def weights_in_loop(e: Evidence) -> Faults:
     layers = {e.local(x, sliced=True) for x in e.split if x.scanned}
     leaves = {e.local(x): x for x in e.split if not x.scanned and e.local(x) not in layers}
     found: dict[str, Layout] = {}
-    rounds, excess = set(), 0.0
+    rounds, where, excess = set(), set(), 0.0
     for s in e.over_zero_axes("all-gather", *REDUCES):
         parts, times = e.parts(s), e.rounds_of_loss(s)
         mine = [leaves[n] for n in parts if n in leaves]
@@ -134,6 +134,7 @@ def weights_in_loop(e: Evidence) -> Faults:
             excess += s.wire_bytes * share * e.trips(s) * (1 - 1 / times)
             found.update((x.name, x) for x in mine)
             rounds.add(times)
+            where.add(e.instruction(s)[1].op_name)
     if excess > SHARE_WHOLE * e.plan.param_bytes:
         named = list(found.values())
         weights = comm_of(e.plan).weights
@@ -141,9 +142,11 @@ def weights_in_loop(e: Evidence) -> Faults:
             f"in a loop of {' or '.join(map(str, sorted(rounds)))} rounds "
             f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every round reads are gathered, "
             "or have their gradients reduced, in every round; once would do. "
-            + (names_text(named) if named else ""),
+            + (names_text(named) if named else "")
+            + (f" At {min(where - {''})}." if where - {""} else ""),
             round(excess),
-            f"one loop in place of a loop in a loop; no lookup of rows and no wider reduce_dtype in it; beyond "
+            f"one loop in place of a loop in a loop (jnp.where for what the outer one does, not lax.cond); "
+            f"no lookup of rows and no wider reduce_dtype in it; beyond "
             f"{human_bytes(weights.loop_bytes)} of such weights a larger bucket_bytes ({LOOP_BUCKETS} buckets are held "
             "whole); jzero.gather_on_use(loss_fn, plan) for a loss that does not call the apply_fn of the state.",
         )

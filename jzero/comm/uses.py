@@ -1,0 +1,31 @@
+"""What a step does with a param, as far as the wire depends on it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+GATHERS = {"matmul": 2, "lookup": 1, "kept": 1}
+"""By use, how often a weight is gathered for it: forward and backward. The gradient of a lookup needs none. "kept": the
+backward pass reads none either. The weight is reshaped or broadcast, and the result is kept; or it multiplies the
+batch, of which no gradient is taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One use of a param.
+
+    Attributes:
+      kind: one of `GATHERS`.
+      dtype: of the weight where it is used, in which its gradient is made; None: that of the plan.
+      rows: of a lookup, how many rows all devices look up together; 0: not known.
+    """
+
+    kind: str
+    dtype: np.dtype | None = None
+    rows: int = 0
+
+
+DEFAULT = (Use("matmul"),)
+"""A plan knows shapes and not uses."""

@@ -1,0 +1,215 @@
+"""What a step does with its params, read from its trace: for the closed form of the wire."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.comm.uses import GATHERS, Use
+from jzero.core.graph import Node
+from jzero.core.primitives import REMAT
+from jzero.core.products import row_lookup
+from jzero.core.regions import bodies, loop_consts, scan_parts
+from jzero.gather.transform import as_written
+from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
+from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.proof.evidence import home_of_params, layouts_of, prefix
+from jzero.proof.pod import find_plan, jitted_fn
+from jzero.sharding import Plan, check_plan
+
+LINEAR = frozenset(
+    """
+    add add_any sub neg concatenate reshape broadcast_in_dim squeeze slice transpose convert_element_type copy pad rev
+    split dynamic_slice reduce_sum gather
+    """.split()  # noqa: SIM905 - as in `core/primitives.py`
+)
+"""The derivative reads no operand."""
+
+
+def uses_of(
+    step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kwargs: Any
+) -> Mapping[str, tuple[Use, ...]]:
+    """What a train step does with each param: for `estimate(plan, uses=)`, which knows only shapes without it.
+
+    The step is traced as plain Flax would, without jzero's collectives, and nothing is compiled.
+
+    Args:
+      step: a train step that takes gradients, jitted or not.
+      *args: its arguments; `jax.ShapeDtypeStruct` leaves will do.
+      plan: of the params; None: that of the first sharded state among the arguments.
+      **kwargs: keyword arguments of the step.
+
+    Returns:
+      By name of a param, a `Use` for each place where the forward pass reads it: its `kind` (`"matmul"`, `"lookup"`, or
+      `"kept"` where the backward pass does not read it), the `dtype` in which its gradient is made, and of a lookup the
+      `rows` of all devices. A weight that is constant over a loop has one use in it. What the forward pass does not
+      read, or reads in a `jax.shard_map`, is left out.
+
+    Raises:
+      TypeError: `step` is no function, `plan` no plan, or there is none among the arguments.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jzero
+      >>> plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=3)
+      >>> step = jax.grad(lambda params, x: (x @ params["w"].astype("float32")).sum())
+      >>> jzero.uses_of(step, plan.shapes, jnp.ones((8, 64)), plan=plan)
+      {"['w']": (Use(kind='matmul', dtype=dtype('float32'), rows=0),)}
+    """
+    known: Any = find_plan((*args, *kwargs.values())) if plan is None else plan
+    check_plan(known, where="jzero.uses_of")
+    jitted = jitted_fn(step, (), where="jzero.uses_of")
+    with as_written():
+        traced = jitted.trace(*args, **kwargs)
+    traced = getattr(traced, "traced", traced)  # flax.nnx wraps it
+    paths, infos = zip(*jax.tree_util.tree_leaves_with_path(traced.args_info), strict=True)
+    params = _params_of(list(map(path_keys, paths)), [tuple(i.shape) for i in infos], known)
+    weights, found = [x is not None for x in params], dict[str, tuple[Use, ...]]()
+    for at, uses in sorted(_Region().search(traced.jaxpr.jaxpr, weights, weights).items()):
+        x = params[at]
+        assert x is not None
+        found[x.name] = found.get(x.name, ()) + tuple(uses)
+    return found
+
+
+def _params_of(
+    paths: Sequence[tuple[str, ...]], shapes: Sequence[tuple[int, ...]], plan: Plan
+) -> list[Layout | None]:
+    """The param that each argument is; NNX states have no names: there in their order, if that has all params."""
+    layouts = layouts_of(paths, shapes, plan)
+    home = home_of_params(paths, layouts, plan)
+    found = [
+        x if x is not None and prefix(k, x) == home else None for k, x in zip(paths, layouts, strict=True)
+    ]
+    own = [i for i, keys in enumerate(paths) if home is not None and keys[: len(home)] == home]
+    if [shapes[i] for i in own] != [x.shape for x in plan.layouts]:
+        return found
+    in_order = dict(zip(own, plan.layouts, strict=True))
+    return [in_order.get(i) for i in range(len(paths))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """Where uses are looked for.
+
+    Attributes:
+      forward: it is a part of the forward pass; else such parts are looked for, by the names that `jax.grad` gives.
+      again: the backward pass computes it again, and gathers again for it.
+    """
+
+    forward: bool = False
+    again: bool = False
+
+    def search(self, jaxpr: Any, weights: Sequence[bool], moving: Sequence[bool]) -> dict[int, list[Use]]:
+        """The uses of the weights among the arguments, by position; `moving`: what depends on weights."""
+        graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+        found: dict[int, list[Use]] = collections.defaultdict(list)
+        at = {value: i for i, value in enumerate(graph.ins)}
+        moves = {value for value, m in zip(graph.ins, moving, strict=True) if m}
+        for node in graph.nodes:
+            moves.update(node.outs if any(i in moves for i in node.ins) else ())
+        forward, again = set(graph.nodes) if self.forward else _forward(graph), set[int]()
+        for node in graph.nodes:
+            inside = dataclasses.replace(self, forward=node in forward)
+            used, region = graph.weights_of(node), bool(bodies(node.eqn)[0])
+            if used and region:
+                for value, uses in inside.entered(graph, node, moves, graph.parent).items():
+                    found[at[graph.root(value)]] += uses
+                if not inside.forward:  # the forward pass of a remat region is no region any more
+                    some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
+                    again |= {at[graph.root(value)] for value in some}
+            elif inside.forward:
+                for value in used:
+                    found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
+        return {i: [_read(use) if i in again else use for use in uses] for i, uses in found.items()}
+
+    def entered(
+        self, graph: WeightGraph, node: Node, moves: set[int], among: Collection[int]
+    ) -> dict[int, list[Use]]:
+        """The uses of these weights in a region: of branches the most, of a constant of a loop one for all rounds."""
+        inner, skipped = bodies(node.eqn)
+        operands, loop = node.ins[skipped:], node.name in LOOPS
+        weights, moving = ([i in some for i in operands] for some in (among, moves))
+        consts = loop_consts(node.eqn) - skipped if loop else 0
+        if loop:  # what is carried depends on them after one round
+            carry = len(operands) - consts if node.name == "while" else scan_parts(node.eqn)[2]
+            moving[consts : consts + carry] = [True] * carry
+        region, found = (
+            dataclasses.replace(self, again=self.again or node.name in REMAT),
+            dict[int, list[Use]](),
+        )
+        for jaxpr, _ in inner:
+            some = region.search(jaxpr, weights, moving)
+            if consts:
+                once = dataclasses.replace(region, again=True).search(jaxpr, weights, moving)
+                some |= {at: _strongest(uses) for at, uses in once.items() if at < consts}
+            for at, uses in some.items():
+                found[operands[at]] = max(found.get(operands[at], []), uses, key=len)
+        return found
+
+    def use(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> Use:
+        """One use, by an equation without a body."""
+        moved = graph.narrow(node.outs[0]) if node.name in MOVES else None
+        dtype, eqn = np.dtype(moved or graph.avals[value].dtype), node.eqn
+        if row_lookup(eqn):
+            return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]))
+        return Use("matmul" if self.is_read(graph, node, value, moves) else "kept", dtype)
+
+    def is_read(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> bool:
+        """True where the backward pass reads the weight: it is multiplied with what depends on weights."""
+        if node.name not in LINEAR:
+            return any(i in moves for i in node.ins if i != value and graph.is_floating(i))
+        readers = [(n, i) for n in graph.nodes for i in node.outs if i in n.ins]
+        plain = [(n, i) for n, i in readers if not bodies(n.eqn)[0] and (self.again or n.name in LINEAR)]
+        if any(self.is_read(graph, n, i, moves) for n, i in plain):
+            return True
+        # `jax.grad` takes what is constant out of a loop, where it is made again all the same
+        loops = [row for row in readers if row[0].name in LOOPS]
+        found = [u for n, i in loops for some in self.entered(graph, n, moves, {i}).values() for u in some]
+        return any(u.kind == "matmul" for u in found)
+
+
+def _forward(graph: WeightGraph) -> set[Node]:
+    """The nodes of the forward pass, by the names that `jax.grad` gives.
+
+    Not what is only there for the backward pass. What is constant over a loop may have no name, and is read by one.
+    """
+    found, data = set[Node](), graph.data()
+    readers: dict[int, list[Node]] = collections.defaultdict(list)
+    named = {n: " ".join(str(e.source_info.name_stack) for e in (*n.outer, n.eqn)) for n in graph.nodes}
+    for node in reversed(graph.nodes):
+        some = [n for out in node.outs for n in readers[out]]
+        if "jvp(" in named[node]:
+            others = any(n in found or "jvp(" not in named[n] for n in some)
+            is_end = not some and any(i in data for i in node.ins)  # a loss that is not returned
+            forward = others or is_end or not set(graph.outs).isdisjoint(node.outs)
+        else:
+            forward = any(n in found for n in some)
+        if forward and "transpose(" not in named[node]:
+            found.add(node)
+        for i in node.ins:
+            readers[i].append(node)
+    return found
+
+
+def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+    """Positions of the weights that remat regions read, in loops too: what they do not need is no argument of them."""
+    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    found: set[int] = set()
+    for node in graph.nodes:
+        found |= set(graph.weights_of(node)) if node.name in REMAT else graph.inside(node, _in_remat)
+    return graph.positions(found)
+
+
+def _read(use: Use) -> Use:
+    return dataclasses.replace(use, kind="matmul") if use.kind == "kept" else use
+
+
+def _strongest(uses: list[Use]) -> list[Use]:
+    """The one use that stands for all in a loop."""
+    return [max(uses, key=lambda use: GATHERS[use.kind])]
