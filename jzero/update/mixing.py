@@ -8,8 +8,8 @@ Newton-Schulz of one matrix, or of a stack of them. Around it the update is elem
 [Note: what a region takes in]
 A region begins at the value that it reads. It begins earlier where that value's layout is not known (a reshape that
 merges a split dim with another), where what leads to it is one array and a number that is reduced from it
-(`x / norm(x)`), and where several inputs are made of one array (`x.T`, `0.1 * x`): the owner computes that without a word
-on the network.
+(`x / norm(x)`), and where several inputs are made of one array (`x.T`, `0.1 * x`): the owner computes that, and nothing
+is sent.
 """
 
 from __future__ import annotations
