@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.core.splits import Split
 from jzero.layout.specs import axis_size
 from jzero.sharding import Plan
-
-Split = tuple[tuple[str, ...], ...]
-"""The mesh axes that each dim of an array is split over."""
 
 
 @dataclasses.dataclass(frozen=True)

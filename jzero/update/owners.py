@@ -26,10 +26,11 @@ from jzero.core.graph import Graph, Node
 from jzero.core.primitives import MATRIX_OPS
 from jzero.core.regions import bodies, switch_with
 from jzero.core.regions import rounds as rounds_of
+from jzero.core.splits import Split
 from jzero.layout.padding import unpadded
 from jzero.layout.specs import P, axis_size, make_spec, spec_entries
 from jzero.sharding import Plan
-from jzero.update.mixing import Mixing, Region, Split
+from jzero.update.mixing import Mixing, Region
 from jzero.update.rounds import Kind, Matrix, Part, Result, Round, Rounds, mapped, rounds
 
 MOST = 16  # arrays like the largest param that one matrix may read and make; SOAP has 13
