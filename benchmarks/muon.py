@@ -29,7 +29,7 @@ import optax
 from wire import compiled, gpt
 
 from jzero.proof.hlo import Instruction, Module, parse
-from jzero.update.owners import flops
+from jzero.update.matrices import flops
 
 MATRIX = 2**16  # values: no vector of these models has as many
 

@@ -29,56 +29,9 @@ from jzero.layout.explicit import typed_mesh
 from jzero.layout.padding import padded
 from jzero.layout.specs import P, make_spec
 from jzero.sharding import Plan
-from jzero.update.mixing import Region
+from jzero.update.matrices import Kind, Matrix
 
 WORTH = 0.9  # of the FLOPs of rounds one after the other: so much less for one round of several kinds
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Matrix:
-    """One matrix: a region, or one layer of a region on stacks.
-
-    Attributes:
-      region: its equations.
-      at: the index along every dim that numbers matrices, by class of dims.
-      dims: of each value that the region reads or makes, these dims with their classes.
-      ins, outs: its pieces, of the values that are split; None for one that every device has.
-      of_region: how many matrices the region has.
-    """
-
-    region: Region
-    at: dict[int, int]
-    dims: dict[int, dict[int, int]]
-    ins: tuple[Pieces | None, ...]
-    outs: tuple[Pieces, ...]
-    of_region: int
-
-
-class Part(NamedTuple):
-    """What the exchange sends of a value: dtype, and number of values of a piece."""
-
-    dtype: np.dtype
-    size: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Kind:
-    """Matrices for which the same is computed.
-
-    Attributes:
-      run: on whole matrices.
-      axes: the mesh axes that the matrices are split over.
-      ins, outs: of each value dtype and length of a piece; None for one that is not exchanged: every device has it.
-      flops: of one matrix, in matmuls.
-      matrices: all of them.
-    """
-
-    run: Callable[[Sequence[Any]], list[Any]]
-    axes: tuple[str, ...]
-    ins: tuple[Part | None, ...]
-    outs: tuple[Part, ...]
-    flops: float
-    matrices: list[Matrix]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
