@@ -7,8 +7,9 @@ Newton-Schulz of one matrix, or of a stack of them. Around it the update is elem
 
 [Note: what a region takes in]
 A region begins at the value that it reads. It begins earlier where that value's layout is not known (a reshape that
-merges a split dim with another), where what leads to it is one array and a number that is reduced from it (`x / norm(x)`), and
-where several inputs are made of one array (`x.T`, `0.1 * x`): the owner computes that without a word on the network.
+merges a split dim with another), where what leads to it is one array and a number that is reduced from it
+(`x / norm(x)`), and where several inputs are made of one array (`x.T`, `0.1 * x`): the owner computes that without a
+word on the network.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class Mixing:
         return taken
 
     def _reduced_from_one(self, value: int, region: set[Node]) -> set[Node]:
-        """The nodes between a value and the one array that it and a reduction, or transpose, of it are computed from."""
+        """The nodes between a value and the one array that it, a reduction or a transpose are computed from."""
         taken: dict[Node, None] = {}
         frontier = {value}
         reduced = False
