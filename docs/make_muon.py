@@ -3,7 +3,7 @@
     python docs/make_muon.py --out /tmp/muon.jsonl             # 12 runs of 300 steps: 10 minutes on two busy cores
     python docs/make_muon.py --out /tmp/muon.jsonl --steps 50
 
-Seed 0 is run at each learning rate; the other seeds at the rate at which seed 0 ended lowest, for each optimizer its own.
+Seed 0 is run at each learning rate, the other seeds at the rate at which seed 0 ended lowest, for each optimizer.
 What `--out` holds is not run again.
 """
 

@@ -108,10 +108,10 @@ def creator(config: Config) -> Callable[[], TrainState]:
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW or Muon under a warm-up and a cosine; only matrices decay. fp16 skips overflows.
+    """Clip by the global norm, then AdamW or Muon under a warm-up and a cosine; only matrices decay.
 
-    Muon takes the matrices of the blocks, AdamW the rest. Both have one learning rate: Muon's updates are scaled to the
-    size that AdamW's have (Liu et al., arXiv:2502.16982).
+    fp16 skips overflows. Muon takes the matrices of the blocks, AdamW the rest. Both have one learning rate: Muon's
+    updates are scaled to the size that AdamW's have (Liu et al., arXiv:2502.16982).
     """
     o, warmup = config.optim, min(config.optim.warmup, config.steps - 1)
     rate = optax.warmup_cosine_decay_schedule(0.0, o.lr, warmup, config.steps, end_value=o.lr / 50)
