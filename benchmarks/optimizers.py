@@ -56,6 +56,7 @@ def sides() -> float:
 
 EXCHANGED = {  # fp32 values per value of the matrix
     "muon": lambda: 2,  # the momentum, the update
+    "galore": lambda: 2,  # G, the update; what has rank 4 is left out
     "Shampoo (textbook)": lambda: (
         4 + 4 * sides()
     ),  # G for each of both sums and the product; sums, roots there and back
