@@ -10,11 +10,13 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import optax
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optax.contrib import _muon as muon_module
 
 P = PartitionSpec
 MIN_SHARD_BYTES = 16 * 1024
@@ -72,6 +74,23 @@ def by_hand(stage: int, create: Callable, mesh: Mesh, *, gathered: Literal["firs
     step = functools.partial(train_step, constrain=constrain, **more)
     shardings = {"in_shardings": (layout, batch), "out_shardings": (layout, NamedSharding(mesh, P()))}
     return jax.jit(create, out_shardings=layout)(), step, shardings
+
+
+def gathering_matrices(step: Callable, mesh: Mesh) -> Callable:
+    """A step with `optax.contrib.muon` whose matrices are gathered once each, before Newton-Schulz.
+
+    Every device then orthogonalizes all of them. Left alone, XLA gathers the shards for every matmul of the loop.
+    """
+    original = muon_module.orthogonalize_via_newton_schulz
+
+    def whole(x, *args, **kwargs):
+        return original(jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())), *args, **kwargs)
+
+    def run(*args):
+        with mock.patch.object(muon_module, "orthogonalize_via_newton_schulz", whole):
+            return step(*args)
+
+    return run
 
 
 def to_host(state):

@@ -4,9 +4,9 @@
     python benchmarks/optimizers.py --out /tmp/optimizers.jsonl muon soap # some of them
     python benchmarks/optimizers.py --out /tmp/optimizers.jsonl --table   # what is there, without compiling
 
-Each row is a line of `--out` once it is compiled, and is not compiled again: a run that was stopped goes on. Compiled for
-8 H200: eight blocks x + down(gelu(up(norm(x)))), width 512 and 2048 inside, bf16 params with fp32 masters. Psi is (N-1)/N
-times the bytes of all params. "Without owners" patches jzero: XLA gathers the shards for every matmul.
+What is compiled is a line of `--out` and is not compiled again: a run that was stopped goes on. Compiled for 8 H200:
+eight blocks x + down(gelu(up(norm(x)))), width 512 and 2048 inside, bf16 params with fp32 masters. Psi is (N-1)/N times
+the bytes of all params. "Without owners" patches jzero: XLA gathers the shards for every matmul.
 
 Closed form of an optimizer that mixes, beside the 2 or 3 Psi of the stage: what a matrix [m, n] and its preconditioners
 send to the owner and back, in fp32, an N-th of it per device.
@@ -56,6 +56,7 @@ def sides() -> float:
 
 EXCHANGED = {  # fp32 values per value of the matrix
     "muon": lambda: 2,  # the momentum, the update
+    "galore": lambda: 2,  # G, the update; what has rank 4 is left out
     "Shampoo (textbook)": lambda: (
         4 + 4 * sides()
     ),  # G for each of both sums and the product; sums, roots there and back
@@ -141,8 +142,18 @@ def rows(names: list[str], out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def table(names: list[str], out: Path) -> Iterator[str]:
     """The lines of the page."""
-    yield "| optimizer | mixes dims | stage | wire, Psi | closed form, Psi | temp, MB | wire without owners | temp without |"
-    yield "|---|---|---|---|---|---|---|---|"
+    heads = (
+        "optimizer",
+        "mixes dims",
+        "stage",
+        "wire, Psi",
+        "closed form",
+        "temp, MB",
+        "wire without owners",
+        "temp without",
+    )
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
     for name, found in rows(names, out):
         for stage in (2, 3):
             mine, bare = found[str(stage)], found.get(f"{stage}, without")

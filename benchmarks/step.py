@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                            # 8 simulated devices or all GPUs: 11 minutes, two busy cores
     python benchmarks/step.py --sizes tiny --forms scan  # part of it: 2 minutes there
+    python benchmarks/step.py --sizes small --stages 2 --muon
     python benchmarks/step.py --help
 
 Writes `<out>/<date>-<backend>.md` with a plot beside it; needs jzero[train]. Each pair of programs is timed in
@@ -20,6 +21,9 @@ Of unrolled layers XLA gathers a weight once and keeps it to the end of the back
 what drops as well: a constraint and a `jax.checkpoint` whose policy saves all but the gathered weights. In a scan XLA
 gathers twice by itself. Rows without a goal compare what is not the same: "3 / kept", with the program that keeps; "3,
 kept / first", with one that gathers all weights before the model begins.
+
+Muon (`--muon`): stage 2 by hand, each matrix gathered once before Newton-Schulz, which every device computes for all of
+them; and plain data parallelism, where nothing has to be gathered. Neither has a goal.
 """
 
 from __future__ import annotations
@@ -47,12 +51,14 @@ import numpy as np
 import optax
 import tyro
 from flax.training.train_state import TrainState
-from hand import MIN_SHARD_BYTES, P, by_hand, train_step
+from hand import MIN_SHARD_BYTES, P, by_hand, gathering_matrices, train_step
 from jax.sharding import Mesh, NamedSharding
+from optax import contrib
 from step_page import MEDIAN, UPPER, write
 
 import jzero
 from jzero.proof.hlo import parse
+from train.gpt import matrices, owner
 from train.model import GPT, Model
 
 SIZES = {
@@ -75,6 +81,8 @@ class Config:
     """Layers one after another, or one stacked layer in a loop."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages."""
+    muon: bool = False
+    """Also stage 2 with Muon: against Muon by hand on gathered matrices, and with a replicated state."""
     rounds: int = 20
     """Alternating rounds; each gives one ratio."""
     seconds: float = 0.1
@@ -89,9 +97,13 @@ class Config:
     """Of the page."""
 
 
-def creator(model: Model) -> Callable[[], TrainState]:
+def creator(model: Model, *, muon: bool = False) -> Callable[[], TrainState]:
     """A function that creates the state; model and optimizer are made once, so that all its states are alike."""
-    gpt, tx = GPT(model), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    gpt, tx = GPT(model), optax.adamw(1e-3)
+    if muon:
+        of_blocks = contrib.muon(1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=matrices)
+        tx = optax.partition({"muon": of_blocks, "adamw": tx}, owner)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
 
     def create() -> TrainState:
         params = gpt.init(jax.random.key(0), jnp.zeros((1, model.seq), jnp.int32))["params"]
@@ -170,12 +182,17 @@ def bare_lines(text: str) -> collections.Counter:
     )
 
 
+def batch_of(model: Model, rows: int, mesh: Mesh) -> dict[str, jax.Array]:
+    """Random tokens, split over the devices."""
+    tokens = np.random.default_rng(0).integers(0, 256, (rows, model.seq + 1), np.int32)
+    return {"tokens": jax.device_put(tokens, NamedSharding(mesh, P("data")))}
+
+
 def programs(model: Model, rows: int, stages: Sequence[int]) -> dict[str, Program]:
     """Every program of one model, by name: `one device`, `hand 0`, `jzero 0`, ..."""
     mesh, create = Mesh(np.array(jax.devices()), ("data",)), creator(model)
-    tokens = np.random.default_rng(0).integers(0, 256, (rows, model.seq + 1), np.int32)
-    batch = {"tokens": jax.device_put(tokens, NamedSharding(mesh, P("data")))}
-    alone = jax.device_put({"tokens": tokens}, jax.devices()[0])
+    batch = batch_of(model, rows, mesh)
+    alone = jax.device_put(batch, jax.devices()[0])
     found = {"one device": build((jax.jit(create)(), train_step, {}), alone)}
 
     def ours(stage: int, **fields: Any) -> Program:
@@ -191,6 +208,21 @@ def programs(model: Model, rows: int, stages: Sequence[int]) -> dict[str, Progra
         for how in ("first",) if model.scan else ("first", "twice"):
             found[f"hand 3, {how}"] = build(by_hand(3, create, mesh, gathered=how), batch)
     return found
+
+
+def with_muon(model: Model, rows: int) -> list[tuple[str, bool, tuple[Program, Program]]]:
+    """Stage 2 with Muon, against two written by hand: see the note."""
+    mesh, create = Mesh(np.array(jax.devices()), ("data",)), creator(model, muon=True)
+    batch = batch_of(model, rows, mesh)
+    state = jzero.shard(create, stage=2, mesh=mesh, min_shard_bytes=MIN_SHARD_BYTES)
+    ours = build((state, train_step, {}), batch)
+    state, step, shardings = by_hand(2, create, mesh)
+    gathered = build((state, gathering_matrices(step, mesh), shardings), batch)
+    replicated = build(by_hand(0, create, mesh), batch)
+    return [
+        ("2, Muon / by hand", False, (ours, gathered)),
+        ("2, Muon / replicated", False, (ours, replicated)),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +305,7 @@ def measure(config: Config) -> list[Pair]:
             model, rows = SIZES[size]
             model = dataclasses.replace(model, scan=form == "scan", dtype=config.dtype)
             pairs = pairs_of(programs(model, rows, config.stages), config.stages)
+            pairs += with_muon(model, rows) if config.muon else []
             for program in {id(p): p for *_, both in pairs for p in both}.values():
                 program.warm_up()
             times = in_turns([both for *_, both in pairs], config)

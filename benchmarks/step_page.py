@@ -62,7 +62,8 @@ them both programs are the same instructions, whatever the clock says.
 `/ plain` and `/ one` are jzero against plain Flax on all devices and on one device (the whole batch there), medians
 of the same rounds. "3" is compared with a program that drops a gathered weight and gathers it again, as ZeRO-3 does;
 "3, kept" (`reshard_after_forward=False`) with one that keeps it. Without a goal, since the two do not do the same: "3 /
-kept", what the second gather costs; "3, kept / first", against all weights gathered before the model begins.
+kept", what the second gather costs; "3, kept / first", against all weights gathered before the model begins; "Muon / by
+hand", against matrices that each device gathers and orthogonalizes all, and "Muon / replicated", against stage 0.
 
 ## Noise, and plain Flax
 

@@ -15,8 +15,10 @@ from train.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-    """AdamW with warm-up, cosine decay and clipping by the global norm."""
+    """AdamW or Muon with warm-up, cosine decay and clipping by the global norm."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Of the matrices of the blocks; embedding, head and vectors have AdamW."""
     lr: float = 3e-3
     """Peak learning rate."""
     warmup: int = 50

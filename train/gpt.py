@@ -3,6 +3,7 @@
     python train/gpt.py                                   # 8 simulated devices (or all GPUs), stage 2
     python train/gpt.py --stage 3 --out runs/stage3       # the same losses, params split too
     python train/gpt.py --offload host --out runs/host    # optimizer state in host memory
+    python train/gpt.py --optimizer muon --out runs/muon  # Muon for the blocks' matrices (docs/muon.md)
     python train/gpt.py --devices 1 --out runs/one        # one device: nothing to share
     python train/gpt.py --resume                          # go on from the last checkpoint
     python train/gpt.py --preset tiny                     # the short form, for CI
@@ -49,6 +50,7 @@ import numpy as np
 import optax
 from flax.training import train_state
 from jax.experimental import multihost_utils
+from optax import contrib
 
 import jzero
 from jzero.checkpoint import CheckpointDamaged, FolderInUse
@@ -79,7 +81,7 @@ class TrainState(train_state.TrainState):
 
 
 def create_state(config: Config = PRESETS["default"]) -> TrainState:
-    """A new train state: params from `config.seed`, AdamW with zero moments."""
+    """A new train state: params from `config.seed`, the optimizer's moments zero."""
     return creator(config)()
 
 
@@ -106,17 +108,40 @@ def creator(config: Config) -> Callable[[], TrainState]:
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW under a warm-up and a cosine; only matrices decay. fp16 skips overflows."""
+    """Clip by the global norm, then AdamW or Muon under a warm-up and a cosine; only matrices decay.
+
+    fp16 skips overflows. Muon takes the matrices of the blocks, AdamW the rest. Both have one learning rate: Muon's
+    updates are scaled to the size that AdamW's have (Liu et al., arXiv:2502.16982).
+    """
     o, warmup = config.optim, min(config.optim.warmup, config.steps - 1)
     rate = optax.warmup_cosine_decay_schedule(0.0, o.lr, warmup, config.steps, end_value=o.lr / 50)
-    adamw = optax.adamw(rate, b2=o.b2, weight_decay=o.weight_decay, mask=is_matrix)
-    chain = optax.chain(optax.clip_by_global_norm(o.clip), adamw)
+    tx = optax.adamw(rate, b2=o.b2, weight_decay=o.weight_decay, mask=is_matrix)
+    if o.optimizer == "muon":
+        muon = contrib.muon(
+            rate, weight_decay=o.weight_decay, consistent_rms=0.2, muon_weight_dimension_numbers=matrices
+        )
+        tx = optax.partition({"muon": muon, "adamw": tx}, owner)
+    chain = optax.chain(optax.clip_by_global_norm(o.clip), tx)
     return optax.apply_if_finite(chain, 10**6) if "float16" in config.model.dtypes.values() else chain
 
 
 def is_matrix(params: Any) -> Any:
     """True for the kernels of Dense layers. By name: stacked norm scales have two dims as well."""
     return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+
+def owner(params: Any) -> Any:
+    """Of every param the optimizer that updates it: "muon" for the kernels of the blocks, else "adamw"."""
+
+    def of(path, _):
+        return "muon" if path[0].key.startswith("layer") and path[-1].key == "kernel" else "adamw"
+
+    return jax.tree.map_with_path(of, params)
+
+
+def matrices(params: Any) -> Any:
+    """Which dims of a kernel are its rows and columns; the one before them, if any, is that of the scan over layers."""
+    return jax.tree.map(lambda p: contrib.MuonDimensionNumbers(p.ndim - 2, p.ndim - 1), params)
 
 
 def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -5,12 +5,14 @@ Vocabulary
   gather         from stored to used: an all-gather
   reduce         from one gradient per device to one gradient on its shards: a reduce-scatter, or an all-reduce
   transport      the form in which values travel: as they are, or encoded before the collective and decoded after it
+  exchange       pieces of matrices to the devices that own them, and back: an all-to-all
   wire bytes     bytes that one device sends; rings assumed
 
 What always holds
-  There is one object per kind of collective: `WeightGather`, `GradientReduce`, `UpdateGather`; `comm_of(plan)` has all
-  three. Each knows its layouts, its transport, the scope under which its operations appear in a program, and its cost.
-  The step calls these objects, and `estimate`, `explain`, `check`, buckets and checkpoint policies read them.
+  There is one object per kind of collective: `WeightGather`, `GradientReduce`, `UpdateGather` (`comm_of(plan)` has all
+  three), and `MatrixExchange`. Each knows its layouts, its transport, the scope under which its operations appear in a
+  program, and its cost. The step calls these objects; `estimate`, `explain`, `check`, buckets and checkpoint policies
+  read them.
 """
 
 from jzero.comm.collectives import Comm, comm_of

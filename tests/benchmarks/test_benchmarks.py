@@ -15,7 +15,7 @@ import tyro
 
 from benchmarks import hand, step
 
-FLAGS = ["--sizes", "tiny", "--forms", "unrolled", "--stages", "2", "--rounds", "2", "--seconds", "0.01"]
+FLAGS = ["--sizes", "tiny", "--forms", "unrolled", "--stages", "2", "--rounds", "2", "--seconds", "0.01", "--muon"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,17 @@ def test_both_programs_compute_the_same(measured):
     assert ours[2] < ours[1] < ours[0], "the state moves"
     assert ours[2] == pytest.approx(by_hand[2], rel=1e-5)
     assert measured[1]["plain Flax, all devices / one"].loss_difference < 1e-5
+
+
+@pytest.mark.nightly
+def test_all_three_muons_are_one_and_one_has_owners(measured):
+    by_hand, replicated = (measured[1][f"2, Muon / {name}"] for name in ("by hand", "replicated"))
+    for pair in (by_hand, replicated):
+        assert pair.loss_difference < 1e-4
+    ours, gathered = by_hand.programs
+    assert ours.opcodes["all-to-all"]
+    assert not gathered.opcodes["all-to-all"]
+    assert gathered.report.memory.temp > 2 * ours.report.memory.temp  # all matrices
 
 
 @pytest.mark.nightly

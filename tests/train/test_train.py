@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from optax import contrib
 from processes import free_port
 
 import jzero
@@ -313,6 +314,31 @@ def test_only_kernels_decay():
         decays = jax.tree_util.tree_leaves_with_path(gpt.is_matrix(params))
         assert all(decay == (path[-1].key == "kernel") for path, decay in decays)
         assert 0 < sum(decay for _, decay in decays) < len(decays)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_muon_takes_the_matrices_of_the_blocks(scan):
+    params = jax.eval_shape(lambda: gpt.create_state(with_model(scan=scan))).params
+    for path, optimizer in jax.tree_util.tree_leaves_with_path(gpt.owner(params)):
+        names = [key.key for key in path]
+        block = names[0] == "layers" or re.fullmatch(r"layer_\d+", names[0])
+        assert optimizer == ("muon" if block and names[-1] == "kernel" else "adamw")
+    dims = gpt.matrices(params)["layers" if scan else "layer_0"]["qkv"]["kernel"]
+    assert dims == ((1, 2) if scan else (0, 1))
+
+
+def test_a_run_with_muon(tmp_path):
+    config = dataclasses.replace(SMALL, stage=3, out=tmp_path / "run")
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, optimizer="muon"))
+    result = run(config)
+    assert result.losses[-1][1] < result.losses[0][1] - 1
+    (muon,) = (s for s in jax.tree.leaves(result.state.opt_state, is_leaf=is_muon) if is_muon(s))
+    assert jax.tree.leaves(muon.mu["layer_0"])
+    assert not jax.tree.leaves(muon.mu["embed"])
+
+
+def is_muon(state):
+    return isinstance(state, contrib.MuonState)
 
 
 def test_remat_changes_no_number():

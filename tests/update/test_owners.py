@@ -211,6 +211,27 @@ def test_params_in_16_bits_with_masters(stage):
     assert_matrices_have_owners(compiled, plan)
 
 
+def test_a_sort_a_sum_and_the_matrix_of_another_leaf():
+    """Each along the dim that devices share; the product of two leaves has one owner."""
+
+    def mixed(grads, params):
+        del params
+        return {
+            "a": grads["a"] @ (grads["b"].T @ grads["b"]) / 64,
+            "b": grads["b"],
+            "c": jnp.sort(grads["c"], axis=0),
+            "d": jnp.cumsum(grads["d"], axis=0),
+        }
+
+    shapes = dict.fromkeys("abcd", (64, 32))
+    tx = optax.chain(optax.trace(0.9), optax.stateless(mixed), optax.scale(-1e-2))
+    given = {"params": arrays(0, shapes), "grads": gradients(shapes)}
+    got, state, compiled, plan = sharded(tx, 3, **given)
+    params, plain, _ = run(tx, given["params"], given["grads"])
+    assert max_error((got, state), (params, plain)) < 1e-4
+    assert_matrices_have_owners(compiled, plan)
+
+
 SECOND_ORDER = {"shampoo": shampoo, "soap": soap}
 
 
