@@ -22,7 +22,7 @@ Split = tuple[tuple[str, ...], ...]
 LOOPS = ("scan", "while", "cond")
 
 
-class Mixed(Exception):
+class NotFollowed(Exception):
     """A body combines values along a split dim."""
 
 
@@ -53,7 +53,7 @@ def followed(eqn: Any, splits: Sequence[Split]) -> list[Split] | None:
     if name in LOOPS:
         try:
             return {"scan": _scan, "while": _while, "cond": _cond}[name](eqn, splits)
-        except Mixed:
+        except NotFollowed:
             return None
     found: list[list[tuple[str, ...]]] = [[()] * len(s) for s in shapes]
     for at, split in enumerate(splits):
@@ -80,30 +80,30 @@ def _program(jaxpr: Any, consts: Sequence[Any], splits: Sequence[Split]) -> list
     for node in graph.nodes:
         outs = followed(node.eqn, [known[i] for i in node.ins])
         if outs is None:
-            raise Mixed
+            raise NotFollowed
         known.update(zip(node.outs, outs, strict=True))
     return [known[o] for o in graph.outs]
 
 
 def _fixed(body, carry: Sequence[Split]) -> list[Split]:
-    """The carry of a loop; Mixed where a round leaves it split otherwise."""
+    """The carry of a loop; NotFollowed where a round leaves it split otherwise."""
     carry = list(carry)
     for _ in range(4):
         new = body(carry)
         joined = [a if any(a) else b for a, b in zip(carry, new, strict=True)]
         if any(any(b) and a != b for a, b in zip(joined, new, strict=True)):
-            raise Mixed
+            raise NotFollowed
         if joined == carry:
             return carry
         carry = joined
-    raise Mixed
+    raise NotFollowed
 
 
 def _scan(eqn: Any, splits: Sequence[Split]) -> list[Split]:
     _, consts, count = scan_parts(eqn)
     stacks = splits[consts + count :]
     if any(s[0] for s in stacks):
-        raise Mixed
+        raise NotFollowed
     inner = bodies(eqn)[0][0]
 
     def run(carry):

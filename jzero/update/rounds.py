@@ -64,15 +64,15 @@ class Round:
         """The number of its program."""
         return self.programs.index(self.kinds(device)) if len(self.programs) > 1 else 0
 
-    def places(self, device: int, which: str) -> dict[tuple[int, int], Place]:
+    def places(self, device: int, which: str) -> dict[tuple[int, int], Slot]:
         """Where the values of a device's matrices are in its rows, by (matrix, value); `which`: "ins" or "outs"."""
-        found: dict[tuple[int, int], Place] = {}
+        found: dict[tuple[int, int], Slot] = {}
         ends: dict[np.dtype, int] = {}
         for i, kind in enumerate(self.kinds(device)):
             for k, part in enumerate(getattr(kind, which)):
                 if part is not None:
                     start = ends.get(part.dtype, 0)
-                    found[i, k] = Place(part.dtype, start, part.size)
+                    found[i, k] = Slot(part.dtype, start, part.size)
                     ends[part.dtype] = start + part.size
         return found
 
@@ -85,7 +85,7 @@ class Round:
         return found
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """Where a piece is in a row of the exchange of its dtype."""
 
     dtype: np.dtype
@@ -98,7 +98,7 @@ class Result(NamedTuple):
 
     rows: Any
     device: int
-    place: Place
+    place: Slot
 
 
 class Rounds:
