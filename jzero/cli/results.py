@@ -93,7 +93,8 @@ def estimate_json(e: Estimate) -> dict[str, Any]:
         "to_device",
         "to_host",
     )
-    return {k: getattr(e, k) for k in names} | {"wire_psi": e.wire_psi, "wire_by_axes": dict(e.wire_by_axes)}
+    wire = {"wire_psi": e.wire_psi, "wire_by_axes": dict(e.wire_by_axes), "wire_reasons": dict(e.reasons)}
+    return {k: getattr(e, k) for k in names} | wire
 
 
 def report_json(report: Report, devices_per_node: int = 1) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jzero.cli.job import Job
@@ -59,8 +59,22 @@ def stage_table(results: list[dict[str, Any]]) -> list[str]:
             "", "compiled", marked["params"], marked["opt_state"], "-", *shown(rest, c["total"]),
             "yes" if r["fits"] else "no", _largest(r), marked["wire"], _psi(c),
         )  # fmt: skip
+    reasons = [f"  stage {r['stage']}: {_reason(r['estimate'], *row)}" for r in done for row in _reasons(r["estimate"])]
+    if reasons:
+        reasons = ["wire beside 2 Psi, 3 at stage 3:", *reasons, ""]
     crashes = [f"stage {r['stage']}: the compiler ended ({r['crash']})" for r in results if "crash" in r]
-    return [*(lines_of(table) if done else []), *_host_table(done, unit, shown), *_notes(done), *crashes]
+    tables = [*(lines_of(table) if done else []), *_host_table(done, unit, shown)]
+    return [*tables, *reasons, *_notes(done), *crashes]
+
+
+def _reasons(e: dict[str, Any]) -> Iterable[tuple[str, int]]:
+    return e.get("wire_reasons", {}).items()
+
+
+def _reason(e: dict[str, Any], why: str, size: int) -> str:
+    """`+0.50 Psi for matrices of the optimizer, to their owners and back`."""
+    psi = f"{size * e['wire_psi'] / e['wire']:+.2f} Psi" if e["wire_psi"] and e["wire"] else human_bytes(size)
+    return f"{psi} for {why}"
 
 
 def _host_table(done: list[dict[str, Any]], unit: str, shown: Callable[..., list[str]]) -> list[str]:
