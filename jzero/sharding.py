@@ -53,6 +53,7 @@ from jzero.layout.specs import (
 from jzero.layout.state_layouts import copies, state_form
 from jzero.layout.tree_layouts import tree_layouts
 
+FEW = 16  # values of a state leaf that is no copy of a param: it stays in device memory
 LEAST_IN_FLIGHT = 64 * 2**20
 MOST_IN_FLIGHT = 2**30
 
@@ -268,14 +269,15 @@ class Plan:
     def state_shardings(self, state: Any) -> list[NamedSharding]:
         """The sharding of every leaf of an optimizer state, with the memory that it lives in.
 
-        With `offload` that is host memory for all but single numbers and keys.
+        With `offload` that is host memory for all but single numbers, keys, and a few values that belong to no param
+        (the coefficients of Muon): what all groups of the state read would make one group of them.
         """
-        leaves = zip(jax.tree.leaves(state), self.state_specs(state), strict=True)
-        return [self._in_its_memory(x, self.sharding(spec)) for x, spec in leaves]
+        leaves = zip(jax.tree.leaves(state), self.state_specs(state), self.copies(state), strict=True)
+        return [self._in_its_memory(x, self.sharding(spec), of) for x, spec, of in leaves]
 
-    def _in_its_memory(self, leaf, sharding: NamedSharding) -> NamedSharding:
-        key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        if self.config.tier is None or math.prod(np.shape(leaf)) <= 1 or key:
+    def _in_its_memory(self, leaf, sharding: NamedSharding, of: Layout | None) -> NamedSharding:
+        key, size = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key), math.prod(np.shape(leaf))
+        if self.config.tier is None or size <= 1 or (of is None and size <= FEW) or key:
             return sharding
         return sharding.with_memory_kind(HOST)
 
