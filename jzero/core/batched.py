@@ -31,11 +31,11 @@ class Step:
 
     node: Node
     outs: list[Cells]
-    bodies: list[Steps]
+    bodies: list[StepList]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Steps:
+class StepList:
     """Nodes in order, on the values `ins`, with constants `known`, for the values `outs`."""
 
     ins: Sequence[int]
@@ -81,7 +81,7 @@ class Classes:
     def _mix(self, cells: Sequence[int]) -> None:
         self._mixed.update(cells)
 
-    def _program(self, graph: Graph, nodes, ins, outs, cells: dict[int, Cells]) -> Steps:
+    def _program(self, graph: Graph, nodes, ins, outs, cells: dict[int, Cells]) -> StepList:
         def of(value: int) -> Cells:
             if value not in cells:  # a constant
                 cells[value] = self._fresh(graph.avals[value].shape)
@@ -97,9 +97,9 @@ class Classes:
         for value in outs:
             of(value)
         known = {v: graph.known[v] for node in nodes for v in node.ins if v in graph.known}
-        return Steps(ins, outs, known | {v: graph.known[v] for v in outs if v in graph.known}, steps)
+        return StepList(ins, outs, known | {v: graph.known[v] for v in outs if v in graph.known}, steps)
 
-    def _body(self, jaxpr, consts, args: Sequence[Cells], outs: Sequence[Cells | None]) -> Steps:
+    def _body(self, jaxpr, consts, args: Sequence[Cells], outs: Sequence[Cells | None]) -> StepList:
         """A body on arguments with these cells, its results joined with `outs`."""
         graph = Graph(jaxpr, consts)
         cells = {i: list(c) for i, c in zip(graph.ins, args, strict=True)}
@@ -112,7 +112,7 @@ class Classes:
         for x, y in zip(a, b, strict=False):
             self._join(x, y)
 
-    def _follow(self, node: Node, ins: list[Cells], outs: list[Cells]) -> list[Steps]:
+    def _follow(self, node: Node, ins: list[Cells], outs: list[Cells]) -> list[StepList]:
         """Join the cells of a node's operands and results; the programs of its bodies."""
         if node.name in ("scan", "while", "cond"):
             return getattr(self, f"_{node.name}")(node.eqn, ins, outs)
@@ -135,7 +135,7 @@ class Classes:
             self._mix([c for made in outs for c in made if c not in reached])
         return []
 
-    def _scan(self, eqn, ins, outs) -> list[Steps]:
+    def _scan(self, eqn, ins, outs) -> list[StepList]:
         _, consts, carry = scan_parts(eqn)
         state, stacks = ins[consts : consts + carry], ins[consts + carry :]
         for stack in (*stacks, *outs[carry:]):
@@ -147,7 +147,7 @@ class Classes:
             self._body(*opened(eqn.params["jaxpr"]), args, [*outs[:carry], *(o[1:] for o in outs[carry:])])
         ]
 
-    def _while(self, eqn, ins, outs) -> list[Steps]:
+    def _while(self, eqn, ins, outs) -> list[StepList]:
         (_, a), (_, count) = while_parts(eqn)
         own, state = [ins[:a], ins[a : a + count]], ins[a + count :]
         for before, after in zip(state, outs, strict=True):
@@ -158,7 +158,7 @@ class Classes:
             self._body(*body, [*own[1], *state], outs),
         ]
 
-    def _cond(self, eqn, ins, outs) -> list[Steps]:
+    def _cond(self, eqn, ins, outs) -> list[StepList]:
         return [self._body(*branch, ins[1:], outs) for branch in bodies(eqn)[0]]
 
     def run(self, single: Collection[int], values: Sequence[Any]) -> list[Any]:
@@ -168,7 +168,7 @@ class Classes:
         """
         return self._run(self.program, frozenset(single), values)
 
-    def _run(self, program: Steps, single: frozenset[int], values: Sequence[Any]) -> list[Any]:
+    def _run(self, program: StepList, single: frozenset[int], values: Sequence[Any]) -> list[Any]:
         env = {**program.known, **dict(zip(program.ins, values, strict=True))}
         for step in program.steps:
             operands = [env[i] for i in step.node.ins]

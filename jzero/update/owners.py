@@ -185,11 +185,11 @@ def on_owners(update: Callable, plan: Plan) -> Callable:
     """`update(grads, state, params, **extra)` of an optax transformation, its regions computed by owners.
 
     Values are those of the update itself; what it does not mix stays on shards, and an update that mixes nothing is
-    called as it is.
+    called as it is. So is one that gets a function (the loss, for a line search): its matmuls are the model's.
     """
 
     def run(grads, state, params, **extra):
-        if not plan.config.row.state:
+        if not plan.config.row.state or any(map(callable, extra.values())):
             return update(grads, state, params, **extra)
         mixing, arrays, tree = _traced(update, plan, (grads, state, params, extra))
         if not (mixing.regions or mixing.branches):

@@ -9,6 +9,7 @@ from jzero.layout.specs import shard_factor
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text, names_text
 from jzero.proof.places import primitive_of
+from jzero.sharding import FEW
 
 DONATED = 0.9
 SHARE_MOVED = 0.05  # of the bytes of all params: norms and statistics are less
@@ -114,7 +115,7 @@ def state_not_offloaded(e: Evidence) -> Faults:
         return
     named = [x for x in e.state if x.in_opt_state]
     leaves = named or [x for x in e.state if x.layout is not None and not x.is_param]
-    leaves = [x for x in leaves if math.prod(x.shape) > 1 and x.held]
+    leaves = [x for x in leaves if math.prod(x.shape) > (1 if x.layout else FEW) and x.held]
     here = [x for x in leaves if not (x.on_host and (x.returned_on_host or e.on_cpu))]
     total, size = sum(x.held for x in leaves), sum(x.held for x in here)
     if size > (0 if named else total // 2):  # other copies of the params (an EMA) stay on the device
