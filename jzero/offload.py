@@ -89,7 +89,11 @@ def _names(tree) -> list[str]:
 def warn_excess(excess: list[Excess], names: Sequence[str], plan: Plan) -> None:
     """Say which leaves are on the device at once although they are above the bound, and why."""
     rows = [
-        (", ".join(names[j] for j in x.outs[:3]) or "a norm of the state", human_bytes(x.nbytes), x.because)
+        (
+            ", ".join(names[j] for j in x.outs[:3]) or "a norm of the state",
+            human_bytes(x.nbytes),
+            "matrices that go to their owners in one round" if x.because == "shard_map" else x.because,
+        )
         for x in excess
     ]
     worst = max(x.nbytes for x in excess)

@@ -272,12 +272,13 @@ class Plan:
         With `offload` that is host memory for all but single numbers, keys, and a few values that belong to no param
         (the coefficients of Muon): what all groups of the state read would make one group of them.
         """
-        leaves = zip(jax.tree.leaves(state), self.state_specs(state), self.copies(state), strict=True)
-        return [self._in_its_memory(x, self.sharding(spec), of) for x, spec, of in leaves]
+        leaves = zip(jax.tree_util.tree_leaves_with_path(state), self.state_specs(state), strict=True)
+        return [self._in_its_memory(path_keys(k), x, self.sharding(spec)) for (k, x), spec in leaves]
 
-    def _in_its_memory(self, leaf, sharding: NamedSharding, of: Layout | None) -> NamedSharding:
+    def _in_its_memory(self, keys: tuple[str, ...], leaf, sharding: NamedSharding) -> NamedSharding:
         key, size = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key), math.prod(np.shape(leaf))
-        if self.config.tier is None or size <= 1 or (of is None and size <= FEW) or key:
+        few = size <= FEW and not any(keys[i:] in self.by_keys for i in range(len(keys)))
+        if self.config.tier is None or size <= 1 or few or key:
             return sharding
         return sharding.with_memory_kind(HOST)
 

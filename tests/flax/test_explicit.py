@@ -209,7 +209,8 @@ def test_a_bare_optax_loop(stage, explicit):
     """`make_plan`, `place`, `zero`; the loss of params in `gather_on_use`, whose embedding needs it at every stage."""
     table = np.linspace(-1, 1, VOCAB * 24, dtype=np.float32).reshape(VOCAB, 24)
     params = {"table": table, "out": np.ones((24, 8), np.float32)}
-    tx, tokens = optax.adam(1e-2), np.arange(BATCH * 3).reshape(BATCH, 3) % VOCAB
+    # eps: Adam makes whole steps of gradients that are nothing but rounding, and those differ from machine to machine
+    tx, tokens = optax.adam(1e-2, eps=1e-3), np.arange(BATCH * 3).reshape(BATCH, 3) % VOCAB
 
     def loss_fn(params, tokens):
         return jnp.mean(jnp.tanh(params["table"][tokens].mean(1) @ params["out"]) ** 2)

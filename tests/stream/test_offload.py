@@ -345,7 +345,7 @@ def test_what_cannot_be_cut_is_named(mesh):
         return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
 
     with pytest.warns(
-        UserWarning, match=r"(?s)up to 1.02 kB are on the device at once.*\['a'\].*1.02 kB +sort"
+        UserWarning, match=r"(?s)up to 1.02 kB are on the device at once.*\['a'\].*1.02 kB +matrices that go to their"
     ):
         offloaded(sorted_moments(), 2, mesh, bytes_=900)
 
