@@ -85,9 +85,9 @@ def moved(report: jzero.Report) -> int:
     return sum(c.count for c in found if c.op != "all-to-all" and c.bytes > MATRIX)
 
 
-def row(n: int, stage: int, layers: str, depth: int) -> str:
+def row(n: int, stage: int, layers: str, depth: int, *, tied: bool = False) -> str:
     """One row of the table."""
-    case = gpt(1024, depth, heads=8, scan=layers == "scan", dtype="bfloat16", remat=True)
+    case = gpt(1024, depth, heads=8, scan=layers == "scan", tied=tied, dtype="bfloat16", remat=True)
     program, plan, estimate = compiled(case, stage, n, tx=muon(), min_shard_bytes="auto")
     ours = jzero.explain(program, plan)
     adamw = jzero.explain(*compiled(case, stage, n, min_shard_bytes="auto")[:2])
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--layers", nargs="+", default=["unrolled", "scan"], choices=["unrolled", "scan"])
     parser.add_argument("--depth", type=int, default=24)
+    parser.add_argument("--tied", action="store_true", help="the embedding is the head too")
     args = parser.parse_args()
     print(
         "| GPUs | stage | layers | wire, Psi | closed form | AdamW | temp, MB | AdamW | FLOPs, share | moved | check |"
@@ -116,7 +117,7 @@ def main() -> None:
     for n in args.devices:
         for layers in args.layers:
             for stage in args.stages:
-                print(row(n, stage, layers, args.depth), flush=True)
+                print(row(n, stage, layers, args.depth, tied=args.tied), flush=True)
 
 
 if __name__ == "__main__":
