@@ -61,11 +61,14 @@ class Owners:
                 "that sends.",
                 stacklevel=2,
             )
-        held = [self._bytes(k.matrices[0].region) / k.matrices[0].of_region for k in self.matrices.kinds(self.regions)]
         limit = device_memory(self.plan.mesh.devices.flat[0])
-        if held and limit is not None and max(held) > limit:
+        if limit is None:
+            return
+        firsts = [kind.matrices[0] for kind in self.matrices.kinds(self.regions)]
+        held = max((self._bytes(m.region) // m.of_region for m in firsts), default=0)
+        if held > limit:
             warnings.warn(
-                f"jzero: a matrix of this optimizer takes {human_bytes(round(max(held)))} on the device that owns it, "
+                f"jzero: a matrix of this optimizer takes {human_bytes(held)} on the device that owns it, "
                 f"with all that it is computed from, and a device has {human_bytes(limit)}. Give that param another "
                 "optimizer (optax.multi_transform).",
                 stacklevel=2,
@@ -96,13 +99,9 @@ class Owners:
                 else:
                     waiting.append(node)
             ready = [r for r in regions if done.issuperset(r.ins)]
-            if not ready and len(waiting) == len(
-                nodes
-            ):  # regions that wait for one another: XLA computes them
-                waiting = [
-                    n for n in self.graph.nodes if n in {*waiting, *(n for r in regions for n in r.nodes)}
-                ]
-                regions = []
+            if not ready and len(waiting) == len(nodes):  # regions that wait for one another: XLA computes them
+                left = {*waiting, *(n for r in regions for n in r.nodes)}
+                waiting, regions = [n for n in self.graph.nodes if n in left], []
             if ready:
                 yield ready
             done.update(o for r in ready for o in r.outs)
@@ -114,9 +113,7 @@ class Owners:
         for step in self.steps():
             if not isinstance(step, Node):
                 for exchange, some in self._rounds(step):
-                    sent = sum(
-                        exchange.wire(now.widths("ins")) + exchange.wire(now.widths("outs")) for now in some
-                    )
+                    sent = sum(exchange.wire(now.widths(way)) for now in some for way in ("ins", "outs"))
                     found[exchange.axes] = found.get(exchange.axes, 0.0) + sent
             elif step in self.mixing.branches:
                 inner = [Owners(m, self.plan).wire() for m in self.mixing.branches[step]]

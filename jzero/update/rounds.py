@@ -173,11 +173,9 @@ class Rounds:
         x, aval, spec = self.env[value], self.avals[value], make_spec(pieces.split)
         rows = enumerate(zip(aval.shape, pieces.padded, strict=True))
         shape = tuple(s if d in dims else p for d, (s, p) in rows)
-        return (
-            x
-            if shape == aval.shape
-            else self.plan.constrain(padded(self.plan.constrain(x, spec), shape), spec)
-        )
+        if shape == aval.shape:
+            return x
+        return self.plan.constrain(padded(self.plan.constrain(x, spec), shape), spec)
 
     def _computed(self, now: Round, rows: dict[np.dtype, Any]) -> dict[np.dtype, Any]:
         """What the owners compute, sent back, by dtype."""
@@ -218,16 +216,11 @@ class Rounds:
                 else:
                     dtype, start, size = places[i, k]
                     got = jax.lax.slice_in_dim(received[dtype], start, start + size, axis=1)
-                    values.append(
-                        self._by_owner(
-                            {d: p for d, m in own.items() if (p := m.ins[k])}, "joined", got, index
-                        )
-                    )
-            outs = kind.run(values)
-            for k, (part, out) in enumerate(zip(kind.outs, outs, strict=True)):
-                rows[part.dtype].append(
-                    self._by_owner({d: m.outs[k] for d, m in own.items()}, "rows", out, index)
-                )
+                    pieces = {d: p for d, m in own.items() if (p := m.ins[k])}
+                    values.append(self._by_owner(pieces, "joined", got, index))
+            for k, (part, out) in enumerate(zip(kind.outs, kind.run(values), strict=True)):
+                pieces = {d: m.outs[k] for d, m in own.items()}
+                rows[part.dtype].append(self._by_owner(pieces, "rows", out, index))
         widths = now.widths("outs")
         return {t: _filled(row, (self.exchange.devices, widths[t]), t) for t, row in rows.items()}
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from models import max_error
 from optax import contrib
 from optimizers import shampoo, soap
@@ -182,6 +183,56 @@ def test_five_devices(kind):
     assert sum(x.padded for x in plan.layouts) == len(SHAPES) - 1
     assert max_error((got, state), alone(kind)) < 1e-4
     assert_matrices_have_owners(compiled, plan, 13 * 64 + 1)  # 64 rows are padded to 65
+
+
+TENSOR = {k: P(*[None] * (len(s) - 1), "model") if k in ("a", "wide", "stack") else P() for k, s in SHAPES.items()}
+MESHES = {
+    "tensor parallelism": ({"data": 4, "model": 2}, {"axis": "data", "param_specs": TENSOR}),
+    "hybrid": ({"replica": 2, "data": 4}, {"axis": "data", "batch_axis": ("replica", "data")}),
+    "two axes": ({"outer": 2, "inner": 4}, {"axis": ("outer", "inner")}),
+    "offload": ({"data": 8}, {"offload": "host"}),
+}
+
+
+@pytest.mark.default_cases("tensor parallelism", "offload")
+@pytest.mark.parametrize("kind", MESHES)
+def test_beside_other_axes_and_on_the_host(kind):
+    """Owners are devices of all axes that split a matrix: what only some of them compute has no collective in it."""
+    axes, fields = MESHES[kind]
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(*axes.values()), tuple(axes))
+    plan = jzero.make_plan(arrays(0), stage=2, mesh=mesh, min_shard_bytes=0, **fields)
+    zero = jzero.zero(muon(), plan)
+    got, state, compiled = run(zero, plan.place(arrays(0)), gradients())
+    assert max_error((got, jzero.unshard(state, tx=zero)), alone("muon")) < 1e-4
+    assert max(sent(compiled)["all-to-all"]) <= LARGEST // 4 + 1
+    if kind == "offload":
+        large = [x for x in jax.tree.leaves(state) if x.size > 16]
+        assert {x.sharding.memory_kind for x in large} == {"pinned_host"}
+
+
+def test_an_explicit_mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        plan = jzero.make_plan(arrays(0), stage=3, mesh=mesh, min_shard_bytes=0)
+        whole = jax.sharding.NamedSharding(mesh, P())
+        place = functools.partial(jax.tree.map, lambda x: jax.device_put(x, whole))
+        got, _, compiled = run(jzero.zero(muon(), plan), plan.place(arrays(0)), gradients(), place=place)
+    assert max_error(jax.device_get(got), jax.device_get(alone("muon")[0])) < 1e-4
+    assert max(sent(compiled)["all-to-all"]) <= LARGEST // 8 + 1
+
+
+def test_a_matrix_that_no_device_has_room_for(monkeypatch):
+    plan = jzero.make_plan(arrays(0), stage=2, mesh=Mesh(np.array(jax.devices()[:8]), ("data",)), min_shard_bytes=0)
+    zero = jzero.zero(muon(), plan)
+    state = jax.eval_shape(zero.init, arrays(0))
+    monkeypatch.setattr("jzero.update.owners.device_memory", lambda device: 10_000)
+
+    def step(params, state):
+        updates, state = zero.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.warns(UserWarning, match=r"takes 32.78 kB on the device that owns it.*multi_transform"):
+        jax.eval_shape(step, arrays(0), state)
 
 
 @pytest.mark.default_cases("2")
