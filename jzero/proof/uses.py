@@ -59,7 +59,7 @@ def uses_of(
       >>> plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=3)
       >>> step = jax.grad(lambda params, x: (x @ params["w"].astype("float32")).sum())
       >>> jzero.uses_of(step, plan.shapes, jnp.ones((8, 64)), plan=plan)
-      {"['w']": (Use(kind='matmul', dtype=dtype('float32'), rows=0),)}
+      {"['w']": (Use(kind='kept', dtype=dtype('float32'), rows=0),)}
     """
     known: Any = find_plan((*args, *kwargs.values())) if plan is None else plan
     check_plan(known, where="jzero.uses_of")
