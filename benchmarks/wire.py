@@ -148,6 +148,28 @@ def lstm(steps: int = 64, **dtypes: Any) -> Case:
     return Case(model.apply, lambda: model.init(jax.random.key(0), jnp.zeros((1, 2, DIM))), squares, one)
 
 
+def table(way: str, rounds: int = 16, rows: int = 4096, dim: int = 256) -> Case:
+    """Rounds that look up rows of a table, which the round before chose: "in" the loop, "before" it, or "one-hot"."""
+
+    def apply(params, x):
+        def body(carry, chosen):
+            h, mine = carry
+            row = chosen
+            if way == "in":
+                row = params["table"][mine]
+            if way == "one-hot":
+                row = jax.nn.one_hot(mine, rows) @ params["table"]
+            h = jnp.tanh(h @ params["w"] + row)
+            return (h, jnp.argmax(h, -1).astype(jnp.int32)), None
+
+        h = jnp.zeros((x.shape[0], dim))
+        before = params["table"][x].swapaxes(0, 1) if way == "before" else jnp.zeros(rounds)
+        return jax.lax.scan(body, (h, x[:, 0]), before)[0][0]
+
+    one = jax.ShapeDtypeStruct((rounds,), jnp.int32)
+    return Case(apply, lambda: {"w": jnp.ones((dim, dim)), "table": jnp.ones((rows, dim))}, squares, one, 4)
+
+
 class ChunkedHead(nn.Module):
     """Cross-entropy in checkpointed chunks of the tokens, so that the logits of all are never there."""
 
@@ -203,6 +225,9 @@ LOOPS = {
     "the same in one loop": flat,
     "LSTM, 64 steps": lstm, "the same, bf16 compute": lambda: lstm(dtype=jnp.bfloat16),
     "cross-entropy, 8 chunks": chunked,
+    "table, rows looked up in 16 rounds": lambda: table("in"),
+    "table, looked up before them": lambda: table("before"),
+    "table, one-hot matmuls": lambda: table("one-hot"),
 }  # fmt: skip
 DEVICES = [
     (24, 128, {}),

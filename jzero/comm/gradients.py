@@ -122,13 +122,19 @@ class GradientReduce:
           x: the layouts of the param.
           accumulate: micro-batches in a step. Gradients that stay whole (stages 0 and 1) are reduced once, after
             the loop; where they are split, once per micro-batch and use.
-          uses: what the param is used for.
+          uses: what the param is used for. At stage 0 XLA adds the gradients of matmuls before it reduces them, and
+            those of lookups; at stage 1 all are added first.
         """
-        if not self.plan.config.row.grads:
-            accumulate, uses = 1, [max(uses, key=lambda use: self._itemsize(x, use))]
+        row = self.plan.config.row
+        if not row.grads:
+            parts = [uses] if row.state else _by_lookup(uses)
+            accumulate, uses = 1, [max(some, key=lambda use: self._bytes_of(x, use)) for some in parts]
         for use in uses:
             for axes, size in self._wire_of(x, use):
                 yield axes, accumulate * size
+
+    def _bytes_of(self, x: Layout, use: Use) -> float:
+        return sum(size for _, size in self._wire_of(x, use))
 
     def _wire_of(self, x: Layout, use: Use) -> Iterator[tuple[tuple[str, ...], float]]:
         plan, mesh, taken = self.plan, self.plan.mesh, spec_axes(x.used)
@@ -141,7 +147,7 @@ class GradientReduce:
                 steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
             else:  # all-reduced and sliced, see [Note: several dims] in `split.py`
                 steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
-        elif use.rows:
+        elif use.rows and split:
             size = min(size, self._rows_bytes(x, use, itemsize))
         for own in steps:
             yield tuple(map(axis_of, own)), ring(axis_size(mesh, own)) * size
@@ -165,3 +171,9 @@ class GradientReduce:
         """Bytes per value of a gradient on the wire: of the dtype that was asked for, or in which it is made."""
         config = self.plan.config
         return (config.reduce_dtype or use.dtype or config.compute_dtype or x.dtype).itemsize
+
+
+def _by_lookup(uses: Sequence[Use]) -> list[list[Use]]:
+    """Lookups and other uses apart, where there are any."""
+    parts = ([use for use in uses if (use.kind == "lookup") == wanted] for wanted in (True, False))
+    return [some for some in parts if some]

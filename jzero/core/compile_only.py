@@ -139,6 +139,7 @@ def compile_lowered(
     cached: Callable[[tuple[Any, ...], Callable[[], Program]], Program],
     *,
     has_update: bool = False,
+    traced_again: Callable[[], Any] | None = None,
 ) -> jax.stages.Compiled:
     """XLA's compile of a program lowered on pod devices: a `jax.stages.Compiled` that can be read, not run.
 
@@ -147,6 +148,7 @@ def compile_lowered(
       compiler_options: for XLA.
       cached: the program that these parts of a key name (the first is its text), or what the function makes.
       has_update: whether an update of jzero was traced on the way, which XLA drops where nothing returns it.
+      traced_again: what a further trace of the same function says of it; kept with the program.
 
     Raises:
       ValueError: nothing in the program says on which pod it runs.
@@ -158,13 +160,19 @@ def compile_lowered(
     with _missing_ptxas_named():
         options = dict(lowering._compiler_options_kvs) | dict(compiler_options or {})
         program = _xla_compile(lowering, options, cached)
-    stand_in: Any = _Swapped(lowered, _Executable(lowering, program, has_update))
+    stand_in: Any = _Swapped(lowered, _Executable(lowering, program, has_update, traced_again))
     return jax.stages.Lowered.compile(stand_in)
 
 
 def traced_with_update(compiled: jax.stages.Compiled) -> bool:
     """True where an update of jzero was traced for this program; False where not, and for programs of no pod."""
     return getattr(getattr(compiled, "_executable", None), "has_update", False)
+
+
+def trace_again(compiled: jax.stages.Compiled) -> Any:
+    """What `compile_lowered` was given to trace the function again; None for programs of no pod."""
+    again = getattr(getattr(compiled, "_executable", None), "traced_again", None)
+    return again and again()
 
 
 def _xla_compile(lowering, options: dict[str, Any], cached) -> Program:
@@ -235,9 +243,9 @@ class _Swapped:
 class _Executable(stages.Executable):
     """What a `jax.stages.Compiled` asks of its executable, short of running it."""
 
-    def __init__(self, lowering, program: Program, has_update: bool):
+    def __init__(self, lowering, program: Program, has_update: bool, traced_again):
         args = lowering.compile_args
-        self._program, self.has_update = program, has_update
+        self._program, self.has_update, self.traced_again = program, has_update, traced_again
         self._kept_var_idx, self._all_args_info = args["kept_var_idx"], args["all_args_info"]
         self.in_avals, self.out_avals = args["global_in_avals"], args["global_out_avals"]
         devices = lowering._device_list

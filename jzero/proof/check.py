@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import jax
 
+from jzero.comm.uses import Use
+from jzero.core.compile_only import trace_again
 from jzero.core.errors import human_bytes
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults import faults
 from jzero.proof.hlo import parse
+from jzero.proof.memory import checked_uses
 from jzero.proof.report import text_of
 from jzero.sharding import Plan, check_plan
 
@@ -46,41 +51,51 @@ class CheckError(Exception):
         )
 
 
-def check(compiled: jax.stages.Compiled, plan: Plan) -> None:
+def check(
+    compiled: jax.stages.Compiled, plan: Plan, *, uses: Mapping[str, Sequence[Use]] | None = None
+) -> None:
     """Raises unless a compiled step does what its plan says.
 
     Args:
       compiled: what `pod.compile(step, ...)` or `jax.jit(step).lower(...).compile()` returns.
       plan: the plan of the state that the step was compiled for, `jzero.plan_of(state)`.
+      uses: as in `findings`.
 
     Raises:
       CheckError: lists every finding with its bytes and its remedy; they are in `.findings`.
-      TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
+      TypeError: `compiled` has no text of a compiled program, `plan` is no plan, or `uses` no mapping.
+      ValueError: `uses` of a param that is not in the plan.
 
     Cost:
-      As `explain`.
+      As `explain`, and one trace of the step for a program of `pod.compile`.
     """
-    found = findings(compiled, plan)
+    found = findings(compiled, plan, uses=uses)
     if found:
         raise CheckError(found, plan)
 
 
-def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
+def findings(
+    compiled: jax.stages.Compiled, plan: Plan, *, uses: Mapping[str, Sequence[Use]] | None = None
+) -> tuple[Finding, ...]:
     """Every way in which a compiled step does not do what its plan says; empty where it does.
 
     In a program of the CPU backend `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`,
-    `activations_moved`, `offloaded_state_copied` and `offloaded_state_on_device` are not looked for, since its
-    collectives and its memory are not those of a GPU: compile for `jzero.pod`.
+    `activations_moved`, `offloaded_state_copied`, `offloaded_state_on_device` and `more_than_closed_form` are not
+    looked for, since its collectives and its memory are not those of a GPU: compile for `jzero.pod`.
 
     Args:
       compiled: a compiled train step: state in, new state out.
       plan: the plan of that state.
+      uses: what the step does with its params, `jzero.uses_of(step, state, batch)`: without it `more_than_closed_form`
+        is not looked for. None: for a program of `pod.compile`, the step is traced once more to read it; for others
+        not known.
 
     Returns:
       One `Finding` per kind, in the order of `faults.KINDS`: wrong values first, then what wastes most.
 
     Raises:
-      TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
+      TypeError: `compiled` has no text of a compiled program, `plan` is no plan, or `uses` no mapping.
+      ValueError: `uses` of a param that is not in the plan.
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
@@ -90,5 +105,11 @@ def findings(compiled: jax.stages.Compiled, plan: Plan) -> tuple[Finding, ...]:
     """
     check_plan(plan, where="jzero.check")
     compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
-    evidence = Evidence(compiled, plan, parse(text_of(compiled)))
+    module = parse(text_of(compiled))
+    if uses is not None:
+        uses = checked_uses(uses, plan, where="jzero.check")
+    else:
+        with contextlib.suppress(Exception):  # a step that cannot be traced again, outside of its contexts
+            uses = trace_again(compiled)
+    evidence = Evidence(compiled, plan, module, uses)
     return tuple(Finding(kind, *row) for kind, rows in faults(evidence).items() for row in rows)

@@ -6,11 +6,12 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import PartitionSpec
 
+from jzero.comm.uses import Use
 from jzero.comm.weights import WeightGather
 from jzero.core.compile_only import traced_with_update
 from jzero.layout.leaf_rule import Layout, path_keys
@@ -82,6 +83,7 @@ class Evidence:
     compiled: jax.stages.Compiled
     plan: Plan
     module: Module
+    uses: Mapping[str, Sequence[Use]] | None = None  # of the params, where they are known
 
     @functools.cached_property
     def leaves(self) -> list[Argument]:

@@ -205,10 +205,8 @@ def estimate(
     if tx is not None:
         check_transformation(tx, where="jzero.estimate")
     check_kind(model, "model", Transformer, "a jzero.Transformer", where="jzero.estimate", optional=True)
-    rule = 'a mapping of words by name of a param, such as {"[\'embed\']": ("lookup", "matmul")}'
-    check_kind(uses, "uses", Mapping, rule, where="jzero.estimate", optional=True)
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
-    known = _checked_uses(uses or {}, plan)
+    known = checked_uses(uses, plan, where="jzero.estimate")
     state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
     moved = 0 if model is None else accumulate * model.host
     extra = _exchanged(plan, tx)
@@ -234,19 +232,27 @@ def estimate(
     )
 
 
-def _checked_uses(uses: Mapping[str, Sequence[str | Use]], plan: Plan) -> dict[str, tuple[Use, ...]]:
+def checked_uses(
+    uses: Mapping[str, Sequence[str | Use]] | None, plan: Plan, *, where: str
+) -> dict[str, tuple[Use, ...]]:
+    """Uses by name of a param; none for None.
+
+    Raises:
+      TypeError: no mapping.
+      ValueError: of a param that is not in the plan, or of another kind.
+    """
+    rule = 'a mapping of words by name of a param, such as {"[\'embed\']": ("lookup", "matmul")}'
+    check_kind(uses, "uses", Mapping, rule, where=where, optional=True)
     names = [x.name for x in plan.layouts]
     found = {}
-    for name, some in uses.items():
+    for name, some in (uses or {}).items():
         if name not in names:
-            raise ValueError(
-                f"jzero.estimate: uses= names {name!r}, no param of the plan.{nearest(name, names)}"
-            )
+            raise ValueError(f"{where}: uses= names {name!r}, no param of the plan.{nearest(name, names)}")
         kinds = [getattr(u, "kind", u) for u in some] if isinstance(some, (tuple, list)) else []
         if not kinds or any(not isinstance(k, str) or k not in GATHERS for k in kinds):
             known = " or ".join(map(repr, GATHERS))
             raise ValueError(
-                f"jzero.estimate: uses[{name!r}] is {some!r}. Pass a word for each use: {known}; or "
+                f"{where}: uses[{name!r}] is {some!r}. Pass a word for each use: {known}; or "
                 "jzero.uses_of(step, state, batch)."
             )
         found[name] = tuple(u if isinstance(u, Use) else Use(u) for u in some)

@@ -115,7 +115,7 @@ def phase_of(name_stack: str, has_backward: bool) -> str:
         return ""
     if "transpose(" in name_stack or "rematted_computation" in name_stack:
         return "backward"
-    parts = _joined_names(name_stack)
+    parts = joined_names(name_stack)
     if 2 * sum("jvp(" in part for part in parts) >= len(parts):
         return "forward"
     return "update" if has_backward or scope_of(name_stack) else "forward"
@@ -123,10 +123,10 @@ def phase_of(name_stack: str, has_backward: bool) -> str:
 
 def primitive_of(name_stack: str) -> str:
     """The name at the end of a name stack, of the first operation where several are joined; empty for none."""
-    return _joined_names(name_stack)[0].rpartition("/")[2]
+    return joined_names(name_stack)[0].rpartition("/")[2]
 
 
-def _joined_names(name_stack: str) -> list[str]:
+def joined_names(name_stack: str) -> list[str]:
     """The name stacks that jaxlib 0.12 writes for operations that it has joined: `jit(step)/(a/add:b/mul)`."""
     joined = _JOINED.fullmatch(name_stack)
     if joined is None:
@@ -143,7 +143,7 @@ def _joined_names(name_stack: str) -> list[str]:
 
 def scope_of(name_stack: str) -> str:
     """The innermost `jzero.` scope in a name stack, without the prefix; empty when there is none."""
-    found = _SCOPE.findall(_joined_names(name_stack)[0])
+    found = _SCOPE.findall(joined_names(name_stack)[0])
     return found[-1] if found else ""
 
 

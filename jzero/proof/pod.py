@@ -114,6 +114,7 @@ class Pod:
         """
         from jzero.core import compile_only  # private jax API: should a jax move it, only this may break
         from jzero.proof.pod_cache import get_or_compile, program_key
+        from jzero.proof.uses import uses_of  # imports this file
 
         check_plan(plan, where="pod.compile", optional=True)
         check_kind(
@@ -136,6 +137,7 @@ class Pod:
         return compile_only.compile_lowered(
             lowered, compiler_options, lambda key, make: get_or_compile(program_key(*key), make),
             has_update=updates_traced() > updates,
+            traced_again=plan and functools.partial(uses_of, jitted, *args, plan=plan, **kwargs),
         )  # fmt: skip
 
 

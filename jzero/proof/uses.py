@@ -59,7 +59,7 @@ def uses_of(
       >>> plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=3)
       >>> step = jax.grad(lambda params, x: (x @ params["w"].astype("float32")).sum())
       >>> jzero.uses_of(step, plan.shapes, jnp.ones((8, 64)), plan=plan)
-      {"['w']": (Use(kind='matmul', dtype=dtype('float32'), rows=0),)}
+      {"['w']": (Use(kind='kept', dtype=dtype('float32'), rows=0),)}
     """
     known: Any = find_plan((*args, *kwargs.values())) if plan is None else plan
     check_plan(known, where="jzero.uses_of")
@@ -147,7 +147,8 @@ class _Region:
             some = region.search(jaxpr, weights, moving)
             if consts:
                 once = dataclasses.replace(region, again=True).search(jaxpr, weights, moving)
-                some |= {at: _strongest(uses) for at, uses in once.items() if at < consts}
+                rounds = node.eqn.params.get("length", 0)  # of a `while` not known
+                some |= {at: _strongest(uses, rounds) for at, uses in once.items() if at < consts}
             for at, uses in some.items():
                 found[operands[at]] = max(found.get(operands[at], []), uses, key=len)
         return found
@@ -210,6 +211,7 @@ def _read(use: Use) -> Use:
     return dataclasses.replace(use, kind="matmul") if use.kind == "kept" else use
 
 
-def _strongest(uses: list[Use]) -> list[Use]:
-    """The one use that stands for all in a loop."""
-    return [max(uses, key=lambda use: GATHERS[use.kind])]
+def _strongest(uses: list[Use], rounds: int) -> list[Use]:
+    """The one use that stands for all in a loop, with the rows of all rounds."""
+    use = max(uses, key=lambda use: GATHERS[use.kind])
+    return [dataclasses.replace(use, rows=use.rows * rounds)]

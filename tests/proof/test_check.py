@@ -319,5 +319,28 @@ def test_bad_input():
     _, plan = small_state(2, scan=True)
     with pytest.raises(TypeError, match=r"needs a compiled program, got function"):
         findings(lambda x: x, plan)
-    with pytest.raises(TypeError, match=r"check\(plan=3\): plan must be a jzero.Plan, not int\. Pass jzero\.plan_of"):
+    with pytest.raises(
+        TypeError, match=r"check\(plan=3\): plan must be a jzero.Plan, not int\. Pass jzero\.plan_of"
+    ):
         check(jax.jit(lambda x: x).lower(1.0).compile(), 3)
+
+
+def logs_medians(state, batch):
+    """For a log: what sorts a gradient gathers it."""
+    loss, grads = jax.value_and_grad(lambda p: gpt_loss(state, p, batch))(state.params)
+    medians = jax.tree.map(lambda g: jnp.median(jnp.abs(g)), grads)
+    return state.apply_gradients(grads=grads), (loss, medians)
+
+
+@pytest.mark.default_cases("scan")
+@BOTH
+def test_more_than_the_closed_form(scan):
+    """What no other rule knows: the leaf, the equation and the bytes are named."""
+    state, plan = small_state(2, scan=scan)
+    found = found_in(state, plan, logs_medians)
+    assert set(found) == {"more_than_closed_form"}
+    finding = found["more_than_closed_form"]
+    psi = plan.param_bytes * 7 / 8
+    assert finding.bytes == pytest.approx(psi, rel=0.1)
+    assert "['kernel']" in finding.text
+    assert "sort" in finding.text

@@ -138,6 +138,7 @@ def weights_in_loop(e: Evidence) -> Faults:
     if excess > SHARE_WHOLE * e.plan.param_bytes:
         named = list(found.values())
         weights = comm_of(e.plan).weights
+        lookups = any(use.kind == "lookup" for x in named for use in (e.uses or {}).get(x.name, ()))
         yield (
             f"in a loop of {' or '.join(map(str, sorted(rounds)))} rounds "
             f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every round reads are gathered, "
@@ -145,7 +146,10 @@ def weights_in_loop(e: Evidence) -> Faults:
             + (names_text(named) if named else "")
             + (f" At {min(where - {''})}." if where - {""} else ""),
             round(excess),
-            f"one loop in place of a loop in a loop (jnp.where for what the outer one does, not lax.cond); "
+            "rows looked up before the loop, for all rounds at once; where a round chooses its own rows, "
+            "jax.nn.one_hot(rows, len(table), dtype=table.dtype) @ table."
+            if lookups
+            else f"one loop in place of a loop in a loop (jnp.where for what the outer one does, not lax.cond); "
             f"no lookup of rows and no wider reduce_dtype in it; beyond "
             f"{human_bytes(weights.loop_bytes)} of such weights a larger bucket_bytes ({LOOP_BUCKETS} buckets are held "
             "whole); jzero.gather_on_use(loss_fn, plan) for a loss that does not call the apply_fn of the state.",

@@ -1,0 +1,127 @@
+"""Fault of the wire as a whole: more is sent than the closed form says.
+
+[Note: what is compared]
+The closed form is `estimate`'s: from the plan and from what the step does with each param (`uses_of`), not from the
+compiled program. What it does not know is left out of what is sent: the optimizer's own arithmetic
+(`optimizer_moves`) and its exchange of matrices, the user's collectives in a `jax.shard_map`, and axes over which ZeRO
+does not split. Micro-batches are counted in the program; a loop that is taken for one makes the closed form larger.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator
+
+from jzero.comm import comm_of
+from jzero.comm.exchange import MatrixExchange
+from jzero.comm.uses import DEFAULT
+from jzero.core.errors import human_bytes
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.specs import axis_of
+from jzero.proof.collectives import Site
+from jzero.proof.evidence import REDUCES, Evidence
+from jzero.proof.faults.wording import MOST_NAMES, Faults, axes_text, more_text, names_text
+from jzero.proof.places import joined_names, primitive_of
+
+SHARE_MORE = 0.05
+SHARE_ROW = 0.01
+BY_HAND = frozenset(
+    """
+    psum psum2 psum_invariant pmax pmin ppermute all_to_all ragged_all_to_all all_gather all_gather_invariant
+    psum_scatter reduce_scatter pbroadcast
+    """.split()  # noqa: SIM905 - as in `core/primitives.py`
+)
+"""Primitives of collectives that someone has written, in a `jax.shard_map`."""
+
+
+def more_than_closed_form(e: Evidence) -> Faults:
+    """Over the ZeRO axes, 5 % of Psi more than the closed form; what other rules find is in it too."""
+    if e.on_cpu or e.uses is None or e.split_stacks or e.others or not e.trains or not e.module.has_backward:
+        return
+    rows, times = list(_sent(e)), max([1, *(_micro_batches(e, s) for s, _ in e.sites)])
+    planned = list(_planned(e, times))
+    sent, closed = (sum(row[-1] for row in some) for some in (rows, planned))
+    psi = least(e) / SHARE_MORE
+    if sent - closed <= least(e):
+        return
+    found = [row for row in _excess(e, rows, planned) if row[-1] > SHARE_ROW * psi]
+    listed = "; ".join(f"{what}: {human_bytes(size)} ({where})" for what, where, size in found[:MOST_NAMES])
+    yield (
+        f"{sent / psi:.2f} Psi are sent over {axes_text(e.plan.config.axes)} in a step, and the closed form says "
+        f"{closed / psi:.2f}. Not in it: {listed or 'nothing large by itself'}{more_text(found)}.",
+        round(sent - closed),
+        "at the equation that is named: what sorts, searches or constrains a whole param, gradient or moment goes into "
+        "a function of its own, called when it is wanted; activations are held by the batch, "
+        "jax.lax.with_sharding_constraint(x, plan.batch); and the loss calls the apply_fn of the state, or is "
+        "jzero.gather_on_use(loss_fn, plan).",
+    )
+
+
+def least(e: Evidence) -> float:
+    """The bytes that are passed over."""
+    return SHARE_MORE * e.plan.param_bytes * (e.plan.batch_parts - 1) / e.plan.batch_parts
+
+
+def _sent(e: Evidence) -> Iterator[tuple[Site, int, float]]:
+    """For each tensor of each collective: its elements, and the bytes that one device sends in an update."""
+    for s in e.over_zero_axes(
+        *REDUCES, "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"
+    ):
+        by_hand = not s.scope and primitive_of(e.instruction(s)[1].op_name) in BY_HAND
+        if by_hand or e.is_optimizers(s) or f"jzero.{s.scope}" == MatrixExchange.SCOPE:
+            continue
+        parts, wire = e.parts(s), s.wire_bytes * e.trips(s)
+        yield from ((s, n, wire * n / max(sum(parts), 1)) for n in parts)
+
+
+def _planned(e: Evidence, times: int) -> Iterator[tuple[Layout, bool, float]]:
+    """For each param its gathers, and its reductions (True)."""
+    comm, zero = comm_of(e.plan), set(e.plan.config.axes)
+    for x in e.plan.layouts:
+        of = x, times, (e.uses or {}).get(x.name, DEFAULT)
+        gathers = itertools.chain(comm.updates.wire(x), comm.weights.wire(*of))
+        for reduces, sent in ((True, comm.gradients.wire(*of)), (False, gathers)):
+            yield x, reduces, sum(size for axes, size in sent if zero & set(map(axis_of, axes)))
+
+
+def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
+    """What is sent and not planned, by param (those of one size together) or array: what, where, bytes."""
+    groups = _by_size(e)
+    total: dict[tuple[int, bool], float] = collections.defaultdict(float)
+    largest: dict[tuple[int, bool], tuple[float, Site]] = {}
+    for x, reduces, size in planned:
+        total[min(groups[e.local(x)][1]), reduces] -= size
+    for s, n, size in rows:
+        key = min(groups[n][1]) if n in groups else n, s.op in REDUCES
+        total[key] += size
+        largest[key] = max(largest.get(key, (0.0, s)), (size, s), key=lambda pair: pair[0])
+    found = []
+    for key in sorted(largest, key=lambda key: -total[key]):
+        s = largest[key][1]
+        array = f"{s.dtype}[{','.join(map(str, max(e.dims(s), key=len)))}]"
+        what = names_text(groups[key[0]][0]).removesuffix(".") if key[0] in groups else array
+        found.append((f"{what} in {s.op}", _equation(e, s), total[key]))
+    return found
+
+
+def _by_size(e: Evidence) -> dict[int, tuple[list[Layout], set[int]]]:
+    """By elements of a param, or of a layer of it: the params that cannot be told apart, and all their sizes."""
+    groups: dict[int, tuple[list[Layout], set[int]]] = {}
+    for x in e.plan.layouts:
+        layouts, sizes = [x], {e.local(x), e.local(x, sliced=True)}
+        for others, more in {id(g): g for n in sizes if (g := groups.get(n))}.values():
+            layouts, sizes = others + layouts, sizes | more
+        groups.update(dict.fromkeys(sizes, (layouts, sizes)))
+    return groups
+
+
+def _equation(e: Evidence, s: Site) -> str:
+    """Where a collective comes from: of several joined equations one that is not jzero's."""
+    names = joined_names(e.instruction(s)[1].op_name)
+    return next((name for name in names if "jzero." not in name), names[0]) or f"%{s.name}"
+
+
+def _micro_batches(e: Evidence, s: Site) -> int:
+    """How often a loop takes gradients, from a collective in it."""
+    return round(e.trips(s) / e.rounds_of_loss(s)) if s.phase in ("forward", "backward") else 1
