@@ -52,7 +52,7 @@ CONSEQUENCES = {
 EXPLAINS = frozenset(
     (
         "batch_not_split", "gather_on_use_not_traced", "gradients_all_reduced", "stack_gathered_before_loop",
-        "activations_moved", "weights_moved_in_loop", "reduction_per_microbatch",
+        "activations_moved", "weights_moved_in_loop", "reduction_per_microbatch", "optimizer_moves",
     )
 )  # fmt: skip
 """Kinds whose bytes are on the wire: where they account for half of `more_than_closed_form`, it is not reported."""
