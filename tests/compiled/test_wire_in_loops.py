@@ -49,7 +49,7 @@ def test_nested_loops_reduce_once_per_round_of_the_outer_one():
 
 
 def test_a_table_looked_up_in_a_loop_is_named_and_both_remedies_help():
-    """Moved in every round: XLA adds the gradients of such a table wrongly in one reduction (openxla/xla issue 49143)."""
+    """Moved in every round: XLA adds the gradients of such a table wrongly in one reduction (openxla/xla 49143)."""
     make = {way: functools.partial(wire.table, way) for way in ("in", "before", "one-hot")}
     make = {way: functools.cache(fn) for way, fn in make.items()}
     assert sent(make["in"], 3) > 15
