@@ -245,6 +245,7 @@ class Evidence:
 
     @functools.cached_property
     def places(self) -> dict[str, Place]:
+        """Where each computation stands, by its name."""
         return {p.computation.name: p for p in walk(self.module)}
 
     @functools.cached_property

@@ -6,7 +6,16 @@ from jzero.comm.weights import WeightGather
 from jzero.core.errors import counted
 from jzero.layout.specs import axis_size
 from jzero.proof.evidence import REDUCES, Evidence
-from jzero.proof.faults.wording import ACROSS, MOST_NAMES, Faults, axes_text, elements, equation, more_text, names_text
+from jzero.proof.faults.wording import (
+    ACROSS,
+    MOST_NAMES,
+    Faults,
+    axes_text,
+    elements,
+    equation,
+    more_text,
+    names_text,
+)
 from jzero.proof.offsets import wrong_slices
 
 SHARE_MOVED = 0.01

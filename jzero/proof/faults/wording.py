@@ -13,8 +13,8 @@ Faults = Iterator[tuple[str, int, str]]
 """Of each fault its text, its bytes on one device, and the remedy."""
 MOST_NAMES = 3
 ACROSS = (
-    "Rows looked up or summed across the batch (x[senders], segment_sum): a batch [N, ...] of N devices with its own rows in "
-    "each entry, and jax.vmap over it, so that no device needs those of another."
+    "Rows looked up or summed across the batch (x[senders], segment_sum): a batch [N, ...] of N devices with its own "
+    "rows in each entry, and jax.vmap over it, so that no device needs those of another."
 )
 
 
