@@ -243,6 +243,8 @@ def main() -> None:
     )
     parser.add_argument("--offload", choices=["host"], help="optimizer state in host memory")
     parser.add_argument("--clip", action="store_true", help="clip_by_global_norm before AdamW")
+    parser.add_argument("--min-shard-bytes", type=int, help="smaller leaves stay whole")
+    parser.add_argument("--bucket-bytes", type=int)
     parser.add_argument("--save", type=Path, help="folder for the programs' text")
     parser.add_argument(
         "--options", nargs="*", default=[], help="XLA options, name=value; or `plan`: the plan's own"
@@ -259,11 +261,13 @@ def main() -> None:
         "collectives per step | compiled in |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    own = {"min_shard_bytes": args.min_shard_bytes, "bucket_bytes": args.bucket_bytes}
+    own = {name: value for name, value in own.items() if value is not None}
     cells = itertools.product(args.stages, args.kernels, args.layers, args.prefetch)
     for stage, kernels, layers, prefetch in cells:
         model = build(args, layers, kernels)
         plan, program, report, seconds = compiled(
-            model, stage, args.hosts, args.clip, options, prefetch=prefetch, offload=args.offload
+            model, stage, args.hosts, args.clip, options, prefetch=prefetch, offload=args.offload, **own
         )
         held, count = report.memory, plan.param_bytes // 2
         print(

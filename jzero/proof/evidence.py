@@ -236,7 +236,7 @@ class Evidence:
 
         A loop over micro-batches takes gradients in its body and is not one of them.
         """
-        place = self._places[s.computation]
+        place = self.places[s.computation]
         names = [name for name in place.callers if name.endswith("while")]
         if len(names) != len(place.loops):
             return 1
@@ -244,7 +244,8 @@ class Evidence:
         return math.prod(trips or 1 for name, trips in pairs if "jvp(" in name)
 
     @functools.cached_property
-    def _places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, Place]:
+        """Where each computation stands, by its name."""
         return {p.computation.name: p for p in walk(self.module)}
 
     @functools.cached_property

@@ -27,7 +27,9 @@ def sent(make, stage, n=8, **fields):
 
 @pytest.mark.default_cases(*DEFAULT)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("case", [c for c in wire.LOOPS if not any(word in c for word in ("nested", "bf16", "table"))])
+@pytest.mark.parametrize(
+    "case", [c for c in wire.LOOPS if not any(word in c for word in ("nested", "bf16", "table"))]
+)
 def test_a_weight_of_a_loop_moves_as_often_as_one_outside(case, stage):
     limit = 3.0 if stage == 3 else 2.0
     assert limit * 0.8 < sent(wire.LOOPS[case], stage) < limit * 1.02
@@ -65,7 +67,9 @@ def test_a_table_looked_up_in_a_loop_is_named_and_both_remedies_help():
         assert sent(make[way], 3) < 2.1
         assert not jzero.findings(*program(make[way], 3)[:2])
     compiled, plan, closed = program(make["in"], 2)
-    assert jzero.explain(compiled, plan).wire.psi == pytest.approx(closed.wire_psi, rel=0.02)  # rows of all rounds
+    assert jzero.explain(compiled, plan).wire.psi == pytest.approx(
+        closed.wire_psi, rel=0.02
+    )  # rows of all rounds
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -344,3 +344,50 @@ def test_more_than_the_closed_form(scan):
     assert finding.bytes == pytest.approx(psi, rel=0.1)
     assert "['kernel']" in finding.text
     assert "sort" in finding.text
+
+
+class Messages(nn.Module):
+    """Edges read the nodes at their ends, and nodes the sum of their edges."""
+
+    @nn.compact
+    def __call__(self, nodes, senders, receivers):
+        x = nn.Dense(256)(nodes)
+        for _ in range(2):
+            edges = nn.relu(nn.Dense(256)(x[senders]))
+            x = x + nn.Dense(256)(jax.ops.segment_sum(edges, receivers, len(x)))
+        return x
+
+
+def test_rows_across_the_batch_are_named_and_the_remedy_helps():
+    """A graph network whose edges may point anywhere in the batch; with an entry of the batch for each device."""
+    pod, model = jzero.pod("h200"), Messages()
+    some = jnp.zeros((2, 256)), jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32)
+    create = lambda: TrainState.create(  # noqa: E731
+        apply_fn=model.apply, params=model.init(jax.random.key(0), *some), tx=optax.sgd(0.1)
+    )
+    state = jzero.abstract(create, stage=3, mesh=pod.mesh({"data": 8}), min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+
+    def step(state, graphs):
+        def loss(params):
+            apply = functools.partial(state.apply_fn, params)
+            return ((jax.vmap(apply) if graphs[0].ndim == 3 else apply)(*graphs) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    def found(*dims):
+        ints = jax.ShapeDtypeStruct(dims, jnp.int32)
+        batch = jax.ShapeDtypeStruct((*dims, 256), jnp.float32), ints, ints
+        program = pod.compile(step, state, batch, donate_argnums=0, plan=plan, compiler_options=QUICK)
+        return {f.kind: f for f in findings(program, plan)}, jzero.explain(program, plan).wire.psi
+
+    (across, sent), (clean, least) = found(8 * 64), found(8, 64)
+    assert "jvp(Messages)" in across["activations_moved"].text
+    assert "segment_sum" in across["activations_moved"].remedy
+    assert "jax.vmap" in across["activations_moved"].remedy
+    assert clean == {}
+    assert sent > 6.5
+    assert least == pytest.approx(
+        2.8, rel=0.01
+    )  # the batch has no gradient: one gather fewer of the first weight

@@ -21,8 +21,8 @@ from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_of
 from jzero.proof.collectives import Site
 from jzero.proof.evidence import REDUCES, Evidence
-from jzero.proof.faults.wording import MOST_NAMES, Faults, axes_text, more_text, names_text
-from jzero.proof.places import joined_names, primitive_of
+from jzero.proof.faults.wording import ACROSS, MOST_NAMES, Faults, axes_text, equation, more_text, names_text
+from jzero.proof.places import primitive_of
 
 SHARE_MORE = 0.05
 SHARE_ROW = 0.01
@@ -33,6 +33,8 @@ BY_HAND = frozenset(
     """.split()  # noqa: SIM905 - as in `core/primitives.py`
 )
 """Primitives of collectives that someone has written, in a `jax.shard_map`."""
+ROWS = frozenset(("gather", "scatter", "scatter-add"))
+"""Primitives that read and write rows."""
 
 
 def more_than_closed_form(e: Evidence) -> Faults:
@@ -46,6 +48,7 @@ def more_than_closed_form(e: Evidence) -> Faults:
     if sent - closed <= least(e):
         return
     found = [row for row in _excess(e, rows, planned) if row[-1] > SHARE_ROW * psi]
+    rows_moved = any(primitive_of(where) in ROWS for _, where, _ in found)
     listed = "; ".join(f"{what}: {human_bytes(size)} ({where})" for what, where, size in found[:MOST_NAMES])
     yield (
         f"{sent / psi:.2f} Psi are sent over {axes_text(e.plan.config.axes)} in a step, and the closed form says "
@@ -54,7 +57,7 @@ def more_than_closed_form(e: Evidence) -> Faults:
         "at the equation that is named: what sorts, searches or constrains a whole param, gradient or moment goes into "
         "a function of its own, called when it is wanted; activations are held by the batch, "
         "jax.lax.with_sharding_constraint(x, plan.batch); and the loss calls the apply_fn of the state, or is "
-        "jzero.gather_on_use(loss_fn, plan).",
+        "jzero.gather_on_use(loss_fn, plan)." + (f" {ACROSS}" if rows_moved else ""),
     )
 
 
@@ -101,7 +104,7 @@ def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
         s = largest[key][1]
         array = f"{s.dtype}[{','.join(map(str, max(e.dims(s), key=len)))}]"
         what = names_text(groups[key[0]][0]).removesuffix(".") if key[0] in groups else array
-        found.append((f"{what} in {s.op}", _equation(e, s), total[key]))
+        found.append((f"{what} in {s.op}", equation(e, s), total[key]))
     return found
 
 
@@ -114,12 +117,6 @@ def _by_size(e: Evidence) -> dict[int, tuple[list[Layout], set[int]]]:
             layouts, sizes = others + layouts, sizes | more
         groups.update(dict.fromkeys(sizes, (layouts, sizes)))
     return groups
-
-
-def _equation(e: Evidence, s: Site) -> str:
-    """Where a collective comes from: of several joined equations one that is not jzero's."""
-    names = joined_names(e.instruction(s)[1].op_name)
-    return next((name for name in names if "jzero." not in name), names[0]) or f"%{s.name}"
 
 
 def _micro_batches(e: Evidence, s: Site) -> int:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from jzero.comm.weights import WeightGather
 from jzero.core.errors import counted
 from jzero.layout.specs import axis_size
 from jzero.proof.evidence import REDUCES, Evidence
-from jzero.proof.faults.wording import MOST_NAMES, Faults, axes_text, elements, more_text, names_text
+from jzero.proof.faults.wording import (
+    ACROSS,
+    MOST_NAMES,
+    Faults,
+    axes_text,
+    elements,
+    equation,
+    more_text,
+    names_text,
+)
 from jzero.proof.offsets import wrong_slices
 
 SHARE_MOVED = 0.01
@@ -79,22 +89,24 @@ def grads_all_reduced(e: Evidence) -> Faults:
 
 
 def activations_moved(e: Evidence) -> Faults:
-    """Activations on the wire over the ZeRO axes."""
+    """Activations on the wire over the ZeRO axes; under `jax.vmap` XLA gathers weights by all-to-all."""
     if e.on_cpu or e.split_stacks:
         return
     sites = list(e.over_zero_axes("all-to-all", "ragged-all-to-all", "collective-permute"))
     least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch
     forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(e.parts(s)) >= least]
-    sites = [s for s in sites if s.phase != "update"] + forward
+    sites = [s for s in sites if s.phase != "update" and f"jzero.{s.scope}" != WeightGather.SCOPE] + forward
     moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
     if moved > SHARE_MOVED * e.plan.param_bytes:
-        ops = sorted({s.op for s in sites})
+        ops, largest = sorted({s.op for s in sites}), max(sites, key=lambda s: s.wire_bytes * e.trips(s))
         yield (
             f"activations move between the devices of {axes_text(e.plan.config.axes)} ({', '.join(ops)}) where "
-            f"{'weights should' if e.plan.config.row.params else 'nothing should'}; the bytes grow with the batch.",
+            f"{'weights should' if e.plan.config.row.params else 'nothing should'}; the bytes grow with the batch. At "
+            f"{equation(e, largest)}.",
             moved,
             ("loss_fn = jzero.gather_on_use(loss_fn, plan), with " if e.plan.config.row.params else "")
-            + "a batch from plan.place_batch(batch), and params held by plan.constrain(param, layout.stored).",
+            + "a batch from plan.place_batch(batch), and params held by plan.constrain(param, layout.stored)."
+            + (f" {ACROSS}" if forward else ""),
         )
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jzero.layout.leaf_rule import Layout
+from jzero.proof.collectives import Site
 from jzero.proof.evidence import Argument, Evidence
+from jzero.proof.places import joined_names, name_stack
 
 Faults = Iterator[tuple[str, int, str]]
 """Of each fault its text, its bytes on one device, and the remedy."""
 MOST_NAMES = 3
+ACROSS = (
+    "Rows looked up or summed across the batch (x[senders], segment_sum): a batch [N, ...] of N devices with its own "
+    "rows in each entry, and jax.vmap over it, so that no device needs those of another."
+)
 
 
 def elements(e: Evidence) -> int:
@@ -31,3 +37,9 @@ def names_text(leaves: list[Argument] | list[Layout]) -> str:
 def more_text(rows) -> str:
     """How many rows there are besides the first."""
     return f" and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else ""
+
+
+def equation(e: Evidence, s: Site) -> str:
+    """Where a collective comes from: of several joined equations one that is not jzero's."""
+    names = joined_names(name_stack(e.places[s.computation], e.instruction(s)[1]))
+    return next((name for name in names if "jzero." not in name), names[0]) or f"%{s.name}"
