@@ -142,9 +142,12 @@ def joined_names(name_stack: str) -> list[str]:
 
 
 def scope_of(name_stack: str) -> str:
-    """The innermost `jzero.` scope in a name stack, without the prefix; empty when there is none."""
-    found = _SCOPE.findall(joined_names(name_stack)[0])
-    return found[-1] if found else ""
+    """The innermost `jzero.` scope in a name stack, without the prefix; empty when there is none.
+
+    Of joined operations that of a collective, where one is among them, and not of arithmetic.
+    """
+    found = [scopes[-1] for name in joined_names(name_stack) if (scopes := _SCOPE.findall(name))] or [""]
+    return next((scope for scope in found if scope not in ("update", "master")), found[0])
 
 
 def name_stack(place: Place, i: Instruction) -> str:

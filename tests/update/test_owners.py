@@ -319,7 +319,8 @@ def test_what_a_gpt_sends(stage):
     size = (("scan", True), ("layers", 8), ("dim", 128), ("heads", 4), ("tx", MUON))
     compiled = program(stage=stage, size=size)
     assert stage + 0.3 < compiled.report.wire.psi < stage + 0.6
-    update = [c for c in compiled.report.collectives if c.phase == "update" and c.scope != "gather_params"]
+    # new params are gathered in bf16; jaxlib 0.12 names that gather after the update
+    update = [c for c in compiled.report.collectives if c.phase == "update" and c.dtype != "bf16"]
     assert {c.op for c in update if c.bytes > 4096} == {"all-to-all"}
     assert sum(c.op == "all-to-all" for c in update) >= 4
     assert not [
