@@ -36,6 +36,7 @@ from optimizers import shampoo, soap
 from programs import QUICK, MlpBlock, Stack
 from test_parity import OPTIMIZERS, TAKES_VALUE
 
+from benchmarks.resumed import resumed
 from jzero.update import owners, sharded_update
 
 N, WIDTH, WIDER, LAYERS = 8, 512, 4, 8
@@ -117,26 +118,25 @@ def measure(name: str, stage: int, owned: bool) -> dict[str, Any]:
     return {"psi": psi, "temp": report.memory.temp / 1e6, "mixes": Counted.regions_of_last > 0}
 
 
+def measured_or_error(*key: Any) -> dict[str, Any]:
+    """`measure(*key)`; an error is a row of its own, since the others are still wanted."""
+    try:
+        found = measure(*key)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
+    print(*key, found, file=sys.stderr, flush=True)
+    return found
+
+
 def rows(names: list[str], out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every optimizer with its figures, by "stage" and "stage, without"; what `out` holds is not compiled again."""
-    done = {}
-    if out.exists():
-        done = {tuple(k): v for k, v in map(json.loads, out.read_text().splitlines())}
+    measured = resumed(out, measured_or_error)
     for name in names:
         found: dict[str, Any] = {}
         for stage, owned in ((2, True), (3, True), (2, False), (3, False)):
             if not owned and not found.get("2", {}).get("mixes"):
                 continue
-            key = (name, stage, owned)
-            if key not in done:
-                try:
-                    done[key] = measure(*key)
-                except Exception as error:  # a row of its own: the others are still wanted
-                    done[key] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
-                with out.open("a") as file:
-                    file.write(json.dumps([key, done[key]]) + "\n")
-                print(*key, done[key], file=sys.stderr, flush=True)
-            found[str(stage) if owned else f"{stage}, without"] = done[key]
+            found[str(stage) if owned else f"{stage}, without"] = measured(name, stage, owned)
         yield name, found
 
 

@@ -10,13 +10,9 @@ What `--out` holds is not run again.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
-import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 os.environ.setdefault("NPROC", "32")  # XLA:CPU: fewer threads than simulated devices can wait for each other
@@ -25,8 +21,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import jax
 import numpy as np
 
-from train import gpt
-from train.config import PRESETS, Config
+from benchmarks.resumed import resumed
+from docs.tiny import TINY, run
 
 OPTIMIZERS = ("adamw", "muon")
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
@@ -35,20 +31,8 @@ SEEDS = (0, 1, 2)
 
 def heldout(optimizer: str, rate: float, seed: int, steps: int) -> float:
     """The held-out loss at the end of a run of the preset `tiny`, in nats per byte."""
-    base = PRESETS["tiny"]
-    with tempfile.TemporaryDirectory() as folder:
-        config: Config = dataclasses.replace(
-            base,
-            steps=steps,
-            seed=seed,
-            eval_every=steps,
-            save_every=steps,
-            sample_bytes=1,
-            out=Path(folder) / "run",
-            optim=dataclasses.replace(base.optim, optimizer=optimizer, lr=rate),
-        )
-        with contextlib.redirect_stdout(io.StringIO()):
-            return gpt.train(config, gpt.prepare(config)).heldout[-1][1]
+    optim = dataclasses.replace(TINY.optim, optimizer=optimizer, lr=rate)
+    return run(steps, seed=seed, sample_bytes=1, optim=optim).heldout[-1][1]
 
 
 def main() -> None:
@@ -60,17 +44,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a file of JSON lines")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
-    done = {}
-    if args.out.exists():
-        done = {tuple(k): v for k, v in map(json.loads, args.out.read_text().splitlines())}
-
-    def loss(*key) -> float:
-        if key not in done:
-            done[key] = heldout(*key)
-            with args.out.open("a") as file:
-                file.write(json.dumps([key, done[key]]) + "\n")
-        return done[key]
-
+    loss = resumed(args.out, heldout)
     print(f"| optimizer | {' | '.join(f'lr {r:g}' for r in RATES)} | seeds 0, 1, 2 at the best | mean |")
     print("|---|" + "---|" * (len(RATES) + 2))
     for optimizer in OPTIMIZERS:

@@ -7,12 +7,9 @@ python docs/make_precision.py --steps 50 --out /tmp/precision.png
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import jax
 import numpy as np
 
-from train import gpt
-from train.config import PRESETS, Config, Optim
+from docs.tiny import TINY, run
+from train.config import Optim
 from train.model import Model
 
 MEAN = 20  # steps that a point of the curve is the mean of
@@ -42,21 +39,8 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, fields
 def losses(name: str, steps: int) -> np.ndarray:
     """The loss of every step of one run, f64[steps], in nats per byte."""
     stage, model, fields = RUNS[name]
-    base = PRESETS["tiny"]
-    with tempfile.TemporaryDirectory() as folder:
-        config: Config = dataclasses.replace(
-            base,
-            stage=stage,
-            steps=steps,
-            eval_every=steps,
-            save_every=steps,
-            out=Path(folder) / "run",
-            model=dataclasses.replace(base.model, **model),
-            optim=Optim(lr=3e-3, warmup=50, b2=0.999),
-            **fields,
-        )
-        with contextlib.redirect_stdout(io.StringIO()):
-            result = gpt.train(config, gpt.prepare(config))
+    optim = Optim(lr=3e-3, warmup=50, b2=0.999)
+    result = run(steps, stage=stage, model=dataclasses.replace(TINY.model, **model), optim=optim, **fields)
     return np.asarray([loss for _, loss in result.losses])
 
 
@@ -110,7 +94,7 @@ def main() -> None:
         print(
             f"| {name} | {RUNS[name][0]} | {found[name][-2 * MEAN :].mean():.4f} | {apart:.4f} |", flush=True
         )
-    model: Model = PRESETS["tiny"].model
+    model: Model = TINY.model
     print(
         f"\n{args.steps} steps, {model.layers} layers of width {model.width}; distances are of means over {MEAN} "
         f"steps; jax {jax.__version__}"

@@ -22,7 +22,7 @@ from typing import Any
 
 from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN, END
-from jzero.core.dims import MOVED_DIMS, dot_dims, lookup_dims, reduced_dims
+from jzero.core.dims import MOVED_DIMS, dim_in_result, dot_dims, lookup_dims
 from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE, REDUCING
 from jzero.core.products import example_dims
 from jzero.core.regions import bodies, scan_parts, while_parts
@@ -166,11 +166,12 @@ def _moved(eqn, ins: list[Kind]) -> Kind | None:
 
 
 def _reduction(eqn, ins: list[Kind]) -> Kind | None:
-    kind, dims, sums_up = ins[0], reduced_dims(eqn), eqn.primitive.name == "reduce_sum"
+    kind, sums_up = ins[0], eqn.primitive.name == "reduce_sum"
     if isinstance(kind, Rows) and kind.dim < 0:
         return kind
-    if isinstance(kind, Rows) and kind.dim not in dims and (sums_up or not kind.scaled):
-        return Rows(kind.dim - sum(d < kind.dim for d in dims), kind.scaled)
+    dim = dim_in_result(eqn, 0, kind.dim) if isinstance(kind, Rows) else None
+    if isinstance(kind, Rows) and dim is not None and (sums_up or not kind.scaled):
+        return Rows(dim, kind.scaled)
     if not sums_up:
         return Mixed(_where(eqn))
     return _summed(kind) if isinstance(kind, Rows) else kind
@@ -196,17 +197,11 @@ def _dot(eqn, ins: list[Kind]) -> Kind | None:
         if (left.dim, right.dim) not in pairs or left.scaled or right.scaled:
             return Mixed(_where(eqn))
         return Rows(list(left_batch).index(left.dim)) if left.dim in left_batch else Total()
-    rows, contract, batch = (
-        (left, left_contract, left_batch) if isinstance(left, Rows) else (right, right_contract, right_batch)
-    )
+    at = 0 if isinstance(left, Rows) else 1
+    rows = ins[at]
     assert isinstance(rows, Rows)
-    if rows.dim in contract:
-        return _summed(rows)
-    if rows.dim in batch:
-        return Rows(list(batch).index(rows.dim), rows.scaled)
-    before = sum(d not in contract and d not in batch for d in range(rows.dim))
-    left_free = eqn.invars[0].aval.ndim - len(left_contract) - len(left_batch)
-    return Rows(len(batch) + before + (0 if rows is left else left_free), rows.scaled)
+    dim = dim_in_result(eqn, at, rows.dim)
+    return _summed(rows) if dim is None else Rows(dim, rows.scaled)
 
 
 def _of_one_example(ins: list[Kind]) -> bool:

@@ -217,7 +217,12 @@ def _pod(gpu: str, hosts: int, gpus_per_host: int) -> Pod:
 
 
 def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
-    """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is."""
+    """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is.
+
+    Raises:
+      TypeError: `fn` is no function, or `donate_argnums` no integers.
+      ValueError: `donate_argnums` for a function that is jitted already.
+    """
     check_function(fn, "fn", where=where)
     donate_argnums = check_ints(
         () if donate_argnums is None else donate_argnums, "donate_argnums", where="pod.compile"

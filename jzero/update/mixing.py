@@ -269,7 +269,7 @@ class Mixing:
         return Region(tuple(nodes), tuple(self._inputs(own)), tuple(outs))
 
 
-_LIGHT = REDUCING | {"broadcast_in_dim", "reshape", "squeeze", "transpose", "expand_dims"}
+_LIGHT = REDUCING | {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 
 
 def _merged(groups: list[set[Node]]) -> list[set[Node]]:
