@@ -64,15 +64,20 @@ EFFECTS = {
     ),
 }
 
+HOST_TIER = "host"
+
 MOMENT_DTYPES = ("bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Optimizer state and masters in host memory (ZeRO-Offload). Immutable and hashable.
+    """Optimizer state and masters in host memory (ZeRO-Offload), with `params` also weights (ZeRO-Infinity). Hashable.
 
     Args:
       tier: "host": pinned host memory.
+      params: "host": at stage 3 the shards of params, and of their gradients, live in pinned host memory too; a weight
+        is fetched and gathered where the model uses it. In the step they are arrays in host memory. "device": they
+        stay in device memory.
       update: where the new state is computed. "device": state is fetched, updated and written back, 24 bytes per
         parameter over PCIe for Adam with a master. "host" is refused until there is an update outside of the program.
       in_flight_bytes: bytes of state, of one device, that are on the device at once; three groups of a third of it
@@ -87,12 +92,14 @@ class Offload:
     """
 
     tier: str = "host"
+    params: str = "device"
     update: str = "device"
     in_flight_bytes: int | None = None
     prefetch: bool = False
 
     def __post_init__(self):
         check_choice(self.tier, "tier", ("host",), where="Offload")
+        check_choice(self.params, "params", ("device", "host"), where="Offload")
         if self.update == "host":
             raise NotImplementedError(
                 'Offload(update="host"): the update runs on the device, through which the state is streamed in chunks; '
@@ -195,6 +202,8 @@ class ZeroConfig:
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
                 "over a part of the axes that share the optimizer state."
             )
+        if self.params_on_host:
+            self._check_params_on_host()
         for name, effect in self._without_effect().items():
             if effect.refused:
                 value = _text(getattr(self, name))
@@ -202,6 +211,23 @@ class ZeroConfig:
                     f"ZeroConfig({name}={value}) has no effect at stage {self.stage}: {effect.why}. Leave it out or "
                     f"pass stage={effect.stage}."
                 )
+
+    def _check_params_on_host(self):
+        where, why = 'ZeroConfig(offload=Offload(params="host"))', ""
+        if not self.row.params:
+            why = f"needs stage 3: at stage {self.stage} the model reads whole params on the device. Pass stage=3"
+        elif self.keeps_gathered:
+            why = (
+                "fetches a weight for each use, and reshard_after_forward=False keeps all of them on the device. "
+                "Leave one of the two out"
+            )
+        elif self.updates == "delta":
+            why = (
+                'and updates="delta" exclude each other: the sum of a param in host memory and a difference in device '
+                "memory is none in JAX. Leave updates out"
+            )
+        if why:
+            raise ValueError(f"{where} {why}.")
 
     def _without_effect(self) -> dict[str, Effect]:
         """The fields that are set, other than to their default, and do nothing at this stage."""
@@ -225,6 +251,11 @@ class ZeroConfig:
         """Where optimizer state lives when not in device memory."""
         assert not isinstance(self.offload, str)
         return self.offload
+
+    @property
+    def params_on_host(self) -> bool:
+        """Shards of params and of gradients live in host memory."""
+        return self.tier is not None and self.tier.params == HOST_TIER
 
     @property
     def axes(self) -> tuple[str, ...]:

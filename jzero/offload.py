@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from jzero.core.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown
-from jzero.core.jaxprs import is_tracer
 from jzero.core.ordering import tied
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import path_name
+from jzero.layout.placement import memory_kind
 from jzero.layout.specs import shard_factor
 from jzero.sharding import HOST, Plan
 from jzero.stream.placement import DEVICE, Placement
@@ -163,13 +163,6 @@ def select(pred: Any, new: Any, old: Any) -> Any:
         written.append(len(out))
         out.append(jax.device_put(jax.lax.select_n(pred, b, a), jax.memory.Space.Host))
     return jax.tree.unflatten(jax.tree.structure(old), out)
-
-
-def memory_kind(x) -> str:
-    """The kind of memory in which an array lies, traced or not."""
-    if is_tracer(x):
-        return HOST if x.aval.memory_space == jax.memory.Space.Host else "device"
-    return getattr(getattr(x, "sharding", None), "memory_kind", None) or "device"
 
 
 def host_bytes(state: Any, plan: Plan) -> int:

@@ -144,7 +144,7 @@ class Plan:
     def shapes(self) -> Any:
         """The params as a tree of `jax.ShapeDtypeStruct` with their stored shardings."""
         leaves = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(x.stored)) for x in self.layouts
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.param_sharding(x)) for x in self.layouts
         ]
         return jax.tree.unflatten(self.tree, leaves)
 
@@ -174,6 +174,15 @@ class Plan:
         check_kind(spec, "spec", PartitionSpec, "a jax.sharding.PartitionSpec", where="plan.sharding")
         check_axes(spec_axes(spec), self.mesh, where=f"plan.sharding(spec={spec})")
         return NamedSharding(typed_mesh(self.array_mesh), named_on(spec, self.array_mesh))
+
+    def lives_on_host(self, x: Layout) -> bool:
+        """True for a param whose shard, and that of its gradient, lives in host memory: not for a small one."""
+        return self.config.params_on_host and x.size > FEW and x.nbytes >= self.min_shard_bytes
+
+    def param_sharding(self, x: Layout) -> NamedSharding:
+        """The stored layout of a param, with the memory that it lives in."""
+        sharding = self.sharding(x.stored)
+        return sharding.with_memory_kind(HOST) if self.lives_on_host(x) else sharding
 
     @functools.cached_property
     def array_mesh(self) -> Mesh:
@@ -240,7 +249,7 @@ class Plan:
         pairs = self.match(tree, where="plan.place")
         check_same(tree, where="plan.place")
         given = HeldMemory(tree)
-        placed = [given.apart(put(leaf, self.sharding(x.stored))) for leaf, x in pairs]
+        placed = [given.apart(put(leaf, self.param_sharding(x))) for leaf, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
     def place_batch(self, batch: Any) -> Any:

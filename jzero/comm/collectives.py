@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from jzero.comm.gradients import GradientReduce
+from jzero.comm.host import HostTransfer
 from jzero.comm.updates import UpdateGather
 from jzero.comm.uses import DEFAULT, Use
 from jzero.comm.weights import WeightGather
@@ -22,11 +23,13 @@ class Comm:
       weights: stored to used, where a weight is used.
       gradients: to the shards of the optimizer state.
       updates: new params from these shards to the stored layout.
+      host: params and gradients between host and device memory.
     """
 
     weights: WeightGather
     gradients: GradientReduce
     updates: UpdateGather
+    host: HostTransfer
 
     @property
     def plan(self) -> Plan:
@@ -68,4 +71,4 @@ class Comm:
 
 def comm_of(plan: Plan) -> Comm:
     """The collectives of a plan."""
-    return Comm(WeightGather(plan), GradientReduce(plan), UpdateGather(plan))
+    return Comm(WeightGather(plan), GradientReduce(plan), UpdateGather(plan), HostTransfer(plan))

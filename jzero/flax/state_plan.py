@@ -79,7 +79,7 @@ def shardings_of(parts: Parts, plan: Plan) -> Parts:
             jax.tree.structure(tree), [_kept(x, plan) or plan.sharding(s) for x, s in named]
         )
 
-    params = [plan.sharding(x.stored) for x in plan.layouts]
+    params = [plan.param_sharding(x) for x in plan.layouts]
     state = plan.state_shardings(parts.opt_state)
     return parts.replace(
         params=jax.tree.unflatten(jax.tree.structure(parts.params), params),

@@ -65,17 +65,32 @@ class GatherInterpreter(LoopOps):
         graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args])
         env: dict[int, Any] = {**graph.known, **dict(zip(graph.ins, args, strict=True))}
         ties = self.ties(graph, env)
+        readers = collections.Counter(i for node in graph.nodes for i in set(node.ins))
+        readers.update(graph.outs)
         for number, node in enumerate(graph.nodes):
             for tie in ties.get((number, False), ()):
                 self.tie(tie, graph, env)
             with node.scope():
                 if self.plan.config.keeps_gathered:
                     env.update({i: self.kept(env[i]) for i in self.to_keep(node, env)})
-                outs = self.equation(node.eqn, [env[i] for i in node.ins])
+                outs = self.equation(node.eqn, self.operands(node, env, readers))
             env.update(zip(node.outs, outs, strict=True))
             for tie in ties.get((number, True), ()):
                 self.tie(tie, graph, env)
         return [env[i] for i in graph.outs]
+
+    def operands(self, node: Node, env, readers: collections.Counter[int]) -> list[Any]:
+        """What a node reads; of a weight in host memory with further readers a copy: see the note in its file."""
+        found = {}
+        for i in dict.fromkeys(node.ins):
+            value, readers[i] = env[i], readers[i] - 1
+            if isinstance(value, Weight) and value.host is not None:
+                if readers[i]:
+                    value, env[i] = value.shared(self.comm)
+                if node.ins.count(i) > 1:
+                    value = value.fetched(self.comm)
+            found[i] = value
+        return [found[i] for i in node.ins]
 
     def ties(self, graph: WeightGraph, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
         """The ties by the number of their step, and whether they come after it."""
@@ -97,7 +112,7 @@ class GatherInterpreter(LoopOps):
 
         activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
         gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
-        late = {k for k in gathered if env[k].split}
+        late = {k for k in gathered if env[k].moves}
         keys = [k for k in gathered | reduced if k in late or k in reduced]
         if not activations or not keys:
             return
@@ -109,12 +124,13 @@ class GatherInterpreter(LoopOps):
             if waiting:
                 shards, (flat[len(keys)],) = after([flat[i] for i in waiting], [flat[len(keys)]])
                 for i, shard in zip(waiting, shards, strict=True):
-                    flat[i] = self.plan.constrain(shard, weights[i].stored)
+                    host = weights[i].host
+                    flat[i] = shard if host else self.plan.constrain(shard, weights[i].stored)
             return flat
 
         def back(*cotangents):
             flat = [
-                self.reduced(c, w) if k in reduced else c
+                self.reduced(c, w) if k in reduced and w.host is None else c
                 for k, w, c in zip(keys, weights, cotangents, strict=False)
             ]
             done = [g for k, g in zip(keys, flat, strict=True) if k in reduced]
@@ -148,7 +164,7 @@ class GatherInterpreter(LoopOps):
             return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)
         if name == BEGIN:
             raise ValueError(
-                f"jzero.remat: a param of shape {values[0].shard.shape} is taken for the block's input. Pass argnums=, "
+                f"jzero.remat: a param of shape {values[0].shape} is taken for the block's input. Pass argnums=, "
                 "the position of the activations; `self` counts as 0."
             )
         if name in ON_SHARD:
@@ -184,6 +200,7 @@ class GatherInterpreter(LoopOps):
 
     def cond_(self, eqn, values: list[Any]) -> list[Any]:
         """Branches: each gathers what it uses, when it is taken."""
+        values = [values[0], *self.on_device(values[1:])]
         flat, rewrap = unwrap(values[1:])
         handed = handed_through(eqn, [isinstance(v, Weight) for v in values[1:]])
 

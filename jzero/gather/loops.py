@@ -54,6 +54,7 @@ class LoopOps(WeightOps, abc.ABC):
         values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
         several = rounds(eqn) > 1
         chosen = self.before_loop(values[:consts], but=self._tables(eqn, values)) if several else []
+        values = self._for_body(values, consts, chosen)
         weights, narrow = [values[i] for i in chosen], self._narrow(eqn, values)
         dtypes = [narrow.get(i) for i in chosen]
         flat, rewrap = unwrap([v for i, v in enumerate(values) if i not in chosen])
@@ -62,7 +63,7 @@ class LoopOps(WeightOps, abc.ABC):
             rest, found = iter(rewrap(others)), dict(zip(chosen, wholes, strict=True))
             return self._scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))])
 
-        if not (self.drops and any(w.split for w in weights)) or self.in_remat:
+        if not (self.drops and any(w.moves for w in weights)) or self.in_remat:
             return run(list(map(self.whole, weights, dtypes)), flat)
         return made_twice(
             run,
@@ -71,6 +72,16 @@ class LoopOps(WeightOps, abc.ABC):
             [w.shard for w in self.on_shards(weights)],
             flat,
         )
+
+    def _for_body(self, values: Sequence[Any], consts: int, but: Collection[int]) -> list[Any]:
+        """What the body of a scan reads: of weights in host memory only stacks, which it takes layer by layer."""
+
+        def stays(i: int, value: Any) -> bool:
+            if not isinstance(value, Weight) or value.host is None or i in but:
+                return True
+            return i >= consts and value.host.only_casts
+
+        return [v if stays(i, v) else self.on_device([v])[0] for i, v in enumerate(values)]
 
     def _tables(self, eqn, values: Sequence[Any]) -> set[int]:
         """Positions of the weights whose rows are looked up in the loop."""
@@ -98,6 +109,7 @@ class LoopOps(WeightOps, abc.ABC):
         consts = loop_consts(eqn)
         chosen = set(self.before_loop(values[:consts]))
         values = [self.gathered(v) if i in chosen or i >= consts else v for i, v in enumerate(values)]
+        values = self.on_device(values)
         return while_with(eqn, lambda *part: self.plain(self.inner().run(*part)), values)
 
     def before_loop(self, consts: Sequence[Any], but: Collection[int] = ()) -> list[int]:
@@ -105,7 +117,7 @@ class LoopOps(WeightOps, abc.ABC):
 
         One whose gradient is to be made in a wider dtype (`reduce_dtype`) is not: the loop sums it in its own.
         """
-        weights = {i: v for i, v in enumerate(consts) if isinstance(v, Weight) and (v.split or v.is_reduced)}
+        weights = {i: v for i, v in enumerate(consts) if isinstance(v, Weight) and (v.moves or v.is_reduced)}
         left, found = self.comm.weights.loop_bytes, []
         for i, weight in sorted(weights.items(), key=lambda row: row[1].nbytes):
             if i not in but and self.wide(weight) is None:
@@ -117,8 +129,10 @@ class LoopOps(WeightOps, abc.ABC):
     def whole(self, weight: Weight, dtype: Any = None) -> Any:
         """A weight for all rounds of a loop, the sum of whose gradients is reduced once; `dtype`: that of a cast."""
         if dtype is not None:
+            weight = weight.fetched(self.comm)
             shard = weight.shard.astype(dtype)
             return self.whole(dataclasses.replace(weight, shard=shard, narrow=None)).astype(weight.shard.dtype)
+        weight = weight.fetched(self.comm)
         gather, used = self.comm.weights, weight.used
         self.warn_of_dtype(weight)
 
@@ -136,4 +150,4 @@ class LoopOps(WeightOps, abc.ABC):
         """Shards that are there only when the backward pass has come to the loop."""
         shards, cotangents = after(shards, cotangents)
         pairs = zip(shards, weights, strict=True)
-        return [self.plan.constrain(x, w.stored) for x, w in pairs], cotangents
+        return [x if w.host else self.plan.constrain(x, w.stored) for x, w in pairs], cotangents

@@ -17,11 +17,12 @@ from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.gather.interpreter import GatherInterpreter
-from jzero.gather.sharded_weight import Weight
+from jzero.gather.sharded_weight import OnHost, Weight
 from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh import in_shard_map
+from jzero.layout.placement import HOST, memory_kind
 from jzero.sharding import Plan, check_plan
 
 # Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
@@ -139,14 +140,14 @@ class GatherOnUse:
 
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
-        jaxpr, consts = jaxprs.trace(on_arrays, *arrays)
+        jaxpr, consts = jaxprs.trace(on_arrays, *map(_in_device_memory, arrays))
         if not reduces_on_use(self.plan):
             picked = self._reduced_alone(jaxpr, picked)
             if not any(picked):
                 return fn(params, args, kwargs)
         walk = GatherInterpreter(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
-            x if y is None else Weight(x, y.stored, y.used, y.grad)
+            x if y is None else Weight(x, y.stored, y.used, y.grad, host=_on_host(x, y))
             for x, y in zip(arrays, picked, strict=True)
         ]
         outs = iter(walk.plain(walk.run(jaxpr, consts, walk.on_shards(values))))
@@ -217,6 +218,15 @@ class GatherOnUse:
 def reduces_on_use(plan: Plan) -> bool:
     """True where every weight is gathered or reduced where it is used; else only those that `_reduced_alone` names."""
     return comm_of(plan).gradients.on_use
+
+
+def _in_device_memory(x) -> Any:
+    """The type of an array that a function is traced with: it knows nothing of host memory."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if memory_kind(x) == HOST else x
+
+
+def _on_host(x, layout: Layout) -> OnHost | None:
+    return OnHost(layout.stored, layout.grad) if memory_kind(x) == HOST else None
 
 
 def _is_output(x) -> bool:

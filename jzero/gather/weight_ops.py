@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,7 +98,8 @@ class WeightOps:
 
     def lookup(self, eqn, table: Weight, index: Any) -> list[Any]:
         """Rows of a table: see [Note: a lookup on the way back]."""
-        (rows, width), wide = table.shard.shape, self.wide(table)
+        table = table.fetched(self.comm)
+        (rows, width), wide = table.shape, self.wide(table)
         columns_are_split = bool(spec_axes(P(*table.grad[1:])))
         parts = 1 if columns_are_split or not self.is_cut(table) else self.parts_of(width, table)
 
@@ -128,13 +130,13 @@ class WeightOps:
 
     def wide(self, weight: Weight) -> Any:
         """The dtype in which a gradient is to be made and reduced, where it is wider than the weight's; else None."""
-        dtype, own = self.plan.config.reduce_dtype, weight.shard.dtype
+        dtype, own = self.plan.config.reduce_dtype, weight.dtype
         return dtype if dtype is not None and dtype.itemsize > own.itemsize else None
 
     def narrow(self, weight: Weight) -> Any:
         """The dtype in which a gradient is to be reduced, where it is narrower than the weight's; else None."""
-        dtype, own = self.plan.config.reduce_dtype, weight.shard.dtype
-        matrix = np.ndim(weight.shard) > 1 and weight.is_reduced
+        dtype, own = self.plan.config.reduce_dtype, weight.dtype
+        matrix = len(weight.shape) > 1 and weight.is_reduced
         return dtype if dtype is not None and dtype.itemsize < own.itemsize and matrix else None
 
     def made_by_rows(self, weight: Weight) -> bool:
@@ -144,11 +146,11 @@ class WeightOps:
     def warn_of_dtype(self, weight: Weight) -> None:
         """Of a large weight whose gradient XLA reduces in a wider dtype than was asked for."""
         dtype = self.narrow(weight)
-        if dtype is not None and weight.shard.size * SHARE_SAID > sum(x.size for x in self.plan.layouts):
-            own = weight.shard.dtype.name
+        if dtype is not None and math.prod(weight.shape) * SHARE_SAID > sum(x.size for x in self.plan.layouts):
+            own = weight.dtype.name
             warnings.warn(
                 f"jzero: reduce_dtype={dtype.name} is narrower than the {own} in which the model computes, and XLA "
-                f"reduces the gradient of a weight {weight.shard.shape} in the dtype in which it is made: jzero makes "
+                f"reduces the gradient of a weight {weight.shape} in the dtype in which it is made: jzero makes "
                 f"those of plain matmuls, convolutions and lookups itself, and no others. Compute in {dtype.name} "
                 f"(Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}), or take "
                 'jzero.value_and_grad(reduce="step") at stage 1 or 2.',
@@ -168,7 +170,7 @@ class WeightOps:
         if eqn.primitive.name != "dot_general":
             scattered = example_dims(eqn, at[0]) is not None and self.made_by_rows(weight)
             return (at[0], 0, 1) if scattered and self.wide(weight) is None else None
-        shape = weight.shard.shape
+        shape = weight.shape
         parts, dim = 1, 0
         if self.is_cut(weight):
             free = [d for d in range(len(shape)) if d >= len(weight.grad) or not weight.grad[d]]
@@ -181,8 +183,8 @@ class WeightOps:
 
     def product(self, eqn, values: list[Any], at: int, dim: int, parts: int) -> list[Any]:
         """A product whose weight's gradient is made here; in parts, each reduced while the next is made."""
-        weight, other = values[at], values[1 - at]
-        size, dtype = weight.shard.shape[dim] // parts, weight.shard.dtype
+        weight, other = values[at].fetched(self.comm), values[1 - at]
+        size, dtype = weight.shape[dim] // parts, weight.dtype
 
         def gradient(other, cotangent, *, piece):
             if eqn.primitive.name != "dot_general":
@@ -211,13 +213,13 @@ class WeightOps:
 
     def is_scattered(self, weight: Weight) -> bool:
         """Its gradient is reduced by [Note: pieces along several dims] in `comm/reduce_scatter.py`."""
-        return weight.is_reduced and self.comm.gradients.is_scattered(weight.shard.shape, weight.grad)
+        return weight.is_reduced and self.comm.gradients.is_scattered(weight.shape, weight.grad)
 
     def lookup_by_rows(self, table: Weight) -> bool:
         """`made_by_rows` for a table whose rows are looked up."""
         if self.narrow(table) is not None:
             return True
-        return self.comm.gradients.lookup_is_scattered(table.shard.shape, table.stored, table.grad)
+        return self.comm.gradients.lookup_is_scattered(table.shape, table.stored, table.grad)
 
     def is_wide(self, eqn, values: list[Any]) -> bool:
         """True for a weight that is spread over examples (a bias, a scale) and whose gradient is reduced wider."""
@@ -226,13 +228,14 @@ class WeightOps:
 
     def unary(self, eqn, weight: Weight) -> list[Any]:
         """A linear function of one weight, with its gradient summed and reduced in the wider dtype."""
-        wide, dtype = self.wide(weight), weight.shard.dtype
+        weight = weight.fetched(self.comm)
+        wide, dtype = self.wide(weight), weight.dtype
 
         def back(cotangent):
             def fn(x):
                 return jaxprs.bind(eqn, [x])[0]
 
-            (grad,) = jax.linear_transpose(fn, jax.ShapeDtypeStruct(weight.shard.shape, wide))(
+            (grad,) = jax.linear_transpose(fn, jax.ShapeDtypeStruct(weight.shape, wide))(
                 cotangent.astype(wide)
             )
             return [self.reduced(grad, weight).astype(dtype)]
@@ -274,12 +277,17 @@ class WeightOps:
             )
             return dataclasses.replace(weight, shard=shard)
 
-        return [pinned(v) if isinstance(v, Weight) and v.split else v for v in values]
+        return [pinned(v) if isinstance(v, Weight) and v.split and v.host is None else v for v in values]
+
+    def on_device(self, values: Sequence[Any]) -> list[Any]:
+        """Weights with their shards in device memory, for what takes none from host memory; anything else as it is."""
+        return [v.fetched(self.comm) if isinstance(v, Weight) else v for v in values]
 
     def gathered(self, value: Any, *, reduces: bool = True) -> Any:
         """The used layout of a weight; anything else as it is. `reduces`: and its gradient is whole, to be reduced."""
         if not isinstance(value, Weight):
             return value
+        value = value.fetched(self.comm)
         if not value.split:
             if not (self.ordered and value.is_reduced and reduces):
                 return value.shard

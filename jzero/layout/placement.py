@@ -40,6 +40,13 @@ def on_device(x):
     return jax.device_put(x, x.sharding.with_memory_kind("device"))
 
 
+def memory_kind(x) -> str:
+    """The kind of memory in which an array lies, traced or not."""
+    if is_tracer(x):
+        return HOST if x.aval.memory_space == jax.memory.Space.Host else "device"
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) or "device"
+
+
 def is_global(leaf) -> bool:
     """True for an array that spans several processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
