@@ -30,27 +30,35 @@ def placements_of(tree: Any, plan: Plan) -> list[Placement]:
     return [Placement(s) if s.memory_kind == HOST else DEVICE for s in plan.state_shardings(tree)]
 
 
+def where_they_lie(arrays: Sequence[Any], specs: Sequence[Any], plan: Plan) -> list[Placement]:
+    """Where arrays of these layouts lie, traced or not; of what is no array (None) nothing."""
+    return [
+        Placement(plan.sharding(spec).with_memory_kind(HOST)) if memory_kind(x) == HOST else DEVICE
+        for x, spec in zip(arrays, specs, strict=True)
+        if x is not None
+    ]
+
+
 def streamed(
     fn: Callable[..., Any],
-    fixed: Any,
-    state: Any,
+    args: tuple[Any, ...],
     plan: Plan,
     placements: Sequence[Placement],
     out_placements: Callable[[Any], Sequence[Placement]],
     *,
     gate: Sequence[int] = (),
 ) -> Any:
-    """`fn(fixed, state)` with its state streamed from host memory and back; see [Note: streaming] in `streaming.py`.
+    """`fn(*args)` with what lies in host memory streamed; see [Note: streaming] in `streaming.py`.
 
     Args:
       fn: trees in device memory to a tree.
-      fixed: its arguments in device memory.
-      state: its arguments that have `placements`, one for each leaf.
+      args: its arguments.
       plan: says how much may be on the device at once.
+      placements: of every leaf of `args`.
       out_placements: of the flat results, given their tree.
-      gate: which leaves of `fixed` must be there before the first fetch.
+      gate: which leaves of `args` must be there before the first fetch.
     """
-    flat, tree = jax.tree.flatten((fixed, state))
+    flat, tree = jax.tree.flatten(args)
     box: list[Any] = []
 
     def flat_fn(*leaves):
@@ -61,12 +69,10 @@ def streamed(
     def on_excess(excess: list[Excess]):
         warn_excess(excess, _names(box[0]), plan)
 
-    count = len(flat) - len(placements)
     options = plan.config.tier
     assert options is not None
     leaves = stream(
-        flat_fn, flat, [*[DEVICE] * count, *placements],
-        lambda: out_placements(_numbered(box[0])),
+        flat_fn, flat, placements, lambda: out_placements(_numbered(box[0])),
         in_flight_bytes=plan.in_flight_bytes, gate=() if options.prefetch else gate, on_excess=on_excess,
     )  # fmt: skip
     return box[0].unflatten(leaves)

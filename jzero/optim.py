@@ -27,7 +27,8 @@ from jzero.core.errors import check_arrays, check_transformation, counted, listi
 from jzero.core.jaxprs import is_tracer
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.leaf_rule import Layout
-from jzero.offload import check_host_memory, placements_of, streamed
+from jzero.layout.placement import HOST, device_type, memory_kind
+from jzero.offload import check_host_memory, placements_of, streamed, where_they_lie
 from jzero.sharding import Plan, check_plan
 from jzero.update.deferred_update import deferred
 from jzero.update.moment_dtype import with_moment_dtype
@@ -101,7 +102,7 @@ def is_wrapped(tx: Any) -> bool:
 
 def init_shapes(tx: Any, params: Any) -> Any:
     """The state that a wrapped transformation makes, as `jax.ShapeDtypeStruct`."""
-    return jax.eval_shape(tx.init.typed, params)
+    return jax.eval_shape(tx.init.typed, jax.tree.map(device_type, params))
 
 
 def unwrap(tx: Any) -> optax.GradientTransformation:
@@ -149,7 +150,7 @@ class _Init(_Wrapped):
         if self.plan.config.offload is None:
             return jax.jit(self.typed)(params)
         check_explicit(self.plan)
-        check_host_memory(jax.eval_shape(self.on_device, params), self.plan)
+        check_host_memory(self.shapes(params), self.plan)
         return jax.jit(self.trace)(params)
 
     def typed(self, params):
@@ -158,10 +159,16 @@ class _Init(_Wrapped):
 
     def trace(self, params):
         """The state as it is written to host memory, part by part."""
+        stored = [x.stored for x in self.plan.layouts]
+        shapes = self.shapes(params)
         return streamed(
-            lambda fixed, _: self.on_device(fixed), params, (), self.plan, (),
-            lambda _: placements_of(jax.eval_shape(self.on_device, params), self.plan),
+            self.on_device, (params,), self.plan, where_they_lie(jax.tree.leaves(params), stored, self.plan),
+            lambda _: placements_of(shapes, self.plan),
         )  # fmt: skip
+
+    def shapes(self, params):
+        """The state, abstract."""
+        return jax.eval_shape(self.on_device, jax.tree.map(device_type, params))
 
     def on_device(self, params, masters=None):
         """The state in device memory, wherever it is to live; `masters`: better initial values, if they are known."""
@@ -226,12 +233,18 @@ class _Update(_Wrapped):
         return step(shards, wide, grads, inner, master)
 
     def _new_params(self, news: list, master: list) -> list:
-        """The leaves to return, for the new values of params that have a master and the differences of the others."""
+        """The leaves to return, for the new values of params that have a master and the differences of the others.
+
+        What lands on a param in host memory is its new value, there and as it is stored.
+        """
         gather = comm_of(self.plan).updates
         rows = list(zip(news, master, self.plan.layouts, strict=True))
         if self.plan.config.updates == "delta":
             return [None if new is None else _stored(gather, x, new) for new, _, x in rows]
-        copied = [(new, x) for new, m, x in rows if m is not None and is_copied(x) and not goes_by_layers(x)]
+        copied = [
+            (new, x) for new, m, x in rows
+            if m is not None and is_copied(x) and not goes_by_layers(x) and memory_kind(new) != HOST
+        ]  # fmt: skip
         in_turn = iter(self._in_turn(*zip(*copied, strict=True)) if copied else ())
         return [self._new_param(*row, in_turn) for row in rows]
 
@@ -239,6 +252,8 @@ class _Update(_Wrapped):
         """One of them; `in_turn`: the gathers of copied leaves that are left."""
         if new is None:
             return None
+        if memory_kind(new) == HOST:
+            return deferred(lambda _: new, x)
         gather = comm_of(self.plan).updates
         if master is None:
             return deferred(lambda param: _stored(self._sum, x, param, new), x)

@@ -26,6 +26,7 @@ from jzero.comm.reduce_scatter import is_of_batch, needs_scatter, reduce_scatter
 from jzero.comm.uses import Use
 from jzero.comm.weights import ring
 from jzero.layout.leaf_rule import Layout
+from jzero.layout.placement import HOST, memory_kind
 from jzero.layout.specs import axis_of, axis_size, named_axes, shard_factor, spec_axes
 from jzero.sharding import Plan
 
@@ -85,10 +86,13 @@ class GradientReduce:
             return reduce_scatter(grad, spec, self.plan, but=named_axes(self.plan.sharding(used).spec))
 
     def at_update(self, grads: Sequence[Any]) -> list[Any]:
-        """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole]."""
+        """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole].
+
+        One in host memory lies there on its shards.
+        """
         with jax.named_scope(self.SCOPE):
             rows = zip(grads, self.plan.layouts, strict=True)
-            return [g if g is None else self.one_at_update(g, x) for g, x in rows]
+            return [g if g is None or memory_kind(g) == HOST else self.one_at_update(g, x) for g, x in rows]
 
     def one_at_update(self, grad: Any, x: Layout) -> Any:
         """One of them."""

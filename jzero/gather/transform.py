@@ -22,7 +22,7 @@ from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tab
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh import in_shard_map
-from jzero.layout.placement import HOST, memory_kind
+from jzero.layout.placement import HOST, device_type, memory_kind
 from jzero.sharding import Plan, check_plan
 
 # Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
@@ -140,7 +140,7 @@ class GatherOnUse:
 
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
-        jaxpr, consts = jaxprs.trace(on_arrays, *map(_in_device_memory, arrays))
+        jaxpr, consts = jaxprs.trace(on_arrays, *map(device_type, arrays))
         if not reduces_on_use(self.plan):
             picked = self._reduced_alone(jaxpr, picked)
             if not any(picked):
@@ -218,11 +218,6 @@ class GatherOnUse:
 def reduces_on_use(plan: Plan) -> bool:
     """True where every weight is gathered or reduced where it is used; else only those that `_reduced_alone` names."""
     return comm_of(plan).gradients.on_use
-
-
-def _in_device_memory(x) -> Any:
-    """The type of an array that a function is traced with: it knows nothing of host memory."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if memory_kind(x) == HOST else x
 
 
 def _on_host(x, layout: Layout) -> OnHost | None:

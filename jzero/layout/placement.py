@@ -47,6 +47,11 @@ def memory_kind(x) -> str:
     return getattr(getattr(x, "sharding", None), "memory_kind", None) or "device"
 
 
+def device_type(x) -> Any:
+    """The type of an array as a function is traced with it that knows nothing of host memory."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if memory_kind(x) == HOST else x
+
+
 def is_global(leaf) -> bool:
     """True for an array that spans several processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

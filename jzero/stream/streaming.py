@@ -264,7 +264,8 @@ class _Run:
             return self._viewed(self.host[source], chunk, placement)
         for source in self.gate:
             same = self.graph.avals[source]
-            if source not in self.filled and (same.shape, same.dtype) == (aval.shape, aval.dtype):
+            alike = (same.shape, same.dtype) == (aval.shape, aval.dtype)
+            if alike and source in self.values and source not in self.filled:
                 self.filled[source] = value
                 return jnp.reshape(self._stored(source, chunk.form, None), chunk.view)
         new = jnp.zeros(chunk.view, aval.dtype)
@@ -287,7 +288,8 @@ class _Tie:
         if not self.waits_for or not arrays:
             return arrays
         run = self.run
-        stores = [run.written if v in run.written else run.values for v in self.waits_for]
+        places = (run.written, run.host, run.values)
+        stores = [next(store for store in places if v in store) for v in self.waits_for]
         others = [store[v] for store, v in zip(stores, self.waits_for, strict=True)]
         arrays, others = after(arrays, others)
         for store, v, other in zip(stores, self.waits_for, others, strict=True):

@@ -34,9 +34,10 @@ import optax
 
 from jzero.core.ordering import after, tied
 from jzero.layout.leaf_rule import Layout
-from jzero.offload import placements_of, streamed
+from jzero.layout.placement import HOST, memory_kind
+from jzero.offload import placements_of, streamed, where_they_lie
 from jzero.sharding import Plan
-from jzero.stream.placement import DEVICE, Placement
+from jzero.stream.placement import Placement
 from jzero.update.owners import on_owners
 from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
 
@@ -106,42 +107,57 @@ class ShardedUpdate:
         return plan.constrain(new.astype(x.dtype), x.state), stored
 
     def streamed(self, shards: list, grads: list, inner, master: list):
-        """The same with state in host memory: `shards` are those of the params, without masters."""
-        plan = self.plan
+        """The same with state in host memory: `shards` are those of the params, without masters.
 
-        def step(fixed, state):
-            (shards, grads), (inner, master) = fixed, self.cut(*state)
-            return self(shards, self.masters(shards, master), grads, inner, master)
+        What lands on a param in host memory is its new value, in its stored layout and in its place.
+        """
+        plan, layouts = self.plan, self.plan.layouts
+        hosted = [memory_kind(p) == HOST for p in shards]
 
-        state_placements = placements_of(
-            (inner, self.tree.unflatten(master)), plan
-        )  # a layout is found by the path of its param
-        first = len(jax.tree.leaves(shards))
+        def step(params, grads, *state):
+            inner, master = self.cut(*state)
+            rows = zip(params, layouts, hosted, strict=True)
+            shards = [plan.constrain(p, x.state) if h else p for p, x, h in rows]
+            news, *kept = self(shards, self.masters(shards, master), grads, inner, master)
+            rows = zip(news, shards, master, layouts, hosted, strict=True)
+            return [self._landed(n, p, m, x) if h else n for n, p, m, x, h in rows], *kept
+
+        params_lie = where_they_lie(shards, [x.stored for x in layouts], plan)
+        grads_lie = where_they_lie(grads, [x.state for x in layouts], plan)
+        # a layout is found by the path of its param
+        state_lies = placements_of((inner, self.tree.unflatten(master)), plan)
+        first, count = len(params_lie), len(params_lie) + len(grads_lie)
 
         def out_placements(out):
-            new = len(jax.tree.leaves(out[0]))
-            count = first + len(jax.tree.leaves(grads))
-            kept = [
-                Placement(h.sharding, count + i if h.sharding else None)
-                for i, h in enumerate(state_placements)
-            ]
-            return [*[DEVICE] * new, *kept]
+            moved = [i for i, new in enumerate(out[0]) if new is not None]
+            landed = [Placement(params_lie[i].sharding, i if hosted[i] else None) for i in moved]
+            kept = [Placement(h.sharding, count + i if h.sharding else None) for i, h in enumerate(state_lies)]
+            return [*landed, *kept]
 
         return streamed(
-            step, (shards, grads), (inner, master), plan, state_placements, out_placements,
-            gate=range(first, first + len(jax.tree.leaves(grads))),
+            step, (shards, grads, inner, master), plan, [*params_lie, *grads_lie, *state_lies], out_placements,
+            gate=range(first, count),
         )  # fmt: skip
+
+    def _landed(self, new, shard, master, x: Layout):
+        """The new value of a param in its stored layout, from what `__call__` says of it."""
+        if new is None:
+            return None
+        new = new if master is not None else (shard + new).astype(x.dtype)
+        return self.plan.constrain(self.plan.constrain(new, x.state), x.stored)
 
 
 def on_shards(params: list, plan: Plan) -> tuple[list, list]:
     """Params on the shards of their optimizer state; and those that are split for it, as they are stored.
 
-    First as stored: the carry of a scan over steps would else take the layout of the shard. See [Note: read twice].
+    Those in host memory stay there, as they are. First as stored: the carry of a scan over steps would else take the layout of the shard. See [Note: read twice].
     """
-    stored = [plan.constrain(p, x.stored) for p, x in zip(params, plan.layouts, strict=True)]
-    rows = list(zip(stored, plan.layouts, strict=True))
-    shards = [plan.constrain(p, x.state) for p, x in rows]
-    return shards, [p for p, x in rows if x.stored != x.state]
+    hosted = [memory_kind(p) == HOST for p in params]
+    rows = list(zip(params, plan.layouts, hosted, strict=True))
+    stored = [p if h else plan.constrain(p, x.stored) for p, x, h in rows]
+    rows = list(zip(stored, plan.layouts, hosted, strict=True))
+    shards = [p if h else plan.constrain(p, x.state) for p, x, h in rows]
+    return shards, [p for p, x, h in rows if x.stored != x.state and not h]
 
 
 def take_over(shard, master, x: Layout, plan: Plan):
@@ -159,8 +175,9 @@ def taken_over(param, master):
 def read_params_first(wide: list, stored: list, grads: list, plan: Plan):
     """See [Note: old params die early]: no gradient is used before every old param has been read."""
     split = [i for i, x in enumerate(plan.layouts) if x.state != x.stored]
-    if not split:
+    if not stored:
         return wide, grads
+    split = [i for i in split if memory_kind(wide[i]) != HOST]
     wide, _ = after(wide, stored)
     if not plan.config.row.grads:
         return wide, grads
