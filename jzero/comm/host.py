@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jzero.layout.placement import HOST
 from jzero.sharding import Plan
 
 SPACE = jax.memory.Space
@@ -39,7 +38,7 @@ class HostTransfer:
         """A gradient in host memory; `spec`: its layout."""
         with jax.named_scope(self.WRITE):
             grad = self.plan.constrain(grad, spec)
-            return jax.device_put(grad, self.plan.sharding(spec).with_memory_kind(HOST))
+            return jax.device_put(grad, SPACE.Host)
 
     def added(self, grads: Sequence[Any], spec: PartitionSpec) -> Any:
         """The sum of gradients in host memory, taken in device memory: XLA would add them where they lie."""

@@ -27,6 +27,7 @@ def linear(
     args: Sequence[Any],
     *,
     tangent: Callable | None = None,
+    fixed_outs: int = 0,
 ) -> list[Any]:
     """`fn(*fixed, *args)` with a transpose of our own; unlike a `custom_vjp` it has a forward derivative too.
 
@@ -36,19 +37,23 @@ def linear(
       fixed: arrays whose derivative is that of `fn`.
       args: arrays whose transpose is `back`.
       tangent: the derivative of `fn` in `args`, where it is not `fn` itself: of what is rounded on the way.
+      fixed_outs: how many of its last results have no derivative; `tangent`, which is given then, has not got them.
 
     Under `vmap` it is plain `fn`, with the transpose that JAX finds for it.
     """
-    return _linear_p.bind(*fixed, *args, fn=fn, back=back, count=len(fixed), tangent=tangent or fn)
+    given: Any = {"fn": fn, "back": back, "count": len(fixed), "tangent": tangent or fn, "fixed_outs": fixed_outs}
+    return _linear_p.bind(*fixed, *args, **given)
 
 
-def _linear_jvp(primals, tangents, *, fn, back, count, tangent):
-    outs = _linear_p.bind(*primals, fn=fn, back=back, count=count, tangent=tangent)
+def _linear_jvp(primals, tangents, *, fn, back, count, tangent, fixed_outs):
+    given: Any = {"fn": fn, "back": back, "count": count, "tangent": tangent, "fixed_outs": fixed_outs}
+    outs = _linear_p.bind(*primals, **given)
+    fixed = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[len(outs) - fixed_outs :]]
     moves = [i for i, t in enumerate(tangents[:count]) if type(t) is not ad.Zero]
     found = []
     if any(type(t) is not ad.Zero for t in tangents[count:]):
         moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
-        params: Any = {"fn": tangent, "back": back, "count": count, "tangent": tangent}
+        params: Any = {"fn": tangent, "back": back, "count": count, "tangent": tangent, "fixed_outs": 0}
         found.append(_linear_p.bind(*primals[:count], *moved, **params))
     if moves:
 
@@ -57,16 +62,16 @@ def _linear_jvp(primals, tangents, *, fn, back, count, tangent):
             return fn(*(new.get(i, x) for i, x in enumerate(primals)))
 
         found.append(jax.jvp(of_fixed, [primals[i] for i in moves], [tangents[i] for i in moves])[1])
-    return outs, [sum(ts[1:], ts[0]) for ts in zip(*found, strict=True)]
+    return outs, [sum(ts[1:], ts[0]) for ts in zip(*found, strict=True)] + fixed
 
 
-def _linear_transpose(cotangents, *args, fn, back, count, tangent):
+def _linear_transpose(cotangents, *args, fn, back, count, tangent, fixed_outs):
     found = back(*args[:count], *(ad.instantiate_zeros(c) for c in cotangents))
     wanted = [ad.is_undefined_primal(a) for a in args[count:]]
     return [None] * count + [c if w else None for c, w in zip(found, wanted, strict=True)]
 
 
-def _linear_batch(args, dims, *, fn, back, count, tangent):
+def _linear_batch(args, dims, *, fn, back, count, tangent, fixed_outs):
     def batched(fn):
         return lambda *values: jax.vmap(fn, in_axes=tuple(dims))(*values)
 
@@ -79,16 +84,18 @@ def _linear_batch(args, dims, *, fn, back, count, tangent):
         fixed, cotangents = values[:count], list(values[count:])
         return list(jax.linear_transpose(lambda *some: batched(tangent)(*fixed, *some), *shapes)(cotangents))
 
-    outs = linear(batched(fn), transposed, args[:count], args[count:], tangent=batched(tangent))
+    outs = linear(
+        batched(fn), transposed, args[:count], args[count:], tangent=batched(tangent), fixed_outs=fixed_outs
+    )
     return outs, [0] * len(outs)
 
 
-def _linear_lowering(ctx, *args, fn, back, count, tangent):
+def _linear_lowering(ctx, *args, fn, **_):
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *args)
 
 
-_linear_p.def_impl(lambda *args, fn, back, count, tangent: fn(*args))
-_linear_p.def_abstract_eval(lambda *args, fn, back, count, tangent: jax.make_jaxpr(fn)(*args).out_avals)
+_linear_p.def_impl(lambda *args, fn, **_: fn(*args))
+_linear_p.def_abstract_eval(lambda *args, fn, **_: jax.make_jaxpr(fn)(*args).out_avals)
 ad.primitive_jvps[_linear_p] = _linear_jvp
 ad.primitive_transposes[_linear_p] = _linear_transpose
 batching.primitive_batchers[_linear_p] = _linear_batch

@@ -47,7 +47,7 @@ from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
 from jzero.gather import buckets
 from jzero.gather.loops import LoopOps
-from jzero.gather.sharded_weight import ON_SHARD, Weight, unwrap
+from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, unwrap
 from jzero.gather.weight_graph import CLOSED, WeightGraph
 
 
@@ -64,33 +64,28 @@ class GatherInterpreter(LoopOps):
         """Outputs of the jaxpr; a weight that is passed through stays a weight."""
         graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args])
         env: dict[int, Any] = {**graph.known, **dict(zip(graph.ins, args, strict=True))}
+        env.update(self.entered(graph, env))
         ties = self.ties(graph, env)
-        readers = collections.Counter(i for node in graph.nodes for i in set(node.ins))
-        readers.update(graph.outs)
         for number, node in enumerate(graph.nodes):
             for tie in ties.get((number, False), ()):
                 self.tie(tie, graph, env)
             with node.scope():
                 if self.plan.config.keeps_gathered:
                     env.update({i: self.kept(env[i]) for i in self.to_keep(node, env)})
-                outs = self.equation(node.eqn, self.operands(node, env, readers))
+                outs = self.equation(node.eqn, [env[i] for i in node.ins])
             env.update(zip(node.outs, outs, strict=True))
             for tie in ties.get((number, True), ()):
                 self.tie(tie, graph, env)
         return [env[i] for i in graph.outs]
 
-    def operands(self, node: Node, env, readers: collections.Counter[int]) -> list[Any]:
-        """What a node reads; of a weight in host memory with further readers a copy: see the note in its file."""
-        found = {}
-        for i in dict.fromkeys(node.ins):
-            value, readers[i] = env[i], readers[i] - 1
-            if isinstance(value, Weight) and value.host is not None:
-                if readers[i]:
-                    value, env[i] = value.shared(self.comm)
-                if node.ins.count(i) > 1:
-                    value = value.fetched(self.comm)
-            found[i] = value
-        return [found[i] for i in node.ins]
+    def entered(self, graph: WeightGraph, env) -> dict[int, Weight]:
+        """The weights in host memory among the arguments; see [Note: a weight in host memory]."""
+        used, regions = graph.uses_by_root((*REMAT, "scan"))
+        return {
+            k: env[k].entered(self.comm, used=k in used, regions=regions[k])
+            for k in graph.ins
+            if isinstance(env[k], Weight) and env[k].host is not None
+        }
 
     def ties(self, graph: WeightGraph, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
         """The ties by the number of their step, and whether they come after it."""
@@ -116,21 +111,25 @@ class GatherInterpreter(LoopOps):
         keys = [k for k in gathered | reduced if k in late or k in reduced]
         if not activations or not keys:
             return
-        weights = [env[k] for k in keys]
+        hosted = [k for k in late if env[k].host is not None]
+        values = [env[k].shard for k in hosted]
+        keys = [k for k in keys if env[k].carrier is not None]
+        weights, count = [env[k] for k in keys], len(hosted)
 
-        def forward(*flat):
-            flat = list(flat)
-            waiting = [i for i, k in enumerate(keys) if k in late]
-            if waiting:
-                shards, (flat[len(keys)],) = after([flat[i] for i in waiting], [flat[len(keys)]])
-                for i, shard in zip(waiting, shards, strict=True):
-                    host = weights[i].host
-                    flat[i] = shard if host else self.plan.constrain(shard, weights[i].stored)
-            return flat
+        def forward(*flat, count: int = count):
+            on_host, flat = flat[:count], list(flat[count:])
+            waiting = [i for i, k in enumerate(keys) if k in late and k not in hosted]
+            if on_host or waiting:
+                found, (flat[len(keys)],) = after([*on_host, *(flat[i] for i in waiting)], [flat[len(keys)]])
+                on_host = found[: len(on_host)]
+                for i, shard in zip(waiting, found[len(on_host) :], strict=True):
+                    flat[i] = self.plan.constrain(shard, weights[i].stored)
+            return [*flat, *on_host]
 
-        def back(*cotangents):
+        def back(*flat):
+            cotangents = flat[count:]
             flat = [
-                self.reduced(c, w) if k in reduced and w.host is None else c
+                self.reduced(c, w) if k in reduced else c
                 for k, w, c in zip(keys, weights, cotangents, strict=False)
             ]
             done = [g for k, g in zip(keys, flat, strict=True) if k in reduced]
@@ -140,10 +139,16 @@ class GatherInterpreter(LoopOps):
             own = iter(done)
             return [next(own) if k in reduced else g for k, g in zip(keys, flat, strict=True)] + late
 
-        tied = linear(forward, back, [], [w.shard for w in weights] + [env[k] for k in activations])
-        for key, weight, shard in zip(keys, weights, tied, strict=False):
-            env[key] = dataclasses.replace(weight, shard=shard)
-        env.update(zip(activations, tied[len(keys) :], strict=True))
+        carriers = [w.carrier for w in weights] + [env[k] for k in activations]
+        out = linear(
+            forward, back, values, carriers,
+            tangent=(lambda *flat: forward(*flat[count:], count=0)) if count else None, fixed_outs=count,
+        )  # fmt: skip
+        for key, weight, carrier in zip(keys, weights, out, strict=False):
+            env[key] = weight.carried_by(carrier)
+        env.update(zip(activations, out[len(keys) :], strict=False))
+        for key, value in zip(hosted, out[len(carriers) :], strict=True):
+            env[key] = dataclasses.replace(env[key], shard=value)
 
     def to_keep(self, node: Node, env) -> list[int]:
         """The weights that a node is the first to read whole; see [Note: kept].
@@ -179,7 +184,7 @@ class GatherInterpreter(LoopOps):
 
     def remat(self, eqn, values: list[Any]) -> list[Any]:
         """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
-        flat, rewrap = unwrap(values)
+        flat, rewrap = unwrap(for_region(values))
         size = sum(v.message_bytes(self.comm) for v in values if isinstance(v, Weight))
         inner = GatherInterpreter(
             self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes

@@ -31,7 +31,7 @@ from jzero.core.linear import linear
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
 from jzero.core.regions import bodies, loop_consts, rounds, scan_parts, scan_with, while_with
-from jzero.gather.sharded_weight import Weight, unwrap
+from jzero.gather.sharded_weight import Weight, for_region, unwrap
 from jzero.gather.weight_graph import looked_up, read_narrow
 from jzero.gather.weight_ops import WeightOps
 
@@ -50,7 +50,7 @@ class LoopOps(WeightOps, abc.ABC):
     def scan_(self, eqn, values: list[Any]) -> list[Any]:
         """A scan: stacked weights stay stored; those in the carry and constant ones are gathered before it."""
         _, consts, carry = scan_parts(eqn)
-        values = list(values)
+        values = for_region(values)
         values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
         several = rounds(eqn) > 1
         chosen = self.before_loop(values[:consts], but=self._tables(eqn, values)) if several else []

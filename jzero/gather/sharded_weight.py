@@ -3,9 +3,12 @@
 [Note: a weight in host memory]
 Nothing is computed in host memory. What the program does to such a weight before its use (a cast, a transpose) is put
 off until the shard is in device memory, which is where it is gathered: at the use, inside of what the backward pass
-runs again. The cotangent of an array in host memory lies there too, so that the shard of a gradient leaves the device
-when it is made. The sum of two such cotangents would be taken by a kernel that reads host memory. So each reader of
-such a weight but the last has a copy of its own (`shared`; the same array), whose gradients are added in device memory.
+runs again. JAX wants the cotangent of an array in host memory there too; two such cotangents would be added by a kernel
+that reads host memory, and XLA writes the layers of a scan into a stack in host memory only where nothing, no barrier
+either, stands between the copy of a layer and its place. So where a weight enters a function or a region its value and
+its gradient part: the value has none, and a `variable` that is never computed stands for its gradient in device memory.
+Uses are added and tied there; what leaves is written to host memory at the entry. A region or a scan enters a weight
+of its own; with several of them, each has a copy (the same array), whose gradients are added in device memory.
 """
 
 from __future__ import annotations
@@ -27,17 +30,42 @@ from jzero.core.linear import linear
 from jzero.layout.specs import P
 
 
+@dataclasses.dataclass
+class Entry:
+    """A weight in host memory where it enters a function or a region, to be taken `left` times."""
+
+    array: Any
+    grad: PartitionSpec
+    comm: Comm
+    left: int
+
+    def take(self) -> Any:
+        """The array with its gradient; the last one itself, others a copy."""
+        self.left -= 1
+        if self.left <= 0:
+            return self.array
+        comm, grad = self.comm, self.grad
+        taken, self.array = linear(
+            lambda x: [x, x], lambda *grads: [comm.host.added(grads, grad)], [], [self.array]
+        )
+        return taken
+
+
 @dataclasses.dataclass(frozen=True)
 class OnHost:
     """How a weight lies in host memory, and what was put off: see [Note: a weight in host memory].
 
     Attributes:
       stored, grad: the layouts of the shard and of its gradient there.
+      entry: where it entered; None before it did.
+      variable: what stands for its gradient, in device memory.
       steps: equations of one operand.
     """
 
     stored: PartitionSpec
     grad: PartitionSpec
+    entry: Entry | None = None
+    variable: Any = None
     steps: tuple[Any, ...] = ()
 
     @property
@@ -91,7 +119,20 @@ class Weight:
     @property
     def leaving(self) -> Any:
         """What a function returns for it: the stored array."""
+        if self.host is not None:
+            return self.handed()
         return self.shard if self.at_rest is None else self.at_rest
+
+    @property
+    def carrier(self) -> Any:
+        """The array whose gradient is the weight's here: None for one in host memory that regions alone use."""
+        return self.shard if self.host is None else self.host.variable
+
+    def carried_by(self, carrier: Any) -> Weight:
+        """The same weight with another one."""
+        if self.host is None:
+            return dataclasses.replace(self, shard=carrier)
+        return dataclasses.replace(self, host=dataclasses.replace(self.host, variable=carrier))
 
     @property
     def moves(self) -> bool:
@@ -145,30 +186,56 @@ class Weight:
             return jaxprs.bind(eqn, [self.shard])[0], None
         return self.shard, dataclasses.replace(self.host, steps=(*self.host.steps, eqn))
 
+    def entered(self, comm: Comm, *, used: bool, regions: int) -> Weight:
+        """The same weight at the entry of a function or a region: see [Note: a weight in host memory].
+
+        Args:
+          comm: the collectives.
+          used: an equation uses it here.
+          regions: how many regions and scans take it from here, each once.
+        """
+        host = self.host
+        assert host is not None
+        entry = Entry(self.shard, host.grad, comm, regions + used)
+        value, variable = jax.lax.stop_gradient(self.shard), None
+        if used:
+            kind = jax.typeof(self.shard)
+            (variable,) = linear(
+                lambda x: [jnp.zeros(kind.shape, kind.dtype)], lambda g: [comm.host.write(g, host.grad)], [],
+                [entry.take()], tangent=lambda x: [comm.host.fetch(x, host.stored)],
+            )  # fmt: skip
+        return dataclasses.replace(
+            self, shard=value, host=dataclasses.replace(host, entry=entry, variable=variable)
+        )
+
+    def handed(self) -> Any:
+        """For a region: the array in host memory, with its gradient."""
+        host = self.host
+        assert host is not None and host.entry is not None
+        (array,) = linear(
+            lambda value, x: [value], lambda value, g: [g], [self.shard], [host.entry.take()],
+            tangent=lambda value, dot: [dot],
+        )  # fmt: skip
+        return array
+
     def fetched(self, comm: Comm) -> Weight:
         """The same weight with its shard in device memory."""
-        host = self.host
-        if host is None:
+        if self.host is None:
             return self
+        if self.host.variable is None:
+            return self.entered(comm, used=True, regions=0).fetched(comm)
+        host = self.host
         (shard,) = linear(
-            lambda x: [comm.host.fetch(x, host.stored)], lambda g: [comm.host.write(g, host.grad)], [],
-            [self.shard],
+            lambda value, x: [comm.host.fetch(value, host.stored)],
+            lambda value, g: [comm.plan.constrain(g, host.grad)], [self.shard], [host.variable],
+            tangent=lambda value, dot: [dot],
         )  # fmt: skip
         return dataclasses.replace(self, shard=host.after_steps(shard), host=None)
 
-    def shared(self, comm: Comm) -> tuple[Weight, Weight]:
-        """A weight in host memory for two readers, whose gradients are added in device memory."""
-        host = self.host
-        assert host is not None
-        pair = linear(
-            lambda x: [x, x], lambda *grads: [comm.host.added(grads, host.grad)], [], [self.shard]
-        )
-        first, second = (dataclasses.replace(self, shard=x) for x in pair)
-        return first, second
-
 
 def unwrap(values: Sequence[Any]):
-    """Arrays for values, and a function that makes weights of them again.
+    """Arrays for values, and a function that makes weights of them again. Of a weight in host memory that is used here
+    a pair: its value, and what stands for its gradient.
 
     `rewrap(flat, sliced_from=i)`: from position i on, the arrays have lost their leading (scanned) dim.
     """
@@ -178,11 +245,33 @@ def unwrap(values: Sequence[Any]):
         for i, (new, old) in enumerate(zip(flat, values, strict=True)):
             if isinstance(old, Weight):
                 is_slice = sliced_from is not None and i >= sliced_from
-                new = old.sliced(new) if is_slice else dataclasses.replace(old, shard=new, at_rest=None)
+                if isinstance(new, tuple):
+                    host = dataclasses.replace(old.host, variable=new[1])
+                    new = dataclasses.replace(old, shard=new[0], host=host)
+                else:
+                    new = old.sliced(new) if is_slice else dataclasses.replace(old, shard=new, at_rest=None)
             out.append(new)
         return out
 
-    return [v.shard if isinstance(v, Weight) else v for v in values], rewrap
+    def flat(value):
+        if not isinstance(value, Weight):
+            return value
+        in_use = value.host is not None and value.host.variable is not None
+        return (value.shard, value.host.variable) if in_use else value.shard
+
+    return [flat(v) for v in values], rewrap
+
+
+def for_region(values: Sequence[Any]) -> list[Any]:
+    """Values for a region or a scan, which enters weights in host memory itself."""
+
+    def handed(value):
+        if not isinstance(value, Weight) or value.host is None:
+            return value
+        host = dataclasses.replace(value.host, entry=None, variable=None)
+        return dataclasses.replace(value, shard=value.handed(), host=host)
+
+    return [handed(v) for v in values]
 
 
 def _cast(eqn, weight: Weight):

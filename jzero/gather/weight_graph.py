@@ -81,6 +81,19 @@ class WeightGraph(Graph):
         """The weights that a node uses, each once; none for one that only changes a stored weight."""
         return [] if node.name in ON_SHARD else list(dict.fromkeys(i for i in node.ins if i in self.parent))
 
+    def uses_by_root(self, regions: Sequence[str]) -> tuple[set[int], collections.Counter[int]]:
+        """The weights among the arguments that are used here, and how often regions of these names (or the results)
+        take each."""
+        used: set[int] = set()
+        taken = collections.Counter(self.root(i) for i in self.outs if i in self.parent)
+        for node in self.nodes:
+            roots = [self.root(i) for i in node.ins if i in self.parent and node.name not in ON_SHARD]
+            if node.name in regions:
+                taken.update(roots)
+            else:
+                used.update(roots)
+        return used, taken
+
     def data(self) -> set[int]:
         """What is computed from arguments that are no weights: activations, not masks and constants."""
         found = {i for i in self.ins if i not in self.parent}
