@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.comm import Comm
 from jzero.core import jaxprs
+from jzero.core.carriers import carried, value_of
 from jzero.core.dims import dims_in_order
 from jzero.core.linear import linear
 from jzero.layout.specs import P
@@ -197,7 +198,7 @@ class Weight:
         host = self.host
         assert host is not None
         entry = Entry(self.shard, host.grad, comm, regions + used)
-        value, variable = jax.lax.stop_gradient(self.shard), None
+        value, variable = value_of(self.shard), None
         if used:
             kind = jax.typeof(self.shard)
             (variable,) = linear(
@@ -212,11 +213,7 @@ class Weight:
         """For a region: the array in host memory, with its gradient."""
         host = self.host
         assert host is not None and host.entry is not None
-        (array,) = linear(
-            lambda value, x: [value], lambda value, g: [g], [self.shard], [host.entry.take()],
-            tangent=lambda value, dot: [dot],
-        )  # fmt: skip
-        return array
+        return carried(self.shard, host.entry.take())
 
     def fetched(self, comm: Comm) -> Weight:
         """The same weight with its shard in device memory."""
