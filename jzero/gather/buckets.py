@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jzero.core.graph import Node
 from jzero.core.primitives import REMAT
@@ -123,8 +123,14 @@ def _first_inside(graph: WeightGraph, node: Node, sizes, limit: int, prefetch: i
     return list(dict.fromkeys(outside[inner.root(k)] for b in first for k in b.weights))
 
 
-def find_ties(graph: WeightGraph, buckets: Sequence[Bucket], prefetch: int) -> Iterator[Tie]:
-    """The ties of a jaxpr; see [Note: buckets]."""
+def find_ties(
+    graph: WeightGraph, buckets: Sequence[Bucket], prefetch: int, written: Collection[int] = ()
+) -> Iterator[Tie]:
+    """The ties of a jaxpr; see [Note: buckets].
+
+    `written`: weights (of the arguments) whose gradients go to host memory: also from regions, the cotangents wait
+    for that.
+    """
     data = graph.data()
     gather: dict[tuple[int, bool], list[int]] = collections.defaultdict(list)
     reduce: dict[tuple[int, bool], list[int]] = collections.defaultdict(list)
@@ -134,9 +140,10 @@ def find_ties(graph: WeightGraph, buckets: Sequence[Bucket], prefetch: int) -> I
             gather[loop, True] += bucket.early
         elif i >= prefetch:
             gather[i - prefetch, False] += bucket.early
-        if not bucket.closed:
-            before = max(i - 1, 0)
-            reduce[before, buckets[before].closed] += bucket.weights
+        before = max(i - 1, 0)
+        reduce[before, buckets[before].closed] += [
+            k for k in bucket.weights if not bucket.closed or graph.root(k) in written
+        ]
     for i, bucket in enumerate(buckets):
         entry = _entry(graph, bucket, data)
         if entry is not None:

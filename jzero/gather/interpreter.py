@@ -47,7 +47,7 @@ from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
 from jzero.gather import buckets
 from jzero.gather.loops import LoopOps
-from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, unwrap
+from jzero.gather.sharded_weight import ON_SHARD, Weight, carriers, for_region, unwrap
 from jzero.gather.weight_graph import CLOSED, WeightGraph
 
 
@@ -93,7 +93,8 @@ class GatherInterpreter(LoopOps):
         if self.ordered:
             sizes = {k: env[k].message_bytes(self.comm) for k in graph.ins if isinstance(env[k], Weight)}
             rows = buckets.find_buckets(graph, sizes, self.plan.bucket_bytes, self.plan.config.prefetch)
-            for tie in buckets.find_ties(graph, rows, self.plan.config.prefetch):
+            written = {k for k in sizes if env[k].host is not None}
+            for tie in buckets.find_ties(graph, rows, self.plan.config.prefetch, written):
                 found[tie.at, tie.after].append(tie)
         return found
 
@@ -107,47 +108,46 @@ class GatherInterpreter(LoopOps):
 
         activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
         gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
-        late = {k for k in gathered if env[k].moves}
-        keys = [k for k in gathered | reduced if k in late or k in reduced]
-        if not activations or not keys:
-            return
+        late = [k for k in gathered if env[k].moves]
         hosted = [k for k in late if env[k].host is not None]
-        values = [env[k].shard for k in hosted]
-        keys = [k for k in keys if env[k].carrier is not None]
-        weights, count = [env[k] for k in keys], len(hosted)
+        rows = carriers({k: (env[k], k in reduced) for k in gathered | reduced if k in late or k in reduced})
+        if not activations or not (rows or hosted):
+            return
+        count, first = len(hosted), len(rows)
+        before = {k: env[k] for k in (*late, *(k for k, _ in rows))}
+        waiting = [i for i, (k, _) in enumerate(rows) if k in late and k not in hosted]
 
         def forward(*flat, count: int = count):
             on_host, flat = flat[:count], list(flat[count:])
-            waiting = [i for i, k in enumerate(keys) if k in late and k not in hosted]
+            flat[:first] = [c.forward(x) for (_, c), x in zip(rows, flat, strict=False)]
             if on_host or waiting:
-                found, (flat[len(keys)],) = after([*on_host, *(flat[i] for i in waiting)], [flat[len(keys)]])
-                on_host = found[: len(on_host)]
-                for i, shard in zip(waiting, found[len(on_host) :], strict=True):
-                    flat[i] = self.plan.constrain(shard, weights[i].stored)
+                found, (flat[first],) = after([*on_host, *(flat[i] for i in waiting)], [flat[first]])
+                on_host, shards = found[: len(on_host)], found[len(on_host) :]
+                for i, shard in zip(waiting, shards, strict=True):
+                    flat[i] = self.plan.constrain(shard, before[rows[i][0]].stored)
             return [*flat, *on_host]
 
         def back(*flat):
             cotangents = flat[count:]
             flat = [
-                self.reduced(c, w) if k in reduced else c
-                for k, w, c in zip(keys, weights, cotangents, strict=False)
+                c.back(self.reduced(g, before[k]) if k in reduced else g)
+                for (k, c), g in zip(rows, cotangents, strict=False)
             ]
-            done = [g for k, g in zip(keys, flat, strict=True) if k in reduced]
+            done = [g for (k, _), g in zip(rows, flat, strict=True) if k in reduced]
             if not done:
-                return list(cotangents)
-            done, late = after(done, cotangents[len(keys) :])
+                return [*flat, *cotangents[first:]]
+            done, waited = after(done, cotangents[first:])
             own = iter(done)
-            return [next(own) if k in reduced else g for k, g in zip(keys, flat, strict=True)] + late
+            return [next(own) if k in reduced else g for (k, _), g in zip(rows, flat, strict=True)] + waited
 
-        carriers = [w.carrier for w in weights] + [env[k] for k in activations]
         out = linear(
-            forward, back, values, carriers,
+            forward, back, [env[k].shard for k in hosted], [c.array for _, c in rows] + [env[k] for k in activations],
             tangent=(lambda *flat: forward(*flat[count:], count=0)) if count else None, fixed_outs=count,
         )  # fmt: skip
-        for key, weight, carrier in zip(keys, weights, out, strict=False):
-            env[key] = weight.carried_by(carrier)
-        env.update(zip(activations, out[len(keys) :], strict=False))
-        for key, value in zip(hosted, out[len(carriers) :], strict=True):
+        for (key, carrier), array in zip(rows, out, strict=False):
+            env[key] = carrier.put(before[key], array)
+        env.update(zip(activations, out[first:], strict=False))
+        for key, value in zip(hosted, out[len(out) - count :], strict=True):
             env[key] = dataclasses.replace(env[key], shard=value)
 
     def to_keep(self, node: Node, env) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,23 +33,51 @@ from jzero.layout.specs import P
 
 @dataclasses.dataclass
 class Entry:
-    """A weight in host memory where it enters a function or a region, to be taken `left` times."""
+    """A weight in host memory where it enters a function or a region; see [Note: a weight in host memory].
+
+    Attributes:
+      array: with its gradient; the last one to take it takes itself, others a copy.
+      lies: its layouts.
+      comm: the collectives.
+      used: an equation uses it here.
+      left: how often it is to be taken: once for all uses here, once for each region.
+      variable: what stands for its gradient in device memory, once it is asked for.
+    """
 
     array: Any
-    grad: PartitionSpec
+    lies: OnHost
     comm: Comm
+    used: bool
     left: int
+    variable: Any = None
 
     def take(self) -> Any:
-        """The array with its gradient; the last one itself, others a copy."""
+        """The array with its gradient, or a copy."""
         self.left -= 1
         if self.left <= 0:
             return self.array
-        comm, grad = self.comm, self.grad
+        comm, spec = self.comm, self.lies.grad
         taken, self.array = linear(
-            lambda x: [x, x], lambda *grads: [comm.host.added(grads, grad)], [], [self.array]
+            lambda x: [x, x], lambda *grads: [comm.host.added(grads, spec)], [], [self.array]
         )
         return taken
+
+    def zeros(self) -> Any:
+        """The value of the variable, which nothing reads."""
+        return jnp.zeros(self.array.shape, self.array.dtype)
+
+    def write(self, grad: Any) -> Any:
+        """Its gradient, in host memory."""
+        return self.comm.host.write(grad, self.lies.grad)
+
+    def ready(self) -> Any:
+        """The variable."""
+        if self.variable is None:
+            (self.variable,) = linear(
+                lambda x: [self.zeros()], lambda g: [self.write(g)], [], [self.take()],
+                tangent=lambda x: [self.comm.host.fetch(x, self.lies.stored)],
+            )  # fmt: skip
+        return self.variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +87,7 @@ class OnHost:
     Attributes:
       stored, grad: the layouts of the shard and of its gradient there.
       entry: where it entered; None before it did.
-      variable: what stands for its gradient, in device memory.
+      variable: what stands for its gradient, in a part of the program that is given it; else the entry has it.
       steps: equations of one operand.
     """
 
@@ -68,6 +96,11 @@ class OnHost:
     entry: Entry | None = None
     variable: Any = None
     steps: tuple[Any, ...] = ()
+
+    def of_use(self) -> Any:
+        """What stands for its gradient where an equation uses it."""
+        assert self.entry is not None
+        return self.entry.ready() if self.variable is None else self.variable
 
     @property
     def only_casts(self) -> bool:
@@ -123,17 +156,6 @@ class Weight:
         if self.host is not None:
             return self.handed()
         return self.shard if self.at_rest is None else self.at_rest
-
-    @property
-    def carrier(self) -> Any:
-        """The array whose gradient is the weight's here: None for one in host memory that regions alone use."""
-        return self.shard if self.host is None else self.host.variable
-
-    def carried_by(self, carrier: Any) -> Weight:
-        """The same weight with another one."""
-        if self.host is None:
-            return dataclasses.replace(self, shard=carrier)
-        return dataclasses.replace(self, host=dataclasses.replace(self.host, variable=carrier))
 
     @property
     def moves(self) -> bool:
@@ -195,19 +217,12 @@ class Weight:
           used: an equation uses it here.
           regions: how many regions and scans take it from here, each once.
         """
-        host = self.host
-        assert host is not None
-        entry = Entry(self.shard, host.grad, comm, regions + used)
-        value, variable = value_of(self.shard), None
-        if used:
-            kind = jax.typeof(self.shard)
-            (variable,) = linear(
-                lambda x: [jnp.zeros(kind.shape, kind.dtype)], lambda g: [comm.host.write(g, host.grad)], [],
-                [entry.take()], tangent=lambda x: [comm.host.fetch(x, host.stored)],
-            )  # fmt: skip
-        return dataclasses.replace(
-            self, shard=value, host=dataclasses.replace(host, entry=entry, variable=variable)
-        )
+        assert self.host is not None
+        entry = Entry(self.shard, self.host, comm, used, regions + used)
+        if used and jaxprs.in_loop():
+            entry.ready()  # a tie, whose barrier hides the stack from XLA, would make it else
+        host = dataclasses.replace(self.host, entry=entry)
+        return dataclasses.replace(self, shard=value_of(self.shard), host=host)
 
     def handed(self) -> Any:
         """For a region: the array in host memory, with its gradient."""
@@ -219,15 +234,72 @@ class Weight:
         """The same weight with its shard in device memory."""
         if self.host is None:
             return self
-        if self.host.variable is None:
+        if self.host.entry is None:
             return self.entered(comm, used=True, regions=0).fetched(comm)
-        host = self.host
+        host, variable = self.host, self.host.of_use()
         (shard,) = linear(
             lambda value, x: [comm.host.fetch(value, host.stored)],
-            lambda value, g: [comm.plan.constrain(g, host.grad)], [self.shard], [host.variable],
+            lambda value, g: [comm.plan.constrain(g, host.grad)], [self.shard], [variable],
             tangent=lambda value, dot: [dot],
         )  # fmt: skip
         return dataclasses.replace(self, shard=host.after_steps(shard), host=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Carrier:
+    """What of a weight goes through a tie: the array that its gradient comes back to.
+
+    Attributes:
+      array: goes in.
+      forward: what comes out of the tie for it.
+      back: the cotangent that goes back for that of what came out.
+      put: the weight with what came out.
+    """
+
+    array: Any
+    put: Callable[[Weight, Any], Weight]
+    forward: Callable[[Any], Any] = lambda x: x
+    back: Callable[[Any], Any] = lambda g: g
+
+
+def carriers(weights: Mapping[int, tuple[Weight, bool]]) -> list[tuple[int, Carrier]]:
+    """The carriers of weights, by their keys; each with whether its gradient is reduced in the tie.
+
+    None for a weight in host memory whose gradient does not come to the tie, and one for several of one entry. What an
+    equation uses becomes a variable here, so that its gradient is written in the tie on the way back.
+    """
+    found: list[tuple[int, Carrier]] = []
+    entries: list[Entry] = []
+    for key, (weight, is_reduced) in weights.items():
+        if weight.host is None:
+            found.append((key, Carrier(weight.shard, lambda w, x: dataclasses.replace(w, shard=x))))
+            continue
+        entry = weight.host.entry
+        if entry is None or any(entry is e for e in entries):
+            continue
+        carrier = _carrier_of(entry, is_reduced)
+        if carrier is not None:
+            entries.append(entry)
+            found.append((key, carrier))
+    return found
+
+
+def _carrier_of(entry: Entry, is_reduced: bool) -> Carrier | None:
+    def put(weight: Weight, variable: Any) -> Weight:
+        entry.variable = variable
+        return weight
+
+    def put_back(weight: Weight, array: Any) -> Weight:
+        entry.array = array
+        return weight
+
+    if entry.variable is not None:
+        return Carrier(entry.variable, put)
+    if not is_reduced or jaxprs.in_loop():
+        return None
+    if entry.used:
+        return Carrier(entry.take(), put, lambda _: entry.zeros(), entry.write)
+    return Carrier(entry.array, put_back)
 
 
 def unwrap(values: Sequence[Any]):
@@ -253,8 +325,8 @@ def unwrap(values: Sequence[Any]):
     def flat(value):
         if not isinstance(value, Weight):
             return value
-        in_use = value.host is not None and value.host.variable is not None
-        return (value.shard, value.host.variable) if in_use else value.shard
+        in_use = value.host is not None and value.host.entry is not None
+        return (value.shard, value.host.of_use()) if in_use else value.shard
 
     return [flat(v) for v in values], rewrap
 
