@@ -78,6 +78,48 @@ def streamed(
     return box[0].unflatten(leaves)
 
 
+def mapped(
+    fn: Callable[..., Any], lists: Sequence[Sequence[Any]], plan: Plan, *, scalars: Sequence[Any] = (), in_place: bool = False
+) -> list[Any]:
+    """`fn(*scalars, *arrays)` for each param's arrays (gradients, sums of them), one of each list, in host memory or not.
+
+    Args:
+      fn: elementwise.
+      lists: arrays on the shards of gradients; what lies in host memory is streamed, its result lies there.
+      plan: says how much may be on the device at once.
+      scalars: handed to every call.
+      in_place: results of the first list's dtype take its place.
+    """
+    if not any(memory_kind(x) == HOST for xs in lists for x in xs):
+        return [fn(*scalars, *row) for row in zip(*lists, strict=True)]
+    specs = [x.grad for x in plan.layouts]
+    lie = [where_they_lie(xs, specs, plan) for xs in lists]
+    of_scalars = [DEVICE] * len(scalars)
+
+    def every(scalars, lists):
+        return [fn(*scalars, *row) for row in zip(*lists, strict=True)]
+
+    def out_placements(_):
+        hosted = [next((h for h in row if h.sharding is not None), DEVICE) for row in zip(*lie, strict=True)]
+        at = [len(of_scalars) + i if in_place and h.sharding is not None else None for i, h in enumerate(lie[0])]
+        return [Placement(h.sharding, i) for h, i in zip(hosted, at, strict=True)]
+
+    return streamed(
+        every, (list(scalars), [list(xs) for xs in lists]), plan, [*of_scalars, *(h for hs in lie for h in hs)],
+        out_placements,
+    )  # fmt: skip
+
+
+def zeros_like_gradients(dtypes: Sequence[Any], plan: Plan) -> list[Any]:
+    """Zeros for the sums of gradients; those of params in host memory there."""
+    layout = [plan.sharding(x.grad).with_memory_kind(HOST) if plan.lives_on_host(x) else None for x in plan.layouts]
+    rows = list(zip(plan.layouts, dtypes, strict=True))
+    return stream(
+        lambda: [plan.constrain(jax.numpy.zeros(x.shape, dtype), x.grad) for x, dtype in rows], (), (),
+        lambda: [Placement(s) for s in layout], in_flight_bytes=plan.in_flight_bytes,
+    )  # fmt: skip
+
+
 def made_streamed(fn: Callable[[], list[Any]], layout: Sequence[jax.sharding.NamedSharding], plan: Plan):
     """A creation function whose results are written to host memory group by group; `layout` says which live there."""
     placements = [Placement(s) if s.memory_kind == HOST else DEVICE for s in layout]

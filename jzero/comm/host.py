@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jzero.layout.placement import HOST, memory_kind
 from jzero.sharding import Plan
 
 SPACE = jax.memory.Space
@@ -35,7 +36,9 @@ class HostTransfer:
             return self.plan.constrain(jax.device_put(shard, SPACE.Device), spec)
 
     def write(self, grad: Any, spec: PartitionSpec) -> Any:
-        """A gradient in host memory; `spec`: its layout."""
+        """A gradient in host memory, from the device; `spec`: its layout."""
+        if memory_kind(grad) == HOST:
+            return grad
         with jax.named_scope(self.WRITE):
             grad = self.plan.constrain(grad, spec)
             return jax.device_put(grad, SPACE.Host)

@@ -37,7 +37,8 @@ def linear(
       fixed: arrays whose derivative is that of `fn`.
       args: arrays whose transpose is `back`.
       tangent: the derivative of `fn` in `args`, where it is not `fn` itself: of what is rounded on the way.
-      fixed_outs: how many of its last results have no derivative; `tangent`, which is given then, has not got them.
+      fixed_outs: how many of its last results are `fixed` again, later: their derivative passes, and `fn` has none in
+        them. `tangent`, which is given then, has not got them.
 
     Under `vmap` it is plain `fn`, with the transpose that JAX finds for it.
     """
@@ -48,8 +49,8 @@ def linear(
 def _linear_jvp(primals, tangents, *, fn, back, count, tangent, fixed_outs):
     given: Any = {"fn": fn, "back": back, "count": count, "tangent": tangent, "fixed_outs": fixed_outs}
     outs = _linear_p.bind(*primals, **given)
-    fixed = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs[len(outs) - fixed_outs :]]
-    moves = [i for i, t in enumerate(tangents[:count]) if type(t) is not ad.Zero]
+    fixed = list(tangents[:fixed_outs])
+    moves = [i for i, t in enumerate(tangents[:count]) if type(t) is not ad.Zero and i >= fixed_outs]
     found = []
     if any(type(t) is not ad.Zero for t in tangents[count:]):
         moved = [ad.instantiate_zeros(t) for t in tangents[count:]]

@@ -85,7 +85,7 @@ class _Linearized:
 
     def __init__(self, fn, count: int, moves: Sequence[int], args: Arrays):
         self.count = count
-        self.moving = [jax.ShapeDtypeStruct(np.shape(args[i]), args[i].dtype) for i in moves]
+        self.moving = [jax.typeof(args[i]) for i in moves]
         trees = []
 
         def both(*args):

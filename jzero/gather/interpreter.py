@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero.core import jaxprs
@@ -47,8 +48,9 @@ from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
 from jzero.gather import buckets
 from jzero.gather.loops import LoopOps
-from jzero.gather.sharded_weight import ON_SHARD, Weight, carriers, for_region, unwrap
+from jzero.gather.sharded_weight import ON_SHARD, Carrier, Weight, carriers, for_region, unwrap
 from jzero.gather.weight_graph import CLOSED, WeightGraph
+from jzero.layout.placement import HOST, memory_kind
 
 
 class GatherInterpreter(LoopOps):
@@ -109,28 +111,31 @@ class GatherInterpreter(LoopOps):
         activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
         gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
         late = [k for k in gathered if env[k].moves]
-        hosted = [k for k in late if env[k].host is not None]
+        # a round of a loop fetches what it reads; what a tie makes of it would be kept for the backward loop
+        as_they_are = jaxprs.in_differentiated_loop() and not self.in_remat
+        hosted = [] if as_they_are else [k for k in late if env[k].host is not None]
         rows = carriers({k: (env[k], k in reduced) for k in gathered | reduced if k in late or k in reduced})
         if not activations or not (rows or hosted):
             return
         count, first = len(hosted), len(rows)
+        on_host = any(env[k].host is not None for k in (*hosted, *(k for k, _ in rows)))
         before = {k: env[k] for k in (*late, *(k for k, _ in rows))}
-        waiting = [i for i, (k, _) in enumerate(rows) if k in late and k not in hosted]
+        waiting = [i for i, (k, _) in enumerate(rows) if k in late and env[k].host is None]
 
-        def forward(*flat, count: int = count):
-            on_host, flat = flat[:count], list(flat[count:])
-            flat[:first] = [c.forward(x) for (_, c), x in zip(rows, flat, strict=False)]
-            if on_host or waiting:
-                found, (flat[first],) = after([*on_host, *(flat[i] for i in waiting)], [flat[first]])
-                on_host, shards = found[: len(on_host)], found[len(on_host) :]
+        def moved(*flat, moves: Callable[[Carrier], Any], count: int = count):
+            values, flat = flat[:count], list(flat[count:])
+            flat[:first] = [moves(c)(x) for (_, c), x in zip(rows, flat, strict=False)]
+            if values or waiting:
+                found, (flat[first],) = after([*values, *(flat[i] for i in waiting)], [flat[first]])
+                values, shards = found[: len(values)], found[len(values) :]
                 for i, shard in zip(waiting, shards, strict=True):
                     flat[i] = self.plan.constrain(shard, before[rows[i][0]].stored)
-            return [*flat, *on_host]
+            return [*flat, *values]
 
         def back(*flat):
             cotangents = flat[count:]
             flat = [
-                c.back(self.reduced(g, before[k]) if k in reduced else g)
+                c.back(self.reduced(g, before[k]) if k in reduced and memory_kind(g) != HOST else g)
                 for (k, c), g in zip(rows, cotangents, strict=False)
             ]
             done = [g for (k, _), g in zip(rows, flat, strict=True) if k in reduced]
@@ -140,9 +145,11 @@ class GatherInterpreter(LoopOps):
             own = iter(done)
             return [next(own) if k in reduced else g for (k, _), g in zip(rows, flat, strict=True)] + waited
 
+        forward = functools.partial(moved, moves=lambda c: c.forward)
+        tangent = functools.partial(moved, moves=lambda c: c.tangent, count=0)
         out = linear(
             forward, back, [env[k].shard for k in hosted], [c.array for _, c in rows] + [env[k] for k in activations],
-            tangent=(lambda *flat: forward(*flat[count:], count=0)) if count else None, fixed_outs=count,
+            tangent=(lambda *flat: tangent(*flat[count:])) if on_host else None, fixed_outs=count,
         )  # fmt: skip
         for (key, carrier), array in zip(rows, out, strict=False):
             env[key] = carrier.put(before[key], array)

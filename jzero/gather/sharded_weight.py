@@ -66,6 +66,10 @@ class Entry:
         """The value of the variable, which nothing reads."""
         return jnp.zeros(self.array.shape, self.array.dtype)
 
+    def fetch(self, array: Any) -> Any:
+        """It, or a tangent of it, in device memory."""
+        return self.comm.host.fetch(array, self.lies.stored)
+
     def write(self, grad: Any) -> Any:
         """Its gradient, in host memory."""
         return self.comm.host.write(grad, self.lies.grad)
@@ -75,7 +79,7 @@ class Entry:
         if self.variable is None:
             (self.variable,) = linear(
                 lambda x: [self.zeros()], lambda g: [self.write(g)], [], [self.take()],
-                tangent=lambda x: [self.comm.host.fetch(x, self.lies.stored)],
+                tangent=lambda x: [self.fetch(x)],
             )  # fmt: skip
         return self.variable
 
@@ -219,7 +223,7 @@ class Weight:
         """
         assert self.host is not None
         entry = Entry(self.shard, self.host, comm, used, regions + used)
-        if used and jaxprs.in_loop():
+        if used and jaxprs.in_differentiated_loop():
             entry.ready()  # a tie, whose barrier hides the stack from XLA, would make it else
         host = dataclasses.replace(self.host, entry=entry)
         return dataclasses.replace(self, shard=value_of(self.shard), host=host)
@@ -238,7 +242,7 @@ class Weight:
             return self.entered(comm, used=True, regions=0).fetched(comm)
         host, variable = self.host, self.host.of_use()
         (shard,) = linear(
-            lambda value, x: [comm.host.fetch(value, host.stored)],
+            lambda value, x: [comm.host.fetch(jax.lax.stop_gradient(value), host.stored)],
             lambda value, g: [comm.plan.constrain(g, host.grad)], [self.shard], [variable],
             tangent=lambda value, dot: [dot],
         )  # fmt: skip
@@ -251,7 +255,7 @@ class Carrier:
 
     Attributes:
       array: goes in.
-      forward: what comes out of the tie for it.
+      forward: what comes out of the tie for it; `tangent` for a tangent of it.
       back: the cotangent that goes back for that of what came out.
       put: the weight with what came out.
     """
@@ -259,6 +263,7 @@ class Carrier:
     array: Any
     put: Callable[[Weight, Any], Weight]
     forward: Callable[[Any], Any] = lambda x: x
+    tangent: Callable[[Any], Any] = lambda x: x
     back: Callable[[Any], Any] = lambda g: g
 
 
@@ -295,11 +300,11 @@ def _carrier_of(entry: Entry, is_reduced: bool) -> Carrier | None:
 
     if entry.variable is not None:
         return Carrier(entry.variable, put)
-    if not is_reduced or jaxprs.in_loop():
+    if not is_reduced or jaxprs.in_differentiated_loop() or not entry.left:
         return None
     if entry.used:
-        return Carrier(entry.take(), put, lambda _: entry.zeros(), entry.write)
-    return Carrier(entry.array, put_back)
+        return Carrier(entry.take(), put, lambda _: entry.zeros(), entry.fetch, entry.write)
+    return Carrier(entry.array, put_back, back=entry.write)
 
 
 def unwrap(values: Sequence[Any]):

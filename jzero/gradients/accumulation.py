@@ -28,6 +28,7 @@ from jzero.gradients.batch_independence import check_examples_apart
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P, make_spec
+from jzero.offload import mapped, zeros_like_gradients
 from jzero.sharding import Plan
 from jzero.update.padded_state import cut, pad
 
@@ -151,7 +152,10 @@ class Accumulation:
             return [pad(g, self._sum_shape(x), x.grad, plan) for g, x in rows]
 
         total, loss, aux, sums = self._loop(lambda p, a: gathering(p, *a), params, *parts, pin=pin)
-        grads = [cut(s / total, x.shape, x.grad, plan) for s, x in zip(sums, plan.layouts, strict=True)]
+        if plan.config.params_on_host:
+            grads = mapped(lambda total, s: s / total, [sums], plan, scalars=[total], in_place=True)
+        else:
+            grads = [cut(s / total, x.shape, x.grad, plan) for s, x in zip(sums, plan.layouts, strict=True)]
         aux = jax.tree.map(lambda x: x / total if jnp.issubdtype(x.dtype, jnp.inexact) else x, aux)
         return loss / total, aux, jax.tree.structure(params).unflatten(grads)
 
@@ -200,6 +204,12 @@ class Accumulation:
             if self.weight is not None:
                 w = jnp.asarray(self.weight(*(args[i - 1] for i in self.batch_argnums)), jnp.float32)
             total, loss_sum, grad_sums = sums
+            if self.plan.config.params_on_host:
+                grad_sums = mapped(
+                    lambda w, s, g: s + _times(w, g, s.dtype), [grad_sums, jax.tree.leaves(grads)], self.plan,
+                    scalars=[w], in_place=True,
+                )  # fmt: skip
+                return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums), _weighted(aux, w)
             grads = pin(
                 [_times(w, g, s.dtype) for g, s in zip(jax.tree.leaves(grads), grad_sums, strict=True)]
             )
@@ -207,7 +217,12 @@ class Accumulation:
             return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums), _weighted(aux, w)
 
         layouts = self.plan.layouts
-        zeros = pin([jnp.zeros(self._sum_shape(x), jnp.promote_types(x.dtype, jnp.float32)) for x in layouts])
+        dtypes = [jnp.promote_types(x.dtype, jnp.float32) for x in layouts]
+        if self.plan.config.params_on_host:
+            zeros = zeros_like_gradients(dtypes, self.plan)
+        else:
+            rows = zip(layouts, dtypes, strict=True)
+            zeros = pin([jnp.zeros(self._sum_shape(x), dtype) for x, dtype in rows])
         start = (jnp.float32(0), jnp.float32(0), zeros)
         steps = (jnp.arange(self.accumulate), stacked)
         # `check` reads this name: a reduction in each micro-batch is a fault where it was not asked for

@@ -22,6 +22,7 @@ from jzero.gather.transform import gather_on_use
 from jzero.gradients.accumulation import Accumulation
 from jzero.gradients.loss_scale import Factor, factor_of
 from jzero.layout.explicit import in_auto_mode, result_specs
+from jzero.offload import mapped
 from jzero.sharding import Plan, check_plan
 
 REDUCE = ("auto", "step", "microbatch")
@@ -183,7 +184,11 @@ class _ValueAndGrad:
         leaves, tree = jax.tree.flatten(grads)
         assert self.scale is not None
         by = 1 / self.scale.value
-        wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) * by for g in leaves]
+
+        def unscaled(by, g):
+            return g.astype(jnp.promote_types(g.dtype, jnp.float32)) * by
+
+        wide = mapped(unscaled, [leaves], self.accumulation.plan, scalars=[by])
         return loss.astype(jnp.float32) * by, tree.unflatten(wide)
 
     def _check_params(self, params) -> None:

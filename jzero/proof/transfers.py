@@ -21,6 +21,7 @@ from jzero.proof.places import CALLERS, Place, name_stack, phase_of, touches_hos
 SAME = frozenset(
     ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
 )
+ALLOCATES = 'custom_call_target="AllocateBuffer"'  # of a stack in host memory, which a loop fills
 CARRIES = CALLERS | SAME | {"parameter", "async-done", "async-update"}
 
 
@@ -83,7 +84,7 @@ def done_of(home: Computation, i: Instruction) -> Instruction:
 
 
 def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[Transfer]:
-    if i.opcode in CARRIES or i.opcode.endswith("-done"):
+    if i.opcode in CARRIES or i.opcode.endswith("-done") or ALLOCATES in i.attrs:
         return
     home = place.computation
     if not touches_host(home, i):
