@@ -30,7 +30,7 @@ from jzero.core.errors import (
     typed_shape,
 )
 from jzero.core.jaxprs import is_tracer
-from jzero.core.xla_options import compiler_options
+from jzero.core.xla_options import compiler_options, params_on_host_limit
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
@@ -387,6 +387,9 @@ def make_plan(
 def plan_for(params: Any, config: ZeroConfig, **given: Any) -> Plan:
     """`make_plan` for a checked config; `given` are the other arguments of `tree_layouts`."""
     layouts, mesh, least, notes = tree_layouts(params, config, **given)
+    limit = params_on_host_limit(mesh.devices.flat[0].platform, 'Offload(params="host")')
+    if config.params_on_host and limit:
+        raise NotImplementedError(f"jzero: {limit}")
     return Plan(config, mesh, layouts, notes, jax.tree.structure(params), least)
 
 

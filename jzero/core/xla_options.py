@@ -58,13 +58,26 @@ def host_loop_limit(platform: str, where: str) -> str:
       platform: of the devices.
       where: the caller, for the text.
     """
+    why = _old_host_loops(platform, f"{where} inside of a loop (scan)")
+    return why and (
+        f"{why}, or unrolled layers in place of the scan (longer to compile), or leave offload out (inputs then stay "
+        "in device memory)."
+    )
+
+
+def params_on_host_limit(platform: str, where: str) -> str:
+    """The same for params in host memory, which models read in loops: also those that scan no layers, and jzero's own."""
+    why = _old_host_loops(platform, where)
+    return why and f'{why}, or Offload(params="device") (the default: optimizer state alone is in host memory).'
+
+
+def _old_host_loops(platform: str, what: str) -> str:
     if platform not in GPUS or _version() >= HOST_LOOPS:
         return ""
     return (
-        f"{where} inside of a loop (scan) is refused on GPUs with jaxlib {jaxlib.__version__}: XLA would fetch the "
-        "layers of the backward loop in the order of the forward one, and gradients would be wrong (openxla/xla pull "
-        f"request 46231). Use jaxlib >= {_text(HOST_LOOPS)} (Python 3.12), or unrolled layers in place of "
-        "the scan (longer to compile), or leave offload out (inputs then stay in device memory)."
+        f"{what} is refused on GPUs with jaxlib {jaxlib.__version__}: XLA would fetch the layers of a backward loop in "
+        "the order of the forward one, and gradients would be wrong (openxla/xla pull request 46231). Use jaxlib >= "
+        f"{_text(HOST_LOOPS)} (Python 3.12)"
     )
 
 

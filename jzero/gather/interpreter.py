@@ -48,7 +48,7 @@ from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
 from jzero.gather import buckets
 from jzero.gather.loops import LoopOps
-from jzero.gather.sharded_weight import ON_SHARD, Carrier, Weight, carriers, for_region, unwrap
+from jzero.gather.sharded_weight import ON_SHARD, Carrier, Weight, carriers, for_region, merged, unwrap
 from jzero.gather.weight_graph import CLOSED, WeightGraph
 from jzero.layout.placement import HOST, memory_kind
 
@@ -204,7 +204,7 @@ class GatherInterpreter(LoopOps):
             return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
         outs = remat_with(eqn, region, flat, lambda policy: policy_of(policy, drops=self.drops))
-        return _merged(outs, handed, values)
+        return merged(outs, handed, values)
 
     def inner(self) -> GatherInterpreter:
         """A walk for the body of a loop or a branch."""
@@ -212,7 +212,7 @@ class GatherInterpreter(LoopOps):
 
     def cond_(self, eqn, values: list[Any]) -> list[Any]:
         """Branches: each gathers what it uses, when it is taken."""
-        values = [values[0], *self.on_device(values[1:])]
+        given, values = values, [values[0], *self.on_device(values[1:])]
         flat, rewrap = unwrap(values[1:])
         handed = handed_through(eqn, [isinstance(v, Weight) for v in values[1:]])
 
@@ -224,13 +224,7 @@ class GatherInterpreter(LoopOps):
             return run
 
         outs = switch_with(eqn, [branch(*body) for body in bodies(eqn)[0]], values[0], flat)
-        return _merged(outs, handed, values[1:])
-
-
-def _merged(outs: Sequence[Any], handed: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
-    """The results of regions, with the weights that they handed through among them."""
-    rest = iter(outs)
-    return [next(rest) if i is None else values[i] for i in handed]
+        return merged(outs, handed, given[1:])
 
 
 def policy_of(policy, *, drops: bool):

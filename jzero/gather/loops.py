@@ -31,8 +31,8 @@ from jzero.core.linear import linear
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
 from jzero.core.regions import bodies, loop_consts, rounds, scan_parts, scan_with, while_with
-from jzero.gather.sharded_weight import Weight, for_region, unwrap
-from jzero.gather.weight_graph import looked_up, read_narrow
+from jzero.gather.sharded_weight import Weight, for_region, merged, unwrap
+from jzero.gather.weight_graph import handed_by_scan, looked_up, read_narrow
 from jzero.gather.weight_ops import WeightOps
 
 
@@ -50,7 +50,8 @@ class LoopOps(WeightOps, abc.ABC):
     def scan_(self, eqn, values: list[Any]) -> list[Any]:
         """A scan: stacked weights stay stored; those in the carry and constant ones are gathered before it."""
         _, consts, carry = scan_parts(eqn)
-        values = for_region(values)
+        given, values = values, for_region(values)
+        handed = handed_by_scan(eqn, [isinstance(v, Weight) for v in values])
         values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
         several = rounds(eqn) > 1
         chosen = self.before_loop(values[:consts], but=self._tables(eqn, values)) if several else []
@@ -61,17 +62,18 @@ class LoopOps(WeightOps, abc.ABC):
 
         def run(wholes: Sequence[Any], others: Sequence[Any]) -> list[Any]:
             rest, found = iter(rewrap(others)), dict(zip(chosen, wholes, strict=True))
-            return self._scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))])
+            return self._scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))], handed)
 
         if not (self.drops and any(w.moves for w in weights)) or self.in_remat:
-            return run(list(map(self.whole, weights, dtypes)), flat)
-        return made_twice(
+            return merged(run(list(map(self.whole, weights, dtypes)), flat), handed, given)
+        outs = made_twice(
             run,
             lambda i, shard: self.whole(dataclasses.replace(weights[i], shard=shard), dtypes[i]),
             lambda shards, cotangents: self._late(shards, cotangents, weights),
             [w.shard for w in self.on_shards(weights)],
             flat,
         )
+        return merged(outs, handed, given)
 
     def _for_body(self, values: Sequence[Any], consts: int, but: Collection[int]) -> list[Any]:
         """What the body of a scan reads: of weights in host memory only stacks, which it takes layer by layer."""
@@ -93,14 +95,15 @@ class LoopOps(WeightOps, abc.ABC):
             return {}
         return read_narrow(scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
 
-    def _scan(self, eqn, values: list[Any]) -> list[Any]:
-        """A scan of arrays, and of weights that are gathered in it."""
+    def _scan(self, eqn, values: list[Any], handed: Sequence[int | None]) -> list[Any]:
+        """A scan of arrays, and of weights that are gathered in it; without what it hands back as it came."""
         _, consts, carry = scan_parts(eqn)
         ((jaxpr, known),), _ = bodies(eqn)
         flat, rewrap = unwrap(values)
 
         def body(args):
-            return self.plain(self.inner().run(jaxpr, known, rewrap(args, sliced_from=consts + carry)))
+            outs = self.inner().run(jaxpr, known, rewrap(args, sliced_from=consts + carry))
+            return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
         return scan_with(eqn, body, flat)
 

@@ -348,6 +348,12 @@ def for_region(values: Sequence[Any]) -> list[Any]:
     return [handed(v) for v in values]
 
 
+def merged(outs: Sequence[Any], handed: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
+    """The results of regions, with the weights that they handed through among them."""
+    rest = iter(outs)
+    return [next(rest) if i is None else values[i] for i in handed]
+
+
 def _cast(eqn, weight: Weight):
     shard, host = weight.through(eqn)
     changed = dataclasses.replace(weight, shard=shard, host=host)

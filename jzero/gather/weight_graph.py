@@ -16,7 +16,7 @@ from jax.dtypes import issubdtype
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import INLINE, REMAT
 from jzero.core.products import row_lookup
-from jzero.core.regions import bodies, handed_through, loop_consts
+from jzero.core.regions import bodies, handed_through, loop_consts, scan_parts
 from jzero.gather.sharded_weight import ON_SHARD
 
 MOVES = frozenset(("concatenate", "reshape", "broadcast_in_dim", "transpose", "squeeze", "slice", "rev", "copy"))
@@ -52,9 +52,10 @@ class WeightGraph(Graph):
         weights = [i for i in node.ins if i in self.parent]
         if weights and node.name in ON_SHARD:
             self.parent[node.outs[0]] = weights[0]
-        if weights and node.name in (*REMAT, "cond"):
+        if weights and node.name in (*REMAT, "cond", "scan"):
             operands = node.ins[bodies(node.eqn)[1] :]
-            handed = handed_through(node.eqn, [i in self.parent for i in operands])
+            find = handed_by_scan if node.name == "scan" else handed_through
+            handed = find(node.eqn, [i in self.parent for i in operands])
             pairs = zip(node.outs, handed, strict=True)
             self.parent.update((out, operands[i]) for out, i in pairs if i is not None)
 
@@ -128,6 +129,25 @@ class WeightGraph(Graph):
         """True for an array of floating numbers."""
         aval = self.avals[value]
         return bool(np.ndim(aval)) and issubdtype(aval.dtype, np.inexact)
+
+
+def handed_by_scan(eqn: Any, weights: Sequence[bool]) -> list[int | None]:
+    """For each result of a scan: the stack among its operands whose layers the body returns as they came, or None.
+
+    NNX returns a module's whole state from each layer.
+    """
+    jaxpr, consts, carry = scan_parts(eqn)
+    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    stacks = {i: at for at, i in enumerate(graph.ins) if at >= consts + carry}
+
+    def handed(out: int) -> int | None:
+        while out in graph.parent and graph.parent[out] != out:
+            if graph.makers[out].name in ON_SHARD:
+                return None
+            out = graph.parent[out]
+        return stacks.get(out) if out in graph.parent else None
+
+    return [None if at < carry else handed(out) for at, out in enumerate(graph.outs)]
 
 
 def activation_bytes(jaxpr: Any, weights: Sequence[bool]) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import NamedSharding
+
+from jzero.layout.specs import P, shard_factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +44,15 @@ class Placement:
 
     def shard_bytes(self, aval) -> int:
         """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
-        return (
-            0
-            if self.sharding is None
-            else math.prod(self.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
-        )
+        if self.sharding is None:
+            return 0
+        return -(-aval.size // shard_factor(self.sharding.spec, self.sharding.mesh)) * aval.dtype.itemsize
+
+    def divides(self, shape: Sequence[int]) -> bool:
+        """The layout cuts an array of this shape into equal pieces."""
+        assert self.sharding is not None
+        entries = zip(shape, self.sharding.spec, strict=False)
+        return all(size % shard_factor(P(entry), self.sharding.mesh) == 0 for size, entry in entries)
 
 
 DEVICE = Placement()

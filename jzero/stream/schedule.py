@@ -232,8 +232,9 @@ class Schedule:
     def _form(self, starts, values, sources) -> Form | None:
         """The one form of all arrays that results are computed from, and of these; None where they have several."""
         hosted = [(s, self.placements[s]) for s in sources] + [(v, self.placement_of(v)) for v in values]
-        forms = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted if h.sharding is not None}
-        if len(forms) != 1:
+        hosted = [(v, h) for v, h in hosted if h.sharding is not None]
+        forms = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted}
+        if len(forms) != 1 or not all(h.divides(self.graph.avals[v].shape) for v, h in hosted):
             return None
         ((stored, layout),) = forms
         shapes = {self.graph.avals[v].shape for v in starts}
