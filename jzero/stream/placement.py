@@ -34,6 +34,13 @@ class Placement:
         kind = "device" if self.sharding is None else str(self.sharding.memory_kind)
         return layout.with_memory_kind(kind)
 
+    def fetch(self, x):
+        """An array from this placement, in device memory."""
+        if self.divides(x.shape):
+            return jax.device_put(x, self.on_device)
+        x = jax.device_put(x, jax.memory.Space.Device)
+        return jax.lax.with_sharding_constraint(x, self.on_device)
+
     def take(self, x, layout: NamedSharding | None = None):
         """An array from device memory, in this placement; `layout`: of a chunk of it, in device memory."""
         if self.sharding is None:

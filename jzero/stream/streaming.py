@@ -173,7 +173,7 @@ class _Run:
         x = self.host[source] if at is None else self.written[at]
         placement = self.schedule.placements[source]
         if chunk is None:
-            return jax.device_put(x, placement.on_device)
+            return placement.fetch(x)
         return jax.device_put(chunk.of(self._viewed(x, chunk, placement)), chunk.layout)
 
     def _viewed(self, x, chunk: Chunk, placement: Placement):
