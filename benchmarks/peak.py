@@ -17,6 +17,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -100,6 +101,7 @@ class Gpt(nn.Module):
     scan: bool
     kernels: str
     experts: int = 0
+    remat: Callable[..., type] = nn.remat
 
     def batch(self, devices):
         """One sequence per device."""
@@ -111,7 +113,7 @@ class Gpt(nn.Module):
         embed = nn.Embed(self.vocab, self.dim, **BF16)
         positions = self.param("positions", nn.initializers.normal(0.02), (self.seq, self.dim), jnp.bfloat16)
         x = embed(tokens) + positions
-        block = nn.remat(Block, prevent_cse=not self.scan)
+        block = self.remat(Block, prevent_cse=not self.scan)
         if self.scan:
             stack = nn.scan(
                 block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
