@@ -69,7 +69,9 @@ def model_of(config: Pod | One, depth: int, remat=None) -> peak.Gpt:
     return model if remat is None else dataclasses.replace(model, remat=remat)
 
 
-def measured(pod: jzero.Pod, config: Pod | One, depth: int, offload, offload_inputs: bool = False) -> dict[str, float]:
+def measured(
+    pod: jzero.Pod, config: Pod | One, depth: int, offload, offload_inputs: bool = False
+) -> dict[str, float]:
     """Bytes of one device of a step at stage 3."""
     n = pod.hosts * pod.gpus_per_host
     fields = {"stage": 3, "mesh": pod.mesh({"data": n}), "offload": offload}
@@ -98,7 +100,9 @@ def print_pod(config: Pod) -> None:
     n = pod.hosts * pod.gpus_per_host
     known = resumed(config.out, lambda *key: measured(pod, config, key[2], WAYS[key[-1]]))
     sizes = (config.depth, config.dim, config.heads, config.vocab, config.seq)
-    print("| where | device | host | to device | to host | of it waited for | wire |\n|---|---|---|---|---|---|---|")
+    print(
+        "| where | device | host | to device | to host | of it waited for | wire |\n|---|---|---|---|---|---|---|"
+    )
     for way in WAYS:
         row = known("pod", n, *sizes, jax.__version__, way)
         print(
@@ -126,7 +130,9 @@ def print_one(config: One) -> None:
         before: tuple[int, float] | None = None
         for depth in config.depth:
             row = known("one", depth, *sizes, jax.__version__, on_host)
-            more = "" if before is None else f"{(row['device'] - before[1]) / (depth - before[0]) / 1e6:.2f} MB"
+            more = (
+                "" if before is None else f"{(row['device'] - before[1]) / (depth - before[0]) / 1e6:.2f} MB"
+            )
             before = depth, row["device"]
             print(
                 f"| {depth} | {'host' if on_host else 'device'} | {row['values'] / 1e9:.1f}B | {row['device'] / 1e9:.2f} GB "
@@ -136,7 +142,9 @@ def print_one(config: One) -> None:
             )
     print(f"\nOne H100, {config.seq} tokens, width {config.dim}; jax {jax.__version__}.")
     for size in (1, 2):
-        print(f"With {size} TB of host memory at {HOST_BYTES} bytes per parameter: {size * TERABYTE / HOST_BYTES / 1e9:.0f}B params.")
+        print(
+            f"With {size} TB of host memory at {HOST_BYTES} bytes per parameter: {size * TERABYTE / HOST_BYTES / 1e9:.0f}B params."
+        )
 
 
 def main() -> None:

@@ -79,9 +79,14 @@ def streamed(
 
 
 def mapped(
-    fn: Callable[..., Any], lists: Sequence[Sequence[Any]], plan: Plan, *, scalars: Sequence[Any] = (), in_place: bool = False
+    fn: Callable[..., Any],
+    lists: Sequence[Sequence[Any]],
+    plan: Plan,
+    *,
+    scalars: Sequence[Any] = (),
+    in_place: bool = False,
 ) -> list[Any]:
-    """`fn(*scalars, *arrays)` for each param's arrays (gradients, sums of them), one of each list, in host memory or not.
+    """`fn(*scalars, *arrays)` for the arrays of each param, one of each list: gradients, sums of them.
 
     Args:
       fn: elementwise.

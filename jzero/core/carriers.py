@@ -49,7 +49,7 @@ def _value_batch(args, dims):
 
 
 def _carried_batch(args, dims):
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not batching.not_mapped)
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     value, carrier = (batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True))
     return carried(value, carrier), 0
 

@@ -66,7 +66,7 @@ def host_loop_limit(platform: str, where: str) -> str:
 
 
 def params_on_host_limit(platform: str, where: str) -> str:
-    """The same for params in host memory, which models read in loops: also those that scan no layers, and jzero's own."""
+    """Why params cannot live on the host, with this jaxlib; empty where they can. Loops over layers would read them."""
     why = _old_host_loops(platform, where)
     return why and f'{why}, or Offload(params="device") (the default: optimizer state alone is in host memory).'
 

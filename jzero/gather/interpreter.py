@@ -11,19 +11,6 @@ pass is its activation, which is needed anyway, and the shard, which is alive an
 never kept; the backward pass gathers again. Inside a remat region the gather is plain: that region is
 computed again as a whole, and a second checkpoint in it would gather a third time.
 
-[Note: ties]
-In straight-line code nothing keeps XLA from gathering every weight at the start, and from computing the gradients of
-the weights when it likes. With 1024 tokens per device it runs the whole backward pass first and all weight gradients
-after it, their inputs kept (7 GB of a 7.5B GPT), and joins reductions until one carries 2 GB of whole gradients. So
-weights are tied to activations, bucket by bucket (`buckets.py` says which to which):
-
-- An optimization barrier ties the shard to an activation before it is gathered. The barrier's result is constrained
-  to the stored layout again, or the partitioner would move the gather in front of it.
-- The identity with a transpose of its own ties on the way back: the cotangent of an activation goes on only when the
-  gradients of the weights are on their shards. Nothing changes forward.
-
-A tie must be between values: XLA sees through a barrier with a constant in it.
-
 [Note: kept]
 With `reshard_after_forward=False` a weight takes the place of its shard in the walk when it is first read: gathered
 once for all its uses, before the remat region that reads it and not in it, so that the backward pass has it already.
@@ -32,28 +19,22 @@ From there on it is a weight of stage 2, with the same order of reductions.
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN, begin_again
 from jzero.core.graph import Node
-from jzero.core.linear import LINEAR, linear
-from jzero.core.ordering import after
+from jzero.core.linear import LINEAR
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
-from jzero.gather import buckets
-from jzero.gather.loops import LoopOps
-from jzero.gather.sharded_weight import ON_SHARD, Carrier, Weight, carriers, for_region, merged, unwrap
+from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, merged, unwrap
+from jzero.gather.ties import TieOps
 from jzero.gather.weight_graph import CLOSED, WeightGraph
-from jzero.layout.placement import HOST, memory_kind
 
 
-class GatherInterpreter(LoopOps):
+class GatherInterpreter(TieOps):
     """One evaluation of a jaxpr with the gather rule.
 
     Attributes:
@@ -88,74 +69,6 @@ class GatherInterpreter(LoopOps):
             for k in graph.ins
             if isinstance(env[k], Weight) and env[k].host is not None
         }
-
-    def ties(self, graph: WeightGraph, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
-        """The ties by the number of their step, and whether they come after it."""
-        found: dict[tuple[int, bool], list[buckets.Tie]] = collections.defaultdict(list)
-        if self.ordered:
-            sizes = {k: env[k].message_bytes(self.comm) for k in graph.ins if isinstance(env[k], Weight)}
-            rows = buckets.find_buckets(graph, sizes, self.plan.bucket_bytes, self.plan.config.prefetch)
-            written = {k for k in sizes if env[k].host is not None}
-            for tie in buckets.find_ties(graph, rows, self.plan.config.prefetch, written):
-                found[tie.at, tie.after].append(tie)
-        return found
-
-    def tie(self, tie: buckets.Tie, graph: WeightGraph, env) -> None:
-        """See [Note: ties]: weights and activations in `env` are replaced by tied ones."""
-
-        def here(key):  # a weight under the name that it has by now
-            while key not in env:
-                key = graph.parent[key]
-            return key
-
-        activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
-        gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
-        late = [k for k in gathered if env[k].moves]
-        # a round of a loop fetches what it reads; what a tie makes of it would be kept for the backward loop
-        as_they_are = jaxprs.in_differentiated_loop() and not self.in_remat
-        hosted = [] if as_they_are else [k for k in late if env[k].host is not None]
-        rows = carriers({k: (env[k], k in reduced) for k in gathered | reduced if k in late or k in reduced})
-        if not activations or not (rows or hosted):
-            return
-        count, first = len(hosted), len(rows)
-        on_host = any(env[k].host is not None for k in (*hosted, *(k for k, _ in rows)))
-        before = {k: env[k] for k in (*late, *(k for k, _ in rows))}
-        waiting = [i for i, (k, _) in enumerate(rows) if k in late and env[k].host is None]
-
-        def moved(*flat, moves: Callable[[Carrier], Any], count: int = count):
-            values, flat = flat[:count], list(flat[count:])
-            flat[:first] = [moves(c)(x) for (_, c), x in zip(rows, flat, strict=False)]
-            if values or waiting:
-                found, (flat[first],) = after([*values, *(flat[i] for i in waiting)], [flat[first]])
-                values, shards = found[: len(values)], found[len(values) :]
-                for i, shard in zip(waiting, shards, strict=True):
-                    flat[i] = self.plan.constrain(shard, before[rows[i][0]].stored)
-            return [*flat, *values]
-
-        def back(*flat):
-            cotangents = flat[count:]
-            flat = [
-                c.back(self.reduced(g, before[k]) if k in reduced and memory_kind(g) != HOST else g)
-                for (k, c), g in zip(rows, cotangents, strict=False)
-            ]
-            done = [g for (k, _), g in zip(rows, flat, strict=True) if k in reduced]
-            if not done:
-                return [*flat, *cotangents[first:]]
-            done, waited = after(done, cotangents[first:])
-            own = iter(done)
-            return [next(own) if k in reduced else g for (k, _), g in zip(rows, flat, strict=True)] + waited
-
-        forward = functools.partial(moved, moves=lambda c: c.forward)
-        tangent = functools.partial(moved, moves=lambda c: c.tangent, count=0)
-        out = linear(
-            forward, back, [env[k].shard for k in hosted], [c.array for _, c in rows] + [env[k] for k in activations],
-            tangent=(lambda *flat: tangent(*flat[count:])) if on_host else None, fixed_outs=count,
-        )  # fmt: skip
-        for (key, carrier), array in zip(rows, out, strict=False):
-            env[key] = carrier.put(before[key], array)
-        env.update(zip(activations, out[first:], strict=False))
-        for key, value in zip(hosted, out[len(out) - count :], strict=True):
-            env[key] = dataclasses.replace(env[key], shard=value)
 
     def to_keep(self, node: Node, env) -> list[int]:
         """The weights that a node is the first to read whole; see [Note: kept].

@@ -1,21 +1,10 @@
-"""A stored weight inside of a walk: its shard, its layouts, and what can be done to it without a gather.
-
-[Note: a weight in host memory]
-Nothing is computed in host memory. What the program does to such a weight before its use (a cast, a transpose) is put
-off until the shard is in device memory, which is where it is gathered: at the use, inside of what the backward pass
-runs again. JAX wants the cotangent of an array in host memory there too; two such cotangents would be added by a kernel
-that reads host memory, and XLA writes the layers of a scan into a stack in host memory only where nothing, no barrier
-either, stands between the copy of a layer and its place. So where a weight enters a function or a region its value and
-its gradient part: the value has none, and a `variable` that is never computed stands for its gradient in device memory.
-Uses are added and tied there; what leaves is written to host memory at the entry. A region or a scan enters a weight
-of its own; with several of them, each has a copy (the same array), whose gradients are added in device memory.
-"""
+"""A stored weight inside of a walk: its shard, its layouts, and what can be done to it without a gather."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,94 +17,8 @@ from jzero.core import jaxprs
 from jzero.core.carriers import carried, value_of
 from jzero.core.dims import dims_in_order
 from jzero.core.linear import linear
+from jzero.gather.host_weight import Entry, OnHost
 from jzero.layout.specs import P
-
-
-@dataclasses.dataclass
-class Entry:
-    """A weight in host memory where it enters a function or a region; see [Note: a weight in host memory].
-
-    Attributes:
-      array: with its gradient; the last one to take it takes itself, others a copy.
-      lies: its layouts.
-      comm: the collectives.
-      used: an equation uses it here.
-      left: how often it is to be taken: once for all uses here, once for each region.
-      variable: what stands for its gradient in device memory, once it is asked for.
-    """
-
-    array: Any
-    lies: OnHost
-    comm: Comm
-    used: bool
-    left: int
-    variable: Any = None
-
-    def take(self) -> Any:
-        """The array with its gradient, or a copy."""
-        self.left -= 1
-        if self.left <= 0:
-            return self.array
-        comm, spec = self.comm, self.lies.grad
-        taken, self.array = linear(
-            lambda x: [x, x], lambda *grads: [comm.host.added(grads, spec)], [], [self.array]
-        )
-        return taken
-
-    def zeros(self) -> Any:
-        """The value of the variable, which nothing reads."""
-        return jnp.zeros(self.array.shape, self.array.dtype)
-
-    def fetch(self, array: Any) -> Any:
-        """It, or a tangent of it, in device memory."""
-        return self.comm.host.fetch(array, self.lies.stored)
-
-    def write(self, grad: Any) -> Any:
-        """Its gradient, in host memory."""
-        return self.comm.host.write(grad, self.lies.grad)
-
-    def ready(self) -> Any:
-        """The variable."""
-        if self.variable is None:
-            (self.variable,) = linear(
-                lambda x: [self.zeros()], lambda g: [self.write(g)], [], [self.take()],
-                tangent=lambda x: [self.fetch(x)],
-            )  # fmt: skip
-        return self.variable
-
-
-@dataclasses.dataclass(frozen=True)
-class OnHost:
-    """How a weight lies in host memory, and what was put off: see [Note: a weight in host memory].
-
-    Attributes:
-      stored, grad: the layouts of the shard and of its gradient there.
-      entry: where it entered; None before it did.
-      variable: what stands for its gradient, in a part of the program that is given it; else the entry has it.
-      steps: equations of one operand.
-    """
-
-    stored: PartitionSpec
-    grad: PartitionSpec
-    entry: Entry | None = None
-    variable: Any = None
-    steps: tuple[Any, ...] = ()
-
-    def of_use(self) -> Any:
-        """What stands for its gradient where an equation uses it."""
-        assert self.entry is not None
-        return self.entry.ready() if self.variable is None else self.variable
-
-    @property
-    def only_casts(self) -> bool:
-        """What was put off can be done to a slice as well."""
-        return all(eqn.primitive.name in ("convert_element_type", "copy") for eqn in self.steps)
-
-    def after_steps(self, shard: Any) -> Any:
-        """What was put off, done."""
-        for eqn in self.steps:
-            (shard,) = jaxprs.bind(eqn, [shard])
-        return shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,9 +105,9 @@ class Weight:
         def rest(spec: PartitionSpec) -> PartitionSpec:
             return P(*spec[1:])
 
-        host = self.host and dataclasses.replace(
-            self.host, stored=rest(self.host.stored), grad=rest(self.host.grad)
-        )
+        host = self.host
+        if host is not None:
+            host = dataclasses.replace(host, stored=rest(host.stored), grad=rest(host.grad))
         return dataclasses.replace(self.map(layer, rest), host=host)
 
     def through(self, eqn) -> tuple[Any, OnHost | None]:
@@ -231,7 +134,8 @@ class Weight:
     def handed(self) -> Any:
         """For a region: the array in host memory, with its gradient."""
         host = self.host
-        assert host is not None and host.entry is not None
+        assert host is not None
+        assert host.entry is not None
         return carried(self.shard, host.entry.take())
 
     def fetched(self, comm: Comm) -> Weight:
@@ -249,64 +153,6 @@ class Weight:
         return dataclasses.replace(self, shard=host.after_steps(shard), host=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Carrier:
-    """What of a weight goes through a tie: the array that its gradient comes back to.
-
-    Attributes:
-      array: goes in.
-      forward: what comes out of the tie for it; `tangent` for a tangent of it.
-      back: the cotangent that goes back for that of what came out.
-      put: the weight with what came out.
-    """
-
-    array: Any
-    put: Callable[[Weight, Any], Weight]
-    forward: Callable[[Any], Any] = lambda x: x
-    tangent: Callable[[Any], Any] = lambda x: x
-    back: Callable[[Any], Any] = lambda g: g
-
-
-def carriers(weights: Mapping[int, tuple[Weight, bool]]) -> list[tuple[int, Carrier]]:
-    """The carriers of weights, by their keys; each with whether its gradient is reduced in the tie.
-
-    None for a weight in host memory whose gradient does not come to the tie, and one for several of one entry. What an
-    equation uses becomes a variable here, so that its gradient is written in the tie on the way back.
-    """
-    found: list[tuple[int, Carrier]] = []
-    entries: list[Entry] = []
-    for key, (weight, is_reduced) in weights.items():
-        if weight.host is None:
-            found.append((key, Carrier(weight.shard, lambda w, x: dataclasses.replace(w, shard=x))))
-            continue
-        entry = weight.host.entry
-        if entry is None or any(entry is e for e in entries):
-            continue
-        carrier = _carrier_of(entry, is_reduced)
-        if carrier is not None:
-            entries.append(entry)
-            found.append((key, carrier))
-    return found
-
-
-def _carrier_of(entry: Entry, is_reduced: bool) -> Carrier | None:
-    def put(weight: Weight, variable: Any) -> Weight:
-        entry.variable = variable
-        return weight
-
-    def put_back(weight: Weight, array: Any) -> Weight:
-        entry.array = array
-        return weight
-
-    if entry.variable is not None:
-        return Carrier(entry.variable, put)
-    if not is_reduced or jaxprs.in_differentiated_loop() or not entry.left:
-        return None
-    if entry.used:
-        return Carrier(entry.take(), put, lambda _: entry.zeros(), entry.fetch, entry.write)
-    return Carrier(entry.array, put_back, back=entry.write)
-
-
 def unwrap(values: Sequence[Any]):
     """Arrays for values, and a function that makes weights of them again. Of a weight in host memory that is used here
     a pair: its value, and what stands for its gradient.
@@ -320,6 +166,7 @@ def unwrap(values: Sequence[Any]):
             if isinstance(old, Weight):
                 is_slice = sliced_from is not None and i >= sliced_from
                 if isinstance(new, tuple):
+                    assert old.host is not None
                     host = dataclasses.replace(old.host, variable=new[1])
                     new = dataclasses.replace(old, shard=new[0], host=host)
                 else:
@@ -330,8 +177,9 @@ def unwrap(values: Sequence[Any]):
     def flat(value):
         if not isinstance(value, Weight):
             return value
-        in_use = value.host is not None and value.host.entry is not None
-        return (value.shard, value.host.of_use()) if in_use else value.shard
+        if value.host is None or value.host.entry is None:
+            return value.shard
+        return value.shard, value.host.of_use()
 
     return [flat(v) for v in values], rewrap
 

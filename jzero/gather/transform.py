@@ -16,8 +16,9 @@ from jzero.comm import comm_of
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
+from jzero.gather.host_weight import OnHost
 from jzero.gather.interpreter import GatherInterpreter
-from jzero.gather.sharded_weight import OnHost, Weight
+from jzero.gather.sharded_weight import Weight
 from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Layout, path_keys

@@ -150,7 +150,8 @@ class ShardedUpdate:
 def on_shards(params: list, plan: Plan) -> tuple[list, list]:
     """Params on the shards of their optimizer state; and those that are split for it, as they are stored.
 
-    Those in host memory stay there, as they are. First as stored: the carry of a scan over steps would else take the layout of the shard. See [Note: read twice].
+    Those in host memory stay there, as they are. First as stored: the carry of a scan over steps would else take the
+    layout of the shard. See [Note: read twice].
     """
     hosted = [memory_kind(p) == HOST for p in params]
     rows = list(zip(params, plan.layouts, hosted, strict=True))

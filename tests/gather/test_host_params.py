@@ -18,6 +18,7 @@ import test_loop_weights as loops
 from flax import nnx
 from flax.training.train_state import TrainState
 from models import assert_batch_is_split, batch, create_state, loss_of, max_error, train_step
+from orbax.checkpoint import v1 as ocp
 
 import jzero
 
@@ -34,7 +35,9 @@ def assert_on_host(arrays, specs):
     """Each array in host memory, split as its spec says, and something is split at all."""
     for x, spec in zip(jax.tree.leaves(arrays), specs, strict=True):
         assert x.sharding.memory_kind == "pinned_host"
-        assert x.sharding.is_equivalent_to(jax.NamedSharding(x.sharding.mesh, spec, memory_kind="pinned_host"), x.ndim)
+        assert x.sharding.is_equivalent_to(
+            jax.NamedSharding(x.sharding.mesh, spec, memory_kind="pinned_host"), x.ndim
+        )
     assert any(spec != P() for spec in specs)
 
 
@@ -80,8 +83,14 @@ def test_weights_in_loops(case, mesh):
 @pytest.mark.parametrize("case", ["scan", "remat inside", "nested"])
 def test_forward_and_second_derivatives(case, mesh):
     fn = loops.loss(case)
-    plan = jzero.make_plan(loops.params(), stage=3, offload=HOST, mesh=mesh, min_shard_bytes=0, bucket_bytes=2**10)
-    ours, placed, split = jzero.gather_on_use(fn, plan), plan.place(loops.params()), plan.place_batch(loops.data())
+    plan = jzero.make_plan(
+        loops.params(), stage=3, offload=HOST, mesh=mesh, min_shard_bytes=0, bucket_bytes=2**10
+    )
+    ours, placed, split = (
+        jzero.gather_on_use(fn, plan),
+        plan.place(loops.params()),
+        plan.place_batch(loops.data()),
+    )
     for derivative in (
         lambda f: lambda p, x: jax.jvp(lambda p: f(p, x), (p,), (p,))[1],
         lambda f: lambda p, x: jax.jvp(lambda p: jax.grad(f)(p, x), (p,), (p,))[1],
@@ -132,7 +141,12 @@ def test_steps_are_those_of_the_run_without_it(chain, dtype, mesh):
     tx, runs = CHAINS[chain](), []
     for offload in ("host", HOST):
         state = jzero.shard(
-            create_state(tx, dtype), stage=3, offload=offload, mesh=mesh, min_shard_bytes=0, bucket_bytes=2**12
+            create_state(tx, dtype),
+            stage=3,
+            offload=offload,
+            mesh=mesh,
+            min_shard_bytes=0,
+            bucket_bytes=2**12,
         )
         plan, traced = jzero.plan_of(state), []
 
@@ -157,7 +171,9 @@ def test_params_within_the_node(mesh_2x4):
     config = {"axis": ("model", "data"), "param_axis": "data"}
     runs = []
     for offload in (None, HOST):
-        state = jzero.shard(create_state(), stage=3, offload=offload, mesh=mesh_2x4, min_shard_bytes=0, **config)
+        state = jzero.shard(
+            create_state(), stage=3, offload=offload, mesh=mesh_2x4, min_shard_bytes=0, **config
+        )
         plan = jzero.plan_of(state)
         for _ in range(3):
             state, loss = jax.jit(train_step, donate_argnums=0)(state, plan.place_batch(batch()))
@@ -248,6 +264,31 @@ def test_a_state_that_is_there_and_one_that_is_born(mesh):
         back = jzero.shard(other, stage=3, offload=HOST, mesh=mesh, min_shard_bytes=0)
         assert_where_they_live(back.params, jzero.plan_of(back))
         assert max_error(back.opt_state, there.opt_state) == 0
+
+
+def test_checkpoints_from_and_to_every_tier(mesh, tmp_path):
+    """Jzero's own, across stages and tiers, and plain orbax into the same layout."""
+    tiers = {"there": (3, HOST), "state": (3, "host"), "here": (2, None)}
+    states = {
+        k: jzero.shard(create_state(), stage=s, offload=o, mesh=mesh, min_shard_bytes=0)
+        for k, (s, o) in tiers.items()
+    }
+    for name in ("there", "here"):
+        jzero.checkpoint.save(tmp_path / name, states[name])
+        for other, like in states.items():
+            found = jzero.checkpoint.restore(tmp_path / name, like)
+            assert max_error(found.params, states[name].params) == 0
+            assert [x.sharding for x in jax.tree.leaves(found)[1:]] == [
+                x.sharding for x in jax.tree.leaves(like)[1:]
+            ], other
+    checkpointer = ocp.save_pytree(tmp_path / "orbax", states["there"].params)
+    assert checkpointer is None
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), states["there"].params
+    )
+    found = ocp.load_pytree(tmp_path / "orbax", abstract)
+    assert_where_they_live(found, jzero.plan_of(states["there"]))
+    assert max_error(found, states["there"].params) == 0
 
 
 def test_what_small_leaves_do(mesh):

@@ -1,0 +1,191 @@
+"""Order between weights and activations in a walk, made by ties.
+
+[Note: ties]
+In straight-line code nothing keeps XLA from gathering every weight at the start, and from computing the gradients of
+the weights when it likes. With 1024 tokens per device it runs the whole backward pass first and all weight gradients
+after it, their inputs kept (7 GB of a 7.5B GPT), and joins reductions until one carries 2 GB of whole gradients. So
+weights are tied to activations, bucket by bucket (`buckets.py` says which to which):
+
+- An optimization barrier ties the shard to an activation before it is gathered. The barrier's result is constrained
+  to the stored layout again, or the partitioner would move the gather in front of it.
+- The identity with a transpose of its own ties on the way back: the cotangent of an activation goes on only when the
+  gradients of the weights are on their shards. Nothing changes forward.
+
+A tie must be between values: XLA sees through a barrier with a constant in it.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jzero.core import jaxprs
+from jzero.core.linear import linear
+from jzero.core.ordering import after
+from jzero.gather import buckets
+from jzero.gather.host_weight import Entry
+from jzero.gather.loops import LoopOps
+from jzero.gather.sharded_weight import Weight
+from jzero.gather.weight_graph import WeightGraph
+from jzero.layout.placement import HOST, memory_kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Carrier:
+    """What of a weight goes through a tie: the array that its gradient comes back to.
+
+    Attributes:
+      array: goes in.
+      forward: what comes out of the tie for it; `tangent` for a tangent of it.
+      back: the cotangent that goes back for that of what came out.
+      put: the weight with what came out.
+    """
+
+    array: Any
+    put: Callable[[Weight, Any], Weight]
+    forward: Callable[[Any], Any] = lambda x: x
+    tangent: Callable[[Any], Any] = lambda x: x
+    back: Callable[[Any], Any] = lambda g: g
+
+
+def carriers(weights: Mapping[int, tuple[Weight, bool]]) -> list[tuple[int, Carrier]]:
+    """The carriers of weights, by their keys; each with whether its gradient is reduced in the tie.
+
+    None for a weight in host memory whose gradient does not come to the tie, and one for several of one entry. What an
+    equation uses becomes a variable here, so that its gradient is written in the tie on the way back.
+    """
+    found: list[tuple[int, Carrier]] = []
+    entries: list[Entry] = []
+    for key, (weight, is_reduced) in weights.items():
+        if weight.host is None:
+            found.append((key, Carrier(weight.shard, lambda w, x: dataclasses.replace(w, shard=x))))
+            continue
+        entry = weight.host.entry
+        if entry is None or any(entry is e for e in entries):
+            continue
+        carrier = _carrier_of(entry, is_reduced)
+        if carrier is not None:
+            entries.append(entry)
+            found.append((key, carrier))
+    return found
+
+
+def _carrier_of(entry: Entry, is_reduced: bool) -> Carrier | None:
+    def put(weight: Weight, variable: Any) -> Weight:
+        entry.variable = variable
+        return weight
+
+    def put_back(weight: Weight, array: Any) -> Weight:
+        entry.array = array
+        return weight
+
+    if entry.variable is not None:
+        return Carrier(entry.variable, put)
+    if not is_reduced or jaxprs.in_differentiated_loop() or not entry.left:
+        return None
+    if entry.used:
+        return Carrier(entry.take(), put, lambda _: entry.zeros(), entry.fetch, entry.write)
+    return Carrier(entry.array, put_back, back=entry.write)
+
+
+class TieOps(LoopOps, abc.ABC):
+    """The ties of a function."""
+
+    def ties(self, graph: WeightGraph, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
+        """The ties by the number of their step, and whether they come after it."""
+        found: dict[tuple[int, bool], list[buckets.Tie]] = collections.defaultdict(list)
+        if self.ordered:
+            sizes = {k: env[k].message_bytes(self.comm) for k in graph.ins if isinstance(env[k], Weight)}
+            rows = buckets.find_buckets(graph, sizes, self.plan.bucket_bytes, self.plan.config.prefetch)
+            written = {k for k in sizes if env[k].host is not None}
+            for tie in buckets.find_ties(graph, rows, self.plan.config.prefetch, written):
+                found[tie.at, tie.after].append(tie)
+        return found
+
+    def tie(self, tie: buckets.Tie, graph: WeightGraph, env) -> None:
+        """See [Note: ties]: weights and activations in `env` are replaced by tied ones."""
+
+        def here(key):  # a weight under the name that it has by now
+            while key not in env:
+                key = graph.parent[key]
+            return key
+
+        activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
+        gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
+        late = [k for k in gathered if env[k].moves]
+        # a round of a loop fetches what it reads; what a tie makes of it would be kept for the backward loop
+        as_they_are = jaxprs.in_differentiated_loop() and not self.in_remat
+        values = [] if as_they_are else [k for k in late if env[k].host is not None]
+        weights = {k: (env[k], k in reduced) for k in gathered | reduced if k in late or k in reduced}
+        rows = carriers(weights)
+        if not activations or not (rows or values):
+            return
+        waiting = [i for i, (k, _) in enumerate(rows) if k in late and env[k].host is None]
+        run = _Tied(self, {k: env[k] for k in weights}, rows, waiting, frozenset(reduced), len(values))
+        out = linear(
+            run.forward, run.back, [env[k].shard for k in values],
+            [c.array for _, c in rows] + [env[k] for k in activations],
+            tangent=run.tangent if any(w.host for w, _ in weights.values()) else None, fixed_outs=len(values),
+        )  # fmt: skip
+        for (key, carrier), array in zip(rows, out, strict=False):
+            env[key] = carrier.put(env[key], array)
+        env.update(zip(activations, out[len(rows) :], strict=False))
+        for key, value in zip(values, out[len(out) - len(values) :], strict=True):
+            env[key] = dataclasses.replace(env[key], shard=value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tied:
+    """What a tie does, forward and on the way back.
+
+    Attributes:
+      ops: gives the plan and the reduction.
+      weights: by key, as they come to the tie.
+      rows: the carriers, each with the key of its weight.
+      waiting: positions of the carriers that are gathered late.
+      reduced: keys of the weights whose gradients are reduced here.
+      values: how many arrays in host memory are fetched late: the first arguments, and the last results.
+    """
+
+    ops: TieOps
+    weights: dict[int, Weight]
+    rows: list[tuple[int, Carrier]]
+    waiting: list[int]
+    reduced: frozenset[int]
+    values: int
+
+    def forward(self, *flat):
+        """The values, the carriers and the activations, tied."""
+        return self._tied(flat[: self.values], flat[self.values :], lambda c: c.forward)
+
+    def tangent(self, *flat):
+        """The tangents of the carriers and the activations."""
+        return self._tied((), flat[self.values :], lambda c: c.tangent)
+
+    def _tied(self, values: Sequence[Any], flat: Sequence[Any], move: Callable[[Carrier], Callable]) -> list[Any]:
+        first = len(self.rows)
+        flat = [move(c)(x) for (_, c), x in zip(self.rows, flat, strict=False)] + list(flat[first:])
+        if values or self.waiting:
+            found, (flat[first],) = after([*values, *(flat[i] for i in self.waiting)], [flat[first]])
+            values, shards = found[: len(values)], found[len(values) :]
+            for i, shard in zip(self.waiting, shards, strict=True):
+                flat[i] = self.ops.plan.constrain(shard, self.weights[self.rows[i][0]].stored)
+        return [*flat, *values]
+
+    def back(self, *flat):
+        """The cotangents of the activations, only when the gradients of the weights are reduced."""
+        cotangents, first = flat[self.values :], len(self.rows)
+        grads = [c.back(self._reduced(k, g)) for (k, c), g in zip(self.rows, cotangents, strict=False)]
+        is_done = [k in self.reduced for k, _ in self.rows]
+        if not any(is_done):
+            return [*grads, *cotangents[first:]]
+        done, waited = after([g for g, d in zip(grads, is_done, strict=True) if d], cotangents[first:])
+        own = iter(done)
+        return [next(own) if d else g for g, d in zip(grads, is_done, strict=True)] + waited
+
+    def _reduced(self, key: int, grad: Any) -> Any:
+        in_device_memory = memory_kind(grad) != HOST
+        return self.ops.reduced(grad, self.weights[key]) if key in self.reduced and in_device_memory else grad
