@@ -1,7 +1,7 @@
 """Params and gradients in host memory (ZeRO-Infinity): what the compiled program holds and moves.
 
-    python benchmarks/infinity.py pod          # a GPT of 7.5B on 64 H100, beside today's stage 3: 5 minutes on two cores
-    python benchmarks/infinity.py one          # one H100 of 80 GB: from 24 to 96 layers of width 8192: 40 minutes
+    python benchmarks/infinity.py pod     # a GPT of 7.5B on 64 H100, beside stage 3 as it is: 5 minutes on two cores
+    python benchmarks/infinity.py one     # one H100 of 80 GB: from 24 to 96 layers of width 8192: 40 minutes
     python benchmarks/infinity.py one --depth 2 4 --dim 1024 --heads 8     # a minute
 
 Compiled for GPUs that are not there; jaxlib 0.11.2 or newer. The model is that of benchmarks/peak.py: bf16 params, fp32
@@ -95,24 +95,23 @@ def measured(
     }
 
 
+def gb(size: float) -> str:
+    return f"{size / 1e9:.3f} GB"
+
+
 def print_pod(config: Pod) -> None:
     pod = jzero.pod("h100", hosts=config.hosts)
     n = pod.hosts * pod.gpus_per_host
     known = resumed(config.out, lambda *key: measured(pod, config, key[2], WAYS[key[-1]]))
     sizes = (config.depth, config.dim, config.heads, config.vocab, config.seq)
-    print(
-        "| where | device | host | to device | to host | of it waited for | wire |\n|---|---|---|---|---|---|---|"
-    )
+    print("| where | device | host | to device | to host | of it waited for | wire |\n|---|---|---|---|---|---|---|")
     for way in WAYS:
         row = known("pod", n, *sizes, jax.__version__, way)
-        print(
-            f"| {way} | {row['device'] / 1e9:.3f} GB | {row['host'] / 1e9:.3f} GB | {row['to device'] / 1e9:.3f} GB | "
-            f"{row['to host'] / 1e9:.3f} GB | {row['waits'] / 1e9:.3f} GB | {row['psi']:.2f} Psi |",
-            flush=True,
-        )
+        cells = (gb(row[name]) for name in ("device", "host", "to device", "to host", "waits"))
+        print(f"| {way} | {' | '.join(cells)} | {row['psi']:.2f} Psi |", flush=True)
     print(
-        f"\n{row['values'] / 1e9:.2f}B params, {config.depth} layers of width {config.dim}, {n} H100, {config.seq} tokens "
-        f"each; params of a device {2 * row['values'] / n / 1e9:.3f} GB, and as much of gradients; jax {jax.__version__}."
+        f"\n{row['values'] / 1e9:.2f}B params, {config.depth} layers of width {config.dim}, {n} H100, {config.seq} "
+        f"tokens each; params of a device {gb(2 * row['values'] / n)}, and as much of gradients; jax {jax.__version__}."
     )
 
 
@@ -121,30 +120,25 @@ def print_one(config: One) -> None:
     offload = jzero.Offload(params="host", in_flight_bytes=round(config.in_flight_gib * 2**30))
     sizes = (config.dim, config.heads, config.vocab, config.seq, config.in_flight_gib)
     known = resumed(config.out, lambda *key: measured(pod, config, key[1], offload, key[-1]))
-    inputs = 2 * config.seq * config.dim
-    print(
-        "| layers | block inputs | params | device | more per layer | block input | host | to device / param | "
-        "to host / param |\n|---|---|---|---|---|---|---|---|---|"
-    )
+    titles = ["layers", "block inputs", "params", "device", "more per layer", "host", "to device", "to host"]
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for on_host in (False, True)[: 1 + config.offload_inputs]:
         before: tuple[int, float] | None = None
         for depth in config.depth:
             row = known("one", depth, *sizes, jax.__version__, on_host)
-            more = (
-                "" if before is None else f"{(row['device'] - before[1]) / (depth - before[0]) / 1e6:.2f} MB"
-            )
+            more = "" if before is None else f"{(row['device'] - before[1]) / (depth - before[0]) / 1e6:.2f} MB"
             before = depth, row["device"]
-            print(
-                f"| {depth} | {'host' if on_host else 'device'} | {row['values'] / 1e9:.1f}B | {row['device'] / 1e9:.2f} GB "
-                f"| {more} | {inputs / 1e6:.2f} MB | {row['host'] / 1e9:.0f} GB | {row['to device'] / row['values']:.2f} B "
-                f"| {row['to host'] / row['values']:.2f} B |",
-                flush=True,
-            )
-    print(f"\nOne H100, {config.seq} tokens, width {config.dim}; jax {jax.__version__}.")
+            moved = (f"{row[name] / row['values']:.2f} B / param" for name in ("to device", "to host"))
+            place = "host" if on_host else "device"
+            cells = (f"{row['values'] / 1e9:.1f}B", gb(row["device"]), more, gb(row["host"]), *moved)
+            print(f"| {depth} | {place} | {' | '.join(cells)} |", flush=True)
+    print(
+        f"\nOne H100, {config.seq} tokens, width {config.dim}, an input of a block is "
+        f"{2 * config.seq * config.dim / 1e6:.2f} MB; jax {jax.__version__}."
+    )
     for size in (1, 2):
-        print(
-            f"With {size} TB of host memory at {HOST_BYTES} bytes per parameter: {size * TERABYTE / HOST_BYTES / 1e9:.0f}B params."
-        )
+        most = size * TERABYTE / HOST_BYTES / 1e9
+        print(f"With {size} TB of host memory at {HOST_BYTES} bytes per parameter: {most:.0f}B params.")
 
 
 def main() -> None:

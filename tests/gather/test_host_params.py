@@ -267,7 +267,7 @@ def test_a_state_that_is_there_and_one_that_is_born(mesh):
 
 
 def test_checkpoints_from_and_to_every_tier(mesh, tmp_path):
-    """Jzero's own, across stages and tiers, and plain orbax into the same layout."""
+    """One of jzero, across stages and tiers, and plain orbax into the same layout."""
     tiers = {"there": (3, HOST), "state": (3, "host"), "here": (2, None)}
     states = {
         k: jzero.shard(create_state(), stage=s, offload=o, mesh=mesh, min_shard_bytes=0)
