@@ -181,10 +181,10 @@ def test_plan_as_json_and_as_a_plot(capsys, tmp_path):
     assert one["estimate"]["params"] == one["compiled"]["params"] == 4 * values
     assert three["estimate"]["params"] == three["compiled"]["params"] == 4 * values // 8
     assert three["compiled"]["opt_state"] == three["estimate"]["opt_state"] == 8 * values // 8 + 4
-    assert one["compiled"]["wire_psi"] == pytest.approx(one["estimate"]["wire_psi"], rel=0.02)
     # two layers: nobody asks for the gradient of the input, so the first weight is gathered once, not twice
-    assert three["compiled"]["wire_psi"] == pytest.approx(three["estimate"]["wire_psi"] - 0.5, rel=0.02)
+    assert three["estimate"]["wire_psi"] == pytest.approx(3 - 0.5, rel=0.02)
     for stage in (one, three):
+        assert stage["compiled"]["wire_psi"] == pytest.approx(stage["estimate"]["wire_psi"], rel=0.02)
         assert stage["fits"]
         assert stage["findings"] == []
         assert stage["largest"]["micro_batch"] > 1000
