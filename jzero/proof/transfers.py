@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
-from jzero.proof.places import CALLERS, Place, name_stack, phase_of, touches_host, walk, work_before
+from jzero.proof.places import CALLERS, Place, name_stack, phase_of, scope_of, touches_host, walk, work_before
 
 SAME = frozenset(
     ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
@@ -37,6 +37,7 @@ class Transfer:
       loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
       asynchronous: True where the program goes on between start and done.
       phase: `forward`, `backward`, `update` or empty.
+      scope: the jzero scope that it comes from, such as `fetch_weight`, or empty.
       compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
         their outputs.
     """
@@ -48,6 +49,7 @@ class Transfer:
     loops: tuple[int, ...]
     asynchronous: bool
     phase: str = ""
+    scope: str = ""
     compute_ops: int = 0
     compute_bytes: int = 0
 
@@ -107,8 +109,9 @@ def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[T
     between = ops[last] - ops[first], written[last] - written[first]
     for to, size in moves.items():
         if size:
-            phase = phase_of(name_stack(place, i), module.has_backward)
-            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, *between)
+            stack = name_stack(place, i)
+            phase = phase_of(stack, module.has_backward)
+            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, scope_of(stack), *between)
 
 
 def _copied(result: Sequence[Shape], from_host: bool) -> dict[str, int]:
