@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: which leaves live there, what streams them, and whether they fit."""
+"""Optimizer state and params in host memory: which leaves live there, what streams them, and whether they fit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jzero.layout.placement import memory_kind
 from jzero.layout.specs import shard_factor
 from jzero.sharding import HOST, Plan
 from jzero.stream.placement import DEVICE, Placement
-from jzero.stream.schedule import Excess
-from jzero.stream.streaming import stream
+from jzero.stream.schedule import Excess, Schedule
+from jzero.stream.streaming import schedule_of, stream
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 LIMIT_GB = 64  # of pinned memory per process, where the variable does not say otherwise
@@ -58,13 +58,7 @@ def streamed(
       out_placements: of the flat results, given their tree.
       gate: which leaves of `args` must be there before the first fetch.
     """
-    flat, tree = jax.tree.flatten(args)
-    box: list[Any] = []
-
-    def flat_fn(*leaves):
-        results, structure = jax.tree.flatten(fn(*tree.unflatten(leaves)))
-        box[:] = [structure]
-        return results
+    flat, flat_fn, box = _flattened(fn, args)
 
     def on_excess(excess: list[Excess]):
         warn_excess(excess, _names(box[0]), plan)
@@ -76,6 +70,34 @@ def streamed(
         in_flight_bytes=plan.in_flight_bytes, gate=() if options.prefetch else gate, on_excess=on_excess,
     )  # fmt: skip
     return box[0].unflatten(leaves)
+
+
+def scheduled(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    plan: Plan,
+    placements: Sequence[Placement],
+    out_placements: Callable[[Any], Sequence[Placement]],
+    **_: Any,
+) -> Schedule:
+    """How `streamed` does it: its arguments, which may be abstract."""
+    flat, flat_fn, box = _flattened(fn, args)
+    return schedule_of(
+        flat_fn, flat, placements, lambda: out_placements(_numbered(box[0])), plan.in_flight_bytes
+    )
+
+
+def _flattened(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[list[Any], Callable[..., Any], list[Any]]:
+    """The leaves of the arguments, the function of these, and a list that has the tree of its results once it ran."""
+    flat, tree = jax.tree.flatten(args)
+    box: list[Any] = []
+
+    def flat_fn(*leaves):
+        results, structure = jax.tree.flatten(fn(*tree.unflatten(leaves)))
+        box[:] = [structure]
+        return results
+
+    return flat, flat_fn, box
 
 
 def mapped(
@@ -219,19 +241,26 @@ def select(pred: Any, new: Any, old: Any) -> Any:
 
 
 def host_bytes(state: Any, plan: Plan) -> int:
-    """Bytes of an optimizer state that one device keeps in host memory."""
+    """Bytes of an optimizer state, and of params and their gradients, that one device keeps in host memory."""
     rows = zip(jax.tree.leaves(state), plan.state_shardings(state), strict=True)
-    return sum(
+    of_state = (
         leaf_bytes(x) // shard_factor(s.spec, plan.array_mesh) for x, s in rows if s.memory_kind == HOST
     )
+    return sum(of_state) + param_bytes(plan)
+
+
+def param_bytes(plan: Plan) -> int:
+    """Bytes of params and their gradients that one device keeps in host memory; sums over micro-batches are more."""
+    hosted = [x for x in plan.layouts if plan.lives_on_host(x)]
+    return sum(x.nbytes // shard_factor(spec, plan.array_mesh) for x in hosted for spec in (x.stored, x.grad))
 
 
 def check_host_memory(state: Any, plan: Plan) -> None:
-    """Raises before anything is allocated where the offloaded state does not fit into host memory.
+    """Raises before anything is allocated where what is offloaded does not fit into host memory.
 
     Args:
       state: the optimizer state, abstract.
-      plan: says which of its leaves live in host memory.
+      plan: says which of its leaves live in host memory, and which params with their gradients.
 
     Raises:
       MemoryError: the pinned pool of JAX's GPU client is too small, or the machine's memory is.
@@ -245,22 +274,24 @@ def check_host_memory(state: Any, plan: Plan) -> None:
             stacklevel=3,
         )
         return
+    hosted = param_bytes(plan) * len(devices)
+    what = f" ({human_bytes(hosted)} of it params and their gradients)" if hosted else ""
     gigabytes = -(-needed * 21 // (20 * 10**9)) + 1  # what jax itself pins, and a twentieth for fragments
     limit = os.environ.get(LIMIT, "")
     allowed = int(limit) if limit.isdigit() else LIMIT_GB
     if devices and devices[0].platform in ("gpu", "cuda", "rocm") and allowed * 2**30 < needed:
         raise MemoryError(
-            f"jzero: offload needs {human_bytes(needed)} of pinned memory in this process "
+            f"jzero: offload needs {human_bytes(needed)} of pinned memory in this process{what} "
             f"({counted(len(devices), 'device')}), and JAX allows {human_bytes(allowed * 2**30)}. "
             f"Set it before Python starts: {LIMIT}={gigabytes}"
         )
     free = available_memory()
     if free is not None and needed > free:
         raise MemoryError(
-            f"jzero: offload needs {human_bytes(needed)} of host memory in this process "
+            f"jzero: offload needs {human_bytes(needed)} of host memory in this process{what} "
             f"({counted(len(devices), 'device')}), and {human_bytes(free)} are free. "
-            "It is shared by more devices, and a chain with fewer moments (lion, "
-            "adafactor) needs less."
+            "It is shared by more devices, and a chain with fewer moments (lion, adafactor) needs less"
+            + ('; so does Offload(params="device").' if hosted else ".")
         )
 
 

@@ -41,6 +41,9 @@ class Config:
     """ZeRO stage: 0 (plain data parallelism), 1, 2 or 3."""
     offload: Literal["host"] | None = None
     """Optimizer state in pinned host memory, streamed through the device."""
+    offload_params: bool = False
+    """Params and their gradients in pinned host memory too, fetched where they are used; with --stage 3 alone. Implies
+    --offload host."""
     moment_dtype: Literal["bfloat16", "float32"] | None = None
     """Of AdamW's stored moments; that of the params (or of their masters) where left out."""
     steps: int = 1000
@@ -178,6 +181,11 @@ def check_alone(config: Config) -> None:
         raise ValueError(
             f"--width {m.width} --heads {m.heads}: rotary positions need an even number of features per "
             f"head, not {m.width}/{m.heads}."
+        )
+    if config.offload_params and config.stage != 3:
+        raise ValueError(
+            f"--offload-params: needs stage 3; at stage {config.stage} the model reads whole params on the device. Pass "
+            "--stage 3, or --offload host for the optimizer state alone."
         )
     if not config.prompt:
         raise ValueError("--prompt: must not be empty; the sample needs a byte to start from.")

@@ -3,6 +3,7 @@
     python train/gpt.py                                   # 8 simulated devices (or all GPUs), stage 2
     python train/gpt.py --stage 3 --out runs/stage3       # the same losses, params split too
     python train/gpt.py --offload host --out runs/host    # optimizer state in host memory
+    python train/gpt.py --stage 3 --offload-params --out runs/infinity   # and params
     python train/gpt.py --optimizer muon --out runs/muon  # Muon for the blocks' matrices (docs/muon.md)
     python train/gpt.py --devices 1 --out runs/one        # one device: nothing to share
     python train/gpt.py --resume                          # go on from the last checkpoint
@@ -221,7 +222,8 @@ def prepare(config: Config, corpus: data.Corpus | None = None) -> data.Corpus:
 
 def zero_fields(config: Config) -> dict[str, Any]:
     """What of a run's config is jzero's."""
-    return {"stage": config.stage, "offload": config.offload, "moment_dtype": config.moment_dtype}
+    offload = jzero.Offload(params="host") if config.offload_params else config.offload
+    return {"stage": config.stage, "offload": offload, "moment_dtype": config.moment_dtype}
 
 
 def first_step(config: Config) -> int:

@@ -44,8 +44,11 @@ class Job:
     sizes: list[int] = dataclasses.field(default_factory=list)
 
     def config(self, **more: Any) -> ZeroConfig:
-        """The config that `fields` and `more` mean; an `offload` that is a dict holds the fields of `jzero.Offload`."""
-        fields = self.fields | more
+        """The config that `fields` and `more` mean; an `offload` that is a dict holds the fields of `jzero.Offload`.
+
+        Without a stage that of the last one.
+        """
+        fields = {"stage": max(self.stages)} | self.fields | more
         if isinstance(fields.get("offload"), dict):
             fields["offload"] = Offload(**fields["offload"])
         return ZeroConfig(**fields)

@@ -27,6 +27,11 @@ from jzero.core.errors import check_int, nearest
 from jzero.proof.pod import check_pod
 
 
+FETCHES = 3
+"""The stage whose params can live in host memory."""
+WHOLE_BELOW = "below it the model reads whole params on the device"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What is compiled, and for which pod."""
@@ -63,6 +68,9 @@ class Inputs:
     """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
     offload: Literal["host"] | None = None
     """Keep optimizer state and masters in host memory, and stream them through the device."""
+    offload_params: Literal["host"] | None = None
+    """Keep params and their gradients in host memory too, and fetch each weight where it is used: stage 3 alone.
+    Implies --offload host."""
     in_flight_bytes: int | None = None
     """With --offload: bytes of state of one device that may be on it at once; chosen from its size where left out."""
     memory_fraction: float = 0.9
@@ -81,10 +89,14 @@ class Inputs:
         for name in ("batch_axis", "param_axis"):
             if getattr(self, name) is not None:
                 fields[name] = parse_names(getattr(self, name))
-        if self.offload is not None:
-            more = {} if self.in_flight_bytes is None else {"in_flight_bytes": self.in_flight_bytes}
-            fields["offload"] = {"tier": self.offload, **more}
-            Offload(**fields["offload"])
+        if self.offload_params is not None and stages != [FETCHES]:
+            raise InputError(f"--offload-params host needs stage {FETCHES}: {WHOLE_BELOW}.")
+        if self.offload is not None or self.offload_params is not None:
+            tier: dict[str, Any] = {"tier": self.offload or self.offload_params}
+            tier |= {} if self.offload_params is None else {"params": self.offload_params}
+            tier |= {} if self.in_flight_bytes is None else {"in_flight_bytes": self.in_flight_bytes}
+            fields["offload"] = tier
+            Offload(**tier)
         elif self.in_flight_bytes is not None:
             raise InputError("--in-flight-bytes belongs to --offload host.")
         ZeroConfig(**{k: v for k, v in fields.items() if k != "offload"})
@@ -137,7 +149,9 @@ class PlanCommand(Inputs):
 
     def run(self) -> int:
         """Compile, print, draw; 1 where a stage could not be compiled."""
-        stages = parse_stages(self.stages)
+        stages, left_out = parse_stages(self.stages), []
+        if self.offload_params is not None and FETCHES in stages:
+            stages, left_out = [FETCHES], [s for s in stages if s != FETCHES]
         job = self.job(stages=stages, search=self.search)
         if self.plot is not None:
             check_plot(self.plot)
@@ -147,7 +161,9 @@ class PlanCommand(Inputs):
         if self.json:
             print(json.dumps(as_json(job, answers), indent=2))
         else:
-            print("\n".join([title(job, answers), *stage_table(results), *findings_text(results)]))
+            note = [f"stage {', '.join(map(str, left_out))} left out: --offload-params host needs stage {FETCHES}, "
+                    f"{WHOLE_BELOW}."] if left_out else []  # fmt: skip
+            print("\n".join([title(job, answers), *note, *stage_table(results), *findings_text(results)]))
         if self.plot is not None:
             from jzero.cli.plot import draw
 

@@ -88,6 +88,8 @@ def estimate_json(e: Estimate) -> dict[str, Any]:
         "activations_host",
         "recomputed",
         "in_flight",
+        "host_params",
+        "host_grads",
         "host_per_process",
         "host_per_node",
         "to_device",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from jzero.comm.uses import GATHERS, Use
+from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
+from jzero.layout.specs import shard_factor
 from jzero.sharding import Plan
 
 SPACE = jax.memory.Space
@@ -42,6 +46,31 @@ class HostTransfer:
         with jax.named_scope(self.WRITE):
             grad = self.plan.constrain(grad, spec)
             return jax.device_put(grad, SPACE.Host)
+
+    def moved(self, x: Layout, accumulate: int, uses: Sequence[Use]) -> tuple[int, int]:
+        """Bytes of one device over PCIe in a step, without the update: to the device, and to the host.
+
+        Args:
+          x: the layouts of the param.
+          accumulate: micro-batches in a step. Each fetches the weights and writes their gradients; sums of these, in at
+            least fp32, are fetched and written in each as well, and once more to be divided.
+          uses: what the param is used for: it is fetched whenever it is gathered.
+        """
+        if not self.plan.lives_on_host(x):
+            return 0, 0
+        shard, grad, sums = x.nbytes // shard_factor(x.stored, self.plan.mesh), *self.held(x, accumulate)
+        fetched = accumulate * sum(GATHERS[use.kind] for use in uses) * shard
+        if not sums:
+            return fetched, grad
+        return fetched + accumulate * (grad + sums) + sums, accumulate * (grad + sums) + 2 * sums
+
+    def held(self, x: Layout, accumulate: int = 1) -> tuple[int, int]:
+        """Bytes of one device's shard of a gradient in host memory, and with micro-batches of the sum of them."""
+        if not self.plan.lives_on_host(x):
+            return 0, 0
+        shape = x.state_shape if x.grad != x.used else x.shape
+        size = math.prod(shape) // shard_factor(x.grad, self.plan.mesh)
+        return size * x.dtype.itemsize, 0 if accumulate == 1 else size * max(4, x.dtype.itemsize)
 
     def added(self, grads: Sequence[Any], spec: PartitionSpec) -> Any:
         """The sum of gradients in host memory, taken in device memory: XLA would add them where they lie."""

@@ -61,7 +61,8 @@ class GatherOnUse:
         warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
         if not has_module(params):
             return self._on_auto_axes(fn, params, args, kwargs)
-        if explicit_axes() or (self.plan.config.row.state and not _tracing.value):
+        walks = self.plan.config.row.state and not _tracing.value
+        if explicit_axes() or walks or self.plan.config.params_on_host:
             return call(self._on_auto_axes, fn, params, args, kwargs)
         return fn(params, args, kwargs)
 
@@ -108,7 +109,8 @@ class GatherOnUse:
         reads = not _tracing.value and self.plan.config.row.state
         if reads and (self.plan.config.row.params or self._reduces(params)):
             return self.gathering(fn, params, args, kwargs)
-        return fn(params, args, kwargs)
+        # as it is written a function takes params in device memory
+        return fn(jax.tree.map(_fetched, params), args, kwargs)
 
     def _reduces(self, params) -> bool:
         """Inside of a trace, with a gradient that is worth a reduction of its own; a `shard_map` has its own ones."""
@@ -223,6 +225,10 @@ def reduces_on_use(plan: Plan) -> bool:
 
 def _on_host(x, layout: Layout) -> OnHost | None:
     return OnHost(layout.stored, layout.grad) if memory_kind(x) == HOST else None
+
+
+def _fetched(x) -> Any:
+    return jax.device_put(x, jax.memory.Space.Device) if jaxprs.is_tracer(x) and memory_kind(x) == HOST else x
 
 
 def _is_output(x) -> bool:

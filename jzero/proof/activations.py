@@ -47,7 +47,7 @@ def find_activations(module: Module, transfers: tuple[Transfer, ...]) -> Activat
     places = list(walk(module))
     entry = Place(module.computations[module.entry])
     moved = {
-        to: sum(t.total_bytes for t in transfers if (t.to, t.phase) == (to, phase))
+        to: sum(t.total_bytes for t in transfers if (t.to, t.phase, t.scope) == (to, phase, ""))
         for to, phase in (("host", "forward"), ("device", "backward"))
     }
     return Activations(

@@ -24,7 +24,7 @@ from jzero.proof.lifetimes import most_on_device
 from jzero.proof.models import is_of, other_params
 from jzero.proof.places import Place, phase_of, primitive_of, walk
 from jzero.proof.rounds import step_of, updates_in
-from jzero.proof.transfers import find_transfers
+from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
 from jzero.sharding import Plan
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
@@ -271,14 +271,24 @@ class Evidence:
         return sum(_kept_bytes(self.module, home, p) for p in weights)
 
     @functools.cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What moves between host and device."""
+        return find_transfers(self.module)
+
+    @functools.cached_property
     def fetched_at_once(self) -> int:
-        """Most bytes of arrays from or for the host that the device holds at one moment of the schedule."""
-        return most_on_device(self.module)
+        """Most bytes of state from or for the host that the device holds at one moment of the schedule."""
+        return most_on_device(self.module, lambda t: t.scope not in (WEIGHT, GRADIENT))
+
+    @functools.cached_property
+    def weights_at_once(self) -> int:
+        """The same of weights that are fetched for a use."""
+        return most_on_device(self.module, lambda t: t.scope == WEIGHT)
 
     @functools.cached_property
     def largest_transfer(self) -> int:
         """Bytes of the largest array, or piece of one, that moves between host and device."""
-        return max((t.bytes for t in find_transfers(self.module)), default=0)
+        return max((t.bytes for t in self.transfers), default=0)
 
     @property
     def trains(self) -> bool:

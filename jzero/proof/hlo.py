@@ -170,6 +170,13 @@ class Module:
     has_backward: bool
     aliased: frozenset[int] = frozenset()
 
+    @functools.cached_property
+    def loops(self) -> dict[str, tuple[Computation, Instruction]]:
+        """By the name of a loop's body the computation that runs the loop, and the `while` there."""
+        homes = [c for c in self.computations.values() if any(" while(" in line for line in c.lines)]
+        rows = ((c, i) for c in homes for i in c.schedule if i.opcode == "while")
+        return {i.callees("body")[0]: (c, i) for c, i in rows}
+
 
 def parse(text: str) -> Module:
     """Cut the text of a compiled program into computations.

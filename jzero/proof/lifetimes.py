@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jzero.proof.hlo import Computation, Instruction, Module
 from jzero.proof.places import CALLERS
@@ -15,24 +15,31 @@ SAME = frozenset(
 )
 
 
-def most_on_device(module: Module) -> int:
-    """Most bytes of arrays from or for the host that a device holds at one moment of the schedule."""
+def most_on_device(module: Module, counts: Callable[[Transfer], bool] = lambda t: True) -> int:
+    """Most bytes of arrays from or for the host that a device holds at one moment of the schedule.
+
+    Args:
+      module: a parsed program.
+      counts: the transfers whose arrays are meant.
+    """
     moves: dict[str, dict[str, Transfer]] = collections.defaultdict(dict)
     for t in find_transfers(module):
         moves[t.computation][t.name] = t
-    return _alive(module, module.entry, moves)
+    return _alive(module, module.entry, moves, counts)
 
 
-def _alive(module: Module, name: str, moves: Mapping[str, Mapping[str, Transfer]]) -> int:
+def _alive(
+    module: Module, name: str, moves: Mapping[str, Mapping[str, Transfer]], counts: Callable[[Transfer], bool]
+) -> int:
     """The same for one computation, the loops that it runs included."""
     home = module.computations[name]
     change = [0] * (len(home.schedule) + 1)
-    for t in moves.get(name, {}).values():
+    for t in filter(counts, moves.get(name, {}).values()):
         first, last, size = _stay(home, home.instructions[t.name], t, moves[name])
         change[first] += size
         change[last] -= size
     inner = (i.callees() if i.opcode in CALLERS else () for i in home.schedule)
-    called = (max((_alive(module, c, moves) for c in names), default=0) for names in inner)
+    called = (max((_alive(module, c, moves, counts) for c in names), default=0) for names in inner)
     return max((n + m for n, m in zip(itertools.accumulate(change), called, strict=False)), default=0)
 
 

@@ -28,6 +28,7 @@ from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, shard_factor, spec_axes
 from jzero.optim import init_shapes, unwrap, widen_abstract, zero
+from jzero.proof.host import host_bytes_of
 from jzero.proof.transformer import Transformer
 from jzero.sharding import HOST, Plan, check_plan
 from jzero.update.owners import exchanged
@@ -40,17 +41,19 @@ class Estimate:
     """Bytes per device of a run, and what one step sends.
 
     Attributes:
-      params: stored params.
-      grads: reduced gradients; with accumulation the sum of them, in at least fp32.
+      params: stored params in device memory.
+      grads: reduced gradients there; with accumulation the sum of them, in at least fp32.
       opt_state: optimizer state and masters in device memory; with `offload` what stays there: single numbers, keys.
-      host: optimizer state and masters of one device in pinned host memory.
+      host: of one device in pinned host memory: optimizer state and masters, `host_params` and `host_grads`.
+      host_params, host_grads: with `Offload(params="host")` the params there, and their gradients, which live there
+        during the step; with accumulation the gradients and the sum of them.
       activations_host: block inputs of one device there, with a `model` that offloads them.
       in_flight: with `offload`, state from the host that is on the device at once: `plan.in_flight_bytes`, at most
         `host`.
-      to_device, to_host: bytes of one device over PCIe in a step, each direction: every host byte of the state is read
-        once and written once. A chain that takes a norm of its own updates, behind the moments, reads the state twice:
-        this closed form still says once, `explain(compiled).transfers` counts. Offloaded block inputs go and come back
-        once per micro-batch.
+      to_device, to_host: bytes of one device over PCIe in a step. The state goes as the update of `tx` is streamed:
+        every byte once in each direction, and what a norm reads once more; without `tx` once. Params in host memory are
+        fetched for each gather, and read and written by the update, which reads the gradients, written by the backward
+        pass. Offloaded block inputs go and come back once per micro-batch.
       devices_per_process: devices of the mesh that the process with the most of them has; of a pod, those of a host.
       activations: what the forward pass saves in device memory for the backward pass; 0 without a `model`.
       recomputed: activations that the backward pass makes again instead; bytes written, not held.
@@ -69,6 +72,8 @@ class Estimate:
     grads: int
     opt_state: int
     host: int = 0
+    host_params: int = 0
+    host_grads: int = 0
     in_flight: int = 0
     to_device: int = 0
     to_host: int = 0
@@ -128,6 +133,8 @@ class Estimate:
         rows += [("recomputed", human_bytes(self.recomputed))] if self.recomputed else []
         if self.host or self.activations_host:
             rows += [("host", human_bytes(self.host))] if self.host else []
+            rows += [("  params", human_bytes(self.host_params))] if self.host_params else []
+            rows += [("  grads", human_bytes(self.host_grads))] if self.host_grads else []
             rows += (
                 [("activations on the host", human_bytes(self.activations_host))]
                 if self.activations_host
@@ -190,7 +197,8 @@ def estimate(
       2 (n-1)/n B. Stages 1 and 2: one reduce-scatter, one all-gather. Stage 3: two all-gathers (one with
       `reshard_after_forward=False`) and one reduce-scatter, each per micro-batch. With replicas the shard of a gradient
       is all-reduced among them.
-      PCIe with `offload`: the bytes of every host leaf on the device, once in each direction.
+      PCIe with `offload`: the bytes of every host leaf on the device, once in each direction. With params there, of B
+      bytes each: B for each gather, once more for the update, and the gradients' bytes.
 
     Example:
       >>> import jax, jzero
@@ -209,16 +217,20 @@ def estimate(
     known = checked_uses(uses, plan, where="jzero.estimate")
     state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
     moved = 0 if model is None else accumulate * model.host
+    on_host = host_bytes_of(plan, tx, host, accumulate=accumulate, uses=known)
+    here = [x for x in plan.layouts if not plan.lives_on_host(x)]
     extra = _exchanged(plan, tx)
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     return Estimate(
-        params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in plan.layouts),
-        grads=sum(_grad_bytes(x, plan, accumulate) for x in plan.layouts),
+        params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in here),
+        grads=sum(_grad_bytes(x, plan, accumulate) for x in here),
         opt_state=state,
-        host=host,
+        host=host + on_host.params + on_host.grads,
+        host_params=on_host.params,
+        host_grads=on_host.grads,
         in_flight=min(plan.in_flight_bytes, host),
-        to_device=host + moved,
-        to_host=host + moved,
+        to_device=on_host.to_device + moved,
+        to_host=on_host.to_host + moved,
         devices_per_process=max(counts.values()),
         activations=0 if model is None else model.saved,
         activations_host=0 if model is None else model.host,

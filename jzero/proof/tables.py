@@ -13,6 +13,7 @@ from rich.table import Table
 from jzero.core.errors import counted, human_bytes
 from jzero.proof.activations import Activations
 from jzero.proof.records import Collective, Memory
+from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer
 
 WIDTH = 110
 MOST_ROWS = 40
@@ -107,17 +108,30 @@ def _wire(report: Any) -> Table:
 
 
 def _transfers(report: Any) -> Table:
-    """One row per direction of host traffic; the number counts a transfer in a loop once for each trip."""
+    """A row per direction of host traffic, and where there are several kinds of it one for each.
+
+    The number counts a transfer in a loop once for each trip.
+    """
     columns = ("bytes", "transfers", "asynchronous", "beside compute")
     table = plain_table("", *columns, right=columns)
     for to in ("device", "host"):
         moves = [t for t in report.transfers if t.to == to]
-        total, count = sum(t.total_bytes for t in moves), sum(t.trips for t in moves)
-        apart = sum(t.total_bytes for t in moves if t.asynchronous)
-        beside = sum(t.total_bytes for t in moves if t.asynchronous and t.compute_ops)
-        shares = [f"{human_bytes(n)} ({100 * n / total:.0f} %)" if total else "-" for n in (apart, beside)]
-        table.add_row(f"to {to}", human_bytes(total), str(count), *shares)
+        kinds: dict[str, list[Transfer]] = {}
+        for t in moves:
+            named = t.scope if t.scope in (WEIGHT, GRADIENT) else ""
+            kinds.setdefault(f"  {t.phase or '?'} {named}".rstrip(), []).append(t)
+        table.add_row(f"to {to}", *_moved(moves))
+        for name, some in kinds.items() if len(kinds) > 1 else ():
+            table.add_row(name, *_moved(some))
     return table
+
+
+def _moved(moves: list[Transfer]) -> list[str]:
+    total, count = sum(t.total_bytes for t in moves), sum(t.trips for t in moves)
+    apart = sum(t.total_bytes for t in moves if t.asynchronous)
+    beside = sum(t.total_bytes for t in moves if t.asynchronous and t.compute_ops)
+    shares = [f"{human_bytes(n)} ({100 * n / total:.0f} %)" if total else "-" for n in (apart, beside)]
+    return [human_bytes(total), str(count), *shares]
 
 
 def _activations(a: Activations) -> Table:

@@ -6,6 +6,12 @@ a plain `copy` that the program waits for. A piece of one moves by a `dynamic-sl
 `dynamic-update-slice` of a device array into one: alone, or in a fusion of its own with `fusion-start` /
 `fusion-done`, named `dynamic-slice-start` and `dynamic-update-slice-start` and asynchronous. What moves is then the
 slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus.
+
+[Note: what a transfer is for]
+XLA drops the names of the copies it makes. What is fetched is known by what reads it, what is written by what makes it.
+In the forward and the backward pass an argument of the program that is fetched is a weight; what the program itself has
+put into host memory is a saved activation, or a gradient on its way to be added. What the backward pass writes is a
+gradient.
 """
 
 from __future__ import annotations
@@ -15,12 +21,16 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
+from jzero.comm.host import HostTransfer
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
-from jzero.proof.places import CALLERS, Place, name_stack, phase_of, touches_host, walk, work_before
+from jzero.proof.places import CALLERS, Place, name_stack, phase_of, scope_of, touches_host, walk, work_before
 
 SAME = frozenset(
     ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
 )
+WEIGHT = HostTransfer.FETCH.removeprefix("jzero.")
+GRADIENT = HostTransfer.WRITE.removeprefix("jzero.")
+BARRIER = "optimization_barrier"
 ALLOCATES = 'custom_call_target="AllocateBuffer"'  # of a stack in host memory, which a loop fills
 CARRIES = CALLERS | SAME | {"parameter", "async-done", "async-update"}
 
@@ -37,6 +47,7 @@ class Transfer:
       loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
       asynchronous: True where the program goes on between start and done.
       phase: `forward`, `backward`, `update` or empty.
+      scope: the jzero scope that it comes from, such as `fetch_weight`, or empty.
       compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
         their outputs.
     """
@@ -48,6 +59,7 @@ class Transfer:
     loops: tuple[int, ...]
     asynchronous: bool
     phase: str = ""
+    scope: str = ""
     compute_ops: int = 0
     compute_bytes: int = 0
 
@@ -93,10 +105,10 @@ def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[T
     hosted = [any(s.on_host for s in o.shapes) for o in operands]
     paired = i.opcode.endswith("-start") and '"is_sync":true' not in i.attrs
     result = done_of(home, i).shapes if done_of(home, i) is not i else i.shapes
+    held = {o.name for o, on_host in zip(operands, hosted, strict=True) if on_host}
     if i.opcode in ("copy", "copy-start"):
         moves = _copied(result, i.shapes[1].on_host if len(i.shapes) > 1 else any(hosted))
     else:
-        held = {o.name for o, on_host in zip(operands, hosted, strict=True) if on_host}
         moves = {
             "device": sum(_read(module, home, i, name) for name in held),
             "host": sum(_written(module, home, i, result)) if any(s.on_host for s in result) else 0,
@@ -107,8 +119,71 @@ def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[T
     between = ops[last] - ops[first], written[last] - written[first]
     for to, size in moves.items():
         if size:
-            phase = phase_of(name_stack(place, i), module.has_backward)
-            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, *between)
+            phase, scope = _purpose(module, place, i, to, next(iter(held), ""))
+            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, scope, *between)
+
+
+def _purpose(module: Module, place: Place, i: Instruction, to: str, held: str) -> tuple[str, str]:
+    """The phase and the scope of a transfer: see [Note: what a transfer is for]. `held`: what it takes from the host."""
+    stack = "" if to == "host" else _read_as(place.computation, i)
+    stack = stack or name_stack(place, i)
+    phase = phase_of(stack, module.has_backward)
+    if to == "host":
+        return phase, GRADIENT if phase == "backward" else scope_of(stack)
+    if phase in ("forward", "backward"):
+        return phase, WEIGHT if held and _is_argument(module, place.computation, held) else ""
+    return phase, scope_of(stack)
+
+
+def _read_as(home: Computation, i: Instruction) -> str:
+    """The name stack of what is fetched: its own, else that of the nearest readers; empty where they have none."""
+    level, seen = [i], {i.name}
+    while level:
+        found = next((x.op_name for x in level if "/" in x.op_name and not x.op_name.endswith(BARRIER)), "")
+        if found:
+            return found
+        users = {u.name: u for x in level for u in home.users.get(x.name, ()) if u.name not in seen}
+        seen.update(users)
+        level = [u for x in level if x is i or x.opcode in SAME or x.opcode.endswith("-done")
+                 for u in home.users.get(x.name, ()) if u.name in users]  # fmt: skip
+    return ""
+
+
+def _is_argument(module: Module, home: Computation, name: str) -> bool:
+    """True for a value that is, in a loop too, an argument of the program as it came in."""
+    path: list[int] = []  # into the tuple
+    while True:
+        value = home.instructions[name]
+        if value.opcode == "get-tuple-element":
+            path.append(value.index)
+        elif value.opcode == "tuple" and path:
+            name = value.operands[path.pop()]
+            continue
+        elif value.opcode == "parameter":
+            caller = module.loops.get(home.name)
+            if caller is None:
+                return home.name == module.entry
+            home, value = caller
+        elif value.opcode == "while":
+            body = module.computations[value.callees("body")[0]]
+            if not path or not _hands_through(body, path[-1]):
+                return False
+        elif value.opcode not in SAME and value.opcode != "copy":
+            return False
+        name = value.operands[0]
+
+
+def _hands_through(body: Computation, at: int) -> bool:
+    """Element `at` of what a loop carries is in each round what it was."""
+    root = next(i for i in body.schedule if i.is_root)
+    if root.opcode != "tuple":
+        return False
+    name = root.operands[at]
+    while body.instructions[name].opcode in ("optimization-barrier", "opt-barrier", "bitcast", "copy"):
+        name = body.instructions[name].operands[0]
+    value = body.instructions[name]
+    own = value.opcode == "get-tuple-element" and value.index == at
+    return own and body.instructions[value.operands[0]].opcode == "parameter"
 
 
 def _copied(result: Sequence[Shape], from_host: bool) -> dict[str, int]:

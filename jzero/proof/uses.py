@@ -30,6 +30,7 @@ LINEAR = frozenset(
     """.split()  # noqa: SIM905 - as in `core/primitives.py`
 )
 """The derivative reads no operand."""
+FETCH = "device_put"
 
 
 def uses_of(
@@ -93,6 +94,19 @@ def _params_of(
     return [in_order.get(i) for i in range(len(paths))]
 
 
+class _Graph(WeightGraph):
+    """A weight that is fetched from host memory is the same one."""
+
+    def added(self, node: Node) -> None:
+        super().added(node)
+        if node.name == FETCH:
+            pairs = zip(node.outs, node.ins, strict=True)
+            self.parent.update((out, i) for out, i in pairs if i in self.parent)
+
+    def weights_of(self, node: Node) -> list[int]:
+        return [] if node.name == FETCH else super().weights_of(node)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Region:
     """Where uses are looked for.
@@ -107,7 +121,7 @@ class _Region:
 
     def search(self, jaxpr: Any, weights: Sequence[bool], moving: Sequence[bool]) -> dict[int, list[Use]]:
         """The uses of the weights among the arguments, by position; `moving`: what depends on weights."""
-        graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+        graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights)
         found: dict[int, list[Use]] = collections.defaultdict(list)
         at = {value: i for i, value in enumerate(graph.ins)}
         moves = {value for value, m in zip(graph.ins, moving, strict=True) if m}
@@ -200,7 +214,7 @@ def _forward(graph: WeightGraph) -> set[Node]:
 
 def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
     """Positions of the weights that remat regions read, in loops too: what they do not need is no argument of them."""
-    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
+    graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()
     for node in graph.nodes:
         found |= set(graph.weights_of(node)) if node.name in REMAT else graph.inside(node, _in_remat)

@@ -120,6 +120,18 @@ class Schedule:
                 held = size
         self.groups = [*_in_turns(large), *small]
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes of one device that are fetched, and that are written; what the device holds already is neither."""
+        fetched = written = 0.0
+        for group in (*self.first, *self.scalars, *self.groups):
+            share = 1 if group.chunk is None else group.chunk.share
+            rows = [(self.placements[s], s) for s in group.sources]
+            fetched += share * sum(h.shard_bytes(self.graph.avals[v]) for h, v in rows)
+            rows = [(self.placement_of(v), v) for v in group.values]
+            written += share * sum(h.shard_bytes(self.graph.avals[v]) for h, v in rows)
+        return round(fetched), round(written)
+
     def _check_count(self, components: list[tuple[int, ...]]) -> None:
         """Raises ValueError where the bound is so small that XLA would not come to an end."""
         total = sum(self._bytes(values, self._sources(values)) for values in components)

@@ -65,9 +65,20 @@ def stream(
     return _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args)
 
 
-def _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args) -> list[Any]:
+def schedule_of(
+    fn: Callable[..., Sequence[Any]],
+    args: Sequence[Any],
+    placements: Sequence[Placement],
+    out_placements: Callable[[], Sequence[Placement]],
+    in_flight_bytes: int,
+) -> Schedule:
+    """How `stream` divides a function; the arguments may be abstract."""
     graph = FlatFunction(fn, [_on_device(a, h) for a, h in zip(args, placements, strict=True)])
-    schedule = Schedule(graph, placements, out_placements(), in_flight_bytes)
+    return Schedule(graph, placements, out_placements(), in_flight_bytes)
+
+
+def _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args) -> list[Any]:
+    schedule = schedule_of(fn, args, placements, out_placements, in_flight_bytes)
     if schedule.excess:
         on_excess(schedule.excess)
     return _Run(schedule, args, gate).results()

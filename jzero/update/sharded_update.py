@@ -106,10 +106,11 @@ class ShardedUpdate:
             return new - shard.astype(new.dtype), stored
         return plan.constrain(new.astype(x.dtype), x.state), stored
 
-    def streamed(self, shards: list, grads: list, inner, master: list):
+    def streamed(self, shards: list, grads: list, inner, master: list, run: Callable[..., Any] = streamed):
         """The same with state in host memory: `shards` are those of the params, without masters.
 
-        What lands on a param in host memory is its new value, in its stored layout and in its place.
+        What lands on a param in host memory is its new value, in its stored layout and in its place. `run`: what is
+        done with it; `offload.scheduled` takes abstract arrays, and says what is moved.
         """
         plan, layouts = self.plan, self.plan.layouts
         hosted = [memory_kind(p) == HOST for p in shards]
@@ -134,7 +135,7 @@ class ShardedUpdate:
             kept = [Placement(h.sharding, count + i if h.sharding else None) for i, h in enumerate(state_lies)]
             return [*landed, *kept]
 
-        return streamed(
+        return run(
             step, (shards, grads, inner, master), plan, [*params_lie, *grads_lie, *state_lies], out_placements,
             gate=range(first, count),
         )  # fmt: skip

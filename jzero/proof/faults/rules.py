@@ -8,8 +8,8 @@ whole are all-reduced by design, and an embedding that is used twice is reduced 
 [Note: the CPU backend]
 It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
 memory apart. So `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`,
-`weights_moved_in_loop`, `optimizer_moves`, `offloaded_state_on_device`, `offloaded_state_copied` and
-`more_than_closed_form` are not looked for in its programs: compile for `jzero.pod`. The other kinds show on both.
+`weights_moved_in_loop`, `optimizer_moves`, `offloaded_state_on_device`, `offloaded_state_copied`, `fetched_weights_on_device`,
+`host_transfers_waited_for` and `more_than_closed_form` are not looked for in its programs: compile for `jzero.pod`. The other kinds show on both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jzero.proof.evidence import Evidence
-from jzero.proof.faults import closed_form, state, steps, weights
+from jzero.proof.faults import closed_form, host, state, steps, weights
 from jzero.proof.faults.wording import Faults
 
 KINDS: dict[str, Callable[[Evidence], Faults]] = {
@@ -31,6 +31,8 @@ KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "state_not_offloaded": state.state_not_offloaded,
     "offloaded_state_copied": state.offloaded_copied,
     "offloaded_state_on_device": state.offloaded_on_device,
+    "fetched_weights_on_device": host.weights_on_device,
+    "host_transfers_waited_for": host.transfers_waited_for,
     "replicated_leaves": weights.whole_leaves,
     "stack_gathered_before_loop": weights.stack_before_loop,
     "gathered_weights_kept": weights.weights_kept,

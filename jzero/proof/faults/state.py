@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from jzero.comm import comm_of
 from jzero.core.errors import human_bytes
 from jzero.layout.specs import shard_factor
 from jzero.proof.evidence import Evidence
@@ -110,18 +111,20 @@ def state_not_donated(e: Evidence) -> Faults:
 
 
 def state_not_offloaded(e: Evidence) -> Faults:
-    """With `offload`, leaves of the optimizer state that come in, or come back, in device memory."""
+    """With `offload`, what the plan keeps in host memory and comes in, or comes back, in device memory."""
     if e.plan.config.offload is None:
         return
     named = [x for x in e.state if x.in_opt_state]
     leaves = named or [x for x in e.state if x.layout is not None and not x.is_param]
     leaves = [x for x in leaves if math.prod(x.shape) > (1 if x.layout else FEW) and x.held]
+    leaves += [x for x in e.state if x.is_param and x.layout and e.plan.lives_on_host(x.layout) and x.held]
     here = [x for x in leaves if not (x.on_host and (x.returned_on_host or e.on_cpu))]
     total, size = sum(x.held for x in leaves), sum(x.held for x in here)
     if size > (0 if named else total // 2):  # other copies of the params (an EMA) stay on the device
         back = sum(x.on_host for x in here)
+        what = "params and the optimizer state" if e.plan.config.params_on_host else "optimizer state"
         yield (
-            f"{len(here)} of {len(leaves)} leaves of the optimizer state are in device memory, where the plan keeps "
+            f"{len(here)} of {len(leaves)} leaves of the {what} are in device memory, where the plan keeps "
             f"them in host memory{f' ({back} come in there and do not go back)' if back else ''}. {names_text(here)}",
             size,
             "state = jzero.shard(state, plan.config, mesh=mesh) before the step, tx = jzero.zero(tx, plan) in it, and "
@@ -130,13 +133,18 @@ def state_not_offloaded(e: Evidence) -> Faults:
 
 
 def offloaded_copied(e: Evidence) -> Faults:
-    """State in host memory whose new values do not take the buffers of the old ones, and temporary host memory."""
+    """State in host memory whose new values do not take the buffers of the old ones, and temporary host memory.
+
+    The gradients of params there are temporary too, and so are the sums of them over micro-batches.
+    """
     hosted = [x for x in e.state if x.on_host]
     stats = e.compiled.memory_analysis()
     if e.on_cpu or not hosted or stats is None:
         return
     held, kept = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
-    temp = getattr(stats, "host_temp_size_in_bytes", 0)
+    host, summed = comm_of(e.plan).host, 2 if any(t.scope == "microbatch" for t in e.transfers) else 1
+    grads = sum(sum(host.held(x, summed)) for x in e.plan.layouts)
+    temp = max(0, getattr(stats, "host_temp_size_in_bytes", 0) - grads)
     twice = sum(x.returned or 0 for x in kept if x.returned_on_host)
     if twice + temp > (1 - DONATED) * held:
         parts = (
@@ -144,10 +152,10 @@ def offloaded_copied(e: Evidence) -> Faults:
             if twice
             else []
         )
-        parts += [f"{human_bytes(temp)} are temporary arrays."] if temp else []
+        parts += [f"{human_bytes(temp)} are temporary arrays{', beside gradients' if grads else ''}."] if temp else []
         donated = all(x.donated for x in kept)
         yield (
-            f"{human_bytes(twice + temp)} of host memory on top of the {human_bytes(held)} of state there. "
+            f"{human_bytes(twice + temp)} of host memory on top of the {human_bytes(held)} of {'params and ' * (grads > 0)}state there. "
             + " ".join(parts),
             twice + temp,
             "each leaf goes back with its own sharding, and nothing else reads the old state: optax.apply_if_finite in "

@@ -1,0 +1,85 @@
+"""What of a run lives in host memory, and what of it crosses PCIe in a step, in closed form."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.comm import comm_of
+from jzero.comm.uses import DEFAULT, Use
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.specs import shard_factor
+from jzero.offload import scheduled
+from jzero.optim import init_shapes, split_master, unwrap, zero
+from jzero.sharding import HOST, Plan
+from jzero.update.sharded_update import ShardedUpdate
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBytes:
+    """Bytes of one device.
+
+    Attributes:
+      params, grads: shards in host memory; with micro-batches the gradients and the sums of them.
+      to_device, to_host: over PCIe in a step.
+    """
+
+    params: int
+    grads: int
+    to_device: int
+    to_host: int
+
+
+def host_bytes_of(
+    plan: Plan, tx: Any, state: int, *, accumulate: int, uses: Mapping[str, Sequence[Use]]
+) -> HostBytes:
+    """Params and gradients in host memory, and all that crosses PCIe.
+
+    Args:
+      plan: says which params live there.
+      tx: the optimizer; None for Adam.
+      state: bytes of its state there.
+      accumulate: micro-batches in a step. Where the sums fit into `in_flight_bytes`, XLA adds gradients to them that
+        were never written, and a program moves less.
+      uses: by name of a param; one that is not named has one matmul.
+    """
+    host, hosted = comm_of(plan).host, [x for x in plan.layouts if plan.lives_on_host(x)]
+    rows = [host.moved(x, accumulate, uses.get(x.name, DEFAULT)) for x in hosted]
+    held = [host.held(x, accumulate) for x in hosted]
+    params = sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in hosted)
+    at_update = sum(total or grad for grad, total in held)
+    fetched, written = _of_update(plan, tx, accumulate) or (state + params + at_update, state + params)
+    return HostBytes(
+        params, sum(map(sum, held)), fetched + sum(r[0] for r in rows), written + sum(r[1] for r in rows)
+    )
+
+
+def _of_update(plan: Plan, tx: Any, accumulate: int) -> tuple[int, int] | None:
+    """What the update moves, from how it is streamed: a norm reads gradients, or state, once more.
+
+    None where that is not known, and every byte is taken to be read once and written once: without `tx`, and for an
+    update that wants more than gradients, state and params.
+    """
+    if tx is None or plan.config.offload is None:
+        return None
+    with contextlib.suppress(Exception):
+        tx = zero(unwrap(tx), plan)
+        update: Any = tx.update
+        state = split_master(init_shapes(tx, plan.shapes), plan.shapes)
+        step = ShardedUpdate(update.stored_tx, plan, lambda: update.logical, plan.tree, {})
+        grads = [_gradient(x, plan, accumulate) for x in plan.layouts]
+        return step.streamed(jax.tree.leaves(plan.shapes), grads, *state, run=scheduled).moved
+    return None
+
+
+def _gradient(x: Layout, plan: Plan, accumulate: int) -> jax.ShapeDtypeStruct:
+    dtype = x.dtype if accumulate == 1 else np.promote_types(x.dtype, np.float32)
+    layout = plan.sharding(x.state)
+    return jax.ShapeDtypeStruct(
+        x.shape, dtype, sharding=layout.with_memory_kind(HOST) if plan.lives_on_host(x) else layout
+    )
