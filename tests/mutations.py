@@ -113,6 +113,13 @@ def _():
     force(lambda c: {"offload": None})
 
 
+@mutation("params stay on the device, whatever offload says", "host_params")
+def _():
+    from jzero.sharding import Plan
+
+    Plan.lives_on_host = lambda self, x: False
+
+
 @mutation("moment_dtype is ignored", "moments")
 def _():
     force(lambda c: {"moment_dtype": None})

@@ -72,6 +72,17 @@ def test_every_kind_of_use(case, bucket, mesh):
     compared(lambda p, x: (fn(p, x) ** 2).mean(), params, mesh, breadth.data(), bucket_bytes=bucket * 2**10)
 
 
+def test_a_stack_that_is_read_by_two_scans_and_beside_them(mesh):
+    """Three gradients in host memory, added in device memory."""
+
+    def twice(p, x):
+        for _ in range(2):
+            x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["stack"])
+        return x @ p["stack"][1]
+
+    compared(lambda p, x: (twice(p, x) ** 2).mean(), breadth.weights(), mesh, breadth.data(), bucket_bytes=2**10)
+
+
 @pytest.mark.default_cases("scan", "remat inside", "lookup")
 @pytest.mark.parametrize("case", loops.CASES)
 def test_weights_in_loops(case, mesh):
