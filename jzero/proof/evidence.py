@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -40,7 +41,8 @@ class Argument:
       name: its path in the arguments.
       shape, itemsize: of the whole array.
       held: bytes on one device; 0 where the program does not use it.
-      rows: of its first dim on one device.
+      local: its shape on one device.
+      dtype: of its elements.
       number_of_argument: equal for leaves of the same argument.
       donated: True where its buffer is given away.
       on_host: True where it is in pinned host memory.
@@ -64,7 +66,8 @@ class Argument:
     returned_on_host: bool = False
     aliased: bool = False
     in_opt_state: bool = False
-    rows: int = 0
+    local: tuple[int, ...] = ()
+    dtype: Any = None
     number_of_argument: tuple[str, ...] = ()
 
     def planned(self, plan: Plan) -> int | None:
@@ -73,6 +76,8 @@ class Argument:
             return None
         spec: PartitionSpec = self.layout.stored if self.is_param else self.layout.state
         shape = self.layout.shape if self.is_param else self.layout.state_shape
+        if self.layout.padded and self.shape == self.layout.shape and not (self.is_param or self.in_opt_state):
+            return math.prod(self.shape) * self.itemsize  # an average: the optimizer state alone is padded
         return math.prod(shape) * self.itemsize // shard_factor(spec, plan.mesh)
 
 
@@ -106,7 +111,7 @@ class Evidence:
             number += sharding is not None
             aliased = sharding is not None and number in self.module.aliased
             of_state = self._is_own(keys) and ".opt_state" in jax.tree_util.keystr(path)
-            memory = (on_host, x, is_param, back, back_on_host, aliased, of_state, local[0] if local else 0)
+            memory = (on_host, x, is_param, back, back_on_host, aliased, of_state, tuple(local), info.dtype)
             found.append(
                 Argument(name, shape, itemsize, held, info.donated, *memory, number_of_argument=keys[:2])
             )

@@ -317,14 +317,20 @@ def _gathered_bytes(plan: Plan) -> int:
     return largest + (every if plan.config.keeps_gathered else largest)
 
 
+def planned_state(plan: Plan, tx: Any) -> Any:
+    """The optimizer state as the plan lays it out, a tree of `jax.ShapeDtypeStruct` with shardings."""
+    state = init_shapes(zero(unwrap(tx), plan), plan.shapes)
+    rows = zip(jax.tree.leaves(state), plan.state_shardings(state), strict=True)
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) for x, home in rows]
+    return jax.tree.unflatten(jax.tree.structure(state), placed)
+
+
 def _state_bytes(plan: Plan, tx: Any) -> tuple[int, int, str]:
     """Bytes of one device's state on the device and on the host."""
-    tx = zero(unwrap(tx), plan)
-    state = init_shapes(tx, plan.shapes)
     held = {False: 0, True: 0}
-    leaves = jax.tree.leaves(state)
-    for x, spec, home in zip(leaves, plan.state_specs(state), plan.state_shardings(state), strict=True):
-        held[home.memory_kind == HOST] += leaf_bytes(x) // shard_factor(spec, plan.mesh)
+    for x in jax.tree.leaves(planned_state(plan, tx)):
+        home = x.sharding
+        held[home.memory_kind == HOST] += leaf_bytes(x) // shard_factor(home.spec, home.mesh)
     return held[False], held[True], "its own optimizer state"
 
 

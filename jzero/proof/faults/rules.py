@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jzero.proof.evidence import Evidence
-from jzero.proof.faults import closed_form, host, state, steps, weights
+from jzero.proof.faults import closed_form, held, host, state, steps, weights
 from jzero.proof.faults.wording import Faults
 
 KINDS: dict[str, Callable[[Evidence], Faults]] = {
@@ -40,6 +40,7 @@ KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "weights_moved_in_loop": weights.weights_in_loop,
     "optimizer_moves": state.optimizer_moves,
     "reduction_per_microbatch": steps.reduction_per_microbatch,
+    "more_memory_than_closed_form": held.more_memory_than_closed_form,
     "more_than_closed_form": closed_form.more_than_closed_form,
 }
 

@@ -7,8 +7,8 @@ import math
 from jzero.comm import comm_of
 from jzero.core.errors import human_bytes
 from jzero.layout.specs import shard_factor
-from jzero.proof.evidence import Evidence
-from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text, names_text
+from jzero.proof.evidence import Argument, Evidence
+from jzero.proof.faults.wording import COPIES, MOST_NAMES, Faults, are_copies, more_text, names_text
 from jzero.proof.places import primitive_of
 from jzero.sharding import FEW
 
@@ -18,12 +18,7 @@ SHARE_MOVED = 0.05  # of the bytes of all params: norms and statistics are less
 
 def state_whole(e: Evidence) -> Faults:
     """Leaves of the state that come in, or come back, larger than planned."""
-    rows = []
-    for x in e.state:
-        planned = x.planned(e.plan)
-        extra = max(x.held, x.returned or 0) - planned if planned is not None else 0
-        if planned is not None and extra > planned // 100:
-            rows.append((x, extra, "comes back" if (x.returned or 0) > planned else "comes in"))
+    rows = whole_rows(e)
     if rows:
         shown = ", ".join(
             f"{x.name} {how} with {human_bytes(extra)} more" for x, extra, how in rows[:MOST_NAMES]
@@ -32,8 +27,19 @@ def state_whole(e: Evidence) -> Faults:
             f"{len(rows)} of {len(e.state)} leaves of the state are not split as planned: {shown}{more_text(rows)}.",
             sum(extra for _, extra, _ in rows),
             "state = jzero.shard(state, plan.config, mesh=mesh) before the step, tx = jzero.zero(tx, plan) in it, and "
-            "no out_shardings but the plan's.",
+            "no out_shardings but the plan's." + (f" {COPIES}" if are_copies(e, (x for x, *_ in rows)) else ""),
         )
+
+
+def whole_rows(e: Evidence) -> list[tuple[Argument, int, str]]:
+    """Params and their copies that are not split as planned: the leaf, the bytes too many, where it is seen."""
+    rows = []
+    for x in e.state:
+        planned = x.planned(e.plan)
+        extra = max(x.held, x.returned or 0) - planned if planned is not None else 0
+        if planned is not None and extra > planned // 100:
+            rows.append((x, extra, "comes back" if (x.returned or 0) > planned else "comes in"))
+    return rows
 
 
 def state_not_returned(e: Evidence) -> Faults:

@@ -50,7 +50,7 @@ def batch_not_split(e: Evidence) -> Faults:
     parts = e.plan.batch_parts
     if parts == 1 or not e.module.has_backward:
         return
-    whole = [x for x in e.batch if x.rows * parts > x.shape[0] > 1]
+    whole = [x for x in e.batch if x.local[0] * parts > x.shape[0] > 1]
     shard = elements(e) // axis_size(e.plan.mesh, e.plan.config.axes)  # what is reduced over a replica axis
     unreduced = [a for a in e.plan.batch_axes if e.plan.mesh.shape[a] > 1 and 2 * _reduced(e, a) < shard]
     if whole and unreduced:

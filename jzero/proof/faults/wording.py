@@ -16,6 +16,15 @@ ACROSS = (
     "Rows looked up or summed across the batch (x[senders], segment_sum): a batch [N, ...] of N devices with its own "
     "rows in each entry, and jax.vmap over it, so that no device needs those of another."
 )
+COPIES = (
+    "A layout on the mesh that an average, or another copy of the params, has already is kept. So first: "
+    "copy = jax.device_put(copy, jax.tree.unflatten(jax.tree.structure(copy), "
+    "map(plan.sharding, plan.copy_specs(copy))))."
+)
+NAMED = (
+    "Copies of the params as a tree with their names, which jzero.shard splits as the moments: "
+    "copy = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(copy))."
+)
 
 
 def elements(e: Evidence) -> int:
@@ -26,6 +35,12 @@ def elements(e: Evidence) -> int:
 def axes_text(axes: Iterable[str]) -> str:
     """Mesh axes in a sentence."""
     return ", ".join(map(repr, axes))
+
+
+def are_copies(e: Evidence, leaves: Iterable[Argument]) -> bool:
+    """True where some are neither params nor of the optimizer state, as far as paths tell."""
+    named = any(x.in_opt_state for x in e.leaves)
+    return named and not all(x.is_param or x.in_opt_state for x in leaves)
 
 
 def names_text(leaves: list[Argument] | list[Layout]) -> str:
