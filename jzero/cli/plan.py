@@ -26,7 +26,6 @@ from jzero.config import Offload, ZeroConfig
 from jzero.core.errors import check_int, nearest
 from jzero.proof.pod import check_pod
 
-
 FETCHES = 3
 """The stage whose params can live in host memory."""
 WHOLE_BELOW = "below it the model reads whole params on the device"

@@ -92,7 +92,8 @@ def test_without_an_optimizer_adam_is_assumed():
     for name in ("host", "to_device", "to_host"):
         assert getattr(assumed, name) == pytest.approx(getattr(known, name), rel=1e-3)
     values = plan.param_bytes // 2 // 8
-    assert assumed.to_device == (12 + 2 * 2 + 2 + 2) * values  # state, two fetches, and at the update params and gradients
+    # state, two fetches, and at the update params and gradients
+    assert assumed.to_device == (12 + 2 * 2 + 2 + 2) * values
     assert assumed.to_host == (12 + 2 + 2) * values
 
 
