@@ -74,6 +74,7 @@ class Gpt(nn.Module):
     remat: bool = True
     dtype: Any = jnp.bfloat16
     block: Callable[..., nn.Module] = Block
+    tied: bool = True
 
     @nn.compact
     def __call__(self, tokens):
@@ -88,7 +89,8 @@ class Gpt(nn.Module):
         else:
             for i in range(self.layers):
                 x, _ = block(*size, name=f"block_{i}")(x)
-        return embed.attend(nn.RMSNorm(**kw)(x)).astype(jnp.float32)
+        head = embed.attend if self.tied else nn.Dense(self.vocab, use_bias=False, name="head", **kw)
+        return head(nn.RMSNorm(**kw)(x)).astype(jnp.float32)
 
 
 class ConvNet(nn.Module):

@@ -184,8 +184,8 @@ def check_alone(config: Config) -> None:
         )
     if config.offload_params and config.stage != 3:
         raise ValueError(
-            f"--offload-params: needs stage 3; at stage {config.stage} the model reads whole params on the device. Pass "
-            "--stage 3, or --offload host for the optimizer state alone."
+            f"--offload-params: needs stage 3; at stage {config.stage} the model reads whole params on the device. "
+            "Pass --stage 3, or --offload host for the optimizer state alone."
         )
     if not config.prompt:
         raise ValueError("--prompt: must not be empty; the sample needs a byte to start from.")

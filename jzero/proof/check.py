@@ -81,7 +81,8 @@ def findings(
 
     In a program of the CPU backend `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`,
     `activations_moved`, `offloaded_state_copied`, `offloaded_state_on_device`, `fetched_weights_on_device`,
-    `host_transfers_waited_for` and `more_than_closed_form` are not looked for, since its collectives and its memory are not those of a GPU: compile for `jzero.pod`.
+    `host_transfers_waited_for` and `more_than_closed_form` are not looked for, since
+    its collectives and its memory are not those of a GPU: compile for `jzero.pod`.
 
     Args:
       compiled: a compiled train step: state in, new state out.

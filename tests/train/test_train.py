@@ -238,6 +238,11 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
         ),
         (dataclasses.replace(TINY, devices=0), "--devices 0: must be at least 1."),
         (
+            dataclasses.replace(TINY, offload_params=True),
+            "--offload-params: needs stage 3; at stage 2 the model reads whole params on the device. "
+            "Pass --stage 3, or --offload host for the optimizer state alone.",
+        ),
+        (
             dataclasses.replace(TINY, optim=dataclasses.replace(TINY.optim, lr=-1.0)),
             "--lr -1: must be more than 0.",
         ),

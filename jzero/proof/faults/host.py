@@ -10,6 +10,7 @@ from jzero.proof.transfers import GRADIENT, WEIGHT
 
 SHARE_HELD = 0.5  # of the params there: two regions of a small model are nearly as much
 BUCKETS_HELD = 8
+WEIGHTS_HELD = 4  # of the largest: so many are all that a small model has
 SHARE_WAITS = 0.02
 
 
@@ -19,14 +20,15 @@ def weights_on_device(e: Evidence) -> Faults:
     if e.on_cpu or not total:
         return
     buckets = BUCKETS_HELD * e.plan.bucket_bytes // e.plan.n
-    room = max(round(SHARE_HELD * total), buckets, e.plan.in_flight_bytes)
+    largest = max(x.nbytes // x.layers // shard_factor(x.stored, e.plan.mesh) for x in e.plan.layouts)
+    room = max(round(SHARE_HELD * total), buckets, WEIGHTS_HELD * largest, e.plan.in_flight_bytes)
     if e.weights_at_once > room:
         yield (
             f"{human_bytes(e.weights_at_once)} of the {human_bytes(total)} of params in host memory are on the device "
             "at once, where each is to be there for its use alone.",
             e.weights_at_once,
-            "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned, which "
-            "fetch each weight where it is used; no jax.device_put of the params, and a smaller bucket_bytes.",
+            "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned, "
+            "which fetch each weight where it is used; no jax.device_put of the params, and a smaller bucket_bytes.",
         )
 
 
