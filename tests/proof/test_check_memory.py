@@ -114,15 +114,17 @@ def test_an_average_that_is_whole(mesh):
 def test_an_average_of_a_param_whose_state_is_padded(stage, mesh):
     """The optimizer state alone is padded: `shard` keeps such an average whole, which is no fault."""
 
-    def create():
+    def create(of=lambda params: params):
         params = {"odd": jnp.ones((129, 131)), "even": jnp.ones((131, 256))}
         return Averaged.create(
             apply_fn=lambda v, x: jnp.pad(x, ((0, 0), (0, 105))) @ v["params"]["odd"] @ v["params"]["even"][:, :6],
-            params=params, tx=ADAM, average=params,
+            params=params, tx=ADAM, average=of(params),
         )  # fmt: skip
 
     state, plan = sharded(mesh, stage, create, uneven="pad")
     assert not {KIND, "state_whole"} & set(found_in(state, plan, averages))
+    state, plan = sharded(mesh, stage, lambda: create(jax.tree.leaves), uneven="pad")
+    assert "129" not in found_in(state, plan, averages)[KIND].text
 
 
 def test_an_evaluation_with_whole_params(mesh):
