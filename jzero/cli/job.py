@@ -48,7 +48,7 @@ class Job:
 
         Without a stage that of the last one.
         """
-        fields = {"stage": max(self.stages)} | self.fields | more
+        fields: dict[str, Any] = {"stage": max(self.stages), **self.fields, **more}
         if isinstance(fields.get("offload"), dict):
             fields["offload"] = Offload(**fields["offload"])
         return ZeroConfig(**fields)

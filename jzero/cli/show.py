@@ -111,9 +111,9 @@ def _notes(results: list[dict[str, Any]]) -> list[str]:
     ]
     if any(r["estimate"]["host"] for r in results):
         notes += [
-            "host, host/node: in pinned host memory, of one device and of all devices of a host: optimizer state, and with",
-            "--offload-params params and gradients. to device, to host: over PCIe in a step, of one device. in flight: what",
-            "of the state is on the device at once.",
+            "host, host/node: in pinned host memory, of one device and of all devices of a host: optimizer state, and",
+            "with --offload-params params and gradients. to device, to host: over PCIe in a step, of one device.",
+            "in flight: what of the state is on the device at once.",
         ]
     if any(_is_off(r, key) for r in results for key in COMPARED):
         notes.append(

@@ -124,7 +124,7 @@ def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[T
 
 
 def _purpose(module: Module, place: Place, i: Instruction, to: str, held: str) -> tuple[str, str]:
-    """The phase and the scope of a transfer: see [Note: what a transfer is for]. `held`: what it takes from the host."""
+    """The phase and the scope of a transfer: see [Note: what a transfer is for]. `held`: what it takes of the host."""
     stack = "" if to == "host" else _read_as(place.computation, i)
     stack = stack or name_stack(place, i)
     phase = phase_of(stack, module.has_backward)
@@ -155,7 +155,7 @@ def _is_argument(module: Module, home: Computation, name: str) -> bool:
     while True:
         value = home.instructions[name]
         if value.opcode == "get-tuple-element":
-            path.append(value.index)
+            path.append(value.index or 0)
         elif value.opcode == "tuple" and path:
             name = value.operands[path.pop()]
             continue

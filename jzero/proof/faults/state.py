@@ -161,8 +161,8 @@ def offloaded_copied(e: Evidence) -> Faults:
         parts += [f"{human_bytes(temp)} are temporary arrays{', beside gradients' if grads else ''}."] if temp else []
         donated = all(x.donated for x in kept)
         yield (
-            f"{human_bytes(twice + temp)} of host memory on top of the {human_bytes(held)} of {'params and ' * (grads > 0)}state there. "
-            + " ".join(parts),
+            f"{human_bytes(twice + temp)} of host memory on top of the {human_bytes(held)} of "
+            f"{'params and ' * (grads > 0)}state there. " + " ".join(parts),
             twice + temp,
             "each leaf goes back with its own sharding, and nothing else reads the old state: optax.apply_if_finite in "
             "the chain in place of jzero.select round the step."
