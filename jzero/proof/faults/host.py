@@ -10,7 +10,7 @@ from jzero.proof.transfers import GRADIENT, WEIGHT
 
 SHARE_HELD = 0.5  # of the params there: two regions of a small model are nearly as much
 BUCKETS_HELD = 8
-WEIGHTS_HELD = 4  # of the largest: so many are all that a small model has
+WEIGHTS_HELD = 8  # of the largest: two layers, which are much of a small model
 SHARE_WAITS = 0.02
 
 
