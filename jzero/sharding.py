@@ -176,11 +176,21 @@ class Plan:
         return NamedSharding(typed_mesh(self.array_mesh), named_on(spec, self.array_mesh))
 
     def lives_on_host(self, x: Layout) -> bool:
-        """True for a param whose shard, and that of its gradient, lives in host memory: not for a small one."""
+        """True for a param whose shard, and that of its gradient, lives in host memory: not for a small one.
+
+        Raises:
+          TypeError: no layout of this plan.
+        """
+        check_kind(x, "x", Layout, "a Layout, one of plan.layouts", where="plan.lives_on_host")
         return self.config.params_on_host and x.size > FEW and x.nbytes >= self.min_shard_bytes
 
     def param_sharding(self, x: Layout) -> NamedSharding:
-        """The stored layout of a param, with the memory that it lives in."""
+        """The stored layout of a param, with the memory that it lives in.
+
+        Raises:
+          TypeError: no layout of this plan.
+        """
+        check_kind(x, "x", Layout, "a Layout, one of plan.layouts", where="plan.param_sharding")
         sharding = self.sharding(x.stored)
         return sharding.with_memory_kind(HOST) if self.lives_on_host(x) else sharding
 

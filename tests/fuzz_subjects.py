@@ -122,6 +122,8 @@ def _plans() -> list[Subject]:
     return [
         Subject("plan.kind_of", plan.kind_of, {"path": "[0][0].params['w']"}, {"path": "word"}),
         Subject("plan.sharding", plan.sharding, {"spec": spec}, {}),
+        Subject("plan.lives_on_host", plan.lives_on_host, {"x": plan.layouts[0]}, {}),
+        Subject("plan.param_sharding", plan.param_sharding, {"x": plan.layouts[0]}, {}),
         Subject("plan.constrain", plan.constrain, {"x": jnp.ones(8), "spec": spec}, {"x": "array scalar"}),
         Subject("plan.match", functools.partial(plan.match, where="plan.match"), {"params": params}, {}),
         Subject("plan.place", plan.place, {"tree": params}, {}),

@@ -52,7 +52,7 @@ def find_activations(module: Module, transfers: tuple[Transfer, ...]) -> Activat
     }
     return Activations(
         saved=sum(_saved(module, entry)),
-        host=min(moved.values()),  # the stack of a scan is filled with zeros first, over the bus
+        host=min(moved.values()),
         recomputed=sum(_again(p) for p in places),
     )
 

@@ -193,12 +193,10 @@ def test_host_copies(version):
 @pytest.mark.unit
 @pytest.mark.parametrize("version", VERSIONS)
 def test_host_slices_in_loops(version):
-    """The stack that is made on the host, its writes in the forward loop, its reads in the backward loop."""
+    """The writes in the forward loop and the reads in the backward loop; that the stack is allocated moves nothing."""
     moves = [(t.to, t.bytes, t.trips, t.phase) for t in find_transfers(load("host_scan.h200", version))]
     layer = 4 * 256 * 2
-    assert moves == [
-        ("host", 6 * layer, 1, "forward"), ("host", layer, 6, "forward"), ("device", layer, 6, "backward")
-    ]  # fmt: skip
+    assert moves == [("host", layer, 6, "forward"), ("device", layer, 6, "backward")]
 
 
 @pytest.mark.unit
