@@ -43,7 +43,7 @@ from jzero.layout.specs import (
     P,
     axis_size,
     check_axes,
-    entry_axes,
+    divides,
     finer_mesh,
     make_spec,
     named_on,
@@ -221,13 +221,9 @@ class Plan:
             raise kind(
                 f"plan.constrain: {what} cannot be laid out as {spec}. Pass an array, and a spec of its dims."
             )
-        if not is_tracer(x) and not self._divides(np.shape(x), spec):
+        if not is_tracer(x) and not divides(spec, np.shape(x), self.mesh):
             return x
         return constrained(x, sharding)
-
-    def _divides(self, shape: tuple[int, ...], spec: PartitionSpec) -> bool:
-        entries = zip(shape, spec, strict=False)
-        return all(size % axis_size(self.mesh, entry_axes(entry)) == 0 for size, entry in entries)
 
     def match(self, params: Any, *, where: str) -> list[tuple[Any, Layout]]:
         """The leaves of a param tree, each with its layout.
@@ -395,7 +391,12 @@ def make_plan(
 
 
 def plan_for(params: Any, config: ZeroConfig, **given: Any) -> Plan:
-    """`make_plan` for a checked config; `given` are the other arguments of `tree_layouts`."""
+    """`make_plan` for a checked config; `given` are the other arguments of `tree_layouts`.
+
+    Raises:
+      TypeError, ValueError: as `make_plan`.
+      NotImplementedError: params in host memory, on GPUs with jaxlib before 0.11.2.
+    """
     layouts, mesh, least, notes = tree_layouts(params, config, **given)
     limit = params_on_host_limit(mesh.devices.flat[0].platform, 'Offload(params="host")')
     if config.params_on_host and limit:

@@ -4,8 +4,8 @@
 `peak_bytes_in_use` is the most that a process has had, and cannot be set back. So a case that reads it has a
 fresh process, in which everything else takes less than the step: the program is compiled before there is any
 state (XLA times candidate kernels in buffers of their own), and the state is made of zeros, leaf by leaf,
-without jzero's creation program. The peak before the first step is read as well; if the step has not
-raised it, the row says so and is not counted.
+without jzero's creation program. The peak before the first step is read as well; if it does not rise
+during the step, the row says so and is not counted.
 """
 
 from __future__ import annotations

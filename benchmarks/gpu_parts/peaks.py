@@ -16,8 +16,8 @@ from gpu_parts.machine import used_peak, zeros_like
 TITLE = "Peak memory: measured against compiled"
 ASKED = """Each case in a process of its own: the step is compiled, the state is made of zeros, two steps run,
 and the most bytes that a device had in use are compared with arguments + outputs - aliased + temp of the
-compiled program. Asked: within 3 %. "before" is the peak before the first step: if the step has not raised
-it, nothing is measured. bf16 params with fp32 masters."""
+compiled program. Asked: within 3 %. "before" is the peak before the first step: if it does not rise during
+the step, nothing is measured. bf16 params with fp32 masters."""
 WEIGHT = 3.0
 FRESH = True
 WITHIN = 0.03
@@ -68,7 +68,7 @@ def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if used_peak() is None:
         yield {"cannot": "measured peaks: a CPU device has no `memory_stats`; the columns are empty"}
     elif before == used_peak():
-        yield {"cannot": f"the peak of {case}: the step has not raised the process's peak"}
+        yield {"cannot": f"the peak of {case}: the peak of the process did not rise during the step"}
 
 
 def compared(compiled: int, before: int | None, after: int | None) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def tree_of(parts: Parts) -> Any:
 
 
 def _boxed(rest: Any) -> bool:
-    """What cannot stand beside the params by its own names stands under `rest`."""
+    """True for a rest whose own names would clash with those of the other parts: it is stored under `rest`."""
     taken = {"params", "opt_state", "step", "rest", MASTER}
     return not isinstance(rest, Mapping) or any(str(k) in taken for k in rest)
 

@@ -69,7 +69,7 @@ def _load_file(path: Path, flag: str):
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    _can_import_from(path.parent)  # what stands beside it can be imported
+    _can_import_from(path.parent)  # modules in the same folder can be imported
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

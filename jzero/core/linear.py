@@ -37,8 +37,8 @@ def linear(
       fixed: arrays whose derivative is that of `fn`.
       args: arrays whose transpose is `back`.
       tangent: the derivative of `fn` in `args`, where it is not `fn` itself: of what is rounded on the way.
-      fixed_outs: how many of its last results are `fixed` again, later: their derivative passes, and `fn` has none in
-        them. `tangent`, which is given then, has not got them.
+      fixed_outs: how many of its last results are the first of `fixed`, unchanged: their derivative passes through, and
+        `fn` has none in them. It takes a `tangent` that returns the other results alone.
 
     Under `vmap` it is plain `fn`, with the transpose that JAX finds for it.
     """

@@ -45,7 +45,7 @@ class Weight:
     def aval(self) -> Any:
         """Its shape and dtype, whole."""
         aval = jax.ShapeDtypeStruct(np.shape(self.shard), self.shard.dtype)
-        return aval if self.host is None else jax.eval_shape(self.host.after_steps, aval)
+        return jax.eval_shape(self.host.after_steps, aval) if self.host and self.host.steps else aval
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -154,8 +154,9 @@ class Weight:
 
 
 def unwrap(values: Sequence[Any]):
-    """Arrays for values, and a function that makes weights of them again. Of a weight in host memory that is used here
-    a pair: its value, and what stands for its gradient.
+    """Arrays for values, and a function that makes weights of them again.
+
+    For a weight in host memory that is used here it is a pair: its value, and what stands for its gradient.
 
     `rewrap(flat, sliced_from=i)`: from position i on, the arrays have lost their leading (scanned) dim.
     """

@@ -83,8 +83,10 @@ class WeightGraph(Graph):
         return [] if node.name in ON_SHARD else list(dict.fromkeys(i for i in node.ins if i in self.parent))
 
     def uses_by_root(self, regions: Sequence[str]) -> tuple[set[int], collections.Counter[int]]:
-        """The weights among the arguments that are used here, and how often regions of these names (or the results)
-        take each."""
+        """The weights among the arguments that are used here, and how often regions, or the results, take each.
+
+        `regions`: names of primitives.
+        """
         used: set[int] = set()
         taken = collections.Counter(self.root(i) for i in self.outs if i in self.parent)
         for node in self.nodes:

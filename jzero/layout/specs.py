@@ -79,6 +79,12 @@ def shard_factor(spec: PartitionSpec, mesh: Mesh) -> int:
     return axis_size(mesh, named_axes(spec))
 
 
+def divides(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bool:
+    """True where a layout cuts an array of this shape into equal pieces."""
+    entries = zip(shape, spec, strict=False)
+    return all(size % axis_size(mesh, entry_axes(entry)) == 0 for size, entry in entries)
+
+
 def make_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """Canonical PartitionSpec: single names unpacked, no trailing None."""
     out = [None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries]

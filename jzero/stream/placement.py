@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from jzero.layout.specs import P, shard_factor
+from jzero.layout.specs import divides, shard_factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +53,18 @@ class Placement:
         """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
         if self.sharding is None:
             return 0
-        return -(-aval.size // self._pieces(self.sharding.spec)) * aval.dtype.itemsize
+        return -(-aval.size // shard_factor(self.sharding.spec, self._mesh)) * aval.dtype.itemsize
 
     def divides(self, shape: Sequence[int]) -> bool:
         """The layout cuts an array of this shape into equal pieces."""
         assert self.sharding is not None
-        entries = zip(shape, self.sharding.spec, strict=False)
-        return all(size % self._pieces(P(entry)) == 0 for size, entry in entries)
+        return divides(self.sharding.spec, shape, self._mesh)
 
-    def _pieces(self, spec: PartitionSpec) -> int:
+    @property
+    def _mesh(self) -> Mesh:
         assert self.sharding is not None
         assert isinstance(self.sharding.mesh, Mesh)
-        return shard_factor(spec, self.sharding.mesh)
+        return self.sharding.mesh
 
 
 DEVICE = Placement()
