@@ -1,6 +1,6 @@
 """NNX modules as arguments of a function of arrays: taken apart on the way in, put together again on the way out.
 
-Flax is never imported for a function that does not use it: a module is recognized by its class, once `flax.nnx` is there.
+Flax is never imported for a function that does not use it: a module is known by its class, once `flax.nnx` is there.
 """
 
 from __future__ import annotations
