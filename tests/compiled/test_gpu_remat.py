@@ -151,12 +151,10 @@ def test_partition_sends_one_gather_of_the_input_more_per_block(scan):
 def test_each_input_crosses_the_bus_once_each_way(options, scan):
     kept, report = A // MODEL if options == "both" else A, compiled(options, scan, DEEP[scan])
     back = [t for t in report.transfers if t.to == "device"]
-    out = [t for t in report.transfers if t.to == "host" and t.bytes == kept]
-    assert {t.bytes for t in back} == {kept}
+    out = [t for t in report.transfers if t.to == "host"]
+    assert {t.bytes for t in back} == {t.bytes for t in out} == {kept}  # a scan's stack is allocated, not copied
     assert sum(t.trips for t in back) == sum(t.trips for t in out) == DEEP[scan]
     assert all(t.asynchronous for t in out)
-    zeros = [t.bytes for t in report.transfers if t.to == "host" and t not in out]
-    assert zeros == ([kept * DEEP[scan]] if scan else [])  # the stack of a scan, before the loop
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
