@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,15 +72,23 @@ MOMENT_DTYPES = ("bfloat16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Optimizer state and masters in host memory (ZeRO-Offload), with `params` also weights (ZeRO-Infinity). Hashable.
+    """Optimizer state and masters in host memory (ZeRO-Offload), weights too, or on disk (ZeRO-Infinity). Hashable.
 
     Args:
-      tier: "host": pinned host memory.
+      tier: where masters and moments live. "host": pinned host memory. "disk": files below `path`; the update runs
+        outside of the compiled program, as with `update="host"`.
       params: "host": at stage 3 the shards of params, and of their gradients, live in pinned host memory too; a weight
         is fetched and gathered where the model uses it. In the step they are arrays in host memory. "device": they
         stay in device memory.
       update: where the new state is computed. "device": state is fetched, updated and written back, 24 bytes per
-        parameter over PCIe for Adam with a master. "host" is refused until there is an update outside of the program.
+        parameter over PCIe for Adam with a master. "host": by the CPU, outside of the compiled program, 4 bytes per
+        16-bit parameter: `apply_gradients` (NNX: `optimizer.update`) is called on gradients that a jitted function
+        returned. Needs stage 2 or 3. Every param has a master.
+      delay: with an update outside of the program: 1 runs the update of a step beside the forward and backward pass of
+        the next one, so that params are one step late (ZeRO-Offload's delayed update). 0: no delay.
+      path: of `tier="disk"`: a folder that does not exist or is empty; each process writes into a folder of its own in
+        it.
+      buffer_bytes: of `tier="disk"`: host memory through which state goes, in each process.
       in_flight_bytes: bytes of state, of one device, that are on the device at once; three groups of a third of it
         are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
       prefetch: True lets the first groups be fetched before the gradients are there: in_flight_bytes more at the peak
@@ -87,8 +96,7 @@ class Offload:
 
     Raises:
       TypeError: a field of the wrong kind.
-      ValueError: an unknown tier or update, `in_flight_bytes` below 1.
-      NotImplementedError: `update="host"`.
+      ValueError: an unknown tier or update, a number out of its range, options that do not go together.
     """
 
     tier: str = "host"
@@ -96,19 +104,43 @@ class Offload:
     update: str = "device"
     in_flight_bytes: int | None = None
     prefetch: bool = False
+    delay: int = 0
+    path: str | os.PathLike[str] | None = None
+    buffer_bytes: int | None = None
 
     def __post_init__(self):
-        check_choice(self.tier, "tier", ("host",), where="Offload")
+        check_choice(self.tier, "tier", ("host", "disk"), where="Offload")
         check_choice(self.params, "params", ("device", "host"), where="Offload")
-        if self.update == "host":
-            raise NotImplementedError(
-                'Offload(update="host"): the update runs on the device, through which the state is streamed in chunks; '
-                "an update by the CPU, outside of the compiled program, is to come. Leave `update` out."
-            )
-        check_choice(self.update, "update", ("device",), where="Offload")
+        check_choice(self.update, "update", ("device", "host"), where="Offload")
         if self.in_flight_bytes is not None:
             check_int(self.in_flight_bytes, "in_flight_bytes", where="Offload", low=1)
         check_flag(self.prefetch, "prefetch", where="Offload")
+        check_int(self.delay, "delay", where="Offload", low=0, high=1)
+        if self.buffer_bytes is not None:
+            check_int(self.buffer_bytes, "buffer_bytes", where="Offload", low=1)
+        if self.path is not None:
+            check_kind(self.path, "path", (str, os.PathLike), "the path of a folder", where="Offload")
+            object.__setattr__(self, "path", os.fspath(self.path))
+        self._check_together()
+
+    def _check_together(self):
+        disk = self.tier == "disk"
+        wrong = ""
+        if disk and self.path is None:
+            wrong = 'tier="disk" needs path=, the folder for the files'
+        elif not disk and (self.path is not None or self.buffer_bytes is not None):
+            wrong = 'path and buffer_bytes belong to tier="disk"'
+        elif self.delay and not self.outside:
+            wrong = 'delay=1 belongs to update="host": inside of the program nothing is late'
+        elif self.outside and (self.in_flight_bytes is not None or self.prefetch):
+            wrong = "in_flight_bytes and prefetch belong to an update inside of the program, through the device"
+        if wrong:
+            raise ValueError(f"Offload: {wrong}.")
+
+    @property
+    def outside(self) -> bool:
+        """The update runs outside of the compiled program."""
+        return self.update == "host" or self.tier == "disk"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,6 +236,8 @@ class ZeroConfig:
             )
         if self.params_on_host:
             self._check_params_on_host()
+        if self.updates_outside:
+            self._check_outside()
         for name, effect in self._without_effect().items():
             if effect.refused:
                 value = _text(getattr(self, name))
@@ -228,6 +262,17 @@ class ZeroConfig:
             )
         if why:
             raise ValueError(f"{where} {why}.")
+
+    def _check_outside(self):
+        where, why = 'an update outside of the program (Offload(update="host") or tier="disk")', ""
+        if not self.row.grads:
+            why = f"needs stage 2 or 3: at stage {self.stage} gradients leave the program whole. Pass stage=2"
+        elif self.updates == "delta":
+            why = 'and updates="delta" exclude each other: what comes back is the new param. Leave updates out'
+        elif self.master_dtype is None:
+            why = "keeps a master of every param. Leave master_dtype out"
+        if why:
+            raise ValueError(f"ZeroConfig: {where} {why}.")
 
     def _without_effect(self) -> dict[str, Effect]:
         """The fields that are set, other than to their default, and do nothing at this stage."""
@@ -258,6 +303,16 @@ class ZeroConfig:
         return self.tier is not None and self.tier.params == HOST_TIER
 
     @property
+    def updates_outside(self) -> bool:
+        """The update runs outside of the compiled program, on the host."""
+        return self.tier is not None and self.tier.outside
+
+    @property
+    def streams(self) -> bool:
+        """Optimizer state lives in pinned host memory and goes through the device, in the compiled program."""
+        return self.tier is not None and not self.tier.outside
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes that share optimizer state and gradients."""
         return _as_tuple(self.axis)
@@ -283,6 +338,8 @@ class ZeroConfig:
         if self.master_dtype is None:
             return None
         wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
+        if self.updates_outside:  # the new params come from there, whatever their dtype
+            return max(wanted, dtype, key=lambda d: d.itemsize)
         return wanted if wanted.itemsize > dtype.itemsize else None
 
     def adam_bytes(self, dtype) -> int:
@@ -330,7 +387,7 @@ def _offload(value) -> Offload | None:
         return value
     check_kind(value, "offload", str, '"host", a jzero.Offload or None', where="ZeroConfig")
     check_choice(value, "offload", ("host",), where="ZeroConfig")
-    return Offload(tier=value)
+    return Offload()
 
 
 def _axes(value, name: str, *, optional: bool):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -25,6 +25,10 @@ from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
+from jzero.host_update.store import Chain
+from jzero.host_update.handles import held_in
+from jzero.host_update.update import check_outside, resolved, update_held, with_handles
+from jzero.layout.host_mesh import all_moved
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, device_type, memory_kind
@@ -34,18 +38,7 @@ from jzero.update.deferred_update import deferred
 from jzero.update.moment_dtype import with_moment_dtype
 from jzero.update.padded_state import align, check_state, pad, pin_state
 from jzero.update.sharded_update import ShardedUpdate, on_shards, read_params_first
-
-
-class ZeroState(NamedTuple):
-    """Optimizer state of a run with master weights.
-
-    Attributes:
-      inner: the state of the wrapped transformation, made for the fp32 masters.
-      master: the tree of params in the master dtype; None where a param needs none. Sharded like the moments.
-    """
-
-    inner: Any
-    master: Any
+from jzero.update.zero_state import ZeroState
 
 
 def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransformationExtraArgs:
@@ -105,6 +98,43 @@ def init_shapes(tx: Any, params: Any) -> Any:
     return jax.eval_shape(tx.init.typed, jax.tree.map(device_type, params))
 
 
+def chain_of(tx: Any, plan: Plan) -> Chain:
+    """A plain transformation as an update outside of the program runs it.
+
+    Raises:
+      ValueError: it trains no param.
+    """
+    full = _Init(tx, plan).shapes(plan.shapes)
+    if not isinstance(full, ZeroState):
+        raise ValueError("jzero: this optimizer leaves every param as it is: there is nothing to update on the host.")
+
+    @functools.cache
+    def make():
+        update = _Update(tx, plan.home)
+        return update.stored_tx, update.logical
+
+    return Chain(plan, make, full.inner, tuple(plan.tree.flatten_up_to(full.master)))
+
+
+def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
+    """An optimizer state without handles, and its params; both as they are where there are none.
+
+    Args:
+      opt_state, params: of a train state.
+      tx: its transformation.
+    """
+    if not is_wrapped(tx) or held_in(opt_state) is None:
+        return opt_state, params
+    return resolved(opt_state, params, chain_of(unwrap(tx), tx.init.plan))
+
+
+def as_held(opt_state: Any, tx: Any) -> Any:
+    """The reverse: with handles where the plan of `tx` updates outside of the program."""
+    if not is_wrapped(tx) or not tx.init.plan.config.updates_outside or held_in(opt_state) is not None:
+        return opt_state
+    return with_handles(opt_state, chain_of(unwrap(tx), tx.init.plan))
+
+
 def unwrap(tx: Any) -> optax.GradientTransformation:
     """The plain transformation inside a wrapped one; a plain one is returned as it is.
 
@@ -151,6 +181,10 @@ class _Init(_Wrapped):
             return jax.jit(self.typed)(params)
         check_explicit(self.plan)
         check_host_memory(self.shapes(params), self.plan)
+        if self.plan.config.updates_outside:
+            check_outside(jax.tree.leaves(params), self.plan)
+            hosted = jax.tree.unflatten(self.plan.tree, all_moved(jax.tree.leaves(self.plan.place(params)), self.plan.home.array_mesh))
+            return with_handles(jax.jit(_Init(self.tx, self.plan.home).on_device)(hosted), chain_of(self.tx, self.plan))
         return jax.jit(self.trace)(params)
 
     def typed(self, params):
@@ -191,6 +225,8 @@ class _Update(_Wrapped):
         _check_dtypes(pairs)
         grads = align(updates, params, where="jzero.zero: update")
         _check_grads(grads, self.plan)
+        if self.plan.config.updates_outside:
+            return self._outside(grads, state, params, extra)
         inner, master = split_master(state, params)
         check_state(inner, self.logical, where="jzero.zero: update")
         update_traced(self.plan)
@@ -206,6 +242,17 @@ class _Update(_Wrapped):
         has_master = isinstance(state, ZeroState)
         return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
 
+    def _outside(self, grads: list, state, params, extra):
+        """The update of a state with handles; see `host_update`."""
+        leaves = jax.tree.leaves((grads, state, params, extra))
+        check_outside(leaves, self.plan)
+        check_explicit(self.plan, extra)
+        update_traced(self.plan)
+        news, state = update_held(grads, state, jax.tree.leaves(params), extra)
+        rows = zip(news, self.plan.layouts, strict=True)
+        out = [deferred(lambda p: p, x) if new is None else deferred(lambda _, new=new: new, x) for new, x in rows]
+        return jax.tree.structure(params).unflatten(out), state
+
     def _specs_on_shards(self, out) -> list:
         """The layouts of what `_on_shards` returns."""
         news, inner, master = out
@@ -218,7 +265,7 @@ class _Update(_Wrapped):
     def _on_shards(self, tree, params: list, grads: list, inner, master: list, extra):
         """What lands on every param, on its shard; the new inner state and the new masters."""
         step = ShardedUpdate(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
-        offloaded = self.plan.config.offload is not None
+        offloaded = self.plan.config.streams
         with jax.named_scope("jzero.master"):
             shards, stored = on_shards(params, self.plan)
             if offloaded:  # the masters take over what is new when they are fetched

@@ -35,6 +35,7 @@ from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import place_batch
 from jzero.layout.describe import describe_plan
 from jzero.layout.explicit import constrained, typed_mesh
+from jzero.layout.host_mesh import host_mesh
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
 from jzero.layout.param_checks import mismatch
@@ -290,11 +291,32 @@ class Plan:
         leaves = zip(jax.tree_util.tree_leaves_with_path(state), self.state_specs(state), strict=True)
         return [self._in_its_memory(path_keys(k), x, self.sharding(spec)) for (k, x), spec in leaves]
 
-    def _in_its_memory(self, keys: tuple[str, ...], leaf, sharding: NamedSharding) -> NamedSharding:
+    @functools.cached_property
+    def home(self) -> Plan:
+        """The plan of what the update reads and makes: this one; for an update outside of the program on the host mesh.
+
+        Raises:
+          RuntimeError: a process has fewer CPU devices than devices of the mesh.
+        """
+        if not self.config.updates_outside:
+            return self
+        return dataclasses.replace(self, mesh=host_mesh(self.mesh))
+
+    def offloaded(self, state: Any) -> list[bool]:
+        """With `offload`, for each leaf of an optimizer state whether it lives outside of the device."""
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return [self.config.tier is not None and self._is_large(path_keys(k), x) for k, x in leaves]
+
+    def _is_large(self, keys: tuple[str, ...], leaf) -> bool:
         key, size = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key), math.prod(np.shape(leaf))
         few = size <= FEW and not any(keys[i:] in self.by_keys for i in range(len(keys)))
-        if self.config.tier is None or size <= 1 or few or key:
+        return not (size <= 1 or few or key)
+
+    def _in_its_memory(self, keys: tuple[str, ...], leaf, sharding: NamedSharding) -> NamedSharding:
+        if self.config.tier is None or not self._is_large(keys, leaf):
             return sharding
+        if self.config.updates_outside:
+            return self.home.sharding(sharding.spec)
         return sharding.with_memory_kind(HOST)
 
     @property

@@ -48,7 +48,9 @@ class GradientReduce:
     def on_use(self) -> bool:
         """Gradients are reduced where they are made, bucket by bucket or in another dtype; else by the update."""
         config = self.plan.config
-        return config.row.params or self.has_buckets or (config.row.grads and config.reduce_dtype is not None)
+        if config.row.params or self.has_buckets or config.updates_outside:
+            return True
+        return config.row.grads and config.reduce_dtype is not None
 
     @property
     def has_buckets(self) -> bool:

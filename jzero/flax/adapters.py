@@ -18,7 +18,7 @@ from jax.tree_util import Partial
 from jzero.core.errors import is_array
 from jzero.core.nnx_modules import is_module, is_module_class
 from jzero.layout.given_layouts import metadata_spec
-from jzero.optim import ZeroState
+from jzero.optim import ZeroState, as_held, whole_state
 
 
 @jax.tree_util.register_dataclass
@@ -74,10 +74,16 @@ def take_apart(state: Any, *, where: str) -> Parts:
       TypeError: a kind that jzero does not know.
     """
     if is_train_state(state):
-        return _train_state_parts(state)
+        return _whole(_train_state_parts(state))
     if is_pair(state):
-        return _pair_parts(*state)
+        return _whole(_pair_parts(*state))
     raise _unknown(state, where)
+
+
+def _whole(parts: Parts) -> Parts:
+    """The parts with arrays in place of handles."""
+    opt_state, params = whole_state(parts.opt_state, parts.params, parts.tx)
+    return parts.replace(opt_state=opt_state, params=params)
 
 
 def _unknown(state: Any, where: str) -> TypeError:
@@ -124,7 +130,8 @@ def _train_state_parts(state: Any) -> Parts:
 
 
 def _train_state_from(like: Any, parts: Parts) -> Any:
-    changes = dict(parts.rest, params=parts.params, opt_state=parts.opt_state, tx=parts.tx)
+    opt_state = as_held(parts.opt_state, parts.tx)
+    changes = dict(parts.rest, params=parts.params, opt_state=opt_state, tx=parts.tx)
     changes |= {"apply_fn": parts.apply_fn} if hasattr(like, "apply_fn") else {}
     changes |= {"step": parts.step} if hasattr(like, "step") else {}
     return like.replace(**changes)

@@ -12,7 +12,7 @@ from jzero.core.errors import counted, listing
 from jzero.flax.adapters import Parts
 from jzero.layout.padding import padded
 from jzero.layout.placement import on_device
-from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap
+from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, check_state, cut, cut_state
 from jzero.update.sharded_update import taken_over
@@ -92,19 +92,20 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
 def _fresh_inner(parts: Parts, tx, plan: Plan, placed, masters) -> list[Any]:
     """The leaves of a fresh inner state, made for the masters: what a 16-bit `tx.init` rounded, unrounded."""
     params = [
-        placed(p, x.state_shape, plan.sharding(x.state))
+        placed(p, x.state_shape, plan.home.sharding(x.state))
         for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)
     ]
     tree = jax.tree.structure(parts.params)
+    home = plan.home
     known = None if masters is None else [p if m is None else m for p, m in zip(params, masters, strict=True)]
 
     def fresh(params, masters):
         def logical(leaves):
             return tree.unflatten(
-                [cut(v, x.shape, x.state, plan) for v, x in zip(leaves, plan.layouts, strict=True)]
+                [cut(v, x.shape, x.state, home) for v, x in zip(leaves, plan.layouts, strict=True)]
             )
 
-        return _inner(tx.init.on_device(logical(params), None if masters is None else logical(masters)))
+        return _inner(zero(unwrap(tx), home).init.on_device(logical(params), None if masters is None else logical(masters)))
 
     return jax.tree.leaves(jax.jit(fresh)(params, known))
 

@@ -16,11 +16,11 @@ from jzero.core.dependence import wide_sources
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import convert_opt_state
-from jzero.flax.state_plan import check_real, plan_of_parts, shardings_of, step_dtype, wrapped_apply
+from jzero.flax.state_plan import check_real, map_shardings, plan_of_parts, shardings_of, step_dtype, wrapped_apply
 from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import path_keys
-from jzero.layout.placement import check_same_program
+from jzero.layout.placement import check_same_program, put
 from jzero.offload import check_host_memory, made_streamed
 from jzero.optim import check_explicit, init_shapes, unwrap, zero
 from jzero.sharding import Plan
@@ -79,7 +79,8 @@ def creation(
     """The jitted creation of all leaves in their layout, what makes a state of them, the plan and the shapes."""
     shapes, rebuild, stacks = trace_creator(create)
     plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
-    tx = zero(unwrap(shapes.tx), plan)
+    home = _home(plan)
+    tx = zero(unwrap(shapes.tx), home)
     tree, count = jax.tree.structure(shapes), len(plan.layouts)
     flat = wide_sources(
         lambda: [jnp.asarray(x) for x in jax.tree.leaves(adapters.take_apart(create(), where="jzero"))],
@@ -91,18 +92,28 @@ def creation(
         parts = jax.tree.unflatten(tree, leaves)
         # inside the trace nothing moves yet: out_shardings place every leaf
         opt_state = convert_opt_state(
-            parts, tx, plan, place=lambda x, s: jax.lax.with_sharding_constraint(x, s), masters=masters
+            parts, tx, home, place=lambda x, s: jax.lax.with_sharding_constraint(x, s), masters=masters
         )
         step = None if parts.step is None else jnp.asarray(parts.step, step_dtype(parts.step))
         return jax.tree.leaves(parts.replace(opt_state=opt_state, step=step))
 
     target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
-    out = target.replace(tx=tx, apply_fn=wrapped_apply(shapes, plan))
-    layout = jax.tree.leaves(shardings_of(out, plan))
-    jitted = jax.jit(
-        born if config.offload is None else made_streamed(born, layout, plan), out_shardings=layout
-    )
-    return jitted, lambda leaves: rebuild(jax.tree.unflatten(jax.tree.structure(out), leaves)), plan, target
+    out = target.replace(tx=zero(unwrap(shapes.tx), plan), apply_fn=wrapped_apply(shapes, plan))
+    layout = jax.tree.leaves(shardings_of(out, home))
+    jitted = jax.jit(made_streamed(born, layout, plan) if config.streams else born, out_shardings=layout)
+
+    def finish(leaves):
+        parts = jax.tree.unflatten(jax.tree.structure(out), leaves)
+        return rebuild(parts if home is plan else map_shardings(parts, plan, put))
+
+    return jitted, finish, plan, target
+
+
+def _home(plan: Plan) -> Plan:
+    """The plan by which all leaves are born: on the host mesh where their state lives there."""
+    if not plan.config.updates_outside or not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
+        return plan
+    return plan.home
 
 
 def trace_creator(create) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]:

@@ -39,7 +39,7 @@ from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.placement import check_same, put
 from jzero.layout.specs import P, whole_mesh
 from jzero.offload import check_host_memory
-from jzero.optim import check_explicit, init_shapes, is_wrapped, unwrap, zero
+from jzero.optim import as_held, check_explicit, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 
 
@@ -158,6 +158,7 @@ def abstract(
     check_belongs(shapes.replace(opt_state=logical_shapes(shapes)), tx)
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=wrapped_apply(shapes, plan))
     target = target.replace(
+        opt_state=as_held(opt_state, tx),
         step=None if target.step is None else jax.ShapeDtypeStruct((), step_dtype(target.step))
     )
     return rebuild(

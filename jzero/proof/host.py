@@ -65,7 +65,7 @@ def _of_update(plan: Plan, tx: Any, accumulate: int) -> tuple[int, int] | None:
     None where that is not known, and every byte is taken to be read once and written once: without `tx`, and for an
     update that wants more than gradients, state and params.
     """
-    if tx is None or plan.config.offload is None:
+    if tx is None or not plan.config.streams:
         return None
     with contextlib.suppress(Exception):
         tx = zero(unwrap(tx), plan)

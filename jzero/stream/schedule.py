@@ -88,7 +88,7 @@ class Schedule:
         hosted = [i for i, h in self.placements.items() if h.sharding is not None]
         self.reads = graph.reads(hosted)
         self.excess: list[Excess] = []
-        components = list(self._components())
+        components = list(self.components())
         self._check_count(components)
         self.first = self._first(components)
         self.resident = frozenset(s for group in self.first for s in group.sources)
@@ -105,9 +105,9 @@ class Schedule:
         large: list[list[Group]] = []
         held = 0
         for values in components:
-            sources = self._sources(values)
+            sources = self.sources_of(values)
             groups = self._groups(values, sources)
-            size = self._bytes(values, sources)
+            size = self.bytes_of(values, sources)
             if len(groups) > 1 or size > self.limit:
                 large.append(groups)
             elif small and held + size <= self.limit:
@@ -134,7 +134,7 @@ class Schedule:
 
     def _check_count(self, components: list[tuple[int, ...]]) -> None:
         """Raises ValueError where the bound is so small that XLA would not come to an end."""
-        total = sum(self._bytes(values, self._sources(values)) for values in components)
+        total = sum(self.bytes_of(values, self.sources_of(values)) for values in components)
         if total > MOST * self.limit:
             raise ValueError(
                 f"Offload(in_flight_bytes={self.in_flight_bytes}): {human_bytes(total)} of state on a device would be "
@@ -146,18 +146,18 @@ class Schedule:
         """The one group of [Note: vectors beside a matrix], if any component asks for it; large ones come first."""
         values: list[int] = []
         sources: list[int] = []
-        sizes = {c: self._bytes(c, self._sources(c)) for c in components}
+        sizes = {c: self.bytes_of(c, self.sources_of(c)) for c in components}
         for component in sorted(components, key=lambda c: -sizes[c]):
             if sizes[component] > self.limit:
                 vectors = self._vectors(component)
                 new = [v for v in component if self._replaced(v) in vectors]
-                if self._bytes((*values, *new), (*sources, *vectors)) <= self.in_flight_bytes // RESIDENT:
+                if self.bytes_of((*values, *new), (*sources, *vectors)) <= self.in_flight_bytes // RESIDENT:
                     values, sources = values + new, sources + vectors
-        return [Group(tuple(values), tuple(sources), self._bytes(values, sources))] if sources else []
+        return [Group(tuple(values), tuple(sources), self.bytes_of(values, sources))] if sources else []
 
     def _vectors(self, component: tuple[int, ...]) -> list[int]:
         """The host arguments of a component that are smaller than its largest, if they are new from themselves."""
-        sources = sorted(self._sources(component))
+        sources = sorted(self.sources_of(component))
         sizes = {s: self.placements[s].shard_bytes(self.graph.avals[s]) for s in sources}
         small = {s for s in sources if RESIDENT * sizes[s] < max(sizes.values())}
         new = [v for v in component if self._replaced(v) in small]
@@ -170,7 +170,7 @@ class Schedule:
         at = self.placement_of(value).replaces
         return None if at is None else self.graph.ins[at]
 
-    def _sources(self, values: Iterable[int]) -> frozenset[int]:
+    def sources_of(self, values: Iterable[int]) -> frozenset[int]:
         """The host arguments that results are computed from, other than through single numbers."""
         return frozenset().union(*(self.reads.get(v, frozenset()) for v in values))
 
@@ -193,7 +193,7 @@ class Schedule:
         node = self.graph.makers.get(scalar)
         return frozenset().union(*(self.reads.get(i, frozenset()) for i in node.ins)) if node else frozenset()
 
-    def _components(self) -> list[tuple[int, ...]]:
+    def components(self) -> list[tuple[int, ...]]:
         """Results that belong together: they read, or replace, host arrays in common."""
         leader: dict[int, int] = {}
 
@@ -217,13 +217,13 @@ class Schedule:
             groups.setdefault(find(value), []).append(value)
         return [tuple(g) for g in groups.values()]
 
-    def _bytes(self, values: Iterable[int], sources: Iterable[int]) -> int:
+    def bytes_of(self, values: Iterable[int], sources: Iterable[int]) -> int:
         """Bytes of host arrays that a group holds: what it reads, or what it makes where that is more."""
         read = sum(self.placements[s].shard_bytes(self.graph.avals[s]) for s in sources)
         return max(read, sum(self.placement_of(v).shard_bytes(self.graph.avals[v]) for v in values))
 
     def _groups(self, values: tuple[int, ...], sources: frozenset[int]) -> list[Group]:
-        size = self._bytes(values, sources)
+        size = self.bytes_of(values, sources)
         whole = Group(values, tuple(sorted(sources)), size)
         if size <= self.limit:
             return [whole]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,6 +77,15 @@ def schedule_of(
     return Schedule(graph, placements, out_placements(), in_flight_bytes)
 
 
+def computed(
+    schedule: Schedule, group: Group, known: Mapping[int, Any], sources: Mapping[int, Any]
+) -> list[Any]:
+    """The results of one group, or their chunks, for values of what it reads; inside of a trace."""
+    run = _Run(schedule, [known.get(n) for n in schedule.graph.ins], ())
+    run.values.update(known)
+    return run.computed(group, dict(sources))
+
+
 def _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args) -> list[Any]:
     schedule = schedule_of(fn, args, placements, out_placements, in_flight_bytes)
     if schedule.excess:
@@ -111,7 +120,7 @@ class _Run:
         groups = [*self.schedule.first, *self.schedule.scalars, *self.schedule.groups]
         env = self._exchange(None, [], groups[0]) if groups else {}
         for group, later in itertools.zip_longest(groups, groups[1:]):
-            outs = self._computed(group, env)
+            outs = self.computed(group, env)
             env = self._exchange(group, outs, later)
             self.wrote.append(group.values)
         return [
@@ -127,7 +136,7 @@ class _Run:
             return self.host[value] if placement.sharding else self._fetch(value, None)
         return placement.take(self._evaluate(value, self.values))
 
-    def _computed(self, group: Group, env: dict[int, Any]) -> list[Any]:
+    def computed(self, group: Group, env: dict[int, Any]) -> list[Any]:
         """The results of a group, or their chunks, on the device."""
         tie = None if group.sources else _Tie(self, 2)
         if group.chunk is None:

@@ -138,7 +138,7 @@ class Owners:
         """Compute regions, and enter their results in `env`."""
         results: dict[tuple[Matrix, int], Result] = {}
         for exchange, some in self._rounds(regions):
-            run = Rounds(exchange, env, self.graph.avals, in_order=self.plan.config.offload is None)
+            run = Rounds(exchange, env, self.graph.avals, in_order=not self.plan.config.streams)
             results.update(run(some))
         for region in regions:
             own = list(dict.fromkeys(m for m, _ in results if m.region is region))

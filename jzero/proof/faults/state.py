@@ -118,7 +118,7 @@ def state_not_donated(e: Evidence) -> Faults:
 
 def state_not_offloaded(e: Evidence) -> Faults:
     """With `offload`, what the plan keeps in host memory and comes in, or comes back, in device memory."""
-    if e.plan.config.offload is None:
+    if not e.plan.config.streams:
         return
     named = [x for x in e.state if x.in_opt_state]
     leaves = named or [x for x in e.state if x.layout is not None and not x.is_param]
@@ -177,7 +177,7 @@ def offloaded_on_device(e: Evidence) -> Faults:
     sizes = [x.size // shard_factor(x.state, e.plan.mesh) for x in e.plan.layouts]
     if not (total and sum(sizes)):
         return
-    if e.plan.config.offload is None:
+    if not e.plan.config.streams:
         bound = round(total * max(0.5, 2 * max(sizes) / sum(sizes)))
         room, why = bound, "would do: the scheduler fetches as early as it can"
         remedy = (

@@ -1,0 +1,324 @@
+"""Who keeps masters and moments outside of the device, and updates them unit by unit."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.host_update.units import Unit, Units
+from jzero.layout.host_mesh import moved
+from jzero.layout.specs import P
+from jzero.sharding import Plan
+from jzero.stream.placement import DEVICE, Placement
+from jzero.stream.schedule import Group
+from jzero.update.padded_state import cut, pad
+from jzero.update.sharded_update import ShardedUpdate, taken_over
+
+AHEAD = 2  # units that are dispatched before the new params of the first of them go to the device
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chain:
+    """The transformation as the host runs it.
+
+    Attributes:
+      plan: the user's; `plan.home` is the one on the host mesh.
+      make: gives the transformation with its moments as they are stored, and the inner state as it knows it, abstract.
+      inner: the inner state as it is stored, abstract.
+      masters: the stored masters, abstract; None for a param that has none.
+    """
+
+    plan: Plan
+    make: Callable[[], tuple[Any, Any]]
+    inner: Any
+    masters: tuple[Any, ...]
+
+    @functools.cached_property
+    def leaves(self) -> list[Any]:
+        """All leaves, abstract: those of the inner state, then the masters."""
+        return [*jax.tree.leaves(self.inner), *(m for m in self.masters if m is not None)]
+
+    @functools.cached_property
+    def kept(self) -> list[bool]:
+        """Which of the leaves are kept outside: small ones of the inner state stay with the user."""
+        masters = sum(m is not None for m in self.masters)
+        return [*self.plan.offloaded(self.inner), *[True] * masters]
+
+    @functools.cached_property
+    def specs(self) -> list[Any]:
+        """The layouts of the leaves."""
+        masters = [x.state for m, x in zip(self.masters, self.plan.layouts, strict=True) if m is not None]
+        return [*self.plan.state_specs(self.inner), *masters]
+
+    def units(self, grads: Sequence[Any], extra: Any, most: int | None = None) -> Units:
+        """The update cut into units.
+
+        Args:
+          grads: their types, None where a param has no gradient.
+          extra: keyword arguments of the update, abstract.
+          most: bytes of a unit.
+        """
+        home, layouts = self.plan.home, self.plan.layouts
+        count = len(layouts)
+        params = [
+            None if m is not None else jax.ShapeDtypeStruct(x.state_shape, x.dtype)
+            for m, x in zip(self.masters, layouts, strict=True)
+        ]
+        args, tree = jax.tree.flatten((params, list(grads), self.leaves, extra))
+        lies = [self._lies(x, layout.state) for x, layout in zip(params, layouts, strict=True) if x is not None]
+        lies += [self._lies(g, x.state) for g, x in zip(grads, layouts, strict=True) if g is not None]
+        before = len(lies)
+        rows = zip(self.leaves, self.specs, self.kept, strict=True)
+        lies += [self._lies(x, spec) if kept else DEVICE for x, spec, kept in rows]
+        lies += [DEVICE] * (len(args) - len(lies))
+        rows = enumerate(zip(self.leaves, self.kept, strict=True))
+        kept = {before + i: i for i, (x, k) in rows if k and x.size > 1}
+
+        def fn(*flat):
+            params, grads, leaves, extra = tree.unflatten(flat)
+            news, leaves = self._updated(params, grads, leaves, extra)
+            return [n for n in news if n is not None] + leaves
+
+        def out_lies():
+            news = [self._lies(m, x.state) for m, x in zip(self.masters, layouts, strict=True) if m is not None]
+            state = [
+                Placement(h.sharding, before + i) if h.sharding is not None else DEVICE
+                for i, h in enumerate(lies[before : before + len(self.leaves)])
+            ]
+            return [*news, *state]
+
+        assert len(grads) == count
+        types = [
+            x if h.sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h.sharding)
+            for x, h in zip(args, lies, strict=True)
+        ]
+        return Units(fn, types, lies, out_lies, kept, most=most)
+
+    def _lies(self, x: Any, spec) -> Placement:
+        return DEVICE if x.size <= 1 else Placement(self.plan.home.sharding(spec))
+
+    def _updated(self, params: list, grads: list, leaves: list, extra) -> tuple[list, list]:
+        """New params as they are stored on shards, and the new leaves of the state."""
+        home, layouts = self.plan.home, self.plan.layouts
+        tree = jax.tree.structure(self.inner)
+        inner, flat = tree.unflatten(leaves[: tree.num_leaves]), iter(leaves[tree.num_leaves :])
+        masters = [None if m is None else next(flat) for m in self.masters]
+        tx, logical = self.make()
+        step = ShardedUpdate(tx, home, lambda: logical, self.plan.tree, extra)
+        inner, masters = step.cut(inner, masters)
+        rows = list(zip(params, masters, grads, layouts, strict=True))
+        wide = [cut(p, x.shape, x.state, home) if m is None else m for p, m, _, x in rows]
+        grads = [g if g is None else cut(g, x.shape, x.state, home) for _, _, g, x in rows]
+        news, inner, masters = step([None] * len(wide), wide, grads, inner, masters)
+        landed = [
+            None if m is None else pad(m if n is None else n, x.state_shape, x.state, home).astype(x.dtype)
+            for n, m, x in zip(news, masters, layouts, strict=True)
+        ]
+        return landed, [*jax.tree.leaves(inner), *(m for m in masters if m is not None)]
+
+
+class Store:
+    """Masters and moments in the memory of the host.
+
+    Attributes:
+      chain: the transformation.
+      generation: how many updates they have had.
+    """
+
+    place = "host"
+
+    def __init__(self, chain: Chain, leaves: Sequence[Any], generation: int = 0):
+        self.chain, self.generation = chain, generation
+        self.arrays = [x if k else None for x, k in zip(leaves, chain.kept, strict=True)]
+        self.broken = ""
+        self._units: dict[Any, Units] = {}
+
+    def leaves(self) -> list[Any]:
+        """The arrays that are kept, whole; None in the place of a leaf that is not."""
+        self.check_whole()
+        return list(self.arrays)
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError where an update was broken off half-way."""
+        if self.broken:
+            raise RuntimeError(
+                f"jzero: the update of generation {self.generation} was broken off ({self.broken}), and part of the "
+                "optimizer state is of the next one already. Restore a checkpoint: jzero.checkpoint.restore(path, state)."
+            )
+
+    def update(self, params: Sequence[Any], changed: Sequence[bool], grads: Sequence[Any], small: list[Any], extra: Any):
+        """One update in place.
+
+        Args:
+          params: on their shards on the host, as functions; asked for where they are needed.
+          changed: which of them the user has replaced.
+          grads: on their shards on the host, in stored shapes; None where a param has none. They are given up.
+          small: the leaves of the state that the user holds; None where the store has one.
+          extra: keyword arguments of the update.
+
+        Yields:
+          (number of the param, its new value or chunks of it), as they come; then the new `small` as the result.
+        """
+        self.check_whole()
+        try:
+            result = yield from self._update(params, changed, grads, small, extra)
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}"[:200]
+            raise
+        self.generation += 1
+        return result
+
+    def _update(self, params, changed, grads, small, extra):
+        self._take_over(params, changed)
+        units = self.units_for(grads, extra)
+        given, known, numbers = self._arguments(units, params, grads, small, extra)
+
+        def fetch(source: int, group: Group):
+            if source in given:
+                return units.piece(given[source](), group.chunk)
+            return self.read(units, source, group)
+
+        units.scalars(known, fetch)
+        small_outs = units.small_outs(known)
+        waiting: collections.deque[Any] = collections.deque()
+        for unit in units.units:
+            if unit.group.values:
+                waiting.append(self._run(units, unit, known, fetch, given, numbers))
+            if len(waiting) > AHEAD:
+                yield from waiting.popleft()
+        while waiting:
+            yield from waiting.popleft()
+        return self._small_results(units, numbers, small_outs)
+
+    def units_for(self, grads: Sequence[Any], extra: Any) -> Units:
+        """The units for gradients and keyword arguments of these types."""
+        types = [None if g is None else jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
+        extra = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), extra)
+        key = str((types, extra))
+        if key not in self._units:
+            self._units[key] = self.chain.units(types, extra)
+        return self._units[key]
+
+    def read(self, units: Units, source: int, group: Group):
+        """An array that is kept, for a group that reads it."""
+        return self.arrays[units.kept[source]]
+
+    def write(self, units: Units, unit: Unit, news: dict[int, Any]) -> None:
+        """The new arrays of a unit."""
+        for source, value in unit.kept:
+            if value in news:
+                self.arrays[units.kept[source]] = news[value]
+
+    def _run(self, units: Units, unit: Unit, known, fetch, given, numbers) -> list[tuple[int, Any]]:
+        """Dispatches a unit; returns its new params."""
+        group = unit.group
+        owned = [s for s, v in unit.kept if v != s]
+        owned += [s for s in group.sources if s in given]
+        outs = units.outs_of(group, known, [fetch(s, group) for s in group.sources], own=self._fitting(units, unit, owned))
+        for s in group.sources:
+            if s in given and group.chunk is None:
+                given.pop(s)  # its memory may be that of a new param now
+        news = dict(zip(group.values, outs, strict=True))
+        self.write(units, unit, news)
+        return [(numbers[v], (x, group.chunk)) for v, x in news.items() if v in numbers]
+
+    def _fitting(self, units: Units, unit: Unit, owned: Sequence[int]) -> list[int]:
+        """Those whose memory a result can take: results that replace nothing else take that of gradients."""
+        avals, taken = units.graph.avals, [(v, s) for s, v in unit.kept if v != s]
+        fits = [s for v, s in taken]
+        free = collections.Counter(
+            (avals[v].shape, avals[v].dtype) for v in unit.group.values if v not in {v for v, _ in taken}
+        )
+        for s in owned:
+            form = avals[s].shape, avals[s].dtype
+            if s not in fits and free[form]:
+                free[form] -= 1
+                fits.append(s)
+        return fits
+
+    def _arguments(self, units: Units, params, grads, small, extra):
+        """Large arguments as functions, small ones as values, and which param a result is."""
+        chain, graph = self.chain, units.graph
+        given: dict[int, Callable[[], Any]] = {}
+        known: dict[int, Any] = {}
+        numbers = iter(graph.ins)
+
+        def add(x: Callable[[], Any], size: int):
+            number = next(numbers)
+            if size > 1:
+                given[number] = functools.cache(x)
+            else:
+                known[number] = x()
+
+        for m, x, param in zip(chain.masters, chain.plan.layouts, params, strict=True):
+            if m is None:
+                add(param, math.prod(x.state_shape))
+        for g in grads:
+            if g is not None:
+                add(functools.partial(_same, g), g.size)
+        for x, mine, k, array in zip(chain.leaves, small, chain.kept, self.arrays, strict=True):
+            number = next(numbers)
+            if not k or x.size <= 1:
+                known[number] = mine if not k else array
+        for value, number in zip(jax.tree.leaves(extra), numbers, strict=True):
+            known[number] = value
+        having = [i for i, m in enumerate(chain.masters) if m is not None]
+        return given, known, dict(zip(graph.outs, having, strict=False))
+
+    def _small_results(self, units: Units, numbers: dict[int, int], outs: dict[int, Any]):
+        """New values of the small leaves that the user holds, and of small params; small masters are kept."""
+        news, values = [], units.graph.outs[len(numbers) :]
+        for at, (value, k) in enumerate(zip(values, self.chain.kept, strict=True)):
+            if k and value in outs:
+                self.arrays[at] = outs[value]
+            news.append(None if k else outs[value])
+        return news, {numbers[v]: x for v, x in outs.items() if v in numbers}
+
+    def _take_over(self, params, changed) -> None:
+        """Masters of params that the user has replaced: see [Note: the master follows the param]."""
+        first = len(jax.tree.leaves(self.chain.inner))
+        having = [i for i, m in enumerate(self.chain.masters) if m is not None]
+        for at, i in enumerate(having):
+            if changed[i]:
+                self.replace(first + at, lambda master, i=i: _taken_over(params[i](), master))
+
+    def replace(self, at: int, new: Callable[[Any], Any]) -> None:
+        """Leaf `at` becomes `new` of it."""
+        self.arrays[at] = new(self.arrays[at])
+
+
+def _same(x):
+    return x
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def _taken_over(param, master):
+    return taken_over(param, master)
+
+
+def on_host(x: Any, plan: Plan) -> Any:
+    """A small array on every device of the host mesh."""
+    target = plan.home.sharding(P())
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(on_host(jax.random.key_data(x), plan), impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and x.sharding.device_set == set(plan.mesh.devices.flat):
+        return moved(x, target)
+    return jax.device_put(np.asarray(x) if isinstance(x, jax.Array) else jnp.asarray(x), target)
+
+
+def on_devices(x: Any, plan: Plan) -> Any:
+    """The reverse."""
+    target = plan.sharding(P())
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(on_devices(jax.random.key_data(x), plan), impl=jax.random.key_impl(x))
+    return moved(x, target)
+
+
