@@ -338,8 +338,6 @@ class ZeroConfig:
         if self.master_dtype is None:
             return None
         wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
-        if self.updates_outside:  # the new params come from there, whatever their dtype
-            return max(wanted, dtype, key=lambda d: d.itemsize)
         return wanted if wanted.itemsize > dtype.itemsize else None
 
     def adam_bytes(self, dtype) -> int:

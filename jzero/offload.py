@@ -242,10 +242,8 @@ def select(pred: Any, new: Any, old: Any) -> Any:
 
 def host_bytes(state: Any, plan: Plan) -> int:
     """Bytes of an optimizer state, and of params and their gradients, that one device keeps in host memory."""
-    rows = zip(jax.tree.leaves(state), plan.state_shardings(state), strict=True)
-    of_state = (
-        leaf_bytes(x) // shard_factor(s.spec, plan.array_mesh) for x, s in rows if s.memory_kind == HOST
-    )
+    rows = zip(jax.tree.leaves(state), plan.state_specs(state), plan.offloaded(state), strict=True)
+    of_state = (leaf_bytes(x) // shard_factor(spec, plan.mesh) for x, spec, kept in rows if kept)
     return sum(of_state) + param_bytes(plan)
 
 
@@ -279,7 +277,8 @@ def check_host_memory(state: Any, plan: Plan) -> None:
     gigabytes = -(-needed * 21 // (20 * 10**9)) + 1  # what jax itself pins, and a twentieth for fragments
     limit = os.environ.get(LIMIT, "")
     allowed = int(limit) if limit.isdigit() else LIMIT_GB
-    if devices and devices[0].platform in ("gpu", "cuda", "rocm") and allowed * 2**30 < needed:
+    pinned = plan.config.streams or plan.config.params_on_host
+    if pinned and devices and devices[0].platform in ("gpu", "cuda", "rocm") and allowed * 2**30 < needed:
         raise MemoryError(
             f"jzero: offload needs {human_bytes(needed)} of pinned memory in this process{what} "
             f"({counted(len(devices), 'device')}), and JAX allows {human_bytes(allowed * 2**30)}. "

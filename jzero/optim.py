@@ -104,8 +104,9 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
     Raises:
       ValueError: it trains no param.
     """
-    full = _Init(tx, plan).shapes(plan.shapes)
-    if not isinstance(full, ZeroState):
+    wide = widen_abstract(plan.shapes, plan)
+    trained = [not f for f in frozen_leaves(tx, wide)]
+    if not any(trained):
         raise ValueError("jzero: this optimizer leaves every param as it is: there is nothing to update on the host.")
 
     @functools.cache
@@ -113,7 +114,10 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
         update = _Update(tx, plan.home)
         return update.stored_tx, update.logical
 
-    return Chain(plan, make, full.inner, tuple(plan.tree.flatten_up_to(full.master)))
+    full = _Init(tx, plan).shapes(plan.shapes)
+    rows = zip(plan.layouts, jax.tree.leaves(wide), trained, strict=True)
+    masters = tuple(jax.ShapeDtypeStruct(x.state_shape, w.dtype) if t else None for x, w, t in rows)
+    return Chain(plan, make, full.inner if isinstance(full, ZeroState) else full, masters)
 
 
 def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
@@ -128,11 +132,11 @@ def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
     return resolved(opt_state, params, chain_of(unwrap(tx), tx.init.plan))
 
 
-def as_held(opt_state: Any, tx: Any) -> Any:
+def as_held(opt_state: Any, params: Any, tx: Any) -> Any:
     """The reverse: with handles where the plan of `tx` updates outside of the program."""
     if not is_wrapped(tx) or not tx.init.plan.config.updates_outside or held_in(opt_state) is not None:
         return opt_state
-    return with_handles(opt_state, chain_of(unwrap(tx), tx.init.plan))
+    return with_handles(opt_state, params, chain_of(unwrap(tx), tx.init.plan))
 
 
 def unwrap(tx: Any) -> optax.GradientTransformation:
@@ -183,8 +187,10 @@ class _Init(_Wrapped):
         check_host_memory(self.shapes(params), self.plan)
         if self.plan.config.updates_outside:
             check_outside(jax.tree.leaves(params), self.plan)
-            hosted = jax.tree.unflatten(self.plan.tree, all_moved(jax.tree.leaves(self.plan.place(params)), self.plan.home.array_mesh))
-            return with_handles(jax.jit(_Init(self.tx, self.plan.home).on_device)(hosted), chain_of(self.tx, self.plan))
+            placed = jax.tree.leaves(self.plan.place(params))
+            hosted = self.plan.tree.unflatten(all_moved(placed, self.plan.home.array_mesh))
+            state = jax.jit(_Init(self.tx, self.plan.home).on_device)(hosted)
+            return with_handles(state, self.plan.tree.unflatten(placed), chain_of(self.tx, self.plan))
         return jax.jit(self.trace)(params)
 
     def typed(self, params):

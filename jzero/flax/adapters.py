@@ -17,6 +17,7 @@ from jax.tree_util import Partial
 
 from jzero.core.errors import is_array
 from jzero.core.nnx_modules import is_module, is_module_class
+from jzero.host_update.handles import Handle
 from jzero.layout.given_layouts import metadata_spec
 from jzero.optim import ZeroState, as_held, whole_state
 
@@ -130,7 +131,7 @@ def _train_state_parts(state: Any) -> Parts:
 
 
 def _train_state_from(like: Any, parts: Parts) -> Any:
-    opt_state = as_held(parts.opt_state, parts.tx)
+    opt_state = as_held(parts.opt_state, parts.params, parts.tx)
     changes = dict(parts.rest, params=parts.params, opt_state=opt_state, tx=parts.tx)
     changes |= {"apply_fn": parts.apply_fn} if hasattr(like, "apply_fn") else {}
     changes |= {"step": parts.step} if hasattr(like, "step") else {}
@@ -166,7 +167,7 @@ def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
     nnx.update(model, parts.params)
     nnx.update(model, parts.rest)
     optimizer.tx = parts.tx
-    optimizer.opt_state = nnx.data(_opt_variables(optimizer.opt_state, parts.opt_state))
+    optimizer.opt_state = nnx.data(_opt_variables(optimizer.opt_state, as_held(parts.opt_state, parts.params, parts.tx)))
     optimizer.step.set_value(parts.step)
 
 
@@ -178,12 +179,18 @@ def _opt_variables(old: Any, new: Any) -> Any:
     def is_variable(x):
         return isinstance(x, nnx.Variable)
 
+    def is_one(x):
+        return is_variable(x) or isinstance(x, Handle)
+
+    def variable(v, x):
+        if isinstance(x, Handle):
+            return x
+        return v.replace(x) if is_variable(v) else OptArray(x)
+
     old_inner = old.inner if isinstance(old, ZeroState) else old
     new_inner = new.inner if isinstance(new, ZeroState) else new
-    olds, news = jax.tree.leaves(old_inner, is_leaf=is_variable), jax.tree.leaves(new_inner)
-    inner = jax.tree.unflatten(
-        jax.tree.structure(new_inner), [v.replace(x) for v, x in zip(olds, news, strict=True)]
-    )
+    olds, (news, tree) = jax.tree.leaves(old_inner, is_leaf=is_one), jax.tree.flatten(new_inner, is_leaf=is_one)
+    inner = tree.unflatten([variable(v, x) for v, x in zip(olds, news, strict=True)])
     return ZeroState(inner, jax.tree.map(OptArray, new.master)) if isinstance(new, ZeroState) else inner
 
 

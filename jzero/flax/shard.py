@@ -158,7 +158,7 @@ def abstract(
     check_belongs(shapes.replace(opt_state=logical_shapes(shapes)), tx)
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=wrapped_apply(shapes, plan))
     target = target.replace(
-        opt_state=as_held(opt_state, tx),
+        opt_state=as_held(opt_state, shapes.params, tx),
         step=None if target.step is None else jax.ShapeDtypeStruct((), step_dtype(target.step))
     )
     return rebuild(

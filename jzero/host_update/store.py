@@ -58,6 +58,15 @@ class Chain:
         masters = [x.state for m, x in zip(self.masters, self.plan.layouts, strict=True) if m is not None]
         return [*self.plan.state_specs(self.inner), *masters]
 
+    @property
+    def placed_leaves(self) -> list[Any]:
+        """All leaves, abstract, with the shardings that they have when they are no handles."""
+        rows = zip(self.leaves, self.specs, self.kept, strict=True)
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=(self.plan.home if k else self.plan).sharding(spec))
+            for x, spec, k in rows
+        ]
+
     def units(self, grads: Sequence[Any], extra: Any, most: int | None = None) -> Units:
         """The update cut into units.
 

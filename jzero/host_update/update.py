@@ -49,16 +49,25 @@ def check_outside(leaves: Sequence[Any], plan: Plan) -> None:
         raise TypeError(f"jzero.zero: {MOVE.format(option=option)}")
 
 
-def with_handles(full: ZeroState, chain: Chain, generation: int = 0) -> ZeroState:
+def with_handles(full: Any, params: Any, chain: Chain, generation: int = 0) -> ZeroState:
     """A state whose large arrays are handles.
 
     Args:
       full: with arrays on the host mesh, or abstract: then no store is behind the handles.
+      params: what a master starts as where `full` has none: that of a param of its dtype.
       chain: the transformation.
       generation: how many updates it has had.
     """
-    leaves = jax.tree.leaves(full)
-    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    inner, masters = (full.inner, full.master) if isinstance(full, ZeroState) else (full, None)
+    given, known = jax.tree.leaves(params), [None] * len(chain.masters)
+    known = known if masters is None else chain.plan.tree.flatten_up_to(masters)
+    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in (*given, *jax.tree.leaves(inner)))
+    rows = zip(chain.masters, known, given, chain.plan.layouts, strict=True)
+    if abstract:
+        leaves = chain.leaves
+    else:
+        own = [_param_on_host(p, x, chain.plan) if k is None else k for m, k, p, x in rows if m is not None]
+        leaves = [*jax.tree.leaves(inner), *own]
     store = None if abstract else _new_store(chain, leaves, generation)
     place = "host" if store is None else store.place
     handles = [Handle(tuple(x.shape), x.dtype.name, place) if k else x for x, k in zip(leaves, chain.kept, strict=True)]
@@ -76,7 +85,7 @@ def _new_store(chain: Chain, leaves: Sequence[Any], generation: int) -> Any:
     return Running(Store(chain, leaves, generation))
 
 
-def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[ZeroState, Any]:
+def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
     """The whole state, its arrays on the host mesh, and the params that belong to it.
 
     An abstract state gives an abstract one.
@@ -86,7 +95,7 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[ZeroState, An
     running = _running(held)
     tree = jax.tree.structure(chain.inner)
     if running is None:
-        leaves = chain.leaves
+        leaves = chain.placed_leaves
     else:
         running.check(held)
         params, small = running.settled(params)
@@ -94,8 +103,13 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[ZeroState, An
         mine = iter(own)
         leaves = [next(mine) if x is None else x for x in running.store.leaves()]
     masters = iter(leaves[tree.num_leaves :])
-    rows = [None if m is None else next(masters) for m in chain.masters]
-    return ZeroState(tree.unflatten(leaves[: tree.num_leaves]), chain.plan.tree.unflatten(rows)), params
+    found = [None if m is None else next(masters) for m in chain.masters]
+    inner = tree.unflatten(leaves[: tree.num_leaves])
+    rows = zip(found, chain.plan.layouts, strict=True)
+    wide = [m if m is not None and m.dtype != x.dtype else None for m, x in rows]  # others are their params
+    if all(m is None for m in wide):
+        return inner, params
+    return ZeroState(inner, chain.plan.tree.unflatten(wide)), params
 
 
 def _running(held: Held) -> Any:
@@ -216,8 +230,12 @@ class Running:
         return [last() is not p for p, last in zip(params, self._last, strict=True)]
 
     def _param(self, param, x: Layout):
-        plan = self.chain.plan
-        return moved(_shard_of(plan, x)(param), plan.home.sharding(x.state))
+        return _param_on_host(param, x, self.chain.plan)
+
+
+def _param_on_host(param: Any, x: Layout, plan: Plan) -> jax.Array:
+    """A param on the shards of its state on the host, in memory of its own."""
+    return moved(_shard_of(plan, x)(param), plan.home.sharding(x.state), copy=plan.home.mesh == plan.mesh)
 
 
 def _on_plan(value: jax.Array, plan: Plan):
@@ -292,7 +310,7 @@ def _land(plan: Plan, rows: tuple[Any, ...]):
         with jax.named_scope(gather.SCOPE):
             return [_stored(gather, v, chunks, x, plan) for v, (_, chunks), x in zip(values, rows, layouts, strict=True)]
 
-    return jax.jit(land, out_shardings=[plan.param_sharding(x) for x in layouts], donate_argnums=0)
+    return jax.jit(land, out_shardings=[plan.param_sharding(x) for x in layouts])
 
 
 def _stored(gather, values: list, chunks: tuple[Any, ...], x: Layout, plan: Plan):
