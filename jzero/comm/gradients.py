@@ -25,6 +25,8 @@ from jax.sharding import PartitionSpec
 from jzero.comm.reduce_scatter import is_of_batch, needs_scatter, reduce_scatter, scatter_steps, summed
 from jzero.comm.uses import Use
 from jzero.comm.weights import ring
+from jzero.core.jaxprs import is_tracer
+from jzero.core.linear import linear
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
 from jzero.layout.specs import axis_of, axis_size, named_axes, shard_factor, spec_axes
@@ -48,9 +50,7 @@ class GradientReduce:
     def on_use(self) -> bool:
         """Gradients are reduced where they are made, bucket by bucket or in another dtype; else by the update."""
         config = self.plan.config
-        if config.row.params or self.has_buckets or config.updates_outside:
-            return True
-        return config.row.grads and config.reduce_dtype is not None
+        return config.row.params or self.has_buckets or (config.row.grads and config.reduce_dtype is not None)
 
     @property
     def has_buckets(self) -> bool:
@@ -95,6 +95,23 @@ class GradientReduce:
         with jax.named_scope(self.SCOPE):
             rows = zip(grads, self.plan.layouts, strict=True)
             return [g if g is None or memory_kind(g) == HOST else self.one_at_update(g, x) for g, x in rows]
+
+    def where_they_leave(self, params: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+        """Params whose gradients are on shards when they leave the program: for an update outside of it.
+
+        A leaf that is stored padded has no equal pieces; its gradient leaves whole.
+        """
+
+        def leaving(param, x):
+            if x is None or x.padded or not is_tracer(param):
+                return param
+            return linear(lambda p: [p], lambda g: [self._leaving(g, x)], [], [param])[0]
+
+        return [leaving(p, x) for p, x in zip(params, layouts, strict=True)]
+
+    def _leaving(self, grad: Any, x: Layout) -> Any:
+        with jax.named_scope(self.SCOPE):
+            return grad if memory_kind(grad) == HOST else self.one_at_update(grad, x)
 
     def one_at_update(self, grad: Any, x: Layout) -> Any:
         """One of them."""

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jzero.host_update.units import Unit, Units
 from jzero.layout.host_mesh import moved
+from jzero.layout.placement import put
 from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.stream.placement import DEVICE, Placement
@@ -109,7 +110,7 @@ class Chain:
             x if h.sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h.sharding)
             for x, h in zip(args, lies, strict=True)
         ]
-        return Units(fn, types, lies, out_lies, kept, most=most)
+        return Units(fn, types, lies, out_lies, kept, home.sharding(P()), most=most)
 
     def _lies(self, x: Any, spec) -> Placement:
         return DEVICE if x.size <= 1 else Placement(self.plan.home.sharding(spec))
@@ -319,15 +320,14 @@ def on_host(x: Any, plan: Plan) -> Any:
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(on_host(jax.random.key_data(x), plan), impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and x.sharding.device_set == set(plan.mesh.devices.flat):
-        return moved(x, target)
-    return jax.device_put(np.asarray(x) if isinstance(x, jax.Array) else jnp.asarray(x), target)
+        return moved(put(x, plan.sharding(P())), target)
+    return put(np.asarray(x), target)
 
 
-def on_devices(x: Any, plan: Plan) -> Any:
-    """The reverse."""
-    target = plan.sharding(P())
+def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
+    """The reverse, in a layout."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(on_devices(jax.random.key_data(x), plan), impl=jax.random.key_impl(x))
-    return moved(x, target)
+        return jax.random.wrap_key_data(on_devices(jax.random.key_data(x), P(), plan), impl=jax.random.key_impl(x))
+    return put(moved(x, plan.sharding(P())), plan.sharding(spec))
 
 

@@ -13,7 +13,7 @@ new param that of its gradient.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ class Units:
       placements: of each of them; a single number, or few, lies on every device.
       out_placements: of the results, asked for once `fn` has been traced.
       kept: the positions of the arguments that the store keeps, and which leaf of the state each of them is.
+      everywhere: the sharding of what is on every device.
       most: bytes that a unit may have; None: arrays are not cut.
     """
 
@@ -63,11 +64,12 @@ class Units:
         placements: Sequence[Placement],
         out_placements: Callable[[], Sequence[Placement]],
         kept: Mapping[int, int],
+        everywhere: Any,
         *,
         most: int | None = None,
     ):
         self.graph = FlatFunction(fn, args)
-        self.args = args
+        self.args, self.everywhere = args, everywhere
         self.placements, self.out_placements = placements, out_placements()
         self.kept = {self.graph.ins[i]: leaf for i, leaf in kept.items()}
         bound = ALIVE * most if most is not None else ALIVE * max(self._largest(), TOGETHER)
@@ -183,8 +185,15 @@ class Units:
         key = (group, tuple(own))
         if key not in self._programs:
             self._programs[key] = self._program(group, known, tuple(own))
-        smalls, program = self._programs[key]
+        smalls, program, _ = self._programs[key]
         return program([known[n] for n in smalls], list(sources))
+
+    def updates(self) -> Iterator[Any]:
+        """The compiled programs of units that have run."""
+        for unit in self.units:
+            for (group, _), (_, _, compiled) in ((k, p) for k, p in self._programs.items() if len(k) == 2):
+                if group is unit.group:
+                    yield compiled
 
     def _program(self, group: Group, known: Mapping[int, Any], own: tuple[int, ...]):
         smalls = self._small_inputs(group, known)
@@ -214,7 +223,7 @@ class Units:
             compiled = trace.lower().compile()
             if equal is not None:
                 self._compiled[equal] = compiled
-        return smalls, lambda values, sources: compiled(values, *split(sources))
+        return smalls, lambda values, sources: compiled(values, *split(sources)), compiled
 
     def _small_inputs(self, group: Group, known: Mapping[int, Any]) -> list[int]:
         """The known values that a group is computed from, other than its sources."""
@@ -241,5 +250,6 @@ class Units:
     def _pinned(self, value: int, x, chunk: Chunk | None):
         placement = self.schedule.placement_of(value)
         if placement.sharding is None:
-            return x
+            key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+            return x if key else jax.lax.with_sharding_constraint(x, self.everywhere)
         return jax.lax.with_sharding_constraint(x, placement.sharding if chunk is None else chunk.layout)

@@ -221,7 +221,10 @@ class Running:
         for i, value in tiny.items():
             found[i] = [(moved(value, plan.sharding(layouts[i].state)), None)]
         news = landed(found, plan)
-        return news, [None if x is None else on_devices(x, plan) for x in small]
+        return news, [
+            None if x is None else on_devices(x, spec, plan)
+            for x, spec in zip(small, self.chain.specs, strict=True)
+        ]
 
     def _changed(self, params: Sequence[Any]) -> list[bool]:
         """See [Note: which params were replaced]."""

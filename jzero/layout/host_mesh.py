@@ -54,13 +54,13 @@ def moved(x: jax.Array, target: NamedSharding, *, copy: bool = False) -> jax.Arr
     by_index: dict[Any, list[Any]] = {}
     for d, index in sources.items():
         if d in pieces:
-            by_index.setdefault(_key(index), []).append(d)
+            by_index.setdefault(_bounds(index, x.shape), []).append(d)
     turns: dict[Any, int] = {}
     placed = []
     for d, index in wanted.items():
         if d.process_index != jax.process_index():
             continue
-        key = _key(index)
+        key = _bounds(index, x.shape)
         holders = by_index[key]
         turn = turns.get(key, 0)
         turns[key] = turn + 1
@@ -75,5 +75,5 @@ def all_moved(xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
     return [moved(x, NamedSharding(mesh, x.sharding.spec)) for x in xs]
 
 
-def _key(index: tuple[slice, ...]) -> tuple[Any, ...]:
-    return tuple((s.start or 0, s.stop) for s in index)
+def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))

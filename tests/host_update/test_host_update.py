@@ -1,0 +1,346 @@
+"""`Offload(update="host")`: the update outside of the program gives the numbers of the plain one, in place, once each."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import test_offload as streamed
+from flax import nnx
+from jax.sharding import Mesh
+from models import batch, create_state, loss_of, max_error, train_step
+from optax import contrib
+
+import jzero
+from jzero.host_update.handles import Handle, Held
+
+HOST = jzero.Offload(update="host")
+LATE = jzero.Offload(update="host", delay=1)
+P = jax.P
+CHAINS = {
+    **streamed.CHAINS,
+    "muon": lambda: contrib.muon(1e-2),
+    "momentum and noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(1e-2, 0.9)),
+    "frozen": lambda: optax.multi_transform(
+        {"fast": optax.adam(1e-2), "slow": optax.set_to_zero()}, streamed.labels
+    ),
+}
+
+
+def make_gradients():
+    """The jitted function of a step: what it returns is all that leaves the program."""
+
+    def gradients(state, batch):
+        return jax.value_and_grad(lambda p: loss_of(state.apply_fn, p, batch))(state.params)
+
+    return jax.jit(gradients)
+
+
+@functools.cache
+def gradients_of(plan):
+    return make_gradients()
+
+
+def steps(state, count, grads_fn=None):
+    """Some steps of training with the update outside."""
+    plan = jzero.plan_of(state)
+    for i in range(count):
+        _, grads = (grads_fn or gradients_of(plan))(state, plan.place_batch(batch(i)))
+        state = state.apply_gradients(grads=grads)
+    return state
+
+
+def handles(opt_state):
+    return [
+        x for x in jax.tree.leaves(opt_state.inner, is_leaf=lambda x: isinstance(x, Handle)) if isinstance(x, Handle)
+    ]
+
+
+def run_chain(name, params, devices, grads, stage=2, **fields):
+    """A chain's params after some updates by given gradients."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    plan = jzero.make_plan(params, stage=stage, mesh=mesh, min_shard_bytes=0, **fields)
+    tx = jzero.zero(CHAINS[name](), plan)
+    params, update = plan.place(params), tx.update if plan.config.updates_outside else jax.jit(tx.update)
+    state = tx.init(params)
+    for g in grads:
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state, plan
+
+
+@pytest.mark.default_cases(
+    "8-clip", "8-if finite", "8-steps", "8-several", "8-lamb", "8-adafactor", "8-muon", "8-frozen", "5-clip",
+    "1-hyperparams",
+)  # fmt: skip
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("devices", [8, 5, 1])
+def test_any_chain_gives_the_plain_numbers(name, devices):
+    """Norms, a step with NaN, accumulation, noise, matrices with owners, padded leaves on five devices."""
+    params = {**streamed.params_of(), "scalar": jnp.float32(0.5)}
+    rng = np.random.default_rng(1)
+    grads = [jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), params) for _ in range(4)]
+    grads[1] = grads[1] | {"a": grads[1]["a"].at[0, 0].set(np.nan if name == "if finite" else 0)}
+    want, plain = params, CHAINS[name]()
+    plain_state, update = plain.init(params), jax.jit(plain.update)
+    for g in grads:
+        updates, plain_state = update(g, plain_state, want)
+        want = optax.apply_updates(want, updates)
+    got, state, plan = run_chain(name, params, devices, grads, offload=HOST)
+    assert max_error(got, want) < (2e-5 if name == "muon" else 1e-6)
+    assert [x.sharding.spec for x in jax.tree.leaves(got)] == [x.stored for x in plan.layouts]
+    large = [h for h in (*handles(state), *state.master.masters) if h is not None]
+    assert sum(h.nbytes for h in large) >= 4 * 64 * 32
+    assert all(x.size <= 16 for x in jax.tree.leaves(state))
+    store = state.master.store.store
+    split = [x for x in store.arrays if x is not None and x.size > 40]
+    assert devices == 1 or all(not x.is_fully_replicated for x in split)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_a_train_state_as_in_the_program(stage, dtype):
+    """Existing and born; the jitted function is traced once, and gradients leave it on their shards."""
+    apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for state in (create_state(dtype=dtype), functools.partial(create_state, dtype=dtype)):
+        want = jzero.shard(create_state(dtype=dtype), stage=stage, min_shard_bytes=0)
+        got = jzero.shard(state, stage=stage, min_shard_bytes=0, offload=HOST)
+        plan, grads_fn = jzero.plan_of(got), make_gradients()
+        for i in range(4):
+            _, grads = grads_fn(got, plan.place_batch(batch(i)))
+            want, got = apply(want, grads), got.apply_gradients(grads=grads)
+            assert max_error(got.params, want.params) < (1e-6 if dtype == jnp.float32 else 1e-2)
+        assert grads_fn._cache_size() == 1
+        inside = jzero.shard(got, stage=stage, min_shard_bytes=0)
+        assert max_error(inside.opt_state, want.opt_state) < 1e-6
+        for g, x in zip(jax.tree.leaves(grads), plan.layouts, strict=True):
+            assert x.padded or x.vector or g.sharding.is_equivalent_to(plan.sharding(x.grad), g.ndim), x.name
+        assert int(got.opt_state.master.generation) == 4
+
+
+def test_nnx_as_in_the_program():
+    def create():
+        model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+        tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    def train(model, optimizer, x):
+        optimizer.update(model, nnx.grad(loss)(model, x))
+
+    plain = create()
+    model, optimizer = jzero.shard(create, stage=3, min_shard_bytes=0, offload=HOST)
+    plan = jzero.plan_of(optimizer)
+    grads_fn = nnx.jit(nnx.grad(jzero.gather_on_use(loss, plan)))
+    x = np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
+    step = nnx.jit(train)
+    for _ in range(3):
+        step(*plain, x)
+        optimizer.update(model, grads_fn(model, plan.place_batch(x)))
+    assert max_error(nnx.state(model, nnx.Param), nnx.state(plain[0], nnx.Param)) < 1e-6
+    assert float(optax.tree.get(nnx.as_pure(optimizer.opt_state), "learning_rate")) == pytest.approx(1e-2)
+    with pytest.raises(TypeError, match=r"Two lines move:\n.*\n.*optimizer\.update"):
+        nnx.jit(train)(model, optimizer, plan.place_batch(x))
+    jzero.shard((model, optimizer), stage=2, min_shard_bytes=0)
+    step(model, optimizer, plan.place_batch(x))
+    step(*plain, x)
+    assert max_error(nnx.state(model, nnx.Param), nnx.state(plain[0], nnx.Param)) < 1e-6
+
+
+def test_one_step_late():
+    """`delay=1` against gradients that are applied a step later by hand; the first step changes nothing."""
+    late = jzero.shard(create_state(), stage=2, min_shard_bytes=0, offload=LATE)
+    hand = jzero.shard(create_state(), stage=2, min_shard_bytes=0, offload=HOST)
+    plan = jzero.plan_of(late)
+    params, pending = hand.params, None
+    for i in range(4):
+        b = plan.place_batch(batch(i))
+        late = late.apply_gradients(grads=gradients_of(plan)(late, b)[1])
+        grads = gradients_of(plan)(hand.replace(params=params), b)[1]
+        if pending is not None:
+            hand = hand.apply_gradients(grads=pending)
+            params = hand.params
+        pending = grads
+        assert max_error(late.params, params) == 0
+    # what is resolved has the update that was under way, and its params
+    hand = hand.apply_gradients(grads=pending)
+    whole = jzero.shard(late, stage=2, min_shard_bytes=0)
+    assert max_error(whole.params, hand.params) == 0
+    assert max_error(whole.opt_state, jzero.shard(hand, stage=2, min_shard_bytes=0).opt_state) == 0
+
+
+def test_an_error_of_a_late_update_surfaces_at_the_next(monkeypatch):
+    state = steps(jzero.shard(create_state(), stage=2, offload=LATE), 1)
+    running = state.opt_state.master.store
+    running._pending.result()
+
+    def fail(*args):
+        raise OSError("no memory left")
+
+    monkeypatch.setattr(running.store, "write", fail)
+    state = steps(state, 1)
+    with pytest.raises(OSError, match="no memory left"):
+        steps(state, 1)
+    monkeypatch.undo()
+    with pytest.raises((OSError, RuntimeError), match="no memory left"):
+        steps(state, 1)
+
+
+def test_replaced_params_are_taken_over():
+    """Pruned by hand, and returned through a jitted function: the master follows, in values alone."""
+    state = steps(jzero.shard(create_state(dtype=jnp.bfloat16), stage=2, offload=HOST), 2)
+    want = steps(jzero.shard(create_state(dtype=jnp.bfloat16), stage=2), 0)
+    masters = state.opt_state.master.store.store.arrays[-1]
+    before = np.asarray(masters)
+    same = state.replace(params=jax.jit(lambda p: jax.tree.map(jnp.copy, p))(state.params))
+    same.opt_state.master.store._changed(jax.tree.leaves(same.params))
+    plan = jzero.plan_of(state)
+    zero = jax.tree.map(jnp.zeros_like, gradients_of(plan)(state, plan.place_batch(batch()))[1])
+    state = same.apply_gradients(grads=zero)
+    after = np.asarray(state.opt_state.master.store.store.arrays[-1])
+    assert np.max(np.abs(after - before)) < 0.05  # Adam's momentum and decay alone, nothing rounded to bf16
+    assert np.any(after.astype(jnp.bfloat16).astype(np.float32) != after)
+    pruned = jax.tree.map(jnp.zeros_like, state.params)
+    state = state.replace(params=pruned).apply_gradients(grads=zero)
+    assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(state.params)) < 0.1
+    del want
+
+
+def test_an_older_state_is_refused():
+    old = jzero.shard(create_state(), stage=2, offload=HOST)
+    new = steps(old, 1)
+    with pytest.raises(ValueError, match="generation 0.*generation 1.*last update returned"):
+        steps(old, 1)
+    with pytest.raises(ValueError, match="generation 0"):
+        jzero.shard(old, stage=2)
+    assert int(steps(new, 3).opt_state.master.generation) == 4
+
+
+def test_plain_orbax_refuses_and_names_the_remedy(tmp_path):
+    state = jzero.shard(create_state(), stage=2, offload=HOST)
+    for save in (ocp.PyTreeCheckpointer().save, ocp.StandardCheckpointer().save):
+        with pytest.raises(ValueError, match=r"jzero\.checkpoint\.save"):
+            save(tmp_path / "plain", state)
+    assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_checkpoints_from_and_to_other_tiers(tmp_path, dtype):
+    """Also on fewer devices; what is stored does not tell the tier."""
+    outside = steps(jzero.shard(create_state(dtype=dtype), stage=2, min_shard_bytes=0, offload=HOST), 2)
+    path = jzero.checkpoint.save(tmp_path / "outside", outside)
+    want = steps(outside, 2).params
+    few = Mesh(np.array(jax.devices()[:5]), ("data",))
+    create = functools.partial(create_state, dtype=dtype)
+    for fields in ({"offload": HOST}, {"stage": 3, "mesh": few, "offload": HOST}):
+        like = jzero.abstract(create, **{"stage": 2, "min_shard_bytes": 0, **fields})
+        got = jzero.checkpoint.restore(path, like)
+        if "mesh" not in fields:
+            assert max_error(steps(got, 2).params, want) == 0
+    inside = jzero.checkpoint.restore(path, jzero.abstract(create, stage=3, min_shard_bytes=0, offload="host"))
+    back = jzero.checkpoint.save(tmp_path / "inside", inside)
+    again = jzero.checkpoint.restore(back, jzero.abstract(create, stage=2, min_shard_bytes=0, offload=HOST))
+    assert max_error(steps(again, 2).params, want) == 0
+
+
+def test_handles_say_what_is_where():
+    state = jzero.shard(create_state(), stage=2, offload=HOST)
+    assert "f32[24, 40] on the host" in repr(state.opt_state)
+    assert "generation 0" in repr(state.opt_state.master) and "params and their moments" in repr(state.opt_state)
+    shapes = jzero.abstract(create_state, stage=2, offload=HOST)
+    assert jax.tree.structure(shapes.opt_state.inner) == jax.tree.structure(state.opt_state.inner)
+    with pytest.raises(TypeError, match="no handles to arrays"):
+        shapes.tx.update(shapes.params, shapes.opt_state, shapes.params)
+
+
+def test_a_dropped_state_gives_its_memory_back():
+    """Also where a jitted function, whose cache knows its structure, lives on."""
+    state = jzero.shard(create_state(), stage=2, offload=HOST)
+    plan = jzero.plan_of(state)
+    grads_fn = gradients_of(plan)
+    grads_fn(state, plan.place_batch(batch()))
+    store = weakref.ref(state.opt_state.master.store)
+    leaves, tree = jax.tree.flatten(state)
+    del state
+    gc.collect()
+    assert store() is None
+    lost = tree.unflatten(leaves)
+    with pytest.raises(RuntimeError, match="are gone"):
+        lost.apply_gradients(grads=lost.params)
+
+
+def test_a_broken_update_is_never_gone_on_with(monkeypatch):
+    state = steps(jzero.shard(create_state(), stage=2, offload=HOST), 1)
+    store = state.opt_state.master.store.store
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(store, "write", fail)
+        steps(state, 1)
+    for use in (lambda: steps(state, 1), lambda: jzero.shard(state, stage=2)):
+        with pytest.raises(RuntimeError, match="broken off.*Restore a checkpoint"):
+            use()
+
+
+def test_no_fresh_memory_where_something_is_replaced():
+    """New state takes the buffers of the old, and new params those of gradients, in what XLA compiled."""
+    state = steps(jzero.shard(create_state(dtype=jnp.bfloat16), stage=2, min_shard_bytes=0, offload=HOST), 1)
+    (units,) = state.opt_state.master.store.store._units.values()
+    programs = list(units.updates())
+    assert programs
+    for compiled in programs:
+        stats = compiled.memory_analysis()
+        assert stats.alias_size_in_bytes >= 0.99 * stats.output_size_in_bytes - 4096
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stage": 1, "offload": HOST}, "needs stage 2 or 3"),
+        ({"stage": 2, "offload": HOST, "updates": "delta"}, 'updates="delta" exclude'),
+        ({"stage": 2, "offload": HOST, "master_dtype": None}, "keeps a master"),
+    ],
+)
+def test_configs_that_do_not_go_together(fields, text):
+    with pytest.raises(ValueError, match=text):
+        jzero.ZeroConfig(**fields)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tier": "disk"}, "needs path="),
+        ({"path": "x"}, 'belong to tier="disk"'),
+        ({"delay": 1}, "inside of the program nothing is late"),
+        ({"update": "host", "in_flight_bytes": 8}, "inside of the program"),
+        ({"update": "host", "delay": 2}, "delay"),
+        ({"update": "cpu"}, "update"),
+    ],
+)
+def test_options_that_do_not_go_together(options, text):
+    with pytest.raises(ValueError, match=text):
+        jzero.Offload(**options)
+
+
+def test_inside_of_jit_it_says_which_lines_move():
+    state = jzero.shard(create_state(), stage=2, offload=HOST)
+    b = jzero.plan_of(state).place_batch(batch())
+    with pytest.raises(TypeError, match=r"Two lines move:\n +grads = .*\n +state = state\.apply_gradients"):
+        jax.jit(train_step)(state, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(state, 1)
