@@ -161,9 +161,8 @@ class Write(Transfer):
             moved += os.pwritev(handle, [part[moved:].data], at + moved)
 
     def _end(self, handle: int) -> None:
-        os.fdatasync(
-            handle
-        )  # also what O_DIRECT wrote: the disk's own cache, and extents that were preallocated
+        # O_DIRECT passes neither the disk's own cache nor what the file system notes of preallocated extents
+        os.fdatasync(handle)
 
 
 _REMEDY = "The disk returned other bytes than were written: go back to a snapshot or to a checkpoint."
