@@ -23,7 +23,7 @@ from typing import Any
 import tensorstore as ts
 import xxhash
 
-from jzero.checkpoint import durable
+from jzero.core import durable
 from jzero.core.errors import counted
 
 STATE = "state/"  # where orbax's files lie in a checkpoint

@@ -3,7 +3,7 @@
 [Note: commit]
 Orbax writes into a directory beside the final one and commits it there. Then each process hashes its share of the files
 (`checksums.py`) and flushes it to the disk; after a barrier process 0 flushes the folders and renames the directory
-(`durable.py`). So a directory with the final name is whole, has its checksums and survives a power failure; plain
+(`core/durable.py`). So a directory with the final name is whole, has its checksums and survives a power failure; plain
 orbax reads it without jzero. Until then its name has orbax's mark of what is temporary.
 """
 
@@ -23,8 +23,9 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jzero.checkpoint import checksums, durable, pending
+from jzero.checkpoint import checksums, pending
 from jzero.checkpoint.store import NAME, STAGING, TEMPORARY, clean
+from jzero.core import durable
 
 MARK: Any = {NAME: checksums.VERSION}  # in orbax's metadata: has checksums, be they still there or not
 METRICS = "metrics"  # a folder, and a file in it, where plain orbax looks for numbers by name

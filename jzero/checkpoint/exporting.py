@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from jzero.checkpoint import durable, store
+from jzero.checkpoint import store
 from jzero.checkpoint.converting import converted
 from jzero.checkpoint.logical import MASTER, Name
 from jzero.checkpoint.match import Described, text
@@ -28,6 +28,7 @@ from jzero.checkpoint.tensors import (
     checksum_text,
     renamed,
 )
+from jzero.core import durable
 from jzero.core.errors import check_int, counted, listing, nearest
 
 FILE_BYTES = 5_000_000_000  # of one output file, as the Hugging Face hub has them

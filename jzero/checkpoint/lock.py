@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jzero.checkpoint import durable
+from jzero.core import durable
 
 NAME = "writer.lock"
 RENEWED = 10.0  # seconds between two renewals

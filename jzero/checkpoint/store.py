@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jzero.checkpoint import checksums, durable
+from jzero.checkpoint import checksums
 from jzero.checkpoint.logical import Name
+from jzero.core import durable
 from jzero.core.errors import counted
 from jzero.layout.leaf_rule import path_keys
 

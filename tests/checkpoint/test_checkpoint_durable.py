@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jzero import checkpoint
-from jzero.checkpoint import durable
 from jzero.checkpoint.store import TEMPORARY
+from jzero.core import durable
 
 
 @pytest.fixture

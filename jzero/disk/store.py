@@ -1,0 +1,303 @@
+"""`DiskStore`: units on a local disk, of which a whole generation is always there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jzero.core.errors import counted
+from jzero.disk import checks, folders, snapshots
+from jzero.disk import record as records
+from jzero.disk.frames import Frames, check_room
+from jzero.disk.lock import FolderLock
+from jzero.disk.record import Record
+from jzero.disk.slots import Slots
+from jzero.disk.step import DiskStep
+from jzero.disk.units import Unit
+
+WHERE = "jzero.disk.DiskStore"
+
+
+class DiskStore:
+    """Units in a folder, read and written once per step; from `create` or `open`, ended by `close` or a `with` block.
+
+    Each process has a folder of its own in `path`, `process-00000-of-00004`, and a lock on it until it closes.
+
+    Attributes:
+      folder: that of this process.
+
+    Cost:
+      Twice the bytes of all units on the disk, allocated by `create`. `buffer_bytes` of host memory at most, allocated
+      when first used. A step reads and writes each unit once, and flushes once per unit and twice per commit.
+
+    Example:
+      >>> import tempfile, numpy as np
+      >>> from jzero.disk import DiskStore, Unit
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> unit = Unit("w", (((3,), "float32"),))
+      >>> store = DiskStore.create(folder.name + "/state", [unit], identity={"model": "gpt"})
+      >>> with store.begin() as step:
+      ...     step.write(0, [np.zeros(3, np.float32)])
+      ...     step.commit()
+      >>> with store.begin() as step:
+      ...     step.read_ahead([0])
+      ...     (w,) = step.read(0)
+      ...     w += 1
+      ...     step.write(0, [w])
+      ...     step.commit(b"step 1")
+      >>> store.generation, store.extra
+      (2, b'step 1')
+      >>> store.close()
+      >>> folder.cleanup()
+
+    References:
+      Rajbhandari et al., ZeRO-Infinity, SC21, sections 5.1.2 and 6.3 (the NVMe tier and its pinned buffers).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        record: Record,
+        lock: FolderLock,
+        *,
+        buffer_bytes: int,
+        requests: int,
+        read_only: bool,
+    ):
+        self.folder, self._record, self._lock, self._read_only = folder, record, lock, read_only
+        self._slots = Slots(folder, record.units, requests=requests)
+        self._frames = Frames(record.units, buffer_bytes)
+        self._step: DiskStep | None = None
+        self._unsure = self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike,
+        units: Sequence[Unit],
+        *,
+        identity: Mapping[str, Any],
+        process: tuple[int, int] = (0, 1),
+        buffer_bytes: int = 2**30,
+        requests: int = 4,
+    ) -> DiskStore:
+        """A new store of generation 0, which has no contents, with both slots of each unit allocated.
+
+        Args:
+          path: a folder, made if it is missing; the folder above it must be there.
+          units: in the order of their indices.
+          identity: JSON that says what the state belongs to, such as the plan and the model.
+          process: index and number of the processes that share `path`.
+          buffer_bytes: bytes of host memory for units under way; at least four times the largest unit.
+          requests: how many reads, and how many writes, of 8 MiB each are in flight.
+
+        Raises:
+          ValueError: two units of one name, a unit larger than a quarter of the buffer, folders of another number of
+            processes, or a store that is there already: nothing is overwritten.
+          TypeError: an identity that is no JSON.
+          StoreInUse: another run has it open.
+          OSError: the disk is full (says what is needed and free), or nothing can be written there.
+        """
+        where = f"{WHERE}.create"
+        units = checks.units_of(units, where=where)
+        checks.numbers(buffer_bytes, requests, where=where)
+        check_room(units, buffer_bytes, where=where)
+        record = Record.first(units, records.plain(identity, where=where))
+        folder = folders.of(Path(path), process, where=where)
+        checks.nothing_there(folder, where=where)
+        folders.make(folder.parent, folder, where=where)
+        lock = FolderLock(folder, where=where)
+        store, mine = None, False
+        try:
+            checks.nothing_there(folder, where=where)  # made since the last look
+            mine = True
+            for file in folder.glob("unit-*"):  # of a creation that did not end
+                file.unlink()
+            store = cls(folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=False)
+            store._slots.preallocate(((i, s) for i in range(len(units)) for s in (0, 1)), where=where)
+            store._slots.probe([0] * len(units))
+            records.write_first(folder, record)
+        except BaseException:
+            if mine:
+                shutil.rmtree(folder, ignore_errors=True)
+            _end(store, lock)
+            raise
+        return store
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike,
+        units: Sequence[Unit] | None = None,
+        *,
+        identity: Mapping[str, Any] | None = None,
+        process: tuple[int, int] = (0, 1),
+        buffer_bytes: int = 2**30,
+        requests: int = 4,
+        read_only: bool = False,
+    ) -> DiskStore:
+        """A store or a snapshot, at the last generation of it that is whole.
+
+        Args:
+          path, process, buffer_bytes, requests: as for `create`.
+          units, identity: if given, they must be those of the store.
+          read_only: writes nothing, and lets others read too. Steps can read, and neither write nor commit.
+
+        Raises:
+          FileNotFoundError: there is no store.
+          ValueError: other units, another identity or another number of processes than the store was created with; a
+            unit larger than a quarter of the buffer; a store of another version.
+          StoreInUse: another run has it open.
+          DamagedStore: no record is whole.
+          OSError: a missing slot cannot be allocated, or a file cannot be read.
+        """
+        where = f"{WHERE}.open"
+        checks.numbers(buffer_bytes, requests, where=where)
+        folder = folders.of(Path(path), process, where=where)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{where}: there is no store in {folder}. DiskStore.create makes one.")
+        lock = FolderLock(folder, shared=read_only, where=where)
+        store = None
+        try:
+            record = records.load(folder)
+            if record is None:
+                raise FileNotFoundError(
+                    f"{where}: {folder} has no record: its creation did not end. Create it again."
+                )
+            checks.same(record, units, identity, folder, where=where)
+            check_room(record.units, buffer_bytes, where=where)
+            store = cls(
+                folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=read_only
+            )
+            if not read_only:
+                records.settle(folder)
+                free = ((i, record.other(i)) for i in range(len(record.units)))
+                store._slots.preallocate(free, where=where)
+            store._slots.probe([max(s, 0) for s in record.slots])
+        except BaseException:
+            _end(store, lock)
+            raise
+        return store
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What the store was created with."""
+        return self._record.units
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the store was created with."""
+        return self._record.identity
+
+    @property
+    def generation(self) -> int:
+        """How many steps have been committed; 0 is a store without contents."""
+        return self._record.generation
+
+    @property
+    def extra(self) -> bytes:
+        """What was committed with this generation."""
+        return self._record.extra
+
+    @property
+    def direct(self) -> bool:
+        """Reads and writes go past the page cache (O_DIRECT); False where the file system refuses (tmpfs)."""
+        return self._slots.direct
+
+    def begin(self) -> DiskStep:
+        """A step from this generation to the next. Raises RuntimeError while another one is open, or after `close`."""
+        self._check_idle("begin")
+        self._step = DiskStep(
+            self._record,
+            self._slots,
+            self._frames,
+            commit=self._commit,
+            close=self._ended,
+            read_only=self._read_only,
+        )
+        return self._step
+
+    def snapshot(self, dest: str | os.PathLike) -> str:
+        """A copy of this generation that later steps do not change; `open` reads it like a store.
+
+        A reflink where the file system can, else a hard link, else a copy of the bytes (another file system). While a
+        hard link is there, the next write to its slot makes a new file; then a snapshot costs the bytes
+        of a generation.
+
+        Args:
+          dest: a folder, made if it is missing; each process makes its own folder in it.
+
+        Returns:
+          How: "reflink", "hard link" or "copy".
+
+        Raises:
+          RuntimeError: a step is open, or the store has been closed.
+          ValueError: generation 0 has no contents, or this process has a snapshot or a store there.
+          OSError: the disk is full, or nothing can be written there; what was made is removed.
+        """
+        where = f"{WHERE}.snapshot"
+        self._check_idle("snapshot")
+        if self.generation == 0:
+            raise ValueError(f"{where}: generation 0 has no contents; commit a step first.")
+        folder = Path(dest) / self.folder.name
+        if folder.exists():
+            raise ValueError(f"{where}: {folder} exists, and nothing is overwritten. Pass another folder.")
+        folders.make(Path(dest), where=where)
+        files = (self._slots.file(i, s) for i, s in enumerate(self._record.slots))
+        return snapshots.take(self._record, files, folder)
+
+    def close(self) -> None:
+        """Abandons an open step, ends the threads and gives the lock up; the second time it does nothing."""
+        if not self._closed:
+            if self._step is not None:
+                self._step.abandon()
+            self._closed = True
+            _end(self, self._lock)
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __repr__(self):
+        units = counted(len(self.units), "unit")
+        return f"<jzero.disk.DiskStore: {units}, generation {self.generation}, {self.folder}>"
+
+    def _commit(self, written: dict[int, np.ndarray], extra: bytes) -> None:
+        record = self._record.next(written, extra)
+        self._slots.flush_names()
+        try:
+            records.write(self.folder, record)
+        except BaseException:
+            self._unsure = (
+                True  # the record may be on the disk: no slot of either generation may be written now
+            )
+            records.invalidate(self.folder, record.generation)
+            self._unsure = False
+            raise
+        self._record = record
+
+    def _ended(self) -> None:
+        self._step = None
+
+    def _check_idle(self, verb: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{WHERE}.{verb}: the store in {self.folder} has been closed.")
+        if self._unsure:
+            raise RuntimeError(
+                f"{WHERE}.{verb}: a commit failed, and its record could not be taken back. Close the store and open it."
+            )
+        if self._step is not None:
+            raise RuntimeError(f"{WHERE}.{verb}: a step is open; commit or abandon it first.")
+
+
+def _end(store: DiskStore | None, lock: FolderLock) -> None:
+    if store is not None:
+        store._slots.close()
+    lock.release()
