@@ -59,6 +59,13 @@ class Chain:
         masters = [x.state for m, x in zip(self.masters, self.plan.layouts, strict=True) if m is not None]
         return [*self.plan.state_specs(self.inner), *masters]
 
+    @functools.cached_property
+    def master_leaves(self) -> dict[int, int]:
+        """For each param with a master, which leaf that is."""
+        having = [i for i, m in enumerate(self.masters) if m is not None]
+        first = len(jax.tree.leaves(self.inner))
+        return {i: first + at for at, i in enumerate(having)}
+
     @property
     def placed_leaves(self) -> list[Any]:
         """All leaves, abstract, with the shardings that they have when they are no handles."""
@@ -144,6 +151,8 @@ class Store:
     """
 
     place = "host"
+    most: int | None = None  # bytes that a unit may have
+    _norms: Any = ()
 
     def __init__(self, chain: Chain, leaves: Sequence[Any], generation: int = 0):
         self.chain, self.generation = chain, generation
@@ -196,8 +205,10 @@ class Store:
                 return units.piece(given[source](), group.chunk)
             return self.read(units, source, group)
 
+        self._norms = known
         units.scalars(known, fetch)
         small_outs = units.small_outs(known)
+        self.before_units(units)
         waiting: collections.deque[Any] = collections.deque()
         for unit in units.units:
             if unit.group.values:
@@ -214,8 +225,11 @@ class Store:
         extra = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), extra)
         key = str((types, extra))
         if key not in self._units:
-            self._units[key] = self.chain.units(types, extra)
+            self._units[key] = self.chain.units(types, extra, self.most)
         return self._units[key]
+
+    def before_units(self, units: Units) -> None:
+        """Called when all norms are known, before the first unit is updated."""
 
     def read(self, units: Units, source: int, group: Group):
         """An array that is kept, for a group that reads it."""
@@ -230,9 +244,8 @@ class Store:
     def _run(self, units: Units, unit: Unit, known, fetch, given, numbers) -> list[tuple[int, Any]]:
         """Dispatches a unit; returns its new params."""
         group = unit.group
-        owned = [s for s, v in unit.kept if v != s]
-        owned += [s for s in group.sources if s in given]
-        outs = units.outs_of(group, known, [fetch(s, group) for s in group.sources], own=self._fitting(units, unit, owned))
+        own = self._own(units, unit, given)
+        outs = units.outs_of(group, known, [fetch(s, group) for s in group.sources], own=own)
         for s in group.sources:
             if s in given and group.chunk is None:
                 given.pop(s)  # its memory may be that of a new param now
@@ -240,16 +253,18 @@ class Store:
         self.write(units, unit, news)
         return [(numbers[v], (x, group.chunk)) for v, x in news.items() if v in numbers]
 
-    def _fitting(self, units: Units, unit: Unit, owned: Sequence[int]) -> list[int]:
-        """Those whose memory a result can take: results that replace nothing else take that of gradients."""
-        avals, taken = units.graph.avals, [(v, s) for s, v in unit.kept if v != s]
-        fits = [s for v, s in taken]
-        free = collections.Counter(
-            (avals[v].shape, avals[v].dtype) for v in unit.group.values if v not in {v for v, _ in taken}
-        )
-        for s in owned:
+    gives_memory = True
+    """New state takes the memory of the old."""
+
+    def _own(self, units: Units, unit: Unit, given) -> list[int]:
+        """The sources whose memory a result takes: state what replaces it, and gradients what replaces nothing."""
+        avals, replaced = units.graph.avals, {v: s for s, v in unit.kept if v != s}
+        fits = list(replaced.values()) if self.gives_memory else []
+        rest = (v for v in unit.group.values if not (self.gives_memory and v in replaced))
+        free = collections.Counter((avals[v].shape, avals[v].dtype) for v in rest)
+        for s in unit.group.sources:
             form = avals[s].shape, avals[s].dtype
-            if s not in fits and free[form]:
+            if s in given and free[form]:
                 free[form] -= 1
                 fits.append(s)
         return fits
@@ -294,15 +309,9 @@ class Store:
 
     def _take_over(self, params, changed) -> None:
         """Masters of params that the user has replaced: see [Note: the master follows the param]."""
-        first = len(jax.tree.leaves(self.chain.inner))
-        having = [i for i, m in enumerate(self.chain.masters) if m is not None]
-        for at, i in enumerate(having):
-            if changed[i]:
-                self.replace(first + at, lambda master, i=i: _taken_over(params[i](), master))
-
-    def replace(self, at: int, new: Callable[[Any], Any]) -> None:
-        """Leaf `at` becomes `new` of it."""
-        self.arrays[at] = new(self.arrays[at])
+        for i, at in self.chain.master_leaves.items():
+            if changed[i] and self.arrays[at] is not None:
+                self.arrays[at] = _taken_over(params[i](), self.arrays[at])
 
 
 def _same(x):

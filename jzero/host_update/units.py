@@ -144,17 +144,11 @@ class Units:
             known[value] = part
 
     def _scalar_groups(self) -> Iterable[Group]:
-        """Those of the schedule; of what the store keeps in chunks, by the same chunks."""
-        done = set()
-        for group in self.schedule.scalars:
-            own = [s for s in group.sources if s in self.kept]
-            chunks = [self.units[k].group.chunk for s in own[:1] for k in self.owners[s]]
-            if not own or chunks == [None]:
-                yield group
-            elif group.values not in done:
-                done.add(group.values)
-                for chunk in chunks:
-                    yield dataclasses.replace(group, chunk=chunk)
+        """Those of the schedule: of gradients whole, since they are there; of what the store keeps, by its chunks."""
+        for values, sources in {g.values: g.sources for g in self.schedule.scalars}.items():
+            own = [s for s in sources if s in self.kept]
+            for chunk in [self.units[k].group.chunk for s in own[:1] for k in self.owners[s]] or [None]:
+                yield Group(values, sources, 0, chunk)
 
     def _joined(self, value: int, a, b):
         join = REDUCTIONS[self.graph.makers[value].name][1]

@@ -24,6 +24,7 @@ import numpy as np
 
 from jzero.comm import comm_of
 from jzero.core.jaxprs import is_tracer
+from jzero.host_update.disk_tier import DiskTier
 from jzero.host_update.handles import Handle, Held, held_in
 from jzero.host_update.store import Chain, Store, on_devices, on_host
 from jzero.layout.host_mesh import moved
@@ -82,7 +83,14 @@ def with_handles(full: Any, params: Any, chain: Chain, generation: int = 0) -> Z
 
 
 def _new_store(chain: Chain, leaves: Sequence[Any], generation: int) -> Any:
-    return Running(Store(chain, leaves, generation))
+    tier = chain.plan.config.tier
+    if tier is None or tier.tier != "disk":
+        return Running(Store(chain, leaves, generation))
+
+    def contents(units, unit):
+        return [units.piece(leaves[units.kept[s]], unit.group.chunk) for s, _ in unit.kept]
+
+    return Running(DiskTier.create(chain, contents, leaves))
 
 
 def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:

@@ -1,0 +1,327 @@
+"""Masters and moments in files: the update of `Store`, with each unit read before it runs and written after it.
+
+What is kept of a leaf are the pieces of this process's devices, each once. Small leaves, which the user holds, are
+committed with every generation, so that a folder is a whole optimizer state; its masters give the params.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.disk import DiskStore
+from jzero.disk import Unit as FileUnit
+from jzero.host_update.store import Chain, Store, on_host
+from jzero.host_update.units import Unit, Units
+from jzero.stream.schedule import Group
+from jzero.update.sharded_update import taken_over
+
+BUFFER_BYTES = 2**30
+FRAMES = 8  # units that the buffer holds
+
+
+class DiskTier(Store):
+    """Masters and moments in the files of a `DiskStore`."""
+
+    place = "disk"
+    gives_memory = False  # what is read lies in the frames of the buffer
+
+    def __init__(self, chain: Chain, disk: DiskStore, layout: FileLayout, small: Sequence[Any]):
+        super().__init__(chain, [None] * len(chain.leaves), disk.generation - 1)
+        self.disk, self.layout = disk, layout
+        for at in layout.tiny:
+            self.arrays[at] = on_host(small[at], chain.plan)
+        self._step: Any = None
+        self._waiting: tuple[Unit, list[Any]] | None = None
+        self._read: dict[int, dict[int, Any]] = {}
+        self._in_norms = False
+
+    @classmethod
+    def create(cls, chain: Chain, contents: Callable[[Units, Unit], Sequence[Any]], small: Sequence[Any]) -> DiskTier:
+        """A new folder.
+
+        Args:
+          chain: the transformation.
+          contents: the arrays of a unit, of what it keeps.
+          small: the leaves that are in no unit, None for the others.
+        """
+        layout = FileLayout(chain)
+        disk = DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options)
+        with disk.begin() as step:
+            for file, unit in enumerate(layout.held):
+                step.write(file, layout.pieces(unit, contents(layout.units, unit)))
+            step.commit(packed(small))
+        return cls(chain, disk, layout, small)
+
+    @classmethod
+    def open(cls, chain: Chain) -> tuple[DiskTier, list[Any]]:
+        """The folder of an earlier run, and the small leaves that belong to its generation."""
+        layout = FileLayout(chain)
+        disk = DiskStore.open(layout.path, layout.files, identity=layout.identity, **layout.options)
+        small = unpacked(disk.extra, chain)
+        return cls(chain, disk, layout, small), small
+
+    def close(self) -> None:
+        """Gives the folder up."""
+        self.disk.close()
+
+    def __del__(self):
+        disk = getattr(self, "disk", None)
+        if disk is not None and not sys.is_finalizing():  # then the lock goes with the process
+            disk.close()
+
+    def leaves(self) -> list[Any]:
+        """All arrays whole, in the memory of the host."""
+        found: dict[int, list[tuple[Any, Any]]] = {}
+        units = self.layout.units
+        with self.disk.begin() as step:
+            step.read_ahead(range(len(self.layout.held)))
+            for file, unit in enumerate(self.layout.held):
+                arrays = self.layout.arrays(unit, step.read(file), copy=True)
+                for (source, _), x in zip(unit.kept, arrays, strict=True):
+                    found.setdefault(units.kept[source], []).append((x, unit.group.chunk))
+                jax.block_until_ready(arrays)
+                step.release(file)
+        out: list[Any] = [None] * len(self.chain.leaves)
+        for at, pieces in found.items():
+            out[at] = joined(pieces, self.chain.leaves[at], self.chain.plan.home.sharding(self.chain.specs[at]))
+        for at in self.layout.tiny:
+            out[at] = self.arrays[at]
+        return out
+
+    def _update(self, params, changed, grads, small, extra):
+        units = self.units_for(grads, extra)
+        self.layout.check(units)
+        with self.disk.begin() as step:
+            self._step, self._waiting, self._read, self._in_norms = step, None, {}, True
+            self._replaced = {
+                at: params[i] for i, at in self.chain.master_leaves.items() if changed[i] and self.arrays[at] is None
+            }
+            out = yield from super()._update(params, changed, grads, small, extra)
+            self._written()
+            step.commit(packed([self.arrays[at] if x is None else x for at, x in enumerate(out[0])]))
+        return out
+
+    def units_for(self, grads, extra) -> Units:
+        """Those of the files; others are cut as they are, or refused."""
+        types = [None if g is None else jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
+        if not jax.tree.leaves(extra) and self.layout.fits(types):
+            return self.layout.units
+        return super().units_for(grads, extra)
+
+    @property
+    def most(self) -> int | None:
+        """Bytes that a unit may have."""
+        return self.layout.most
+
+    def before_units(self, units: Units) -> None:
+        """Norms of the state have read units, which are read again."""
+        self._released()
+        self._in_norms = False
+        self._step.read_ahead(range(len(self.layout.held)))
+
+    def read(self, units: Units, source: int, group: Group):
+        """An array of the unit that is updated now, or that a norm is taken of."""
+        k = next(k for k in units.owners[source] if units.units[k].group.chunk == group.chunk)
+        file = self.layout.number(units.units[k])
+        if file not in self._read:
+            if self._in_norms:
+                self._released()
+            self._read[file] = self._taken_over(units, units.units[k], self._step.read(file))
+        return self._read[file][source]
+
+    def _taken_over(self, units: Units, unit: Unit, pieces: Sequence[np.ndarray]) -> dict[int, Any]:
+        """The arrays of a unit by their numbers, with what the user has changed in the params."""
+        found = dict(zip((s for s, _ in unit.kept), self.layout.arrays(unit, pieces), strict=True))
+        for source, x in found.items():
+            param = self._replaced.get(units.kept[source])
+            if param is not None:
+                found[source] = _follow(units.piece(param(), unit.group.chunk), x)
+        return found
+
+    def _released(self) -> None:
+        for file, arrays in self._read.items():
+            jax.block_until_ready(self._norms)
+            del arrays
+            self._step.release(file)
+        self._read = {}
+
+    def write(self, units: Units, unit: Unit, news: dict[int, Any]) -> None:
+        """The new arrays of a unit go to its file once the next one is on its way."""
+        if unit.kept:
+            old = self._read.pop(self.layout.number(unit))
+            self._written()
+            self._waiting = unit, [news[v] if v in news else old[s] for s, v in unit.kept]
+
+    def _written(self) -> None:
+        if self._waiting is not None:
+            unit, arrays = self._waiting
+            self._step.write(self.layout.number(unit), self.layout.pieces(unit, arrays))
+            self._waiting = None
+
+
+@jax.jit
+def _follow(param, master):
+    return taken_over(param, master)
+
+
+class FileLayout:
+    """Which arrays are in which file."""
+
+    def __init__(self, chain: Chain):
+        self.chain, plan = chain, chain.plan
+        tier = plan.config.tier
+        assert tier is not None and tier.path is not None
+        mine = [d for d in plan.home.mesh.devices.flat if d.process_index == jax.process_index()]
+        buffer = tier.buffer_bytes or BUFFER_BYTES
+        self.path, self.most = tier.path, max(1, buffer // FRAMES // max(len(mine), 1))
+        self.options = {"process": (jax.process_index(), jax.process_count()), "buffer_bytes": buffer}
+        self.types = [
+            None if m is None else jax.ShapeDtypeStruct(x.state_shape, x.dtype)
+            for m, x in zip(chain.masters, plan.layouts, strict=True)
+        ]
+        self.units = chain.units(self.types, {}, self.most)
+        self.held = [u for u in self.units.units if u.kept]
+        self.files = [FileUnit(self._name(k, u), self._file_arrays(u)) for k, u in enumerate(self.held)]
+        self._numbers = {self._key(u): k for k, u in enumerate(self.held)}
+        held = set(self.units.kept.values())
+        self.tiny = [at for at, k in enumerate(chain.kept) if k and at not in held]  # single values, in no unit
+        self.identity = {
+            "params": [[x.name, list(x.shape), x.dtype.name] for x in plan.layouts],
+            "devices": {k: int(v) for k, v in plan.mesh.shape.items()},
+            "state": [[list(x.shape), x.dtype.name, str(s)] for x, s in zip(chain.leaves, chain.specs, strict=True)],
+        }
+
+    def fits(self, types: Sequence[Any]) -> bool:
+        """True for gradients of the types that the units were made for."""
+        return all(
+            (a is None) == (b is None) and (a is None or b is None or (a.shape, a.dtype) == (b.shape, b.dtype))
+            for a, b in zip(types, self.types, strict=True)
+        )
+
+    def check(self, units: Units) -> None:
+        """Raises ValueError where gradients of other dtypes, or keyword arguments, cut the state differently."""
+        def cuts(units):
+            return [([units.kept[s] for s, _ in u.kept], u.group.chunk) for u in units.units if u.kept]
+
+        if cuts(units) != cuts(self.units):
+            raise ValueError(
+                "jzero: with these gradients the update is cut into other units than the files hold. Pass gradients in "
+                "the dtypes of their params, and no keyword arguments that change what is computed together."
+            )
+
+    def _name(self, k: int, unit: Unit) -> str:
+        leaves = [self.units.kept[s] for s, _ in unit.kept]
+        return f"{k}: leaves {leaves[0]} to {leaves[-1]}" if leaves else str(k)
+
+    def _forms(self, unit: Unit) -> list[Any]:
+        return [self.units.form(s, unit.group.chunk) for s, _ in unit.kept]
+
+    def _file_arrays(self, unit: Unit) -> tuple[Any, ...]:
+        return tuple(
+            (tuple(b - a for a, b in bounds), form.dtype.name) for form in self._forms(unit) for bounds in _local(form)
+        )
+
+    def arrays(self, unit: Unit, pieces: Sequence[np.ndarray], *, copy: bool = False) -> list[jax.Array]:
+        """Arrays on the host mesh from the pieces of a file; they alias these unless told to copy."""
+        pieces, out = iter(pieces), []
+        for form in self._forms(unit):
+            local = {bounds: next(pieces) for bounds in _local(form)}
+            devices = form.sharding.addressable_devices_indices_map(form.shape)
+            placed = [
+                jax.device_put(np.array(x) if copy else x, d)
+                for d, x in ((d, local[_bounds(index, form.shape)]) for d, index in devices.items())
+            ]
+            out.append(jax.make_array_from_single_device_arrays(form.shape, form.sharding, placed))
+        return out
+
+    def pieces(self, unit: Unit, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+        """The reverse."""
+        out = []
+        for form, x in zip(self._forms(unit), arrays, strict=True):
+            by_bounds = {_bounds(s.index, form.shape): s.data for s in x.addressable_shards}
+            out += [np.asarray(by_bounds[bounds]) for bounds in _local(form)]
+        return out
+
+    def number(self, unit: Unit) -> int:
+        """Which file has a unit."""
+        return self._numbers[self._key(unit)]
+
+    def _key(self, unit: Unit) -> Any:
+        return tuple(s for s, _ in unit.kept), unit.group.chunk
+
+
+def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index, shape, strict=True))
+
+
+def _local(form: Any) -> list[tuple[tuple[int, int], ...]]:
+    """The bounds of this process's pieces of an array, each once."""
+    devices = form.sharding.addressable_devices_indices_map(form.shape)
+    return list(dict.fromkeys(_bounds(index, form.shape) for index in devices.values()))
+
+
+def joined(pieces: Sequence[tuple[Any, Any]], leaf: Any, sharding) -> Any:
+    """A whole array from its chunks."""
+    if len(pieces) == 1 and pieces[0][1] is None:
+        return pieces[0][0]
+    chunks = tuple(c for _, c in pieces)
+    return _join(chunks, tuple(leaf.shape), sharding)([x for x, _ in pieces])
+
+
+@functools.lru_cache(maxsize=256)
+def _join(chunks: tuple[Any, ...], shape: tuple[int, ...], sharding):
+    def join(pieces):
+        whole = jax.numpy.zeros(chunks[0].view, pieces[0].dtype)
+        for x, chunk in zip(pieces, chunks, strict=True):
+            whole = jax.lax.dynamic_update_slice(whole, x, chunk.start)
+        return jax.numpy.reshape(whole, shape)
+
+    return jax.jit(join, out_shardings=sharding)
+
+
+def packed(small: Sequence[Any]) -> bytes:
+    """The leaves that the user holds, as bytes; keys as their data."""
+    arrays = {str(i): _data(x) for i, x in enumerate(small) if x is not None}
+    file = io.BytesIO()
+    types = {k: x.dtype.name for k, x in arrays.items()}
+    np.savez(file, types=np.frombuffer(json.dumps(types).encode(), np.uint8), **{k: _plain(x) for k, x in arrays.items()})
+    return file.getvalue()
+
+
+def _data(x) -> np.ndarray:
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+    return x if x.dtype.kind in "biufc" else x.view(np.uint8)
+
+
+def unpacked(data: bytes, chain: Chain) -> list[Any]:
+    """The reverse, on the devices of the plan."""
+    out: list[Any] = [None] * len(chain.leaves)
+    with np.load(io.BytesIO(data)) as file:
+        types: Mapping[str, str] = json.loads(bytes(file["types"]).decode())
+        for k, name in types.items():
+            leaf, x = chain.leaves[int(k)], file[k]
+            x = x if x.dtype.name == name else x.view(jax.numpy.dtype(name))
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf))
+            out[int(k)] = x
+    return [None if x is None else _placed(x, spec, chain) for x, spec in zip(out, chain.specs, strict=True)]
+
+
+def _placed(x, spec, chain: Chain):
+    return jax.device_put(x, chain.plan.sharding(spec))
+
+
+__all__ = ["DiskTier", "FileLayout", "packed", "unpacked"]
