@@ -308,6 +308,11 @@ class ZeroConfig:
         return self.tier is not None and self.tier.outside
 
     @property
+    def in_files(self) -> bool:
+        """Optimizer state lives in files."""
+        return self.tier is not None and self.tier.tier == "disk"
+
+    @property
     def streams(self) -> bool:
         """Optimizer state lives in pinned host memory and goes through the device, in the compiled program."""
         return self.tier is not None and not self.tier.outside

@@ -27,7 +27,14 @@ from jzero.core.errors import check_arrays, check_transformation, counted, listi
 from jzero.core.jaxprs import is_tracer
 from jzero.host_update.store import Chain
 from jzero.host_update.handles import held_in
-from jzero.host_update.update import check_outside, resolved, update_held, with_handles
+from jzero.host_update.update import (
+    check_outside,
+    fresh_handles,
+    reopened,
+    resolved,
+    update_held,
+    with_handles,
+)
 from jzero.layout.host_mesh import all_moved
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.leaf_rule import Layout
@@ -120,6 +127,16 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
     return Chain(plan, make, full.inner if isinstance(full, ZeroState) else full, masters)
 
 
+def fresh_held(wide: list, tx: Any) -> Any:
+    """A new state with handles; `wide`: initial masters, on their shards on the host, in stored shapes."""
+    return fresh_handles(wide, chain_of(unwrap(tx), tx.init.plan))
+
+
+def reopened_state(tx: Any) -> tuple[Any, list[Any]]:
+    """The state in the folder of an earlier run, and its params, None where they have no master."""
+    return reopened(chain_of(unwrap(tx), tx.init.plan))
+
+
 def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
     """An optimizer state without handles, and its params; both as they are where there are none.
 
@@ -187,10 +204,12 @@ class _Init(_Wrapped):
         check_host_memory(self.shapes(params), self.plan)
         if self.plan.config.updates_outside:
             check_outside(jax.tree.leaves(params), self.plan)
-            placed = jax.tree.leaves(self.plan.place(params))
+            chain, placed = chain_of(self.tx, self.plan), jax.tree.leaves(self.plan.place(params))
+            if self.plan.config.in_files:
+                return fresh_handles(chain.wide(placed), chain)
             hosted = self.plan.tree.unflatten(all_moved(placed, self.plan.home.array_mesh))
             state = jax.jit(_Init(self.tx, self.plan.home).on_device)(hosted)
-            return with_handles(state, self.plan.tree.unflatten(placed), chain_of(self.tx, self.plan))
+            return with_handles(state, self.plan.tree.unflatten(placed), chain)
         return jax.jit(self.trace)(params)
 
     def typed(self, params):

@@ -22,8 +22,9 @@ from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import check_same_program, put
 from jzero.offload import check_host_memory, made_streamed
-from jzero.optim import check_explicit, init_shapes, unwrap, zero
+from jzero.optim import check_explicit, fresh_held, init_shapes, unwrap, zero
 from jzero.sharding import Plan
+from jzero.update.padded_state import pad
 
 
 def checked_creator(create: Callable, where: str) -> Callable[[], Any]:
@@ -99,6 +100,8 @@ def creation(
 
     target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
     out = target.replace(tx=zero(unwrap(shapes.tx), plan), apply_fn=wrapped_apply(shapes, plan))
+    if config.in_files:
+        return (*_born_into_files(flat, tree, out, home, rebuild), plan, target)
     layout = jax.tree.leaves(shardings_of(out, home))
     jitted = jax.jit(made_streamed(born, layout, plan) if config.streams else born, out_shardings=layout)
 
@@ -107,6 +110,30 @@ def creation(
         return rebuild(parts if home is plan else map_shardings(parts, plan, put))
 
     return jitted, finish, plan, target
+
+
+def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """The creation of params and masters alone: the state is made from these, unit by unit, in its files."""
+    out = out.replace(opt_state=None)
+    count = len(jax.tree.leaves(out))
+
+    def born():
+        leaves, masters = flat()
+        parts = jax.tree.unflatten(tree, leaves)
+        step = None if parts.step is None else jnp.asarray(parts.step, step_dtype(parts.step))
+        rows = zip(jax.tree.leaves(parts.params), masters, home.layouts, strict=True)
+        wide = [pad(p if m is None else m, x.state_shape, x.state, home) for p, m, x in rows]
+        return [*jax.tree.leaves(parts.replace(opt_state=None, step=step)), *wide]
+
+    layout = [*jax.tree.leaves(shardings_of(out, home)), *(home.sharding(x.state) for x in home.layouts)]
+
+    def finish(leaves):
+        parts = jax.tree.unflatten(jax.tree.structure(out), leaves[:count])
+        plan = out.tx.init.plan
+        state = fresh_held(leaves[count:], out.tx)
+        return rebuild(map_shardings(parts, plan, put).replace(opt_state=state))
+
+    return jax.jit(born, out_shardings=layout), finish
 
 
 def _home(plan: Plan) -> Plan:

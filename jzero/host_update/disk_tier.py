@@ -10,7 +10,7 @@ import functools
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,21 +80,27 @@ class DiskTier(Store):
     def leaves(self) -> list[Any]:
         """All arrays whole, in the memory of the host."""
         found: dict[int, list[tuple[Any, Any]]] = {}
-        units = self.layout.units
+        for at, x, chunk in self.every(range(len(self.chain.leaves))):
+            found.setdefault(at, []).append((x, chunk))
+        out: list[Any] = [None] * len(self.chain.leaves)
+        for at, pieces in found.items():
+            out[at] = joined(pieces, self.chain.leaves[at], self.chain.plan.home.sharding(self.chain.specs[at]))
+        return out
+
+    def every(self, leaves: Collection[int]) -> Iterator[tuple[int, Any, Any]]:
+        """(leaf, array, chunk) of all that is kept of some leaves, in memory of its own."""
         with self.disk.begin() as step:
             step.read_ahead(range(len(self.layout.held)))
             for file, unit in enumerate(self.layout.held):
                 arrays = self.layout.arrays(unit, step.read(file), copy=True)
-                for (source, _), x in zip(unit.kept, arrays, strict=True):
-                    found.setdefault(units.kept[source], []).append((x, unit.group.chunk))
                 jax.block_until_ready(arrays)
                 step.release(file)
-        out: list[Any] = [None] * len(self.chain.leaves)
-        for at, pieces in found.items():
-            out[at] = joined(pieces, self.chain.leaves[at], self.chain.plan.home.sharding(self.chain.specs[at]))
+                for (source, _), x in zip(unit.kept, arrays, strict=True):
+                    if self.layout.units.kept[source] in leaves:
+                        yield self.layout.units.kept[source], x, unit.group.chunk
         for at in self.layout.tiny:
-            out[at] = self.arrays[at]
-        return out
+            if at in leaves:
+                yield at, self.arrays[at], None
 
     def _update(self, params, changed, grads, small, extra):
         units = self.units_for(grads, extra)

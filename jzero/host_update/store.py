@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 
 from jzero.host_update.units import Unit, Units
 from jzero.layout.host_mesh import moved
+from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import put
 from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.stream.placement import DEVICE, Placement
 from jzero.stream.schedule import Group
-from jzero.update.padded_state import cut, pad
+from jzero.update.padded_state import cut, pad, pin_state
 from jzero.update.sharded_update import ShardedUpdate, taken_over
 
 AHEAD = 2  # units that are dispatched before the new params of the first of them go to the device
@@ -118,6 +119,32 @@ class Chain:
             for x, h in zip(args, lies, strict=True)
         ]
         return Units(fn, types, lies, out_lies, kept, home.sharding(P()), most=most)
+
+    def wide(self, params: Sequence[Any]) -> list[Any]:
+        """Initial masters of params that lie in their stored layouts, for `initial`."""
+        rows = zip(self.masters, self.plan.layouts, params, strict=True)
+        return [param_on_host(p, x, self.plan).astype(x.dtype if m is None else m.dtype) for m, x, p in rows]
+
+    @functools.cached_property
+    def initial(self) -> Units:
+        """What makes a new state of masters (of params, where a param has none), each in its stored shape."""
+        home, layouts = self.plan.home, self.plan.layouts
+        wide = [
+            jax.ShapeDtypeStruct(x.state_shape, x.dtype if m is None else m.dtype)
+            for m, x in zip(self.masters, layouts, strict=True)
+        ]
+        lies = [self._lies(w, x.state) for w, x in zip(wide, layouts, strict=True)]
+
+        def fn(*wide):
+            tx, _ = self.make()
+            logical = [cut(w, x.shape, x.state, home) for w, x in zip(wide, layouts, strict=True)]
+            inner = pin_state(tx.init(self.plan.tree.unflatten(logical)), home)
+            masters = [w for w, m in zip(wide, self.masters, strict=True) if m is not None]
+            return [*jax.tree.leaves(inner), *masters]
+
+        rows = zip(self.leaves, self.specs, self.kept, strict=True)
+        out_lies = [self._lies(x, spec) if kept else DEVICE for x, spec, kept in rows]
+        return Units(fn, wide, lies, lambda: out_lies, {}, home.sharding(P()))
 
     def _lies(self, x: Any, spec) -> Placement:
         return DEVICE if x.size <= 1 else Placement(self.plan.home.sharding(spec))
@@ -340,3 +367,13 @@ def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
     return put(moved(x, plan.sharding(P())), plan.sharding(spec))
 
 
+def param_on_host(param: Any, x: Layout, plan: Plan) -> jax.Array:
+    """A param on the shards of its state on the host, in memory of its own."""
+    return moved(_shard_of(plan, x)(param), plan.home.sharding(x.state), copy=plan.home.mesh == plan.mesh)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shard_of(plan: Plan, x: Layout):
+    return jax.jit(
+        lambda p: pad(plan.constrain(p, x.state), x.state_shape, x.state, plan), out_shardings=plan.sharding(x.state)
+    )

@@ -157,6 +157,14 @@ class Units:
             self._programs[key] = jax.jit(join)
         return self._programs[key](a, b)
 
+    def made(self, out: int, chunk: Chunk | None, arrays: Mapping[int, Any]) -> Any:
+        """One result, or a chunk of it, from whole arguments by their numbers."""
+        value = self.graph.outs[out]
+        sources = tuple(sorted(self.schedule.reads.get(value, ())))
+        group = Group((value,), sources, 0, chunk)
+        known = {n: x for n, x in arrays.items() if x.size <= 1}
+        return self.outs_of(group, known, [self.piece(arrays[s], chunk) for s in sources])[0]
+
     def small_outs(self, known: dict[int, Any]) -> dict[int, Any]:
         """The results that lie on every device."""
         rows = zip(self.graph.outs, self.out_placements, strict=True)

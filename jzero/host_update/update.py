@@ -26,7 +26,7 @@ from jzero.comm import comm_of
 from jzero.core.jaxprs import is_tracer
 from jzero.host_update.disk_tier import DiskTier
 from jzero.host_update.handles import Handle, Held, held_in
-from jzero.host_update.store import Chain, Store, on_devices, on_host
+from jzero.host_update.store import Chain, Store, on_devices, on_host, param_on_host
 from jzero.layout.host_mesh import moved
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
@@ -67,19 +67,65 @@ def with_handles(full: Any, params: Any, chain: Chain, generation: int = 0) -> Z
     if abstract:
         leaves = chain.leaves
     else:
-        own = [_param_on_host(p, x, chain.plan) if k is None else k for m, k, p, x in rows if m is not None]
+        own = [param_on_host(p, x, chain.plan) if k is None else k for m, k, p, x in rows if m is not None]
         leaves = [*jax.tree.leaves(inner), *own]
     store = None if abstract else _new_store(chain, leaves, generation)
-    place = "host" if store is None else store.place
-    handles = [Handle(tuple(x.shape), x.dtype.name, place) if k else x for x, k in zip(leaves, chain.kept, strict=True)]
+    return _state(chain, [None if k else x for x, k in zip(leaves, chain.kept, strict=True)], store)
+
+
+def _state(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
+    """The user's state: `own` are the leaves that are no handles, None in the place of the others."""
+    tier = chain.plan.config.tier
+    place = "disk" if tier is not None and tier.tier == "disk" else "host"
+    rows = zip(chain.leaves, own, chain.kept, strict=True)
+    handles = [Handle(tuple(x.shape), x.dtype.name, place) if k else mine for x, mine, k in rows]
     tree = jax.tree.structure(chain.inner)
     masters = iter(handles[tree.num_leaves :])
-    rows = [None if m is None else next(masters) for m in chain.masters]
+    named = [None if m is None else next(masters) for m in chain.masters]
     total = sum(h.nbytes for h in handles if isinstance(h, Handle))
-    counter = jnp.int32(generation)
     where = chain.plan.sharding(P())
-    number = jax.ShapeDtypeStruct((), np.int32, sharding=where) if abstract else jax.device_put(counter, where)
-    return ZeroState(tree.unflatten(handles[: tree.num_leaves]), Held(number, rows, total, store))
+    if running is None:
+        number: Any = jax.ShapeDtypeStruct((), np.int32, sharding=where)
+    else:
+        number = jax.device_put(jnp.int32(running.generation), where)
+    return ZeroState(tree.unflatten(handles[: tree.num_leaves]), Held(number, named, total, running))
+
+
+def fresh_handles(wide: Sequence[Any], chain: Chain) -> ZeroState:
+    """A new state in files, made unit by unit.
+
+    Args:
+      wide: the initial masters (the param, where it has none), on their shards on the host, in stored shapes.
+      chain: the transformation.
+    """
+    initial = chain.initial
+    wide = [w if m is None else w.astype(m.dtype) for w, m in zip(wide, chain.masters, strict=True)]
+    arrays = dict(zip(initial.graph.ins, wide, strict=True))
+    small = {v: x for v, x in initial.small_outs({n: x for n, x in arrays.items() if x.size <= 1}).items()}
+    values = [small.get(v, arrays.get(v)) for v in initial.graph.outs]
+
+    def contents(units, unit):
+        return [initial.made(units.kept[s], unit.group.chunk, arrays) for s, _ in unit.kept]
+
+    rows = zip(values, chain.leaves, strict=True)
+    leaves = [v if v is not None and x.size <= 16 else None for v, x in rows]
+    running = Running(DiskTier.create(chain, contents, leaves))
+    own = [None if k else x for k, x in zip(chain.kept, leaves, strict=True)]
+    return _state(chain, [
+        None if x is None else on_devices(x, spec, chain.plan) for x, spec in zip(own, chain.specs, strict=True)
+    ], running)  # fmt: skip
+
+
+def reopened(chain: Chain) -> tuple[ZeroState, list[Any]]:
+    """The state in the files of an earlier run, and the params, None where they have no master."""
+    tier, small = DiskTier.open(chain)
+    own = [None if k else x for k, x in zip(chain.kept, small, strict=True)]
+    found: dict[int, list[Any]] = {}
+    plan, at = chain.plan, {leaf: i for i, leaf in chain.master_leaves.items()}
+    for leaf, x, chunk in tier.every(set(at)):
+        value = x.astype(plan.layouts[at[leaf]].dtype)
+        found.setdefault(at[leaf], []).append((moved(value, _on_plan(value, plan), copy=True), chunk))
+    return _state(chain, own, Running(tier)), landed(found, plan)
 
 
 def _new_store(chain: Chain, leaves: Sequence[Any], generation: int) -> Any:
@@ -241,12 +287,7 @@ class Running:
         return [last() is not p for p, last in zip(params, self._last, strict=True)]
 
     def _param(self, param, x: Layout):
-        return _param_on_host(param, x, self.chain.plan)
-
-
-def _param_on_host(param: Any, x: Layout, plan: Plan) -> jax.Array:
-    """A param on the shards of its state on the host, in memory of its own."""
-    return moved(_shard_of(plan, x)(param), plan.home.sharding(x.state), copy=plan.home.mesh == plan.mesh)
+        return param_on_host(param, x, self.chain.plan)
 
 
 def _on_plan(value: jax.Array, plan: Plan):
@@ -283,13 +324,6 @@ def _reduce(plan: Plan, layouts: tuple[Layout, ...]):
         return [pad(comm.one_at_update(g, x), x.state_shape, x.state, plan) for g, x in zip(grads, layouts, strict=True)]
 
     return jax.jit(reduce, out_shardings=[plan.sharding(x.state) for x in layouts])
-
-
-@functools.lru_cache(maxsize=1024)
-def _shard_of(plan: Plan, x: Layout):
-    return jax.jit(
-        lambda p: pad(plan.constrain(p, x.state), x.state_shape, x.state, plan), out_shardings=plan.sharding(x.state)
-    )
 
 
 def landed(found: dict[int, list[Any]], plan: Plan) -> list[Any]:
