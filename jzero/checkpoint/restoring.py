@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jzero.checkpoint import store
+from jzero.checkpoint import disk_state, store
 from jzero.checkpoint.checksums import Damage, Seal
 from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import MASTER, NamedLeaf, apart, filled, refuse_collisions, together, tree_of
@@ -51,7 +51,8 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     """Reads a state in the layout of another, every byte checked.
 
     Args:
-      path: a checkpoint from `save`, or one that plain orbax (v1) wrote of a TrainState or any tree.
+      path: a checkpoint from `save`, or one that plain orbax (v1) wrote of a TrainState or any tree; or the folder of
+        `Offload(tier="disk")`, as it was left: the last whole step of it, which `int(state.step)` tells.
       like: a state in the wanted layout, or what `jzero.abstract` returns: any stage, mesh, number of devices or
         processes, tier; also an ordinary unsharded state. Its values are not used.
       tx: for a mapping of `params` and `opt_state`, the transformation from `jzero.zero`.
@@ -82,6 +83,9 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     where = "jzero.checkpoint.restore"
     check_flag(cast, "cast", where=where)
     check_choice(only, "only", ("params",), where=where, optional=True)
+    if disk_state.is_folder(path):
+        parts = on_auto_mesh(apart(like, tx, where))
+        return together(like, on_context_mesh(disk_state.reopened_parts(Path(path), parts, where)))
     path = store.locate(path, where)
     parts = on_auto_mesh(apart(like, tx, where))
     every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))

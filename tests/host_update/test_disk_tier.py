@@ -1,0 +1,158 @@
+"""`Offload(tier="disk")`: the numbers of `update="host"`, in files of which a whole step is always there."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import test_host_update as host
+import test_offload as streamed
+from jax.sharding import Mesh
+from models import batch, create_state, max_error
+
+import jzero
+
+SMALL = 64 * 1024  # bytes: leaves are cut into chunks
+
+
+def disk(path, buffer_bytes=None, **options):
+    return jzero.Offload(tier="disk", path=path, buffer_bytes=buffer_bytes, **options)
+
+
+def tier_of(state):
+    return state.opt_state.master.store.store
+
+
+def dropped(state):
+    """Ends a run as a process would that goes on living: nothing is said to the store."""
+    tier = tier_of(state)
+    del state
+    tier.close()
+    gc.collect()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_bitwise_the_numbers_of_the_host(tmp_path, dtype):
+    """Born and existing, in one unit, of the same gradients; nothing stays in memory between steps."""
+    create = functools.partial(create_state, dtype=dtype)
+    for name, state in (("born", create), ("existing", create())):
+        want = jzero.shard(state, stage=2, min_shard_bytes=0, offload=host.HOST)
+        got = jzero.shard(state, stage=2, min_shard_bytes=0, offload=disk(tmp_path / name))
+        plan = jzero.plan_of(want)
+        for i in range(3):
+            _, grads = host.gradients_of(plan)(want, plan.place_batch(batch(i)))
+            want, got = want.apply_gradients(grads=grads), got.apply_gradients(grads=grads)
+        assert max_error(got.params, want.params) == 0
+        assert all(x is None or x.size == 1 for x in tier_of(got).arrays)
+        inside, plain = (jzero.shard(s, stage=2, min_shard_bytes=0) for s in (got, want))
+        assert max_error(inside.opt_state, plain.opt_state) == 0
+
+
+@pytest.mark.default_cases("8-clip", "8-lamb", "8-muon", "5-clip", "8-if finite")
+@pytest.mark.parametrize("name", host.CHAINS)
+@pytest.mark.parametrize("devices", [8, 5])
+def test_any_chain_through_a_small_buffer(tmp_path, name, devices):
+    """Leaves in chunks, norms of state that is read twice, single numbers beside the files."""
+    params = {**streamed.params_of(), "scalar": jnp.float32(0.5), "large": jnp.ones((640, 128))}
+    rng = np.random.default_rng(1)
+    grads = [jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), params) for _ in range(3)]
+    want, *_ = host.run_chain(name, params, devices, grads, offload=host.HOST)
+    mixes = name in ("muon", "adafactor")  # whole matrices
+    buffer_bytes = 2**23 if mixes else SMALL * 8 * devices
+    got, state, _ = host.run_chain(name, params, devices, grads, offload=disk(tmp_path / "s", buffer_bytes))
+    assert max_error(got, want) < 1e-6
+    store = state.master.store.store.disk
+    assert mixes or len(store.units) >= 4
+    assert max(u.nbytes for u in store.units) <= buffer_bytes / 4
+
+
+def test_a_run_goes_on_from_its_folder(tmp_path):
+    """After its process is gone; in the step where an error was, the step before is there."""
+    fields = {"stage": 3, "min_shard_bytes": 0, "offload": disk(tmp_path / "s", 2**20)}
+    create = functools.partial(create_state, dtype=jnp.bfloat16)
+    state = host.steps(jzero.shard(create, **fields), 2)
+    tier = tier_of(state)
+    tier._written = lambda: (_ for _ in ()).throw(OSError("the disk is gone"))
+    with pytest.raises(OSError, match="the disk is gone"):
+        host.steps(state, 1)
+    del tier._written
+    with pytest.raises(RuntimeError, match="broken off"):
+        host.steps(state, 1)
+    dropped(state)
+    like = jzero.abstract(create, **fields)
+    again = jzero.checkpoint.restore(tmp_path / "s", like)
+    assert int(again.step) == int(again.opt_state.master.generation) == 2
+    plan = jzero.plan_of(again)
+    for i in (2, 3):
+        _, grads = host.gradients_of(plan)(again, plan.place_batch(batch(i)))
+        again = again.apply_gradients(grads=grads)
+    reference = host.steps(jzero.shard(create, **(fields | {"offload": host.HOST})), 2)
+    for i in (2, 3):
+        _, grads = host.gradients_of(plan)(reference, plan.place_batch(batch(i)))
+        reference = reference.apply_gradients(grads=grads)
+    assert max_error(again.params, reference.params) < 1e-2
+
+
+def test_replaced_params_are_taken_over_from_the_files(tmp_path):
+    state = host.steps(jzero.shard(create_state(), stage=2, offload=disk(tmp_path / "s")), 1)
+    plan = jzero.plan_of(state)
+    zero = jax.tree.map(jnp.zeros_like, host.gradients_of(plan)(state, plan.place_batch(batch()))[1])
+    state = state.replace(params=jax.tree.map(jnp.zeros_like, state.params)).apply_gradients(grads=zero)
+    assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(state.params)) < 0.1
+
+
+def test_one_step_late_through_files(tmp_path):
+    late = jzero.shard(create_state(), stage=2, offload=disk(tmp_path / "s", delay=1))
+    want = jzero.shard(create_state(), stage=2, offload=host.LATE)
+    assert max_error(host.steps(late, 3).params, host.steps(want, 3).params) == 0
+
+
+def test_checkpoints_to_and_from_files(tmp_path):
+    create = functools.partial(create_state, dtype=jnp.bfloat16)
+    fields = {"stage": 2, "min_shard_bytes": 0}
+    state = host.steps(jzero.shard(create, **fields, offload=disk(tmp_path / "a")), 2)
+    path = jzero.checkpoint.save(tmp_path / "saved", state)
+    assert int(state.opt_state.master.generation) == 2
+    few = Mesh(np.array(jax.devices()[:4]), ("data",))
+    other = jzero.abstract(create, stage=3, mesh=few, min_shard_bytes=0, offload=disk(tmp_path / "b"))
+    moved = jzero.checkpoint.restore(path, other)
+    back = jzero.checkpoint.restore(path, jzero.abstract(create, **fields))
+    a, b = (jzero.unshard(s.params) for s in (moved, back))
+    assert max_error(a, b) == 0
+    whole = jzero.shard(moved, **fields)
+    assert max_error(jax.device_get(whole.opt_state), jax.device_get(back.opt_state)) == 0
+
+
+def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):
+    create, fields = functools.partial(create_state, tx=optax.adam(1e-2)), {"stage": 2, "min_shard_bytes": 0}
+    offload = disk(tmp_path / "s")
+    state = jzero.shard(create, **fields, offload=offload)
+    with pytest.raises((ValueError, RuntimeError), match="process-00000-of-00001"):
+        jzero.shard(create, **fields, offload=offload)
+    like = jzero.abstract(create, **fields, offload=offload)
+    with pytest.raises(RuntimeError, match="has it open|in use|open"):
+        jzero.checkpoint.restore(tmp_path / "s", like)
+    dropped(state)
+    with pytest.raises(ValueError, match="generation"):
+        jzero.shard(create, **fields, offload=offload)
+    with pytest.raises(ValueError, match="goes on with"):
+        jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields))
+    few = Mesh(np.array(jax.devices()[:4]), ("data",))
+    with pytest.raises(ValueError):
+        jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields, mesh=few, offload=offload))
+    kept = jzero.checkpoint.restore(tmp_path / "s", like)
+    assert int(kept.step) == 0
+
+
+def test_a_buffer_that_is_too_small_says_so_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="buffer_bytes"):
+        jzero.shard(
+            create_state(optax.adafactor(1e-2, min_dim_size_to_factor=16)), stage=2, min_shard_bytes=0,
+            offload=disk(tmp_path / "s", 4096),
+        )  # fmt: skip
+    assert not (tmp_path / "s").exists()
