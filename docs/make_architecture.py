@@ -28,6 +28,7 @@ PURPOSE = {
     "sharding": "Plan: where every leaf lives",
     "layout": "shapes to PartitionSpecs; meshes; placement",
     "config": "ZeroConfig; the table of stages",
+    "disk": "units on a local disk, a whole generation always",
     "core": "jaxprs, JAX's internals, errors",
 }
 WAYS = {
