@@ -25,8 +25,8 @@ from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
-from jzero.host_update.store import Chain
 from jzero.host_update.handles import held_in
+from jzero.host_update.store import Chain
 from jzero.host_update.update import (
     check_outside,
     fresh_handles,
@@ -35,8 +35,8 @@ from jzero.host_update.update import (
     update_held,
     with_handles,
 )
-from jzero.layout.host_mesh import all_moved
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
+from jzero.layout.host_mesh import all_moved
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, device_type, memory_kind
 from jzero.offload import check_host_memory, placements_of, streamed, where_they_lie

@@ -1,4 +1,4 @@
-"""A folder of `Offload(tier="disk")` as what a run goes on from: the optimizer's state is there, masters give the params."""
+"""Resuming a run from its folder of `Offload(tier="disk")`: it holds the optimizer state; masters give the params."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
     if tier is None or tier.tier != "disk" or Path(tier.path).absolute() != Path(path).absolute():
         raise ValueError(
             f'{where}: {path} holds the masters and moments of a run with Offload(tier="disk"), and a run goes on with '
-            f"them where they are: like = jzero.abstract(create, ..., offload=jzero.Offload(tier='disk', path={str(path)!r})). "
-            "From there jzero.shard(state, ...) lays it out in any other way."
+            f"them where they are: like = jzero.abstract(create, ..., offload=jzero.Offload(tier='disk', "
+            f"path={str(path)!r})). From there jzero.shard(state, ...) lays it out in any other way."
         )
     named = jax.tree_util.tree_leaves_with_path(parts.rest)
     missing = [(path_name(k),) for k, x in named if isinstance(x, jax.ShapeDtypeStruct)]

@@ -167,7 +167,8 @@ def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
     nnx.update(model, parts.params)
     nnx.update(model, parts.rest)
     optimizer.tx = parts.tx
-    optimizer.opt_state = nnx.data(_opt_variables(optimizer.opt_state, as_held(parts.opt_state, parts.params, parts.tx)))
+    held = as_held(parts.opt_state, parts.params, parts.tx)
+    optimizer.opt_state = nnx.data(_opt_variables(optimizer.opt_state, held))
     optimizer.step.set_value(parts.step)
 
 

@@ -105,7 +105,8 @@ def _fresh_inner(parts: Parts, tx, plan: Plan, placed, masters) -> list[Any]:
                 [cut(v, x.shape, x.state, home) for v, x in zip(leaves, plan.layouts, strict=True)]
             )
 
-        return _inner(zero(unwrap(tx), home).init.on_device(logical(params), None if masters is None else logical(masters)))
+        init: Any = zero(unwrap(tx), home).init
+        return _inner(init.on_device(logical(params), None if masters is None else logical(masters)))
 
     return jax.tree.leaves(jax.jit(fresh)(params, known))
 

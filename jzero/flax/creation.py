@@ -16,7 +16,14 @@ from jzero.core.dependence import wide_sources
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import convert_opt_state
-from jzero.flax.state_plan import check_real, map_shardings, plan_of_parts, shardings_of, step_dtype, wrapped_apply
+from jzero.flax.state_plan import (
+    check_real,
+    map_shardings,
+    plan_of_parts,
+    shardings_of,
+    step_dtype,
+    wrapped_apply,
+)
 from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import path_keys

@@ -1,7 +1,7 @@
-"""Updates outside of the compiled program: the optimizer runs on the CPU, on state that no GPU's program ever sees.
+"""Updates outside of the compiled program: the optimizer runs on the CPU, on state that never enters a GPU's program.
 
-Vocabulary: the *host mesh* has the shape of the plan's, with the CPU devices of the same processes; a *handle* stands in
-an optimizer state for an array that a *store* keeps; a *unit* is what is updated together by one program.
+Vocabulary: the *host mesh* has the shape of the plan's, with the CPU devices of the same processes; a *handle* stands
+in an optimizer state for an array that a *store* keeps; a *unit* is what is updated together by one program.
 
     handles.py   what the user's state holds: handles, and the generation
     transfer.py  arrays between the two meshes, shard by shard

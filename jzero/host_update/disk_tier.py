@@ -184,7 +184,8 @@ class FileLayout:
     def __init__(self, chain: Chain):
         self.chain, plan = chain, chain.plan
         tier = plan.config.tier
-        assert tier is not None and tier.path is not None
+        assert tier is not None
+        assert tier.path is not None
         mine = [d for d in plan.home.mesh.devices.flat if d.process_index == jax.process_index()]
         buffer = tier.buffer_bytes or BUFFER_BYTES
         self.path, self.most = tier.path, max(1, buffer // FRAMES // max(len(mine), 1))
@@ -237,9 +238,9 @@ class FileLayout:
 
     def arrays(self, unit: Unit, pieces: Sequence[np.ndarray], *, copy: bool = False) -> list[jax.Array]:
         """Arrays on the host mesh from the pieces of a file; they alias these unless told to copy."""
-        pieces, out = iter(pieces), []
+        rest, out = iter(pieces), []
         for form in self._forms(unit):
-            local = {bounds: next(pieces) for bounds in _local(form)}
+            local = {bounds: next(rest) for bounds in _local(form)}
             devices = form.sharding.addressable_devices_indices_map(form.shape)
             placed = [
                 jax.device_put(np.array(x) if copy else x, d)
@@ -298,7 +299,8 @@ def packed(small: Sequence[Any]) -> bytes:
     arrays = {str(i): _data(x) for i, x in enumerate(small) if x is not None}
     file = io.BytesIO()
     types = {k: x.dtype.name for k, x in arrays.items()}
-    np.savez(file, types=np.frombuffer(json.dumps(types).encode(), np.uint8), **{k: _plain(x) for k, x in arrays.items()})
+    columns: dict[str, Any] = {k: _plain(x) for k, x in arrays.items()}
+    np.savez(file, types=np.frombuffer(json.dumps(types).encode(), np.uint8), **columns)
     return file.getvalue()
 
 

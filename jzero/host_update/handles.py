@@ -3,12 +3,12 @@
 [Note: the store lives as long as a state]
 A handle has no leaves, so that `jit` and tree functions pass it on; what it says is the same from step to step. The one
 leaf is the generation, a number that each update raises by one. The tree's structure knows the store by its number
-alone: jit keeps structures for as long as the process lives, and would keep the arrays with them. Nodes, which users hold,
-keep the store itself.
+alone: jit keeps structures for as long as the process lives, and would keep the arrays with them. Nodes, which users
+hold, keep the store itself.
 
 [Note: plain orbax]
-Orbax would save the generation, and nothing of what the handles stand for, without a word. It names leaves by the keys on
-their path and refuses a key of a kind that it does not know; the generation has one, whose text is the remedy.
+Orbax would save the generation, and nothing of what the handles stand for, without a word. It names leaves by the keys
+on their path and refuses a key of a kind that it does not know; the generation has one, whose text is the remedy.
 """
 
 from __future__ import annotations

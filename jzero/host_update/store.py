@@ -178,7 +178,6 @@ class Store:
     """
 
     place = "host"
-    most: int | None = None  # bytes that a unit may have
     _norms: Any = ()
 
     def __init__(self, chain: Chain, leaves: Sequence[Any], generation: int = 0):
@@ -186,6 +185,11 @@ class Store:
         self.arrays = [x if k else None for x, k in zip(leaves, chain.kept, strict=True)]
         self.broken = ""
         self._units: dict[Any, Units] = {}
+
+    @property
+    def most(self) -> int | None:
+        """Bytes that a unit may have; None: arrays are not cut."""
+        return None
 
     def leaves(self) -> list[Any]:
         """The arrays that are kept, whole; None in the place of a leaf that is not."""
@@ -197,10 +201,13 @@ class Store:
         if self.broken:
             raise RuntimeError(
                 f"jzero: the update of generation {self.generation} was broken off ({self.broken}), and part of the "
-                "optimizer state is of the next one already. Restore a checkpoint: jzero.checkpoint.restore(path, state)."
+                "optimizer state is of the next one already. "
+                "Restore a checkpoint: jzero.checkpoint.restore(path, state)."
             )
 
-    def update(self, params: Sequence[Any], changed: Sequence[bool], grads: Sequence[Any], small: list[Any], extra: Any):
+    def update(
+        self, params: Sequence[Any], changed: Sequence[bool], grads: Sequence[Any], small: list[Any], extra: Any
+    ):
         """One update in place.
 
         Args:

@@ -1,9 +1,9 @@
 """`tx.init` and `tx.update` where the update runs outside of the compiled program.
 
 [Note: which params were replaced]
-A master takes over a param that the user has replaced. To compare all of them would bring every param to the host in
-every step; the arrays that the last update returned need no comparison, so that it is asked whether the params are the same
-objects. What is not (the step returned them through `jit`, say) is compared.
+A param that the user has replaced is copied into its master. Comparing all of them would bring every param to the host
+in every step. The arrays that the last update returned need no comparison; any others (the step returned them through
+`jit`, say) are compared.
 
 [Note: one step late]
 With `delay=1` an update returns what the one before it computed, and runs in a thread beside the next forward and
@@ -101,7 +101,7 @@ def fresh_handles(wide: Sequence[Any], chain: Chain) -> ZeroState:
     initial = chain.initial
     wide = [w if m is None else w.astype(m.dtype) for w, m in zip(wide, chain.masters, strict=True)]
     arrays = dict(zip(initial.graph.ins, wide, strict=True))
-    small = {v: x for v, x in initial.small_outs({n: x for n, x in arrays.items() if x.size <= 1}).items()}
+    small = dict(initial.small_outs({n: x for n, x in arrays.items() if x.size <= 1}))
     values = [small.get(v, arrays.get(v)) for v in initial.graph.outs]
 
     def contents(units, unit):
@@ -169,8 +169,8 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
 def _running(held: Held) -> Any:
     if held.is_lost:
         raise RuntimeError(
-            "jzero: the masters and moments of this state are gone: for a while no state that held them was alive. Keep "
-            "the state itself, and not only its leaves and their structure."
+            "jzero: the masters and moments of this state are gone: for a while no state that held them was alive. "
+            "Keep the state itself, and not only its leaves and their structure."
         )
     return held.store
 
@@ -213,11 +213,14 @@ class Running:
         if at != self.generation:
             raise ValueError(
                 f"jzero: this optimizer state is of generation {at}, and its masters and moments are of generation "
-                f"{self.generation}: they live outside of the device and are updated in place. Go on with the state that "
-                "the last update returned, or restore a checkpoint: jzero.checkpoint.restore(path, state)."
+                f"{self.generation}: they live outside of the device and are updated in place. "
+                "Go on with the state that the last update returned, or restore a checkpoint: "
+                "jzero.checkpoint.restore(path, state)."
             )
 
-    def update(self, grads: Sequence[Any], state: ZeroState, params: Sequence[Any], extra: Any) -> tuple[list, ZeroState]:
+    def update(
+        self, grads: Sequence[Any], state: ZeroState, params: Sequence[Any], extra: Any
+    ) -> tuple[list, ZeroState]:
         """The new params, None where they stay, and the new state."""
         held = held_in(state)
         assert held is not None
@@ -292,7 +295,8 @@ class Running:
 
 def _on_plan(value: jax.Array, plan: Plan):
     sharding: Any = value.sharding
-    return jax.sharding.NamedSharding(plan.array_mesh if len(sharding.mesh.shape) == len(plan.array_mesh.shape) else plan.mesh, sharding.spec)
+    split = len(sharding.mesh.shape) == len(plan.array_mesh.shape)
+    return jax.sharding.NamedSharding(plan.array_mesh if split else plan.mesh, sharding.spec)
 
 
 def _weak(x: Any) -> Any:
@@ -321,7 +325,8 @@ def _reduce(plan: Plan, layouts: tuple[Layout, ...]):
     comm = comm_of(plan).gradients
 
     def reduce(grads):
-        return [pad(comm.one_at_update(g, x), x.state_shape, x.state, plan) for g, x in zip(grads, layouts, strict=True)]
+        own = [comm.one_at_update(g, x) for g, x in zip(grads, layouts, strict=True)]
+        return [pad(g, x.state_shape, x.state, plan) for g, x in zip(own, layouts, strict=True)]
 
     return jax.jit(reduce, out_shardings=[plan.sharding(x.state) for x in layouts])
 
@@ -353,7 +358,8 @@ def _land(plan: Plan, rows: tuple[Any, ...]):
     def land(values):
         gather = comm_of(plan).updates
         with jax.named_scope(gather.SCOPE):
-            return [_stored(gather, v, chunks, x, plan) for v, (_, chunks), x in zip(values, rows, layouts, strict=True)]
+            parts = zip(values, rows, layouts, strict=True)
+            return [_stored(gather, v, chunks, x, plan) for v, (_, chunks), x in parts]
 
     return jax.jit(land, out_shardings=[plan.param_sharding(x) for x in layouts])
 

@@ -33,8 +33,8 @@ def host_mesh(mesh: Mesh) -> Mesh:
     most = max(taken.values())
     if any(d is None for d in out.flat):
         raise RuntimeError(
-            f"jzero: an update on the host needs one CPU device for each of the {counted(most, 'device')} of a process. "
-            f'Before JAX is first used: jax.config.update("jax_num_cpu_devices", {most}), and where JAX_PLATFORMS is '
+            f"jzero: an update on the host needs one CPU device for each of the {counted(most, 'device')} of a process."
+            f' Before JAX is first used: jax.config.update("jax_num_cpu_devices", {most}), and where JAX_PLATFORMS is '
             "set, cpu among its platforms."
         )
     return Mesh(out, mesh.axis_names, axis_types=mesh.axis_types)
@@ -72,7 +72,8 @@ def moved(x: jax.Array, target: NamedSharding, *, copy: bool = False) -> jax.Arr
 
 def all_moved(xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
     """Several arrays on another mesh of the same shape, each in its own layout."""
-    return [moved(x, NamedSharding(mesh, x.sharding.spec)) for x in xs]
+    layouts: list[Any] = [x.sharding for x in xs]
+    return [moved(x, NamedSharding(mesh, s.spec)) for x, s in zip(xs, layouts, strict=True)]
 
 
 def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[Any, ...]:

@@ -50,7 +50,7 @@ def tree_layouts(
         for (k, x), b in zip(flat, bases, strict=True)
     ]
     check_uneven(layouts, config, mesh)
-    if config.streams or config.params_on_host:
+    if config.tier is not None and (config.streams or config.params_on_host):
         check_host(mesh, f"ZeroConfig(offload={config.tier.tier!r})")
     if axis_size(mesh, config.axes) == 1:
         notes.append(

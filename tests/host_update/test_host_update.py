@@ -1,4 +1,4 @@
-"""`Offload(update="host")`: the update outside of the program gives the numbers of the plain one, in place, once each."""
+"""`Offload(update="host")`: the update outside of the program gives the numbers of the plain one, in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models import batch, create_state, loss_of, max_error, train_step
 from optax import contrib
 
 import jzero
-from jzero.host_update.handles import Handle, Held
+from jzero.host_update.handles import Handle
 
 HOST = jzero.Offload(update="host")
 LATE = jzero.Offload(update="host", delay=1)
@@ -219,7 +219,7 @@ def test_replaced_params_are_taken_over():
 def test_an_older_state_is_refused():
     old = jzero.shard(create_state(), stage=2, offload=HOST)
     new = steps(old, 1)
-    with pytest.raises(ValueError, match="generation 0.*generation 1.*last update returned"):
+    with pytest.raises(ValueError, match=r"generation 0.*generation 1.*last update returned"):
         steps(old, 1)
     with pytest.raises(ValueError, match="generation 0"):
         jzero.shard(old, stage=2)
@@ -256,7 +256,8 @@ def test_checkpoints_from_and_to_other_tiers(tmp_path, dtype):
 def test_handles_say_what_is_where():
     state = jzero.shard(create_state(), stage=2, offload=HOST)
     assert "f32[24, 40] on the host" in repr(state.opt_state)
-    assert "generation 0" in repr(state.opt_state.master) and "params and their moments" in repr(state.opt_state)
+    assert "generation 0" in repr(state.opt_state.master)
+    assert "params and their moments" in repr(state.opt_state)
     shapes = jzero.abstract(create_state, stage=2, offload=HOST)
     assert jax.tree.structure(shapes.opt_state.inner) == jax.tree.structure(state.opt_state.inner)
     with pytest.raises(TypeError, match="no handles to arrays"):
@@ -286,11 +287,12 @@ def test_a_broken_update_is_never_gone_on_with(monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as m:
         m.setattr(store, "write", fail)
-        steps(state, 1)
+        with pytest.raises(KeyboardInterrupt):
+            steps(state, 1)
     for use in (lambda: steps(state, 1), lambda: jzero.shard(state, stage=2)):
-        with pytest.raises(RuntimeError, match="broken off.*Restore a checkpoint"):
+        with pytest.raises(RuntimeError, match=r"broken off.*Restore a checkpoint"):
             use()
 
 
