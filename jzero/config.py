@@ -67,6 +67,9 @@ EFFECTS = {
 
 HOST_TIER = "host"
 
+BUFFER_BYTES = 2**30
+"""Of `Offload(tier="disk")`, in each process."""
+
 MOMENT_DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -88,7 +91,7 @@ class Offload:
         the next one, so that params are one step late (ZeRO-Offload's delayed update). 0: no delay.
       path: of `tier="disk"`: a folder that does not exist or is empty; each process writes into a folder of its own in
         it.
-      buffer_bytes: of `tier="disk"`: host memory through which state goes, in each process.
+      buffer_bytes: of `tier="disk"`: host memory through which state goes, in each process. None: 1 GiB.
       in_flight_bytes: bytes of state, of one device, that are on the device at once; three groups of a third of it
         are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
       prefetch: True lets the first groups be fetched before the gradients are there: in_flight_bytes more at the peak
@@ -141,6 +144,11 @@ class Offload:
     def outside(self) -> bool:
         """The update runs outside of the compiled program."""
         return self.update == "host" or self.tier == "disk"
+
+    @property
+    def buffer(self) -> int:
+        """Bytes of host memory of one process through which state in files goes; 0 where there are no files."""
+        return (self.buffer_bytes or BUFFER_BYTES) if self.tier == "disk" else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -346,9 +354,12 @@ class ZeroConfig:
         return wanted if wanted.itemsize > dtype.itemsize else None
 
     def adam_bytes(self, dtype) -> int:
-        """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master where it has one."""
+        """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master where it has one.
+
+        An update outside of the program keeps a master of every param.
+        """
         dtype = check_dtype(dtype, "dtype", where="ZeroConfig.adam_bytes", floating=False)
-        master = self.master_for(dtype)
+        master = self.master_for(dtype) or (dtype if self.updates_outside else None)
         moment = self.moment_dtype or master or dtype
         return 2 * moment.itemsize + (master.itemsize if master else 0)
 

@@ -23,7 +23,6 @@ from jzero.host_update.units import Unit, Units
 from jzero.stream.schedule import Group
 from jzero.update.sharded_update import taken_over
 
-BUFFER_BYTES = 2**30
 FRAMES = 8  # units that the buffer holds
 
 
@@ -187,7 +186,7 @@ class FileLayout:
         assert tier is not None
         assert tier.path is not None
         mine = [d for d in plan.home.mesh.devices.flat if d.process_index == jax.process_index()]
-        buffer = tier.buffer_bytes or BUFFER_BYTES
+        buffer = tier.buffer
         self.path, self.most = tier.path, max(1, buffer // FRAMES // max(len(mine), 1))
         self.options = {"process": (jax.process_index(), jax.process_count()), "buffer_bytes": buffer}
         self.types = [

@@ -58,22 +58,27 @@ def _guesses(plan: Any) -> list[str]:
 
 def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
     """One row per leaf of the state that `tx` makes for this plan's params, and its bytes on one device."""
-    state = jax.eval_shape(tx.init, plan.shapes)
+    outside = plan.config.updates_outside and hasattr(tx.init, "shapes")
+    state = tx.init.shapes(plan.shapes) if outside else jax.eval_shape(tx.init, plan.shapes)
     paths = [k for k, _ in jax.tree_util.tree_leaves_with_path(state)]
-    leaves = zip(
-        paths, jax.tree.leaves(state), plan.state_specs(state), plan.state_shardings(state), strict=True
-    )
+    leaves = zip(paths, jax.tree.leaves(state), plan.state_specs(state), plan.offloaded(state), strict=True)
     rows = []
-    for path, x, spec, sharding in leaves:
+    for path, x, spec, away in leaves:
         size = leaf_bytes(x) // shard_factor(spec, plan.mesh)
-        memory = "host" if sharding.memory_kind == "pinned_host" else "device"
+        memory = plan.config.tier.tier if away else "device"
         name = jax.tree_util.keystr(path)
         rows.append(([name, typed_shape(x), str(spec), human_bytes(size), memory], size))
     return rows
 
 
 def _host_line(plan: Any, leaves: list[tuple[str, int]]) -> str:
-    hosted = [size for memory, size in leaves if memory == "host"]
+    hosted = [size for memory, size in leaves if memory != "device"]
+    if plan.config.updates_outside:
+        where = "in files" if plan.config.in_files else "in host memory"
+        return (
+            f"{len(hosted)} of {len(leaves)} state leaves {where}, updated outside of the program: "
+            f"{human_bytes(sum(hosted))} per device, and a master of every param that has none here"
+        )
     return (
         f"{len(hosted)} of {len(leaves)} state leaves in pinned host memory: {human_bytes(sum(hosted))} per device, at "
         f"most {human_bytes(min(plan.in_flight_bytes, sum(hosted)))} of them on the device at once; "

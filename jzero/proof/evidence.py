@@ -128,7 +128,7 @@ class Evidence:
     def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[int, bool]]:
         """Bytes of the result that stands where an argument did (their paths end alike), and if it is on the host."""
         outs = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(self.compiled.output_shardings)]
-        shapes = _results(self.module)
+        shapes = self.results
         if len(outs) != len(shapes):
             return {}
         by_end: dict[tuple[str, ...], list[tuple[int, bool]]] = collections.defaultdict(list)
@@ -137,6 +137,11 @@ class Evidence:
                 by_end[keys[cut:]].append((shape.nbytes, shape.on_host))
         ends = {keys: by_end.get(keys) or by_end.get(keys[2:]) for keys in paths if len(keys) > 2}
         return {keys: sizes[0] for keys, sizes in ends.items() if sizes}
+
+    @property
+    def results(self) -> tuple[Shape, ...]:
+        """The arrays that the program returns, on one device."""
+        return _results(self.module)
 
     @functools.cached_property
     def state(self) -> list[Argument]:

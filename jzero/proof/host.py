@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ class HostBytes:
     """Bytes of one device.
 
     Attributes:
-      params, grads: shards in host memory; with micro-batches the gradients and the sums of them.
+      params, grads: shards in host memory; with micro-batches the gradients and the sums of them. For an update outside
+        of the program all gradients.
       to_device, to_host: over PCIe in a step.
     """
 
@@ -53,10 +55,13 @@ def host_bytes_of(
     held = [host.held(x, accumulate) for x in hosted]
     params = sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in hosted)
     at_update = sum(total or grad for grad, total in held)
-    fetched, written = _of_update(plan, tx, accumulate) or (state + params + at_update, state + params)
-    return HostBytes(
-        params, sum(map(sum, held)), fetched + sum(r[0] for r in rows), written + sum(r[1] for r in rows)
-    )
+    grads = sum(map(sum, held))
+    if plan.config.updates_outside:
+        away, fetched = _leave(plan, accumulate)
+        grads, written = grads + away, away + params  # params that live on the host come back by way of the device
+    else:
+        fetched, written = _of_update(plan, tx, accumulate) or (state + params + at_update, state + params)
+    return HostBytes(params, grads, fetched + sum(r[0] for r in rows), written + sum(r[1] for r in rows))
 
 
 def _of_update(plan: Plan, tx: Any, accumulate: int) -> tuple[int, int] | None:
@@ -75,6 +80,16 @@ def _of_update(plan: Plan, tx: Any, accumulate: int) -> tuple[int, int] | None:
         grads = [_gradient(x, plan, accumulate) for x in plan.layouts]
         return step.streamed(jax.tree.leaves(plan.shapes), grads, *state, run=scheduled).moved
     return None
+
+
+def _leave(plan: Plan, accumulate: int) -> tuple[int, int]:
+    """Of an update outside of the program: gradients that leave device memory for it, and new params that come back."""
+    grads = params = 0
+    for x in plan.layouts:
+        values = math.prod(x.state_shape) // shard_factor(x.state, plan.mesh)
+        params += values * x.dtype.itemsize
+        grads += 0 if plan.lives_on_host(x) else values * _gradient(x, plan, accumulate).dtype.itemsize
+    return grads, params
 
 
 def _gradient(x: Layout, plan: Plan, accumulate: int) -> jax.ShapeDtypeStruct:

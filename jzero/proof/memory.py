@@ -27,7 +27,7 @@ from jzero.core.errors import (
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, shard_factor, spec_axes
-from jzero.optim import init_shapes, unwrap, widen_abstract, zero
+from jzero.optim import chain_of, init_shapes, unwrap, widen_abstract, zero
 from jzero.proof.host import host_bytes_of
 from jzero.proof.transformer import Transformer
 from jzero.sharding import HOST, Plan, check_plan
@@ -44,9 +44,14 @@ class Estimate:
       params: stored params in device memory.
       grads: reduced gradients there; with accumulation the sum of them, in at least fp32.
       opt_state: optimizer state and masters in device memory; with `offload` what stays there: single numbers, keys.
-      host: of one device in pinned host memory: optimizer state and masters, `host_params` and `host_grads`.
+      host: of one device in host memory: optimizer state and masters, `host_params` and `host_grads`. It is pinned,
+        but for what an update outside of the program keeps there. With `tier="disk"` its part of the buffer stands for
+        the state.
       host_params, host_grads: with `Offload(params="host")` the params there, and their gradients, which live there
-        during the step; with accumulation the gradients and the sum of them.
+        during the step; with accumulation the gradients and the sum of them. An update outside of the program has the
+        gradients there while it runs.
+      updated: bytes of optimizer state and masters that an update outside of the program reads and writes in a step.
+      disk: with `tier="disk"`, bytes of the files: two slots, each with all of `updated`.
       activations_host: block inputs of one device there, with a `model` that offloads them.
       in_flight: with `offload`, state from the host that is on the device at once: `plan.in_flight_bytes`, at most
         `host`.
@@ -74,6 +79,8 @@ class Estimate:
     host: int = 0
     host_params: int = 0
     host_grads: int = 0
+    updated: int = 0
+    disk: int = 0
     in_flight: int = 0
     to_device: int = 0
     to_host: int = 0
@@ -112,6 +119,28 @@ class Estimate:
         return self.host_per_process
 
     @property
+    def disk_per_node(self) -> int:
+        """Bytes of the files of one node, where a node runs one process."""
+        return self.disk * self.devices_per_process
+
+    def update_seconds(self, *, pcie: float, memory: float, disk: float) -> float:
+        """How long an update outside of the program takes, its copies, arithmetic and files side by side.
+
+        Args:
+          pcie: bytes per second of one device, in each direction: gradients come, as many bytes of params go.
+          memory: of a node's host memory, reads and writes together: state, gradients and params once each way.
+          disk: of a node's disks, reads and writes together.
+
+        Raises:
+          ValueError: a bandwidth that is not above 0.
+        """
+        if min(pcie, memory, disk) <= 0:
+            raise ValueError("jzero: Estimate.update_seconds: bandwidths must be above 0 bytes per second.")
+        node, files = self.devices_per_process, self.updated if self.disk else 0
+        touched = 2 * (self.updated + self.host_grads)
+        return max(self.host_grads / pcie, node * touched / memory, node * 2 * files / disk) if self.updated else 0.0
+
+    @property
     def wire(self) -> int:
         """Bytes that one device sends in a step, over all axes."""
         return sum(self.wire_by_axes.values())
@@ -127,7 +156,7 @@ class Estimate:
 
     def __str__(self) -> str:
         names = ["params", "grads", "opt_state"]
-        names += ["in_flight"] if self.host else []
+        names += ["in_flight"] if self.in_flight else []
         names += ["activations", "working"] if self.activations else []
         rows = [(k, human_bytes(getattr(self, k))) for k in (*names, "total")]
         rows += [("recomputed", human_bytes(self.recomputed))] if self.recomputed else []
@@ -147,6 +176,9 @@ class Estimate:
                 )
             )
             rows.append(("  per node", human_bytes(self.host_per_node)))
+            if self.disk:
+                rows += [("disk, two slots", human_bytes(self.disk)), ("  per node", human_bytes(self.disk_per_node))]
+                rows += [("disk / step", f"{human_bytes(self.updated)} read, {human_bytes(self.updated)} written")]
             rows.append(
                 (
                     "pcie / step",
@@ -215,12 +247,14 @@ def estimate(
     check_kind(model, "model", Transformer, "a jzero.Transformer", where="jzero.estimate", optional=True)
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
     known = checked_uses(uses, plan, where="jzero.estimate")
-    state, host, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
+    state, away, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
     moved = 0 if model is None else accumulate * model.host
-    on_host = host_bytes_of(plan, tx, host, accumulate=accumulate, uses=known)
+    on_host = host_bytes_of(plan, tx, away, accumulate=accumulate, uses=known)
     here = [x for x in plan.layouts if not plan.lives_on_host(x)]
     extra = _exchanged(plan, tx)
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
+    config, updated = plan.config, away if plan.config.updates_outside else 0
+    host = config.tier.buffer // max(counts.values()) if config.tier is not None and config.in_files else away
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in here),
         grads=sum(_grad_bytes(x, plan, accumulate) for x in here),
@@ -228,7 +262,9 @@ def estimate(
         host=host + on_host.params + on_host.grads,
         host_params=on_host.params,
         host_grads=on_host.grads,
-        in_flight=min(plan.in_flight_bytes, host),
+        updated=updated,
+        disk=2 * updated if config.in_files else 0,
+        in_flight=min(plan.in_flight_bytes, away) if config.streams else 0,
         to_device=on_host.to_device + moved,
         to_host=on_host.to_host + moved,
         devices_per_process=max(counts.values()),
@@ -326,8 +362,13 @@ def planned_state(plan: Plan, tx: Any) -> Any:
 
 
 def _state_bytes(plan: Plan, tx: Any) -> tuple[int, int, str]:
-    """Bytes of one device's state on the device and on the host."""
+    """Bytes of one device's state on the device, and of what lives elsewhere."""
     held = {False: 0, True: 0}
+    if plan.config.updates_outside:
+        chain = chain_of(unwrap(tx), plan)
+        for x, spec, kept in zip(chain.leaves, chain.specs, chain.kept, strict=True):
+            held[kept] += leaf_bytes(x) // shard_factor(spec, plan.mesh)
+        return held[False], held[True], "its own optimizer state"
     for x in jax.tree.leaves(planned_state(plan, tx)):
         home = x.sharding
         held[home.memory_kind == HOST] += leaf_bytes(x) // shard_factor(home.spec, home.mesh)
