@@ -39,8 +39,15 @@ class Config:
     """Where the defaults of all other flags come from."""
     stage: int = 2
     """ZeRO stage: 0 (plain data parallelism), 1, 2 or 3."""
-    offload: Literal["host"] | None = None
-    """Optimizer state in pinned host memory, streamed through the device."""
+    offload: Literal["host", "disk"] | None = None
+    """host: optimizer state in pinned host memory, streamed through the device. disk: in files, updated by the CPU; a
+    resumed run fills them from its checkpoint."""
+    update: Literal["device", "host"] = "device"
+    """host: with --offload host, the CPU updates the state outside of the compiled program. Stages 2 and 3."""
+    delay: int = 0
+    """1: an update of the CPU runs beside the next step, and params are one step late."""
+    disk_path: Path | None = None
+    """With --offload disk: the folder of the files, on a disk of this machine; optimizer/ in --out where left out."""
     offload_params: bool = False
     """Params and their gradients in pinned host memory too, fetched where they are used; with --stage 3 alone. Implies
     --offload host."""
@@ -187,6 +194,7 @@ def check_alone(config: Config) -> None:
             f"--offload-params: needs stage 3; at stage {config.stage} the model reads whole params on the device. "
             "Pass --stage 3, or --offload host for the optimizer state alone."
         )
+    _check_offload(config)
     if not config.prompt:
         raise ValueError("--prompt: must not be empty; the sample needs a byte to start from.")
     if config.resume_step is not None and not config.resume:
@@ -223,3 +231,16 @@ def identity(config: Config, fingerprint: str) -> dict[str, Any]:
     fixed = {name: getattr(config, name) for name in ("steps", "batch", "seed")}
     parts = dataclasses.asdict(config.model) | dataclasses.asdict(config.optim)
     return parts | fixed | {"data": fingerprint}
+
+
+def _check_offload(config: Config) -> None:
+    outside = config.update == "host" or config.offload == "disk"
+    if config.update == "host" and config.offload is None and not config.offload_params:
+        raise ValueError("--update host: belongs to --offload host.")
+    if config.delay and not outside:
+        raise ValueError("--delay: belongs to --update host or --offload disk.")
+    if config.disk_path is not None and config.offload != "disk":
+        raise ValueError("--disk-path: belongs to --offload disk.")
+    if outside and config.stage < 2:
+        flag = "--offload disk" if config.offload == "disk" else "--update host"
+        raise ValueError(f"{flag}: needs stage 2 or 3; at stage {config.stage} gradients leave the program whole.")

@@ -4,6 +4,8 @@
     python train/gpt.py --stage 3 --out runs/stage3       # the same losses, params split too
     python train/gpt.py --offload host --out runs/host    # optimizer state in host memory
     python train/gpt.py --stage 3 --offload-params --out runs/infinity   # and params
+    python train/gpt.py --offload host --update host --out runs/cpu      # the CPU updates it
+    python train/gpt.py --offload disk --out runs/disk    # optimizer state in files
     python train/gpt.py --optimizer muon --out runs/muon  # Muon for the blocks' matrices (docs/muon.md)
     python train/gpt.py --devices 1 --out runs/one        # one device: nothing to share
     python train/gpt.py --resume                          # go on from the last checkpoint
@@ -35,6 +37,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import sys
 import time
@@ -147,27 +150,31 @@ def matrices(params: Any) -> Any:
 
 def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update on batch["tokens"], i32[batch, seq + 1]; the metrics hold the mean loss in nats per byte."""
+    return updated(state, *gradients(state, batch))
+
+
+def gradients(state: TrainState, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+    """Of the params, and the metrics; all that is compiled where the update runs outside of the program."""
     rngs = {"dropout": jax.random.fold_in(state.key, state.step)}
 
     def loss_of(params):
         return cross_entropy(state.apply_fn({"params": params}, batch["tokens"][:, :-1], rngs=rngs), batch)
 
-    if state.scale is not None:
-        return scaled_step(state, loss_of)
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
-
-
-def scaled_step(state: TrainState, loss_of: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The same in fp16: the loss is scaled, and a step whose gradients overflow changes nothing but the scale."""
-    scale = state.scale
-    assert scale is not None
-    vg = jzero.value_and_grad(loss_of, jzero.plan_of(state), scale=scale, batch_argnums=())
+    if state.scale is None:
+        vg = jax.value_and_grad(loss_of)
+    else:  # fp16
+        vg = jzero.value_and_grad(loss_of, jzero.plan_of(state), scale=state.scale, batch_argnums=())
     loss, grads = vg(state.params)
-    state = state.apply_gradients(grads=grads)
+    return grads, {"loss": loss}
+
+
+def updated(state: TrainState, grads: Any, metrics: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The state after an update; in fp16 gradients that overflow change nothing but the scale of the loss."""
+    scale, state = state.scale, state.apply_gradients(grads=grads)
+    if scale is None:
+        return state, metrics
     scale = scale.update(state.opt_state)
-    metrics = {"loss": loss, "loss_scale": scale.value, "skipped_steps": scale.skipped}
-    return state.replace(scale=scale), metrics
+    return state.replace(scale=scale), {**metrics, "loss_scale": scale.value, "skipped_steps": scale.skipped}
 
 
 def eval_step(state: TrainState, batch: dict[str, jax.Array]) -> jax.Array:
@@ -222,8 +229,17 @@ def prepare(config: Config, corpus: data.Corpus | None = None) -> data.Corpus:
 
 def zero_fields(config: Config) -> dict[str, Any]:
     """What of a run's config is jzero's."""
-    offload = jzero.Offload(params="host") if config.offload_params else config.offload
+    offload = None
+    if config.offload is not None or config.offload_params:
+        params = "host" if config.offload_params else "device"
+        where = {"tier": "disk", "path": files_of(config)} if config.offload == "disk" else {}
+        offload = jzero.Offload(params=params, update=config.update, delay=config.delay, **where)
     return {"stage": config.stage, "offload": offload, "moment_dtype": config.moment_dtype}
+
+
+def files_of(config: Config) -> Path:
+    """Where the optimizer's state lives with --offload disk."""
+    return config.disk_path if config.disk_path is not None else config.out / "optimizer"
 
 
 def first_step(config: Config) -> int:
@@ -274,7 +290,8 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     like = jzero.abstract(create, **zero_fields(config))
     plan = jzero.plan_of(like)
     shapes = {"tokens": jax.ShapeDtypeStruct((config.batch, m.seq + 1), np.int32)}
-    estimate = jzero.estimate(plan, tx=like.tx, uses=jzero.uses_of(train_step, like, shapes))
+    traced = gradients if plan.config.updates_outside else train_step
+    estimate = jzero.estimate(plan, tx=like.tx, uses=jzero.uses_of(traced, like, shapes))
     log.print(corpus.source)
     log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
     log.print(plan.describe(), estimate)
@@ -282,13 +299,11 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     # -- the step, compiled for a state that is not there yet: on CPU the machine may be too small for it
     check_fits(estimate.params + estimate.opt_state, 0, batch=config.batch)
     blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
-    options = plan.compiler_options  # for XLA:GPU; none elsewhere
-    jitted = jax.jit(train_step, donate_argnums=0, compiler_options=options)
-    step_fn = jitted.lower(like, blank).compile()
-    stats: Any = step_fn.memory_analysis()
+    step_fn, program = compiled_step(like, blank)
+    stats: Any = program.memory_analysis()
     check_fits(stats.argument_size_in_bytes, stats.temp_size_in_bytes, batch=config.batch)
     eval_fn = jax.jit(eval_step).lower(like, blank).compile()
-    log.print(memory_line(step_fn, estimate))
+    log.print(memory_line(program, estimate))
 
     # -- state: born sharded, or read shard by shard
     checkpoints, state = first_state(config, corpus, create, like, stream, log)
@@ -327,6 +342,18 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     return Result(config.out, state, log.losses, log.heldout, bigram, text)
 
 
+def compiled_step(like: TrainState, batch: Any) -> tuple[Callable[..., Any], jax.stages.Compiled]:
+    """The step for a state that is not there yet, and the program that it runs: `gradients` alone where the update is
+    outside of it."""
+    plan = jzero.plan_of(like)
+    options = plan.compiler_options  # for XLA:GPU; none elsewhere
+    if plan.config.updates_outside:
+        program = jax.jit(gradients, compiler_options=options).lower(like, batch).compile()
+        return lambda state, batch: updated(state, *program(state, batch)), program
+    program = jax.jit(train_step, donate_argnums=0, compiler_options=options).lower(like, batch).compile()
+    return program, program
+
+
 def first_state(
     config: Config,
     corpus: data.Corpus,
@@ -347,6 +374,10 @@ def first_state(
     )
     with contextlib.ExitStack() as opened:
         opened.enter_context(checkpoints)
+        if config.offload == "disk" and (config.resume or config.overwrite):
+            # the state is in the checkpoint, and this run is alone in --out
+            for old in files_of(config).glob(f"process-{jax.process_index():05}-of-*"):
+                shutil.rmtree(old)
         if not config.resume:
             state = jzero.shard(create, **zero_fields(config))
         else:
@@ -371,8 +402,9 @@ def write_text(config: Config, state: TrainState) -> str:
 
 
 def size_of(state: TrainState) -> str:
-    """The bytes of a state, whole."""
-    return human_bytes(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
+    """The bytes of a state, whole, with what lives outside of the device."""
+    outside = getattr(getattr(state.opt_state, "master", None), "total", 0)
+    return human_bytes(outside + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
 
 
 def memory_line(compiled: Any, estimate: Any) -> str:

@@ -23,6 +23,7 @@ class Job:
       search: look for the largest micro-batch that fits.
       fraction: of the GPU's memory that a program may take.
       detail: answer with the whole report.
+      bandwidths: GB per second of `pcie`, `memory` and `disk`, for an update outside of the program.
       sizes: stages to estimate for other numbers of GPUs as well.
     """
 
@@ -41,6 +42,7 @@ class Job:
     search: bool
     fraction: float
     detail: bool = False
+    bandwidths: dict[str, float] = dataclasses.field(default_factory=dict)
     sizes: list[int] = dataclasses.field(default_factory=list)
 
     def config(self, **more: Any) -> ZeroConfig:

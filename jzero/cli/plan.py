@@ -31,6 +31,27 @@ FETCHES = 3
 WHOLE_BELOW = "below it the model reads whole params on the device"
 
 
+NO_FILES = "no files are written by a plan"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bandwidths:
+    """In GB per second."""
+
+    pcie: float = 25.0
+    """Of one GPU, in each direction."""
+    memory: float = 200.0
+    """Of a host's memory, reads and writes together."""
+    disk: float = 10.0
+    """Of a host's disks, reads and writes together."""
+
+    def check(self) -> None:
+        """Raises InputError for one that is not above 0."""
+        for name, value in dataclasses.asdict(self).items():
+            if not value > 0:
+                raise InputError(f"--bandwidths.{name} {value}: must be above 0 GB per second.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What is compiled, and for which pod."""
@@ -44,7 +65,7 @@ class Inputs:
     int32[64]" (arguments one by one), or a module:function that returns it."""
     preset: str | None = None
     """A known model in place of --create, --step and --batch: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
-    gpt-7.5b, llama3-8b, llama2-13b, llama3-70b."""
+    gpt-7.5b, gpt-1t, llama3-8b, llama2-13b, llama3-70b."""
     seq: int | None = None
     """Tokens in a sequence of a preset; the model's own length where left out."""
     batch_per_gpu: int = 1
@@ -65,8 +86,15 @@ class Inputs:
     """Stage 3: mesh axes that share params; --axis where left out."""
     min_shard_bytes: int | Literal["auto"] = "auto"
     """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
-    offload: Literal["host"] | None = None
-    """Keep optimizer state and masters in host memory, and stream them through the device."""
+    offload: Literal["host", "disk"] | None = None
+    """Keep optimizer state and masters in host memory and stream them through the device, or in files on a disk."""
+    update: Literal["device", "host"] = "device"
+    """host: the CPU runs the optimizer on state that is offloaded, outside of the compiled program. The step returns
+    gradients. Always so with --offload disk."""
+    buffer_bytes: int | None = None
+    """With --offload disk: bytes of host memory in each process through which state goes; 1 GiB where left out."""
+    bandwidths: Bandwidths = dataclasses.field(default_factory=lambda: Bandwidths())
+    """For an update outside of the program: how long it takes."""
     offload_params: Literal["host"] | None = None
     """Keep params and their gradients in host memory too, and fetch each weight where it is used: stage 3 alone.
     Implies --offload host."""
@@ -90,14 +118,11 @@ class Inputs:
                 fields[name] = parse_names(getattr(self, name))
         if self.offload_params is not None and stages != [FETCHES]:
             raise InputError(f"--offload-params host needs stage {FETCHES}: {WHOLE_BELOW}.")
-        if self.offload is not None or self.offload_params is not None:
-            tier: dict[str, Any] = {"tier": self.offload or self.offload_params}
-            tier |= {} if self.offload_params is None else {"params": self.offload_params}
-            tier |= {} if self.in_flight_bytes is None else {"in_flight_bytes": self.in_flight_bytes}
+        self.bandwidths.check()
+        tier = self._tier()
+        if tier:
             fields["offload"] = tier
             Offload(**tier)
-        elif self.in_flight_bytes is not None:
-            raise InputError("--in-flight-bytes belongs to --offload host.")
         ZeroConfig(**{k: v for k, v in fields.items() if k != "offload"})
         if not 0 < self.memory_fraction <= 1:
             raise InputError(f"--memory-fraction {self.memory_fraction}: must be above 0 and at most 1.")
@@ -105,8 +130,24 @@ class Inputs:
             create=self.create, step=self.step, batch=self.batch, preset=self.preset, seq=self.seq,
             batch_per_gpu=self.batch_per_gpu, gpu=self.gpu, hosts=self.hosts, gpus_per_host=self.gpus_per_host,
             mesh=parse_axes(self.mesh, "--mesh"), fields=fields, stages=stages, search=search,
-            fraction=self.memory_fraction, detail=detail,
+            fraction=self.memory_fraction, detail=detail, bandwidths=dataclasses.asdict(self.bandwidths),
         )  # fmt: skip
+
+    def _tier(self) -> dict[str, Any]:
+        """The fields of `jzero.Offload` that these flags mean; none where nothing is offloaded."""
+        if self.buffer_bytes is not None and self.offload != "disk":
+            raise InputError("--buffer-bytes belongs to --offload disk.")
+        if self.offload is None and self.offload_params is None:
+            wrong = "--in-flight-bytes" if self.in_flight_bytes is not None else "--update host"
+            if self.in_flight_bytes is not None or self.update == "host":
+                raise InputError(f"{wrong} belongs to --offload host.")
+            return {}
+        given = {
+            "tier": self.offload or self.offload_params, "params": self.offload_params, "update": self.update,
+            "in_flight_bytes": self.in_flight_bytes, "buffer_bytes": self.buffer_bytes,
+            "path": NO_FILES if self.offload == "disk" else None,
+        }  # fmt: skip
+        return {name: value for name, value in given.items() if value is not None}
 
     def _check_subject(self) -> None:
         given = [name for name in ("create", "step", "batch") if getattr(self, name) is not None]

@@ -61,6 +61,7 @@ PRESETS = {
     "gpt2-large": _gpt(36, 1280, 20, _GPT2),
     "gpt2-xl": _gpt(48, 1600, 25, _GPT2),
     "gpt-7.5b": _gpt(36, 4096, 32, "Rajbhandari et al., arXiv:1910.02054 (7.5B of its table 1)", 50304),
+    "gpt-1t": _gpt(128, 25600, 256, "Rajbhandari et al., arXiv:2104.07857 (1T of its table 1)", 50304),
     "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192, _LLAMA3),
     "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000, 4096, "Touvron et al., arXiv:2307.09288"),
     "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192, _LLAMA3),
@@ -69,14 +70,19 @@ PRESETS = {
 
 def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
     """One step of next-token prediction on batch["tokens"], i32[batch, seq + 1]; plain Flax."""
+    loss, grads = gradient_step(state, batch)
+    return state.apply_gradients(grads=grads), loss
+
+
+def gradient_step(state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    """Its loss and its gradients, for an update outside of the program."""
     tokens = batch["tokens"]
 
     def loss_of(params):
         logits = state.apply_fn({"params": params}, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
-    return state.apply_gradients(grads=grads), loss
+    return jax.value_and_grad(loss_of)(state.params)
 
 
 def creator(preset: Preset, *, seq: int) -> Callable[[], Any]:

@@ -89,7 +89,8 @@ class Subject:
         tokens = jax.ShapeDtypeStruct((job.batch_per_gpu * parts, seq + 1), "int32")
         model = preset.transformer(seq=seq, batch=job.batch_per_gpu)
         create = presets.creator(preset, seq=seq)
-        return cls(create, presets.train_step, ({"tokens": tokens},), machine, mesh, job, model)
+        step = presets.gradient_step if config.updates_outside else presets.train_step
+        return cls(create, step, ({"tokens": tokens},), machine, mesh, job, model)
 
     def state(self, stage: int) -> tuple[Any, Plan]:
         """The abstract state at a stage, and its plan.
@@ -150,7 +151,8 @@ class Subject:
         batch = jax.tree.map(resized, self.batch)
         args = state if is_pair(state) else (state,)
         jitted = hasattr(self.step, "lower")
-        donate = () if jitted else tuple(range(len(args)))
+        keeps = jitted or plan.config.updates_outside  # the state is not returned: nothing takes its memory
+        donate = () if keeps else tuple(range(len(args)))
         return self._step_phrased(
             lambda: self.pod.compile(self.step, *args, *batch, donate_argnums=donate, plan=plan), args, batch
         )
@@ -191,7 +193,8 @@ def _phrased(call: Callable[[], Any], flag: str, what: str) -> Any:
         raise InputError(
             f"{flag} {what} failed: {type(error).__name__}: {first}{place}\n"
             + (
-                "A step takes the state first, then the batch, and returns the new state."
+                "A step takes the state first, then the batch, and returns the new state (for an update outside of the "
+                "program, the gradients)."
                 if flag == "--step"
                 else ""
             )

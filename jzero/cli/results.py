@@ -43,6 +43,9 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
         "fits": total <= limit,
         "findings": _findings(compiled, plan),
     }
+    if plan.config.updates_outside:
+        rates = {name: value * 1e9 for name, value in subject.job.bandwidths.items()}
+        answer["update"] = {"seconds": planned.update_seconds(**rates), "gb_per_second": subject.job.bandwidths}
     if subject.job.detail:
         answer["report"] = str(report)
     if subject.job.search and subject.micro_batch:
@@ -94,6 +97,9 @@ def estimate_json(e: Estimate) -> dict[str, Any]:
         "host_per_node",
         "to_device",
         "to_host",
+        "updated",
+        "disk",
+        "disk_per_node",
     )
     wire = {"wire_psi": e.wire_psi, "wire_by_axes": dict(e.wire_by_axes), "wire_reasons": dict(e.reasons)}
     return {k: getattr(e, k) for k in names} | wire

@@ -6,6 +6,10 @@ leaf is the generation, a number that each update raises by one. The tree's stru
 alone: jit keeps structures for as long as the process lives, and would keep the arrays with them. Nodes, which users
 hold, keep the store itself.
 
+[Note: programs compiled for an abstract state]
+The structure of an abstract state equals that of every state of its kind, or no program compiled for it could be run.
+What such a program returns says nothing of its store: it is the only one of its kind, or unknown.
+
 [Note: plain orbax]
 Orbax would save the generation, and nothing of what the handles stand for, without a word. It names leaves by the keys
 on their path and refuses a key of a kind that it does not know; the generation has one, whose text is the remedy.
@@ -25,10 +29,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.errors import human_bytes, short_dtype
+from jzero.core.jaxprs import is_tracer
 
 _stores: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 ABSTRACT = 0  # the number of no store: of a state that was never allocated
+
+
+class StoreNumber:
+    """A store in the structure of a tree; see [Note: programs compiled for an abstract state]."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, StoreNumber) and (self.value == other.value or ABSTRACT in (self.value, other.value))
+
+    def __hash__(self):
+        return hash(StoreNumber)
+
+    def __repr__(self):
+        return f"<store {self.value}>"
 
 
 @jax.tree_util.register_static
@@ -84,7 +107,7 @@ class Held:
     def __init__(self, generation: Any, masters: Sequence[Handle | None], total: int, store: Any = None):
         self.generation, self.masters, self.total = generation, tuple(masters), total
         self._store = store
-        self._number = ABSTRACT if store is None else number_of(store)
+        self._number = StoreNumber(ABSTRACT if store is None else _number_of(store, (self.masters, total)))
 
     @property
     def store(self) -> Any:
@@ -105,13 +128,18 @@ class Held:
         masters, total, number = structure
         held = object.__new__(cls)
         held.generation, held.masters, held.total = children[0], masters, total
-        held._store, held._number = _stores.get(number), number
+        value = number.value
+        if isinstance(held.generation, jax.ShapeDtypeStruct):
+            value = ABSTRACT
+        elif value == ABSTRACT and isinstance(held.generation, jax.Array) and not is_tracer(held.generation):
+            value = _only_one((masters, total))
+        held._store, held._number = _stores.get(value), StoreNumber(value)
         return held
 
     @property
     def is_lost(self) -> bool:
-        """True where the store is gone: no state that held it was alive for a while."""
-        return self._store is None and self._number != ABSTRACT
+        """True where the store is gone (no state that held it was alive for a while), or one of several."""
+        return self._store is None and not isinstance(self.generation, jax.ShapeDtypeStruct)
 
     def __repr__(self):
         count = sum(m is not None for m in self.masters)
@@ -122,13 +150,19 @@ class Held:
         return f"<masters of {count} params and their moments: {human_bytes(self.total)}, generation {at}>"
 
 
-def number_of(store: Any) -> int:
-    """The number by which a tree's structure knows a store."""
+def _number_of(store: Any, kind: Any) -> int:
     number = getattr(store, "number", None)
     if number is None:
-        number = store.number = next(_numbers)
+        number, store.kind = next(_numbers), kind
+        store.number = number
     _stores[number] = store
     return number
+
+
+def _only_one(kind: Any) -> int:
+    """The number of the store of this kind, if there is one and no other."""
+    found = [number for number, store in _stores.items() if store.kind == kind]
+    return found[0] if len(found) == 1 else ABSTRACT
 
 
 def held_in(opt_state: Any) -> Held | None:

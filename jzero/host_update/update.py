@@ -169,7 +169,8 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
 def _running(held: Held) -> Any:
     if held.is_lost:
         raise RuntimeError(
-            "jzero: the masters and moments of this state are gone: for a while no state that held them was alive. "
+            "jzero: the masters and moments of this state are gone, or not known: for a while no state that held them was "
+            "alive, or a program compiled for an abstract state returned it, and there are several states of its kind. "
             "Keep the state itself, and not only its leaves and their structure."
         )
     return held.store

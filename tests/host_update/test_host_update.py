@@ -280,6 +280,24 @@ def test_a_dropped_state_gives_its_memory_back():
         lost.apply_gradients(grads=lost.params)
 
 
+def test_a_program_compiled_for_an_abstract_state_runs_on_every_one():
+    """It may return the state, whose store it does not know, as long as there is one of its kind."""
+    fields = {"stage": 2, "min_shard_bytes": 0, "offload": HOST}
+    like = jzero.abstract(create_state, **fields)
+    plan = jzero.plan_of(like)
+    data = plan.place_batch(batch())
+    both = jax.jit(lambda s, b: (s, jax.grad(lambda p: loss_of(s.apply_fn, p, b))(s.params)))
+    program = both.lower(like, data).compile()
+    state = jzero.shard(create_state, **fields)
+    state, grads = program(state, data)
+    state = state.apply_gradients(grads=grads)
+    want = steps(jzero.shard(create_state, **fields), 1)
+    assert max_error(state.params, want.params) < 1e-6
+    other, grads = program(want, data)  # beside the state of another run
+    with pytest.raises(RuntimeError, match=r"several states of its kind"):
+        other.apply_gradients(grads=grads)
+
+
 def test_a_broken_update_is_never_gone_on_with(monkeypatch):
     state = steps(jzero.shard(create_state(), stage=2, offload=HOST), 1)
     store = state.opt_state.master.store.store
