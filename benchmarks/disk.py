@@ -1,4 +1,4 @@
-"""jzero.disk against the disk itself: reads and writes at once, bytes per second of both together.
+"""jzero.update.on_host.disk against the disk itself: reads and writes at once, bytes per second of both together.
 
     python benchmarks/disk.py --folder /nvme/bench                  # 8 GiB on the disk, five rounds: a minute
     python benchmarks/disk.py --folder /nvme/bench --update add     # and adds 1 to one array of each unit
@@ -32,9 +32,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 import tyro
 
-from jzero.disk import DiskStore, Unit
-from jzero.disk.frames import Frames
-from jzero.disk.transfers import REQUEST
+from jzero.update.on_host.disk import DiskStore, FileUnit
+from jzero.update.on_host.disk.frames import Frames
+from jzero.update.on_host.disk.transfers import REQUEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Config:
     update: Literal["nothing", "add"] = "nothing"
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[FileUnit]:
         shape = (self.unit_mib * 2**20 // 12,)
         count = max(1, round(self.state_gib * 2**30 / (12 * shape[0])))
-        return [Unit(f"unit {i}", ((shape, "float32"),) * 3) for i in range(count)]
+        return [FileUnit(f"unit {i}", ((shape, "float32"),) * 3) for i in range(count)]
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,7 @@ def threads(config: Config, files: list[Path]) -> None:
     """Reads one file and writes the other, by `requests` threads each."""
     handles = os.open(files[0], os.O_RDONLY | os.O_DIRECT), os.open(files[1], os.O_WRONLY | os.O_DIRECT)
     places = [itertools.count(0, REQUEST) for _ in handles]  # next() is atomic
-    frames = Frames([Unit(f"{i}", (((REQUEST,), "uint8"),)) for i in range(2 * config.requests)], 2**62)
+    frames = Frames([FileUnit(f"{i}", (((REQUEST,), "uint8"),)) for i in range(2 * config.requests)], 2**62)
 
     def work(handle: int, at: Iterator[int], move: Callable, buffer: np.ndarray) -> None:
         for offset in iter(lambda: next(at), None):

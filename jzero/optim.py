@@ -25,16 +25,6 @@ from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
-from jzero.host_update.handles import held_in
-from jzero.host_update.store import Chain
-from jzero.host_update.update import (
-    check_outside,
-    fresh_handles,
-    reopened,
-    resolved,
-    update_held,
-    with_handles,
-)
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.host_mesh import all_moved
 from jzero.layout.leaf_rule import Layout
@@ -43,6 +33,16 @@ from jzero.offload import check_host_memory, placements_of, streamed, where_they
 from jzero.sharding import Plan, check_plan
 from jzero.update.deferred_update import deferred
 from jzero.update.moment_dtype import with_moment_dtype
+from jzero.update.on_host.handles import held_in
+from jzero.update.on_host.store import Chain
+from jzero.update.on_host.update import (
+    check_outside,
+    fresh_handles,
+    reopened,
+    resolved,
+    update_held,
+    with_handles,
+)
 from jzero.update.padded_state import align, check_state, pad, pin_state
 from jzero.update.sharded_update import ShardedUpdate, on_shards, read_params_first
 from jzero.update.zero_state import ZeroState
@@ -268,7 +268,7 @@ class _Update(_Wrapped):
         return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
 
     def _outside(self, grads: list, state, params, extra):
-        """The update of a state with handles; see `host_update`."""
+        """The update of a state with handles; see `update.on_host`."""
         leaves = jax.tree.leaves((grads, state, params, extra))
         check_outside(leaves, self.plan)
         check_explicit(self.plan, extra)

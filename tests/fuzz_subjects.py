@@ -82,8 +82,8 @@ def _configs() -> list[Subject]:
         Subject("jzero.ZeroConfig.master_for", defaults.master_for, {"dtype": "float32"}, {"dtype": DTYPE}),
         Subject("jzero.ZeroConfig.adam_bytes", defaults.adam_bytes, {"dtype": "float32"}, {"dtype": DTYPE}),
         Subject("jzero.Offload", jzero.Offload,
-                {"tier": "host", "update": "device", "in_flight_bytes": None, "prefetch": False},
-                {"in_flight_bytes": f"none {COUNT}", "prefetch": FLAG}),
+                {"tier": "host", "update": "device", "in_flight_bytes": None, "prefetch": False, "delay": 0},
+                {"in_flight_bytes": f"none {COUNT}", "prefetch": FLAG, "delay": "zero"}),
         Subject("jzero.LossScale", jzero.LossScale, factors,
                 {**scales, "growth_interval": COUNT, "hysteresis": COUNT}),
         Subject("jzero.LossScale.update", jzero.LossScale().update, {"after": jnp.bool_(True)}, {"after": "bool"}),
@@ -130,7 +130,7 @@ def _plans() -> list[Subject]:
         Subject("plan.place_batch", plan.place_batch, {"batch": BATCH},
                 {"batch": "bool int float zero negative nan inf huge array scalar none list dict"}),
         *(Subject(f"plan.{name}", getattr(plan, name), state, {"state": arrays})
-          for name in ("state_specs", "state_shardings", "state_forms")),
+          for name in ("state_specs", "state_shardings", "state_forms", "offloaded")),
         *(Subject(f"plan.{name}", getattr(plan, name), {"tree": params}, {"tree": "any"})
           for name in ("copy_specs", "copies")),
         Subject("plan.describe", plan.describe, {"tx": m["tx"]}, {"tx": "none"}),

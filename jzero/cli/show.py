@@ -97,7 +97,7 @@ def _host_table(done: list[dict[str, Any]], unit: str, shown: Callable[..., list
 
 def _update_table(done: list[dict[str, Any]], shown: Callable[..., list[str]]) -> list[str]:
     """For an update outside of the program: host memory, files, what crosses PCIe, and how long it takes."""
-    numbers = ["host", "host/node", "disk/node", "to device", "to host", "from disk", "to disk", "update"]
+    numbers = ("host", "host/node", "disk/node", "to device", "to host", "from disk", "to disk", "update")
     table = plain_table("stage", "", *numbers, right=numbers)
     for r in done:
         e = r["estimate"]

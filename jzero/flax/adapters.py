@@ -17,9 +17,9 @@ from jax.tree_util import Partial
 
 from jzero.core.errors import is_array
 from jzero.core.nnx_modules import is_module, is_module_class
-from jzero.host_update.handles import Handle
 from jzero.layout.given_layouts import metadata_spec
 from jzero.optim import ZeroState, as_held, whole_state
+from jzero.update.on_host.handles import Handle
 
 
 @jax.tree_util.register_dataclass

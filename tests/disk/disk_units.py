@@ -1,16 +1,18 @@
-"""What the tests of jzero.disk share: units of odd sizes, and values that say which generation they are of."""
+"""What the tests of units on a disk share: units of odd sizes, and values that say which generation they are of."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from jzero.disk import DiskStore, Unit
+from jzero.update.on_host.disk import DiskStore, FileUnit
 
 UNITS = (
-    Unit("embed", (((257, 17), "float32"), ((257, 17), "bfloat16"), ((), "int32"))),
-    Unit("blocks", (((3, 1001), "float32"), ((0, 4), "float32"), ((5,), "uint8"), ((7,), "float8_e4m3fn"))),
-    Unit("norm", (((13,), "float64"), ((1,), "bool"))),
-    Unit("head", (((9000,), "bfloat16"), ((4096,), "uint8"), ((11, 2), "int16"))),
+    FileUnit("embed", (((257, 17), "float32"), ((257, 17), "bfloat16"), ((), "int32"))),
+    FileUnit(
+        "blocks", (((3, 1001), "float32"), ((0, 4), "float32"), ((5,), "uint8"), ((7,), "float8_e4m3fn"))
+    ),
+    FileUnit("norm", (((13,), "float64"), ((1,), "bool"))),
+    FileUnit("head", (((9000,), "bfloat16"), ((4096,), "uint8"), ((11, 2), "int16"))),
 )
 
 

@@ -6,7 +6,7 @@ import os
 
 from disk_units import UNITS, advance
 
-from jzero.disk import DiskStore
+from jzero.update.on_host.disk import DiskStore
 
 
 def steps(path: str, pipe: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from disk_units import UNITS, advance, check_whole
 
-from jzero.disk import DamagedStore, DiskStore, record, snapshots
+from jzero.update.on_host.disk import DamagedStore, DiskStore, record, snapshots
 
 BUFFER = 2**20
 
@@ -247,7 +247,9 @@ def test_later_steps_leave_a_snapshot_as_it_was(stepped, tmp_path, monkeypatch, 
 def test_new_slots_have_their_names_on_the_disk_before_a_record_counts_on_them(
     stepped, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jzero.disk.snapshots._reflink", lambda *a: (_ for _ in ()).throw(snapshots._Cannot))
+    monkeypatch.setattr(
+        "jzero.update.on_host.disk.snapshots._reflink", lambda *a: (_ for _ in ()).throw(snapshots._Cannot)
+    )
     stepped.snapshot(tmp_path / "snap")
     advance(stepped)
     flushed, real = [], os.fsync

@@ -1,4 +1,4 @@
-"""A store of jzero.disk: what is written is read, through a buffer smaller than the state; what is refused, and how."""
+"""A store of jzero: what is written is read, through a buffer smaller than the state; what is refused, and how."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from disk_units import UNITS, advance, check_whole, same, values
 
-from jzero.disk import DamagedStore, DiskStore, StoreInUse, Unit, slots, transfers
+from jzero.update.on_host.disk import DamagedStore, DiskStore, FileUnit, StoreInUse, slots, transfers
 
 pytestmark = pytest.mark.unit
 BUFFER = 4 * max(u.nbytes for u in UNITS)
-MANY = tuple(Unit(f"u{i}", (((1000 + 77 * i,), "float32"),)) for i in range(32))
+MANY = tuple(FileUnit(f"u{i}", (((1000 + 77 * i,), "float32"),)) for i in range(32))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_views_are_aligned_and_writable_and_lie_in_the_buffer(path):
 
 
 def test_arrays_of_the_frame_may_change_places(path):
-    unit = Unit("pair", (((1000,), "float32"), ((1000,), "float32")))
+    unit = FileUnit("pair", (((1000,), "float32"), ((1000,), "float32")))
     with create(path, [unit]) as store:
         a, b = np.arange(1000, dtype=np.float32), np.ones(1000, np.float32)
         with store.begin() as step:
@@ -326,7 +326,7 @@ def test_another_number_of_processes(path):
 
 def test_other_units_and_another_identity(path):
     create(path, steps=1).close()
-    other = (*UNITS[:2], Unit("norm", (((14,), "float64"), ((1,), "bool"))), UNITS[3])
+    other = (*UNITS[:2], FileUnit("norm", (((14,), "float64"), ((1,), "bool"))), UNITS[3])
     with pytest.raises(ValueError, match=r"(?s)1 of 4 units .*unit 2 *stored 'norm': float64\[13\].*\[14\]"):
         DiskStore.open(path, other)
     with pytest.raises(ValueError, match="has 4 units, and 3 were passed"):
@@ -357,7 +357,7 @@ def test_a_disk_that_is_too_small_is_found_at_once(path, monkeypatch):
         create(path)
     monkeypatch.undo()
     assert list(path.iterdir()) == []
-    large = [Unit(f"u{i}", (((2**50,), "uint8"),)) for i in range(3)]
+    large = [FileUnit(f"u{i}", (((2**50,), "uint8"),)) for i in range(3)]
     with pytest.raises(OSError, match=r"needs 6755.40 TB for 6 files"):
         slots.Slots(path, large, requests=1).preallocate(
             [(i, s) for i in range(3) for s in (0, 1)], where="x"
@@ -373,9 +373,9 @@ def test_what_create_refuses(path):
     with pytest.raises(ValueError, match=r"(?s)1 name of units twice:.*norm"):
         create(path, [*UNITS, UNITS[2]])
     with pytest.raises(TypeError, match="must be pairs of a shape and a dtype"):
-        Unit("x", ((3,),))  # pyright: ignore[reportArgumentType]
+        FileUnit("x", ((3,),))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="must be a dtype"):
-        Unit("x", (((3,), "float33"),))
+        FileUnit("x", (((3,), "float33"),))
     assert not path.exists()
 
 
@@ -400,7 +400,8 @@ def test_one_run_per_folder(path):
 def test_the_lock_of_a_killed_run_is_taken_over_even_if_its_child_lives(path):
     create(path, steps=1).close()
     code = (
-        "import os, sys, time, warnings; from jzero.disk import DiskStore; warnings.simplefilter('ignore')\n"
+        "import os, sys, time, warnings\n"
+        "from jzero.update.on_host.disk import DiskStore; warnings.simplefilter('ignore')\n"
         f"store = DiskStore.open({str(path)!r})\n"
         "child = os.fork()\n"
         "time.sleep(100) if child == 0 else print(child, flush=True)\n"

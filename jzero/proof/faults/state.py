@@ -76,8 +76,10 @@ def _gradients_not_returned(e: Evidence) -> Faults:
     for x in sorted(e.plan.layouts, key=lambda x: -x.nbytes):
         parts = (shard_factor(x.grad, e.plan.mesh), shard_factor(x.used, e.plan.mesh))
         size = next((x.size // n for n in parts if given[x.size // n]), None)
-        given.subtract([size])
-        lost += [x] if size is None else []
+        if size is None:
+            lost.append(x)
+        else:
+            given[size] -= 1
     if lost:
         yield (
             f"the update runs outside of this program, and {len(lost)} of {len(e.plan.layouts)} gradients do not come "

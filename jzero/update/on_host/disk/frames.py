@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jzero.core.errors import human_bytes
-from jzero.disk.units import PAGE, Unit
+from jzero.update.on_host.disk.units import PAGE, FileUnit
 
 LEAST = 4  # frames: one is read ahead, one updated, one written behind, and one is free for what comes next
 
@@ -25,7 +25,7 @@ class Frames:
       ValueError: a unit is larger than a quarter of the buffer.
     """
 
-    def __init__(self, units: Sequence[Unit], buffer_bytes: int):
+    def __init__(self, units: Sequence[FileUnit], buffer_bytes: int):
         self.size = max((u.nbytes for u in units), default=PAGE)
         self.count = min(buffer_bytes // self.size, len(units) + 1)
         memory = mmap.mmap(-1, self.size * self.count)
@@ -48,7 +48,7 @@ class Frames:
         self._free.append(frame)
 
 
-def check_room(units: Sequence[Unit], buffer_bytes: int, *, where: str) -> None:
+def check_room(units: Sequence[FileUnit], buffer_bytes: int, *, where: str) -> None:
     """Raises ValueError where a unit is larger than a quarter of the buffer."""
     large = [u for u in units if u.nbytes * LEAST > buffer_bytes]
     if large:

@@ -18,7 +18,7 @@ ALIGNED = 64  # bytes: where an array of a unit begins, a cache line
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class FileUnit:
     """Arrays that are read and written together.
 
     Args:
@@ -33,7 +33,7 @@ class Unit:
     arrays: tuple[tuple[tuple[int, ...], str], ...]
 
     def __post_init__(self):
-        where = "jzero.disk.Unit"
+        where = "jzero.update.on_host.disk.FileUnit"
         check_kind(self.name, "name", str, "a string", where=where)
         pairs = isinstance(self.arrays, Sequence) and all(
             isinstance(x, Sequence) and not isinstance(x, str) and len(x) == 2 for x in self.arrays

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jzero.core import durable
-from jzero.disk import record as records
-from jzero.disk.lock import NAME as LOCK
+from jzero.update.on_host.disk import record as records
+from jzero.update.on_host.disk.lock import NAME as LOCK
 
 _FICLONE = 0x40049409  # linux/fs.h; Python has no name for it
 _CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM,

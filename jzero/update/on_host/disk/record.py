@@ -23,8 +23,8 @@ import xxhash
 
 from jzero.core import durable
 from jzero.core.errors import shown
-from jzero.disk.transfers import DamagedStore
-from jzero.disk.units import Unit
+from jzero.update.on_host.disk.transfers import DamagedStore
+from jzero.update.on_host.disk.units import FileUnit
 
 VERSION = 1
 MAGIC = b"jzero disk\n"
@@ -45,14 +45,14 @@ class Record:
     """
 
     generation: int
-    units: tuple[Unit, ...]
+    units: tuple[FileUnit, ...]
     identity: dict[str, Any]
     slots: tuple[int, ...]
     digests: tuple[np.ndarray, ...]
     extra: bytes = b""
 
     @classmethod
-    def first(cls, units: Sequence[Unit], identity: dict[str, Any]) -> Record:
+    def first(cls, units: Sequence[FileUnit], identity: dict[str, Any]) -> Record:
         """Generation 0."""
         return cls(0, tuple(units), identity, (EMPTY,) * len(units), (np.zeros(0, np.uint64),) * len(units))
 
@@ -99,7 +99,9 @@ class Record:
         ends = np.cumsum([0, *header["blocks"]])
         at = _HEAD.size + length
         digests = np.frombuffer(body, "<u8", int(ends[-1]), at).astype(np.uint64)
-        units = tuple(Unit(name, tuple((tuple(s), d) for s, d in arrays)) for name, arrays in header["units"])
+        units = tuple(
+            FileUnit(name, tuple((tuple(s), d) for s, d in arrays)) for name, arrays in header["units"]
+        )
         return cls(
             header["generation"],
             units,
@@ -157,7 +159,7 @@ def load(folder: Path) -> Record | None:
     whole = [r for r in (Record.decode(f.read_bytes(), file=f) for f in files) if r is not None]
     if files and not whole:
         raise DamagedStore(
-            f"jzero.disk: no record in {folder} is whole, so nothing says which of its files belong together. Go back "
+            f"jzero: no record in {folder} is whole, so nothing says which of its files belong together. Go back "
             "to a snapshot or to a checkpoint, and remove the folder."
         )
     return max(whole, key=lambda r: r.generation, default=None)

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jzero.host_update.units import Unit, Units
 from jzero.layout.host_mesh import moved
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import put
@@ -21,6 +20,7 @@ from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.stream.placement import DEVICE, Placement
 from jzero.stream.schedule import Group
+from jzero.update.on_host.units import Unit, Units
 from jzero.update.padded_state import cut, pad, pin_state
 from jzero.update.sharded_update import ShardedUpdate, taken_over
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from jzero.core import durable
 from jzero.core.errors import counted, human_bytes
-from jzero.disk.transfers import Read, Transfer, Write
-from jzero.disk.units import PAGE, Unit
+from jzero.update.on_host.disk.transfers import DiskTransfer, Read, Write
+from jzero.update.on_host.disk.units import PAGE, FileUnit
 
-Done = Callable[[Transfer], None]
+Done = Callable[[DiskTransfer], None]
 
 
 class Slots:
@@ -31,7 +31,7 @@ class Slots:
       direct: reads and writes go past the page cache (O_DIRECT); False where the file system refuses (tmpfs).
     """
 
-    def __init__(self, folder: Path, units: Sequence[Unit], *, requests: int):
+    def __init__(self, folder: Path, units: Sequence[FileUnit], *, requests: int):
         self.folder, self.units, self.direct = folder, units, False
         self._readers = ThreadPoolExecutor(requests, "jzero disk read")
         self._writers = ThreadPoolExecutor(requests, "jzero disk write")
@@ -88,14 +88,16 @@ class Slots:
                 raise
             self.direct = False
 
-    def read(self, index: int, slot: int, frame: np.ndarray, expected: np.ndarray, done: Done) -> Transfer:
+    def read(
+        self, index: int, slot: int, frame: np.ndarray, expected: np.ndarray, done: Done
+    ) -> DiskTransfer:
         """Starts to read a slot into the first bytes of a frame."""
         unit, file = self.units[index], self.file(index, slot)
         transfer = Read(unit, file, frame[: unit.nbytes], expected=expected, direct=self.direct, done=done)
         transfer.start(self._readers)
         return transfer
 
-    def write(self, index: int, slot: int, frame: np.ndarray, done: Done) -> Transfer:
+    def write(self, index: int, slot: int, frame: np.ndarray, done: Done) -> DiskTransfer:
         """Starts to write the first bytes of a frame to a slot that no generation needs."""
         unit, file = self.units[index], self.file(index, slot)
         ready = functools.partial(self._renew, file, unit.nbytes)

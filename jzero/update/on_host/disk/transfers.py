@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from jzero.core.errors import counted
-from jzero.disk.units import Unit
+from jzero.update.on_host.disk.units import FileUnit
 
 BLOCK = 4 * 2**20  # bytes under one checksum
 REQUEST = 2 * BLOCK  # bytes that one thread reads or writes at a time
@@ -22,7 +22,7 @@ class DamagedStore(RuntimeError):
     """A disk returned other bytes than were committed."""
 
 
-class Transfer:
+class DiskTransfer:
     """One unit on its way; `finished` is set when all of its requests are done, or one has failed.
 
     Args:
@@ -40,7 +40,13 @@ class Transfer:
     verb = ""
 
     def __init__(
-        self, unit: Unit, file: Path, frame: np.ndarray, *, direct: bool, done: Callable[[Transfer], None]
+        self,
+        unit: FileUnit,
+        file: Path,
+        frame: np.ndarray,
+        *,
+        direct: bool,
+        done: Callable[[DiskTransfer], None],
     ):
         self.unit, self.file, self.frame = unit, file, frame
         self.digests = np.zeros(-(-frame.size // BLOCK), np.uint64)
@@ -80,7 +86,7 @@ class Transfer:
         try:
             act()
         except OSError as error:
-            what = f"{error.strerror}: jzero.disk could not {self.verb} unit {self.unit.name!r}"
+            what = f"{error.strerror}: jzero.update.on_host.disk could not {self.verb} unit {self.unit.name!r}"
             self.error = OSError(error.errno, what, str(self.file))
         except Exception as error:
             self.error = error
@@ -109,7 +115,7 @@ class Transfer:
         return blocks
 
 
-class Read(Transfer):
+class Read(DiskTransfer):
     """From a slot; what is read must have the checksums `expected`."""
 
     verb = "read"
@@ -139,10 +145,10 @@ class Read(Transfer):
             )
 
     def _where(self) -> str:
-        return f"jzero.disk: unit {self.unit.name!r}: {self.file}"
+        return f"jzero: unit {self.unit.name!r}: {self.file}"
 
 
-class Write(Transfer):
+class Write(DiskTransfer):
     """To a slot, which `before` makes ready; it is finished when the disk has it."""
 
     flags, verb = os.O_WRONLY, "write"

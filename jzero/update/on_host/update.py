@@ -24,14 +24,14 @@ import numpy as np
 
 from jzero.comm import comm_of
 from jzero.core.jaxprs import is_tracer
-from jzero.host_update.disk_tier import DiskTier
-from jzero.host_update.handles import Handle, Held, held_in
-from jzero.host_update.store import Chain, Store, on_devices, on_host, param_on_host
 from jzero.layout.host_mesh import moved
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
 from jzero.layout.specs import P
 from jzero.sharding import Plan
+from jzero.update.on_host.disk_tier import DiskTier
+from jzero.update.on_host.handles import Handle, Held, held_in
+from jzero.update.on_host.store import Chain, Store, on_devices, on_host, param_on_host
 from jzero.update.padded_state import cut, pad
 from jzero.update.zero_state import ZeroState
 
@@ -169,9 +169,9 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
 def _running(held: Held) -> Any:
     if held.is_lost:
         raise RuntimeError(
-            "jzero: the masters and moments of this state are gone, or not known: for a while no state that held them was "
-            "alive, or a program compiled for an abstract state returned it, and there are several states of its kind. "
-            "Keep the state itself, and not only its leaves and their structure."
+            "jzero: the masters and moments of this state are gone, or not known: for a while no state that held them "
+            "was alive, or a program compiled for an abstract state returned it, and there are several states of its "
+            "kind. Keep the state itself, and not only its leaves and their structure."
         )
     return held.store
 

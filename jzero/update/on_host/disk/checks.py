@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from jzero.core.errors import check_int, check_kind, counted, listing, shown
-from jzero.disk import record as records
-from jzero.disk.record import Record
-from jzero.disk.units import Unit
+from jzero.update.on_host.disk import record as records
+from jzero.update.on_host.disk.record import Record
+from jzero.update.on_host.disk.units import FileUnit
 
 
-def units_of(units: Sequence[Unit], *, where: str) -> tuple[Unit, ...]:
+def units_of(units: Sequence[FileUnit], *, where: str) -> tuple[FileUnit, ...]:
     """The units; raises TypeError for what is none, ValueError for two of one name."""
     for unit in units:
-        check_kind(unit, "units", Unit, "a sequence of jzero.disk.Unit", where=where)
+        check_kind(unit, "units", FileUnit, "a sequence of jzero.update.on_host.disk.FileUnit", where=where)
     names = [u.name for u in units]
     twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     if twice:
@@ -33,7 +33,7 @@ def numbers(buffer_bytes: int, requests: int, *, where: str) -> None:
 
 def same(
     record: Record,
-    units: Sequence[Unit] | None,
+    units: Sequence[FileUnit] | None,
     identity: Mapping[str, Any] | None,
     folder: Path,
     *,

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jzero.core.errors import check_int, listing
-from jzero.disk.frames import Frames
-from jzero.disk.record import EMPTY, Record
-from jzero.disk.slots import Slots
-from jzero.disk.transfers import Transfer
+from jzero.update.on_host.disk.frames import Frames
+from jzero.update.on_host.disk.record import EMPTY, Record
+from jzero.update.on_host.disk.slots import Slots
+from jzero.update.on_host.disk.transfers import DiskTransfer
 
-WHERE = "jzero.disk.DiskStep"
+WHERE = "jzero.update.on_host.disk.DiskStep"
 
 
 class DiskStep:
@@ -46,9 +46,9 @@ class DiskStep:
         self._order: collections.OrderedDict[int, None] = (
             collections.OrderedDict()
         )  # announced, and not begun
-        self._ahead: dict[int, tuple[Transfer, np.ndarray]] = {}  # begun, and not asked for
+        self._ahead: dict[int, tuple[DiskTransfer, np.ndarray]] = {}  # begun, and not asked for
         self._held: dict[int, np.ndarray] = {}  # with the caller
-        self._writing: dict[int, Transfer] = {}
+        self._writing: dict[int, DiskTransfer] = {}
         self._written: dict[int, np.ndarray] = {}  # digests
         self._error: BaseException | None = None
         self._open = True
@@ -205,12 +205,12 @@ class DiskStep:
 
     # called by the threads of the store
 
-    def _done(self, transfer: Transfer) -> None:
+    def _done(self, transfer: DiskTransfer) -> None:
         with self._changed:
             self._error = self._error or transfer.error
             self._changed.notify_all()
 
-    def _wrote(self, index: int, transfer: Transfer, frame: np.ndarray) -> None:
+    def _wrote(self, index: int, transfer: DiskTransfer, frame: np.ndarray) -> None:
         with self._changed:
             del self._writing[index]
             self._written[index] = transfer.digests

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from jzero.core.errors import counted
-from jzero.disk import checks, folders, snapshots
-from jzero.disk import record as records
-from jzero.disk.frames import Frames, check_room
-from jzero.disk.lock import FolderLock
-from jzero.disk.record import Record
-from jzero.disk.slots import Slots
-from jzero.disk.step import DiskStep
-from jzero.disk.units import Unit
+from jzero.update.on_host.disk import checks, folders, snapshots
+from jzero.update.on_host.disk import record as records
+from jzero.update.on_host.disk.frames import Frames, check_room
+from jzero.update.on_host.disk.lock import FolderLock
+from jzero.update.on_host.disk.record import Record
+from jzero.update.on_host.disk.slots import Slots
+from jzero.update.on_host.disk.step import DiskStep
+from jzero.update.on_host.disk.units import FileUnit
 
-WHERE = "jzero.disk.DiskStore"
+WHERE = "jzero.update.on_host.disk.DiskStore"
 
 
 class DiskStore:
@@ -37,9 +37,9 @@ class DiskStore:
 
     Example:
       >>> import tempfile, numpy as np
-      >>> from jzero.disk import DiskStore, Unit
+      >>> from jzero.update.on_host.disk import DiskStore, FileUnit
       >>> folder = tempfile.TemporaryDirectory()
-      >>> unit = Unit("w", (((3,), "float32"),))
+      >>> unit = FileUnit("w", (((3,), "float32"),))
       >>> store = DiskStore.create(folder.name + "/state", [unit], identity={"model": "gpt"})
       >>> with store.begin() as step:
       ...     step.write(0, [np.zeros(3, np.float32)])
@@ -79,7 +79,7 @@ class DiskStore:
     def create(
         cls,
         path: str | os.PathLike,
-        units: Sequence[Unit],
+        units: Sequence[FileUnit],
         *,
         identity: Mapping[str, Any],
         process: tuple[int, int] = (0, 1),
@@ -133,7 +133,7 @@ class DiskStore:
     def open(
         cls,
         path: str | os.PathLike,
-        units: Sequence[Unit] | None = None,
+        units: Sequence[FileUnit] | None = None,
         *,
         identity: Mapping[str, Any] | None = None,
         process: tuple[int, int] = (0, 1),
@@ -185,7 +185,7 @@ class DiskStore:
         return store
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[FileUnit, ...]:
         """What the store was created with."""
         return self._record.units
 
@@ -267,7 +267,7 @@ class DiskStore:
 
     def __repr__(self):
         units = counted(len(self.units), "unit")
-        return f"<jzero.disk.DiskStore: {units}, generation {self.generation}, {self.folder}>"
+        return f"<jzero.update.on_host.disk.DiskStore: {units}, generation {self.generation}, {self.folder}>"
 
     def _commit(self, written: dict[int, np.ndarray], extra: bytes) -> None:
         record = self._record.next(written, extra)

@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.disk import DiskStore
-from jzero.disk import Unit as FileUnit
-from jzero.host_update.store import Chain, Store, on_host
-from jzero.host_update.units import Unit, Units
 from jzero.stream.schedule import Group
+from jzero.update.on_host.disk import DiskStore, FileUnit
+from jzero.update.on_host.store import Chain, Store, on_host
+from jzero.update.on_host.units import Unit, Units
 from jzero.update.sharded_update import taken_over
 
 FRAMES = 8  # units that the buffer holds

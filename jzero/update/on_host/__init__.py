@@ -1,0 +1,12 @@
+"""Updates outside of the compiled program: the optimizer runs on the CPU, on state that never enters a GPU's program.
+
+Vocabulary: the *host mesh* has the shape of the plan's, with the CPU devices of the same processes; a *handle* stands
+in an optimizer state for an array that a *store* keeps; a *unit* is what is updated together by one program.
+
+    handles.py     what the user's state holds: handles, and the generation
+    units.py       the update as one program per unit
+    store.py       who keeps the arrays and runs the units
+    disk_tier.py   the same with the arrays in files
+    disk/          units on a local disk; a whole generation survives any crash
+    update.py      `tx.init` and `tx.update` of a state with handles
+"""
