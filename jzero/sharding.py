@@ -304,6 +304,7 @@ class Plan:
 
     def offloaded(self, state: Any) -> list[bool]:
         """With `offload`, for each leaf of an optimizer state whether it lives outside of the device."""
+        check_arrays(state, "the optimizer state", where="plan.offloaded", remedy="Pass what tx.init(params) returns.")
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return [self.config.tier is not None and self._is_large(path_keys(k), x) for k, x in leaves]
 

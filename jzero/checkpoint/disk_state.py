@@ -16,9 +16,9 @@ from jzero.layout.specs import P
 from jzero.optim import is_wrapped, reopened_state
 
 
-def is_folder(path: Any) -> bool:
+def is_folder(path: Path) -> bool:
     """True for a folder that `Offload(tier="disk", path=...)` has filled."""
-    return Path(path).is_dir() and any(Path(path).glob("process-*-of-*"))
+    return path.is_dir() and any(path.glob("process-*-of-*"))
 
 
 def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
@@ -33,7 +33,7 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
       ValueError: another plan; a rest without values.
     """
     tier = parts.tx.init.plan.config.tier if is_wrapped(parts.tx) else None
-    if tier is None or tier.tier != "disk" or Path(tier.path).absolute() != Path(path).absolute():
+    if tier is None or tier.tier != "disk" or Path(tier.path).absolute() != path:
         raise ValueError(
             f'{where}: {path} holds the masters and moments of a run with Offload(tier="disk"), and a run goes on with '
             f"them where they are: like = jzero.abstract(create, ..., offload=jzero.Offload(tier='disk', "

@@ -83,9 +83,10 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     where = "jzero.checkpoint.restore"
     check_flag(cast, "cast", where=where)
     check_choice(only, "only", ("params",), where=where, optional=True)
+    path = store.absolute(path, where)
     if disk_state.is_folder(path):
         parts = on_auto_mesh(apart(like, tx, where))
-        return together(like, on_context_mesh(disk_state.reopened_parts(Path(path), parts, where)))
+        return together(like, on_context_mesh(disk_state.reopened_parts(path, parts, where)))
     path = store.locate(path, where)
     parts = on_auto_mesh(apart(like, tx, where))
     every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
