@@ -74,6 +74,23 @@ def test_any_chain_through_a_small_buffer(tmp_path, name, devices):
     assert max(u.nbytes for u in store.units) <= buffer_bytes / 4
 
 
+def test_sums_of_micro_batches_fit_the_same_files(tmp_path):
+    """Gradients in fp32 of params in bf16: units are cut alike, in one file and in chunks."""
+    params = {"a": jnp.ones((512, 256), jnp.bfloat16), "b": jnp.ones((64, 64), jnp.bfloat16)}
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), params)
+    tx = optax.adam(1e-2)
+    plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=host.HOST)
+    wrapped = jzero.zero(tx, plan)
+    want, _ = wrapped.update(grads, wrapped.init(plan.place(params)), params)
+    for buffer_bytes in (2**21, 2**24):
+        offload = disk(tmp_path / str(buffer_bytes), buffer_bytes)
+        plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=offload)
+        wrapped = jzero.zero(tx, plan)
+        got, _ = wrapped.update(grads, wrapped.init(plan.place(params)), params)
+        assert max_error(optax.apply_updates(params, got), optax.apply_updates(params, want)) == 0
+
+
 def test_a_run_goes_on_from_its_folder(tmp_path):
     """After its process is gone; in the step where an error was, the step before is there."""
     fields = {"stage": 3, "min_shard_bytes": 0, "offload": disk(tmp_path / "s", 2**20)}
@@ -129,6 +146,28 @@ def test_checkpoints_to_and_from_files(tmp_path):
     assert max_error(a, b) == 0
     whole = jzero.shard(moved, **fields)
     assert max_error(jax.device_get(whole.opt_state), jax.device_get(back.opt_state)) == 0
+
+
+def test_a_snapshot_is_gone_on_from_in_another_folder(tmp_path):
+    """The run that it is of goes on beside it, and changes nothing of it."""
+    fields = {"stage": 2, "min_shard_bytes": 0}
+    create = functools.partial(create_state, dtype=jnp.bfloat16)
+    state = host.steps(jzero.shard(create, **fields, offload=disk(tmp_path / "a", delay=1)), 2)
+    path = jzero.checkpoint.snapshot(tmp_path / "snap", state)
+    later = host.steps(state, 2)
+    found = []
+    for name in "bc":
+        again = jzero.checkpoint.restore(path, jzero.abstract(create, **fields, offload=disk(tmp_path / name)))
+        assert int(again.step) == 2
+        found.append(host.steps(again, 2).params)
+    assert max_error(*found) == 0
+    with pytest.raises(ValueError, match="not replaced"):
+        jzero.checkpoint.snapshot(path, later)
+    with pytest.raises(ValueError, match="of generation 2, and"):
+        jzero.checkpoint.snapshot(tmp_path / "old", state)
+    with pytest.raises(TypeError, match="has no files"):
+        jzero.checkpoint.snapshot(tmp_path / "none", jzero.shard(create, **fields))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):

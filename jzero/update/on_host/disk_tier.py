@@ -11,10 +11,12 @@ import io
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jzero.stream.schedule import Group
 from jzero.update.on_host.disk import DiskStore, FileUnit
@@ -62,9 +64,22 @@ class DiskTier(Store):
     def open(cls, chain: Chain) -> tuple[DiskTier, list[Any]]:
         """The folder of an earlier run, and the small leaves that belong to its generation."""
         layout = FileLayout(chain)
-        disk = DiskStore.open(layout.path, layout.files, identity=layout.identity, **layout.options)
+        given: dict[str, Any] = {"identity": layout.identity, **layout.options}
+        disk = DiskStore.open(layout.path, layout.files, **given)
+        common = _common(disk.generation)
+        if disk.generation != common:
+            disk.close()
+            disk = DiskStore.open(layout.path, layout.files, generation=common, **given)
         small = unpacked(disk.extra, chain)
         return cls(chain, disk, layout, small), small
+
+    @classmethod
+    def copy(cls, chain: Chain, source: Path) -> None:
+        """Makes the folder of `chain` from a snapshot of one, without a copy of bytes where the file system can."""
+        layout = FileLayout(chain)
+        given: dict[str, Any] = {"identity": layout.identity, **layout.options}
+        with DiskStore.open(source, layout.files, read_only=True, **given) as disk:
+            disk.snapshot(layout.path)
 
     def close(self) -> None:
         """Gives the folder up."""
@@ -171,6 +186,13 @@ class DiskTier(Store):
             self._waiting = None
 
 
+def _common(generation: int) -> int:
+    """The last generation that all processes have committed: some may have died in the middle of a commit."""
+    if jax.process_count() == 1:
+        return generation
+    return int(multihost_utils.process_allgather(np.int32(generation)).min())
+
+
 @jax.jit
 def _follow(param, master):
     return taken_over(param, master)
@@ -218,8 +240,8 @@ class FileLayout:
 
         if cuts(units) != cuts(self.units):
             raise ValueError(
-                "jzero: with these gradients the update is cut into other units than the files hold. Pass gradients in "
-                "the dtypes of their params, and no keyword arguments that change what is computed together."
+                "jzero: with these gradients the update is cut into other units than the files hold. Pass gradients of "
+                "all params, of at most 32 bits, and no keyword arguments that change what is computed together."
             )
 
     def _name(self, k: int, unit: Unit) -> str:

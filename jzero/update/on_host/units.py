@@ -73,7 +73,7 @@ class Units:
         self.placements, self.out_placements = placements, out_placements()
         self.kept = {self.graph.ins[i]: leaf for i, leaf in kept.items()}
         bound = ALIVE * most if most is not None else ALIVE * max(self._largest(), TOGETHER)
-        self.schedule = Schedule(self.graph, placements, self.out_placements, bound)
+        self.schedule = Schedule(self.graph, placements, self.out_placements, bound, most=None)
         self.units = [self._unit(g) for g in (*self.schedule.first, *self.schedule.groups)]
         taken = {s for unit in self.units for s, _ in unit.kept}
         still = [n for n in self.graph.ins if n in self.kept and n not in taken]
@@ -87,7 +87,7 @@ class Units:
 
     def _largest(self) -> int:
         """Bytes of the largest component: what belongs together."""
-        whole = Schedule(self.graph, self.placements, self.out_placements, WHOLE)
+        whole = Schedule(self.graph, self.placements, self.out_placements, WHOLE, most=None)
         parts = [list(whole.sources_of(values)) for values in whole.components()]
         return max((whole.bytes_of(values, s) for values, s in zip(whole.components(), parts, strict=True)), default=1)
 
