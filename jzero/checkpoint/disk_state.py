@@ -65,7 +65,8 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
 
     Args:
       path: the folder, or a snapshot of one.
-      parts: of a state with a plan whose path it is, or which has no files yet; nothing but its rest (batch statistics, an EMA) is used.
+      parts: of a state with a plan whose path it is, or which has no files yet; nothing but its rest (batch
+        statistics, an EMA) is used.
       where: the caller, for errors.
 
     Raises:

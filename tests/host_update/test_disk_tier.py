@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from models import batch, create_state, max_error
 
 import jzero
+from jzero.update.on_host.disk.step import DiskStep
 
 SMALL = 64 * 1024  # bytes: leaves are cut into chunks
 
@@ -189,6 +191,29 @@ def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):
         jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields, mesh=few, offload=offload))
     kept = jzero.checkpoint.restore(tmp_path / "s", like)
     assert int(kept.step) == 0
+
+
+@pytest.mark.parametrize("ended", ["by an error", "by a kill"])
+def test_a_run_that_ended_before_its_state_was_born(tmp_path, monkeypatch, ended):
+    create, fields = create_state, {"stage": 2, "min_shard_bytes": 0, "offload": disk(tmp_path / "s")}
+    folder = tmp_path / "s" / "process-00000-of-00001"
+
+    def commit(self, *_):
+        if ended == "by a kill":
+            shutil.copytree(folder, tmp_path / "left")
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskStep, "commit", commit)
+        with pytest.raises(OSError, match="the disk is full"):
+            jzero.shard(create, **fields)
+    assert not folder.exists()
+    if ended == "by a kill":
+        shutil.copytree(tmp_path / "left", folder)
+        with pytest.raises(FileNotFoundError, match="Nothing can be restored: remove the folder"):
+            jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields))
+        shutil.rmtree(folder)
+    assert int(jzero.shard(create, **fields).opt_state.master.generation) == 0
 
 
 def test_a_buffer_that_is_too_small_says_so_before_anything_is_written(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,15 +55,24 @@ class DiskTier(Store):
         """
         layout = FileLayout(chain)
         disk = DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options)
-        with disk.begin() as step:
-            for file, unit in enumerate(layout.held):
-                step.write(file, layout.pieces(unit, contents(layout.units, unit)))
-            step.commit(packed(small))
+        try:
+            with disk.begin() as step:
+                for file, unit in enumerate(layout.held):
+                    step.write(file, layout.pieces(unit, contents(layout.units, unit)))
+                step.commit(packed(small))
+        except BaseException:
+            disk.close()
+            shutil.rmtree(disk.folder, ignore_errors=True)  # it has no contents
+            raise
         return cls(chain, disk, layout, small)
 
     @classmethod
     def open(cls, chain: Chain) -> tuple[DiskTier, list[Any]]:
-        """The folder of an earlier run, and the small leaves that belong to its generation."""
+        """The folder of an earlier run, and the small leaves that belong to its generation.
+
+        Raises:
+          FileNotFoundError: the run ended before its first generation was whole.
+        """
         layout = FileLayout(chain)
         given: dict[str, Any] = {"identity": layout.identity, **layout.options}
         disk = DiskStore.open(layout.path, layout.files, **given)
@@ -70,6 +80,12 @@ class DiskTier(Store):
         if disk.generation != common:
             disk.close()
             disk = DiskStore.open(layout.path, layout.files, generation=common, **given)
+        if disk.generation == 0:
+            disk.close()
+            raise FileNotFoundError(
+                f'jzero: Offload(tier="disk"): {disk.folder} is of generation 0: the run that made it ended before its '
+                "initial state was written. Nothing can be restored: remove the folder, and begin with jzero.shard."
+            )
         small = unpacked(disk.extra, chain)
         return cls(chain, disk, layout, small), small
 
