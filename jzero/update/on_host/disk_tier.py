@@ -74,12 +74,7 @@ class DiskTier(Store):
           FileNotFoundError: the run ended before its first generation was whole.
         """
         layout = FileLayout(chain)
-        given: dict[str, Any] = {"identity": layout.identity, **layout.options}
-        disk = DiskStore.open(layout.path, layout.files, **given)
-        common = _common(disk.generation)
-        if disk.generation != common:
-            disk.close()
-            disk = DiskStore.open(layout.path, layout.files, generation=common, **given)
+        disk = DiskStore.open(layout.path, layout.files, identity=layout.identity, **layout.options)
         if disk.generation == 0:
             disk.close()
             raise FileNotFoundError(
@@ -93,8 +88,8 @@ class DiskTier(Store):
     def copy(cls, chain: Chain, source: Path) -> None:
         """Makes the folder of `chain` from a snapshot of one, without a copy of bytes where the file system can."""
         layout = FileLayout(chain)
-        given: dict[str, Any] = {"identity": layout.identity, **layout.options}
-        with DiskStore.open(source, layout.files, read_only=True, **given) as disk:
+        given: dict[str, Any] = {"identity": layout.identity, **layout.options, "read_only": True}
+        with DiskStore.open(source, layout.files, **given) as disk:
             disk.snapshot(layout.path)
 
     def close(self) -> None:
@@ -200,13 +195,6 @@ class DiskTier(Store):
             unit, arrays = self._waiting
             self._step.write(self.layout.number(unit), self.layout.pieces(unit, arrays))
             self._waiting = None
-
-
-def _common(generation: int) -> int:
-    """The last generation that all processes have committed: some may have died in the middle of a commit."""
-    if jax.process_count() == 1:
-        return generation
-    return int(multihost_utils.process_allgather(np.int32(generation)).min())
 
 
 @jax.jit

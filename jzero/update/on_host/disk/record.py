@@ -148,11 +148,11 @@ def invalidate(folder: Path, generation: int) -> None:
         durable.write(file, b"")
 
 
-def load(folder: Path, generation: int | None = None) -> Record | None:
-    """The newest whole record of a folder, or that of a generation; None where there is no record at all.
+def load(folder: Path) -> Record | None:
+    """The newest whole record of a folder; None where there is no record at all.
 
     Raises:
-      DamagedStore: none is whole, or that generation is not there.
+      DamagedStore: none is whole.
       ValueError: the newest is of another version.
     """
     files = [f for f in (file_of(folder, n) for n in (0, 1)) if f.exists()]
@@ -162,16 +162,7 @@ def load(folder: Path, generation: int | None = None) -> Record | None:
             f"jzero: no record in {folder} is whole, so nothing says which of its files belong together. Go back "
             "to a snapshot or to a checkpoint, and remove the folder."
         )
-    newest = max(whole, key=lambda r: r.generation, default=None)
-    if generation is None or newest is None:
-        return newest
-    asked = next((r for r in whole if r.generation == generation), None)
-    if asked is None:
-        raise DamagedStore(
-            f"jzero: {folder} is at generation {newest.generation}, and generation {generation}, the last one that all "
-            "processes have, is not there. Go back to a snapshot or to a checkpoint, and remove the folders."
-        )
-    return asked
+    return max(whole, key=lambda r: r.generation, default=None)
 
 
 def plain(identity: Mapping[str, Any], *, where: str) -> dict[str, Any]:

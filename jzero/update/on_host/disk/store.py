@@ -140,13 +140,11 @@ class DiskStore:
         buffer_bytes: int = 2**30,
         requests: int = 4,
         read_only: bool = False,
-        generation: int | None = None,
     ) -> DiskStore:
         """A store or a snapshot, at the last generation of it that is whole.
 
         Args:
           path, process, buffer_bytes, requests: as for `create`.
-          generation: open it at this one, the last or the one before it, and forget a later one.
           units, identity: if given, they must be those of the store.
           read_only: writes nothing, and lets others read too. Steps can read, and neither write nor commit.
 
@@ -166,7 +164,7 @@ class DiskStore:
         lock = FolderLock(folder, shared=read_only, where=where)
         store = None
         try:
-            record = records.load(folder, generation)
+            record = records.load(folder)
             if record is None:
                 raise FileNotFoundError(
                     f"{where}: {folder} has no record: its creation did not end. Create it again."
@@ -177,8 +175,6 @@ class DiskStore:
                 folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=read_only
             )
             if not read_only:
-                if generation is not None:
-                    records.invalidate(folder, generation + 1)
                 records.settle(folder)
                 free = ((i, record.other(i)) for i in range(len(record.units)))
                 store._slots.preallocate(free, where=where)
