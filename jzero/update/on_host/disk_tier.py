@@ -51,9 +51,10 @@ class DiskTier(Store):
         Args:
           chain: the transformation.
           contents: the arrays of a unit, of what it keeps.
-          small: the leaves that are in no unit, None for the others.
+          small: all leaves, or None for those that are in a unit.
         """
         layout = FileLayout(chain)
+        small = [None if at in layout.filed else x for at, x in enumerate(small)]
         disk = DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options)
         try:
             with disk.begin() as step:
@@ -81,6 +82,7 @@ class DiskTier(Store):
                 f'jzero: Offload(tier="disk"): {disk.folder} is of generation 0: the run that made it ended before its '
                 "initial state was written. Nothing can be restored: remove the folder, and begin with jzero.shard."
             )
+        _agree(disk)
         small = unpacked(disk.extra, chain)
         return cls(chain, disk, layout, small), small
 
@@ -197,6 +199,20 @@ class DiskTier(Store):
             self._waiting = None
 
 
+def _agree(disk: DiskStore) -> None:
+    """All processes at one generation: each commits by itself, so that a kill may leave some of them one ahead."""
+    if jax.process_count() == 1:
+        return
+    found = multihost_utils.process_allgather(np.int32(disk.generation)).tolist()
+    if max(found) - min(found) > 1:
+        raise ValueError(
+            f'jzero: Offload(tier="disk"): the folders in {disk.folder.parent} are of generations {found}, process by '
+            "process, and no step of a run leaves them so. Restore a checkpoint into another folder."
+        )
+    if disk.generation > min(found):
+        disk.step_back()
+
+
 @jax.jit
 def _follow(param, master):
     return taken_over(param, master)
@@ -222,8 +238,8 @@ class FileLayout:
         self.held = [u for u in self.units.units if u.kept]
         self.files = [FileUnit(self._name(k, u), self._file_arrays(u)) for k, u in enumerate(self.held)]
         self._numbers = {self._key(u): k for k, u in enumerate(self.held)}
-        held = set(self.units.kept.values())
-        self.tiny = [at for at, k in enumerate(chain.kept) if k and at not in held]  # single values, in no unit
+        self.filed = set(self.units.kept.values())  # the leaves that are in units
+        self.tiny = [at for at, k in enumerate(chain.kept) if k and at not in self.filed]  # single values
         self.identity = {
             "params": [[x.name, list(x.shape), x.dtype.name] for x in plan.layouts],
             "devices": {k: int(v) for k, v in plan.mesh.shape.items()},
