@@ -243,6 +243,8 @@ def measured(config: Config, dtype: str) -> dict[str, list[float]]:
 def table(config: Config, dtype: str, seconds: dict[str, list[float]]) -> None:
     """Prints a row for each way."""
     width = 12 + jnp.dtype(dtype).itemsize
+    rows = zip(seconds["apply_gradients"], seconds["gradients"], strict=True)
+    seconds = seconds | {"apply_gradients - gradients": [a - g for a, g in rows]}
     print(
         f"\n{dtype}, {config.count / 1e6:.0f}M params in {len(config.shapes)} leaves, {config.devices} device(s)\n"
     )
