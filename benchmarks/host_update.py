@@ -4,6 +4,7 @@
     python benchmarks/host_update.py --torch-python ~/torch/bin/python  # beside torch, and DeepSpeed if it has it
     python benchmarks/host_update.py --folder /nvme/bench               # and with the state on a disk
     python benchmarks/host_update.py --params 1000 --devices 4 --dtypes bfloat16
+    python benchmarks/host_update.py --rss --params 500 --folder /nvme/bench   # resident memory of a run from the disk
 
 AdamW after `clip_by_global_norm`, on simulated CPU devices. Each round runs all ways in turn, so that other load
 on the machine meets all of them; the figures are medians. An update reads gradients, masters and two moments, and
@@ -58,6 +59,7 @@ class Config:
     torch_python: Annotated[str, tyro.conf.arg(help="an interpreter with torch")] = ""
     folder: Annotated[Path | None, tyro.conf.arg(help="on the disk; needs 24 bytes per param")] = None
     buffer_gib: float = 1
+    rss: Annotated[bool, tyro.conf.arg(help="resident memory of the disk tier, nothing else")] = False
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -241,6 +243,8 @@ def measured(config: Config, dtype: str) -> dict[str, list[float]]:
 def table(config: Config, dtype: str, seconds: dict[str, list[float]]) -> None:
     """Prints a row for each way."""
     width = 12 + jnp.dtype(dtype).itemsize
+    rows = zip(seconds["apply_gradients"], seconds["gradients"], strict=True)
+    seconds = seconds | {"apply_gradients - gradients": [a - g for a, g in rows]}
     print(
         f"\n{dtype}, {config.count / 1e6:.0f}M params in {len(config.shapes)} leaves, {config.devices} device(s)\n"
     )
@@ -259,10 +263,40 @@ def table(config: Config, dtype: str, seconds: dict[str, list[float]]) -> None:
         )
 
 
+def resident(field: str) -> int:
+    """`VmRSS` or, at most so far, `VmHWM`, in bytes."""
+    rows = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(rows[field].split()[0]) * 1024
+
+
+def print_resident(config: Config, dtype: str) -> None:
+    """Peaks of a run whose state is on the disk: while it is born, and while it trains."""
+    assert config.folder is not None
+    width, gib = jnp.dtype(dtype).itemsize, 2**30
+    buffer = int(config.buffer_gib * gib)
+    before = resident("VmRSS")
+    training = Training(
+        config, dtype, jzero.Offload(tier="disk", path=config.folder / dtype, buffer_bytes=buffer)
+    )
+    born = resident("VmHWM")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    for _ in range(3):
+        training.apply()
+    peak, own = resident("VmHWM"), width * config.count
+    print(
+        f"\n{dtype}, {config.count / 1e6:.0f}M params, {12 * config.count / 1e9:.1f} GB of state on the disk. Resident "
+        f"GiB: {before / gib:.2f} at the start, {born / gib:.2f} at most while born, {peak / gib:.2f} at most in three "
+        f"steps.\nParams and gradients {own / gib:.2f} each, buffer {buffer / gib:.2f}: {2 * own / gib:.2f} + "
+        f"{buffer / gib:.2f} + 1 = {(2 * own + buffer) / gib + 1:.2f}. Simulated devices are in the same memory: with "
+        f"the host's copies of gradients and the new params beside the old {(4 * own + buffer) / gib + 1:.2f}.",
+        flush=True,
+    )
+
+
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     jax.config.update("jax_num_cpu_devices", config.devices)
-    if not config.torch_python:
+    if not config.torch_python and not config.rss:
         print("torch and DeepSpeed are left out: pass --torch-python, an interpreter that has them")
     if config.folder is None:
         print("the disk is left out: pass --folder")
@@ -273,7 +307,10 @@ def main() -> None:
     )
     try:
         for dtype in config.dtypes:
-            table(config, dtype, measured(config, dtype))
+            if config.rss:
+                print_resident(config, dtype)
+            else:
+                table(config, dtype, measured(config, dtype))
     finally:
         if config.folder is not None:
             for dtype in config.dtypes:

@@ -6,6 +6,7 @@ size of the mesh axis that runs across the processes. The one pytest process of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -232,6 +233,8 @@ def outside(number, *, update="host", make=small, **fields):
             mine = state.opt_state.master.store.store.disk.folder
             found["folder"] = mine.name
             shutil.rmtree(mine)
+            with contextlib.suppress(OSError):  # the others have not ended
+                mine.parent.rmdir()
         return found
 
     return run

@@ -293,3 +293,21 @@ def test_generation_0_has_no_snapshot(tmp_path):
         with pytest.raises(ValueError, match="generation 0 has no contents"):
             store.snapshot(tmp_path / "snap")
         assert not (tmp_path / "snap").exists()
+
+
+@pytest.mark.unit
+def test_a_step_back(tmp_path):
+    """Where other processes have not committed the last step; the generation before that one is gone."""
+    with DiskStore.create(tmp_path / "state", UNITS, identity={}, buffer_bytes=BUFFER) as store:
+        for _ in range(3):
+            advance(store)
+        store.step_back()
+        assert store.generation == 2
+        check_whole(store)
+        with pytest.raises(DamagedStore, match="no whole record of the one before"):
+            store.step_back()
+    with opened(tmp_path / "state") as store:
+        assert store.generation == 2
+        check_whole(store)
+        advance(store)
+        check_whole(store)

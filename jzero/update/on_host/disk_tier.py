@@ -372,4 +372,4 @@ def _placed(x, spec, chain: Chain):
     return jax.device_put(x, chain.plan.sharding(spec))
 
 
-__all__ = ["DiskTier", "FileLayout", "packed", "unpacked"]
+__all__ = ["DiskTier", "FileLayout", "joined", "packed", "unpacked"]

@@ -13,6 +13,7 @@ backward pass. What is resolved for a checkpoint has waited for the thread, and 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +32,7 @@ from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
 from jzero.layout.specs import P
 from jzero.sharding import Plan
-from jzero.update.on_host.disk_tier import DiskTier
+from jzero.update.on_host.disk_tier import DiskTier, joined
 from jzero.update.on_host.handles import Handle, Held, held_in
 from jzero.update.on_host.store import Chain, Store, on_devices, on_host, param_on_host
 from jzero.update.padded_state import cut, pad
@@ -290,6 +291,8 @@ class Running:
                 small, tiny = end.value
                 break
             found.setdefault(i, []).append((moved(value, _on_plan(value, plan)), chunk))
+            if chunk is not None:
+                found[i] = _whole_once_complete(found[i], layouts[i], plan)
         for i, value in tiny.items():
             found[i] = [(moved(value, plan.sharding(layouts[i].state)), None)]
         news = landed(found, plan)
@@ -344,6 +347,14 @@ def _reduce(plan: Plan, layouts: tuple[Layout, ...]):
         return [pad(g, x.state_shape, x.state, plan) for g, x in zip(own, layouts, strict=True)]
 
     return jax.jit(reduce, out_shardings=[plan.sharding(x.state) for x in layouts])
+
+
+def _whole_once_complete(pieces: list[Any], x: Layout, plan: Plan) -> list[Any]:
+    """The chunks of a param, or all of it once they are there: both of all params at once would be twice as much."""
+    if sum(math.prod(chunk.shape) for _, chunk in pieces) < math.prod(pieces[0][1].view):
+        return pieces
+    leaf = jax.ShapeDtypeStruct(x.state_shape, x.dtype)
+    return [(joined(pieces, leaf, plan.sharding(x.state)), None)]
 
 
 def landed(found: dict[int, list[Any]], plan: Plan) -> list[Any]:
