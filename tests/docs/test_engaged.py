@@ -52,8 +52,8 @@ def test_numbers_in_the_text_are_in_the_tables():
 
 
 def test_every_kind_is_listed():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (yes|not looked for) \|$", TEXT, re.MULTILINE))
-    assert list(rows) == list(KINDS)
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (?:yes|no) \|$", TEXT, re.MULTILINE)
+    assert rows == list(KINDS)
 
 
 def test_an_output_too_many():
