@@ -177,7 +177,8 @@ def execute(page: Path, names: dict) -> tuple[int, list[Block], list[tuple[Block
             continue
         out = io.StringIO() if block.language == "python" else out
         with contextlib.redirect_stdout(out):
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
+            source = "\n" * (block.line - 1) + block.code
+            exec(compile(source, str(page), "exec", dont_inherit=True), names)
         ran += block.language == "python"
     return ran, left, printed
 
