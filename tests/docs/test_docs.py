@@ -31,7 +31,7 @@ RUNS = [
     "docs/checkpoints.md",
     "docs/proof.md",
     "docs/stages.md",
-    "docs/from_elsewhere.md",
+    "docs/from_deepspeed.md",
 )
 @pytest.mark.parametrize("name", RUNS)
 def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
