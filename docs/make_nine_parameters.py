@@ -198,7 +198,16 @@ def number(x: float | None) -> str:
 def step_table(reference, parts) -> str:
     """The step on one device."""
     columns = [elements(PARAMS), *parts, *(reference[k] for k in ("grad", "m", "v", "param"))]
-    header = ["value", "start", "gradient, device 0's part", "device 1's part", "sum", "m", "v", "after optax.adam"]
+    header = [
+        "value",
+        "start",
+        "gradient, device 0's part",
+        "device 1's part",
+        "sum",
+        "m",
+        "v",
+        "after optax.adam",
+    ]
     return table(header, [[e, *(number(c[e]) for c in columns)] for e in NAMES])
 
 
@@ -255,15 +264,15 @@ def layout_table(runs) -> str:
 
 
 def send_table(runs) -> str:
-    """What each device sends at each stage; stages that send the same together."""
+    """What a device sends at each stage; stages that send the same together."""
     rows = []
     for group, same in itertools.groupby(runs, sends):
         stages = [str(r.plan.config.stage) for r in same]
         name = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
         for what, op, values, each in group:
-            rows.append([name, what, op, *("all" if v == NAMES else " ".join(v) for v in values), each])
-        rows.append([name, "**sum**", "", "", "", total(group)])
-    return table(["", "what", "collective", "device 0 sends", "device 1 sends", "values each"], rows)
+            rows.append([name, what, op, "all" if values[0] == NAMES else " ".join(values[0]), each])
+        rows.append([name, "**sum**", "", "", total(group)])
+    return table(["", "what", "collective", "device 0 sends", "values"], rows)
 
 
 def total(rows) -> float:
@@ -289,22 +298,23 @@ def page(mesh: Mesh) -> str:
 
 <!-- Written by `python docs/make_nine_parameters.py`. Change that file, not this one. -->
 
-A model small enough to print: `W2 tanh(W1 x + b1) + b2` with W1 2x2, b1 2, W2 1x2 and b2 1, in fp32. Two devices share a batch of
-{examples} examples and take one step of `optax.adam({LEARNING_RATE})` on the mean squared error. What a device holds is read from
-its own buffers after the step.
+A model small enough to print: `W2 tanh(W1 x + b1) + b2` with W1 2x2, b1 2, W2 1x2 and b2 1, in fp32. Two devices
+share a batch of {examples} examples and take one step of `optax.adam({LEARNING_RATE})` on the mean squared error.
+What a device holds is read from its own buffers after the step.
 
 ## The step on one device
 
 {step_table(reference, runs[1].parts)}
 
-A device's part of the gradient comes from its own {own} examples. The parts add up to the gradient of the batch. m and v are Adam's
-two moments. With jzero, at stages 0 to 3, every param, gradient, m and v on either device equals the one here to {TOLERANCE:g} of
-its tensor's largest value. (An Adam without bias correction would move each param {longer} times as far: jzero runs optax's.)
+A device's part of the gradient comes from its own {own} examples. The parts add up to the gradient of the batch. m
+and v are Adam's two moments. With jzero, at stages 0 to 3, every param, gradient, m and v on either device equals
+the one here to {TOLERANCE:g} of its tensor's largest value. (An Adam without bias correction would move each param
+{longer} times as far.)
 
 ## What each device holds
 
-One copy of params, gradient, m and v is 4 x {PSI} = {4 * PSI} values. Values on both devices together, by stage; the integer that
-counts Adam's steps is left out:
+One copy of params, gradient, m and v is 4 x {PSI} = {4 * PSI} values. Values on both devices together, by stage;
+the integer that counts Adam's steps is left out:
 
 {count_table(runs)}
 
@@ -313,11 +323,12 @@ What a stage splits of a tensor lies like this:
 {layout_table(runs[1:])}
 
 - Stage 0 is plain data parallelism: 4 x {PSI} x {N} = {s0} values.
-- Whole tensors to ranks: each tensor's moments on one device. With a layer to each rank that is {2 * PSI} + 2 x {m0} = {p0} and
-  {2 * PSI} + 2 x {m1} = {p1}, {both} in all. The most even way gives {best[0]} and {best[1]}.
-- jzero splits every tensor on the first dim that {N} divides, so both devices hold the same. No split can share b2's one value: it
-  stays whole on both (`uneven="replicate"`), and `plan.describe()` says so. That costs {extra[0]}, {extra[1]} and {extra[2]} values at
-  stages 1, 2 and 3. So stage 1 keeps {s1} values where whole tensors keep {both}, but its fuller device has {s1 // N}, not {p0}.
+- Whole tensors to ranks: each tensor's moments on one device. With a layer to each rank that is {2 * PSI} + 2 x
+  {m0} = {p0} and {2 * PSI} + 2 x {m1} = {p1}, {both} in all. The most even way gives {best[0]} and {best[1]}.
+- jzero splits every tensor on the first dim that {N} divides, so both devices hold the same. No split can share
+  b2's one value: it stays whole on both (`uneven="replicate"`), and `plan.describe()` says so. That costs
+  {extra[0]}, {extra[1]} and {extra[2]} values at stages 1, 2 and 3. So stage 1 keeps {s1} values where whole
+  tensors keep {both}, but its fuller device has {s1 // N}, not {p0}.
 
 The page sets `min_shard_bytes=0`. It returns the gradient from the step, to look at it; a plain step drops it.
 
@@ -325,13 +336,13 @@ The page sets `min_shard_bytes=0`. It returns the gradient from the step, to loo
 
 {send_table(runs)}
 
-In a reduce-scatter a device sends its part of what the other one keeps. In an all-gather it sends what it keeps itself. An all-reduce
-is both, and half of the values cross each time. In general, each of N devices in a ring sends 2 (N-1)/N Psi at stages 0 to 2 and
-3 (N-1)/N Psi at stage 3, Psi values each. A central server would send (N-1) Psi.
+In a reduce-scatter a device sends its part of what the other one keeps. In an all-gather it sends what it keeps
+itself. An all-reduce is both, and half of the values cross each time. In a ring, each of N devices sends 2 (N-1)/N
+of Psi values at stages 0 to 2, and 3 (N-1)/N at stage 3. A central server would send (N-1) Psi.
 
-These are closed forms. For a model this small XLA differs by a few values: the loss is all-reduced too, the CPU backend all-reduces
-every gradient and slices it, and stage 3's backward pass needs W2 alone. In the program compiled here a device sends {ahead} values to
-gather weights forward and {back} backward, so {need:g} of the {closed:g} values are needed.
+These are closed forms. XLA differs by a few values: stage 3's backward pass needs W2 alone. In the program
+compiled here a device sends {ahead} values to gather weights forward and {back} backward, so {need:g} of the
+{closed:g} values are needed.
 """
 
 

@@ -132,7 +132,9 @@ def test_parts_of_the_gradient_add_up(runs):
 def without_bias_correction(grads: dict[str, float]) -> dict[str, float]:
     """The params after the first step of an Adam that takes m and v as they are."""
     start, m, v = nine.elements(nine.PARAMS), 1 - nine.B1, 1 - nine.B2
-    return {k: start[k] - nine.LEARNING_RATE * m * g / (math.sqrt(v * g * g) + nine.EPS) for k, g in grads.items()}
+    return {
+        k: start[k] - nine.LEARNING_RATE * m * g / (math.sqrt(v * g * g) + nine.EPS) for k, g in grads.items()
+    }
 
 
 def test_textbook_adam_differs_by_the_bias_correction():

@@ -1,0 +1,24 @@
+"""What pages presume (`<!-- setup: fp16 -->`): a small model in fp16."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+class Model(nn.Module):
+    """Two layers in fp16."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = partial(nn.Dense, dtype=jnp.float16, param_dtype=jnp.float16)
+        return dense(8)(nn.tanh(dense(64)(x))).astype(jnp.float32)
+
+
+model = Model()
+params = model.init(jax.random.key(0), jnp.ones((1, 16)))["params"]
+
+
+def loss_fn(params, batch):
+    return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
