@@ -155,7 +155,7 @@ def texts_of_the_code() -> list[str]:
 def test_messages_in_troubleshooting_are_those_of_the_code():
     page = (pages.ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     ours = page.split("## From JAX and XLA")[0]
-    quoted = re.findall(r"(?m)^\| `([^`]+)`", ours)
+    quoted = re.findall(r"(?m)^- `([^`]+)`", ours)
     assert len(quoted) >= 40
     texts = [" ".join(t.split(" ")) for t in texts_of_the_code()]
 
