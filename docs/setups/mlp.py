@@ -27,3 +27,21 @@ def loss_of(out, batch):
 def create_state():
     params = model.init(jax.random.key(0), example)["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def write_safetensors():
+    """The params in the files of another program: `model.safetensors` and its index, as torch lays them out."""
+    import json
+    from pathlib import Path
+
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    layers = jax.device_get(create_state().params)
+    tensors = {}
+    for name, layer in layers.items():
+        tensors[f"model.{name}.weight"] = np.ascontiguousarray(layer["kernel"].T)
+        tensors[f"model.{name}.bias"] = layer["bias"]
+    save_file(tensors, "model.safetensors")
+    index = json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")})
+    Path("model.safetensors.index.json").write_text(index)

@@ -28,3 +28,13 @@ def create_state():
 
 def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def train_step(state, batch):
+    tokens = batch["tokens"]
+
+    def loss_fn(params):
+        return cross_entropy(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
