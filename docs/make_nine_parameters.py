@@ -264,15 +264,12 @@ def layout_table(runs) -> str:
 
 
 def send_table(runs) -> str:
-    """What a device sends at each stage; stages that send the same together."""
-    rows = []
+    """Values that a device sends at each stage, by collective; stages that send the same together."""
+    rows, ops = [], ("all-reduce", "reduce-scatter", "all-gather")
     for group, same in itertools.groupby(runs, sends):
-        stages = [str(r.plan.config.stage) for r in same]
-        name = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
-        for what, op, values, each in group:
-            rows.append([name, what, op, "all" if values[0] == NAMES else " ".join(values[0]), each])
-        rows.append([name, "**sum**", "", "", total(group)])
-    return table(["", "what", "collective", "device 0 sends", "values"], rows)
+        stages = ", ".join(str(r.plan.config.stage) for r in same)
+        rows.append([stages, *(total(row for row in group if row[1] == op) for op in ops), total(group)])
+    return table(["stage", *ops, "sum"], rows)
 
 
 def total(rows) -> float:
@@ -336,8 +333,8 @@ The page sets `min_shard_bytes=0`. It returns the gradient from the step, to loo
 
 {send_table(runs)}
 
-In a reduce-scatter a device sends its part of what the other one keeps. In an all-gather it sends what it keeps
-itself. An all-reduce is both, and half of the values cross each time. In a ring, each of N devices sends 2 (N-1)/N
+Values, by collective. In a reduce-scatter a device sends its part of what the other one keeps. In an all-gather it
+sends what it keeps itself. An all-reduce is both, and half of the values cross each time. In a ring, each of N devices sends 2 (N-1)/N
 of Psi values at stages 0 to 2, and 3 (N-1)/N at stage 3. A central server would send (N-1) Psi.
 
 These are closed forms. XLA differs by a few values: stage 3's backward pass needs W2 alone. In the program

@@ -22,3 +22,12 @@ params = model.init(jax.random.key(0), jnp.ones((1, 16)))["params"]
 
 def loss_fn(params, batch):
     return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+
+def check(train_step, state, plan):
+    """Twenty steps lower the loss."""
+    batch = plan.place_batch({"x": jnp.ones((16, 16)), "y": jnp.zeros((16, 8))})
+    state, first = train_step(state, batch)
+    for _ in range(20):
+        state, last = train_step(state, batch)
+    assert last < first, (first, last)

@@ -30,7 +30,6 @@ RUNS = [
     "docs/index.md",
     "docs/checkpoints.md",
     "docs/proof.md",
-    "docs/stages.md",
     "docs/from_deepspeed.md",
 )
 @pytest.mark.parametrize("name", RUNS)
