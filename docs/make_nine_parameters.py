@@ -334,8 +334,9 @@ The page sets `min_shard_bytes=0`. It returns the gradient from the step, to loo
 {send_table(runs)}
 
 Values, by collective. In a reduce-scatter a device sends its part of what the other one keeps. In an all-gather it
-sends what it keeps itself. An all-reduce is both, and half of the values cross each time. In a ring, each of N devices sends 2 (N-1)/N
-of Psi values at stages 0 to 2, and 3 (N-1)/N at stage 3. A central server would send (N-1) Psi.
+sends what it keeps itself. An all-reduce is both, and half of the values cross each time.
+In a ring, each of N devices sends 2 (N-1)/N of Psi values at stages 0 to 2, and 3 (N-1)/N at stage 3. A central
+server would send (N-1) Psi.
 
 These are closed forms. XLA differs by a few values: stage 3's backward pass needs W2 alone. In the program
 compiled here a device sends {ahead} values to gather weights forward and {back} backward, so {need:g} of the
