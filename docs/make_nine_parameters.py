@@ -327,7 +327,7 @@ What a stage splits of a tensor lies like this:
   {extra[0]}, {extra[1]} and {extra[2]} values at stages 1, 2 and 3. So stage 1 keeps {s1} values where whole
   tensors keep {both}, but its fuller device has {s1 // N}, not {p0}.
 
-The page sets `min_shard_bytes=0`. It returns the gradient from the step, to look at it; a plain step drops it.
+The page sets `min_shard_bytes=0`, and returns the gradient from the step to look at it.
 
 ## What each device sends
 
