@@ -132,9 +132,9 @@ def fresh_held(wide: list, tx: Any) -> Any:
     return fresh_handles(wide, chain_of(unwrap(tx), tx.init.plan))
 
 
-def reopened_state(tx: Any) -> tuple[Any, list[Any]]:
-    """The state in the folder of an earlier run, and its params, None where they have no master."""
-    return reopened(chain_of(unwrap(tx), tx.init.plan))
+def reopened_state(tx: Any, snapshot: Any = None) -> tuple[Any, list[Any]]:
+    """The state in the folder of an earlier run, or of a snapshot, and its params, None where they have no master."""
+    return reopened(chain_of(unwrap(tx), tx.init.plan), snapshot)
 
 
 def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:

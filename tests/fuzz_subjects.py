@@ -213,6 +213,8 @@ def _checkpoints() -> list[Subject]:
         Subject("jzero.checkpoint.save_async", checkpoint.save_async,
                 {"path": "a", "state": state, "tx": None, "custom": None},
                 {"path": path, "state": "dict", "tx": "none", "custom": "any"}, **group),
+        Subject("jzero.checkpoint.snapshot", checkpoint.snapshot, {"path": "a", "state": state}, {"path": path},
+                **group),
         Subject("jzero.checkpoint.restore", checkpoint.restore,
                 {"path": saved, "like": state, "tx": None, "cast": False, "only": None},
                 {"path": path, "tx": "none", "cast": FLAG, "only": "none"}, **group),

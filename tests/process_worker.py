@@ -6,10 +6,13 @@ size of the mesh axis that runs across the processes. The one pytest process of 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
+import shutil
 import sys
+import tempfile
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,6 +30,7 @@ from restore_memory import resident
 
 import jzero
 from jzero.layout.placement import check_rows, check_same
+from jzero.update.on_host.disk import record
 
 STEPS, ROWS, LARGE = 4, 64, (2048, 16384)
 BOTH = ("replica", "data")
@@ -178,6 +182,73 @@ def hybrid(**fields):
         return plain(jzero.shard(small, mesh=mesh, min_shard_bytes=0, **fields))
 
     return run
+
+
+def folder_of(name: str) -> pathlib.Path:
+    """A new folder, the same one in all processes."""
+    if jax.process_count() == 1:
+        return pathlib.Path(tempfile.mkdtemp()) / name
+    return pathlib.Path(tempfile.gettempdir()) / f"jzero-process-worker-{sys.argv[3]}-{name}"
+
+
+@functools.cache
+def gradients_of(plan):
+    """What leaves the compiled program where the update runs outside."""
+
+    def gradients(state, batch):
+        return jax.value_and_grad(lambda p: models.loss_of(state.apply_fn, p, batch))(state.params)
+
+    return jax.jit(gradients)
+
+
+def outside(number, *, update="host", make=small, **fields):
+    """The update on the host, or in files: after two steps the run ends, and one process has not committed the last."""
+
+    def run(hosts):
+        more = {"tier": "disk", "path": folder_of(f"{update}-{number}")} if update == "disk" else {"update": update}
+        fields_of = fields | {"mesh": mesh_of(hosts), "stage": number, "min_shard_bytes": 0}
+        fields_of["offload"] = jzero.Offload(**more)
+        state, losses, at = jzero.shard(make, **fields_of), [], 0
+        plan, said, ended = jzero.plan_of(state), "", False
+        while at < STEPS:
+            loss, grads = gradients_of(plan)(state, place(plan, batch(at)))
+            state, at = state.apply_gradients(grads=grads), at + 1
+            losses[at - 1 :] = [float(loss)]
+            if at == 2 and update == "disk" and not ended:
+                tier, ended = state.opt_state.master.store.store, True
+                like, said = jzero.abstract(make, **fields_of), other_number(more["path"], make, fields_of)
+                del state
+                tier.close()
+                if jax.process_index() == jax.process_count() - 1 > 0:
+                    record.invalidate(tier.disk.folder, tier.disk.generation)
+                state = jzero.checkpoint.restore(more["path"], like)
+                at = int(state.step)
+                assert at == (1 if jax.process_count() > 1 else 2)
+                plan = jzero.plan_of(state)
+        arrays = state.opt_state.master.store.store.leaves()
+        whole = [*jax.tree.leaves(state.opt_state), *(x for x in arrays if x is not None)]
+        found = result(plan, losses, state.params, whole, said=said)
+        if update == "disk":
+            mine = state.opt_state.master.store.store.disk.folder
+            found["folder"] = mine.name
+            shutil.rmtree(mine)
+        return found
+
+    return run
+
+
+def other_number(path, make, fields) -> str:
+    """What is said where another number of processes wrote a folder."""
+    copy = path.with_name(f"{path.name}-other-{jax.process_index()}")
+    (copy / "process-00000-of-00007").mkdir(parents=True)
+    like = jzero.abstract(make, **fields | {"offload": jzero.Offload(tier="disk", path=copy)})
+    try:
+        jzero.checkpoint.restore(copy, like)
+    except ValueError as error:
+        return str(error)
+    finally:
+        shutil.rmtree(copy)
+    return ""
 
 
 def laid_out_again(hosts):
@@ -419,6 +490,9 @@ CASES = {
     "offload, existing": stage(2, existing=True, offload="host"),
     "moments in 16 bits": stage(2, moment_dtype="bfloat16"),
     "overflow": overflow,
+    "outside, host": outside(2),
+    "outside, host, stage 3": outside(3, make=odd_state),
+    "outside, disk": outside(2, update="disk"),
     "remat": rematerialised(partition="model"),
     "remat, offload": rematerialised(offload="host"),
 }
@@ -427,14 +501,14 @@ CASES = {
 SKIPPED_BY_FOUR = {  # processes, but in the long run: four compile everything four times
     "stage 1", "random", "stage 3, existing", "odd, stage 1", "odd, stage 2, existing", "odd, stage 3",
     "accumulate, microbatch", "NNX, stage 2, existing", "laid out again", "HSDP, stage 2", "all at once",
-    "optax, stage 1", "offload, existing", "remat",
+    "optax, stage 1", "offload, existing", "remat", "outside, host, stage 3",
 }  # fmt: skip
 
 
 def cases_of(count: int, part: str = "first") -> list[str]:
     """The cases that `count` processes run: "default", the few of the default tier; "first"; "rest", all others."""
     if part == "default":
-        return ["stage 2", "stage 3", "accumulate, step", "HSDP, stage 2"]
+        return ["stage 2", "stage 3", "accumulate, step", "HSDP, stage 2", "outside, disk"]
     return [name for name in CASES if (count < 4 or name not in SKIPPED_BY_FOUR) == (part == "first")]
 
 

@@ -60,6 +60,12 @@ def test_equals_one_process(case, count, part):
         assert worker["params"] == found[0]["params"]  # to the bit
     if case.startswith("offload"):
         assert one["kinds"] == ["device", "pinned_host"]
+    if case.startswith("outside"):  # the numbers of the update in the program
+        inside = reference("stage 2" if "3" not in case else "odd, stage 3", count)
+        np.testing.assert_allclose(one["losses"], inside["losses"], rtol=1e-6)
+    if case == "outside, disk":
+        assert [w["folder"] for w in found] == [f"process-{i:05}-of-{count:05}" for i in range(count)]
+        assert all(f"holds the state of 7 processes, and this run has {count}" in w["said"] for w in found)
     if case == "overflow":  # of one example, on the last process
         assert [w["moved"] for w in found] == [[True, False, True, True]] * count
         assert [w["scale"] for w in found] == [[512.0, 1]] * count

@@ -13,6 +13,7 @@ What always holds
   A checkpoint is there as a whole or not at all. Nothing that exists is changed before what replaces it is on the disk.
 """
 
+from jzero.checkpoint.disk_state import snapshot
 from jzero.checkpoint.exporting import export
 from jzero.checkpoint.lock import FolderInUse
 from jzero.checkpoint.pretrained import load_safetensors
@@ -31,5 +32,6 @@ __all__ = [
     "restore",
     "save",
     "save_async",
+    "snapshot",
     "verify",
 ]

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero.checkpoint import store
 from jzero.core.errors import listing
-from jzero.flax.adapters import Parts
+from jzero.flax.adapters import Parts, is_pair
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.placement import put
 from jzero.layout.specs import P
 from jzero.optim import is_wrapped, reopened_state
+from jzero.update.on_host.handles import held_in
 
 
 def is_folder(path: Path) -> bool:
@@ -21,22 +23,60 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() and any(path.glob("process-*-of-*"))
 
 
+def snapshot(path: Any, state: Any) -> Path:
+    """Copies the files of a state with `Offload(tier="disk")`, for no bytes where the file system can.
+
+    A reflink (XFS, Btrfs), else a hard link, else a copy of one slot (another disk). A hard link costs the bytes of a
+    slot once the run writes there: the files of the run are new ones then.
+
+    Args:
+      path: a folder that does not exist, best on the same file system; each process makes its own folder in it.
+      state: a TrainState or an NNX pair.
+
+    Returns:
+      The absolute path. `jzero.checkpoint.restore(path, like)` goes on from it in the folder that `like` names: on the
+      same mesh, and as many processes. It holds optimizer state, masters and the step; `like` brings what else there is
+      (batch statistics, an EMA). `jzero.checkpoint.save` writes a state for any layout, through the memory of the host.
+
+    Raises:
+      TypeError: a state without files.
+      ValueError: there is something at `path`, or a state that is not the last one.
+      OSError: the disk is full or cannot be written.
+    """
+    where = "jzero.checkpoint.snapshot"
+    path = store.absolute(path, where)
+    opt_state = state[1].opt_state if is_pair(state) else getattr(state, "opt_state", None)
+    held = held_in(opt_state)
+    running = None if held is None else held.store
+    if held is None or running is None or running.place != "disk":
+        raise TypeError(
+            f'{where}: {type(state).__name__} has no files: its plan has no Offload(tier="disk"). Save it with '
+            "jzero.checkpoint.save(path, state)."
+        )
+    running.check(held)
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"{where}: {path} exists and is not replaced. Pass another folder, one per step.")
+    running.snapshot(path)
+    return path
+
+
 def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
     """The parts of a state whose optimizer state stays in its files, at the last generation that is whole.
 
     Args:
-      path: the folder.
-      parts: of a state with a plan whose path it is; nothing but its rest (batch statistics, an EMA) is used.
+      path: the folder, or a snapshot of one.
+      parts: of a state with a plan whose path it is, or which has no files yet; nothing but its rest (batch
+        statistics, an EMA) is used.
       where: the caller, for errors.
 
     Raises:
       ValueError: another plan; a rest without values.
     """
     tier = parts.tx.init.plan.config.tier if is_wrapped(parts.tx) else None
-    if tier is None or tier.tier != "disk" or Path(tier.path).absolute() != path:
+    if tier is None or tier.tier != "disk":
         raise ValueError(
             f'{where}: {path} holds the masters and moments of a run with Offload(tier="disk"), and a run goes on with '
-            f"them where they are: like = jzero.abstract(create, ..., offload=jzero.Offload(tier='disk', "
+            f"them in such files: like = jzero.abstract(create, ..., offload=jzero.Offload(tier='disk', "
             f"path={str(path)!r})). From there jzero.shard(state, ...) lays it out in any other way."
         )
     named = jax.tree_util.tree_leaves_with_path(parts.rest)
@@ -46,7 +86,8 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
             f"{where}: {path} has the optimizer's state, and masters for the params; these fields of the state are not "
             f"in it:\n{listing(missing)}\nGive them values in `like`, from a checkpoint of jzero.checkpoint.save."
         )
-    opt_state, news = reopened_state(parts.tx)
+    elsewhere = Path(tier.path).absolute() != path
+    opt_state, news = reopened_state(parts.tx, path if elsewhere else None)
     olds, tree = jax.tree.flatten(parts.params)
     frozen = [x.name for n, o, x in zip(news, olds, parts.tx.init.plan.layouts, strict=True)
               if n is None and isinstance(o, jax.ShapeDtypeStruct)]  # fmt: skip

@@ -18,10 +18,12 @@ class Placement:
     Attributes:
       sharding: its layout in host memory; None: device memory, in any layout.
       replaces: of a result, the argument whose buffer it takes; None: a new one.
+      itemsize: bytes that an element counts at least, so that arrays of narrower dtypes are cut as wide ones.
     """
 
     sharding: NamedSharding | None = None
     replaces: int | None = None
+    itemsize: int = 0
 
     @property
     def on_device(self) -> NamedSharding:
@@ -53,7 +55,8 @@ class Placement:
         """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""
         if self.sharding is None:
             return 0
-        return -(-aval.size // shard_factor(self.sharding.spec, self._mesh)) * aval.dtype.itemsize
+        values = -(-aval.size // shard_factor(self.sharding.spec, self._mesh))
+        return values * max(aval.dtype.itemsize, self.itemsize)
 
     def divides(self, shape: Sequence[int]) -> bool:
         """The layout cuts an array of this shape into equal pieces."""

@@ -72,6 +72,9 @@ class Schedule:
       groups: of the results that live in host memory or read what does.
       scalars: groups of the single numbers that they need from host memory; these run first.
       excess: what needs more than the bound.
+
+    Args:
+      most: groups at most, where one program has all of them.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Schedule:
         placements: Sequence[Placement],
         out_placements: Sequence[Placement],
         in_flight_bytes: int,
+        most: int | None = MOST,
     ):
         self.graph, self.out_placements, self.in_flight_bytes = graph, out_placements, in_flight_bytes
         self.made = dict(zip(graph.outs, out_placements, strict=True))
@@ -89,7 +93,7 @@ class Schedule:
         self.reads = graph.reads(hosted)
         self.excess: list[Excess] = []
         components = list(self.components())
-        self._check_count(components)
+        self._check_count(components, most)
         self.first = self._first(components)
         self.resident = frozenset(s for group in self.first for s in group.sources)
         if self.first:
@@ -132,14 +136,14 @@ class Schedule:
             written += share * sum(h.shard_bytes(self.graph.avals[v]) for h, v in rows)
         return round(fetched), round(written)
 
-    def _check_count(self, components: list[tuple[int, ...]]) -> None:
+    def _check_count(self, components: list[tuple[int, ...]], most: int | None) -> None:
         """Raises ValueError where the bound is so small that XLA would not come to an end."""
         total = sum(self.bytes_of(values, self.sources_of(values)) for values in components)
-        if total > MOST * self.limit:
+        if most is not None and total > most * self.limit:
             raise ValueError(
                 f"Offload(in_flight_bytes={self.in_flight_bytes}): {human_bytes(total)} of state on a device would be "
-                f"divided into {total // self.limit} groups; XLA takes too long to compile more than {MOST}. "
-                f"Take at least {ALIVE * -(-total // MOST)}, or leave it out: a 64th of the state."
+                f"divided into {total // self.limit} groups; XLA takes too long to compile more than {most}. "
+                f"Take at least {ALIVE * -(-total // most)}, or leave it out: a 64th of the state."
             )
 
     def _first(self, components: list[tuple[int, ...]]) -> list[Group]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from models import batch, create_state, max_error
 
 import jzero
+from jzero.update.on_host.disk.step import DiskStep
 
 SMALL = 64 * 1024  # bytes: leaves are cut into chunks
 
@@ -72,6 +74,23 @@ def test_any_chain_through_a_small_buffer(tmp_path, name, devices):
     store = state.master.store.store.disk
     assert mixes or len(store.units) >= 4
     assert max(u.nbytes for u in store.units) <= buffer_bytes / 4
+
+
+def test_sums_of_micro_batches_fit_the_same_files(tmp_path):
+    """Gradients in fp32 of params in bf16: units are cut alike, in one file and in chunks."""
+    params = {"a": jnp.ones((512, 256), jnp.bfloat16), "b": jnp.ones((64, 64), jnp.bfloat16)}
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), params)
+    tx = optax.adam(1e-2)
+    plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=host.HOST)
+    wrapped = jzero.zero(tx, plan)
+    want, _ = wrapped.update(grads, wrapped.init(plan.place(params)), params)
+    for buffer_bytes in (2**21, 2**24):
+        offload = disk(tmp_path / str(buffer_bytes), buffer_bytes)
+        plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=offload)
+        wrapped = jzero.zero(tx, plan)
+        got, _ = wrapped.update(grads, wrapped.init(plan.place(params)), params)
+        assert max_error(optax.apply_updates(params, got), optax.apply_updates(params, want)) == 0
 
 
 def test_a_run_goes_on_from_its_folder(tmp_path):
@@ -131,6 +150,28 @@ def test_checkpoints_to_and_from_files(tmp_path):
     assert max_error(jax.device_get(whole.opt_state), jax.device_get(back.opt_state)) == 0
 
 
+def test_a_snapshot_is_gone_on_from_in_another_folder(tmp_path):
+    """The run that it is of goes on beside it, and changes nothing of it."""
+    fields = {"stage": 2, "min_shard_bytes": 0}
+    create = functools.partial(create_state, dtype=jnp.bfloat16)
+    state = host.steps(jzero.shard(create, **fields, offload=disk(tmp_path / "a", delay=1)), 2)
+    path = jzero.checkpoint.snapshot(tmp_path / "snap", state)
+    later = host.steps(state, 2)
+    found = []
+    for name in "bc":
+        again = jzero.checkpoint.restore(path, jzero.abstract(create, **fields, offload=disk(tmp_path / name)))
+        assert int(again.step) == 2
+        found.append(host.steps(again, 2).params)
+    assert max_error(*found) == 0
+    with pytest.raises(ValueError, match="not replaced"):
+        jzero.checkpoint.snapshot(path, later)
+    with pytest.raises(ValueError, match="of generation 2, and"):
+        jzero.checkpoint.snapshot(tmp_path / "old", state)
+    with pytest.raises(TypeError, match="has no files"):
+        jzero.checkpoint.snapshot(tmp_path / "none", jzero.shard(create, **fields))
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):
     create, fields = functools.partial(create_state, tx=optax.adam(1e-2)), {"stage": 2, "min_shard_bytes": 0}
     offload = disk(tmp_path / "s")
@@ -150,6 +191,29 @@ def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):
         jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields, mesh=few, offload=offload))
     kept = jzero.checkpoint.restore(tmp_path / "s", like)
     assert int(kept.step) == 0
+
+
+@pytest.mark.parametrize("ended", ["by an error", "by a kill"])
+def test_a_run_that_ended_before_its_state_was_born(tmp_path, monkeypatch, ended):
+    create, fields = create_state, {"stage": 2, "min_shard_bytes": 0, "offload": disk(tmp_path / "s")}
+    folder = tmp_path / "s" / "process-00000-of-00001"
+
+    def commit(self, *_):
+        if ended == "by a kill":
+            shutil.copytree(folder, tmp_path / "left")
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskStep, "commit", commit)
+        with pytest.raises(OSError, match="the disk is full"):
+            jzero.shard(create, **fields)
+    assert not folder.exists()
+    if ended == "by a kill":
+        shutil.copytree(tmp_path / "left", folder)
+        with pytest.raises(FileNotFoundError, match="Nothing can be restored: remove the folder"):
+            jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields))
+        shutil.rmtree(folder)
+    assert int(jzero.shard(create, **fields).opt_state.master.generation) == 0
 
 
 def test_a_buffer_that_is_too_small_says_so_before_anything_is_written(tmp_path):

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jzero.stream.schedule import Group
 from jzero.update.on_host.disk import DiskStore, FileUnit
@@ -48,23 +51,48 @@ class DiskTier(Store):
         Args:
           chain: the transformation.
           contents: the arrays of a unit, of what it keeps.
-          small: the leaves that are in no unit, None for the others.
+          small: all leaves, or None for those that are in a unit.
         """
         layout = FileLayout(chain)
+        small = [None if at in layout.filed else x for at, x in enumerate(small)]
         disk = DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options)
-        with disk.begin() as step:
-            for file, unit in enumerate(layout.held):
-                step.write(file, layout.pieces(unit, contents(layout.units, unit)))
-            step.commit(packed(small))
+        try:
+            with disk.begin() as step:
+                for file, unit in enumerate(layout.held):
+                    step.write(file, layout.pieces(unit, contents(layout.units, unit)))
+                step.commit(packed(small))
+        except BaseException:
+            disk.close()
+            shutil.rmtree(disk.folder, ignore_errors=True)  # it has no contents
+            raise
         return cls(chain, disk, layout, small)
 
     @classmethod
     def open(cls, chain: Chain) -> tuple[DiskTier, list[Any]]:
-        """The folder of an earlier run, and the small leaves that belong to its generation."""
+        """The folder of an earlier run, and the small leaves that belong to its generation.
+
+        Raises:
+          FileNotFoundError: the run ended before its first generation was whole.
+        """
         layout = FileLayout(chain)
         disk = DiskStore.open(layout.path, layout.files, identity=layout.identity, **layout.options)
+        if disk.generation == 0:
+            disk.close()
+            raise FileNotFoundError(
+                f'jzero: Offload(tier="disk"): {disk.folder} is of generation 0: the run that made it ended before its '
+                "initial state was written. Nothing can be restored: remove the folder, and begin with jzero.shard."
+            )
+        _agree(disk)
         small = unpacked(disk.extra, chain)
         return cls(chain, disk, layout, small), small
+
+    @classmethod
+    def copy(cls, chain: Chain, source: Path) -> None:
+        """Makes the folder of `chain` from a snapshot of one, without a copy of bytes where the file system can."""
+        layout = FileLayout(chain)
+        given: dict[str, Any] = {"identity": layout.identity, **layout.options, "read_only": True}
+        with DiskStore.open(source, layout.files, **given) as disk:
+            disk.snapshot(layout.path)
 
     def close(self) -> None:
         """Gives the folder up."""
@@ -171,6 +199,20 @@ class DiskTier(Store):
             self._waiting = None
 
 
+def _agree(disk: DiskStore) -> None:
+    """All processes at one generation: each commits by itself, so that a kill may leave some of them one ahead."""
+    if jax.process_count() == 1:
+        return
+    found = multihost_utils.process_allgather(np.int32(disk.generation)).tolist()
+    if max(found) - min(found) > 1:
+        raise ValueError(
+            f'jzero: Offload(tier="disk"): the folders in {disk.folder.parent} are of generations {found}, process by '
+            "process, and no step of a run leaves them so. Restore a checkpoint into another folder."
+        )
+    if disk.generation > min(found):
+        disk.step_back()
+
+
 @jax.jit
 def _follow(param, master):
     return taken_over(param, master)
@@ -196,8 +238,8 @@ class FileLayout:
         self.held = [u for u in self.units.units if u.kept]
         self.files = [FileUnit(self._name(k, u), self._file_arrays(u)) for k, u in enumerate(self.held)]
         self._numbers = {self._key(u): k for k, u in enumerate(self.held)}
-        held = set(self.units.kept.values())
-        self.tiny = [at for at, k in enumerate(chain.kept) if k and at not in held]  # single values, in no unit
+        self.filed = set(self.units.kept.values())  # the leaves that are in units
+        self.tiny = [at for at, k in enumerate(chain.kept) if k and at not in self.filed]  # single values
         self.identity = {
             "params": [[x.name, list(x.shape), x.dtype.name] for x in plan.layouts],
             "devices": {k: int(v) for k, v in plan.mesh.shape.items()},
@@ -218,8 +260,8 @@ class FileLayout:
 
         if cuts(units) != cuts(self.units):
             raise ValueError(
-                "jzero: with these gradients the update is cut into other units than the files hold. Pass gradients in "
-                "the dtypes of their params, and no keyword arguments that change what is computed together."
+                "jzero: with these gradients the update is cut into other units than the files hold. Pass gradients of "
+                "all params, of at most 32 bits, and no keyword arguments that change what is computed together."
             )
 
     def _name(self, k: int, unit: Unit) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -92,7 +93,8 @@ class Chain:
         ]
         args, tree = jax.tree.flatten((params, list(grads), self.leaves, extra))
         lies = [self._lies(x, layout.state) for x, layout in zip(params, layouts, strict=True) if x is not None]
-        lies += [self._lies(g, x.state) for g, x in zip(grads, layouts, strict=True) if g is not None]
+        wide = jnp.dtype("float32").itemsize  # sums of micro-batches are cut as gradients of the params' dtype are
+        lies += [self._lies(g, x.state, wide) for g, x in zip(grads, layouts, strict=True) if g is not None]
         before = len(lies)
         rows = zip(self.leaves, self.specs, self.kept, strict=True)
         lies += [self._lies(x, spec) if kept else DEVICE for x, spec, kept in rows]
@@ -146,8 +148,8 @@ class Chain:
         out_lies = [self._lies(x, spec) if kept else DEVICE for x, spec, kept in rows]
         return Units(fn, wide, lies, lambda: out_lies, {}, home.sharding(P()))
 
-    def _lies(self, x: Any, spec) -> Placement:
-        return DEVICE if x.size <= 1 else Placement(self.plan.home.sharding(spec))
+    def _lies(self, x: Any, spec, itemsize: int = 0) -> Placement:
+        return DEVICE if x.size <= 1 else Placement(self.plan.home.sharding(spec), itemsize=itemsize)
 
     def _updated(self, params: list, grads: list, leaves: list, extra) -> tuple[list, list]:
         """New params as they are stored on shards, and the new leaves of the state."""

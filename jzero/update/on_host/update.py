@@ -16,11 +16,13 @@ import functools
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jzero.comm import comm_of
 from jzero.core.jaxprs import is_tracer
@@ -116,8 +118,10 @@ def fresh_handles(wide: Sequence[Any], chain: Chain) -> ZeroState:
     ], running)  # fmt: skip
 
 
-def reopened(chain: Chain) -> tuple[ZeroState, list[Any]]:
-    """The state in the files of an earlier run, and the params, None where they have no master."""
+def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, list[Any]]:
+    """The state in the files of an earlier run, or of a snapshot, and the params, None where they have no master."""
+    if snapshot is not None:
+        DiskTier.copy(chain, snapshot)
     tier, small = DiskTier.open(chain)
     own = [None if k else x for k, x in zip(chain.kept, small, strict=True)]
     found: dict[int, list[Any]] = {}
@@ -233,6 +237,9 @@ class Running:
             assert self._thread is not None
             changed = self._changed(params)
             done = self._pending.result() if self._pending is not None else ([None] * len(params), None)
+            if self.chain.plan.config.in_files and jax.process_count() > 1:
+                # a process that is a commit behind the others needs the generation that they would overwrite now
+                multihost_utils.sync_global_devices("jzero: the last update is in the files of all processes")
             news, small = [None if c else n for n, c in zip(done[0], changed, strict=True)], done[1]
             own = leaves if small is None else [x for x in small if x is not None]
             self._pending = self._thread.submit(self._step, list(grads), own, list(params), changed, extra)
@@ -245,6 +252,13 @@ class Running:
         inner = tree.unflatten([x if isinstance(x, Handle) else next(mine) for x in handles])
         number = jax.device_put(jnp.int32(self.generation), self.chain.plan.sharding(P()))
         return news, ZeroState(inner, Held(number, held.masters, held.total, self))
+
+    def snapshot(self, path: Any) -> str:
+        """A copy of the files, once the update that is under way is in them; how it was made."""
+        if self._pending is not None:
+            self._pending.result()
+        self.store.check_whole()
+        return self.store.disk.snapshot(path)
 
     def settled(self, params: Any) -> tuple[Any, list | None]:
         """Waits for an update that is under way: params that belong to the masters, and the small leaves."""

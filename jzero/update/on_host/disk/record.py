@@ -165,6 +165,13 @@ def load(folder: Path) -> Record | None:
     return max(whole, key=lambda r: r.generation, default=None)
 
 
+def at(folder: Path, generation: int) -> Record | None:
+    """The record of one generation; None where it is not there, or not whole."""
+    file = file_of(folder, generation)
+    found = Record.decode(file.read_bytes(), file=file) if file.exists() else None
+    return found if found is not None and found.generation == generation else None
+
+
 def plain(identity: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """An identity as JSON gives it back; raises TypeError for what is no JSON."""
     try:

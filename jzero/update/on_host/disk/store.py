@@ -18,6 +18,7 @@ from jzero.update.on_host.disk.lock import FolderLock
 from jzero.update.on_host.disk.record import Record
 from jzero.update.on_host.disk.slots import Slots
 from jzero.update.on_host.disk.step import DiskStep
+from jzero.update.on_host.disk.transfers import DamagedStore
 from jzero.update.on_host.disk.units import FileUnit
 
 WHERE = "jzero.update.on_host.disk.DiskStore"
@@ -250,6 +251,25 @@ class DiskStore:
         folders.make(Path(dest), where=where)
         files = (self._slots.file(i, s) for i, s in enumerate(self._record.slots))
         return snapshots.take(self._record, files, folder)
+
+    def step_back(self) -> None:
+        """Gives the last generation up for the one before: other processes have not committed it.
+
+        Its units are there until the next step writes.
+
+        Raises:
+          DamagedStore: it is not there, or not whole.
+          RuntimeError: while a step is open, or after `close`.
+        """
+        self._check_idle("step_back")
+        before = records.at(self.folder, self.generation - 1)
+        if before is None:
+            raise DamagedStore(
+                f"{WHERE}.step_back: {self.folder} is of generation {self.generation}, and has no whole record of the "
+                "one before. Go back to a snapshot or to a checkpoint, and remove the folder."
+            )
+        records.invalidate(self.folder, self.generation)
+        self._record = before
 
     def close(self) -> None:
         """Abandons an open step, ends the threads and gives the lock up; the second time it does nothing."""
