@@ -19,7 +19,7 @@ PURPOSE = {
     "optim": "zero(tx, plan): the optax transformation",
     "deepspeed": "a ds_config.json as settings of jzero",
     "gradients": "value_and_grad: micro-batches, loss scale",
-    "update": "one update on shards: masters, moments, new params",
+    "update": "one update on shards, in the program or on the host",
     "offload": "which state lives in host memory, and whether it fits",
     "stream": "host arrays through the device in bounded pieces",
     "activations": "remat: what a block keeps",
@@ -28,7 +28,6 @@ PURPOSE = {
     "sharding": "Plan: where every leaf lives",
     "layout": "shapes to PartitionSpecs; meshes; placement",
     "config": "ZeroConfig; the table of stages",
-    "disk": "units on a local disk, a whole generation always",
     "core": "jaxprs, JAX's internals, errors",
 }
 WAYS = {

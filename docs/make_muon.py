@@ -1,4 +1,4 @@
-"""Train train/gpt.py with AdamW and with Muon, and print the table of docs/muon.md. No GPU is needed.
+"""Train train/gpt.py with AdamW and with Muon, and print their losses. No GPU is needed.
 
     python docs/make_muon.py --out /tmp/muon.jsonl             # 14 runs of 300 steps: 8 minutes on two busy cores
     python docs/make_muon.py --out /tmp/muon.jsonl --steps 50

@@ -94,12 +94,6 @@ def buffers(array, device):
     return [(s.index, s.data) for s in array.addressable_shards if s.device == device]
 
 
-def without_bias_correction(grads: dict[str, float]) -> dict[str, float]:
-    """The params after the first step of an Adam that takes m and v as they are."""
-    start, m, v = elements(PARAMS), (1 - B1), (1 - B2)
-    return {k: start[k] - LEARNING_RATE * m * g / (math.sqrt(v * g * g) + EPS) for k, g in grads.items()}
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One step at one stage.
@@ -203,78 +197,84 @@ def number(x: float | None) -> str:
 
 def step_table(reference, parts) -> str:
     """The step on one device."""
-    start, other = elements(PARAMS), without_bias_correction(reference["grad"])
-    columns = [start, *parts, *(reference[k] for k in ("grad", "m", "v", "param")), other]
-    header = ["value", "start", "gradient, device 0's part", "device 1's part", "sum", "m", "v"]
-    return table([*header, "after optax.adam", "without bias correction"],
-                 [[e, *(number(c[e]) for c in columns)] for e in NAMES])  # fmt: skip
+    columns = [elements(PARAMS), *parts, *(reference[k] for k in ("grad", "m", "v", "param"))]
+    header = [
+        "value",
+        "start",
+        "gradient, device 0's part",
+        "device 1's part",
+        "sum",
+        "m",
+        "v",
+        "after optax.adam",
+    ]
+    return table(header, [[e, *(number(c[e]) for c in columns)] for e in NAMES])
 
 
-def held_table(r: Run) -> str:
-    """What stands in the buffers of each device."""
-    columns = [h[k] for h in r.held for k in KINDS]
-    rows = [[e, *(number(c.get(e)) for c in columns)] for e in NAMES]
-    header = ["value", *(f"{d}: {k}" for d in range(len(r.held)) for k in KINDS)]
-    return table(header, [*rows, ["values held", *(len(c) for c in columns)]])
+def owners(runs) -> dict[str, str]:
+    """For each value the devices that hold what a stage splits of it: the same at stages 1 to 3, in every split kind.
+
+    Raises:
+      ValueError: the buffers of two stages, or of two kinds, differ in it.
+    """
+    found = {}
+    for e in NAMES:
+        held = {
+            tuple(d for d in range(N) if e in r.held[d][kind])
+            for r in runs
+            for kind, split in zip(KINDS, _split(r), strict=True)
+            if split
+        }
+        if len(held) > 1:
+            raise ValueError(f"{e} is held differently: {held}")
+        found[e] = " and ".join(map(str, held.pop()))
+    return found
+
+
+def _split(r: Run) -> tuple[bool, ...]:
+    """Which of `KINDS` the stage splits."""
+    row = r.plan.config.row
+    return row.params, row.grads, row.state, row.state
 
 
 def count_table(runs) -> str:
     """Values kept on the two devices together, by kind, and on each."""
     pair, rows = whole_tensors(OWNER), []
     for r in runs:
-        row, (one, two) = r.plan.config.row, (list(r.counts(d).values()) for d in range(N))
+        one, two = (list(r.counts(d).values()) for d in range(N))
         kinds = [a + b for a, b in zip(one, two, strict=True)]
-        ideal = PSI * sum(1 if split else N for split in (row.params, row.grads, row.state, row.state))
-        both, plan = f"**{sum(kinds)}**", N * sum(planned(r.plan).values())
-        rows.append([f"stage {r.plan.config.stage}", *kinds, sum(one), sum(two), both, plan, ideal])
+        rows.append([f"stage {r.plan.config.stage}", *kinds, sum(one), sum(two), f"**{sum(kinds)}**"])
     moments = sum(pair) // 2 - 2 * PSI
-    whole = ["whole tensors to ranks", 2 * PSI, 2 * PSI, moments, moments, *pair, f"**{sum(pair)}**", "", ""]
+    whole = ["whole tensors to ranks", 2 * PSI, 2 * PSI, moments, moments, *pair, f"**{sum(pair)}**"]
     header = ["", "params", "gradients", "m", "v", "device 0", "device 1", "both"]
-    return table([*header, "both, by the plan", "both, if b2 were split"], [rows[0], whole, *rows[1:]])
+    return table(header, [rows[0], whole, *rows[1:]])
 
 
-def layout_table(plan: jzero.Plan) -> str:
-    """How each tensor is shared."""
-    rows, layouts = [], {x.keys[0]: x for x in plan.layouts}
-    for name, owner in OWNER.items():
+def layout_table(runs) -> str:
+    """How each tensor is shared, and which device has which of its values."""
+    layouts, rows = {x.keys[0]: x for x in runs[0].plan.layouts}, []
+    own = owners(runs)
+    for name in OWNER:
         x = layouts[name]
-        shard = plan.sharding(x.state).shard_shape(x.shape)
+        shard = runs[0].plan.sharding(x.state).shard_shape(x.shape)
         split = [f"dim {d}" for d in range(len(shard)) if shard[d] != x.shape[d]]
-        how = split[0] if split else f"whole on both: {x.reason}"
-        rows.append([name, list(x.shape), x.size, f"device {owner}", how, list(shard)])
-    header = ["tensor", "shape", "values", "whole tensors: moments on"]
-    return table([*header, "jzero: split on (from 0)", "jzero: on each device"], rows)
+        mine = [" ".join(e for e in NAMES if e.startswith(f"{name}[") and str(d) in own[e]) for d in range(N)]
+        rows.append([name, list(x.shape), split[0] if split else f"whole: {x.reason}", *mine])
+    return table(["tensor", "shape", "split on (from 0)", "device 0 has", "device 1 has"], rows)
 
 
 def send_table(runs) -> str:
-    """What each device sends at each stage; stages that send the same together."""
-    rows = []
+    """Values that a device sends at each stage, by collective; stages that send the same together."""
+    rows, ops = [], ("all-reduce", "reduce-scatter", "all-gather")
     for group, same in itertools.groupby(runs, sends):
-        stages = [str(r.plan.config.stage) for r in same]
-        name = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
-        for what, op, values, each in group:
-            rows.append([name, what, op, *("all" if v == NAMES else " ".join(v) for v in values), each])
-        rows.append([name, "**sum**", "", "", "", total(group)])
-    return table(["", "what", "collective", "device 0 sends", "device 1 sends", "values each"], rows)
+        stages = ", ".join(str(r.plan.config.stage) for r in same)
+        rows.append([stages, *(total(row for row in group if row[1] == op) for op in ops), total(group)])
+    return table(["stage", *ops, "sum"], rows)
 
 
 def total(rows) -> float:
     """Values that a device sends for some rows of `sends`."""
     return sum(each for *_, each in rows)
-
-
-def wire_table(runs) -> str:
-    """Who sends what in a step, in symbols and here."""
-    server = [("the server", "(N-1) Psi", (N - 1) * PSI), ("each of the N-1 others", "Psi", PSI)]
-    rows = [["central server", *row, 4 * row[2], "", ""] for row in server]
-    for name, units, here in [("ring all-reduce", 2, ("", ""))] + [
-        (f"stage {r.plan.config.stage}", 3 if r.plan.config.row.params else 2, (wire / 4, wire))
-        for r, wire in ((r, jzero.estimate(r.plan).wire) for r in runs)
-    ]:
-        values = units * (N - 1) / N * PSI
-        rows.append([name, "every device", f"{units} (N-1)/N Psi", values, 4 * values, *here])
-    header = ["", "who", "sends in a step, and receives as much", "values", "bytes"]
-    return table([*header, "values, b2 whole", "bytes, b2 whole"], rows)
 
 
 def page(mesh: Mesh) -> str:
@@ -289,82 +289,58 @@ def page(mesh: Mesh) -> str:
     ahead, back = runs[3].gathers
     closed = total(sends(runs[3]))
     need = ahead + back + total(row for row in sends(runs[3]) if row[0] == "gradients")
-    texts = [r.plan.config.row.text.split(": ")[-1] for r in runs]
-    held = "\n\n".join(f"Stage {i}, {texts[i]}:\n\n{held_table(runs[i])}" for i in STAGES)
     extra = [s1 - 6 * PSI, s2 - 5 * PSI, s3 - 4 * PSI]  # against b2 split, too
     return f"""\
 # Nine parameters on two devices
 
 <!-- Written by `python docs/make_nine_parameters.py`. Change that file, not this one. -->
 
-A model small enough to print: `W2 tanh(W1 x + b1) + b2` with W1 2x2, b1 2, W2 1x2 and b2 1, in fp32. Two
-devices share a batch of {examples} examples and take one step of `optax.adam({LEARNING_RATE})` on the mean
-squared error. What a device holds is read from its own buffers after the step.
+A model small enough to print: `W2 tanh(W1 x + b1) + b2` with W1 2x2, b1 2, W2 1x2 and b2 1, in fp32. Two devices
+share a batch of {examples} examples and take one step of `optax.adam({LEARNING_RATE})` on the mean squared error.
+What a device holds is read from its own buffers after the step.
 
 ## The step on one device
 
 {step_table(reference, runs[1].parts)}
 
-A device's part of the gradient comes from its own {own} examples; the parts add up to the gradient of the
-batch. m and v are Adam's two moments. With jzero, at stages 0 to 3, every param, gradient, m and v on
-either device equals the one here to {TOLERANCE:g} of its tensor's largest value.
-
-The last column is a textbook Adam that leaves out the bias correction: it takes m and v as they are, where
-optax divides them by 1 - {B1}^t and 1 - {B2}^t. m and v are the same; the params are not. On the first
-step (t = 1) optax moves each param by the learning rate, and the other by (1 - {B1}) / sqrt(1 - {B2}) =
-{longer} times as much. jzero has no Adam of its own: it runs yours, so its numbers are those of optax.
+A device's part of the gradient comes from its own {own} examples. The parts add up to the gradient of the batch. m
+and v are Adam's two moments. With jzero, at stages 0 to 3, every param, gradient, m and v on either device equals
+the one here to {TOLERANCE:g} of its tensor's largest value. (An Adam without bias correction would move each param
+{longer} times as far.)
 
 ## What each device holds
 
-One copy of params, gradient, m and v is 4 x {PSI} = {4 * PSI} values. Adam's step counter, one integer on
-each device at every stage, is left out.
+One copy of params, gradient, m and v is 4 x {PSI} = {4 * PSI} values. Values on both devices together, by stage;
+the integer that counts Adam's steps is left out:
 
 {count_table(runs)}
 
-{layout_table(runs[1].plan)}
+What a stage splits of a tensor lies like this:
+
+{layout_table(runs[1:])}
 
 - Stage 0 is plain data parallelism: 4 x {PSI} x {N} = {s0} values.
-- Whole tensors to ranks: params and gradients on both devices, the moments of a tensor on one. With a layer
-  to each rank that is {2 * PSI} + 2 x {m0} = {p0} and {2 * PSI} + 2 x {m1} = {p1}, {both} in all.
-  The most even way to deal out these four tensors gives {best[0]} and {best[1]}, with the same sum.
-- jzero splits each tensor on the first dim that {N} divides, so both devices hold the same. b2 has one value,
-  which no split can share: with `uneven="replicate"` it stays whole on both, and `plan.describe()` says so.
-  That costs {extra[0]}, {extra[1]} and {extra[2]} values at stages 1, 2 and 3. At this size it shows: stage 1
-  keeps {s1} values where whole tensors keep {both}, though its fuller device has {s1 // N} and not {p0}.
+- Whole tensors to ranks: each tensor's moments on one device. With a layer to each rank that is {2 * PSI} + 2 x
+  {m0} = {p0} and {2 * PSI} + 2 x {m1} = {p1}, {both} in all. The most even way gives {best[0]} and {best[1]}.
+- jzero splits every tensor on the first dim that {N} divides, so both devices hold the same. No split can share
+  b2's one value: it stays whole on both (`uneven="replicate"`), and `plan.describe()` says so. That costs
+  {extra[0]}, {extra[1]} and {extra[2]} values at stages 1, 2 and 3. So stage 1 keeps {s1} values where whole
+  tensors keep {both}, but its fuller device has {s1 // N}, not {p0}.
 
-The page sets `min_shard_bytes=0`; by default jzero leaves small tensors whole where they add at most 1 %: here none.
-
-The buffers after the step; a dot is a value that the device does not hold:
-
-{held}
-
-A gradient is gone after a plain step. This one returns it, in the layout that the plan gives it.
+The page sets `min_shard_bytes=0`, and returns the gradient from the step to look at it.
 
 ## What each device sends
 
 {send_table(runs)}
 
-In a reduce-scatter a device sends its part of what the other one keeps; in an all-gather, what it keeps
-itself. An all-reduce is one after the other, and half of the values cross each time.
+Values, by collective. In a reduce-scatter a device sends its part of what the other one keeps. In an all-gather it
+sends what it keeps itself. An all-reduce is both, and half of the values cross each time.
+In a ring, each of N devices sends 2 (N-1)/N of Psi values at stages 0 to 2, and 3 (N-1)/N at stage 3. A central
+server would send (N-1) Psi.
 
-## Who sends what
-
-N devices, Psi values; here N = {N}, Psi = {PSI}, 4 bytes each.
-
-{wire_table(runs)}
-
-The server is one of the N devices. Its traffic grows with N; in a ring every device stays below 2 Psi (3 Psi
-at stage 3). The last two columns are `jzero.estimate`: b2 whole is all-reduced, which is two units of its
-one value at every stage; so it costs memory, and on the wire saves one unit at stage 3.
-
-These are closed forms. For a model this small, what XLA sends differs by a few values:
-
-- A step that returns the loss all-reduces that too: one value.
-- XLA may all-reduce the gradient of a bias and slice it, where the table has a reduce-scatter. On the CPU it
-  does so with every gradient.
-- The backward pass of stage 3 needs W2 alone: no gradient goes back through W1, and a bias is only added.
-  In the program compiled here a device sends {ahead} values to gather weights forward and {back} backward,
-  so that {need:g} of the {closed:g} values are needed. With more layers the last unit fills up.
+These are closed forms. XLA differs by a few values: stage 3's backward pass needs W2 alone. In the program
+compiled here a device sends {ahead} values to gather weights forward and {back} backward, so {need:g} of the
+{closed:g} values are needed.
 """
 
 

@@ -95,9 +95,8 @@ def page() -> str:
         "<!-- Written by `python docs/make_paper_table.py`. Change that file, not this one. -->",
         "",
         "Gigabytes (1e9 bytes) of params, gradients and optimizer state per device: bf16 params and gradients, fp32",
-        "masters and Adam's two moments. Each cell: the argument bytes of a program that jzero built and XLA compiled",
-        "for that many H100, and in brackets what the paper prints (Rajbhandari et al., arXiv:1910.02054, Table 1).",
-        "The paper rounds some cells and cuts others. `jzero.estimate` gives the same bytes to 1e-6.",
+        "masters and Adam's two moments, as compiled for H100. In brackets: what the paper prints (arXiv:1910.02054),",
+        "which rounds some cells and cuts others. `jzero.estimate` gives the same bytes to 1e-6.",
     ]
     for model, rows in PAPER.items():
         lines += ["", f"## {model}", "", "| devices | stage 1 | stage 2 | stage 3 |", "|---:|---:|---:|---:|"]

@@ -1,6 +1,6 @@
 """Train train/gpt.py for 300 steps in each precision, and draw the losses beside those of fp32. No GPU is needed.
 
-python docs/make_precision.py            # docs/precision.png, and the table of docs/mixed_precision.md
+python docs/make_precision.py            # docs/precision.png, and a table of losses
 python docs/make_precision.py --steps 50 --out /tmp/precision.png
 """
 

@@ -2,7 +2,7 @@
 
 - A link to a file outside of docs/ goes to the repository where `repo_url` is set, else it becomes the file's name.
 - Comments that are for tests/docs/test_docs.py (`<!-- setup`, `<!-- not run: ...`) are left out.
-- `<!-- notes -->` becomes the notes of jzero/: see `notes`.
+- `<!-- notes -->` becomes the notes of jzero/: see `notes`. `<!-- keys -->` becomes the table of deepspeed_keys.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 import textwrap
 from pathlib import Path
 
@@ -18,7 +19,7 @@ LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s]+)\)")
 COMMENT = re.compile(r"^<!-- (?:setup|not run:|needs:|prints).*?-->\n", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 NOTE = re.compile(r"^\[Note: ([^\]]+)\]\s*?\n(.*?)(?=^\[Note: |\Z)", re.DOTALL | re.MULTILINE)
-PLACE = "<!-- notes -->"
+PLACE, KEYS = "<!-- notes -->", "<!-- keys -->"
 REFERENCE = re.compile(r"`?\[Note: ([^\]`]+)\]`?")
 
 
@@ -27,6 +28,7 @@ def on_page_markdown(markdown: str, page, config, **_) -> str:
     parts = FENCE.split(COMMENT.sub("", markdown))
     parts[::2] = [links(spaced(text), page.file.src_uri, config.repo_url or "") for text in parts[::2]]
     text = "".join(parts)
+    text = text.replace(KEYS, keys()) if KEYS in text else text
     return text.replace(PLACE, notes()) if PLACE in text else text
 
 
@@ -57,6 +59,16 @@ def links(text: str, page: str, repo_url: str) -> str:
         return label if label.strip("`") == inside else f"{label} (`{inside}`)"
 
     return LINK.sub(replaced, text)
+
+
+def keys() -> str:
+    """What becomes of every key of a DeepSpeed config."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+    try:
+        from deepspeed_keys import table
+    finally:
+        del sys.path[:2]
+    return table()
 
 
 def found_notes(root: Path = ROOT) -> dict[str, list[tuple[str, str]]]:

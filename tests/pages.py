@@ -1,10 +1,11 @@
 """The pages of the docs as programs: their python blocks in order, with what the page presumes.
 
-Three comments, which neither GitHub nor the site shows, stand on the line before a block:
+Comments, which neither GitHub nor the site shows, stand on the line before a block:
 
     <!-- setup            python that the page presumes: a model, a batch. Runs where it stands, like a block.
     model = ...
     -->
+    <!-- setup: mlp -->             the same, from docs/setups/mlp.py.
     <!-- not run: why -->           the block cannot run here. tests/docs/test_docs.py counts these.
     <!-- needs: transformers -->    the block runs where this module is installed.
     <!-- prints -->                 what follows is what the python before it printed.
@@ -30,8 +31,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {p.relative_to(ROOT).as_posix(): p for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
+SETUPS = ROOT / "docs" / "setups"
 PART = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$"
+    r"|^<!-- setup: (?P<file>\w+) -->$"
     r"|^<!-- not run: (?P<why>.*?) -->$"
     r"|^<!-- needs: (?P<needs>[\w.]+) -->$"
     r"|^<!-- prints -->\n```\n(?P<shown>.*?)^```$"
@@ -74,6 +77,8 @@ def blocks(text: str) -> list[Block]:
                 raise ValueError(f"line {line - 1}: no block follows {m[0]!r}")
         elif m["shown"] is not None:
             found.append(Block(line + 1, m["shown"], "prints"))
+        elif m["file"]:
+            found.append(Block(line - 1, (SETUPS / f"{m['file']}.py").read_text(encoding="utf-8"), "setup"))
         elif m["setup"] is not None:
             found.append(Block(line, m["setup"], "setup", needs=needs))
             needs = needs if text[m.end() :].startswith("\n```") else ""
@@ -177,7 +182,8 @@ def execute(page: Path, names: dict) -> tuple[int, list[Block], list[tuple[Block
             continue
         out = io.StringIO() if block.language == "python" else out
         with contextlib.redirect_stdout(out):
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
+            source = "\n" * (block.line - 1) + block.code
+            exec(compile(source, str(page), "exec", dont_inherit=True), names)
         ran += block.language == "python"
     return ran, left, printed
 

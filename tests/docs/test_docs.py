@@ -30,8 +30,7 @@ RUNS = [
     "docs/index.md",
     "docs/checkpoints.md",
     "docs/proof.md",
-    "docs/stages.md",
-    "docs/from_elsewhere.md",
+    "docs/from_deepspeed.md",
 )
 @pytest.mark.parametrize("name", RUNS)
 def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
@@ -155,7 +154,7 @@ def texts_of_the_code() -> list[str]:
 def test_messages_in_troubleshooting_are_those_of_the_code():
     page = (pages.ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     ours = page.split("## From JAX and XLA")[0]
-    quoted = re.findall(r"(?m)^\| `([^`]+)`", ours)
+    quoted = re.findall(r"(?m)^- `([^`]+)`", ours)
     assert len(quoted) >= 40
     texts = [" ".join(t.split(" ")) for t in texts_of_the_code()]
 

@@ -23,13 +23,13 @@ def printed():
 
 
 def test_headlines():
-    naive, gathered, error = printed()
+    naive, error, gathered = printed()
     assert re.search(r"1 x all-gather +bf16 8.39 MB .* once ", naive)
     assert "all-to-all" in naive
     assert "gather_weight" not in naive
     assert re.search(r"all-gather +bf16 .* forward gather_weight", gathered)
     assert re.search(r"all-gather +bf16 .* backward gather_weight", gathered)
-    assert re.search(r"reduce-scatter +7.34 MB +1.000", gathered)
+    assert re.search(r"reduce-scatter +bf16 4.19 MB +3.67 MB", gathered)
     assert "all-to-all" not in gathered
     assert "1. gather_on_use_not_traced (8.39 MB)" in error
     assert "2. activations_moved" in error
@@ -52,8 +52,8 @@ def test_numbers_in_the_text_are_in_the_tables():
 
 
 def test_every_kind_is_listed():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (yes|not looked for) \|$", TEXT, re.MULTILINE))
-    assert list(rows) == list(KINDS)
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (?:yes|no) \|$", TEXT, re.MULTILINE)
+    assert rows == list(KINDS)
 
 
 def test_an_output_too_many():

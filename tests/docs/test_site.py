@@ -14,6 +14,7 @@ import pytest
 from scripts import DOCS, load
 
 import jzero
+from jzero.deepspeed.keys import KEYS
 
 hooks = load("site_hooks")
 architecture = load("make_architecture")
@@ -117,6 +118,11 @@ def test_every_note_is_in_the_site(site):
         assert re.search(rf">{re.escape(title)}<a class=\"headerlink\"", html), title
     text = " ".join(re.sub(r"<[^>]+>", "", html).split())
     assert "Two layouts" in text or "two layouts" in text
+
+
+def test_every_key_of_deepspeed_is_in_the_site(site):
+    text = re.sub(r"<[^>]+>", "", (site / "from_deepspeed.html").read_text(encoding="utf-8"))
+    assert [name for name in KEYS if name.rpartition(".")[2] not in text] == []
 
 
 def test_links_to_files_outside_of_docs():

@@ -1,18 +1,17 @@
-"""Rewrites the table of DeepSpeed's keys in docs/from_elsewhere.md, from jzero/deepspeed/keys.py.
+"""What becomes of every key of a DeepSpeed config, as Markdown, from jzero/deepspeed/keys.py.
 
-python docs/make_from_elsewhere.py
+    python docs/deepspeed_keys.py
+
+The site shows it on the page from_deepspeed.md (site_hooks.py).
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from jzero.deepspeed.keys import ALIASES, KEYS
 
-PAGE = Path(__file__).with_name("from_elsewhere.md")
 LINK = re.compile(r"docs/(\w+\.md)")
-TABLE = re.compile(r"(?<=<!-- keys -->\n).*?(?=<!-- end of keys -->)", re.DOTALL)
 
 
 def table() -> str:
@@ -39,6 +38,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    assert TABLE.search(text), "the markers are not there"
-    PAGE.write_text(TABLE.sub(lambda _: table(), text))
+    print(table())

@@ -1,4 +1,4 @@
-"""docs/from_elsewhere.md: the jzero side of each diff runs and engages, and the table is that of the code."""
+"""docs/from_*.md: the jzero side of each diff runs and engages, and every key of DeepSpeed has a row."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from models import Small, batch, create_small
 from scripts import DOCS, load
 
 import jzero
+from jzero.deepspeed.keys import KEYS
 
-PAGE = (DOCS / "from_elsewhere.md").read_text()
-DIFFS = re.findall(r"## (\w+)\n(?:(?!\n## ).)*?```diff\n(.*?)```", PAGE, re.DOTALL)
+NAMES = ["deepspeed", "fsdp2", "maxtext", "named_shardings"]
+PAGES = {name: (DOCS / f"from_{name}.md").read_text() for name in NAMES}
+PAGE = PAGES["deepspeed"]
+DIFFS = [(name, re.findall(r"```diff\n(.*?)```", page, re.DOTALL)[0]) for name, page in PAGES.items()]
 
 
 class Block(nn.Module):
@@ -43,12 +46,12 @@ def jzero_side(diff: str) -> str:
 
 
 def test_every_line_of_a_diff_is_on_a_side():
-    assert [name for name, _ in DIFFS] == ["DeepSpeed", "FSDP2", "MaxText"]
+    assert sorted(f"from_{name}.md" for name in NAMES) == sorted(p.name for p in DOCS.glob("from_*.md"))
     assert all(re.match(r"[-+ ]|$", line) for _, diff in DIFFS for line in diff.splitlines())
     assert all("jzero" not in line for _, diff in DIFFS for line in diff.splitlines() if line.startswith("-"))
 
 
-@pytest.mark.default_cases("FSDP2")
+@pytest.mark.default_cases("fsdp2")
 @pytest.mark.parametrize(("name", "diff"), DIFFS, ids=[name for name, _ in DIFFS])
 def test_the_jzero_side_runs(name, diff, tmp_path, monkeypatch):
     """Four steps on one batch: the loss falls, params are stored in parts, the fields are those it says."""
@@ -66,7 +69,7 @@ def test_the_jzero_side_runs(name, diff, tmp_path, monkeypatch):
 
     names = {
         "model": model, "params": start.params, "batches": [batch()] * 4, "loss_of": loss_of, "Block": Block,
-        "Model": Model,
+        "Model": Model, "create_state": lambda: create_small(optax.sgd(0.1)),
     }  # fmt: skip
     exec(jzero_side(diff), names)
     jax.effects_barrier()
@@ -74,9 +77,8 @@ def test_the_jzero_side_runs(name, diff, tmp_path, monkeypatch):
     assert int(state.step) == 4
     assert np.mean(losses[-2:]) < np.mean(losses[:2])
     kernel = state.params["Dense_0"]["kernel"]
-    parts = {"DeepSpeed": 8, "FSDP2": 4, "MaxText": 8}[name]
-    assert kernel.size // kernel.addressable_shards[0].data.size == parts
-    if name == "DeepSpeed":
+    assert kernel.size // kernel.addressable_shards[0].data.size == (4 if name == "fsdp2" else 8)
+    if name == "deepspeed":
         assert kernel.dtype == jnp.bfloat16
         assert plan.config == jzero.ZeroConfig(stage=3, bucket_bytes=100_000_000)
         code = "\n".join(names["found"].code)
@@ -84,14 +86,16 @@ def test_the_jzero_side_runs(name, diff, tmp_path, monkeypatch):
             if line.startswith(("tx = ", "params = ")):
                 assert line in code, "the page's lines are those that read says"
         assert jzero.checkpoint.verify(tmp_path / "checkpoints/last")
-    else:
-        assert kernel.dtype == jnp.float32
-        assert plan.config.compute_dtype == jnp.bfloat16
+        return
+    assert kernel.dtype == jnp.float32
+    assert plan.config.compute_dtype == (None if name == "named_shardings" else jnp.bfloat16)
 
 
-def test_the_table_is_that_of_the_code():
-    script = load("make_from_elsewhere")
-    assert script.TABLE.search(PAGE)[0] == script.table(), "run python docs/make_from_elsewhere.py"
+def test_every_key_of_deepspeed_has_a_row():
+    assert "<!-- keys -->" in PAGE
+    rows = load("deepspeed_keys").table()
+    assert [name for name in KEYS if f"`{name.rpartition('.')[2]}`" not in rows] == []
+    assert "| `stage` |" in rows
 
 
 def test_the_other_blocks(tmp_path, monkeypatch):
