@@ -156,7 +156,7 @@ def _steps() -> list[Subject]:
                 {"params": params}, {}),
         Subject("jzero.jit", jzero.jit, {"step": _loss, "plan": plan}, {"step": CALLED}),
         Subject("jzero.jit", lambda params, batch: jitted(params, batch), {"params": params, "batch": BATCH},
-                {"batch": "array"}, heavy=True),
+                {"batch": f"array zero negative nan inf {NUMBER}"}, heavy=True),
         Subject("jzero.value_and_grad", jzero.value_and_grad,
                 {"loss_fn": _loss, "plan": plan, "accumulate": 2, "has_aux": False, "batch_argnums": 1,
                  "rng_argnums": (), "weight": None, "reduce": "auto", "coupled": "refuse", "scale": None},

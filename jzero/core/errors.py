@@ -188,6 +188,11 @@ def is_numeric(x: Any) -> bool:
     return isinstance(x, (jax.Array, float, complex)) or hasattr(x, "__jax_array__")
 
 
+def is_argument(x: Any) -> bool:
+    """True for what a jitted function takes: an array, abstract or real, or a number."""
+    return is_numeric(x) or (is_array(x) and not isinstance(x, (np.ndarray, np.generic)))
+
+
 def division(size: int, parts: int) -> str:
     """`30 = 3 x 8 + 6`: why a dim cannot be split."""
     return f"{size} = {size // parts} x {parts} + {size % parts}"

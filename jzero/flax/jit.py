@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.core.errors import check_arrays, check_function, is_array, is_numeric
+from jzero.core.errors import check_arrays, check_function, is_argument
 from jzero.core.jaxprs import is_tracer
 from jzero.core.nnx_modules import has_module
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
@@ -141,7 +141,7 @@ class Jit:
     def _jit_arrays(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
         options = {**self.options, "compiler_options": self._compiler_options or None}
         if not self.options.keys() & {"static_argnums", "static_argnames"}:
-            check_arrays((args, kwargs), "the arguments", good=_goes_in, where="jzero.jit")
+            check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.jit")
         jitted = jax.jit(self.step, **options)
         donated = self._donated(args, jitted.trace(*args, **kwargs).out_info) if chosen else ()
         return jax.jit(self.step, **options, donate_argnums=donated) if donated else jitted
@@ -206,11 +206,6 @@ class NnxJit:
 def _is_nnx(arg: Any) -> bool:
     """An NNX optimizer, or a tree with modules; a TrainState, which may have many leaves, is not looked through."""
     return is_nnx_optimizer(arg) or (not is_train_state(arg) and has_module(arg))
-
-
-def _goes_in(x: Any) -> bool:
-    """True for what a jitted function takes: an array, abstract or real, or a number."""
-    return is_numeric(x) or (is_array(x) and not isinstance(x, (np.ndarray, np.generic)))
 
 
 def _is_unplaced(x: Any) -> bool:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jzero.comm.uses import GATHERS, Use
+from jzero.core.errors import check_arrays, is_argument
 from jzero.core.graph import Node
 from jzero.core.primitives import REMAT
 from jzero.core.products import row_lookup
@@ -65,6 +66,8 @@ def uses_of(
     known: Any = find_plan((*args, *kwargs.values())) if plan is None else plan
     check_plan(known, where="jzero.uses_of")
     jitted = jitted_fn(step, (), where="jzero.uses_of")
+    if jitted is not step:  # one that the user jitted may have static arguments
+        check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.uses_of")
     with as_written():
         traced = jitted.trace(*args, **kwargs)
     traced = getattr(traced, "traced", traced)  # flax.nnx wraps it
