@@ -34,10 +34,10 @@ from jzero.sharding import Plan, check_plan
 from jzero.update.deferred_update import deferred
 from jzero.update.moment_dtype import with_moment_dtype
 from jzero.update.on_host.handles import held_in
+from jzero.update.on_host.initial import Masters, fresh_handles
 from jzero.update.on_host.store import Chain
 from jzero.update.on_host.update import (
     check_outside,
-    fresh_handles,
     reopened,
     resolved,
     update_held,
@@ -127,9 +127,9 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
     return Chain(plan, make, full.inner if isinstance(full, ZeroState) else full, masters)
 
 
-def fresh_held(wide: list, tx: Any) -> Any:
-    """A new state with handles; `wide`: initial masters, on their shards on the host, in stored shapes."""
-    return fresh_handles(wide, chain_of(unwrap(tx), tx.init.plan))
+def fresh_held(masters: Masters, tx: Any) -> Any:
+    """A new state in files."""
+    return fresh_handles(masters, chain_of(unwrap(tx), tx.init.plan))
 
 
 def reopened_state(tx: Any, snapshot: Any = None) -> tuple[Any, list[Any]]:
@@ -206,7 +206,7 @@ class _Init(_Wrapped):
             check_outside(jax.tree.leaves(params), self.plan)
             chain, placed = chain_of(self.tx, self.plan), jax.tree.leaves(self.plan.place(params))
             if self.plan.config.in_files:
-                return fresh_handles(chain.wide(placed), chain)
+                return fresh_handles(lambda asked: {i: chain.wide(i, placed[i]) for i in asked}, chain)
             hosted = self.plan.tree.unflatten(all_moved(placed, self.plan.home.array_mesh))
             state = jax.jit(_Init(self.tx, self.plan.home).on_device)(hosted)
             return with_handles(state, self.plan.tree.unflatten(placed), chain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,18 +61,16 @@ def checked_creator(create: Callable, where: str) -> Callable[[], Any]:
 def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
     with auto_context():
-        born, finish, plan, shapes = creation(create, config, mesh, param_specs, scan_axes)
+        make, plan, shapes = creation(create, config, mesh, param_specs, scan_axes)
         check_real(plan)
     check_explicit(plan)
     expect_gathers(plan)
     if config.offload is not None:
         check_host_memory(shapes.opt_state, plan)
-    with auto_context():
-        leaves = _run(born)
-    return finish(on_context_mesh(leaves))
+    return make()
 
 
-def _run(born: Any) -> list[Any]:
+def _run(born: Any) -> Any:
     """The leaves; across processes of one and the same program."""
     if jax.process_count() == 1:
         return born()
@@ -83,8 +81,8 @@ def _run(born: Any) -> list[Any]:
 
 def creation(
     create: Callable[[], Any], config: ZeroConfig, mesh=None, param_specs=None, scan_axes=None
-) -> tuple[Any, Callable[[list[Any]], Any], Plan, Parts]:
-    """The jitted creation of all leaves in their layout, what makes a state of them, the plan and the shapes."""
+) -> tuple[Callable[[], Any], Plan, Parts]:
+    """What makes the state, each leaf born in its layout; the plan and the shapes."""
     shapes, rebuild, stacks = trace_creator(create)
     plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
     home = _home(plan)
@@ -108,39 +106,49 @@ def creation(
     target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
     out = target.replace(tx=zero(unwrap(shapes.tx), plan), apply_fn=wrapped_apply(shapes, plan))
     if config.in_files:
-        return (*_born_into_files(flat, tree, out, home, rebuild), plan, target)
+        return _born_into_files(flat, tree, out, home, rebuild), plan, target
     layout = jax.tree.leaves(shardings_of(out, home))
     jitted = jax.jit(made_streamed(born, layout, plan) if config.streams else born, out_shardings=layout)
 
-    def finish(leaves):
-        parts = jax.tree.unflatten(jax.tree.structure(out), leaves)
+    def make():
+        with auto_context():
+            leaves = _run(jitted)
+        parts = jax.tree.unflatten(jax.tree.structure(out), on_context_mesh(leaves))
         return rebuild(parts if home is plan else map_shardings(parts, plan, put))
 
-    return jitted, finish, plan, target
+    return make, plan, target
 
 
-def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """The creation of params and masters alone: the state is made from these, unit by unit, in its files."""
-    out = out.replace(opt_state=None)
-    count = len(jax.tree.leaves(out))
+def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[], Any]:
+    """The creation of a state in files: some params and their masters at a time, in a program of their own."""
+    plan, out = out.tx.init.plan, out.replace(opt_state=None)
+    layout, target = (jax.tree.leaves(shardings_of(out, p)) for p in (home, plan))
+    leaves: dict[int, Any] = {}
 
-    def born():
-        leaves, masters = flat()
-        parts = jax.tree.unflatten(tree, leaves)
+    def born(own: Sequence[int], asked: Sequence[int]):
+        known, masters = flat()
+        parts = jax.tree.unflatten(tree, known)
         step = None if parts.step is None else jnp.asarray(parts.step, step_dtype(parts.step))
-        rows = zip(jax.tree.leaves(parts.params), masters, home.layouts, strict=True)
-        wide = [pad(p if m is None else m, x.state_shape, x.state, home) for p, m, x in rows]
-        return [*jax.tree.leaves(parts.replace(opt_state=None, step=step)), *wide]
+        all_leaves = jax.tree.leaves(parts.replace(opt_state=None, step=step))  # params first
+        rows = [(known[i] if masters[i] is None else masters[i], home.layouts[i]) for i in asked]
+        return [all_leaves[i] for i in own], [pad(m, x.state_shape, x.state, home) for m, x in rows]
 
-    layout = [*jax.tree.leaves(shardings_of(out, home)), *(home.sharding(x.state) for x in home.layouts)]
+    def make(asked: Sequence[int], own: Sequence[int] | None = None) -> dict[int, Any]:
+        own = [i for i in asked if i not in leaves] if own is None else own
+        shardings = [layout[i] for i in own], [home.sharding(home.layouts[i].state) for i in asked]
+        with auto_context():
+            new, masters = _run(jax.jit(functools.partial(born, own, asked), out_shardings=shardings))
+        leaves.update({i: put(x, target[i]) for i, x in zip(own, new, strict=True)})
+        return dict(zip(asked, masters, strict=True))
 
-    def finish(leaves):
-        parts = jax.tree.unflatten(jax.tree.structure(out), leaves[:count])
-        plan = out.tx.init.plan
-        state = fresh_held(leaves[count:], out.tx)
-        return rebuild(map_shardings(parts, plan, put).replace(opt_state=state))
+    def state():
+        opt_state = fresh_held(make, out.tx)
+        if rest := [i for i in range(len(layout)) if i not in leaves]:
+            make([], rest)
+        parts = jax.tree.unflatten(jax.tree.structure(out), [leaves[i] for i in range(len(layout))])
+        return rebuild(parts.replace(opt_state=opt_state))
 
-    return jax.jit(born, out_shardings=layout), finish
+    return state
 
 
 def _home(plan: Plan) -> Plan:

@@ -13,10 +13,12 @@ import optax
 import pytest
 import test_host_update as host
 import test_offload as streamed
+from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from models import batch, create_state, max_error
 
 import jzero
+from jzero.flax import creation
 from jzero.update.on_host.disk.step import DiskStep
 
 SMALL = 64 * 1024  # bytes: leaves are cut into chunks
@@ -56,6 +58,25 @@ def test_bitwise_the_numbers_of_the_host(tmp_path, dtype):
         assert all(x is None or x.size == 1 for x in tier_of(got).arrays)
         inside, plain = (jzero.shard(s, stage=2, min_shard_bytes=0) for s in (got, want))
         assert max_error(inside.opt_state, plain.opt_state) <= most
+
+
+def test_masters_are_born_a_few_at_a_time(tmp_path, monkeypatch):
+    """No more of them at once than the buffer could hold, each once, in the order of the files."""
+    asked, fresh = [], creation.fresh_held
+    monkeypatch.setattr(
+        creation, "fresh_held", lambda make, tx: fresh(lambda i: asked.append(list(i)) or make(i), tx)
+    )
+
+    def create():
+        keys = jax.random.split(jax.random.key(0), 8)
+        params = {f"w{i}": jax.random.normal(k, (64, 40)).astype(jnp.bfloat16) for i, k in enumerate(keys)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+    got = jzero.shard(create, stage=2, min_shard_bytes=0, offload=disk(tmp_path / "s", 2**15))
+    assert asked == [[5, 6, 7], [2, 3, 4], [0, 1]]
+    assert max_error(got.params, create().params) == 0
+    masters = tier_of(got).leaves()[-8:]
+    assert all(jnp.any(m != p) for m, p in zip(masters, jax.tree.leaves(got.params), strict=True))  # wider
 
 
 @pytest.mark.default_cases("8-clip", "8-lamb", "8-muon", "5-clip", "8-if finite")

@@ -379,8 +379,6 @@ def test_bad_configs(mesh):
         jzero.Offload(tier="nvme")
     with pytest.raises(ValueError, match="update must be one of 'device'"):
         jzero.Offload(update="cpu")
-    with pytest.raises(NotImplementedError, match=r"Offload\(update=\"host\"\): .* is to come. Leave `update` out"):
-        jzero.Offload(update="host")
     with pytest.raises(ValueError, match="in_flight_bytes"):
         jzero.Offload(in_flight_bytes=0)
     with pytest.raises(ValueError, match=r"\(in_flight_bytes=1\): .* divided into \d+ groups.* at least \d"):

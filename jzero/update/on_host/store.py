@@ -122,10 +122,10 @@ class Chain:
         ]
         return Units(fn, types, lies, out_lies, kept, home.sharding(P()), most=most)
 
-    def wide(self, params: Sequence[Any]) -> list[Any]:
-        """Initial masters of params that lie in their stored layouts, for `initial`."""
-        rows = zip(self.masters, self.plan.layouts, params, strict=True)
-        return [param_on_host(p, x, self.plan).astype(x.dtype if m is None else m.dtype) for m, x, p in rows]
+    def wide(self, i: int, param: Any) -> jax.Array:
+        """The initial master of a param that lies in its stored layout, for `initial`."""
+        m, x = self.masters[i], self.plan.layouts[i]
+        return param_on_host(param, x, self.plan).astype(x.dtype if m is None else m.dtype)
 
     @functools.cached_property
     def initial(self) -> Units:
@@ -208,14 +208,15 @@ class Store:
             )
 
     def update(
-        self, params: Sequence[Any], changed: Sequence[bool], grads: Sequence[Any], small: list[Any], extra: Any
+        self, params: Sequence[Any], changed: Sequence[bool], grads: list[Any], small: list[Any], extra: Any
     ):
         """One update in place.
 
         Args:
           params: on their shards on the host, as functions; asked for where they are needed.
           changed: which of them the user has replaced.
-          grads: on their shards on the host, in stored shapes; None where a param has none. They are given up.
+          grads: on their shards on the host, in stored shapes; None where a param has none. The list is emptied: each
+            of them goes when it has been used.
           small: the leaves of the state that the user holds; None where the store has one.
           extra: keyword arguments of the update.
 
@@ -235,6 +236,7 @@ class Store:
         self._take_over(params, changed)
         units = self.units_for(grads, extra)
         given, known, numbers = self._arguments(units, params, grads, small, extra)
+        grads.clear()
 
         def fetch(source: int, group: Group):
             if source in given:
@@ -245,10 +247,15 @@ class Store:
         units.scalars(known, fetch)
         small_outs = units.small_outs(known)
         self.before_units(units)
+        uses = collections.Counter(s for unit in units.units for s in unit.group.sources)
         waiting: collections.deque[Any] = collections.deque()
         for unit in units.units:
             if unit.group.values:
                 waiting.append(self._run(units, unit, known, fetch, given, numbers))
+                uses.subtract(unit.group.sources)
+                for s in unit.group.sources:
+                    if not uses[s]:
+                        given.pop(s, None)
             if len(waiting) > AHEAD:
                 yield from waiting.popleft()
         while waiting:
@@ -282,9 +289,6 @@ class Store:
         group = unit.group
         own = self._own(units, unit, given)
         outs = units.outs_of(group, known, [fetch(s, group) for s in group.sources], own=own)
-        for s in group.sources:
-            if s in given and group.chunk is None:
-                given.pop(s)  # its memory may be that of a new param now
         news = dict(zip(group.values, outs, strict=True))
         self.write(units, unit, news)
         return [(numbers[v], (x, group.chunk)) for v, x in news.items() if v in numbers]

@@ -105,7 +105,10 @@ class Units:
         self.kept = {self.graph.ins[i]: leaf for i, leaf in kept.items()}
         bound = ALIVE * most if most is not None else ALIVE * max(self._largest(), TOGETHER)
         self.schedule = Schedule(self.graph, placements, self.out_placements, bound, most=None)
-        self.units = [self._unit(g) for g in (*self.schedule.first, *self.schedule.groups)]
+        order: dict[tuple[int, ...], int] = {}
+        groups = (*self.schedule.first, *self.schedule.groups)
+        self.units = [self._unit(g) for g in sorted(groups, key=lambda g: order.setdefault(g.sources, len(order)))]
+        """Chunk by chunk of an array before the next array."""
         taken = {s for unit in self.units for s, _ in unit.kept}
         still = [n for n in self.graph.ins if n in self.kept and n not in taken]
         self.units += [Unit(Group((), (n,), 0), ((n, n),)) for n in still]
@@ -188,11 +191,14 @@ class Units:
             self._programs[key] = jax.jit(join)
         return self._programs[key](a, b)
 
+    def sources_of(self, out: int) -> tuple[int, ...]:
+        """The large arguments that a result is computed from."""
+        return tuple(sorted(self.schedule.reads.get(self.graph.outs[out], ())))
+
     def made(self, out: int, chunk: Chunk | None, arrays: Mapping[int, Any]) -> Any:
         """One result, or a chunk of it, from whole arguments by their numbers."""
-        value = self.graph.outs[out]
-        sources = tuple(sorted(self.schedule.reads.get(value, ())))
-        group = Group((value,), sources, 0, chunk)
+        sources = self.sources_of(out)
+        group = Group((self.graph.outs[out],), sources, 0, chunk)
         known = {n: x for n, x in arrays.items() if x.size <= 1}
         return self.outs_of(group, known, [self.piece(arrays[s], chunk) for s in sources])[0]
 

@@ -73,10 +73,10 @@ def with_handles(full: Any, params: Any, chain: Chain, generation: int = 0) -> Z
         own = [param_on_host(p, x, chain.plan) if k is None else k for m, k, p, x in rows if m is not None]
         leaves = [*jax.tree.leaves(inner), *own]
     store = None if abstract else _new_store(chain, leaves, generation)
-    return _state(chain, [None if k else x for x, k in zip(leaves, chain.kept, strict=True)], store)
+    return state_of(chain, [None if k else x for x, k in zip(leaves, chain.kept, strict=True)], store)
 
 
-def _state(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
+def state_of(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
     """The user's state: `own` are the leaves that are no handles, None in the place of the others."""
     tier = chain.plan.config.tier
     place = "disk" if tier is not None and tier.tier == "disk" else "host"
@@ -94,31 +94,6 @@ def _state(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
     return ZeroState(tree.unflatten(handles[: tree.num_leaves]), Held(number, named, total, running))
 
 
-def fresh_handles(wide: Sequence[Any], chain: Chain) -> ZeroState:
-    """A new state in files, made unit by unit.
-
-    Args:
-      wide: the initial masters (the param, where it has none), on their shards on the host, in stored shapes.
-      chain: the transformation.
-    """
-    initial = chain.initial
-    wide = [w if m is None else w.astype(m.dtype) for w, m in zip(wide, chain.masters, strict=True)]
-    arrays = dict(zip(initial.graph.ins, wide, strict=True))
-    small = dict(initial.small_outs({n: x for n, x in arrays.items() if x.size <= 1}))
-    values = [small.get(v, arrays.get(v)) for v in initial.graph.outs]
-
-    def contents(units, unit):
-        return [initial.made(units.kept[s], unit.group.chunk, arrays) for s, _ in unit.kept]
-
-    rows = zip(values, chain.leaves, strict=True)
-    leaves = [v if v is not None and x.size <= 16 else None for v, x in rows]
-    running = Running(DiskTier.create(chain, contents, leaves))
-    own = [None if k else x for k, x in zip(chain.kept, leaves, strict=True)]
-    return _state(chain, [
-        None if x is None else on_devices(x, spec, chain.plan) for x, spec in zip(own, chain.specs, strict=True)
-    ], running)  # fmt: skip
-
-
 def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, list[Any]]:
     """The state in the files of an earlier run, or of a snapshot, and the params, None where they have no master."""
     if snapshot is not None:
@@ -130,7 +105,7 @@ def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, lis
     for leaf, x, chunk in tier.every(set(at)):
         value = x.astype(plan.layouts[at[leaf]].dtype)
         found.setdefault(at[leaf], []).append((moved(value, _on_plan(value, plan), copy=True), chunk))
-    return _state(chain, own, Running(tier)), landed(found, plan)
+    return state_of(chain, own, Running(tier)), landed(found, plan)
 
 
 def _new_store(chain: Chain, leaves: Sequence[Any], generation: int) -> Any:

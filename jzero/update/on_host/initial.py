@@ -1,0 +1,92 @@
+"""A new optimizer state in files: made unit by unit, from masters of which a few are in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jzero.update.on_host.disk_tier import DiskTier
+from jzero.update.on_host.store import Chain, on_devices
+from jzero.update.on_host.units import Unit, Units
+from jzero.update.on_host.update import Running, state_of
+
+Masters = Callable[[Sequence[int]], Mapping[int, Any]]
+"""Initial masters of params, by their numbers (the param itself, where it has none), in stored shapes on the host."""
+
+
+def fresh_handles(masters: Masters, chain: Chain) -> Any:
+    """A new state in files.
+
+    Args:
+      masters: asked several times, for those that the next units are made from.
+      chain: the transformation.
+    """
+    start = _Start(masters, chain)
+    tier = DiskTier.create(chain, start.contents, start.small)
+    own = [None if k else x for k, x in zip(chain.kept, start.small, strict=True)]
+    specs = zip(own, chain.specs, strict=True)
+    return state_of(chain, [None if x is None else on_devices(x, s, chain.plan) for x, s in specs], Running(tier))
+
+
+class _Start:
+    """The first contents of the files.
+
+    Attributes:
+      small: the leaves that are in no unit, None in the place of the others.
+    """
+
+    def __init__(self, masters: Masters, chain: Chain):
+        self.chain, self.initial, self._make = chain, chain.initial, masters
+        self._arrays: dict[int, Any] = {}
+        ins = self.initial.graph.ins
+        self._params = {n: i for i, n in enumerate(ins)}
+        self._single = self._made([n for n in ins if self.initial.graph.avals[n].size <= 1])
+        small = self._single | self.initial.small_outs(self._single)
+        values = [small.get(v) for v in self.initial.graph.outs]
+        rows = zip(values, chain.leaves, strict=True)
+        self.small = [v if v is not None and x.size <= 16 else None for v, x in rows]
+
+    def contents(self, units: Units, unit: Unit) -> list[Any]:
+        """The arrays of a unit; units come in their order."""
+        if not self._needed(units, unit) <= self._arrays.keys():
+            self._arrays = {}  # the earlier ones are in their files
+            self._arrays = self._made(self._next(units, unit))
+        arrays = self._single | self._arrays
+        return [self.initial.made(units.kept[s], unit.group.chunk, arrays) for s, _ in unit.kept]
+
+    def _needed(self, units: Units, unit: Unit) -> set[int]:
+        return {n for s, _ in unit.kept for n in self.initial.sources_of(units.kept[s])}
+
+    def _next(self, units: Units, unit: Unit) -> list[int]:
+        """What the next units are made from: of this one, and of others while the buffer could hold it."""
+        tier, held = self.chain.plan.config.tier, [u for u in units.units if u.kept]
+        assert tier is not None
+        needed = self._needed(units, unit)
+        for other in held[held.index(unit) + 1 :]:
+            more = needed | self._needed(units, other)
+            if sum(map(self._bytes, more)) > tier.buffer:
+                break
+            needed = more
+        return sorted(needed)
+
+    def _bytes(self, source: int) -> int:
+        """Of one initial master on this process's devices."""
+        x = self.initial.form(source, None)
+        if x.sharding is None:
+            return 0
+        shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return shard * len(x.sharding.addressable_devices)
+
+    def _made(self, sources: Sequence[int]) -> dict[int, Any]:
+        params = [self._params[n] for n in sources]
+        if not params:
+            return {}
+        made, dtypes = self._make(params), [m if m is None else m.dtype for m in self.chain.masters]
+        return {
+            n: made[i] if dtypes[i] is None else made[i].astype(dtypes[i])
+            for n, i in zip(sources, params, strict=True)
+        }
+
+
+__all__ = ["Masters", "fresh_handles"]
