@@ -59,6 +59,7 @@ class Config:
     torch_python: Annotated[str, tyro.conf.arg(help="an interpreter with torch")] = ""
     folder: Annotated[Path | None, tyro.conf.arg(help="on the disk; needs 24 bytes per param")] = None
     buffer_gib: float = 1
+    amsgrad: Annotated[bool, tyro.conf.arg(help="three moments in place of two, of the disk tier's memory")] = False
     rss: Annotated[bool, tyro.conf.arg(help="resident memory of the disk tier, nothing else")] = False
 
     @property
@@ -99,7 +100,8 @@ class Training:
     def __init__(self, config: Config, dtype: str, offload: jzero.Offload):
         def create():
             params = {f"w{i:03}": jnp.full(s, 0.5, dtype) for i, s in enumerate(config.shapes)}
-            tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+            adam = optax.amsgrad(1e-3) if config.amsgrad else optax.adamw(1e-3)
+            tx = optax.chain(optax.clip_by_global_norm(1.0), adam)
             return TrainState.create(apply_fn=None, params=params, tx=tx)
 
         self.state = jzero.shard(create, stage=2, offload=offload)
@@ -282,11 +284,11 @@ def print_resident(config: Config, dtype: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     for _ in range(3):
         training.apply()
-    peak, own = resident("VmHWM"), width * config.count
+    peak, own, state = resident("VmHWM"), width * config.count, training.state.opt_state
     print(
-        f"\n{dtype}, {config.count / 1e6:.0f}M params, {12 * config.count / 1e9:.1f} GB of state on the disk. Resident "
-        f"GiB: {before / gib:.2f} at the start, {born / gib:.2f} at most while born, {peak / gib:.2f} at most in three "
-        f"steps.\nParams and gradients {own / gib:.2f} each, buffer {buffer / gib:.2f}: {2 * own / gib:.2f} + "
+        f"\n{dtype}, {config.count / 1e6:.0f}M params, {state.master.total / 1e9:.1f} GB of state on the disk. "
+        f"Resident GiB: {before / gib:.2f} at the start, {born / gib:.2f} at most while born, {peak / gib:.2f} at most "
+        f"in three steps.\nParams and gradients {own / gib:.2f} each, buffer {buffer / gib:.2f}: {2 * own / gib:.2f} + "
         f"{buffer / gib:.2f} + 1 = {(2 * own + buffer) / gib + 1:.2f}. Simulated devices are in the same memory: with "
         f"the host's copies of gradients and the new params beside the old {(4 * own + buffer) / gib + 1:.2f}.",
         flush=True,

@@ -253,6 +253,12 @@ def param_bytes(plan: Plan) -> int:
     return sum(x.nbytes // shard_factor(spec, plan.array_mesh) for x in hosted for spec in (x.stored, x.grad))
 
 
+_LESS = (
+    " Shared by more devices, with fewer moments (lion, adafactor), or with masters and moments on a disk "
+    '(Offload(tier="disk", path=...)) it is less.'
+)
+
+
 def check_host_memory(state: Any, plan: Plan) -> None:
     """Raises before anything is allocated where what is offloaded does not fit into host memory.
 
@@ -263,7 +269,7 @@ def check_host_memory(state: Any, plan: Plan) -> None:
     Raises:
       MemoryError: the pinned pool of JAX's GPU client is too small, or the machine's memory is.
     """
-    devices = local_devices(plan)
+    devices, tier = local_devices(plan), plan.config.tier
     needed = host_bytes(state, plan) * len(devices)
     if not needed:
         warnings.warn(
@@ -273,6 +279,10 @@ def check_host_memory(state: Any, plan: Plan) -> None:
         )
         return
     hosted = param_bytes(plan) * len(devices)
+    if plan.config.in_files and tier is not None:  # masters and moments pass through the buffer
+        grads = [x for x in plan.layouts if not plan.lives_on_host(x)]
+        needed = sum(x.nbytes // shard_factor(x.state, plan.array_mesh) for x in grads) * len(devices)
+        needed += hosted + tier.buffer
     what = f" ({human_bytes(hosted)} of it params and their gradients)" if hosted else ""
     gigabytes = -(-needed * 21 // (20 * 10**9)) + 1  # what jax itself pins, and a twentieth for fragments
     limit = os.environ.get(LIMIT, "")
@@ -288,9 +298,9 @@ def check_host_memory(state: Any, plan: Plan) -> None:
     if free is not None and needed > free:
         raise MemoryError(
             f"jzero: offload needs {human_bytes(needed)} of host memory in this process{what} "
-            f"({counted(len(devices), 'device')}), and {human_bytes(free)} are free. "
-            "It is shared by more devices, and a chain with fewer moments (lion, adafactor) needs less"
-            + ('; so does Offload(params="device").' if hosted else ".")
+            f"({counted(len(devices), 'device')}), and {human_bytes(free)} are free."
+            + ("" if plan.config.in_files else _LESS)
+            + (' Offload(params="device") needs less.' if hosted else "")
         )
 
 

@@ -51,7 +51,7 @@ def _unneeded(section: str, kind: str, rows: dict[str, str]) -> list[Key]:
 ZERO = "zero_optimization."
 OPTIMIZER = "zero_optimization.offload_optimizer."
 PARAM = "zero_optimization.offload_param."
-NVME_ALONE = "of an NVMe tier, which is not there"
+NVME_ALONE = "of an NVMe tier for params, which is not there"
 DIVIDED = "the loss is a mean over the whole batch: gradients are divided before they are reduced"
 TYPED = "jax.profiler.trace, or your own logger"
 
@@ -72,14 +72,16 @@ _LIST = [
         "stage3_param_persistence_threshold": ("int", "stage 3: `min_shard_bytes`, elements x bytes of a param"),
         "zero_hpz_partition_size": ("int", "stage 3: `param_axis` within `axis`, and the mesh"),
         "cpu_offload": ("bool", "`offload`, as offload_optimizer.device: cpu"),
+        "cpu_offload_param": ("bool", "`offload`, as offload_param.device: cpu"),
     }),
     Key(ZERO + "mics_shard_size", "int", MAPPED, "stage 3: `axis` within `batch_axis`, and the mesh", low=-1),
-    *_mapped(OPTIMIZER, {"device": ("str", "cpu: `offload`, `jzero.Offload()`, updated on the device; nvme refused")}),
+    *_mapped(OPTIMIZER, {
+        "device": ("str", '`offload`; cpu: `jzero.Offload()`, updated on the device; nvme: `Offload(tier="disk")`'),
+        "nvme_path": ("str", 'of nvme: `path` of `jzero.Offload(tier="disk")`'),
+    }),
+    *_mapped(PARAM, {"device": ("str", 'cpu, at stage 3: `jzero.Offload(params="host")`; nvme is refused')}),
     Key(ZERO + "mics_hierarchical_params_gather", "bool", NOT_SUPPORTED,
         "a gather over hosts is one collective, whose algorithm NCCL chooses"),
-    Key(ZERO + "cpu_offload_param", "bool", NOT_SUPPORTED, "as offload_param.device"),
-    Key(PARAM + "device", "str", NOT_SUPPORTED, "params stay in device memory, 1/N of them at stage 3; nvme is refused",
-        off=("none", None)),
     Key(OPTIMIZER + "ratio", "number", NOT_SUPPORTED, "all of the optimizer state is offloaded, or nothing",
         off=(1, None)),
     Key(OPTIMIZER + "super_offload", "bool", NOT_SUPPORTED, "the update runs on the device, state streamed through it"),
@@ -127,11 +129,12 @@ _LIST = [
     }),
     *_unneeded(ZERO, "dict", {"leaf_module": "there are no module hooks: each weight is gathered where it is used"}),
     *_unneeded(OPTIMIZER, "bool", {
-        "pipeline_read": "fetches run ahead of the update in any case", "fast_init": NVME_ALONE,
+        "pipeline_read": "fetches run ahead of the update in any case",
+        "fast_init": "files begin with the initial state",
         "pipeline_write": "writes run behind the update in any case",
     }),
     *_unneeded(OPTIMIZER, "any", {
-        "nvme_path": NVME_ALONE, "buffer_count": NVME_ALONE,
+        "buffer_count": "the buffer has one size, `jzero.Offload(buffer_bytes=)`",
         "cpuadam_cores_perc": "of super_offload",
     }),
     *_unneeded(PARAM, "any", {

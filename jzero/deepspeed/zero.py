@@ -8,6 +8,7 @@ DeepSpeed counts buckets and thresholds in elements, jzero in bytes. A param has
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from jzero.config import Offload
 from jzero.core.errors import counted, nearest
@@ -104,28 +105,48 @@ def _offload(draft: Draft, stage: int) -> None:
             raise draft.refuse(
                 name, f"it must be none, cpu or nvme.{nearest(value, ('none', 'cpu', 'nvme'))}"
             )
-    if draft.get(device) == "nvme":
-        raise draft.refuse(
-            device,
-            'there is no NVMe tier. Say "cpu": state and masters in pinned host memory, split over all devices '
-            "(jzero.estimate has the bytes per host).",
-        )
     if draft.get(param) == "nvme":
         raise draft.refuse(
-            param,
-            'there is no NVMe tier, and params stay in device memory. Say "none" (stage 3 keeps 1/N of them per '
-            "device; jzero.estimate has the bytes), or take more devices.",
+            param, 'params have no tier on a disk. Say "cpu": their shards and those of their gradients in host memory.'
         )
     if draft.get(old) and draft.get(device) is not None:
         raise draft.refuse(old, f"and {device} is {draft.get(device)!r}: keep {device}.")
-    name = old if draft.get(old) else device
-    if not (draft.get(old) or draft.get(device, "none") == "cpu"):
-        return
+    fields = {**_offloaded_state(draft, old if draft.get(old) else device, stage), **_offloaded_params(draft, stage)}
+    if fields:
+        draft.fields["offload"] = Offload(**fields)
+
+
+def _offloaded_state(draft: Draft, name: str, stage: int) -> dict[str, Any]:
+    kind = "cpu" if draft.get(ZERO + "cpu_offload") else draft.get(name, "none")
+    if kind == "none":
+        return {}
     if stage == 0:
         draft.say(name, "of stages 1 to 3; this is stage 0", NOT_NEEDED)
-        return
-    draft.fields["offload"] = Offload()
-    draft.say(
-        name,
-        "offload=jzero.Offload(): state in host memory, updated on the device; DeepSpeed updates it on the CPU",
-    )
+        return {}
+    if kind == "cpu":
+        draft.say(
+            name,
+            "offload=jzero.Offload(): state in host memory, updated on the device; DeepSpeed updates it on the CPU: "
+            'update="host" does (apply_gradients outside of jit)',
+        )
+        return {"tier": "host"}
+    path = draft.get(OPTIMIZER + "nvme_path")
+    if not isinstance(path, str):
+        raise draft.refuse(name, f"{OPTIMIZER}nvme_path must say in which folder.")
+    if stage == 1:
+        raise draft.refuse(name, "state on a disk needs stage 2 or 3: at stage 1 gradients leave the step whole.")
+    draft.say(name, 'offload=jzero.Offload(tier="disk"): apply_gradients is called outside of jit')
+    draft.say(OPTIMIZER + "nvme_path", f"path={path!r}: a folder of this run alone")
+    return {"tier": "disk", "path": path}
+
+
+def _offloaded_params(draft: Draft, stage: int) -> dict[str, Any]:
+    name, old = PARAM + "device", ZERO + "cpu_offload_param"
+    name = old if draft.get(old) else name
+    if draft.get(name, "none") in ("none", False):
+        return {}
+    if stage != 3:
+        draft.say(name, f"of stage 3; this is stage {stage}", NOT_NEEDED)
+        return {}
+    draft.say(name, 'jzero.Offload(params="host"): params, their gradients, and optimizer state in host memory')
+    return {"params": "host"}

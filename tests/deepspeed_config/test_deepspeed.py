@@ -154,6 +154,12 @@ def test_what_the_catalogue_calls_mapped_is_mapped(name):
         config["data_types"] = {"param_dtype": "bf16"}
     elif name == "zero_optimization.cpu_offload":
         config["zero_optimization"] |= {"cpu_offload": True, "offload_optimizer": {}}
+    elif name == "zero_optimization.cpu_offload_param":
+        config["zero_optimization"] |= {"cpu_offload_param": True, "offload_param": {}}
+    elif name.endswith(("nvme_path", "offload_param.device")):
+        config["zero_optimization"] |= {
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}, "offload_param": {"device": "cpu"},
+        }  # fmt: skip
     elif name == "zero_optimization.mics_shard_size":
         config["zero_optimization"] |= {"mics_shard_size": 4, "zero_hpz_partition_size": 1}
     elif name.endswith("prefetch_bucket_size"):
@@ -204,12 +210,20 @@ def test_offload():
     assert text == "host memory is always pinned"
     partly = zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5, "pin_memory": False})
     assert {r.key.split(".")[-1] for r in partly.not_supported} == {"ratio", "pin_memory"}
-    assert [r.key for r in zero(stage=3, offload_param={"device": "cpu"}).not_supported] == [
-        "zero_optimization.offload_param.device"
-    ]
-    for section in ("offload_optimizer", "offload_param"):
-        with pytest.raises(ValueError, match=r'no NVMe tier.*[sS]ay "(cpu|none)"'):
-            zero(stage=3, **{section: {"device": "nvme", "nvme_path": "/local"}})
+    on_host = jzero.Offload(params="host")
+    assert zero(stage=3, offload_param={"device": "cpu"}).config.offload == on_host
+    assert zero(stage=3, cpu_offload_param=True).config.offload == on_host
+    assert zero(stage=2, offload_param={"device": "cpu"}).config.offload is None
+    nvme = {"device": "nvme", "nvme_path": "/local"}
+    found = zero(stage=3, offload_optimizer=nvme, offload_param={"device": "cpu"})
+    assert found.config.offload == jzero.Offload(tier="disk", path="/local", params="host")
+    assert not found.not_supported
+    with pytest.raises(ValueError, match=r"nvme_path must say in which folder"):
+        zero(stage=3, offload_optimizer={"device": "nvme"})
+    with pytest.raises(ValueError, match=r"needs stage 2 or 3"):
+        zero(stage=1, offload_optimizer=nvme)
+    with pytest.raises(ValueError, match=r'no tier on a disk. Say "cpu"'):
+        zero(stage=3, offload_param=nvme)
     with pytest.raises(ValueError, match=r"cpu_offload is true: and .*device"):
         zero(stage=2, cpu_offload=True, offload_optimizer={"device": "cpu"})
     with pytest.raises(ValueError, match="Did you mean 'cpu'"):

@@ -413,6 +413,19 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(mesh, monkeypatch):
         jzero.shard(odd(optax.adam(1e-2)), stage=1, mesh=mesh, offload="host")
 
 
+def test_state_in_files_may_be_larger_than_memory(mesh, monkeypatch, tmp_path):
+    """Gradients and the buffer must fit."""
+    tier = jzero.Offload(tier="disk", path=tmp_path / "s", buffer_bytes=2**16)
+    plan = jzero.make_plan(params_of(), stage=2, mesh=mesh, min_shard_bytes=0, offload=tier)
+    tx = jzero.zero(optax.adam(1e-2), plan)
+    grads = sum(4 * math.prod(x.shape) for x in plan.layouts)
+    monkeypatch.setattr(offload, "available_memory", lambda: grads + 2**16 - 1)
+    with pytest.raises(MemoryError, match=r"kB are free\.$"):
+        tx.init(plan.place(params_of()))
+    monkeypatch.setattr(offload, "available_memory", lambda: grads + 2**16)
+    tx.init(plan.place(params_of()))
+
+
 @pytest.mark.parametrize("shape", [(48,), (16, 6), (3, 16, 5), (1, 2, 24), (4, 4, 8, 3)])
 @pytest.mark.parametrize("limit", [1, 7, 60, 10**6])
 def test_pieces_cover_an_array_once(shape, limit, mesh):
