@@ -206,7 +206,7 @@ def test_a_creation_that_was_killed_can_be_repeated(tmp_path):
     with DiskStore.create(tmp_path / "state", UNITS, identity={}, buffer_bytes=BUFFER) as store:
         file = record.file_of(store.folder, 0)
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"its creation did not end. Create it again"):
+    with pytest.raises(FileNotFoundError, match=r"its creation did not end. Remove it"):
         opened(tmp_path / "state")
     with DiskStore.create(tmp_path / "state", UNITS[:2], identity={}, buffer_bytes=BUFFER) as store:
         assert len(list(store.folder.glob("unit-*"))) == 4

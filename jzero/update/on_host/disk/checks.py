@@ -40,6 +40,11 @@ def same(
     where: str,
 ) -> None:
     """Raises ValueError where units or identity, if given, are not those of the record; lists what differs."""
+    if identity is not None:
+        wanted, here = records.plain(identity, where=where), record.identity
+        rows = [row for k in sorted({*wanted, *here}) for row in _differences(k, here.get(k), wanted.get(k))]
+        if rows:
+            raise ValueError(f"{where}: {folder} is of another run:\n{listing(rows)}")
     if units is not None:
         given = units_of(units, where=where)
         if len(given) != len(record.units):
@@ -48,23 +53,24 @@ def same(
             )
         other = [(i, a, b) for i, (a, b) in enumerate(zip(record.units, given, strict=True)) if a != b]
         if other:
-            rows = [(f"unit {i}", f"stored {a.described}", f"passed {b.described}") for i, a, b in other]
+            rows = [(f"unit {i}", f"stored {_short(a)}", f"passed {_short(b)}") for i, a, b in other]
             raise ValueError(
                 f"{where}: {len(other)} of {len(given)} units of {folder} differ:\n{listing(rows)}"
             )
-    if identity is not None:
-        wanted = records.plain(identity, where=where)
-        if wanted != record.identity:
-            here = record.identity
-            keys = sorted(
-                k for k in {*wanted, *here} if (k in wanted, wanted.get(k)) != (k in here, here.get(k))
-            )
-            rows = [(k, f"stored {_of(here, k)}", f"passed {_of(wanted, k)}") for k in keys]
-            raise ValueError(f"{where}: the identity of {folder} differs:\n{listing(rows)}")
 
 
-def _of(identity: dict[str, Any], key: str) -> str:
-    return shown(identity[key]) if key in identity else "nothing"
+def _differences(key: str, stored: Any, passed: Any) -> list[tuple[str, str, str]]:
+    """Rows of a listing: a whole entry, or the items of a list that differ."""
+    if isinstance(stored, list) and isinstance(passed, list) and len(stored) == len(passed):
+        items = enumerate(zip(stored, passed, strict=True))
+        return [(f"{key}[{i}]", f"stored {shown(a)}", f"passed {shown(b)}") for i, (a, b) in items if a != b]
+    there = [f"{verb} {'nothing' if x is None else shown(x)}" for verb, x in (("stored", stored), ("passed", passed))]
+    return [] if stored == passed else [(key, there[0], there[1])]
+
+
+def _short(unit: FileUnit) -> str:
+    text = unit.described
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def nothing_there(folder: Path, *, where: str) -> None:
@@ -73,6 +79,6 @@ def nothing_there(folder: Path, *, where: str) -> None:
     if found is not None:
         raise ValueError(
             f"{where}: {folder} holds a store of generation {found.generation} with "
-            f"{counted(len(found.units), 'unit')} and identity {found.identity}, and nothing is overwritten. "
-            "Open it with DiskStore.open, pass another folder, or remove it."
+            f"{counted(len(found.units), 'unit')}, and nothing is overwritten. Go on from it with "
+            "jzero.checkpoint.restore(path, like), pass another folder, or remove it."
         )

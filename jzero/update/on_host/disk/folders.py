@@ -26,7 +26,7 @@ def of(path: Path, process: tuple[int, int], *, where: str) -> Path:
     counts = sorted({int(m[2]) for m in found} - {count})
     if counts:
         raise ValueError(
-            f"{where}(process={process}): {path} holds the state of {counts[0]} processes, and this run has {count}. "
+            f"{where}: {path} holds the state of {counts[0]} processes, and this run has {count}. "
             f"As many processes read a state on disk as wrote it. Run with {counts[0]}, restore from a checkpoint (any "
             "number of processes reads those), or pass another folder."
         )

@@ -54,8 +54,8 @@ def check_room(units: Sequence[FileUnit], buffer_bytes: int, *, where: str) -> N
     if large:
         worst = max(large, key=lambda u: u.nbytes)
         raise ValueError(
-            f"{where}(buffer_bytes={buffer_bytes}): {len(large)} of {len(units)} units are larger than a quarter of "
+            f"{where}: buffer_bytes={buffer_bytes}: {len(large)} of {len(units)} units are larger than a quarter of "
             f"the buffer ({human_bytes(buffer_bytes / LEAST)}); the largest is {worst.name!r} with "
-            f"{human_bytes(worst.nbytes)}. One unit is read while one is updated and one is written. Cut the units "
-            f"smaller, or pass buffer_bytes={worst.nbytes * LEAST}."
+            f"{human_bytes(worst.nbytes)}. One unit is read while one is updated and one is written. Pass "
+            f"buffer_bytes={worst.nbytes * LEAST}."
         )

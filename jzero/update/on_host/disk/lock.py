@@ -76,7 +76,7 @@ class FolderLock:
             holder = json.loads(self._file.read_text())
             who = f"process {holder['pid']} on {holder['host']} (since {holder['since']})"
             if (holder["pid"], holder["host"]) == (os.getpid(), platform.node()):
-                own = " That is this process: close the DiskStore that it has open."
+                own = " That is this process: delete the state that uses it."
         return (
             f"{where}: {self._file.parent} is in use by {who}, and two runs would overwrite each other's state.{own} "
             "Pass another folder, or end that process. To read a state while a run goes on, take a snapshot of it."

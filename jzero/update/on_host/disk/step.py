@@ -20,7 +20,7 @@ from jzero.update.on_host.disk.record import EMPTY, Record
 from jzero.update.on_host.disk.slots import Slots
 from jzero.update.on_host.disk.transfers import DiskTransfer
 
-WHERE = "jzero.update.on_host.disk.DiskStep"
+WHERE = 'jzero: Offload(tier="disk")'
 
 
 class DiskStep:
@@ -65,7 +65,7 @@ class DiskStep:
             for i in order:
                 self._check_read(i, "read_ahead")
                 if i in self._order or i in self._ahead:
-                    raise ValueError(f"{WHERE}.read_ahead: {self._name(i)} is announced already.")
+                    raise ValueError(f"{WHERE}: read_ahead: {self._name(i)} is announced already.")
                 self._order[i] = None
             self._prefetch()
 
@@ -86,7 +86,7 @@ class DiskStep:
             awaited = next(iter(self._ahead), next(iter(self._order), index))
             if index != awaited:
                 raise ValueError(
-                    f"{WHERE}.read: {self._name(awaited)} was announced next, not {self._name(index)}."
+                    f"{WHERE}: read: {self._name(awaited)} was announced next, not {self._name(index)}."
                 )
             if index not in self._ahead:
                 self._wait_for_frame("read")
@@ -118,10 +118,10 @@ class DiskStep:
             self._check_write(index)
             unit, held = self._slots.units[index], self._held.get(index)
             if held is None:
-                unit.check(arrays, where=f"{WHERE}.write")
+                unit.check(arrays, where=f"{WHERE}: write")
                 self._wait_for_frame("write")
                 held = self._held[index] = self._frames.take()
-        unit.put(held[: unit.nbytes], arrays, where=f"{WHERE}.write")
+        unit.put(held[: unit.nbytes], arrays, where=f"{WHERE}: write")
         with self._changed:
             self._writing[index] = self._slots.write(
                 index, self._record.other(index), held, lambda t: self._wrote(index, t, held)
@@ -134,7 +134,7 @@ class DiskStep:
             self._check()
             if index not in self._held:
                 raise ValueError(
-                    f"{WHERE}.release: unit {index} is not held: it was not read, or is written."
+                    f"{WHERE}: release: unit {index} is not held: it was not read, or is written."
                 )
             self._frames.give(self._held.pop(index))
             self._prefetch()
@@ -198,7 +198,7 @@ class DiskStep:
         if not self._frames.free:
             rows = [(f"unit {i}", self._slots.units[i].name) for i in self._held]
             raise RuntimeError(
-                f"{WHERE}.{verb}: all {self._frames.count} frames of the buffer are taken, and no write is under way "
+                f"{WHERE}: {verb}: all {self._frames.count} frames of the buffer are taken, and no write is under way "
                 f"that would free one. {len(self._held)} units were read, and neither written nor released:\n"
                 f"{listing(rows)}\nWrite or release one first, or open the store with a larger buffer_bytes."
             )
@@ -227,7 +227,7 @@ class DiskStep:
             raise self._error
 
     def _check_read(self, index: int, verb: str) -> None:
-        check_int(index, "index", where=f"{WHERE}.{verb}", low=0, high=len(self._slots.units) - 1)
+        check_int(index, "index", where=f"{WHERE}: {verb}", low=0, high=len(self._slots.units) - 1)
         why = None
         if index in self._held:
             why = "is held: write or release it first"
@@ -236,15 +236,15 @@ class DiskStep:
         elif self._record.slots[index] == EMPTY:
             why = "has never been written: generation 0 has no contents. Write all units, and commit"
         if why is not None:
-            raise ValueError(f"{WHERE}.{verb}: {self._name(index)} {why}.")
+            raise ValueError(f"{WHERE}: {verb}: {self._name(index)} {why}.")
 
     def _check_write(self, index: int) -> None:
-        check_int(index, "index", where=f"{WHERE}.write", low=0, high=len(self._slots.units) - 1)
+        check_int(index, "index", where=f"{WHERE}: write", low=0, high=len(self._slots.units) - 1)
         self._check_writable("write")
         if index in self._writing or index in self._written:
-            raise ValueError(f"{WHERE}.write: {self._name(index)} was written in this step already.")
+            raise ValueError(f"{WHERE}: write: {self._name(index)} was written in this step already.")
         if index in self._ahead or index in self._order:
-            raise ValueError(f"{WHERE}.write: {self._name(index)} is announced to be read: read it first.")
+            raise ValueError(f"{WHERE}: write: {self._name(index)} is announced to be read: read it first.")
 
     def _check_commit(self) -> None:
         self._check_writable("commit")
@@ -252,13 +252,13 @@ class DiskStep:
         empty = [i for i, s in enumerate(self._record.slots) if s == EMPTY and i not in known]
         if empty:
             raise ValueError(
-                f"{WHERE}.commit: {len(empty)} of {len(self._slots.units)} units have never been written:\n"
+                f"{WHERE}: commit: {len(empty)} of {len(self._slots.units)} units have never been written:\n"
                 f"{listing([(f'unit {i}', self._slots.units[i].name) for i in empty])}\nThe first step writes all."
             )
 
     def _check_writable(self, verb: str) -> None:
         if self._read_only:
-            raise ValueError(f"{WHERE}.{verb}: {self._slots.folder} was opened with read_only=True.")
+            raise ValueError(f"{WHERE}: {verb}: {self._slots.folder} was opened with read_only=True.")
 
     def _name(self, index: int) -> str:
         return f"unit {index} ({self._slots.units[index].name!r})"

@@ -21,7 +21,7 @@ from jzero.update.on_host.disk.step import DiskStep
 from jzero.update.on_host.disk.transfers import DamagedStore
 from jzero.update.on_host.disk.units import FileUnit
 
-WHERE = "jzero.update.on_host.disk.DiskStore"
+WHERE = 'jzero: Offload(tier="disk")'
 
 
 class DiskStore:
@@ -104,7 +104,7 @@ class DiskStore:
           StoreInUse: another run has it open.
           OSError: the disk is full (says what is needed and free), or nothing can be written there.
         """
-        where = f"{WHERE}.create"
+        where = f"{WHERE}: create"
         units = checks.units_of(units, where=where)
         checks.numbers(buffer_bytes, requests, where=where)
         check_room(units, buffer_bytes, where=where)
@@ -157,18 +157,18 @@ class DiskStore:
           DamagedStore: no record is whole.
           OSError: a missing slot cannot be allocated, or a file cannot be read.
         """
-        where = f"{WHERE}.open"
+        where = f"{WHERE}: open"
         checks.numbers(buffer_bytes, requests, where=where)
         folder = folders.of(Path(path), process, where=where)
         if not folder.is_dir():
-            raise FileNotFoundError(f"{where}: there is no store in {folder}. DiskStore.create makes one.")
+            raise FileNotFoundError(f"{where}: there is no optimizer state in {folder}.")
         lock = FolderLock(folder, shared=read_only, where=where)
         store = None
         try:
             record = records.load(folder)
             if record is None:
                 raise FileNotFoundError(
-                    f"{where}: {folder} has no record: its creation did not end. Create it again."
+                    f"{where}: {folder} has no record: its creation did not end. Remove it, and begin again."
                 )
             checks.same(record, units, identity, folder, where=where)
             check_room(record.units, buffer_bytes, where=where)
@@ -241,7 +241,7 @@ class DiskStore:
           ValueError: generation 0 has no contents, or this process has a snapshot or a store there.
           OSError: the disk is full, or nothing can be written there; what was made is removed.
         """
-        where = f"{WHERE}.snapshot"
+        where = f"{WHERE}: snapshot"
         self._check_idle("snapshot")
         if self.generation == 0:
             raise ValueError(f"{where}: generation 0 has no contents; commit a step first.")
@@ -265,7 +265,7 @@ class DiskStore:
         before = records.at(self.folder, self.generation - 1)
         if before is None:
             raise DamagedStore(
-                f"{WHERE}.step_back: {self.folder} is of generation {self.generation}, and has no whole record of the "
+                f"{WHERE}: step_back: {self.folder} is of generation {self.generation}, and has no whole record of the "
                 "one before. Go back to a snapshot or to a checkpoint, and remove the folder."
             )
         records.invalidate(self.folder, self.generation)
@@ -308,13 +308,13 @@ class DiskStore:
 
     def _check_idle(self, verb: str) -> None:
         if self._closed:
-            raise RuntimeError(f"{WHERE}.{verb}: the store in {self.folder} has been closed.")
+            raise RuntimeError(f"{WHERE}: {verb}: the store in {self.folder} has been closed.")
         if self._unsure:
             raise RuntimeError(
-                f"{WHERE}.{verb}: a commit failed, and its record could not be taken back. Close the store and open it."
+                f"{WHERE}: {verb}: a commit failed, and its record cannot be taken back. Close the store and open it."
             )
         if self._step is not None:
-            raise RuntimeError(f"{WHERE}.{verb}: a step is open; commit or abandon it first.")
+            raise RuntimeError(f"{WHERE}: {verb}: a step is open; commit or abandon it first.")
 
 
 def _end(store: DiskStore | None, lock: FolderLock) -> None:
