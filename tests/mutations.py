@@ -120,6 +120,30 @@ def _():
     Plan.lives_on_host = lambda self, x: False
 
 
+@mutation("the update outside of the program runs inside", "host_update")
+def _():
+    force(lambda c: {"offload": "host"} if c.updates_outside else {})
+
+
+@mutation("delay=1 is not late", "host_update")
+def _():
+    force(lambda c: {"offload": dataclasses.replace(c.tier, delay=0)} if c.tier is not None else {})
+
+
+@mutation("an older state of an update outside is taken", "host_update")
+def _():
+    from jzero.update.on_host.update import Running
+
+    Running.check = lambda self, held: None
+
+
+@mutation("a unit is written over the slot that is committed", "disk_crash")
+def _():
+    from jzero.update.on_host.disk.slots import Slots
+
+    wrap_method(Slots, "file", lambda original, self, index, slot: original(self, index, 0))
+
+
 @mutation("moment_dtype is ignored", "moments")
 def _():
     force(lambda c: {"moment_dtype": None})
