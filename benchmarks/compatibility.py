@@ -1,6 +1,6 @@
 """Code that was not written for jzero, run with it: docs/compatibility.md.
 
-    pip install -e ".[pod]" "transformers<5" equinox dm-haiku optax-shampoo rollfast
+    pip install -e ".[pod]" "transformers<5" equinox dm-haiku optax-shampoo rollfast psgd-jax==0.2.8
     python benchmarks/compatibility.py                    # all rows: what the file of results lacks
     python benchmarks/compatibility.py --rows gpt2 resnet # some of them
     python benchmarks/compatibility.py --print            # the table of what is there
@@ -38,6 +38,7 @@ ROWS = {  # by name: the script, and the packages that its code is from
     ),
     "shampoo": ("optimizers", "optax-shampoo"),
     **dict.fromkeys(("kron", "prism"), ("optimizers", "rollfast")),
+    "psgd": ("optimizers", "psgd-jax"),
     **dict.fromkeys(
         ("lm1b", "seq2seq", "batchnorm", "gan", "dpo", "graph", "experts"), ("architectures", "flax")
     ),
@@ -113,6 +114,9 @@ def without_arrays(mesh: Any) -> Iterator[None]:
 
         return init
 
+    def put(tree, sharding):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
     real_jit, make_plan, abstract = jax.jit, jzero.make_plan, jzero.abstract
     with (
         mock.patch.object(jzero, "shard", lambda state, **f: abstract(state, mesh=mesh, **f)),
@@ -120,6 +124,7 @@ def without_arrays(mesh: Any) -> Iterator[None]:
         mock.patch.object(jzero.Plan, "place", place),
         mock.patch.object(jax, "jit", jit),
         mock.patch.object(jax.numpy, "copy", lambda x: x),
+        mock.patch.object(jax, "device_put", put),
     ):
         yield
 

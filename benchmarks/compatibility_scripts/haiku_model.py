@@ -42,9 +42,10 @@ def make_batch(seed):
 forward = hk.transform_with_state(transformer if ROW == "transformer" else resnet)
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 batches = [make_batch(seed) for seed in range(5)]
-params, net_state = forward.init(jax.random.key(0), batches[0])
+params, net_state = jax.jit(forward.init)(jax.random.key(0), batches[0])
 plan = jzero.make_plan(params, stage=STAGE)  # +
 tx, params = jzero.zero(tx, plan), plan.place(params)  # +
+net_state = jax.device_put(net_state, plan.sharding(jax.P()))  # +resnet
 opt_state = tx.init(params)  # -
 opt_state = jax.jit(tx.init)(params)  # +
 

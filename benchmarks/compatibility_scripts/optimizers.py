@@ -16,17 +16,19 @@ LR, WIDTH = 1e-3, 256
 
 def make_tx():
     if ROW == "shampoo":
+        jax.tree_map = jax.tree.map  # jax 0.6 dropped it
         from optax_shampoo.distributed_shampoo import distributed_shampoo
 
-        return distributed_shampoo(LR, block_size=128, batch_axis_name=None)
+        return distributed_shampoo(LR, block_size=128, start_preconditioning_step=2)
     if ROW in ("kron", "prism"):
         import rollfast
 
-        return getattr(rollfast, ROW)(LR)
+        # its default key is one array for all states, which a donated step would delete
+        return rollfast.prism(LR) if ROW == "prism" else rollfast.kron(LR, key=jax.random.PRNGKey(0))
     if ROW == "psgd":
-        import psgd_jax
+        from psgd_jax.kron import kron
 
-        return psgd_jax.kron(LR)
+        return kron(LR)
     if ROW == "mechanize":
         return optax.contrib.mechanize(optax.adam(LR))
     return getattr(optax.contrib, ROW)(LR)
