@@ -303,7 +303,8 @@ def stacked():
             both = both.T
         both = jax.lax.fori_loop(0, 5, lambda _, x: 1.5 * x - 0.5 * (x @ x.T) @ x, both / jnp.linalg.norm(both))
         both = both.T if len(g) > g.shape[1] else both
-        return both[: len(g)] / (1 + jnp.linalg.norm(both[: len(g)]))
+        upper = both[: len(g)]
+        return upper / (1 + jnp.linalg.norm(upper))
 
     return optax.stateless(lambda grads, params: {k: one(g, params[k]) for k, g in grads.items()})
 
