@@ -34,7 +34,8 @@ ROWS = {  # by name: the script, and the packages that its code is from
     **dict.fromkeys(("partition", "filter"), ("equinox_model", "equinox")),
     **dict.fromkeys(("transformer", "resnet"), ("haiku_model", "dm-haiku")),
     **dict.fromkeys(
-        ("muon", "schedule_free_adamw", "prodigy", "dadapt_adamw", "mechanize", "adopt"), ("optimizers", "optax")
+        ("muon", "schedule_free_adamw", "prodigy", "dadapt_adamw", "mechanize", "adopt"),
+        ("optimizers", "optax"),
     ),
     "shampoo": ("optimizers", "optax-shampoo"),
     **dict.fromkeys(("kron", "prism"), ("optimizers", "rollfast")),
@@ -109,7 +110,10 @@ def without_arrays(mesh: Any) -> Iterator[None]:
             leaves, tree = jax.tree.flatten(jax.eval_shape(fn, params))
             shardings = fn.plan.state_shardings(tree.unflatten(leaves))
             return tree.unflatten(
-                [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)]
+                [
+                    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+                    for x, s in zip(leaves, shardings, strict=True)
+                ]
             )
 
         return init
@@ -138,8 +142,9 @@ def compiled(row: str, stage: int) -> dict[str, Any]:
     pod = jzero.pod("h100")
     with without_arrays(pod.mesh({"data": N})):
         names = executed(row, stage)
-    plans = names.get("plans") or [names.get("plan") or jzero.plan_of(names["args"][0])]
-    txs = names.get("txs") or [names.get("tx")]
+    states = [x for x in names["args"] if hasattr(x, "tx")]
+    plans = [jzero.plan_of(x) for x in states] or [names["plan"]]
+    txs = [x.tx for x in states] or [names["tx"]]
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), names["batches"][0])
     program = pod.compile(names["step"], *names["args"], batch, plan=plans[0])
     sent, found = jzero.explain(program, plans[0]).wire.total, {}
@@ -226,7 +231,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="NAME", help="all")
+    parser.add_argument(
+        "--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="NAME", help="all"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compatibility.jsonl")
     parser.add_argument("--print", action="store_true", help="only the table of what --out holds")
     parser.add_argument("--one", choices=list(ROWS), help=argparse.SUPPRESS)

@@ -11,8 +11,7 @@ from flax.training import train_state
 
 import jzero  # +
 
-ROW: str
-STAGE: int
+# ruff: noqa: F821 - `benchmarks/compatibility.py` sets ROW and STAGE, and takes one of two lines
 VOCAB, WIDTH, TOKENS, BATCH = 1024, 256, 32, 16
 
 
@@ -26,7 +25,9 @@ class EncoderDecoder1DBlock(nn.Module):
     @nn.compact
     def __call__(self, x, mask, train):
         y = nn.LayerNorm()(x)
-        y = nn.MultiHeadDotProductAttention(4, use_bias=False, dropout_rate=0.1, deterministic=not train)(y, mask=mask)
+        y = nn.MultiHeadDotProductAttention(4, use_bias=False, dropout_rate=0.1, deterministic=not train)(
+            y, mask=mask
+        )
         x = x + nn.Dropout(0.1, deterministic=not train)(y)
         y = nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))
         y = nn.Dense(WIDTH)(nn.Dropout(0.1, deterministic=not train)(nn.relu(y)))
@@ -51,7 +52,11 @@ class EncoderLSTM(nn.Module):
     @nn.compact
     def __call__(self, x):
         lstm = nn.scan(
-            nn.OptimizedLSTMCell, variable_broadcast="params", in_axes=1, out_axes=1, split_rngs={"params": False}
+            nn.OptimizedLSTMCell,
+            variable_broadcast="params",
+            in_axes=1,
+            out_axes=1,
+            split_rngs={"params": False},
         )(WIDTH)
         carry = lstm.initialize_carry(jax.random.key(0), x[:, 0].shape)
         return lstm(carry, x)[0]
@@ -157,7 +162,9 @@ class MoE(nn.Module):
         slot = jax.nn.one_hot(place.astype(int), capacity) * mask[..., None]  # dropped beyond the capacity
         combine = jnp.einsum("tk,tkec->tec", gates, slot)
         up = self.param("up", nn.initializers.lecun_normal(batch_axis=0), (self.experts, WIDTH, 2 * WIDTH))
-        down = self.param("down", nn.initializers.lecun_normal(batch_axis=0), (self.experts, 2 * WIDTH, WIDTH))
+        down = self.param(
+            "down", nn.initializers.lecun_normal(batch_axis=0), (self.experts, 2 * WIDTH, WIDTH)
+        )
         inputs = jnp.einsum("tec,td->ecd", (combine > 0).astype(x.dtype), tokens)
         outputs = jnp.einsum("ech,ehd->ecd", nn.gelu(jnp.einsum("ecd,edh->ech", inputs, up)), down)
         balance = self.experts * jnp.sum(probs.mean(0) * mask[:, 0].mean(0))
@@ -237,7 +244,10 @@ def gan_step(generator, discriminator, batch):
 
     (g_loss, fake), g_grads = jax.value_and_grad(generator_loss, has_aux=True)(generator.params)
     d_loss, d_grads = jax.value_and_grad(discriminator_loss)(discriminator.params, fake)
-    generator, discriminator = generator.apply_gradients(grads=g_grads), discriminator.apply_gradients(grads=d_grads)
+    generator, discriminator = (
+        generator.apply_gradients(grads=g_grads),
+        discriminator.apply_gradients(grads=d_grads),
+    )
     return generator, discriminator, g_loss + d_loss
 
 
@@ -310,7 +320,7 @@ if ROW == "gan":
     discriminator = jzero.shard(create_discriminator, stage=STAGE)  # +gan
     step = jax.jit(gan_step, donate_argnums=(0, 1))  # -gan
     step = jzero.jit(gan_step, jzero.plan_of(generator))  # +gan
-    args, states = (generator, discriminator), (generator, discriminator)
+    args = (generator, discriminator)
 else:
     model, train_step, inputs = {
         "lm1b": (TransformerLM(), lm_step, ("tokens",)),

@@ -11,8 +11,7 @@ from transformers.modeling_flax_utils import FlaxPreTrainedModel
 
 import jzero  # +
 
-ROW: str
-STAGE: int
+# ruff: noqa: F821 - `benchmarks/compatibility.py` sets ROW and STAGE, and takes one of two lines
 ROWS, TOKENS, VOCAB, WIDTH = 16, 32, 1024, 256
 SMALL = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
 
