@@ -56,13 +56,13 @@ model, tx = Transformer(jax.random.key(0)), optax.adamw(1e-3)
 batches = [np.random.default_rng(seed).integers(0, VOCAB, (16, TOKENS)) for seed in range(5)]
 
 if ROW == "filter":
-    plan = jzero.make_plan(eqx.filter(model, eqx.is_array), stage=STAGE)  # +
-    tx, loss_fn = jzero.zero(tx, plan), jzero.gather_on_use(loss_fn, plan)  # +
-    arrays, rest = eqx.partition(model, eqx.is_array)  # +
-    model = eqx.combine(plan.place(arrays), rest)  # +
-    opt_state = tx.init(eqx.filter(model, eqx.is_array))  # -
-    opt_state = eqx.filter_jit(tx.init)(eqx.filter(model, eqx.is_array))  # +
-    batches = [plan.place_batch(b) for b in batches]  # +
+    plan = jzero.make_plan(eqx.filter(model, eqx.is_array), stage=STAGE)  # +filter
+    tx, loss_fn = jzero.zero(tx, plan), jzero.gather_on_use(loss_fn, plan)  # +filter
+    arrays, rest = eqx.partition(model, eqx.is_array)  # +filter
+    model = eqx.combine(plan.place(arrays), rest)  # +filter
+    opt_state = tx.init(eqx.filter(model, eqx.is_array))  # -filter
+    opt_state = eqx.filter_jit(tx.init)(eqx.filter(model, eqx.is_array))  # +filter
+    batches = [plan.place_batch(b) for b in batches]  # +filter
 
     @eqx.filter_jit
     def step(model, opt_state, tokens):
@@ -73,20 +73,20 @@ if ROW == "filter":
     args = (model, opt_state)
 else:
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    plan = jzero.make_plan(params, stage=STAGE)  # +
-    tx, params = jzero.zero(tx, plan), plan.place(params)  # +
-    opt_state = tx.init(params)  # -
-    opt_state = jax.jit(tx.init)(params)  # +
+    plan = jzero.make_plan(params, stage=STAGE)  # +partition
+    tx, params = jzero.zero(tx, plan), plan.place(params)  # +partition
+    opt_state = tx.init(params)  # -partition
+    opt_state = jax.jit(tx.init)(params)  # +partition
 
     def loss_of(params, tokens):
         return loss_fn(eqx.combine(params, static), tokens)
 
     def train_step(params, opt_state, tokens):
-        loss, grads = jax.value_and_grad(loss_of)(params, tokens)  # -
-        loss, grads = jax.value_and_grad(jzero.gather_on_use(loss_of, plan))(params, tokens)  # +
+        loss, grads = jax.value_and_grad(loss_of)(params, tokens)  # -partition
+        loss, grads = jax.value_and_grad(jzero.gather_on_use(loss_of, plan))(params, tokens)  # +partition
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    step = jax.jit(train_step, donate_argnums=(0, 1))  # -
-    step = jzero.jit(train_step, plan)  # +
+    step = jax.jit(train_step, donate_argnums=(0, 1))  # -partition
+    step = jzero.jit(train_step, plan)  # +partition
     args = (params, opt_state)
