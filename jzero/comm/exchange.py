@@ -21,7 +21,7 @@ class Pieces:
     """How an array is cut into the pieces of its devices.
 
     Attributes:
-      shape: of the whole array; a dim that nothing divides is rounded up.
+      shape: of the whole array, `(1,)` of a scalar; a dim that nothing divides is rounded up.
       split: by dim the axes.
       axes: all of them, in the order of the exchange.
       sizes: of the axes.
@@ -57,6 +57,7 @@ class Pieces:
 
     def rows(self, x: Any) -> Any:
         """The reverse."""
+        x = jnp.reshape(x, self.shape)
         if self.padded != self.shape:
             x = jnp.pad(x, [(0, p - s) for p, s in zip(self.padded, self.shape, strict=True)])
         by_name = dict(zip(self.axes, self.sizes, strict=True))

@@ -42,7 +42,8 @@ def place_batch(batch: Any, sharding: NamedSharding, *, parts: int, axes: tuple[
         raise ValueError(
             f"{WHERE}: {len(bad)} leaves cannot be split over batch axes {axes} "
             f"({local} parts{' in this process' if local != parts else ''}):\n{listing(bad)}\n"
-            f"Pass a batch whose leading dim is a multiple of {local}."
+            f"Pass a batch whose leading dim is a multiple of {local}. What is no batch (running means that a step "
+            "takes and returns) goes on the mesh whole: jax.device_put(x, plan.sharding(jax.P()))."
         )
     check_rows(batch, where=WHERE)
     return jax.tree.map(lambda leaf: _place(leaf, sharding), batch)

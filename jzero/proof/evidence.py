@@ -131,12 +131,18 @@ class Evidence:
         shapes = self.results
         if len(outs) != len(shapes):
             return {}
-        by_end: dict[tuple[str, ...], list[tuple[int, bool]]] = collections.defaultdict(list)
-        for keys, shape in zip(outs, shapes, strict=True):
+        by_end: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+        for at, keys in enumerate(outs):
             for cut in range(min(3, len(keys))):
-                by_end[keys[cut:]].append((shape.nbytes, shape.on_host))
-        ends = {keys: by_end.get(keys) or by_end.get(keys[2:]) for keys in paths if len(keys) > 2}
-        return {keys: sizes[0] for keys, sizes in ends.items() if sizes}
+                by_end[keys[cut:]].append(at)
+        found, taken = dict[tuple[str, ...], tuple[int, bool]](), set[int]()
+        for keys in sorted(paths, key=len, reverse=True):  # a bare tree ends as `state.params` does: it comes later
+            ends = (by_end.get(keys) or by_end.get(keys[2:], [])) if len(keys) > 2 else []
+            at = next((i for i in ends if i not in taken), None)
+            if at is not None:
+                taken.add(at)
+                found[keys] = shapes[at].nbytes, shapes[at].on_host
+        return found
 
     @property
     def results(self) -> tuple[Shape, ...]:
@@ -147,6 +153,12 @@ class Evidence:
     def state(self) -> list[Argument]:
         """The arguments that a step returns: params, optimizer state, what else is carried."""
         return [x for x in self.leaves if x.returned is not None]
+
+    @functools.cached_property
+    def frozen(self) -> list[Argument]:
+        """Copies of params that come in and do not come back: the weights of a reference model."""
+        rest = (x for x in self.leaves if x.returned is None and not (x.is_param or x.in_opt_state))
+        return [x for x in rest if x.layout is not None and x.held]
 
     @functools.cached_property
     def batch(self) -> list[Argument]:

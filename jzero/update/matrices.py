@@ -144,7 +144,7 @@ class Matrices:
         return jax.ShapeDtypeStruct([1 if d in dims else s for d, s in enumerate(aval.shape)], aval.dtype)
 
     def _pieces(self, value: int, dims: dict[int, int], axes: tuple[str, ...]) -> Pieces:
-        shape, split = self._one(value, dims).shape, self.mixing.split[value]
+        shape, split = self._one(value, dims).shape or (1,), self.mixing.split[value]
         if {a for entry in split for a in entry} != set(axes):
             at = max(range(len(shape)), key=lambda d: shape[d])
             split = tuple(axes if d == at else () for d in range(len(shape)))

@@ -181,30 +181,46 @@ class Mixing:
 
     def _grown(self, nodes: set[Node]) -> set[Node]:
         """The nodes with what [Note: what a region takes in] says."""
-        pending = [i for node in nodes for i in node.ins]
-        while pending:  # layouts that are not known
-            i = pending.pop()
-            maker = self.graph.makers.get(i)
-            if maker is not None and maker not in nodes and i in self._unknown:
-                nodes.add(maker)
-                pending += maker.ins
+        nodes |= self._from_known(nodes)
         for i in self._inputs(nodes):
             nodes |= self._reduced_from_one(i, nodes)
+        nodes |= self._from_known(nodes)
         nodes |= self._from_the_same(nodes)
+        nodes |= self._from_known(nodes)
         for o in [o for node in nodes for o in node.outs]:
             nodes |= self._to_known(o, nodes)
         return nodes
 
-    def _to_known(self, value: int, region: set[Node]) -> set[Node]:
-        """The nodes from a result of a region to one whose layout is known, where that one is made from it alone."""
+    def _from_known(self, region: set[Node]) -> set[Node]:
+        """The nodes from values whose layouts are known to the inputs of a region."""
         taken: set[Node] = set()
+        pending = self._inputs(region)
+        while pending:
+            i = pending.pop()
+            nodes = [maker] if (maker := self.graph.makers.get(i)) else []
+            while nodes and nodes[-1].name == "transpose" and (maker := self.graph.makers.get(nodes[-1].ins[0])):
+                nodes.append(maker)
+            new = [node for node in nodes if node not in region | taken]
+            if new and not self._unknown.isdisjoint(nodes[-1].outs):
+                taken.update(new)
+                pending += [i for node in new for i in node.ins]
+        return taken
+
+    def _to_known(self, value: int, region: set[Node]) -> set[Node]:
+        """The nodes from a result of a region to one whose layout is known, where that one is made from it alone.
+
+        Or to a part of it (a slice along a split dim): less is sent.
+        """
+        taken: set[Node] = set()
+        part: set[Node] = set()
         while value not in self._wanted and len(taken) < FURTHER:
             readers = [r for r in self._readers[value] if r not in region]
             arrays = {i for r in readers for i in r.ins if any(self.split[i])}
             if len(readers) != 1 or len(readers[0].outs) != 1 or arrays - {value} or mixing(readers[0].eqn):
-                return set()
+                return part
             taken.add(readers[0])
             value = readers[0].outs[0]
+            part = set(taken) if value in self._unknown else part
         return taken
 
     def _reduced_from_one(self, value: int, region: set[Node]) -> set[Node]:

@@ -167,6 +167,8 @@ class Owners:
 
         spec = make_spec(pieces.split)
         whole = mapped(self.plan, collect, [P(pieces.axes)] * len(arrays), spec)(*arrays)
+        if not aval.shape:
+            return self.plan.constrain(whole[0], P())
         return whole if whole.shape == aval.shape else self.plan.constrain(unpadded(whole, aval.shape), spec)
 
 

@@ -160,6 +160,31 @@ def test_two_models_in_a_step(stage, second, mesh):
         assert "state_not_returned" in kinds(lost, other_plan)
 
 
+@pytest.mark.pod
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_frozen_reference(stage):
+    """Preferences: two batches through the model, and through a copy of it that is not trained."""
+    mesh = jzero.pod("h200").mesh({"data": 8})
+    state = jzero.abstract(create_state, stage=stage, mesh=mesh, min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+
+    def step(state, reference, data, more):
+        def loss_fn(params):
+            gap = loss_of(state.apply_fn, params, data) - loss_of(state.apply_fn, params, more)
+            kept = loss_of(state.apply_fn, reference, data) - loss_of(state.apply_fn, reference, more)
+            return -jax.nn.log_sigmoid(gap - kept)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    pod = jzero.pod("h200")
+    program = pod.compile(step, state, state.params, data, data, donate_argnums=0)
+    assert kinds(program, plan) == (["reduction_per_microbatch"] if stage == 3 else [])  # two calls of the model
+    if stage == 2:
+        assert "state_not_donated" in kinds(pod.compile(step, state, state.params, data, data), plan)
+
+
 def test_an_average_of_the_params_is_no_other_model(mesh):
     class WithAverage(TrainState):
         average: dict

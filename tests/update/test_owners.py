@@ -283,6 +283,43 @@ def test_a_sort_a_sum_and_the_matrix_of_another_leaf():
     assert_matrices_have_owners(compiled, plan)
 
 
+def norms_kept():
+    """A matrix over a norm of its square, which is a number of the state: made between two matmuls."""
+
+    def update(grads, state, params):
+        squares = {k: g.T @ g for k, g in grads.items()}
+        norms = {k: 0.5 * state[k] + jnp.sqrt(jnp.trace(s)) for k, s in squares.items()}
+        return {k: g @ (squares[k] / norms[k]) for k, g in grads.items()}, norms
+
+    return optax.GradientTransformation(lambda params: {k: jnp.zeros(()) for k in params}, update)
+
+
+def stacked():
+    """Two matrices one above the other, orthogonalized together: the upper one (PRISM)."""
+
+    def one(g, p):
+        both = jnp.concatenate([g, g - p])
+        if len(g) > g.shape[1]:
+            both = both.T
+        both = jax.lax.fori_loop(0, 5, lambda _, x: 1.5 * x - 0.5 * (x @ x.T) @ x, both / jnp.linalg.norm(both))
+        both = both.T if len(g) > g.shape[1] else both
+        upper = both[: len(g)]
+        return upper / (1 + jnp.linalg.norm(upper))
+
+    return optax.stateless(lambda grads, params: {k: one(g, params[k]) for k, g in grads.items()})
+
+
+@pytest.mark.parametrize("kind", [norms_kept, stacked])
+def test_numbers_and_parts_of_matrices(kind):
+    tx = optax.chain(optax.trace(0.9), kind(), optax.scale(-1e-2))
+    shapes = {"wide": (32, 64), "tall": (64, 16)}
+    given = {"params": arrays(0, shapes), "grads": gradients(shapes)}
+    got, state, compiled, plan = sharded(tx, 3, **given)
+    params, plain, _ = run(tx, given["params"], given["grads"])
+    assert max_error((got, state), (params, plain)) < 1e-4
+    assert_matrices_have_owners(compiled, plan, LARGEST // 8 + 1)
+
+
 SECOND_ORDER = {"shampoo": shampoo, "soap": soap}
 
 

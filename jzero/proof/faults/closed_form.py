@@ -39,7 +39,9 @@ ROWS = frozenset(("gather", "scatter", "scatter-add"))
 
 def more_than_closed_form(e: Evidence) -> Faults:
     """Over the ZeRO axes, 5 % above the closed form of all micro-batches; what other rules find is in it too."""
-    if e.on_cpu or e.uses is None or e.split_stacks or e.others or not e.trains or not e.module.has_backward:
+    if e.on_cpu or e.uses is None or e.split_stacks or not e.trains or not e.module.has_backward:
+        return
+    if e.others or e.frozen:  # its weights are gathered too
         return
     rows, times = list(_sent(e)), max([1, *(_micro_batches(e, s) for s, _ in e.sites)])
     planned = list(_planned(e, times))

@@ -66,7 +66,7 @@ def _known(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
         elif place in state:
             yield x, state[place]
         elif x.layout is not None and not x.layout.padded:
-            yield x, _as_moment(e, x, x.layout)
+            yield x, params[x.layout.name] if x in e.frozen else _as_moment(e, x, x.layout)
 
 
 def _nameless(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:

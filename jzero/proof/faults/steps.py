@@ -120,11 +120,11 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
     if rounds >= ROUNDS and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (
-            f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch, where once after "
-            "their sum would do.",
+            f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch or call of the model, where "
+            "once after their sum would do.",
             round(sent * (1 - 1 / rounds)),
             'jzero.value_and_grad(loss_fn, plan, accumulate=k, reduce="step"): local gradients are summed, and reduced '
-            "once after the loop.",
+            "once after the loop. Where a loss calls the model on several batches: one call, on jnp.concatenate of them.",
         )
 
 
