@@ -7,8 +7,8 @@
 
 Each row is a process of its own, takes half a minute to two, and becomes a line of `--out`; a stopped run goes on. Its
 script lies in `benchmarks/compatibility_scripts/`: lines that end in `# -` are those of the plain script alone, `# +`
-those of the script with jzero. `# +name` and `# -name` belong to one row. A script leaves `args` (the state), `step` and
-`batches`.
+those of the script with jzero. `# +name` and `# -name` belong to one row. A script leaves its state in `args`, `step`
+and `batches`.
 """
 
 from __future__ import annotations
