@@ -1,6 +1,6 @@
 """Code that was not written for jzero, run with it: docs/compatibility.md.
 
-    pip install -e ".[pod]" "transformers<5" equinox dm-haiku optax-shampoo rollfast psgd-jax==0.2.8
+    pip install -e ".[pod]" "transformers<5" equinox dm-haiku rollfast psgd-jax==0.2.8
     python benchmarks/compatibility.py                    # all rows: what the file of results lacks
     python benchmarks/compatibility.py --rows gpt2 resnet # some of them
     python benchmarks/compatibility.py --print            # the table of what is there
@@ -38,7 +38,6 @@ ROWS = {  # by name: the script, and the packages that its code is from
         ("muon", "schedule_free_adamw", "prodigy", "dadapt_adamw", "mechanize", "adopt"),
         ("optimizers", "optax"),
     ),
-    "shampoo": ("optimizers", "optax-shampoo"),
     **dict.fromkeys(("kron", "prism"), ("optimizers", "rollfast")),
     "psgd": ("optimizers", "psgd-jax"),
     **dict.fromkeys(

@@ -14,11 +14,6 @@ LR, WIDTH = 1e-3, 256
 
 
 def make_tx():
-    if ROW == "shampoo":
-        jax.tree_map = jax.tree.map  # which jax dropped
-        from optax_shampoo.distributed_shampoo import distributed_shampoo
-
-        return distributed_shampoo(LR, block_size=128, start_preconditioning_step=2)
     if ROW in ("kron", "prism"):
         import rollfast
 
