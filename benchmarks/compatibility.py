@@ -220,8 +220,9 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     )
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
+    known = {ROWS[row][1]: found["version"] for row, found in results.items() if "version" in found}
     for row, found in results.items():
-        yield f"| {' | '.join((found.get('version', ROWS[row][1]), row, *cells(found)))} |"
+        yield f"| {' | '.join((known.get(ROWS[row][1], ROWS[row][1]), row, *cells(found)))} |"
 
 
 def cells(found: dict[str, Any]) -> Iterator[str]:
