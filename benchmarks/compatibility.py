@@ -1,14 +1,14 @@
 """Code that was not written for jzero, run with it: docs/compatibility.md.
 
-    pip install -e ".[pod]" "transformers<5" equinox dm-haiku optax-shampoo rollfast psgd-jax==0.2.8
+    pip install -e ".[pod]" "transformers<5" equinox dm-haiku rollfast psgd-jax==0.2.8
     python benchmarks/compatibility.py                    # all rows: what the file of results lacks
     python benchmarks/compatibility.py --rows gpt2 resnet # some of them
     python benchmarks/compatibility.py --print            # the table of what is there
 
 Each row is a process of its own, takes half a minute to two, and becomes a line of `--out`; a stopped run goes on. Its
 script lies in `benchmarks/compatibility_scripts/`: lines that end in `# -` are those of the plain script alone, `# +`
-those of the script with jzero. `# +name` and `# -name` belong to one row. A script leaves `args` (the state), `step` and
-`batches`.
+those of the script with jzero. `# +name` and `# -name` belong to one row. A script leaves its state in `args`, `step`
+and `batches`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ ROWS = {  # by name: the script, and the packages that its code is from
         ("muon", "schedule_free_adamw", "prodigy", "dadapt_adamw", "mechanize", "adopt"),
         ("optimizers", "optax"),
     ),
-    "shampoo": ("optimizers", "optax-shampoo"),
     **dict.fromkeys(("kron", "prism"), ("optimizers", "rollfast")),
     "psgd": ("optimizers", "psgd-jax"),
     **dict.fromkeys(
@@ -221,8 +220,9 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     )
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
+    known = {ROWS[row][1]: found["version"] for row, found in results.items() if "version" in found}
     for row, found in results.items():
-        yield f"| {' | '.join((found.get('version', ROWS[row][1]), row, *cells(found)))} |"
+        yield f"| {' | '.join((known.get(ROWS[row][1], ROWS[row][1]), row, *cells(found)))} |"
 
 
 def cells(found: dict[str, Any]) -> Iterator[str]:

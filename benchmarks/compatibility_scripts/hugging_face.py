@@ -27,7 +27,7 @@ def make_model() -> FlaxPreTrainedModel:
         return hf.FlaxLlamaForCausalLM(hf.LlamaConfig(**SMALL, **sizes), (1, TOKENS), seed=0)
     if ROW == "t5":
         clip = jnp.clip  # jax 0.10 has no `a_max`, which T5's code names
-        jnp.clip = lambda x, *bounds, a_max=None: clip(x, *bounds, max=a_max) if a_max else clip(x, *bounds)
+        jnp.clip = lambda x, *bounds, a_max=None, **more: clip(x, *bounds, **({"max": a_max} if a_max else more))
         config = hf.T5Config(VOCAB, WIDTH, 64, 4 * WIDTH, num_layers=2, num_heads=4, decoder_start_token_id=0)
         return hf.FlaxT5ForConditionalGeneration(config, seed=0)
     if ROW == "vit":

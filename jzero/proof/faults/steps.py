@@ -124,7 +124,7 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
             "once after their sum would do.",
             round(sent * (1 - 1 / rounds)),
             'jzero.value_and_grad(loss_fn, plan, accumulate=k, reduce="step"): local gradients are summed, and reduced '
-            "once after the loop. Where a loss calls the model on several batches: one call, on jnp.concatenate of them.",
+            "once after the loop. Where a loss calls the model on several batches: one call on all of them.",
         )
 
 
