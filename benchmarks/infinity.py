@@ -1,7 +1,7 @@
 """Params and gradients in host memory (ZeRO-Infinity): what the compiled program holds and moves.
 
     python benchmarks/infinity.py pod     # a GPT of 7.5B on 64 H100, beside stage 3 as it is: 5 minutes on two cores
-    python benchmarks/infinity.py one     # one H100 of 80 GB: from 24 to 96 layers of width 8192: 40 minutes
+    python benchmarks/infinity.py one     # one H100 of 80 GB: from 24 to 96 layers of width 8192: 20 minutes
     python benchmarks/infinity.py one --depth 2 4 --dim 1024 --heads 8     # a minute
 
 Compiled for GPUs that are not there; jaxlib 0.11.2 or newer. The model is that of benchmarks/peak.py: bf16 params, fp32
@@ -58,7 +58,7 @@ class One:
     heads: int = 64
     vocab: int = 50304
     seq: int = 2048
-    in_flight_gib: Annotated[float, tyro.conf.arg(help="of the optimizer's state on the device at once")] = 3
+    in_flight_gib: Annotated[float, tyro.conf.arg(help="of the optimizer's state on the device at once")] = 6
     offload_inputs: Annotated[bool, tyro.conf.arg(help='and with jzero.remat(offload="host")')] = True
     out: Path = OUT
 
