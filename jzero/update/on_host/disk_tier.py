@@ -41,7 +41,7 @@ class DiskTier(Store):
         for at in layout.tiny:
             self.arrays[at] = on_host(small[at], chain.plan)
         self._step: Any = None
-        self._waiting: tuple[Unit, list[Any]] | None = None
+        self._waiting: tuple[int, list[Any]] | None = None
         self._read: dict[int, dict[int, Any]] = {}
         self._in_norms = False
         self._since_trim = 0  # bytes that were written
@@ -165,16 +165,17 @@ class DiskTier(Store):
     def read(self, units: Units, source: int, group: Group):
         """An array of the unit that is updated now, or that a norm is taken of."""
         k = next(k for k in units.owners[source] if units.units[k].group.chunk == group.chunk)
-        file = self.layout.number(units.units[k])
+        file = self.layout.number(units, units.units[k])
         if file not in self._read:
             if self._in_norms:
                 self._released()
-            self._read[file] = self._taken_over(units, units.units[k], self._step.read(file))
+            self._read[file] = self._taken_over(units, units.units[k], file)
         return self._read[file][source]
 
-    def _taken_over(self, units: Units, unit: Unit, pieces: Sequence[np.ndarray]) -> dict[int, Any]:
+    def _taken_over(self, units: Units, unit: Unit, file: int) -> dict[int, Any]:
         """The arrays of a unit by their numbers, with what the user has changed in the params."""
-        found = dict(zip((s for s, _ in unit.kept), self.layout.arrays(unit, pieces), strict=True))
+        arrays = self.layout.arrays(self.layout.held[file], self._step.read(file))
+        found = dict(zip((s for s, _ in unit.kept), arrays, strict=True))
         for source, x in found.items():
             param = self._replaced.get(units.kept[source])
             if param is not None:
@@ -191,15 +192,16 @@ class DiskTier(Store):
     def write(self, units: Units, unit: Unit, news: dict[int, Any]) -> None:
         """The new arrays of a unit go to its file once the next one is on its way."""
         if unit.kept:
-            old = self._read.pop(self.layout.number(unit))
+            file = self.layout.number(units, unit)
+            old = self._read.pop(file)
             self._written()
-            self._waiting = unit, [news[v] if v in news else old[s] for s, v in unit.kept]
+            self._waiting = file, [news[v] if v in news else old[s] for s, v in unit.kept]
 
     def _written(self) -> None:
         if self._waiting is not None:
-            unit, arrays = self._waiting
-            pieces = self.layout.pieces(unit, arrays)
-            self._step.write(self.layout.number(unit), pieces)
+            file, arrays = self._waiting
+            pieces = self.layout.pieces(self.layout.held[file], arrays)
+            self._step.write(file, pieces)
             self._waiting = None
             self._since_trim += sum(x.nbytes for x in pieces)
             if self._since_trim > self.layout.buffer // 2:
@@ -245,7 +247,7 @@ class FileLayout:
         self.units = chain.units(self.types, {}, self.most)
         self.held = [u for u in self.units.units if u.kept]
         self.files = [FileUnit(self._name(k, u), self._file_arrays(u)) for k, u in enumerate(self.held)]
-        self._numbers = {self._key(u): k for k, u in enumerate(self.held)}
+        self._numbers = {self._key(self.units, u): k for k, u in enumerate(self.held)}
         self.filed = set(self.units.kept.values())  # the leaves that are in units
         self.tiny = [at for at, k in enumerate(chain.kept) if k and at not in self.filed]  # single values
         self.identity = {
@@ -277,6 +279,7 @@ class FileLayout:
         return f"{k}: leaves {leaves[0]} to {leaves[-1]}" if leaves else str(k)
 
     def _forms(self, unit: Unit) -> list[Any]:
+        """Of a unit of `held`: other units number their arrays in another way."""
         return [self.units.form(s, unit.group.chunk) for s, _ in unit.kept]
 
     def _file_arrays(self, unit: Unit) -> tuple[Any, ...]:
@@ -305,12 +308,12 @@ class FileLayout:
             out += [np.asarray(by_bounds[bounds]) for bounds in _local(form)]
         return out
 
-    def number(self, unit: Unit) -> int:
-        """Which file has a unit."""
-        return self._numbers[self._key(unit)]
+    def number(self, units: Units, unit: Unit) -> int:
+        """Which file has a unit of these units."""
+        return self._numbers[self._key(units, unit)]
 
-    def _key(self, unit: Unit) -> Any:
-        return tuple(s for s, _ in unit.kept), unit.group.chunk
+    def _key(self, units: Units, unit: Unit) -> Any:
+        return tuple(units.kept[s] for s, _ in unit.kept), unit.group.chunk
 
 
 def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
