@@ -143,7 +143,8 @@ class Inputs:
                 raise InputError(f"{wrong} belongs to --offload host.")
             return {}
         given = {
-            "tier": self.offload or self.offload_params, "params": self.offload_params, "update": self.update,
+            "tier": self.offload or self.offload_params, "params": self.offload_params,
+            "update": "host" if self.update == "host" else None,
             "in_flight_bytes": self.in_flight_bytes, "buffer_bytes": self.buffer_bytes,
             "path": NO_FILES if self.offload == "disk" else None,
         }  # fmt: skip
