@@ -14,7 +14,7 @@ import numpy as np
 from jzero.comm.uses import GATHERS, Use
 from jzero.core.errors import check_arrays, is_argument
 from jzero.core.graph import Node
-from jzero.core.primitives import REMAT
+from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
 from jzero.core.products import row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.gather.transform import as_written
@@ -31,6 +31,8 @@ LINEAR = frozenset(
     """.split()  # noqa: SIM905 - as in `core/primitives.py`
 )
 """The derivative reads no operand."""
+STAYS = ELEMENTWISE | REDUCING | {"reshape"}
+"""Made from shards where they lie; a reshape as a rule."""
 FETCH = "device_put"
 
 
@@ -51,7 +53,8 @@ def uses_of(
       By name of a param, a `Use` for each place where the forward pass reads it: its `kind` (`"matmul"`, `"lookup"`, or
       `"kept"` where the backward pass does not read it), the `dtype` in which its gradient is made, and of a lookup the
       `rows` of all devices. A weight that is constant over a loop has one use in it. What the forward pass does not
-      read, or reads in a `jax.shard_map`, is left out.
+      read, or reads in a `jax.shard_map`, is left out; so is an L2 term, or another that meets no batch and is
+      computed on shards.
 
     Raises:
       TypeError: `step` is no function, `plan` no plan, or there is none among the arguments.
@@ -128,6 +131,7 @@ class _Region:
         found: dict[int, list[Use]] = collections.defaultdict(list)
         at = {value: i for i, value in enumerate(graph.ins)}
         moves = {value for value, m in zip(graph.ins, moving, strict=True) if m}
+        data = graph.data()
         for node in graph.nodes:
             moves.update(node.outs if any(i in moves for i in node.ins) else ())
         forward, again = set(graph.nodes) if self.forward else _forward(graph), set[int]()
@@ -140,7 +144,7 @@ class _Region:
                 if not inside.forward:  # the forward pass of a remat region is no region any more
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
-            elif inside.forward:
+            elif inside.forward and not _on_shards(graph, node, forward, data):
                 for value in used:
                     found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
         return {i: [_read(use) if i in again else use for use in uses] for i, uses in found.items()}
@@ -213,6 +217,17 @@ def _forward(graph: WeightGraph) -> set[Node]:
         for i in node.ins:
             readers[i].append(node)
     return found
+
+
+def _on_shards(graph: WeightGraph, node: Node, forward: set[Node], data: set[int]) -> bool:
+    """True for what XLA computes on the shards of weights: it ends in numbers and meets no batch, as a decay term."""
+    arrays = [i for i in node.outs if np.ndim(graph.avals[i])]
+    if not arrays:
+        return not graph.activations(node, data)
+    if node.name not in STAYS or graph.activations(node, data) or not set(graph.outs).isdisjoint(arrays):
+        return False
+    readers = [n for n in graph.nodes if n in forward and not set(arrays).isdisjoint(n.ins)]
+    return all(_on_shards(graph, n, forward, data) for n in readers)
 
 
 def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:

@@ -97,6 +97,28 @@ def test_what_is_traced_for_it_is_not_used_for_the_step(mesh):
     assert "jzero.gather_weight" in step.lower(state, x).as_text(debug_info=True)
 
 
+TERMS = {  # of a loss: what it adds, and how often it counts as a use of the weight
+    "decay": (lambda w, x: (w**2).sum(), 0),
+    "norm": (lambda w, x: optax.global_norm([w]), 0),
+    "vdot": (lambda w, x: jnp.vdot(w, w), 0),
+    "l1 of rows": (lambda w, x: jnp.abs(w).sum(0).max(), 0),
+    "in remat": (jax.checkpoint(lambda w, x: jnp.sin(w**2).sum()), 0),
+    "meets the batch": (lambda w, x: (x * (w**2).sum(0)).sum(), 1),
+    "mixes": (lambda w, x: jnp.cumsum(w, 0).max(), 1),
+    "product": (lambda w, x: ((w @ w) ** 2).sum(), 1),
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_of_weights_alone_is_computed_on_shards(term, mesh):
+    """Compiled for 8 H200, the first three send what the same step sends without them."""
+    plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), F32)}, stage=3, mesh=mesh, min_shard_bytes=0)
+    more, times = TERMS[term]
+    step = jax.grad(lambda p, x: jnp.sin(x @ p["w"]).sum() + more(p["w"], x))
+    found = jzero.uses_of(step, plan.shapes, jax.ShapeDtypeStruct((8, 64), F32), plan=plan)
+    assert len(found["['w']"]) == 1 + times
+
+
 def test_the_estimate_says_why(mesh):
     plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), BF16)}, stage=3, mesh=mesh, min_shard_bytes=0)
     step = jax.grad(lambda p, x: jnp.tanh(jnp.tanh(x * p["w"][0, 0]) @ p["w"].astype(F32)).sum())
