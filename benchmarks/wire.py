@@ -220,6 +220,19 @@ def gpt(width: int = 128, layers: int = 4, heads: int = 4, **fields: Any) -> Cas
     )
 
 
+def wider(preferred: bool = False) -> Case:
+    """Matmuls of bf16 weights whose results are fp32: as the activations are, or as `preferred_element_type` says."""
+
+    def apply(params, x):
+        for w in params.values():
+            x = x.astype(jnp.bfloat16) if preferred else x
+            x = jnp.tanh(jax.lax.dot(x, w, preferred_element_type=jnp.float32))
+        return x
+
+    one, shape = jax.ShapeDtypeStruct((DIM,), jnp.float32), (DIM, DIM)
+    return Case(apply, lambda: {f"w{i}": jnp.ones(shape, jnp.bfloat16) for i in range(4)}, squares, one, 64)
+
+
 LOOPS = {
     "32 rounds": recurrent, "32 rounds, remat": lambda: recurrent(remat=True), "nested, 3 x 4 rounds": nested,
     "the same in one loop": flat,
@@ -257,6 +270,8 @@ def dtypes() -> Iterator[tuple[str, Case, int, dict[str, Any]]]:
     yield "bf16 params, fp32 compute", gpt(**WIDE), 8, {}
     yield "the same, reduce_dtype=bf16", gpt(**WIDE), 8, {"reduce_dtype": "bfloat16"}
     yield "fp32 params, bf16 compute", gpt(**MIXED), 8, {}
+    yield "bf16 weights, fp32 activations", wider(), 8, {}
+    yield "bf16 weights, preferred_element_type=fp32", wider(preferred=True), 8, {}
 
 
 def grid() -> Iterator[tuple[str, Case, int, dict[str, Any]]]:

@@ -14,8 +14,9 @@ gradients are reduced by the update, this is all that the walk does.
 [Note: a matmul on the way back]
 The gradient of a weight that is much larger than a bucket (an output head: 2 GB for a vocabulary of 256000) is made in
 parts, each a matmul of a slice of the activations or of the cotangent, and reduced while the next is made. The same
-way is taken where `reduce_dtype` is wider than the weight: XLA reduces in the dtype of the matmul that makes a
-gradient, whatever is cast afterwards, so the matmul is made in that dtype. For a narrower one each device makes the
+way is taken where `reduce_dtype` or the matmul's results are wider than the weight: XLA reduces in the dtype of the
+matmul that makes a gradient, whatever is cast afterwards (behind a cast it reduces to whole gradients), so the matmul
+is made in that dtype and its result reduced before the cast. For a narrower one each device makes the
 gradient of its own examples, casts it, and these are summed.
 """
 
@@ -30,6 +31,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.dtypes import issubdtype
 
 from jzero.comm import comm_of
 from jzero.core import jaxprs
@@ -83,7 +85,7 @@ class WeightOps:
         cut = self.cut_of(eqn, values)
         if cut is None:
             for weight in (v for v in values if isinstance(v, Weight)):
-                self.warn_of_dtype(weight)
+                self.warn_of_dtype(weight, eqn)
         flat, rewrap = unwrap(self.on_shards(values))
 
         def on_gathered(*flat):
@@ -128,26 +130,26 @@ class WeightOps:
 
         return linear(fn, back, [index], [table.shard], tangent=tangent)
 
-    def wide(self, weight: Weight) -> Any:
-        """The dtype in which a gradient is to be made and reduced, where it is wider than the weight's; else None."""
-        dtype, own = self.plan.config.reduce_dtype, weight.dtype
-        return dtype if dtype is not None and dtype.itemsize > own.itemsize else None
+    def wide(self, weight: Weight, eqn: Any = None) -> Any:
+        """The dtype in which a gradient is made and reduced, where it is wider than the weight's; else None."""
+        dtype = self.plan.config.reduce_dtype or gradient_dtype(eqn, weight)
+        return dtype if dtype.itemsize > weight.dtype.itemsize else None
 
-    def narrow(self, weight: Weight) -> Any:
-        """The dtype in which a gradient is to be reduced, where it is narrower than the weight's; else None."""
-        dtype, own = self.plan.config.reduce_dtype, weight.dtype
+    def narrow(self, weight: Weight, eqn: Any = None) -> Any:
+        """The dtype in which a gradient is to be reduced, where it is narrower than that it is made in; else None."""
+        dtype, made = self.plan.config.reduce_dtype, gradient_dtype(eqn, weight)
         matrix = len(weight.shape) > 1 and weight.is_reduced
-        return dtype if dtype is not None and dtype.itemsize < own.itemsize and matrix else None
+        return dtype if dtype is not None and dtype.itemsize < made.itemsize and matrix else None
 
-    def made_by_rows(self, weight: Weight) -> bool:
+    def made_by_rows(self, weight: Weight, eqn: Any) -> bool:
         """Each device makes its gradient of its own examples, and these are summed in `comm/reduce_scatter.py`."""
-        return self.is_scattered(weight) or self.narrow(weight) is not None
+        return self.is_scattered(weight) or self.narrow(weight, eqn) is not None
 
-    def warn_of_dtype(self, weight: Weight) -> None:
+    def warn_of_dtype(self, weight: Weight, eqn: Any = None) -> None:
         """Of a large weight whose gradient XLA reduces in a wider dtype than was asked for."""
-        dtype = self.narrow(weight)
+        dtype = self.narrow(weight, eqn)
         if dtype is not None and math.prod(weight.shape) * SHARE_SAID > sum(x.size for x in self.plan.layouts):
-            own = weight.dtype.name
+            own = gradient_dtype(eqn, weight).name
             warnings.warn(
                 f"jzero: reduce_dtype={dtype.name} is narrower than the {own} in which the model computes, and XLA "
                 f"reduces the gradient of a weight {weight.shape} in the dtype in which it is made: jzero makes "
@@ -160,15 +162,15 @@ class WeightOps:
     def cut_of(self, eqn, values: list[Any]) -> tuple[int, int, int] | None:
         """Of a product whose weight's gradient is made here: the weight's position, a dim of it to cut, the parts.
 
-        That is a matmul by a weight much larger than a bucket, one whose gradient is reduced in a wider dtype, and a
-        matmul or a convolution whose gradient is scattered.
+        That is a matmul by a weight much larger than a bucket, one whose gradient is made or reduced in a wider dtype,
+        and a matmul or a convolution whose gradient is scattered.
         """
         at = [i for i, v in enumerate(values) if isinstance(v, Weight)]
         if len(at) != 1 or not values[at[0]].is_reduced:
             return None
         weight = values[at[0]]
         if eqn.primitive.name != "dot_general":
-            scattered = example_dims(eqn, at[0]) is not None and self.made_by_rows(weight)
+            scattered = example_dims(eqn, at[0]) is not None and self.made_by_rows(weight, eqn)
             return (at[0], 0, 1) if scattered and self.wide(weight) is None else None
         shape = weight.shape
         parts, dim = 1, 0
@@ -177,8 +179,8 @@ class WeightOps:
             parts, dim = min(
                 ((n, d) for d in free if (n := self.parts_of(shape[d], weight)) > 1), default=(1, 0)
             )
-        by_rows = example_dims(eqn, at[0]) is not None and self.narrow(weight) is not None
-        made_here = parts > 1 or by_rows or self.wide(weight) is not None or self.is_scattered(weight)
+        by_rows = example_dims(eqn, at[0]) is not None and self.narrow(weight, eqn) is not None
+        made_here = parts > 1 or by_rows or self.wide(weight, eqn) is not None or self.is_scattered(weight)
         return (at[0], dim, parts) if made_here else None
 
     def product(self, eqn, values: list[Any], at: int, dim: int, parts: int) -> list[Any]:
@@ -188,8 +190,9 @@ class WeightOps:
 
         def gradient(other, cotangent, *, piece):
             if eqn.primitive.name != "dot_general":
-                return self.narrowed(product_gradient(eqn, at, other, cotangent), weight)
-            return self.narrowed(dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight)), weight)
+                return self.narrowed(product_gradient(eqn, at, other, cotangent), weight, eqn)
+            grad = dot_gradient(eqn, at, other, cotangent, piece, self.wide(weight, eqn))
+            return self.narrowed(grad, weight, eqn)
 
         def back(other, cotangent):
             def part(i, cotangent):
@@ -197,7 +200,7 @@ class WeightOps:
                 return self.comm.gradients.by_examples(
                     functools.partial(gradient, piece=piece),
                     (other, cotangent),
-                    example_dims(eqn, at) if self.made_by_rows(weight) else None,
+                    example_dims(eqn, at) if self.made_by_rows(weight, eqn) else None,
                     weight.grad,
                 ).astype(dtype)
 
@@ -206,9 +209,9 @@ class WeightOps:
         whole = self.gathered(weight, reduces=False)
         return linear(Product(eqn, at), back, [other], [whole])
 
-    def narrowed(self, grad: Any, weight: Weight) -> Any:
+    def narrowed(self, grad: Any, weight: Weight, eqn: Any = None) -> Any:
         """A gradient that one device has made, in the dtype in which it is reduced."""
-        dtype = self.narrow(weight)
+        dtype = self.narrow(weight, eqn)
         return grad if dtype is None else grad.astype(dtype)
 
     def is_scattered(self, weight: Weight) -> bool:
@@ -310,6 +313,15 @@ class WeightOps:
     def kept(self, weight: Weight) -> Weight:
         """Gathered for all its uses; where these reduce its gradient themselves, what comes back is reduced."""
         return weight.as_whole(self.gathered(weight, reduces=not self.ordered and self.wide(weight) is None))
+
+
+def gradient_dtype(eqn: Any, weight: Weight) -> np.dtype:
+    """The dtype in which a use makes a weight's gradient: of a matmul with wider results (`preferred_element_type`,
+    or activations that are wider) theirs.
+    """
+    made = eqn.outvars[0].aval.dtype if eqn is not None and eqn.primitive.name == "dot_general" else None
+    is_wider = made is not None and issubdtype(made, np.floating) and made.itemsize > weight.dtype.itemsize
+    return made if is_wider else weight.dtype
 
 
 def _parts(width: int, wanted: int) -> int:

@@ -180,6 +180,8 @@ class _Region:
         dtype, eqn = np.dtype(moved or graph.avals[value].dtype), node.eqn
         if row_lookup(eqn):
             return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]))
+        made = np.dtype(eqn.outvars[0].aval.dtype)
+        dtype = made if node.name == "dot_general" and made.itemsize > dtype.itemsize else dtype
         return Use("matmul" if self.is_read(graph, node, value, moves) else "kept", dtype)
 
     def is_read(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> bool:

@@ -90,12 +90,15 @@ CLOSED = {
     "16-bit params, 32-bit compute": (WIDE, 8, {}),
     "the same, reduce_dtype": (WIDE, 8, {"reduce_dtype": "bfloat16"}),
     "32-bit params, 16-bit compute": (functools.partial(wire.gpt, **wire.MIXED), 8, {}),
+    "16-bit weights, 32-bit activations": (wire.wider, 8, {}),
+    "the same, reduced in 16 bits": (wire.wider, 8, {"reduce_dtype": "bfloat16"}),
+    "32-bit results": (functools.partial(wire.wider, preferred=True), 8, {}),
     "tied": (functools.partial(wire.gpt, 256, 2, tied=True), 8, {}),
     "LSTM": (wire.LOOPS["LSTM, 64 steps"], 8, {}),
     "LSTM, 16-bit compute": (wire.LOOPS["the same, bf16 compute"], 8, {}),
     "chunks": (wire.LOOPS["cross-entropy, 8 chunks"], 8, {}),
 }
-SHOWN = ["24 GPUs-3", "6 GPUs-3", "tied-3", "chunks-3", "LSTM, 16-bit compute-2"]
+SHOWN = ["24 GPUs-3", "6 GPUs-3", "tied-3", "chunks-3", "LSTM, 16-bit compute-2", "32-bit results-3"]
 
 
 @pytest.mark.default_cases(*SHOWN)

@@ -125,6 +125,38 @@ def test_every_kind_of_equation(index, fields, mesh):
     )
 
 
+MATMULS = {  # whose results are wider than the weight
+    "activations": lambda x, w: x @ w,
+    "asked": lambda x, w: jax.lax.dot(x.astype("bfloat16"), w, preferred_element_type=jnp.float32),
+    "of its columns": lambda x, w: jnp.einsum("md,bd->bm", w.T, x),
+}
+
+
+@pytest.mark.parametrize("fields", [{}, KEPT, {"reduce_dtype": "bfloat16"}], ids=["dropped", "kept", "reduce"])
+@pytest.mark.parametrize("way", MATMULS)
+def test_a_matmul_wider_than_its_weight(way, fields, mesh):
+    """Gradients are sums in float32, rounded once to bfloat16 (8 bits); with `reduce_dtype` each device rounds."""
+    data, dot, keys = batch(), MATMULS[way], jax.random.split(jax.random.key(0), 2)
+    shapes = zip(keys, ((DIM_IN, 40), (40, DIM_OUT)), strict=True)
+    params = [jax.random.normal(k, s, "bfloat16") / 5 for k, s in shapes]
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0, **fields)
+
+    def fn(p, x, y):
+        return jnp.mean((dot(jnp.tanh(dot(x, p[0])), p[1]) - y) ** 2)
+
+    args = data["x"], data["y"]
+    loss, grads = jax.jit(jax.value_and_grad(jzero.gather_on_use(fn, plan)))(
+        plan.place(params), *plan.place_batch(args)
+    )
+    want, wanted = jax.value_and_grad(fn)(params, *args)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for a, b in zip(grads, wanted, strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert a.sharding.spec != P()
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert abs(a - b).max() <= abs(b).max() / (64 if "reduce_dtype" in fields else 256)
+
+
 @pytest.mark.default_cases("dropped-Scanned", "kept-Remat")
 @pytest.mark.parametrize(
     "model",
