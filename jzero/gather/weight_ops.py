@@ -319,9 +319,9 @@ def gradient_dtype(eqn: Any, weight: Weight) -> np.dtype:
     """The dtype in which a use makes a weight's gradient: of a matmul with wider results (`preferred_element_type`,
     or activations that are wider) theirs.
     """
-    made = eqn.outvars[0].aval.dtype if eqn is not None and eqn.primitive.name == "dot_general" else None
-    is_wider = made is not None and issubdtype(made, np.floating) and made.itemsize > weight.dtype.itemsize
-    return made if is_wider else weight.dtype
+    own = weight.dtype
+    made = eqn.outvars[0].aval.dtype if eqn is not None and eqn.primitive.name == "dot_general" else own
+    return made if issubdtype(made, np.floating) and made.itemsize > own.itemsize else own
 
 
 def _parts(width: int, wanted: int) -> int:
