@@ -145,7 +145,7 @@ class _Region:
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
             elif inside.forward and not _on_shards(graph, node, forward, data):
-                for value in used:
+                for value in {graph.root(i): i for i in used}.values():  # one and its transpose are one
                     found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
         return {i: [_read(use) if i in again else use for use in uses] for i, uses in found.items()}
 

@@ -105,7 +105,7 @@ TERMS = {  # of a loss: what it adds, and how often it counts as a use of the we
     "in remat": (jax.checkpoint(lambda w, x: jnp.sin(w**2).sum()), 0),
     "meets the batch": (lambda w, x: (x * (w**2).sum(0)).sum(), 1),
     "mixes": (lambda w, x: jnp.cumsum(w, 0).max(), 1),
-    "product": (lambda w, x: ((w @ w) ** 2).sum(), 1),
+    "product": (lambda w, x: ((w.T @ w) ** 2).sum(), 1),
 }
 
 
