@@ -4,6 +4,7 @@
     python benchmarks/wire.py loops            # 1 minute
     python benchmarks/wire.py devices dtypes
     python benchmarks/wire.py grid --out page.md     # 210 programs, about an hour; begun again it goes on from the page
+    python benchmarks/wire.py grid --closed          # their closed forms alone, 5 minutes
 
 Compiled for H200. Psi is (N-1)/N times the bytes of all params: 2, 2 and 3 at stages 1, 2 and 3. `loops`: a weight that
 every round of a loop uses. `devices`: counts that are not a power of two. `dtypes`: 16-bit
@@ -73,10 +74,10 @@ def step_of(case: Case) -> Callable[..., Any]:
     return step
 
 
-def compiled(
+def prepared(
     case: Case, stage: int, n: int = 8, tx: optax.GradientTransformation | None = None, **fields: Any
 ):
-    """The step compiled for `n` H200, its plan and its estimate; AdamW unless another optimizer is given."""
+    """A pod of `n` H200, the abstract state and batch of a case, and its estimate; AdamW unless another is given."""
     hosts = max(n // 8, 1) if n % 8 == 0 or n < 8 else n // 4
     pod = jzero.pod("h200", hosts=hosts, gpus_per_host=n // hosts)
 
@@ -86,8 +87,15 @@ def compiled(
     state = jzero.abstract(
         create, stage=stage, mesh=pod.mesh({"data": n}), **{"min_shard_bytes": 0, **fields}
     )
-    plan = jzero.plan_of(state)
     batch = jax.ShapeDtypeStruct((case.rows * n, *case.example.shape), case.example.dtype)
+    uses = jzero.uses_of(step_of(case), state, batch)
+    return pod, state, batch, jzero.estimate(jzero.plan_of(state), tx=state.tx, uses=uses)
+
+
+def compiled(case: Case, stage: int, n: int = 8, **fields: Any):
+    """The step compiled, its plan and its estimate; the arguments are those of `prepared`."""
+    pod, state, batch, closed = prepared(case, stage, n, **fields)
+    plan = jzero.plan_of(state)
     step = functools.partial(pod.compile, step_of(case), state, batch, donate_argnums=0, plan=plan)
     try:
         program = step()
@@ -95,7 +103,7 @@ def compiled(
         if "output tile sizes" not in str(error):
             raise
         program = step(compiler_options={"xla_gpu_enable_triton_gemm": False})
-    return program, plan, jzero.estimate(plan, tx=state.tx, uses=jzero.uses_of(step_of(case), state, batch))
+    return program, plan, closed
 
 
 def recurrent(rounds: int = 32, *, remat: bool = False) -> Case:
@@ -287,6 +295,11 @@ TABLES = {"loops": loops, "devices": devices, "dtypes": dtypes, "grid": grid}
 HEAD = "| program | stage | wire, Psi | closed form, Psi | temp, MB | check |\n|---|---|---|---|---|---|"
 
 
+def closed_row(label: str, case: Case, n: int, stage: int, fields: dict[str, Any]) -> str:
+    """A line of a table, nothing compiled."""
+    return f"| {label} | {stage} | | {prepared(case, stage, n, **fields)[-1].wire_psi:.2f} | | |"
+
+
 def row(label: str, case: Case, n: int, stage: int, fields: dict[str, Any]) -> str:
     """A line of a table."""
     program, plan, closed = compiled(case, stage, n, **fields)
@@ -303,6 +316,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="a page that rows are added to; those that it has are not made again"
     )
+    parser.add_argument("--closed", action="store_true", help="the closed form alone: nothing is compiled")
     args = parser.parse_args()
     done = args.out.read_text(encoding="utf-8") if args.out and args.out.exists() else ""
     print(HEAD)
@@ -310,7 +324,7 @@ def main() -> None:
         for stage in (1, 2, 3):
             if (stage == 1 and "reduce_dtype" in fields) or f"| {label} | {stage} |" in done:
                 continue
-            line = row(label, case, n, stage, fields)
+            line = (closed_row if args.closed else row)(label, case, n, stage, fields)
             print(line, flush=True)
             if args.out:
                 with args.out.open("a", encoding="utf-8") as page:

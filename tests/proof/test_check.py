@@ -58,6 +58,19 @@ def test_batch_not_split(stage, scan):
     assert "plan.place_batch(batch)" in finding.remedy
 
 
+def test_a_loss_that_does_not_read_its_argument():
+    """The loss and all layouts are right, and nothing is trained."""
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda params: gpt_loss(state, state.params, batch))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    state, plan = small_state(2, scan=True)
+    found = found_in(state, plan, step)
+    assert set(found) == {"gradients_zero"}
+    assert "every gradient is zero" in found["gradients_zero"].text
+
+
 def naive(state):
     """Stage 3 by layouts alone: the plain model on split params."""
     return state.replace(apply_fn=state.apply_fn.fn)

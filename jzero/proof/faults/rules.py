@@ -24,6 +24,7 @@ from jzero.proof.faults.wording import Faults
 KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "loop_slices_wrong": steps.slices_wrong,
     "state_not_returned": state.state_not_returned,
+    "gradients_zero": steps.gradients_zero,
     "batch_not_split": steps.batch_not_split,
     "gather_on_use_not_traced": weights.gather_on_use,
     "gradients_all_reduced": steps.grads_all_reduced,
