@@ -295,51 +295,52 @@ def page(mesh: Mesh) -> str:
 
 <!-- Written by `python docs/make_nine_parameters.py`. Change that file, not this one. -->
 
-A model small enough to print: `W2 tanh(W1 x + b1) + b2` with W1 2x2, b1 2, W2 1x2 and b2 1, in fp32. Two devices
-share a batch of {examples} examples and take one step of `optax.adam({LEARNING_RATE})` on the mean squared error.
-What a device holds is read from its own buffers after the step.
+This model is small enough to print: `W2 tanh(W1 x + b1) + b2` with W1 2x2, b1 2, W2 1x2 and b2 1, in fp32. Two
+devices share a batch of {examples} examples and take one step of `optax.adam({LEARNING_RATE})` on the mean squared
+error. What a device holds is read from its own buffers after the step.
 
 ## The step on one device
 
 {step_table(reference, runs[1].parts)}
 
-A device's part of the gradient comes from its own {own} examples. The parts add up to the gradient of the batch. m
+Each device's part of the gradient comes from its own {own} examples. The parts add up to the gradient of the batch. m
 and v are Adam's two moments. With jzero, at stages 0 to 3, every param, gradient, m and v on either device equals
-the one here to {TOLERANCE:g} of its tensor's largest value. (An Adam without bias correction would move each param
+the value here to {TOLERANCE:g} of its tensor's largest value. (Adam without bias correction would move each param
 {longer} times as far.)
 
 ## What each device holds
 
-One copy of params, gradient, m and v is 4 x {PSI} = {4 * PSI} values. Values on both devices together, by stage;
-the integer that counts Adam's steps is left out:
+One copy of params, gradient, m and v is 4 x {PSI} = {4 * PSI} values. The table leaves out Adam's step count.
+Columns 2 to 5 are for both devices together:
 
 {count_table(runs)}
 
-What a stage splits of a tensor lies like this:
+A tensor that a stage splits is laid out like this:
 
 {layout_table(runs[1:])}
 
 - Stage 0 is plain data parallelism: 4 x {PSI} x {N} = {s0} values.
-- Whole tensors to ranks: each tensor's moments on one device. With a layer to each rank that is {2 * PSI} + 2 x
-  {m0} = {p0} and {2 * PSI} + 2 x {m1} = {p1}, {both} in all. The most even way gives {best[0]} and {best[1]}.
-- jzero splits every tensor on the first dim that {N} divides, so both devices hold the same. No split can share
-  b2's one value: it stays whole on both (`uneven="replicate"`), and `plan.describe()` says so. That costs
+- Whole tensors to ranks, for comparison, keeps each tensor's moments on one device. One layer per device makes
+  {2 * PSI} + 2 x {m0} = {p0} and {2 * PSI} + 2 x {m1} = {p1}, {both} in all. The most even way gives {best[0]} and
+  {best[1]}.
+- jzero splits every tensor on the first dim divisible by {N}, so both devices hold equally many values. b2's one
+  value cannot be split. It stays whole on both (`uneven="replicate"`), and `plan.describe()` says so. That costs
   {extra[0]}, {extra[1]} and {extra[2]} values at stages 1, 2 and 3. So stage 1 keeps {s1} values where whole
   tensors keep {both}, but its fuller device has {s1 // N}, not {p0}.
 
-The page sets `min_shard_bytes=0`, and returns the gradient from the step to look at it.
+The script sets `min_shard_bytes=0`, and its step also returns the gradient.
 
 ## What each device sends
 
 {send_table(runs)}
 
-Values, by collective. In a reduce-scatter a device sends its part of what the other one keeps. In an all-gather it
-sends what it keeps itself. An all-reduce is both, and half of the values cross each time.
-In a ring, each of N devices sends 2 (N-1)/N of Psi values at stages 0 to 2, and 3 (N-1)/N at stage 3. A central
-server would send (N-1) Psi.
+The table counts values by collective. In a reduce-scatter a device sends its part of what the other one keeps. In an
+all-gather it sends what it keeps itself. An all-reduce is both, with half of the values each time.
+In a ring of N devices, each sends 2 (N-1)/N of Psi (all params) at stages 0 to 2, and 3 (N-1)/N at stage 3. A
+central server would send (N-1) Psi.
 
-These are closed forms. XLA differs by a few values: stage 3's backward pass needs W2 alone. In the program
-compiled here a device sends {ahead} values to gather weights forward and {back} backward, so {need:g} of the
+These counts come from formulas. XLA sends a few values less: stage 3's backward pass needs only W2. In the compiled
+program a device sends {ahead} values to gather weights forward and {back} backward, so {need:g} of the
 {closed:g} values are needed.
 """
 

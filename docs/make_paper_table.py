@@ -94,9 +94,9 @@ def page() -> str:
         "",
         "<!-- Written by `python docs/make_paper_table.py`. Change that file, not this one. -->",
         "",
-        "Gigabytes (1e9 bytes) of params, gradients and optimizer state per device: bf16 params and gradients, fp32",
-        "masters and Adam's two moments, as compiled for H100. In brackets: what the paper prints (arXiv:1910.02054),",
-        "which rounds some cells and cuts others. `jzero.estimate` gives the same bytes to 1e-6.",
+        "Gigabytes (1e9 bytes) of params, gradients and optimizer state per device, compiled for H100: bf16 params and",
+        "gradients, fp32 masters and Adam's two moments. In brackets the paper's figures (arXiv:1910.02054), some",
+        "rounded, some truncated. `jzero.estimate` gives the same bytes to 1e-6.",
     ]
     for model, rows in PAPER.items():
         lines += ["", f"## {model}", "", "| devices | stage 1 | stage 2 | stage 3 |", "|---:|---:|---:|---:|"]
