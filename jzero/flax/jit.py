@@ -35,7 +35,9 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
 
     Raises:
       TypeError: `step` is no function or jitted already, `plan` no plan; when called, a batch with lists of numbers.
-      ValueError: when called, a batch whose leading dim the batch axes do not divide; lists the leaves.
+      ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; or a
+        `TrainState` on one device that the step would train.
+      RuntimeError: when called, a state that was donated to an earlier step.
 
     Layout:
       Placed are numpy arrays and JAX arrays on a single device, of one dim or more: `[B, ...]`, `[B/N, ...]` per
@@ -86,6 +88,7 @@ class Jit:
 
     def __call__(self, *args, **kwargs):
         """Place what is on the host, and run the step."""
+        _check_alive((args, kwargs))
         args, kwargs = self._placed(args, kwargs)
         return self._jit(args, kwargs)(*args, **kwargs)
 
@@ -143,7 +146,11 @@ class Jit:
         if not self.options.keys() & {"static_argnums", "static_argnames"}:
             check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.jit")
         jitted = jax.jit(self.step, **options)
-        donated = self._donated(args, jitted.trace(*args, **kwargs).out_info) if chosen else ()
+        if not chosen:
+            return jitted
+        out = jitted.trace(*args, **kwargs).out_info
+        self._check_sharded(args, out)
+        donated = self._donated(args, out)
         return jax.jit(self.step, **options, donate_argnums=donated) if donated else jitted
 
     def _jit_nnx(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
@@ -167,6 +174,19 @@ class Jit:
         replaced = [i for i, arg in enumerate(args) if jax.tree.leaves(arg) and _form(arg) in returned]
         state = [i for i in replaced if self._has_optimizer_state(args[i])]
         return tuple(i for i in replaced if i in state or self._is_params(args[i])) if state else ()
+
+    def _check_sharded(self, args: tuple, out: Any) -> None:
+        """Raises ValueError for a `TrainState` that would train whole on every device: its loss would be right."""
+        if self.plan.mesh.size == 1 or not self.plan.config.row.state:
+            return
+        returned = [jax.tree.structure(tree) for tree in _subtrees(out)]
+        trained = [a.params for a in args if is_train_state(a) and jax.tree.structure(a) in returned]
+        leaves = jax.tree.leaves(trained)
+        if leaves and all(isinstance(x, jax.Array) and _is_unplaced(x) for x in leaves if np.ndim(x)):
+            raise ValueError(
+                "jzero.jit: the TrainState lies on one device, and each device would train the whole of it. Shard it: "
+                f"state = jzero.shard(state, stage={self.plan.config.stage}), and pass jzero.plan_of(state)."
+            )
 
     def _has_optimizer_state(self, arg: Any) -> bool:
         return is_train_state(arg) or (not self._is_params(arg) and any(self.plan.copies(arg)))
@@ -215,6 +235,16 @@ def _is_unplaced(x: Any) -> bool:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding is None
     return isinstance(x, np.ndarray) or isinstance(x.sharding, jax.sharding.SingleDeviceSharding)
+
+
+def _check_alive(args: Any) -> None:
+    """Raises RuntimeError for donated arrays: on the CPU backend JAX may crash where it should raise."""
+    for x in jax.tree.leaves(args):
+        if isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted():
+            raise RuntimeError(
+                f"jzero.jit: Array has been deleted with shape={x.shape}: it was donated to an earlier step. Go on "
+                "with the state that the step returned: state, loss = step(state, batch)."
+            )
 
 
 def _subtrees(out: Any) -> Iterator[Any]:

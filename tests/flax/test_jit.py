@@ -55,6 +55,22 @@ def test_a_host_batch_is_split_and_the_state_donated(stage, kind, mesh):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+def test_an_old_state_is_refused(mesh):
+    state = jzero.shard(create_small(TX), stage=1, mesh=mesh)
+    train = jzero.jit(train_step, jzero.plan_of(state))
+    train(state, make_batch())
+    with pytest.raises(RuntimeError, match=r"Array has been deleted.*Go on with the state"):
+        train(state, make_batch())
+
+
+def test_a_plain_state_is_not_trained(mesh):
+    """It would be whole on every device, and its loss right."""
+    plan = jzero.plan_of(jzero.shard(create_small(TX), stage=2, mesh=mesh))
+    with pytest.raises(ValueError, match=r"jzero\.shard\(state, stage=2\)"):
+        jzero.jit(train_step, plan)(create_small(TX), make_batch())
+    assert np.isfinite(jzero.jit(lambda s, b: train_step(s, b)[1], plan)(create_small(TX), make_batch()))
+
+
 def test_an_evaluation_keeps_its_state(mesh):
     state = jzero.shard(create_small(TX), stage=2, mesh=mesh)
 
