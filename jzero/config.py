@@ -400,6 +400,8 @@ def _offload(value) -> Offload | None:
     if value is None or isinstance(value, Offload):
         return value
     check_kind(value, "offload", str, '"host", a jzero.Offload or None', where="ZeroConfig")
+    if value == "disk":
+        raise ValueError("ZeroConfig: offload='disk' names no folder. Pass jzero.Offload(tier='disk', path=...).")
     check_choice(value, "offload", ("host",), where="ZeroConfig")
     return Offload()
 

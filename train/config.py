@@ -45,7 +45,8 @@ class Config:
     update: Literal["device", "host"] = "device"
     """host: with --offload host, the CPU updates the state outside of the compiled program. Stages 2 and 3."""
     delay: int = 0
-    """1: an update of the CPU runs beside the next step, and params are one step late."""
+    """1: an update of the CPU runs beside the next step, and params are one step late. A resumed run
+    begins with params that are not, so its losses differ from those of one that never stopped."""
     disk_path: Path | None = None
     """With --offload disk: the folder of the files, on a disk of this machine; optimizer/ in --out where left out."""
     offload_params: bool = False

@@ -128,7 +128,7 @@ class Log:
         own = {"loss": self.losses[-1][1], "mean_loss": mean, "tokens_per_second": round(rate, 1)}
         self._keep(step, **own, **self.latest)
         others = "".join(f"  {k.replace('_', ' ')} {v:,.0f}" for k, v in self.latest.items())
-        text = f"loss {mean:.3f}  {rate:,.0f} tokens/s{others}"
+        text = f"mean loss {mean:.3f}  {rate:,.0f} tokens/s{others}"
         self.progress.update(self.task, completed=step, text=text)
         if not self.console.is_terminal:
             eta = (self.steps - step) * self.tokens / rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.checkpoint import store
+from jzero.checkpoint.logical import apart
 from jzero.core.errors import listing
 from jzero.flax.adapters import Parts, is_pair
 from jzero.layout.leaf_rule import path_name
@@ -38,6 +40,9 @@ def snapshot(path: Any, state: Any) -> Path:
       same mesh, and as many processes. It holds optimizer state, masters and the step; `like` brings what else there is
       (batch statistics, an EMA). `jzero.checkpoint.save` writes a state for any layout, through the memory of the host.
 
+    Warns:
+      UserWarning: the state has other fields.
+
     Raises:
       TypeError: a state without files.
       ValueError: there is something at `path`, or a state that is not the last one.
@@ -54,6 +59,14 @@ def snapshot(path: Any, state: Any) -> Path:
             "jzero.checkpoint.save(path, state)."
         )
     running.check(held)
+    fields = [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(apart(state, None, where).rest)]
+    if fields:
+        warnings.warn(
+            f"{where}: a snapshot holds optimizer state, params and the step, and not {', '.join(fields[:3])}"
+            f"{f' and {len(fields) - 3} more' if len(fields) > 3 else ''}. Save those beside it, with "
+            "jzero.checkpoint.save.",
+            stacklevel=2,
+        )
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{where}: {path} exists and is not replaced. Pass another folder, one per step.")
     running.snapshot(path)

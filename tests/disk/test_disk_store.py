@@ -387,6 +387,8 @@ def test_one_run_per_folder(path):
         DiskStore.open(path)
     with pytest.raises(StoreInUse, match="in use by"):
         DiskStore.open(path, read_only=True)
+    with pytest.raises(StoreInUse, match="in use by"):  # and not that it may be removed
+        create(path)
     store.close()
     with (
         DiskStore.open(path, read_only=True),

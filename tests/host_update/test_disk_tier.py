@@ -171,6 +171,10 @@ def test_checkpoints_to_and_from_files(tmp_path):
     assert max_error(jax.device_get(whole.opt_state), jax.device_get(back.opt_state)) == 0
 
 
+class WithAverage(TrainState):
+    ema: jax.Array | None = None
+
+
 def test_a_snapshot_is_gone_on_from_in_another_folder(tmp_path):
     """The run that it is of goes on beside it, and changes nothing of it."""
     fields = {"stage": 2, "min_shard_bytes": 0}
@@ -184,6 +188,8 @@ def test_a_snapshot_is_gone_on_from_in_another_folder(tmp_path):
         assert int(again.step) == 2
         found.append(host.steps(again, 2).params)
     assert max_error(*found) == 0
+    with pytest.warns(UserWarning, match="and not .*ema"):
+        jzero.checkpoint.snapshot(tmp_path / "ema", WithAverage(**vars(later), ema=jnp.ones(8)))
     with pytest.raises(ValueError, match="not replaced"):
         jzero.checkpoint.snapshot(path, later)
     with pytest.raises(ValueError, match="of generation 2, and"):

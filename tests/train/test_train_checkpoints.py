@@ -152,7 +152,7 @@ def test_a_killed_run_goes_on_bitwise(whole, tmp_path):
     with subprocess.Popen(command_line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for text in process.stdout:
-            if text.startswith("step 30/30  loss"):  # step 10 is written, 20 is being written
+            if text.startswith("step 30/30  mean loss"):  # step 10 is written, 20 is being written
                 process.kill()
     assert process.returncode == -signal.SIGKILL
     assert saved_steps(out)[-1] in (10, 20)

@@ -110,6 +110,8 @@ class DiskStore:
         check_room(units, buffer_bytes, where=where)
         record = Record.first(units, records.plain(identity, where=where))
         folder = folders.of(Path(path), process, where=where)
+        if folder.is_dir():
+            FolderLock(folder, shared=True, where=where).release()  # in use is said first
         checks.nothing_there(folder, where=where)
         folders.make(folder.parent, folder, where=where)
         lock = FolderLock(folder, where=where)
