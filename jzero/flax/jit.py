@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -148,10 +148,14 @@ class Jit:
         jitted = jax.jit(self.step, **options)
         if not chosen:
             return jitted
-        out = jitted.trace(*args, **kwargs).out_info
-        self._check_sharded(args, out)
-        donated = self._donated(args, out)
-        return jax.jit(self.step, **options, donate_argnums=donated) if donated else jitted
+        out, given = jitted.trace(*args, **kwargs).out_info, {**dict(enumerate(args)), **kwargs}
+        self._check_sharded(given.values(), out)
+        donated = self._donated(given, out)
+        if not donated:
+            return jitted
+        names = [k for k in donated if isinstance(k, str)]
+        numbers = [k for k in donated if not isinstance(k, str)]
+        return jax.jit(self.step, **options, donate_argnums=numbers, donate_argnames=names)
 
     def _jit_nnx(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
         from flax import nnx
@@ -168,14 +172,14 @@ class Jit:
     def _compiler_options(self) -> dict[str, Any]:
         return {**self.plan.compiler_options, **(self.options.get("compiler_options") or {})}
 
-    def _donated(self, args: tuple, out: Any) -> tuple[int, ...]:
-        """The positions of the arguments that the step replaces: optimizer state, and params beside it."""
+    def _donated(self, given: Mapping[int | str, Any], out: Any) -> list[int | str]:
+        """Which arguments, by position or name, the step replaces: optimizer state, and params beside it."""
         returned = [_form(tree) for tree in _subtrees(out)]
-        replaced = [i for i, arg in enumerate(args) if jax.tree.leaves(arg) and _form(arg) in returned]
-        state = [i for i in replaced if self._has_optimizer_state(args[i])]
-        return tuple(i for i in replaced if i in state or self._is_params(args[i])) if state else ()
+        replaced = [k for k, arg in given.items() if jax.tree.leaves(arg) and _form(arg) in returned]
+        state = [k for k in replaced if self._has_optimizer_state(given[k])]
+        return [k for k in replaced if k in state or self._is_params(given[k])] if state else []
 
-    def _check_sharded(self, args: tuple, out: Any) -> None:
+    def _check_sharded(self, args: Iterable[Any], out: Any) -> None:
         """Raises ValueError for a `TrainState` that would train whole on every device: its loss would be right."""
         if self.plan.mesh.size == 1 or not self.plan.config.row.state:
             return

@@ -55,6 +55,12 @@ def test_a_host_batch_is_split_and_the_state_donated(stage, kind, mesh):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+def test_a_state_passed_by_name_is_donated(mesh):
+    state = jzero.shard(create_small(TX), stage=1, mesh=mesh)
+    jzero.jit(train_step, jzero.plan_of(state))(state=state, batch=make_batch())
+    assert gone(state.opt_state)
+
+
 def test_an_old_state_is_refused(mesh):
     state = jzero.shard(create_small(TX), stage=1, mesh=mesh)
     train = jzero.jit(train_step, jzero.plan_of(state))
