@@ -373,8 +373,10 @@ def test_a_matrix_is_cut_although_its_moments_are_vectors(mesh, monkeypatch):
 
 
 def test_bad_configs(mesh):
-    with pytest.raises(ValueError, match="offload must be one of 'host'"):
+    with pytest.raises(ValueError, match=r"names no folder. Pass jzero\.Offload\(tier='disk'"):
         jzero.ZeroConfig(offload="disk")
+    with pytest.raises(ValueError, match="offload must be one of 'host'"):
+        jzero.ZeroConfig(offload="nvme")
     with pytest.raises(ValueError, match=r"Offload\(tier='nvme'\)"):
         jzero.Offload(tier="nvme")
     with pytest.raises(ValueError, match="update must be one of 'device'"):

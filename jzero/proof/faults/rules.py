@@ -47,6 +47,7 @@ KINDS: dict[str, Callable[[Evidence], Faults]] = {
 }
 
 CONSEQUENCES = {
+    "gradients_zero": "state_not_returned",  # XLA drops the backward pass
     "gathered_weights_kept": "stack_gathered_before_loop",
     "weights_moved_in_loop": "gather_on_use_not_traced",  # XLA chooses what to move
     "gradients_all_reduced": "weights_moved_in_loop",
