@@ -59,16 +59,15 @@ def snapshot(path: Any, state: Any) -> Path:
             "jzero.checkpoint.save(path, state)."
         )
     running.check(held)
-    fields = [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(apart(state, None, where).rest)]
-    if fields:
-        warnings.warn(
-            f"{where}: a snapshot holds optimizer state, params and the step, and not {', '.join(fields[:3])}"
-            f"{f' and {len(fields) - 3} more' if len(fields) > 3 else ''}. Save those beside it, with "
-            "jzero.checkpoint.save.",
-            stacklevel=2,
-        )
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{where}: {path} exists and is not replaced. Pass another folder, one per step.")
+    fields = jax.tree_util.tree_leaves_with_path(apart(state, None, where).rest)
+    if fields:
+        warnings.warn(
+            f"{where}: a snapshot holds optimizer state, params and the step, and not these fields:\n"
+            f"{listing([(path_name(k),) for k, _ in fields])}\nSave them beside it, with jzero.checkpoint.save.",
+            stacklevel=2,
+        )
     running.snapshot(path)
     return path
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import issubdtype
 
 from jzero.core.jaxprs import bind
 
@@ -69,6 +71,16 @@ def lookup_gradient(eqn, index, cotangent, rows: int) -> Any:
     return jax.linear_transpose(lookup, jax.ShapeDtypeStruct((rows, cotangent.shape[-1]), cotangent.dtype))(
         cotangent
     )[0]
+
+
+def gradient_dtype(eqn, own: np.dtype) -> np.dtype:
+    """The dtype in which an equation makes the gradient of an operand of dtype `own`.
+
+    Of a matmul with wider results (`preferred_element_type`, or another operand that is wider) it is theirs. None for
+    `eqn`, and any other equation: `own`.
+    """
+    made = eqn.outvars[0].aval.dtype if eqn is not None and eqn.primitive.name == "dot_general" else own
+    return made if issubdtype(made, np.floating) and made.itemsize > own.itemsize else own
 
 
 def dot_gradient(eqn, at: int, other, cotangent, part: tuple[int, int, int] | None, dtype=None) -> Any:

@@ -31,7 +31,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.dtypes import issubdtype
 
 from jzero.comm import comm_of
 from jzero.core import jaxprs
@@ -41,6 +40,7 @@ from jzero.core.products import (
     Product,
     dot_gradient,
     example_dims,
+    gradient_dtype,
     lookup_gradient,
     product_gradient,
     row_lookup,
@@ -132,12 +132,12 @@ class WeightOps:
 
     def wide(self, weight: Weight, eqn: Any = None) -> Any:
         """The dtype in which a gradient is made and reduced, where it is wider than the weight's; else None."""
-        dtype = self.plan.config.reduce_dtype or gradient_dtype(eqn, weight)
+        dtype = self.plan.config.reduce_dtype or gradient_dtype(eqn, weight.dtype)
         return dtype if dtype.itemsize > weight.dtype.itemsize else None
 
     def narrow(self, weight: Weight, eqn: Any = None) -> Any:
         """The dtype in which a gradient is to be reduced, where it is narrower than that it is made in; else None."""
-        dtype, made = self.plan.config.reduce_dtype, gradient_dtype(eqn, weight)
+        dtype, made = self.plan.config.reduce_dtype, gradient_dtype(eqn, weight.dtype)
         matrix = len(weight.shape) > 1 and weight.is_reduced
         return dtype if dtype is not None and dtype.itemsize < made.itemsize and matrix else None
 
@@ -149,7 +149,7 @@ class WeightOps:
         """Of a large weight whose gradient XLA reduces in a wider dtype than was asked for."""
         dtype = self.narrow(weight, eqn)
         if dtype is not None and math.prod(weight.shape) * SHARE_SAID > sum(x.size for x in self.plan.layouts):
-            own = gradient_dtype(eqn, weight).name
+            own = gradient_dtype(eqn, weight.dtype).name
             warnings.warn(
                 f"jzero: reduce_dtype={dtype.name} is narrower than the {own} in which the model computes, and XLA "
                 f"reduces the gradient of a weight {weight.shape} in the dtype in which it is made: jzero makes "
@@ -313,15 +313,6 @@ class WeightOps:
     def kept(self, weight: Weight) -> Weight:
         """Gathered for all its uses; where these reduce its gradient themselves, what comes back is reduced."""
         return weight.as_whole(self.gathered(weight, reduces=not self.ordered and self.wide(weight) is None))
-
-
-def gradient_dtype(eqn: Any, weight: Weight) -> np.dtype:
-    """The dtype in which a use makes a weight's gradient: of a matmul with wider results (`preferred_element_type`,
-    or activations that are wider) theirs.
-    """
-    own = weight.dtype
-    made = eqn.outvars[0].aval.dtype if eqn is not None and eqn.primitive.name == "dot_general" else own
-    return made if issubdtype(made, np.floating) and made.itemsize > own.itemsize else own
 
 
 def _parts(width: int, wanted: int) -> int:

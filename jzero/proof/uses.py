@@ -15,7 +15,7 @@ from jzero.comm.uses import GATHERS, Use
 from jzero.core.errors import check_arrays, is_argument
 from jzero.core.graph import Node
 from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
-from jzero.core.products import row_lookup
+from jzero.core.products import gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
@@ -134,7 +134,8 @@ class _Region:
         data = graph.data()
         for node in graph.nodes:
             moves.update(node.outs if any(i in moves for i in node.ins) else ())
-        forward, again = set(graph.nodes) if self.forward else _forward(graph), set[int]()
+        forward, again = set(graph.nodes) if self.forward else _forward(graph, data), set[int]()
+        on_shards = _on_shards(graph, forward, data)
         for node in graph.nodes:
             inside = dataclasses.replace(self, forward=node in forward)
             used, region = graph.weights_of(node), bool(bodies(node.eqn)[0])
@@ -144,7 +145,7 @@ class _Region:
                 if not inside.forward:  # the forward pass of a remat region is no region any more
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
-            elif inside.forward and not _on_shards(graph, node, forward, data):
+            elif inside.forward and node not in on_shards:
                 for value in {graph.root(i): i for i in used}.values():  # one and its transpose are one
                     found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
         return {i: [_read(use) if i in again else use for use in uses] for i, uses in found.items()}
@@ -180,9 +181,8 @@ class _Region:
         dtype, eqn = np.dtype(moved or graph.avals[value].dtype), node.eqn
         if row_lookup(eqn):
             return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]))
-        made = np.dtype(eqn.outvars[0].aval.dtype)
-        dtype = made if node.name == "dot_general" and made.itemsize > dtype.itemsize else dtype
-        return Use("matmul" if self.is_read(graph, node, value, moves) else "kept", dtype)
+        kind = "matmul" if self.is_read(graph, node, value, moves) else "kept"
+        return Use(kind, gradient_dtype(eqn, dtype))
 
     def is_read(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> bool:
         """True where the backward pass reads the weight: it is multiplied with what depends on weights."""
@@ -198,12 +198,12 @@ class _Region:
         return any(u.kind == "matmul" for u in found)
 
 
-def _forward(graph: WeightGraph) -> set[Node]:
+def _forward(graph: WeightGraph, data: set[int]) -> set[Node]:
     """The nodes of the forward pass, by the names that `jax.grad` gives.
 
     Not what is only there for the backward pass. What is constant over a loop may have no name, and is read by one.
     """
-    found, data = set[Node](), graph.data()
+    found = set[Node]()
     readers: dict[int, list[Node]] = collections.defaultdict(list)
     named = {n: " ".join(str(e.source_info.name_stack) for e in (*n.outer, n.eqn)) for n in graph.nodes}
     for node in reversed(graph.nodes):
@@ -221,15 +221,18 @@ def _forward(graph: WeightGraph) -> set[Node]:
     return found
 
 
-def _on_shards(graph: WeightGraph, node: Node, forward: set[Node], data: set[int]) -> bool:
-    """True for what XLA computes on the shards of weights: it ends in numbers and meets no batch, as a decay term."""
-    arrays = [i for i in node.outs if np.ndim(graph.avals[i])]
-    if not arrays:
-        return not graph.activations(node, data)
-    if node.name not in STAYS or graph.activations(node, data) or not set(graph.outs).isdisjoint(arrays):
-        return False
-    readers = [n for n in graph.nodes if n in forward and not set(arrays).isdisjoint(n.ins)]
-    return all(_on_shards(graph, n, forward, data) for n in readers)
+def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[Node]:
+    """What XLA computes on the shards of weights: it ends in numbers and meets no batch, as a decay term."""
+    found, outs = set[Node](), set(graph.outs)
+    readers: dict[int, list[Node]] = collections.defaultdict(list)
+    for node in (n for n in reversed(graph.nodes) if n in forward):
+        arrays = [i for i in node.outs if np.ndim(graph.avals[i])]
+        stays = not arrays or (node.name in STAYS and outs.isdisjoint(arrays))
+        if stays and not graph.activations(node, data) and all(n in found for i in arrays for n in readers[i]):
+            found.add(node)
+        for i in node.ins:
+            readers[i].append(node)
+    return found
 
 
 def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:

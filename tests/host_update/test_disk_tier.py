@@ -188,7 +188,7 @@ def test_a_snapshot_is_gone_on_from_in_another_folder(tmp_path):
         assert int(again.step) == 2
         found.append(host.steps(again, 2).params)
     assert max_error(*found) == 0
-    with pytest.warns(UserWarning, match="and not .*ema"):
+    with pytest.warns(UserWarning, match=r"and not these fields:\n.*ema"):
         jzero.checkpoint.snapshot(tmp_path / "ema", WithAverage(**vars(later), ema=jnp.ones(8)))
     with pytest.raises(ValueError, match="not replaced"):
         jzero.checkpoint.snapshot(path, later)
