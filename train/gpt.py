@@ -446,7 +446,7 @@ def main(args: list[str] | None = None) -> None:
             sys.exit(f"error: {error}")
         except FolderInUse as error:
             sys.exit(f"error: --out {config.out} is in use. {error}")
-    if stopped:  # not 0: Kubernetes and docs/launch/slurm.sbatch start again what has not come to its end
+    if stopped:  # not 0: Kubernetes and docs/launch/slurm.sbatch restart a run that has not finished
         sys.exit(128 + stopped)
 
 

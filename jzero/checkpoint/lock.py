@@ -246,7 +246,7 @@ def _place() -> str:
 def _started(pid: int) -> str:
     """When a process started, in ticks since the boot: with the number it names one process. Empty if it is unknown.
 
-    Also empty for a process that has ended and whose parent has not asked for its status.
+    Also empty for a process that has ended but that its parent has not yet waited for (a zombie).
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

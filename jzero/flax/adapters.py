@@ -1,7 +1,7 @@
 """The kinds of train state that jzero knows: how to take each apart, and put it together again.
 
-Flax is never imported for a state that does not use it: a TrainState is told by its fields, an NNX object by
-its class once `flax.nnx` is loaded.
+Flax is never imported for a state that does not use it: a TrainState is recognized by its fields, an NNX
+object by its class once `flax.nnx` is loaded.
 """
 
 from __future__ import annotations

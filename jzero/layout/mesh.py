@@ -37,8 +37,8 @@ def mesh(
     Args:
       axes: size by axis name, from the outermost to the innermost. A size is a number; -1 or "rest", for one axis, what
         the others leave; or a boundary: "host", the devices of one host, "hosts", all hosts (of a slice, where
-        another axis has "slices"), or "slices". An axis with a boundary stands there, wherever it is listed. None and
-        no keywords: all devices on `"data"`.
+        another axis has "slices"), or "slices". An axis with a boundary has its place in the mesh there,
+        wherever it is listed. None and no keywords: all devices on `"data"`.
       devices: of the mesh. None: `jax.devices()`, or those of `pod`.
       pod: a `jzero.Pod`, to compile for.
       devices_per_host: consecutive devices that share a host. None: those of one process (topology.py says more).
@@ -217,5 +217,5 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
 
 
 def in_shard_map() -> bool:
-    """True inside of a `jax.shard_map`, where layouts along its axes are no wish any more."""
+    """True inside of a `jax.shard_map`, where its axes are Manual and no layout along them can be asked for."""
     return jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types

@@ -122,9 +122,9 @@ _asked = itertools.count()
 
 
 def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
-    """Every process passes as many rows: asked for numbers that this one has not passed before.
+    """Checks that every process passes the same number of rows, whenever this process passes a new number.
 
-    From its own rows each process reckons the shape of the whole batch, and JAX does not compare them. The processes
+    Each process works out the shape of the whole batch from its own rows, and JAX does not compare them. The processes
     write to the store of `jax.distributed`, process 0 compares. What has been agreed on once is not asked again.
 
     Args:

@@ -26,7 +26,7 @@ class Finding:
     Attributes:
       kind: a stable short name, one of `faults.KINDS`.
       text: what was found, with the leaves it concerns.
-      bytes: per device: what is held, or sent in a step, for no good.
+      bytes: per device: what is held, or sent in a step, without need.
       remedy: the argument or call that mends it.
     """
 

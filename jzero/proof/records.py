@@ -12,7 +12,7 @@ class Collective:
 
     Attributes:
       op: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`, ...
-      count: how many of them stand there.
+      count: how many of them there are.
       dtype: of what is sent, as XLA names it; `bf16+f32` when combined tensors differ.
       bytes: the full tensor of one execution of one of them.
       wire_bytes: what one device sends in one execution of one of them (ring).

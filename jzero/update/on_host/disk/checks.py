@@ -13,7 +13,12 @@ from jzero.update.on_host.disk.units import FileUnit
 
 
 def units_of(units: Sequence[FileUnit], *, where: str) -> tuple[FileUnit, ...]:
-    """The units; raises TypeError for what is none, ValueError for two of one name."""
+    """The units as a tuple, checked.
+
+    Raises:
+      TypeError: one of them is no `FileUnit`.
+      ValueError: two of them have the same name.
+    """
     for unit in units:
         check_kind(unit, "units", FileUnit, "a sequence of jzero.update.on_host.disk.FileUnit", where=where)
     names = [u.name for u in units]

@@ -173,7 +173,11 @@ def at(folder: Path, generation: int) -> Record | None:
 
 
 def plain(identity: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """An identity as JSON gives it back; raises TypeError for what is no JSON."""
+    """An identity as it comes back from JSON.
+
+    Raises:
+      TypeError: it is no mapping, or JSON cannot hold it.
+    """
     try:
         if not isinstance(identity, Mapping):
             raise TypeError

@@ -25,6 +25,9 @@ def take(record: records.Record, files: Iterable[Path], dest: Path) -> str:
 
     Returns:
       How most was done: "reflink", "hard link" or "copy".
+
+    Raises:
+      OSError: `dest` cannot be written, or the disk is full. Nothing is left of it then.
     """
     temporary = dest.parent / f".{dest.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)  # of a snapshot that was killed

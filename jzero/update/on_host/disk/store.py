@@ -255,7 +255,7 @@ class DiskStore:
         return snapshots.take(self._record, files, folder)
 
     def step_back(self) -> None:
-        """Gives the last generation up for the one before: other processes have not committed it.
+        """Goes back to the generation before the last one, which other processes have not committed.
 
         Its units are there until the next step writes.
 
