@@ -24,7 +24,7 @@ MIB = 2**20
 
 def measure(model, stage: int, hosts: int, bucket: int, options: bool, clip: bool):
     """The report of the step compiled for H100."""
-    own = "plan" if options else None
+    own = ("plan",) if options else ()
     return peak.compiled(model, stage, hosts, clip, own, bucket_bytes=bucket)[2]
 
 

@@ -4,6 +4,7 @@
     python benchmarks/peak.py --stages 2 --layers scan --kernels 3d --depth 12
     python benchmarks/peak.py --stages 3 --layers unrolled --kernels 2d --depth 12 --prefetch 1 2 4 8
     python benchmarks/peak.py --model moe --depth 4 --dim 2048          # 8 experts, top-2; --model conv: convolutions
+    python benchmarks/peak.py --stages 2 --layers unrolled --kernels 3d --seq 128 --clip --options plan   # few tokens
 
 The model and the step know nothing of jzero: tied embedding, bf16 params, blocks under the usual `nn.remat`, AdamW,
 one sequence of 1024 tokens per device (conv: 4 images of 64 x 64). Total is arguments + outputs - aliased + temp of
@@ -17,8 +18,9 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [str(Path(__file__).parents[1])]
@@ -182,17 +184,26 @@ def train_step(state, batch):
     return state.apply_gradients(grads=grads), loss
 
 
-def compiled(model: Gpt | Conv, stage: int, hosts: int, clip: bool, options=None, **fields):
-    """The plan, the program, its report and the seconds that the compiler took; `fields`: more of the config."""
+def compiled(
+    model: Gpt | Conv, stage: int, hosts: int, clip: bool, options: Sequence[str] = (), **fields: Any
+) -> tuple[Any, Any, Any, float]:
+    """The plan, the program, its report and the seconds that the compiler took.
+
+    Args:
+      options: XLA's, each "name=value"; or "plan", the plan's own.
+      fields: more of the config.
+    """
     tx = optax.adamw(3e-4)
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
     pod = jzero.pod("h100", hosts=hosts)
     mesh = pod.mesh({"data": 8 * hosts})
     state = jzero.abstract(lambda: create(model, tx), stage=stage, mesh=mesh, **fields)
     plan = jzero.plan_of(state)
-    own = plan.compiler_options if options == "plan" else options
+    own = plan.compiler_options if "plan" in options else {}
+    for name, value in (o.split("=", 1) for o in options if o != "plan"):
+        own = own | {name: {"true": True, "false": False}.get(value, value)}
     start = time.perf_counter()
-    program = pod.compile(train_step, state, model.batch(8 * hosts), donate_argnums=0, compiler_options=own)
+    program = pod.compile(train_step, state, model.batch(8 * hosts), donate_argnums=0, compiler_options=own or None)
     return plan, program, jzero.explain(program, plan), time.perf_counter() - start
 
 
@@ -225,8 +236,8 @@ def build(args, layers: str, kernels: str) -> Gpt | Conv:
     return Gpt(args.depth, args.dim, args.heads, args.vocab, args.seq, layers == "scan", kernels, experts)
 
 
-def main() -> None:
-    os.environ["JZERO_POD_CACHE"] = "off"  # the seconds of compiling are printed
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -248,35 +259,33 @@ def main() -> None:
     parser.add_argument("--min-shard-bytes", type=int, help="smaller leaves stay whole")
     parser.add_argument("--bucket-bytes", type=int)
     parser.add_argument("--save", type=Path, help="folder for the programs' text")
-    parser.add_argument(
-        "--options", nargs="*", default=[], help="XLA options, name=value; or `plan`: the plan's own"
-    )
-    args = parser.parse_args()
-    options = (
-        "plan"
-        if args.options == ["plan"]
-        else {k: {"true": True, "false": False}.get(v, v) for k, v in (o.split("=", 1) for o in args.options)}
-        or None
-    )
+    parser.add_argument("--options", nargs="*", default=[], help="of XLA, name=value; `plan`: the plan's own")
+    return parser.parse_args()
+
+
+def main() -> None:
+    os.environ["JZERO_POD_CACHE"] = "off"  # the seconds of compiling are printed
+    args = arguments()
     print(
-        "| stage | layers | kernels | prefetch | total | ideal | held | temp | bytes/param | wire | gathered ahead | "
-        "collectives per step | compiled in |"
+        "| stage | layers | kernels | prefetch | total | ideal | total / ideal | held | temp | temp / param | wire | "
+        "gathered ahead | collectives per step | compiled in |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    print(f"|{'---|' * 14}")
     own = {"min_shard_bytes": args.min_shard_bytes, "bucket_bytes": args.bucket_bytes}
     own = {name: value for name, value in own.items() if value is not None}
     cells = itertools.product(args.stages, args.kernels, args.layers, args.prefetch)
     for stage, kernels, layers, prefetch in cells:
         model = build(args, layers, kernels)
         plan, program, report, seconds = compiled(
-            model, stage, args.hosts, args.clip, options, prefetch=prefetch, offload=args.offload, **own
+            model, stage, args.hosts, args.clip, args.options, prefetch=prefetch, offload=args.offload, **own
         )
         held, count = report.memory, plan.param_bytes // 2
+        least = ideal(stage, count, 8 * args.hosts)
         print(
-            f"| {stage} | {layers} | {kernels} | {prefetch} | {held.total / 1e9:.2f} GB | "
-            f"{ideal(stage, count, 8 * args.hosts) / 1e9:.2f} GB | {held.arguments / 1e9:.2f} GB | "
-            f"{held.temp / 1e9:.2f} GB | {held.temp / count:.2f} | {report.wire.psi:.3f} Psi | "
-            f"{gathered_ahead(report)} | {collectives(report)} | {seconds:.0f} s |",
+            f"| {stage} | {layers} | {kernels} | {prefetch} | {held.total / 1e9:.3f} GB | {least / 1e9:.3f} GB | "
+            f"{held.total / least:.3f} | {held.arguments / 1e9:.3f} GB | {held.temp / 1e9:.3f} GB | "
+            f"{held.temp / count:.2f} B | {report.wire.psi:.3f} Psi | {gathered_ahead(report)} | "
+            f"{collectives(report)} | {seconds:.0f} s |",
             flush=True,
         )
         if args.save:

@@ -3,7 +3,7 @@
     python benchmarks/wire.py                  # about 5 minutes on two cores, no GPU
     python benchmarks/wire.py loops            # 1 minute
     python benchmarks/wire.py devices dtypes
-    python benchmarks/wire.py grid --out page.md     # 210 programs, about an hour; begun again it goes on from the page
+    python benchmarks/wire.py grid --out page.md     # 210 programs, 45 minutes; begun again it goes on from the page
     python benchmarks/wire.py grid --closed          # their closed forms alone, 8 minutes
 
 Compiled for H200. Psi is (N-1)/N times the bytes of all params: 2, 2 and 3 at stages 1, 2 and 3. `loops`: a weight that

@@ -34,7 +34,8 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
       A function like `step`, with `lower`, `trace` and `eval_shape`.
 
     Raises:
-      TypeError: `step` is no function or jitted already, `plan` no plan; when called, a batch with lists of numbers.
+      TypeError: `step` is no function or jitted already, `plan` no plan; when called, a batch with lists of numbers
+        among its arrays.
       ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; or a
         `TrainState` on one device that the step would train.
       RuntimeError: when called, a state that was donated to an earlier step.

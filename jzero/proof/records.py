@@ -64,7 +64,8 @@ class Memory:
 
     Attributes:
       arguments, outputs, aliased, temp: in device memory; `aliased`: outputs that reuse a donated argument.
-      peak: the compiler's own figure, host bytes included in it; 0 where it gives none.
+      peak: the compiler's own figure, host bytes included in it; 0 where it gives none, and on the CPU, where its
+        figure leaves temp out.
       params, opt_state, rest: the device bytes of the arguments, when the plan tells them apart, else None.
     """
 

@@ -176,8 +176,10 @@ def _memory(compiled, kind_of: Callable[[str], str] | None) -> Memory | None:
     device = [getattr(stats, f"{n}_size_in_bytes", 0) for n in names]
     host = [getattr(stats, f"host_{n}_size_in_bytes", 0) for n in names]
     split: dict[str, int | None] = dict(argument_bytes(compiled, kind_of)) if kind_of else {}
+    shardings = (s for _, _, s in argument_shardings(compiled) if s is not None)
+    on_cpu = any(d.platform == "cpu" for s in shardings for d in s.device_set)
     return Memory(
         arguments=device[0], outputs=device[1], aliased=device[2], temp=device[3],
         host_arguments=host[0], host_outputs=host[1], host_aliased=host[2], host_temp=host[3],
-        peak=getattr(stats, "peak_memory_in_bytes", 0), **split,
+        peak=0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0), **split,
     )  # fmt: skip

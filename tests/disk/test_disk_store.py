@@ -333,6 +333,11 @@ def test_other_units_and_another_identity(path):
         DiskStore.open(path, UNITS[:3])
     with pytest.raises(ValueError, match=r"(?s)is of another run.*layers *stored \[1, 2\] *passed nothing"):
         DiskStore.open(path, identity={"model": "gpt"})
+    with pytest.raises(ValueError, match="of another run") as error:
+        DiskStore.open(path, identity={"layers": [1, 3], "model": "bert"})
+    assert "layers[1]  stored 2  passed 3" in str(error.value)
+    assert "jzero.checkpoint.save" in str(error.value)
+    assert "bert" not in str(error.value)
     with pytest.raises(TypeError, match="must be a mapping of JSON"):
         DiskStore.open(path, identity={"model": object()})
 

@@ -152,6 +152,8 @@ def test_program_of_one_device():
     report = explain(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile())
     assert (report.collectives, report.wire.total, report.devices, report.mesh_shape) == ((), 0, 1, None)
     assert "\n none\n" in str(report)
+    assert report.memory is not None
+    assert report.memory.peak == 0  # what XLA gives on the CPU leaves temp out
 
 
 @pytest.mark.pod

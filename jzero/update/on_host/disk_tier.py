@@ -251,8 +251,8 @@ class FileLayout:
         self.filed = set(self.units.kept.values())  # the leaves that are in units
         self.tiny = [at for at, k in enumerate(chain.kept) if k and at not in self.filed]  # single values
         self.identity = {
-            "params": [[x.name, list(x.shape), x.dtype.name] for x in plan.layouts],
             "devices": {k: int(v) for k, v in plan.mesh.shape.items()},
+            "params": [[x.name, list(x.shape), x.dtype.name] for x in plan.layouts],
             "state": [[list(x.shape), x.dtype.name, str(s)] for x, s in zip(chain.leaves, chain.specs, strict=True)],
         }
 

@@ -47,9 +47,13 @@ def same(
     """Raises ValueError where units or identity, if given, are not those of the record; lists what differs."""
     if identity is not None:
         wanted, here = records.plain(identity, where=where), record.identity
-        rows = [row for k in sorted({*wanted, *here}) for row in _differences(k, here.get(k), wanted.get(k))]
-        if rows:
-            raise ValueError(f"{where}: {folder} is of another run:\n{listing(rows)}")
+        for key in {**wanted, **here}:  # the first that differs: what follows it may differ because of it
+            rows = _differences(key, here.get(key), wanted.get(key))
+            if rows:
+                raise ValueError(
+                    f"{where}: {folder} is of another run:\n{listing(rows)}\nOpen it with what it was made for, save "
+                    "the state with jzero.checkpoint.save, and restore that here; or begin in another folder."
+                )
     if units is not None:
         given = units_of(units, where=where)
         if len(given) != len(record.units):
