@@ -10,8 +10,39 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.core.errors import listing, typed_shape
+from jzero.core.errors import check_function, check_ints, listing, typed_shape
+from jzero.flax.shard import plan_of
 from jzero.layout.batches import abstract_batch
+
+
+def find_plan(args: tuple[Any, ...]) -> Any:
+    """The plan of the first argument that jzero has sharded, or None."""
+    for arg in args:
+        try:
+            return plan_of(arg)
+        except TypeError:
+            continue
+    return None
+
+
+def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
+    """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is.
+
+    Raises:
+      TypeError: `fn` is no function, or `donate_argnums` no integers.
+      ValueError: `donate_argnums` for a function that is jitted already.
+    """
+    check_function(fn, "fn", where=where)
+    donate_argnums = check_ints(
+        () if donate_argnums is None else donate_argnums, "donate_argnums", where="pod.compile"
+    )
+    if not (hasattr(fn, "trace") or hasattr(fn, "lower")):
+        return jax.jit(fn, donate_argnums=donate_argnums)
+    if donate_argnums:
+        raise ValueError(
+            "pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile."
+        )
+    return fn
 
 
 def fill_shardings(args, plan, *, devices):

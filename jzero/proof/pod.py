@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jzero.comm.traced import updates_traced
-from jzero.core.errors import check_function, check_int, check_ints, check_kind, counted, nearest
-from jzero.flax.shard import plan_of
+from jzero.core.errors import check_int, check_kind, counted, nearest
 from jzero.layout.mesh import mesh
-from jzero.proof.arguments import fill_shardings
+from jzero.proof.arguments import fill_shardings, find_plan, jitted_fn
+from jzero.proof.uses import uses_of
 from jzero.sharding import check_plan
 
 MOST_GPUS = 2**20  # of a pod, and of a host
@@ -114,7 +114,6 @@ class Pod:
         """
         from jzero.core import compile_only  # private jax API: should a jax move it, only this may break
         from jzero.proof.pod_cache import get_or_compile, program_key
-        from jzero.proof.uses import uses_of  # imports this file
 
         check_plan(plan, where="pod.compile", optional=True)
         check_kind(
@@ -139,16 +138,6 @@ class Pod:
             has_update=updates_traced() > updates,
             traced_again=plan and functools.partial(uses_of, jitted, *args, plan=plan, **kwargs),
         )  # fmt: skip
-
-
-def find_plan(args: tuple[Any, ...]) -> Any:
-    """The plan of the first argument that jzero has sharded, or None."""
-    for arg in args:
-        try:
-            return plan_of(arg)
-        except TypeError:
-            continue
-    return None
 
 
 def gpus() -> tuple[str, ...]:
@@ -214,23 +203,3 @@ def _pod(gpu: str, hosts: int, gpus_per_host: int) -> Pod:
     assert memory, f"pods/{gpu}.txtpb names no device_memory_size"
     devices = compile_only.pod_devices(config, hosts, gpus_per_host)
     return Pod(gpu, hosts, gpus_per_host, int(memory[1]), devices)
-
-
-def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
-    """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is.
-
-    Raises:
-      TypeError: `fn` is no function, or `donate_argnums` no integers.
-      ValueError: `donate_argnums` for a function that is jitted already.
-    """
-    check_function(fn, "fn", where=where)
-    donate_argnums = check_ints(
-        () if donate_argnums is None else donate_argnums, "donate_argnums", where="pod.compile"
-    )
-    if not (hasattr(fn, "trace") or hasattr(fn, "lower")):
-        return jax.jit(fn, donate_argnums=donate_argnums)
-    if donate_argnums:
-        raise ValueError(
-            "pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile."
-        )
-    return fn

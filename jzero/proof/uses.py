@@ -20,8 +20,8 @@ from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.proof.arguments import find_plan, jitted_fn
 from jzero.proof.evidence import home_of_params, layouts_of, prefix
-from jzero.proof.pod import find_plan, jitted_fn
 from jzero.sharding import Plan, check_plan
 
 LINEAR = frozenset(
