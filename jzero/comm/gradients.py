@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jzero.comm.reduce_scatter import is_of_batch, needs_scatter, reduce_scatter, scatter_steps, summed
+from jzero.comm.reduce_scatter import SCOPE, is_of_batch, needs_scatter, reduce_scatter, scatter_steps, summed
 from jzero.comm.uses import Use
 from jzero.comm.weights import ring
 from jzero.core.jaxprs import is_tracer
@@ -42,9 +42,6 @@ class GradientReduce:
     """
 
     plan: Plan
-
-    SCOPE = "jzero.reduce_grads"
-    """`named_scope` of the reductions that stand between the backward pass and the update."""
 
     @property
     def on_use(self) -> bool:
@@ -84,15 +81,14 @@ class GradientReduce:
 
     def of_devices(self, grad: Any, spec: PartitionSpec, used: PartitionSpec) -> Any:
         """Inside of a `shard_map` over the batch axes: the devices' gradients summed, on their shards."""
-        with jax.named_scope(self.SCOPE):
-            return reduce_scatter(grad, spec, self.plan, but=named_axes(self.plan.sharding(used).spec))
+        return reduce_scatter(grad, spec, self.plan, but=named_axes(self.plan.sharding(used).spec))
 
     def at_update(self, grads: Sequence[Any]) -> list[Any]:
         """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole].
 
         One in host memory lies there on its shards.
         """
-        with jax.named_scope(self.SCOPE):
+        with jax.named_scope(SCOPE):
             rows = zip(grads, self.plan.layouts, strict=True)
             return [g if g is None or memory_kind(g) == HOST else self.one_at_update(g, x) for g, x in rows]
 
@@ -110,7 +106,7 @@ class GradientReduce:
         return [leaving(p, x) for p, x in zip(params, layouts, strict=True)]
 
     def _leaving(self, grad: Any, x: Layout) -> Any:
-        with jax.named_scope(self.SCOPE):
+        with jax.named_scope(SCOPE):
             return grad if memory_kind(grad) == HOST else self.one_at_update(grad, x)
 
     def one_at_update(self, grad: Any, x: Layout) -> Any:

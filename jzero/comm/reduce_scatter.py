@@ -24,6 +24,9 @@ from jzero.layout.padding import padded, unpadded
 from jzero.layout.specs import axis_size, entry_axes, make_spec, spec_entries
 from jzero.sharding import Plan
 
+SCOPE = "jzero.reduce_grads"
+"""`named_scope` of reductions of gradients: by it they are told from collectives that users write."""
+
 
 def needs_scatter(shape: Sequence[int], spec: PartitionSpec, plan: Plan) -> bool:
     """XLA has no reduce-scatter of its own for this layout, and here is one."""
@@ -66,10 +69,11 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence
     for dim, own in steps:
         even[dim] += -even[dim] % axis_size(plan.array_mesh, own)
     value = padded(value, even)
-    for dim, own in steps:
-        value = jax.lax.psum_scatter(value, own, scatter_dimension=dim, tiled=True)
     rest = tuple(a for a in axes if not any(a in own for _, own in steps))
-    return jax.lax.psum(value, rest) if rest else value
+    with jax.named_scope(SCOPE):
+        for dim, own in steps:
+            value = jax.lax.psum_scatter(value, own, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(value, rest) if rest else value
 
 
 def sum_over_devices(value: Any, plan: Plan) -> Any:

@@ -14,6 +14,7 @@ done.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,18 +49,18 @@ class UpdateGather:
 
     def by_layers(self, param: Any, shard: Any, x: Layout) -> Any:
         """The new stack of layers, gathered one by one into the buffer of the old one; see [Note: layer by layer]."""
-        plan, count = self.plan, x.shape[0]
+        plan, count, dims = self.plan, x.shape[0], merged_dims(x)
 
         def gathered(i):
             layer = plan.constrain(jax.lax.dynamic_slice_in_dim(shard, i, 1), x.state)
-            return plan.constrain(layer, x.stored).reshape(1, -1)
+            return plan.constrain(layer, x.stored).reshape(1, *dims)
 
         def place(i, carry):  # the next layer is under way while this one is written
             stack, layer = carry
             return jax.lax.dynamic_update_slice_in_dim(stack, layer, i, 0), gathered(i + 1)
 
         # flat layers: else the layout that the gather likes spreads to the stack, and all of it is copied
-        flat = plan.constrain(param, x.stored).reshape(count, -1)
+        flat = plan.constrain(param, x.stored).reshape(count, *dims)
         flat, last = jax.lax.fori_loop(0, count - 1, place, (flat, gathered(0)))
         flat = jax.lax.dynamic_update_slice_in_dim(flat, last, count - 1, 0)
         return plan.constrain(flat.reshape(x.shape), x.stored)
@@ -99,6 +100,17 @@ def is_copied(x: Layout) -> bool:
     if x.state == x.stored or x.nbytes < LARGE or spec_axes(P(*x.stored[1:])):
         return False
     return not (x.along_one_dim and spec_axes(P(*x.state[:1])))
+
+
+def merged_dims(x: Layout) -> tuple[int, ...]:
+    """The shape of a layer of a stack, made as flat as it can be with no split dim behind another: that is gathered."""
+    dims: list[int] = []
+    for size, axes in itertools.zip_longest(x.shape[1:], x.stored[1:]):
+        if axes or not dims:
+            dims.append(size)
+        else:
+            dims[-1] *= size
+    return tuple(dims)
 
 
 def goes_by_layers(x: Layout) -> bool:

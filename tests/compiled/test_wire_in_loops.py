@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
+import types
 
+import jax
 import pytest
 
 import jzero
 from benchmarks import wire
-from jzero.comm import weights
+from jzero.comm import updates, weights
 
 pytestmark = pytest.mark.pod
 
@@ -114,6 +117,30 @@ def test_the_wire_is_the_closed_form(name, stage):
     assert {f.kind for f in jzero.findings(compiled, plan)} <= {"replicated_leaves"}
     if "GPUs" in name:
         assert report.wire.psi < (3.2 if stage == 3 else 2.15)
+
+
+def test_a_stack_lands_layer_by_layer_and_stays_split_along_other_axes(monkeypatch):
+    """In 6 parts at stage 3, the optimizer state in other parts than the params; large enough for a loop."""
+    monkeypatch.setattr(updates, "LARGE", 2**16)
+    odd = functools.partial(wire.compiled, wire.gpt(scan=True), 3, 6, min_shard_bytes="auto")
+    compiled, plan, closed = odd()
+    split_behind = [x for x in plan.layouts if updates.goes_by_layers(x) and any(x.stored[2:])]
+    assert split_behind
+    assert jzero.explain(compiled, plan).wire.total == pytest.approx(closed.wire, rel=0.005)
+    assert {f.kind for f in jzero.findings(compiled, plan)} == {"replicated_leaves"}
+    monkeypatch.setattr(updates, "merged_dims", lambda x: (math.prod(x.shape[1:]),))  # all flat
+    compiled, plan, closed = odd()
+    found = {f.kind: f for f in jzero.findings(compiled, plan)}
+    assert "all-gather" in found["more_than_closed_form"].text
+
+
+@pytest.mark.parametrize(
+    ("stored", "dims"),
+    [((None, None, "model"), (256, 1024)), ((None, "model"), (256 * 1024,)), ((), (256 * 1024,))],
+)
+def test_a_layer_is_as_flat_as_its_layout_allows(stored, dims):
+    layout = types.SimpleNamespace(shape=(4, 256, 1024), stored=jax.P(*stored))
+    assert updates.merged_dims(layout) == dims
 
 
 @pytest.mark.parametrize(("reduce_dtype", "psi"), [(None, 4.0), ("bfloat16", 3.0)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from collections.abc import Iterator
 
 from jzero.comm import comm_of
@@ -110,6 +111,7 @@ def _by_size(e: Evidence) -> dict[int, tuple[list[Layout], set[int]]]:
     groups: dict[int, tuple[list[Layout], set[int]]] = {}
     for x in e.plan.layouts:
         layouts, sizes = [x], {e.local(x), e.local(x, sliced=True)}
+        sizes |= {n * math.prod(x.state_shape) // x.size for n in sizes}  # padded, as it is reduced
         for others, more in {id(g): g for n in sizes if (g := groups.get(n))}.values():
             layouts, sizes = others + layouts, sizes | more
         groups.update(dict.fromkeys(sizes, (layouts, sizes)))
