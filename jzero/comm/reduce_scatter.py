@@ -21,7 +21,7 @@ from jzero.core.jaxprs import is_tracer
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.mesh import in_shard_map
 from jzero.layout.padding import padded, unpadded
-from jzero.layout.specs import axis_size, entry_axes, make_spec, spec_entries
+from jzero.layout.specs import axis_size, entry_axes, make_spec, spec_axes, spec_entries
 from jzero.sharding import Plan
 
 SCOPE = "jzero.reduce_grads"
@@ -68,12 +68,22 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence
     even = list(value.shape)
     for dim, own in steps:
         even[dim] += -even[dim] % axis_size(plan.array_mesh, own)
-    value = padded(value, even)
     rest = tuple(a for a in axes if not any(a in own for _, own in steps))
-    with jax.named_scope(SCOPE):
+
+    def scatter(value):
         for dim, own in steps:
             value = jax.lax.psum_scatter(value, own, scatter_dimension=dim, tiled=True)
         return jax.lax.psum(value, rest) if rest else value
+
+    batch, entries = set(batch_axes(plan)), plan.sharding(spec).spec
+    beside = make_spec([tuple(a for a in entry_axes(e) if a not in batch) for e in entries])
+    with jax.named_scope(SCOPE):
+        if any(beside):  # XLA would gather the value over these axes: it knows no reduce-scatter of a split operand
+            scatter = jax.shard_map(
+                scatter, mesh=jax.sharding.get_abstract_mesh(), in_specs=beside, out_specs=beside,
+                axis_names=set(spec_axes(beside)), check_vma=False,
+            )  # fmt: skip
+        return scatter(padded(value, even))
 
 
 def sum_over_devices(value: Any, plan: Plan) -> Any:

@@ -23,7 +23,7 @@ from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.lifetimes import most_on_device
 from jzero.proof.models import is_of, other_params
-from jzero.proof.places import Place, phase_of, primitive_of, walk
+from jzero.proof.places import Place, loops_of, name_stack, phase_of, primitive_of, walk
 from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
 from jzero.sharding import Plan
@@ -260,6 +260,8 @@ class Evidence:
         """
         place = self.places[s.computation]
         names = [name for name in place.callers if name.endswith("while")]
+        if len(names) != len(place.loops):  # a loop that XLA has pipelined has no name: what is in it tells
+            names = loops_of(name_stack(place, self.instruction(s)[1]))
         if len(names) != len(place.loops):
             return 1
         pairs = zip(names, reversed(place.loops), strict=True)  # the innermost first

@@ -141,6 +141,17 @@ def joined_names(name_stack: str) -> list[str]:
     return [joined[1] + name for name in names]
 
 
+def loops_of(name_stack: str) -> list[str]:
+    """The name stacks of the loops that an operation is in, the innermost first.
+
+    Example:
+      >>> loops_of("jit(step)/while/body/transpose(jvp(mlp))/while/body/dot_general")
+      ['jit(step)/while/body/transpose(jvp(mlp))/while', 'jit(step)/while']
+    """
+    parts = joined_names(name_stack)[0].split("/")
+    return ["/".join(parts[: i + 1]) for i in reversed(range(len(parts))) if parts[i] == "while"]
+
+
 def scope_of(name_stack: str) -> str:
     """The innermost `jzero.` scope in a name stack, without the prefix; empty when there is none.
 

@@ -156,6 +156,21 @@ def test_beside_tensor_parallelism():
     assert sum(e.primitive.name == "reduce_scatter" for e in equations(closed)) >= 4
 
 
+@pytest.mark.pod
+def test_only_the_data_axis_is_used_beside_tensor_parallelism():
+    """XLA's own way with a reduce-scatter of an operand that is split: it gathers it over the other axis first."""
+    pod = jzero.pod("h200", gpus_per_host=6)
+    params, spec = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}, {"w": P(None, "model")}
+    mesh = pod.mesh({"data": 3, "model": 2})
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, param_specs=spec)
+    fn = on_use(lambda p, x: jnp.mean((x @ p["w"]) ** 2), plan)
+    batch = jax.ShapeDtypeStruct((3 * 512, 256), jnp.float32)
+    report = jzero.explain(pod.compile(fn, plan.shapes, batch, plan=plan), plan)
+    moved = [(c.op, c.axes, c.bytes) for c in report.collectives if c.bytes > 2**10]
+    assert ("reduce-scatter", ("data",), 258 * 256 * 4) in moved
+    assert {axes for _, axes, _ in moved} == {("data",)}
+
+
 @pytest.mark.skipif(
     jax.__version_info__ >= (0, 11),
     reason="XLA of jax 0.12 aborts: pieces of unequal size under vmap (hlo_sharding_util.cc, `sliced.has_value()`)",
