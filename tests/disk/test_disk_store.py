@@ -410,13 +410,12 @@ def test_the_lock_of_a_killed_run_is_taken_over_even_if_its_child_lives(path):
         "import os, sys, time, warnings\n"
         "from jzero.update.on_host.disk import DiskStore; warnings.simplefilter('ignore')\n"
         f"store = DiskStore.open({str(path)!r})\n"
-        "child = os.fork()\n"
-        "time.sleep(100) if child == 0 else print(child, flush=True)\n"
+        "if os.fork() == 0: print(os.getpid(), flush=True)\n"
         "time.sleep(100)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert owner.stdout
-    child = int(owner.stdout.readline())
+    child = int(owner.stdout.readline())  # printed by the child: its copy of the lock is closed by then
     try:
         with pytest.raises(StoreInUse, match=rf"process {owner.pid} on "):
             DiskStore.open(path)
