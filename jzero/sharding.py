@@ -104,7 +104,7 @@ class Plan:
         """Number of devices that share the optimizer state."""
         return axis_size(self.mesh, self.config.axes)
 
-    @property
+    @functools.cached_property
     def bucket_bytes(self) -> int:
         """Bytes of whole weights that share a collective; see `ZeroConfig`."""
         if self.config.bucket_bytes is not None:
@@ -136,7 +136,7 @@ class Plan:
         """Mesh axes that split the state or the batch; the others are tensor parallelism's."""
         return tuple(dict.fromkeys((*self.config.axes, *self.batch_axes)))
 
-    @property
+    @functools.cached_property
     def param_bytes(self) -> int:
         """Bytes of all params, whole, in their stored dtype: 1 Psi on the wire is (N-1)/N of it."""
         return sum(x.nbytes for x in self.layouts)

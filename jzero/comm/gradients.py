@@ -15,6 +15,7 @@ scan over layers): 3 Psi for a step of stage 1, where 2 are needed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class GradientReduce:
         config = self.plan.config
         return config.row.params or self.has_buckets or (config.row.grads and config.reduce_dtype is not None)
 
-    @property
+    @functools.cached_property
     def has_buckets(self) -> bool:
         """The gradients that are reduced on use make more than one bucket: their order matters."""
         return sum(x.nbytes for x in self.plan.layouts if x.grad != x.used) > self.plan.bucket_bytes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jzero.comm.traced import updates_traced
 from jzero.core.errors import check_arrays, check_function, is_argument
 from jzero.core.jaxprs import is_tracer
 from jzero.core.nnx_modules import has_module
@@ -149,8 +151,11 @@ class Jit:
         jitted = jax.jit(self.step, **options)
         if not chosen:
             return jitted
+        updates = updates_traced()
         out, given = jitted.trace(*args, **kwargs).out_info, {**dict(enumerate(args)), **kwargs}
         self._check_sharded(given.values(), out)
+        if updates_traced() > updates:
+            self._warn_if_lost(out)
         donated = self._donated(given, out)
         if not donated:
             return jitted
@@ -191,6 +196,18 @@ class Jit:
             raise ValueError(
                 "jzero.jit: the TrainState lies on one device, and each device would train the whole of it. Shard it: "
                 f"state = jzero.shard(state, stage={self.plan.config.stage}), and pass jzero.plan_of(state)."
+            )
+
+    def _warn_if_lost(self, out: Any) -> None:
+        """Warns of a result of an update that cannot hold the new params: XLA drops the update, and nothing trains."""
+        returned = sum(x.size for x in jax.tree.leaves(out) if hasattr(x, "size"))
+        params = sum(x.size for x in self.plan.layouts)
+        if returned < params:
+            warnings.warn(
+                f"jzero.jit: the step updates a state and does not return it: {returned:,} values come back, and the "
+                f"params alone have {params:,}. XLA drops such an update, and nothing is trained. Return the new "
+                "state: return state, loss.",
+                stacklevel=5,
             )
 
     def _has_optimizer_state(self, arg: Any) -> bool:

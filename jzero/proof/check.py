@@ -11,10 +11,12 @@ import jax
 from jzero.comm.uses import Use
 from jzero.core.compile_only import trace_again
 from jzero.core.errors import human_bytes
+from jzero.proof.arguments import argument_shardings
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults import faults
 from jzero.proof.hlo import parse
 from jzero.proof.memory import checked_uses
+from jzero.proof.models import check_plan_fits
 from jzero.proof.report import text_of
 from jzero.sharding import Plan, check_plan
 
@@ -64,7 +66,8 @@ def check(
     Raises:
       CheckError: lists every finding with its bytes and its remedy; they are in `.findings`.
       TypeError: `compiled` has no text of a compiled program, `plan` is no plan, or `uses` no mapping.
-      ValueError: `uses` of a param that is not in the plan.
+      ValueError: `uses` of a param that is not in the plan; a plan of other params than the program's, or of another
+        number of devices.
 
     Cost:
       As `explain`, and one trace of the step for a program of `pod.compile`.
@@ -96,7 +99,8 @@ def findings(
 
     Raises:
       TypeError: `compiled` has no text of a compiled program, `plan` is no plan, or `uses` no mapping.
-      ValueError: `uses` of a param that is not in the plan.
+      ValueError: `uses` of a param that is not in the plan; a plan of other params than the program's, or of another
+        number of devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
@@ -107,6 +111,9 @@ def findings(
     check_plan(plan, where="jzero.check")
     compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
     module = parse(text_of(compiled))
+    check_plan_fits(
+        argument_shardings(compiled), plan, devices=module.partitions, trains=module.has_backward, where="jzero.check"
+    )
     if uses is not None:
         uses = checked_uses(uses, plan, where="jzero.check")
     else:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jzero.core.errors import listing
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.specs import shard_factor
 from jzero.sharding import Plan
@@ -25,7 +26,62 @@ Row = tuple[Any, Any, Any]  # path, shape and dtype, sharding: as of `argument_s
 
 def other_params(rows: Sequence[Row], plan: Plan) -> dict[Keys, int]:
     """The params of models that are not the plan's: the path of each tree of them, and its elements."""
-    trees: dict[Keys, list[tuple[Keys, Any, Any]]] = collections.defaultdict(list)
+    trees = _trees(rows)
+    if len(trees) < 2:
+        return {}
+    own = _own(trees, plan)
+    return {
+        tree: sum(math.prod(info.shape) for _, info, _ in leaves)
+        for tree, leaves in trees.items()
+        if not is_of(tree, own) and not is_of(own, tree)
+    }
+
+
+def check_plan_fits(rows: Sequence[Row], plan: Plan, *, devices: int, trains: bool, where: str) -> None:
+    """Raises ValueError where a program is not of the state that a plan is of: what it says of them would be wrong.
+
+    Args:
+      rows: the arguments of the program.
+      plan: the plan.
+      devices: those of the program; one of a single device says nothing of a mesh.
+      trains: it has a backward pass, and so needs all params.
+      where: the caller, for the text.
+    """
+    remedy = "Pass the plan of the state that the step was compiled for: jzero.plan_of(state)."
+    if 1 < devices != plan.mesh.size:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
+        raise ValueError(
+            f"{where}: the program is for {devices} devices, and the mesh of the plan has {plan.mesh.size} ({mesh}). "
+            f"{remedy}"
+        )
+    trees = _trees(rows)
+    own = _own(trees, plan) if trees else ()
+    shapes = {keys[len(own) :]: tuple(info.shape) for keys, info, _ in trees.get(own, ())}
+    wanted = {keys: x.shape for keys, x in plan.by_keys.items()}
+    if any(shapes.get(keys) == shape for keys, shape in wanted.items()):
+        compared = shapes.keys() | wanted.keys() if trains else shapes.keys() & wanted.keys()
+        unlike = sorted(keys for keys in compared if shapes.get(keys) != wanted.get(keys))
+    else:  # without names, as in NNX, or elsewhere than in a TrainState
+        unlike = [] if _has_params(rows, plan) or not (own or trains) else sorted(wanted)
+    if unlike:
+        text = [("/".join(k), f"program: {shapes.get(k, 'none')}", f"plan: {wanted.get(k, 'none')}") for k in unlike]
+        raise ValueError(f"{where}: the plan is not of the params of this program:\n{listing(text)}\n{remedy}")
+
+
+def _has_params(rows: Sequence[Row], plan: Plan) -> bool:
+    """True where some leaf has the shape of a param, and its name if leaves have names."""
+    for path, info, _ in rows:
+        keys, shape = path_keys(path), tuple(info.shape)
+        named = (plan.by_keys.get(keys[cut:]) for cut in range(2, len(keys)))
+        alike = plan.layouts if "states" in keys else [x for x in named if x is not None]
+        if any(shape in (x.shape, x.state_shape) for x in alike):
+            return True
+    return False
+
+
+def _trees(rows: Sequence[Row]) -> dict[Keys, list[Row]]:
+    """The leaves of each tree of params, with paths as keys."""
+    trees: dict[Keys, list[Row]] = collections.defaultdict(list)
     counts = set()
     for path, info, sharding in rows:
         keys = path_keys(path)
@@ -33,15 +89,12 @@ def other_params(rows: Sequence[Row], plan: Plan) -> dict[Keys, int]:
             trees[tree].append((keys, info, sharding))
             if "states" in keys and not info.shape:
                 counts.add(tree)
-    trees = {tree: leaves for tree, leaves in trees.items() if tree not in counts}
-    if len(trees) < 2:
-        return {}
-    own = max(trees, key=lambda tree: _likeness(tree, trees[tree], plan))
-    return {
-        tree: sum(math.prod(info.shape) for _, info, _ in leaves)
-        for tree, leaves in trees.items()
-        if not is_of(tree, own) and not is_of(own, tree)
-    }
+    return {tree: leaves for tree, leaves in trees.items() if tree not in counts}
+
+
+def _own(trees: dict[Keys, list[Row]], plan: Plan) -> Keys:
+    """The tree of the plan's own params."""
+    return max(trees, key=lambda tree: _likeness(tree, trees[tree], plan))
 
 
 def is_of(keys: Keys, tree: Keys) -> bool:
@@ -56,7 +109,7 @@ def _tree_of_params(keys: Keys) -> Keys | None:
     return keys[: 3 + names.index("params")] if "params" in names and "opt_state" not in names else None
 
 
-def _likeness(tree: Keys, leaves: Sequence[tuple[Keys, Any, Any]], plan: Plan) -> tuple[int, int]:
+def _likeness(tree: Keys, leaves: Sequence[Row], plan: Plan) -> tuple[int, int]:
     """How many leaves are params of the plan, and how many of them are laid out as it says."""
     found = [(_layout_of(keys[len(tree) :], info.shape, plan), sharding) for keys, info, sharding in leaves]
     mine = [(x, sharding) for x, sharding in found if x is not None]

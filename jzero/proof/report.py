@@ -17,7 +17,7 @@ from jzero.proof.arguments import argument_bytes, argument_shardings
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
-from jzero.proof.models import other_params
+from jzero.proof.models import check_plan_fits, other_params
 from jzero.proof.records import Collective, Memory, Wire
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.sharding import check_plan
@@ -70,6 +70,7 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
 
     Raises:
       TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
+      ValueError: a plan of other params than the program's, or of another number of devices.
 
     Cost:
       No device memory. A program of 10 MB takes 1.6 s on one core, three quarters of it jax's `as_text`.
@@ -83,6 +84,9 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     check_plan(plan, where="jzero.explain", optional=True)
     compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
     module = parse(text_of(compiled))
+    if plan is not None:
+        rows, backward = argument_shardings(compiled), module.has_backward
+        check_plan_fits(rows, plan, devices=module.partitions, trains=backward, where="jzero.explain")
     mesh_shape = _mesh_shape(compiled, plan)
     collectives = _grouped(find_collectives(module), mesh_shape, module.entry)
     transfers = find_transfers(module)

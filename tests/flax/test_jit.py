@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import jax
@@ -90,6 +91,24 @@ def test_an_evaluation_keeps_its_state(mesh):
     jzero.jit(evaluate, plan)(state, X)
     jzero.jit(gradients, plan)(state.params, X)  # returns a tree like the params
     assert alive(state)
+
+
+def test_a_step_that_does_not_return_its_state_warns_once(mesh):
+    state = jzero.shard(create_small(TX), stage=2, mesh=mesh)
+    plan = jzero.plan_of(state)
+
+    def forgets(state, batch):
+        return train_step(state, batch)[1]
+
+    train = jzero.jit(forgets, plan)
+    with pytest.warns(UserWarning, match=r"does not return it: 1 values come back.*return state, loss") as found:
+        train(state, make_batch())
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(state, make_batch())
+        jzero.jit(lambda s, b: train_step(s, b)[0].params, plan, donate_argnums=())(state, make_batch())
+        jzero.jit(lambda s, b: train_step(s, b)[0].params, plan)(state, make_batch())
 
 
 def bare(mesh):

@@ -269,3 +269,44 @@ def test_the_state_that_a_step_takes_is_whole(mesh):
     data = plan.place_batch(batch())
     assert "state_whole" in kinds(lowered(step, whole, other, data, donate_argnums=(0, 1)), plan)
     assert np.shape(data["x"])[0] == BATCH
+
+
+def test_a_plan_of_another_state_is_refused(mesh):
+    """Its Psi would be wrong, and nothing of the state found wrong."""
+    state, plan = sharded(mesh, 2)
+    data = plan.place_batch(batch())
+    program = lowered(train_step, state, data, donate_argnums=0)
+    half = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
+    deeper = {**state.params, "Dense_9": {"kernel": jnp.ones((8, 8))}}
+    wider = jax.tree.map(lambda x: jnp.ones([2 * d for d in x.shape]), state.params)
+    for params, where, message in (
+        (state.params, half, r"for 8 devices, and the mesh of the plan has 4 \(data=4\)"),
+        (deeper, mesh, r"\n  Dense_9/kernel  program: none  plan: \(8, 8\)\n"),
+        (wider, mesh, r"Dense_0/bias +program: \(\d+,\) +plan: \(\d+,\)"),
+        ({"other": jnp.ones((3, 5))}, mesh, r"other  program: none  plan: \(3, 5\)"),
+    ):
+        wrong = jzero.make_plan(jax.tree.map(jnp.copy, params), stage=2, mesh=where)
+        for call, name in ((jzero.check, "check"), (jzero.findings, "check"), (jzero.explain, "explain")):
+            with pytest.raises(ValueError, match=rf"(?s)^jzero\.{name}: .*{message}"):
+                call(program, wrong)
+
+    def bare(params, data):
+        return jax.grad(lambda p: loss_of(PLAIN, p, data))(params)
+
+    program = lowered(bare, state.params, data)
+    jzero.explain(program, plan)
+    with pytest.raises(ValueError, match="not of the params"):
+        jzero.explain(program, jzero.make_plan({"other": jnp.ones((3, 5))}, stage=2, mesh=mesh))
+
+    variables = {"params": state.params}  # a plan of what `model.init` returns
+    program = lowered(lambda v, x: jax.grad(lambda v: loss_of(PLAIN, v["params"], x))(v), variables, data)
+    of_variables = jzero.make_plan(jax.tree.map(jnp.copy, variables), stage=2, mesh=mesh, min_shard_bytes=0)
+    for fits in (plan, of_variables):
+        assert jzero.explain(program, fits).wire.psi_bytes == pytest.approx(plan.param_bytes * 7 / 8, rel=1e-3)
+
+
+def test_a_plan_of_another_nnx_model_is_refused(mesh):
+    model, _ = pair(mesh, 2)
+    program = nnx.jit(lambda model, data: model(data["x"])).lower(model, batch()).compile()
+    with pytest.raises(ValueError, match=r"not of the params of this program"):
+        jzero.explain(program, jzero.make_plan({"other": jnp.ones((3, 5))}, stage=2, mesh=mesh))
