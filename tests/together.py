@@ -11,8 +11,8 @@ import pytest
 
 TOGETHER = {
     "test_benchmarks", "test_buckets", "test_check", "test_check_nnx", "test_check_offload", "test_checkpoint_exit",
-    "test_gather_nnx", "test_gpu_accumulate", "test_gpu_offload", "test_gpu_precision", "test_gpu_program",
-    "test_gpu_remat", "test_gpu_scale", "test_hybrids", "test_offload_proof", "test_processes",
+    "test_gather_nnx", "test_gpu_accumulate", "test_gpu_host_params", "test_gpu_offload", "test_gpu_precision",
+    "test_gpu_program", "test_gpu_remat", "test_gpu_scale", "test_hybrids", "test_offload_proof", "test_processes",
     "test_remat", "test_scaling", "test_train", "test_train_checkpoints",
 }  # fmt: skip
 

@@ -80,6 +80,7 @@ def test_page_and_plot(measured):
         assert f"\n## {heading}" in page
 
 
+@pytest.mark.nightly
 def test_stage_2_is_the_program_that_is_written_by_hand(measured):
     """But for the number that all gradients wait for, made of the smallest leaf, 64 x 64 (update/sharded_update.py)."""
     ours, by_hand = measured[1]["2"].programs

@@ -37,6 +37,7 @@ def batch_bytes(model):
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(MODELS[model][2](1)))
 
 
+@pytest.mark.default_cases("2-8", "3-8")
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_argument_bytes_equal_the_estimate(stage, n):

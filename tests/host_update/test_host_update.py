@@ -105,6 +105,7 @@ def test_any_chain_gives_the_plain_numbers(name, devices):
     assert devices == 1 or all(not x.is_fully_replicated for x in split)
 
 
+@pytest.mark.default_cases("bf16-3")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_a_train_state_as_in_the_program(stage, dtype):
@@ -234,6 +235,7 @@ def test_plain_orbax_refuses_and_names_the_remedy(tmp_path):
     assert not (tmp_path / "plain").exists()
 
 
+@pytest.mark.default_cases("f32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_checkpoints_from_and_to_other_tiers(tmp_path, dtype):
     """Also on fewer devices; what is stored does not tell the tier."""

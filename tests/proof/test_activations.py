@@ -44,6 +44,7 @@ def report(remat, scan):
     return jzero.explain(compiled, jzero.plan_of(state))
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("scan", [False, True])
 def test_with_remat_block_inputs_are_saved(scan):
     found = report(True, scan).activations
@@ -54,6 +55,7 @@ def test_with_remat_block_inputs_are_saved(scan):
     assert found.host == 0
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("scan", [False, True])
 def test_without_remat_nothing_is_computed_again(scan):
     found = report(False, scan).activations

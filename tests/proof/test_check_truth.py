@@ -160,6 +160,7 @@ def test_two_models_in_a_step(stage, second, mesh):
         assert "state_not_returned" in kinds(lost, other_plan)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.pod
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_frozen_reference(stage):

@@ -332,6 +332,7 @@ def test_muon_takes_the_matrices_of_the_blocks(scan):
     assert dims == ((1, 2) if scan else (0, 1))
 
 
+@pytest.mark.nightly
 def test_a_run_with_muon(tmp_path):
     config = dataclasses.replace(SMALL, stage=3, out=tmp_path / "run")
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, optimizer="muon"))

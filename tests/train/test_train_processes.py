@@ -64,6 +64,7 @@ def run(tmp_path):
         process.wait()
 
 
+@pytest.mark.nightly
 def test_other_settings_are_refused_by_name_in_all_processes(run):
     began = time.monotonic()
     for me in range(3):
@@ -74,6 +75,7 @@ def test_other_settings_are_refused_by_name_in_all_processes(run):
     assert not (run.folder / "run").exists()
 
 
+@pytest.mark.nightly
 def test_garbage_at_the_port_kills_nothing_and_a_kill_ends_all(run):
     for me in range(3):
         run.start(me, 3, "--steps=5000", "--save-every=4", "--batch=12")
