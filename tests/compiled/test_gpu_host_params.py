@@ -82,6 +82,7 @@ def test_nothing_waits_and_every_slice_is_where_its_index_points(scan):
 
 
 @new
+@pytest.mark.default_cases("False")
 @pytest.mark.parametrize("scan", [False, True])
 def test_what_is_on_the_device_does_not_grow_with_the_layers(scan):
     """Of arrays from the host and for it; benchmarks/infinity.py has the whole device's memory, of 24 to 96 layers."""
