@@ -61,19 +61,20 @@ def check_plan_fits(rows: Sequence[Row], plan: Plan, *, devices: int, trains: bo
     if any(shapes.get(keys) == shape for keys, shape in wanted.items()):
         compared = shapes.keys() | wanted.keys() if trains else shapes.keys() & wanted.keys()
         unlike = sorted(keys for keys in compared if shapes.get(keys) != wanted.get(keys))
-    else:  # without names, as in NNX, or elsewhere than in a TrainState
-        unlike = [] if _has_params(rows, plan) or not (own or trains) else sorted(wanted)
+    else:  # leaves without names (NNX, a list), or with others than in the plan
+        by_name = bool(own) and own[-1] != "states"
+        unlike = [] if _has_params(rows, plan, by_name=by_name) or not (own or trains) else sorted(wanted)
     if unlike:
         text = [("/".join(k), f"program: {shapes.get(k, 'none')}", f"plan: {wanted.get(k, 'none')}") for k in unlike]
         raise ValueError(f"{where}: the plan is not of the params of this program:\n{listing(text)}\n{remedy}")
 
 
-def _has_params(rows: Sequence[Row], plan: Plan) -> bool:
-    """True where some leaf has the shape of a param, and its name if leaves have names."""
+def _has_params(rows: Sequence[Row], plan: Plan, *, by_name: bool) -> bool:
+    """True where some leaf has the shape of a param, and with `by_name` its name."""
     for path, info, _ in rows:
         keys, shape = path_keys(path), tuple(info.shape)
         named = (plan.by_keys.get(keys[cut:]) for cut in range(2, len(keys)))
-        alike = plan.layouts if "states" in keys else [x for x in named if x is not None]
+        alike = [x for x in named if x is not None] if by_name else plan.layouts
         if any(shape in (x.shape, x.state_shape) for x in alike):
             return True
     return False

@@ -299,6 +299,16 @@ def test_a_plan_of_another_state_is_refused(mesh):
     with pytest.raises(ValueError, match="not of the params"):
         jzero.explain(program, jzero.make_plan({"other": jnp.ones((3, 5))}, stage=2, mesh=mesh))
 
+    leaves, tree = jax.tree.flatten(state)  # a list of leaves has no names: shapes decide
+
+    def on_leaves(leaves, data):
+        return jax.tree.leaves(train_step(jax.tree.unflatten(tree, leaves), data)[0])
+
+    program = lowered(on_leaves, leaves, data, donate_argnums=0)
+    assert jzero.explain(program, plan).wire.psi_bytes == pytest.approx(plan.param_bytes * 7 / 8, rel=1e-3)
+    with pytest.raises(ValueError, match="not of the params"):
+        jzero.explain(program, jzero.make_plan({"other": jnp.ones((3, 5))}, stage=2, mesh=mesh))
+
     variables = {"params": state.params}  # a plan of what `model.init` returns
     program = lowered(lambda v, x: jax.grad(lambda v: loss_of(PLAIN, v["params"], x))(v), variables, data)
     of_variables = jzero.make_plan(jax.tree.map(jnp.copy, variables), stage=2, mesh=mesh, min_shard_bytes=0)
