@@ -37,6 +37,26 @@ def other_params(rows: Sequence[Row], plan: Plan) -> dict[Keys, int]:
     }
 
 
+def other_trained_params(rows: Sequence[Row], results: Sequence[Any], plan: Plan) -> dict[Keys, int]:
+    """Those of `other_params` that come back: not the frozen weights of a teacher or below a LoRA.
+
+    Args:
+      rows: the arguments.
+      results: the paths of the results. A path does not say which argument a leaf replaces: of trees with equal names
+        all come back, or none but the plan's.
+      plan: the plan.
+    """
+    back = [path_keys(path) for path in results]
+    first = {tree: leaves[0][0][2:] for tree, leaves in _trees(rows).items()}  # the name of a leaf of each tree
+    alike = collections.Counter(keys[2:] for leaves in _trees(rows).values() for keys, _, _ in leaves)
+
+    def is_back(tree: Keys) -> bool:
+        name = first[tree]
+        return tree[-1] == "states" or sum(keys[-len(name) :] == name for keys in back) >= alike[name]
+
+    return {tree: size for tree, size in other_params(rows, plan).items() if is_back(tree)}
+
+
 def check_plan_fits(rows: Sequence[Row], plan: Plan, *, devices: int, trains: bool, where: str) -> None:
     """Raises ValueError where a program is not of the state that a plan is of: what it says of them would be wrong.
 

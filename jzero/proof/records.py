@@ -100,7 +100,7 @@ class Wire:
     Attributes:
       by_op, by_axis, by_phase: the total split by kind of collective, by mesh axes (`data+model` when several
         join, `?` without a mesh) and by phase (`?` where the metadata does not tell).
-      psi_bytes: 1 Psi, (N-1)/N x the bytes of all params; None without a plan.
+      psi_bytes: 1 Psi, (N-1)/N x the bytes of all params that the step trains; None without a plan.
     """
 
     by_op: Mapping[str, int]

@@ -17,7 +17,7 @@ from jzero.proof.arguments import argument_bytes, argument_shardings
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
-from jzero.proof.models import check_plan_fits, other_params
+from jzero.proof.models import check_plan_fits, other_trained_params
 from jzero.proof.records import Collective, Memory, Wire
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.sharding import check_plan
@@ -153,11 +153,12 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
 
 
 def _psi_bytes(plan, compiled) -> int | None:
-    """Of all models in the step: a param of another model counts as many bytes as one of the plan does on average."""
+    """Of all models that the step trains: a param of another one counts as many bytes as one of the plan on average."""
     if plan is None:
         return None
     devices = math.prod(plan.mesh.shape[a] for a in plan.batch_axes)
-    others = other_params(argument_shardings(compiled), plan)
+    results = [path for path, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
+    others = other_trained_params(argument_shardings(compiled), results, plan)
     elements = sum(x.size for x in plan.layouts)
     return round(plan.param_bytes * (1 + sum(others.values()) / elements) * (devices - 1) / devices)
 

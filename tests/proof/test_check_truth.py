@@ -156,6 +156,16 @@ def test_two_models_in_a_step(stage, second, mesh):
     assert alone.psi_bytes == pytest.approx(plan.param_bytes * 7 / 8, rel=1e-3)
     lost = lowered(loses_one, state, other, data, donate_argnums=(0, 1))
     assert "state_not_returned" not in kinds(lost, plan)
+    assert jzero.explain(lost, plan).wire.psi_bytes == alone.psi_bytes
+
+    def beside_frozen(state, frozen, data):
+        def loss_fn(params):
+            return loss_of(PLAIN, params, data) + loss_of(other.apply_fn, frozen["params"], data)
+
+        return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+    frozen = lowered(beside_frozen, state, {"params": other.params}, data, donate_argnums=0)
+    assert jzero.explain(frozen, plan).wire.psi_bytes == alone.psi_bytes
     if second is another:  # of two equal models, results are told apart by nothing
         assert "state_not_returned" in kinds(lost, other_plan)
 
