@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 
 from disk_units import UNITS, advance
 
@@ -10,10 +11,20 @@ from jzero.update.on_host.disk import DiskStore
 
 
 def steps(path: str, pipe: int) -> None:
-    """Creates or opens the store, and writes each generation to the pipe when `commit` has returned."""
-    if any(file.startswith("record") for _, _, files in os.walk(path) for file in files):
+    """Opens the store, or creates it, and writes each generation to the pipe when `commit` has returned.
+
+    An error goes to the pipe too, as a traceback.
+    """
+    try:
+        _steps(path, pipe)
+    except BaseException:
+        os.write(pipe, traceback.format_exc().encode())
+
+
+def _steps(path: str, pipe: int) -> None:
+    try:
         store = DiskStore.open(path, UNITS, buffer_bytes=2**20)
-    else:
+    except FileNotFoundError:  # the first time, or its creation was killed
         store = DiskStore.create(path, UNITS, identity={}, buffer_bytes=2**20)
     while True:
         os.write(pipe, b"%d\n" % store.generation)
