@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -450,19 +449,18 @@ def test_after_a_full_disk_nothing_is_left_and_the_next_save_works(limit, tmp_pa
     assert steps.steps == [1, 2]
 
 
-def test_what_threads_of_a_failed_save_make_anew_is_removed_again(tmp_path):
+def test_what_threads_of_a_failed_save_make_anew_is_removed_again(tmp_path, monkeypatch):
     left = tmp_path / f"2{TEMPORARY}-whole" / "state" / "d"
+    looks = iter(range(store.RETRIES))
 
-    def go_on():
-        for _ in range(5):
-            with contextlib.suppress(FileNotFoundError):  # its parent was removed between the two
-                left.mkdir(parents=True, exist_ok=True)
-            time.sleep(0.06)
+    def made_anew(_):
+        if next(looks) < 3:
+            left.mkdir(parents=True)  # what was there has been removed
 
-    thread = threading.Thread(target=go_on)
-    thread.start()
+    left.mkdir(parents=True)
+    monkeypatch.setattr(store.time, "sleep", made_anew)
     store.clean(tmp_path / "2", failed=True)
-    thread.join()
+    assert next(looks) == 4  # it stayed away once
     assert not list(tmp_path.iterdir())
 
 
