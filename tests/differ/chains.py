@@ -1,0 +1,155 @@
+"""Random optax chains: every optimizer of optax and optax.contrib that takes gradients alone, and what goes round it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import contrib
+
+RATE = 0.02
+
+OPTIMIZERS: dict[str, Any] = {
+    "acprop": lambda: contrib.acprop(RATE),
+    "adabelief": lambda: optax.adabelief(RATE),
+    "adadelta": lambda: optax.adadelta(1.0),
+    "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=8),
+    "adagrad": lambda: optax.adagrad(RATE),
+    "adam": lambda: optax.adam(RATE),
+    "adamax": lambda: optax.adamax(RATE),
+    "adamaxw": lambda: optax.adamaxw(RATE),
+    "adamw": lambda: optax.adamw(RATE),
+    "adan": lambda: optax.adan(RATE),
+    "ademamix": lambda: contrib.ademamix(RATE),
+    "adopt": lambda: contrib.adopt(RATE),
+    "amsgrad": lambda: optax.amsgrad(RATE),
+    "cocob": lambda: contrib.cocob(),
+    "dadapt_adamw": lambda: contrib.dadapt_adamw(0.1),
+    "dog": lambda: contrib.dog(1.0),
+    "dowg": lambda: contrib.dowg(1.0),
+    "fromage": lambda: optax.fromage(RATE),
+    "galore": lambda: contrib.galore(RATE, rank=2, update_proj_gap=3),
+    "lamb": lambda: optax.lamb(RATE),
+    "lars": lambda: optax.lars(RATE),
+    "lion": lambda: optax.lion(RATE),
+    "madgrad": lambda: contrib.madgrad(RATE),
+    "mechanize": lambda: contrib.mechanize(optax.adam(RATE)),
+    "momentum": lambda: optax.sgd(RATE, momentum=0.9),
+    "muon": lambda: contrib.muon(RATE),
+    "nadam": lambda: optax.nadam(RATE),
+    "nadamw": lambda: optax.nadamw(RATE),
+    "nesterov": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
+    "noisy_sgd": lambda: optax.noisy_sgd(RATE),
+    "normalized": lambda: optax.chain(contrib.normalize(), optax.sgd(RATE)),
+    "novograd": lambda: optax.novograd(RATE),
+    "optimistic_adam": lambda: optax.optimistic_adam_v2(RATE),
+    "optimistic_sgd": lambda: optax.optimistic_gradient_descent(RATE),
+    "prodigy": lambda: contrib.prodigy(0.5),
+    "radam": lambda: optax.radam(RATE, threshold=2.0),
+    "rmsprop": lambda: optax.rmsprop(RATE),
+    "rmsprop_centered": lambda: optax.rmsprop(RATE, centered=True, momentum=0.9),
+    "rprop": lambda: optax.rprop(RATE),
+    "schedule_free_adamw": lambda: contrib.schedule_free_adamw(RATE),
+    "schedule_free_sgd": lambda: contrib.schedule_free_sgd(RATE),
+    "sgd": lambda: optax.sgd(RATE),
+    "sign_sgd": lambda: optax.sign_sgd(RATE),
+    "signum": lambda: optax.signum(RATE),
+    "simplified_ademamix": lambda: contrib.simplified_ademamix(RATE * 0.05),
+    "sm3": lambda: optax.sm3(RATE),
+    "yogi": lambda: optax.yogi(RATE),
+}
+
+SMOOTH = ("sgd", "momentum", "nesterov", "optimistic_sgd", "fromage", "lars", "normalized")
+"""Updates without a division by a small number or a sign: free runs stay beside each other."""
+
+LOOSE = {"muon": 30, "galore": 100, "adabelief": 10, "acprop": 10, "rmsprop_centered": 100}
+"""By how much more rounding shows: iterations, decompositions, differences of nearly equal numbers."""
+
+
+def clip_to_median(factor: float = 3.0) -> optax.GradientTransformation:
+    """Values are clipped to a multiple of their leaf's median: a sort inside of the update."""
+
+    def update(updates, state, params=None):
+        def clipped(g):
+            bound = (factor * jnp.median(jnp.abs(g.astype(jnp.float32))) + 1e-6).astype(g.dtype)
+            return jnp.clip(g, -bound, bound)
+
+        return jax.tree.map(clipped, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def matrices(params):
+    """A mask: leaves of two dims or more."""
+    return jax.tree.map(lambda p: np.ndim(p) > 1, params)
+
+
+def labels(params):
+    """Two groups by the number of dims."""
+    return jax.tree.map(lambda p: "wide" if np.ndim(p) > 1 else "flat", params)
+
+
+def frozen_labels(params):
+    """Bases of LoRA and every first leaf of several are frozen."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = ["frozen" if "base" in jax.tree_util.keystr(k) or (i == 0 and len(leaves) > 1) else "trained"
+             for i, (k, _) in enumerate(leaves)]  # fmt: skip
+    return jax.tree.unflatten(jax.tree.structure(params), names)
+
+
+def schedule(count):
+    """A rate that changes at each step."""
+    return RATE / (1 + 0.3 * count)
+
+
+WRAPS: dict[str, Any] = {
+    "clip_by_global_norm": lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),
+    "clip": lambda tx: optax.chain(optax.clip(0.05), tx),
+    "adaptive_clip": lambda tx: optax.chain(optax.adaptive_grad_clip(0.1), tx),
+    "block_rms": lambda tx: optax.chain(optax.clip_by_block_rms(0.1), tx),
+    "median": lambda tx: optax.chain(clip_to_median(), tx),
+    "decay": lambda tx: optax.chain(optax.add_decayed_weights(0.05, matrices), tx),
+    "schedule": lambda tx: optax.chain(tx, optax.scale_by_schedule(lambda count: 1 / (1 + 0.3 * count))),
+    "multi_steps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "multi_transform": lambda tx: optax.multi_transform({"wide": tx, "flat": optax.adam(RATE)}, labels),
+    "masked": lambda tx: optax.chain(optax.masked(tx, matrices), optax.masked(optax.scale(-0.1), _not(matrices))),
+    "frozen": lambda tx: optax.multi_transform({"trained": tx, "frozen": optax.set_to_zero()}, frozen_labels),
+    "centralize": lambda tx: optax.chain(optax.centralize(), tx),
+    "ema": lambda tx: optax.chain(tx, optax.ema(0.5)),
+    "trace": lambda tx: optax.chain(tx, optax.trace(0.5)),
+    "zero_nans": lambda tx: optax.chain(optax.zero_nans(), tx),
+    "trust_ratio": lambda tx: optax.chain(tx, optax.scale_by_trust_ratio()),
+    "noise": lambda tx: optax.chain(optax.add_noise(1e-3, 0.5, 3), tx),
+    "apply_every": lambda tx: optax.chain(tx, optax.apply_every(2)),
+    "norm_of_update": lambda tx: optax.chain(tx, optax.clip_by_global_norm(0.3)),
+}
+
+HYPERPARAMS = {
+    "adam": optax.adam, "adamw": optax.adamw, "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "lion": optax.lion, "rmsprop": optax.rmsprop, "adagrad": optax.adagrad,
+}  # fmt: skip
+
+
+def _not(mask):
+    return lambda params: jax.tree.map(lambda m: not m, mask(params))
+
+
+@functools.cache
+def _chain(base: str, inject: bool, wraps: tuple[str, ...]) -> optax.GradientTransformation:
+    if inject:
+        tx = optax.inject_hyperparams(HYPERPARAMS[base])(learning_rate=schedule)
+    else:
+        tx = OPTIMIZERS[base]()
+    for name in wraps:
+        tx = WRAPS[name](tx)
+    return tx
+
+
+def chain_of(case: dict) -> optax.GradientTransformation:
+    """The chain of a case; one and the same for equal ones, as users keep one `tx`."""
+    return _chain(case["optimizer"], case.get("inject", False), tuple(case["wraps"]))

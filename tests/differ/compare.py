@@ -1,0 +1,323 @@
+"""One case from beginning to end: the sharded run beside the plain one, compared at each step.
+
+[Note: fed]
+Adam-like updates divide by the size of a gradient. Where that is near zero, rounding decides the sign of the update, and
+two correct runs part. So in most cases the plain run does not follow its own gradients but those that the sharded run
+returned: its params stay equal to the sharded ones to rounding, and at each step its own gradients, of the same params
+and batch, are compared as well. Nothing is amplified, and tolerances stay tight. Free cases, where each run follows its
+own gradients and the step returns none, use optimizers that amplify nothing.
+
+[Note: tolerances]
+Gradients: relative to the leaf's largest value, for the narrowest dtype that they went through. Updates (fed): relative
+to how far the leaf has moved, plus rounding of its values. State: relative to the leaf's largest value.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from differ.chains import LOOSE, chain_of
+from differ.grammar import OUTSIDE
+from differ.models import batch_of, form_of, model_of
+from differ.refusals import refusal
+from differ.runs import RUNS, initial
+
+EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+class Outcome(NamedTuple):
+    """How a case ended: "equal", "refused" or "FAILED", and why."""
+
+    kind: str
+    why: str = ""
+
+
+class Differs(AssertionError):
+    """Numbers that are not those of the plain run."""
+
+
+class Plain:
+    """The run without jzero: plain optax on one device, with a master copy where the config keeps one."""
+
+    def __init__(self, case: dict):
+        self.case, self.form = case, form_of(case)
+        self.params, self.rest = initial(case)
+        narrow = case["dtype"] != "float32"
+        config = case["config"]
+        self.wide = narrow and (config.get("master_dtype", "auto") is not None or config["tier"] in OUTSIDE)
+        self.master = jax.tree.map(lambda p: p.astype(jnp.float32), self.params) if self.wide else None
+        self.tx = chain_of(case)
+        self.opt_state = jax.jit(self.tx.init)(self.master if self.wide else self.params)
+        self.delay = config["tier"].startswith("late")
+        self.pending: list[Any] = []
+        self.start = [np.asarray(x, np.float32) for x in jax.tree.leaves(self.params)]
+        self.replaced = False
+
+    def gradients(self, batch, key):
+        """(loss, gradients); the rest advances."""
+        value, self.rest, grads = _gradients(self.case["flavour"], self.form)(self.params, self.rest, batch, key)
+        return float(value), jax.tree.leaves(grads)
+
+    def update(self, grads: list):
+        """One step of the optimizer; with a delay the one before it."""
+        tree = jax.tree.structure(self.params)
+        wide = self.master if self.wide else self.params
+        grads = tree.unflatten([jnp.asarray(g).astype(p.dtype) for g, p in zip(grads, jax.tree.leaves(wide), strict=True)])
+        self.flush()
+        self.pending = [grads]
+        if not self.delay:
+            self.flush()
+
+    def flush(self):
+        """Apply an update that is late."""
+        for grads in self.pending:
+            wide = self.master if self.wide else self.params
+            new, self.opt_state = _update(self.tx)(grads, self.opt_state, wide)
+            if self.wide:
+                self.master = new
+                new = jax.tree.map(lambda m, p: m.astype(p.dtype), new, self.params)
+            self.params = new
+        self.pending = []
+
+    def replace(self, change):
+        """Params that the user replaced: the masters take what differs."""
+        self.flush()
+        self.params = change(self.params)
+        if self.wide:
+            self.master = jax.tree.map(
+                lambda p, m: jnp.where(p == m.astype(p.dtype), m, p.astype(m.dtype)), self.params, self.master
+            )
+
+
+@functools.lru_cache(maxsize=4)
+def _gradients(flavour, form):
+    def run(params, rest, batch, key):
+        (value, rest), grads = jax.value_and_grad(model_of(flavour, form).loss, has_aux=True)(params, rest, batch, key)
+        return value, rest, grads
+
+    return jax.jit(run)
+
+
+@functools.lru_cache(maxsize=4)
+def _update(tx):
+    def run(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(run)
+
+
+def run_case(case: dict) -> Outcome:
+    """Run a case; never raises."""
+    with tempfile.TemporaryDirectory(prefix="jzero-differential-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _run(case, Path(folder))
+        except Exception as error:
+            known = refusal(error)
+            if known:
+                return Outcome("refused", known)
+            text = traceback.format_exc() if not isinstance(error, Differs) else str(error)
+            return Outcome("FAILED", f"{type(error).__name__}: {error}\n{text}"[:6000])
+    return Outcome("equal")
+
+
+def _run(case: dict, folder: Path) -> None:
+    run, plain, tolerances = RUNS[case["flavour"]](case, folder), Plain(case), Tolerances(case)
+    _check_bytes(run, case)
+    for step in range(case["steps"]):
+        event = case["events"].get(str(step))
+        if event:
+            run = _happens(event, run, plain, case, folder)
+            tolerances.widen(run.config)
+        where = f"step {step}" + (f", after {event['kind']}" if event else "")
+        batch, key = batch_of(case, step), jax.random.key(step)
+        if event and event["kind"] == "skip":
+            batch["x"] = batch["x"] * np.float32("nan")
+        loss, grads = run.step(batch, key)
+        want, own = plain.gradients(batch, key)
+        tolerances.loss(loss, want, where)
+        if grads:
+            tolerances.gradients(grads, own, where)
+        plain.update(grads if case["fed"] else own)
+        _check_params(run, plain, tolerances, where)
+    _check_end(run, plain, tolerances, case)
+
+
+def _happens(event: dict, run, plain: Plain, case: dict, folder: Path):
+    """What an event does to the state; the run that goes on."""
+    kind = event["kind"]
+    if kind in ("jit", "donated jit"):
+        run.jit(kind == "donated jit")
+    elif kind == "restore":
+        run = run.restored(event["mesh"], event["config"])
+    elif kind == "reshard":
+        run = run.reshard(event["mesh"], event["config"])
+    elif kind == "replace":
+        def change(params):
+            leaves, tree = jax.tree.flatten(params)
+            at = event["leaf"] % len(leaves)
+            leaves[at] = jax.device_put(jnp.asarray(np.asarray(leaves[at]) * np.asarray(0.5, leaves[at].dtype)),
+                                        leaves[at].sharding)  # fmt: skip
+            return tree.unflatten(leaves)
+
+        run.replace(change)
+        plain.replace(change)
+    elif kind == "pickle":
+        again = pickle.loads(pickle.dumps(run.plan))
+        if again != run.plan or hash(again) != hash(run.plan):
+            raise Differs("a pickled plan is not equal to the plan")
+    elif kind == "second":
+        other = run.fresh(run.mesh_spec, run.config)
+        first, fresh = other.step(batch_of(case, 0), jax.random.key(0))[0], Plain(case)
+        Tolerances(case | {"config": run.config}).loss(first, fresh.gradients(batch_of(case, 0), jax.random.key(0))[0],
+                                                       "a second state")  # fmt: skip
+    if kind in ("restore", "reshard") and plain.pending:
+        plain.flush()
+    plain.delay = run.config["tier"].startswith("late")
+    if kind in ("restore", "reshard"):
+        _check_bytes(run, case)
+    return run
+
+
+class Tolerances:
+    """What may differ, for a case's dtypes."""
+
+    def __init__(self, case: dict):
+        self.case = case
+        dtypes = [case["dtype"], case["compute"] or "float32"]
+        self.grads, self.rounded_state = 0.0, 0.0
+        self.factor = max([1, LOOSE.get(case["optimizer"], 1)])
+        self.dtypes = dtypes
+        self.widen(case["config"])
+
+    def widen(self, config: dict) -> None:
+        """Take in the dtypes of a config."""
+        self.dtypes += [str(config[k]) for k in ("compute_dtype", "reduce_dtype") if config.get(k)]
+        eps = max(EPS[d] for d in self.dtypes)
+        self.grads = max(3e-5, 12 * eps) if eps > 1e-6 else 2e-4
+        if config.get("moment_dtype") == "bfloat16":
+            self.rounded_state = 0.1
+        if config.get("master_dtype", "auto") is None and self.case["dtype"] != "float32":
+            self.rounded_state = max(self.rounded_state, 0.1)
+
+    def loss(self, got: float, want: float, where: str) -> None:
+        eps = max(EPS[d] for d in self.dtypes)
+        if np.isnan(want) and np.isnan(got):
+            return
+        if not abs(got - want) <= max(1e-5, 8 * eps) * max(abs(want), 0.1) + (0 if self.case["fed"] else 1e-3 * abs(want)):
+            raise Differs(f"{where}: loss {got!r}, plain {want!r}")
+
+    def gradients(self, got: list, want: list, where: str) -> None:
+        want = [np.asarray(x, np.float32) for x in want]
+        most = max((float(np.max(np.abs(w), initial=0)) for w in want), default=0.0)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            g = np.asarray(g, np.float32)
+            _same_form(g, w, f"{where}: gradient {i}")
+            if not np.isfinite(w).all():
+                if np.isfinite(g).all():
+                    raise Differs(f"{where}: gradient {i} {w.shape} is finite, that of the plain run is not")
+                continue
+            error = float(np.max(np.abs(g - w), initial=0))
+            allowed = self.grads * (float(np.max(np.abs(w), initial=0)) + 0.05 * most) + 1e-7
+            if not error <= allowed:
+                raise Differs(f"{where}: gradient {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, largest "
+                              f"value {np.max(np.abs(w)):.3g}")  # fmt: skip
+
+    def values(self, got: list, want: list, where: str) -> None:
+        """Params or masters: by how far they have moved, and by their rounding."""
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            if g is None:
+                continue
+            rounding = EPS[str(g.dtype)]
+            g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+            _same_form(g, w, where)
+            moved = float(np.max(np.abs(w - self.started[i]), initial=0))
+            free = 2e-3 if not self.case["fed"] else 0.0
+            part = max(1e-4 * self.factor, free, self.rounded_state * 1.5)
+            error = float(np.max(np.abs(g - w), initial=0))
+            allowed = part * moved + 4 * rounding * float(np.max(np.abs(w), initial=0)) + 1e-9
+            if not error <= allowed:
+                raise Differs(f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, it has moved "
+                              f"by {moved:.3g}")  # fmt: skip
+
+    def state(self, got: list, want: list, where: str) -> None:
+        """Optimizer state: counts equal, the rest by each leaf's largest value."""
+        if len(got) != len(want):
+            raise Differs(f"{where}: {len(got)} leaves, plain {len(want)}")
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            _same_form(g, w, f"{where}: leaf {i}")
+            if not np.issubdtype(w.dtype, np.floating) and w.dtype != jnp.bfloat16:
+                if not np.array_equal(g, w):
+                    raise Differs(f"{where}: leaf {i} is {g.reshape(-1)[:4]}, plain {w.reshape(-1)[:4]}")
+                continue
+            narrow = 8 * EPS["bfloat16"] if w.dtype in (jnp.bfloat16, np.float16) else 0.0
+            g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+            part = max(2e-4 * self.factor, narrow, 5e-3 if not self.case["fed"] else 0.0, self.rounded_state * 1.5)
+            error = float(np.max(np.abs(g - w), initial=0))
+            allowed = part * float(np.max(np.abs(w), initial=0)) + 1e-9
+            if not error <= allowed and not (np.isnan(g) == np.isnan(w)).all():
+                raise Differs(f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}")
+            if not error <= allowed and not np.isnan(w).any():
+                raise Differs(f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, largest value "
+                              f"{np.max(np.abs(w), initial=0):.3g}")  # fmt: skip
+
+
+def _same_form(got, want, where: str) -> None:
+    if got.shape != want.shape:
+        raise Differs(f"{where}: shape {got.shape}, plain {want.shape}")
+
+
+def _check_params(run, plain: Plain, tolerances: Tolerances, where: str) -> None:
+    from differ.runs import host
+
+    tolerances.started = plain.start
+    tolerances.values(host(run.visible()), jax.tree.leaves(plain.params), f"{where}: params")
+
+
+def _check_end(run, plain: Plain, tolerances: Tolerances, case: dict) -> None:
+    """The whole state after the last step."""
+    if run.count() != case["steps"]:
+        raise Differs(f"the step count is {run.count()} after {case['steps']} steps")
+    plain.flush()
+    _, inner, masters = run.parts()
+    tolerances.state(inner, [_number(x) for x in jax.tree.leaves(plain.opt_state)], "optimizer state")
+    if masters is not None:
+        want = jax.tree.leaves(plain.master if plain.wide else plain.params)
+        tolerances.values(masters, want, "masters")
+    if masters is None and plain.wide and run.config.get("master_dtype", "auto") is not None:
+        raise Differs("16-bit params without masters")
+
+
+def _number(x):
+    key = hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if key else x)
+
+
+def _check_bytes(run, case: dict) -> None:
+    """What the fullest device holds is what the plan says, and split as the stage says."""
+    plan, (params, state) = run.plan, run.bytes()
+    planned = sum(
+        int(np.prod(plan.sharding(x.stored).shard_shape(x.shape), dtype=int)) * x.dtype.itemsize for x in plan.layouts
+    )
+    if params != planned:
+        raise Differs(f"params take {params} bytes of the fullest device, the plan says {planned}")
+    if run.outside or not plan.config.stage or run.config["min_shard_bytes"] != 0 or run.config.get("uneven") == "replicate":
+        return
+    leaves = [x for x in jax.tree.leaves(run.opt_state()) if hasattr(x, "dtype") and hasattr(x, "nbytes")]
+    parts = len(run.mesh.devices.flat) if run.mesh_spec["kind"] != "hsdp" else run.mesh_spec["n"] // 2
+    parts = parts // 2 if run.mesh_spec["kind"] == "tp" else parts
+    few = sum(x.nbytes for x in leaves if x.size <= 2 * parts)
+    large = sum(x.nbytes for x in leaves if x.size > 2 * parts)
+    if state > few + 2.2 * large / parts:
+        raise Differs(f"optimizer state takes {state} bytes of the fullest device: {large} bytes in {parts} parts, {few} whole")

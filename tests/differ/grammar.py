@@ -1,0 +1,218 @@
+"""What a case may be, and `draw`: a case from a seed and an index.
+
+A feature of jzero joins here: its options are drawn by `draw_config` (or become an event), `features` names them for the
+table of coverage, and `SHARES` says how often a nightly run must have drawn them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from differ.blocks import BLOCKS, FLAX, STATEFUL
+from differ.chains import HYPERPARAMS, OPTIMIZERS, SMOOTH, WRAPS
+
+FLAVOURS = ("linen", "nnx", "plain")
+WIDTHS = (8, 8, 16, 24, 7, 12, 13)
+HEADS = ("mse", "own", "tied", "mse", "bare")
+DTYPES = ("float32",) * 5 + ("bfloat16",) * 4 + ("float16",)
+MESHES = ("flat",) * 5 + ("hpz", "two", "hsdp", "tp", "explicit")
+TIERS = {
+    "device": {},
+    "stream": {"tier": "host"},
+    "host": {"update": "host"},
+    "late": {"update": "host", "delay": 1},
+    "disk": {"tier": "disk"},
+    "late disk": {"tier": "disk", "delay": 1},
+    "params": {"params": "host"},
+    "params and update": {"params": "host", "update": "host"},
+    "params and disk": {"params": "host", "tier": "disk"},
+}
+OUTSIDE = ("host", "late", "disk", "late disk", "params and update", "params and disk")
+EVENTS = ("jit", "donated jit", "restore", "reshard", "replace", "skip", "pickle", "second", "evaluate")
+STEPS = ("jit",) * 5 + ("jzero.jit",) * 5 + ("eager",)
+
+
+def draw(seed: int, index: int) -> dict[str, Any]:
+    """A case, as plain data; a pure function of its arguments."""
+    rng = random.Random(f"{seed}/{index}")
+    flavour = rng.choice(FLAVOURS)
+    head = rng.choice([h for h in HEADS if h != "bare" or flavour == "plain"])
+    case: dict[str, Any] = {
+        "id": f"{seed}/{index}", "flavour": flavour, "head": head, "width": rng.choice(WIDTHS),
+        "blocks": draw_blocks(rng, flavour, head), "dtype": rng.choice(DTYPES), "compute": None,
+        "data": rng.randrange(2**31), "steps": rng.randint(5, 7),
+    }  # fmt: skip
+    if case["dtype"] == "float32" and rng.random() < 0.2:
+        case["compute"] = "bfloat16"
+    case |= draw_chain(rng)
+    case |= draw_place(rng, case["dtype"], flavour, head)
+    stateless = not set(case["blocks"]) & set(STATEFUL)
+    if flavour != "nnx" and stateless and rng.random() < 0.2:
+        case["micro"] = {"accumulate": rng.choice((1, 2, 3)), "reduce": draw_reduce(rng, case["config"])}
+    case |= {
+        "step": "eager" if rng.random() < 0.05 else rng.choice(STEPS[:-1]), "donate": rng.random() < 0.5,
+        "born": rng.random() < 0.5, "gather": rng.random() < 0.7,
+    }  # fmt: skip
+    smooth = case["optimizer"] in SMOOTH and "apply_every" not in case["wraps"]
+    exact = case["dtype"] == "float32" and not case["compute"] and not low_precision(case["config"])
+    case["fed"] = not (smooth and exact and rng.random() < 0.7)
+    case["events"] = draw_events(rng, case)
+    parts = [batch_parts(case["mesh"]), *(e["mesh"]["n"] for e in case["events"].values() if "mesh" in e)]
+    case["rows"] = math.lcm(*parts) * (case.get("micro") or {"accumulate": 1})["accumulate"] * (2 if max(parts) < 5 else 1)
+    return case
+
+
+def draw_blocks(rng, flavour: str, head: str) -> list[str]:
+    """One to four layers."""
+    if head == "bare":
+        return []
+    known = list(BLOCKS) + ([] if flavour == "plain" else [*FLAX, *FLAX])
+    return [rng.choice(known) for _ in range(rng.randint(1, 4))]
+
+
+def draw_chain(rng) -> dict[str, Any]:
+    """An optimizer and what goes round it."""
+    inject = rng.random() < 0.12
+    base = rng.choice(list(HYPERPARAMS if inject else OPTIMIZERS))
+    wraps = rng.sample(list(WRAPS), rng.choice((0, 0, 0, 1, 1, 2)))
+    if "multi_steps" in wraps:  # it counts steps of what lies inside, and must be outermost to skip work
+        wraps = [*(w for w in wraps if w != "multi_steps"), "multi_steps"]
+    return {"optimizer": base, "inject": inject, "wraps": wraps}
+
+
+def draw_place(rng, dtype: str, flavour: str, head: str) -> dict[str, Any]:
+    """The mesh and the config."""
+    kind = rng.choice([m for m in MESHES if m != "tp" or flavour == "plain" and head != "bare"])
+    if kind in ("hpz", "two", "hsdp", "tp"):
+        n = rng.choice((4, 6, 8))
+    else:
+        n = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 8, 4))
+    tier = "device" if kind == "explicit" or rng.random() < 0.3 else rng.choice(list(TIERS))
+    low = {"params": 3, "params and update": 3, "params and disk": 3}.get(tier, 2 if tier in OUTSIDE else 0)
+    stage = 3 if kind == "hpz" else max(low, rng.choice((0, 1, 2, 2, 3, 3, 3)))
+    mesh = {"kind": kind, "n": n}
+    return {"mesh": mesh, "config": draw_config(rng, dtype, stage, tier, kind)}
+
+
+def draw_config(rng, dtype: str, stage: int, tier: str, kind: str = "flat") -> dict[str, Any]:
+    """Fields of `ZeroConfig`, and "tier", a key of `TIERS`."""
+    config: dict[str, Any] = {"stage": stage, "tier": tier, "min_shard_bytes": rng.choice((0, 0, 0, 0, 200, "auto"))}
+
+    def maybe(name, chance, *values):
+        if rng.random() < chance:
+            config[name] = rng.choice(values)
+
+    outside = tier in OUTSIDE
+    maybe("uneven", 0.2, "replicate")
+    maybe("moment_dtype", 0.2, "bfloat16", "float32")
+    if not outside:
+        maybe("updates", 0.0 if tier == "params" else 0.2, "delta")
+        if dtype != "float32":
+            maybe("master_dtype", 0.25, None)
+    if stage >= 2:
+        maybe("bucket_bytes", 0.3, 300, 3000)
+        maybe("reduce_dtype", 0.2, "bfloat16", "float32")
+    if stage == 3:
+        maybe("compute_dtype", 0.15, "bfloat16")
+        maybe("prefetch", 0.2, 2)
+        if not tier.startswith("params"):
+            maybe("reshard_after_forward", 0.2, False)
+    if tier in ("stream", "params"):
+        maybe("in_flight_bytes", 0.75, 600, 3000, 300)
+        maybe("prefetch_state", 0.2, True)
+    if "disk" in tier:
+        maybe("buffer_bytes", 0.75, 16384, 40000)
+    return config
+
+
+def draw_reduce(rng, config: dict) -> str:
+    return rng.choice(("auto", "microbatch", "step") if config["stage"] < 3 else ("auto", "microbatch"))
+
+
+def low_precision(config: dict) -> bool:
+    """The run rounds where a plain one does not."""
+    dtypes = (config.get(k) for k in ("moment_dtype", "compute_dtype", "reduce_dtype"))
+    return any(d in ("bfloat16", "float16") for d in dtypes)
+
+
+def draw_events(rng, case: dict) -> dict[str, dict]:
+    """Up to three, by the number of steps before them."""
+    known = [e for e in EVENTS if e != "skip" or can_skip(case)]
+    if case["mesh"]["kind"] == "explicit":
+        known = [e for e in known if e not in ("reshard", "restore")]
+    if can_skip(case):
+        known += ["skip"] * 4
+    events = {}
+    for at in rng.sample(range(1, case["steps"]), rng.choice((0, 1, 1, 2, 3))):
+        event: dict[str, Any] = {"kind": rng.choice(known)}
+        if event["kind"] in ("restore", "reshard"):
+            tier = rng.choice(list(TIERS))
+            low = {"params": 3, "params and update": 3, "params and disk": 3}.get(tier, 2 if tier in OUTSIDE else 0)
+            stage = max(low, rng.choice((0, 1, 2, 3)))
+            event["mesh"] = {"kind": "flat", "n": rng.choice((1, 2, 3, 4, 5, 8))}
+            event["config"] = draw_config(rng, case["dtype"], stage, tier)
+            for same in ("master_dtype", "moment_dtype"):  # what the numbers of the state are, does not change
+                event["config"].pop(same, None)
+                if same in case["config"] and not (same == "master_dtype" and tier in OUTSIDE):
+                    event["config"][same] = case["config"][same]
+            if case["config"].get("master_dtype", "auto") is None and tier in OUTSIDE:
+                event = {"kind": "evaluate"}
+            elif (case.get("micro") or {}).get("reduce") == "step" and stage == 3:
+                event = {"kind": "evaluate"}
+        if event["kind"] == "replace":
+            event["leaf"] = rng.randrange(100)
+        events[str(at)] = event
+    return dict(sorted(events.items()))
+
+
+def can_skip(case: dict) -> bool:
+    """A step with NaN changes nothing: the outermost wrap sees to it, and nothing else holds state."""
+    return case["wraps"][-1:] == ["apply_if_finite"] and not set(case["blocks"]) & set(STATEFUL)
+
+
+def batch_parts(mesh: dict) -> int:
+    """Into how many parts a batch is split."""
+    return mesh["n"] // 2 if mesh["kind"] == "tp" else mesh["n"]
+
+
+# --- coverage ---------------------------------------------------------------------------------------------------
+
+
+def features(case: dict) -> Iterable[tuple[str, str]]:
+    """What a case covers: (kind, name)."""
+    yield "flavour", case["flavour"]
+    yield "head", case["head"]
+    yield "dtype", case["dtype"] + (f" in {case['compute']}" if case["compute"] else "")
+    yield "mesh", case["mesh"]["kind"]
+    yield "devices", str(case["mesh"]["n"])
+    yield "stage", str(case["config"]["stage"])
+    yield "tier", case["config"]["tier"]
+    yield "optimizer", case["optimizer"] + (" injected" if case["inject"] else "")
+    yield "step", case["step"] + (" donated" if case["donate"] else "")
+    yield "compared", "fed" if case["fed"] else "free"
+    yield "tier and flavour", f"{case['config']['tier']}, {case['flavour']}"
+    for kind in sorted(set(case["blocks"])):
+        yield "layer", kind
+    for wrap in case["wraps"]:
+        yield "wrap", wrap
+    for name, value in case["config"].items():
+        if name not in ("stage", "tier"):
+            yield "field", f"{name}={value}"
+    if case.get("micro"):
+        yield "micro-batches", f"{case['micro']['accumulate']} {case['micro']['reduce']}"
+    for event in case["events"].values():
+        yield "event", event["kind"]
+        yield "tier and event", f"{case['config']['tier']}, {event['kind']}"
+        if "config" in event:
+            yield "from tier to tier", f"{case['config']['tier']}, {event['config']['tier']}"
+
+
+SHARES = {
+    "flavour": 0.25, "head": 0.02, "dtype": 0.05, "mesh": 0.02, "devices": 0.03, "stage": 0.05, "tier": 0.03,
+    "optimizer": 0.005, "step": 0.01, "compared": 0.01, "layer": 0.015, "wrap": 0.01, "field": 0.01, "event": 0.01,
+    "micro-batches": 0.002, "tier and event": 0.0005, "tier and flavour": 0.008,
+}  # fmt: skip
+"""The least share of the cases of a nightly run that each name of a kind must have."""

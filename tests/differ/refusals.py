@@ -1,0 +1,22 @@
+"""The documented refusals: a case that ends in one of them has passed, anything else that is raised is a failure."""
+
+from __future__ import annotations
+
+import re
+
+REFUSALS = {
+    "offload under an Explicit mesh": r"Explicit.*(offload|Auto)|offload.*Explicit",
+    "an Explicit mesh and leaves split along several dims": r"several dims.*Auto|Auto.*several dims",
+    "losses that close over arrays under an Explicit mesh": r"closes? over",
+    "an optimizer that trains nothing": r"leaves every param as it is",
+    "a unit of state larger than a quarter of the disk buffer": r"units? (is|are) larger than a quarter of the buffer",
+    "params on the host, GPUs only": r"needs? jaxlib",
+}
+
+
+def refusal(error: BaseException) -> str | None:
+    """The name of the refusal that an error is, None where it is none."""
+    text = re.sub(r"\s+", " ", str(error))
+    if not isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        return None
+    return next((name for name, pattern in REFUSALS.items() if re.search(pattern, text)), None)

@@ -1,0 +1,432 @@
+"""The sharded run of a case in each flavour: a state, a step as its users write it, and what events do to it.
+
+A run has `state`, a pytree for "linen" and "plain" and a pair of NNX objects for "nnx"; `step(batch, key)` trains it and
+returns (loss, gradients as a list of host arrays); `parts()` is (params, optimizer state, masters or None) as lists of
+host arrays in the plain run's order and shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from differ.chains import chain_of
+from differ.grammar import OUTSIDE, TIERS
+from differ.models import form_of, loss_of, model_of, plain_forward
+from flax import nnx, struct
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh
+
+import jzero
+from jzero.flax.adapters import take_apart
+from jzero.optim import ZeroState, whole_state
+
+P = jax.P
+
+
+class State(TrainState):
+    """A TrainState with batch statistics."""
+
+    rest: Any = struct.field(default_factory=dict)
+
+
+def mesh_of(spec: dict) -> tuple[Mesh, dict[str, Any]]:
+    """The mesh, and the fields of `ZeroConfig` that name its axes."""
+    n, kind = spec["n"], spec["kind"]
+    devices = np.array(jax.devices()[:n])
+    if kind == "explicit":
+        return Mesh(devices, ("data",), axis_types=(AxisType.Explicit,)), {}
+    if kind == "flat":
+        return Mesh(devices, ("data",)), {}
+    if kind == "tp":
+        return Mesh(devices.reshape(n // 2, 2), ("data", "model")), {}
+    mesh, axes = Mesh(devices.reshape(2, n // 2), ("host", "gpu")), ("host", "gpu")
+    fields = {
+        "two": {"axis": axes}, "hpz": {"axis": axes, "param_axis": "gpu"}, "hsdp": {"axis": "gpu", "batch_axis": axes}
+    }  # fmt: skip
+    return mesh, fields[kind]
+
+
+def fields_of(config: dict, folder: Path) -> dict[str, Any]:
+    """The fields of `ZeroConfig`; `folder`: for a state on disk, a name in it that is new."""
+    fields = {k: v for k, v in config.items() if k not in ("tier", "in_flight_bytes", "buffer_bytes", "prefetch_state")}
+    tier = dict(TIERS[config["tier"]])
+    for name, asked in (("in_flight_bytes", "in_flight_bytes"), ("buffer_bytes", "buffer_bytes"),
+                        ("prefetch_state", "prefetch")):  # fmt: skip
+        if name in config:
+            tier[asked] = config[name]
+    if tier.get("tier") == "disk":
+        tier["path"] = tempfile.mkdtemp(dir=folder, prefix="disk-")
+    if tier:
+        fields["offload"] = jzero.Offload(**tier)
+    return fields
+
+
+def host(tree) -> list[np.ndarray]:
+    """The leaves on the host; keys as their numbers."""
+    def one(x):
+        if hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return np.asarray(x)
+
+    return [one(x) for x in jax.tree.leaves(tree)]
+
+
+class Run:
+    """What the flavours share."""
+
+    def __init__(self, case: dict, folder: Path, mesh: dict | None = None, config: dict | None = None):
+        self.case, self.folder = case, folder
+        self.config = case["config"] if config is None else config
+        self.mesh_spec = case["mesh"] if mesh is None else mesh
+        self.mesh, axes = mesh_of(self.mesh_spec)
+        self.fields = fields_of(self.config, folder) | axes
+        self.form, self.tx = form_of(case), chain_of(case)
+        self.model = model_of(case["flavour"], self.form)
+        self.outside = self.config["tier"] in OUTSIDE
+        with self.context():
+            self.start()
+        self.build()
+
+    def context(self):
+        """Of everything that runs under an Explicit mesh."""
+        explicit = self.mesh_spec["kind"] == "explicit"
+        return jax.set_mesh(self.mesh) if explicit else contextlib.nullcontext()
+
+    def jitted(self, step, jit=jax.jit, donate=0):
+        """The step as the case wants it."""
+        if self.case["step"] == "eager":
+            return step
+        if self.case["step"] == "jzero.jit":
+            return jzero.jit(step, self.plan)
+        return jit(step, donate_argnums=donate) if self.case["donate"] else jit(step)
+
+    def placed(self, batch):
+        """A batch as the step takes it."""
+        return batch if self.case["step"] == "jzero.jit" else self.plan.place_batch(batch)
+
+    def gathered(self, loss):
+        """The loss; at stage 3 with weights gathered where they are used, below it as the case wants."""
+        stage3 = self.config["stage"] == 3
+        return jzero.gather_on_use(loss, self.plan) if stage3 or self.case["gather"] else loss
+
+    def grad(self, loss):
+        """`jax.value_and_grad`, or in micro-batches: (params, batch, ...) -> ((loss, rest), gradients)."""
+        micro = self.case.get("micro")
+        if micro is None:
+            return jax.value_and_grad(loss, has_aux=True)
+
+        def mean(params, batch):
+            return loss(params, batch)[0]
+
+        whole = jzero.value_and_grad(mean, self.plan, **micro)
+
+        def run(params, batch):
+            value, grads = whole(params, batch)
+            return (value, {}), grads
+
+        return run
+
+    def step(self, batch, key):
+        """One step; the gradients on the host."""
+        with self.context():
+            loss, grads = self.train(self.placed(batch), key)
+            return float(loss), host(grads)
+
+    def parts(self):
+        """Params, optimizer state and masters on the host."""
+        with self.context():
+            opt_state, params = self.whole()
+            params = self.visible()
+            opt_state = jzero.unshard(opt_state, tx=self.wrapped())
+            if isinstance(opt_state, ZeroState):
+                masters = jax.tree.leaves(opt_state.master, is_leaf=lambda x: x is None)
+                return host(params), host(opt_state.inner), [None if m is None else np.asarray(m) for m in masters]
+            return host(params), host(opt_state), None
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of params and of optimizer state that the fullest device holds, in device and host memory."""
+        def fullest(tree):
+            held: dict[Any, int] = {}
+            for x in jax.tree.leaves(tree):
+                for shard in getattr(x, "addressable_shards", ()):
+                    size = shard.data.size * (x.dtype.itemsize if hasattr(x.dtype, "itemsize") else 4)
+                    held[shard.device] = held.get(shard.device, 0) + size
+            return max(held.values(), default=0)
+
+        return fullest(self.visible()), fullest(self.opt_state())
+
+    def fresh(self, mesh: dict, config: dict):
+        """Another run of this case in another place, with a state of its own."""
+        return type(self)(self.case | {"born": True}, self.folder, mesh, config)
+
+    def restored(self, mesh: dict, config: dict):
+        """The state saved, and restored into another place."""
+        path = Path(tempfile.mkdtemp(dir=self.folder)) / "saved"
+        with self.context():
+            self.save(path)
+        other = self.fresh(mesh, config)
+        with other.context():
+            other.load(path)
+        return other
+
+
+class LinenRun(Run):
+    """A TrainState."""
+
+    def start(self):
+        def create():
+            params, rest = self.model.init()
+            return State.create(apply_fn=self.model.module.apply, params=params, tx=self.tx, rest=rest)
+
+        given = create
+        if not self.case["born"]:
+            params, rest = _initial("linen", self.form)
+            given = State.create(apply_fn=self.model.module.apply, params=params, tx=self.tx, rest=rest)
+        self.state = jzero.shard(given, mesh=self.mesh, **self.fields)
+
+    @property
+    def plan(self):
+        return jzero.plan_of(self.state)
+
+    def build(self):
+        def gradients(state, batch, key):
+            def loss(params, batch):
+                variables = {"params": params, **state.rest}
+                out, new = state.apply_fn(variables, batch, rngs={"dropout": key}, mutable=list(state.rest))
+                return loss_of(self.form, out, batch), dict(new)
+
+            (value, rest), grads = self.grad(loss)(state.params, batch)
+            return value, rest, grads
+
+        def step(state, batch, key):
+            value, rest, grads = gradients(state, batch, key)
+            return state.apply_gradients(grads=grads, rest=rest), value, grads if self.case["fed"] else ()
+
+        if self.outside:
+            run = jzero.jit(gradients, self.plan) if self.case["step"] == "jzero.jit" else jax.jit(gradients)
+
+            def train(batch, key):
+                value, rest, grads = run(self.state, batch, key)
+                grads_before = host(grads)
+                self.state = self.state.apply_gradients(grads=grads, rest=rest)
+                return value, grads_before
+
+        else:
+            run = self.jitted(step)
+
+            def train(batch, key):
+                self.state, value, grads = run(self.state, batch, key)
+                return value, grads
+
+        self.train = train
+
+    def visible(self):
+        return self.state.params
+
+    def opt_state(self):
+        return self.state.opt_state
+
+    def wrapped(self):
+        return self.state.tx
+
+    def whole(self):
+        parts = take_apart(self.state, where="differential")
+        return parts.opt_state, parts.params
+
+    def count(self):
+        return int(self.state.step)
+
+    def jit(self, donate: bool):
+        with self.context():
+            self.state = jax.jit(lambda s: s, donate_argnums=0 if donate else ())(self.state)
+
+    def replace(self, change):
+        self.state = self.state.replace(params=change(self.state.params))
+
+    def reshard(self, mesh: dict, config: dict):
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.config, other.mesh_spec = config, mesh
+        other.mesh, axes = mesh_of(mesh)
+        other.fields, other.outside = fields_of(config, self.folder) | axes, config["tier"] in OUTSIDE
+        other.lay_again()
+        other.build()
+        return other
+
+    def lay_again(self):
+        self.state = jzero.shard(self.state, mesh=self.mesh, **self.fields)
+
+    def save(self, path):
+        jzero.checkpoint.save(path, self.state)
+
+    def load(self, path):
+        self.state = jzero.checkpoint.restore(path, self.state)
+
+
+class NnxRun(LinenRun):
+    """A pair of NNX objects."""
+
+    def start(self):
+        def create():
+            model = self.model.module()
+            return model, nnx.Optimizer(model, self.tx, wrt=nnx.Param)
+
+        self.state = jzero.shard(create if self.case["born"] else create(), mesh=self.mesh, **self.fields)
+
+    @property
+    def plan(self):
+        return jzero.plan_of(self.state[1])
+
+    def build(self):
+        def gradients(model, batch):
+            def loss(model, batch):
+                return loss_of(self.form, model(batch), batch)
+
+            return nnx.value_and_grad(self.gathered(loss))(model, batch)
+
+        def step(model, optimizer, batch):
+            value, grads = gradients(model, batch)
+            optimizer.update(model, grads)
+            return value, grads if self.case["fed"] else ()
+
+        run = self.jitted(gradients, nnx.jit, ()) if self.outside else self.jitted(step, nnx.jit, (0, 1))
+
+        def train(batch, key):
+            model, optimizer = self.state
+            if not self.outside:
+                return run(model, optimizer, batch)
+            value, grads = run(model, batch)
+            grads_before = host(grads)
+            optimizer.update(model, grads)
+            return value, grads_before
+
+        self.train = train
+
+    def visible(self):
+        return nnx.as_pure(nnx.state(self.state[0], nnx.Param))
+
+    def opt_state(self):
+        return nnx.as_pure(self.state[1].opt_state)
+
+    def wrapped(self):
+        return self.state[1].tx
+
+    def count(self):
+        return int(self.state[1].step[...])
+
+    def jit(self, donate: bool):
+        with self.context():
+            graph, leaves = nnx.split(tuple(self.state))
+            leaves = jax.jit(lambda s: s, donate_argnums=0 if donate else ())(leaves)
+            nnx.update(tuple(self.state), leaves)
+
+    def replace(self, change):
+        state = nnx.state(self.state[0], nnx.Param)
+        nnx.update(self.state[0], change(state))
+
+
+class PlainRun(LinenRun):
+    """Params and optimizer state of any optax loop."""
+
+    def start(self):
+        params = _initial("plain", self.form)[0]
+        specs = None
+        if self.mesh_spec["kind"] == "tp":
+            specs = jax.tree.map(self.tensor_parallel, params)
+        self.plan_made = jzero.make_plan(params, mesh=self.mesh, param_specs=specs, **self.fields)
+        self.tx_wrapped = jzero.zero(self.tx, self.plan_made)
+        params = self.plan_made.place(params)
+        init = self.tx_wrapped.init if "offload" in self.fields else jax.jit(self.tx_wrapped.init)
+        self.state, self.steps = (params, init(params)), 0
+
+    @staticmethod
+    def tensor_parallel(x):
+        split = x.ndim > 1 and x.shape[-1] % 2 == 0
+        return P(*[None] * (x.ndim - 1), "model") if split else P()
+
+    @property
+    def plan(self):
+        return self.plan_made
+
+    def build(self):
+        def loss(params, batch):
+            return loss_of(self.form, plain_forward(self.form, params, batch), batch), {}
+
+        def gradients(params, batch):
+            micro = self.case.get("micro")
+            (value, _), grads = self.grad(loss if micro else self.gathered(loss))(params, batch)
+            return value, grads
+
+        def step(params, opt_state, batch):
+            value, grads = gradients(params, batch)
+            updates, opt_state = self.tx_wrapped.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, value, grads if self.case["fed"] else ()
+
+        run = self.jitted(gradients, donate=()) if self.outside else self.jitted(step, donate=(0, 1))
+
+        def train(batch, key):
+            params, opt_state = self.state
+            self.steps += 1
+            if not self.outside:
+                params, opt_state, value, grads = run(params, opt_state, batch)
+                self.state = params, opt_state
+                return value, grads
+            value, grads = run(params, batch)
+            grads_before = host(grads)
+            updates, opt_state = self.tx_wrapped.update(grads, opt_state, params)
+            self.state = optax.apply_updates(params, updates), opt_state
+            return value, grads_before
+
+        self.train = train
+
+    def visible(self):
+        return self.state[0]
+
+    def opt_state(self):
+        return self.state[1]
+
+    def wrapped(self):
+        return self.tx_wrapped
+
+    def whole(self):
+        return whole_state(self.state[1], self.state[0], self.tx_wrapped)
+
+    def count(self):
+        return self.steps
+
+    def replace(self, change):
+        self.state = change(self.state[0]), self.state[1]
+
+    def reshard(self, mesh: dict, config: dict):
+        return self.restored(mesh, config)
+
+    def save(self, path):
+        state = {"params": self.state[0], "opt_state": self.state[1], "step": np.int32(self.steps)}
+        jzero.checkpoint.save(path, state, tx=self.tx_wrapped)
+
+    def load(self, path):
+        like = {"params": self.state[0], "opt_state": self.state[1], "step": jnp.int32(0)}
+        state = jzero.checkpoint.restore(path, like, tx=self.tx_wrapped)
+        self.state, self.steps = (state["params"], state["opt_state"]), int(state["step"])
+
+
+RUNS = {"linen": LinenRun, "nnx": NnxRun, "plain": PlainRun}
+
+
+@functools.lru_cache(maxsize=4)
+def _initial(flavour: str, form):
+    """The params and the rest that a run starts from."""
+    return jax.jit(model_of(flavour, form).init)()
+
+
+def initial(case: dict):
+    """The params and the rest that the plain run of a case starts from."""
+    return _initial(case["flavour"], form_of(case))

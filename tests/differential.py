@@ -1,0 +1,246 @@
+"""Random training runs, each compared with plain optax and Flax on one device: `python tests/differential.py`.
+
+    python tests/differential.py --cases 1000 --seed 7     # prints failures with a script to paste, and the coverage
+    python tests/differential.py --case '{...}'            # one case again, from its JSON
+    python tests/differential.py --case 7/123              # or from seed and index
+    python tests/differential.py --case 7/123 --shrink     # and its smallest form that fails alike
+
+A case runs in a process with 25 others, so that a crash costs one case and is its failure; every fourth batch runs with
+XLA's default optimizations, as users have them. Ends with 1 where a case failed, or, from 500 cases on, where a share of
+`differ.grammar.SHARES` is missed. Generation is our own and not hypothesis's: its draws favour what is small and repeat
+themselves, which misses the shares, and it runs and shrinks cases in its own process, which a segfault ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+BATCH = 25
+SECONDS = 240  # for one case
+
+
+def environment(default_xla: bool) -> dict[str, str]:
+    """Of a worker: simulated devices; XLA without most optimizations unless asked for."""
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
+    env |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "NPROC": "32", "PYTHONUNBUFFERED": "1"}
+    env["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
+    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), env.get("PYTHONPATH", "")])
+    return env if default_xla else env | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def work() -> None:
+    """A worker: cases as JSON lines on standard input, outcomes on standard output."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    from differ.compare import run_case
+
+    for line in sys.stdin:
+        case = json.loads(line)
+        outcome = run_case(case)
+        print(f"\n@{json.dumps([case['id'], *outcome])}", flush=True)
+        jax.clear_caches()
+
+
+class Worker:
+    """A process and the cases that it has still to run; what it answers goes into `answers`, None when it has ended."""
+
+    def __init__(self, cases: list[dict], default_xla: bool, answers: queue.Queue):
+        self.cases, self.xla, self.answers = list(cases), default_xla, answers
+        self.start()
+
+    def start(self) -> None:
+        """A new process for what is left."""
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stderr=subprocess.DEVNULL, env=environment(self.xla), cwd=TESTS.parent,
+        )  # fmt: skip
+        threading.Thread(target=self.listen, args=(self.process,), daemon=True).start()
+        self.send()
+
+    def listen(self, process) -> None:
+        """Hand on what a process answers."""
+        for line in process.stdout:
+            if line.startswith("@"):
+                self.answers.put((self, process, json.loads(line[1:])))
+        self.answers.put((self, process, None))
+
+    def send(self) -> None:
+        """The next case."""
+        self.since = time.monotonic()
+        if self.cases:
+            self.process.stdin.write(json.dumps(self.cases[0]) + "\n")
+            self.process.stdin.flush()
+        else:
+            self.process.stdin.close()
+
+    def ended(self, answer: list | None) -> tuple[dict, str, str]:
+        """The case that an answer is of, with its outcome; without an answer the process has ended in the middle of it."""
+        case = self.cases.pop(0)
+        if answer is not None:
+            self.send()
+            return case, answer[1], answer[2]
+        hung = time.monotonic() - self.since > SECONDS
+        if hung:
+            self.process.kill()
+        code = self.process.wait()
+        if self.cases:
+            self.start()
+        return case, "FAILED", f"no answer after {SECONDS} s" if hung else f"the process ended with {code}"
+
+
+def run(cases: list[dict], jobs: int, default_xla: str = "mixed"):
+    """Yields (case, kind, why) as cases end."""
+    batches = [cases[i : i + BATCH] for i in range(0, len(cases), BATCH)]
+    kinds = {"mixed": lambda i: i % 4 == 3, "default": lambda i: True, "light": lambda i: False}
+    waiting = collections.deque((b, kinds[default_xla](i)) for i, b in enumerate(batches))
+    workers: set[Worker] = set()
+    answers: queue.Queue = queue.Queue()
+    while waiting or workers:
+        while waiting and len(workers) < jobs:
+            workers.add(Worker(*waiting.popleft(), answers))
+        try:
+            got = [answers.get(timeout=5)]
+        except queue.Empty:
+            got = [(w, w.process, None) for w in workers if time.monotonic() - w.since > SECONDS]
+        for worker, process, answer in got:
+            if process is not worker.process or not worker.cases:
+                continue  # of a process that was given up, or of one that has run all its cases
+            yield worker.ended(answer)
+            if not worker.cases:
+                workers.discard(worker)
+
+
+def simpler(case: dict):
+    """Cases with one thing less."""
+    for at in case["events"]:
+        yield case | {"events": {k: v for k, v in case["events"].items() if k != at}}
+    for i in range(len(case["blocks"])):
+        yield case | {"blocks": case["blocks"][:i] + case["blocks"][i + 1 :]}
+    for i in range(len(case["wraps"])):
+        yield case | {"wraps": case["wraps"][:i] + case["wraps"][i + 1 :]}
+    for name in case["config"]:
+        if name not in ("stage", "tier", "min_shard_bytes"):
+            yield case | {"config": {k: v for k, v in case["config"].items() if k != name}}
+    for name, value in (("micro", None), ("compute", None), ("step", "jit"), ("donate", False), ("born", False),
+                        ("dtype", "float32"), ("inject", False)):  # fmt: skip
+        if case.get(name) != value:
+            yield case | {name: value}
+    if case["steps"] > 1 and all(int(at) < case["steps"] - 1 for at in case["events"]):
+        yield case | {"steps": case["steps"] - 1}
+
+
+def shrink(case: dict, limit: int = 60) -> tuple[dict, str]:
+    """The smallest form of a case that still fails, and how; each try in a process of its own."""
+    why, tries = "", 0
+    while tries < limit:
+        for smaller in simpler(case):
+            tries += 1
+            _, kind, text = next(iter(run([smaller], 1, "light")))
+            if kind == "FAILED":
+                case, why = smaller, text
+                break
+            if tries >= limit:
+                break
+        else:
+            break
+    return case, why
+
+
+def script(case: dict) -> str:
+    """What to paste into a shell to see a failure again."""
+    return f"python tests/differential.py --case '{json.dumps(case)}'"
+
+
+def table(cases: list[dict]) -> tuple[str, list[str]]:
+    """Coverage: how many cases of each kind; and the names whose share is missed."""
+    from differ.grammar import SHARES, features
+
+    counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for case in cases:
+        for kind, name in set(features(case)):
+            counts[kind][name] += 1
+    lines = ["| covered | cases |", "|---|---|"]
+    missed = []
+    for kind, names in counts.items():
+        lines.append(f"| {kind} | {', '.join(f'{n} {c}' for n, c in sorted(names.items()))} |")
+        least = SHARES.get(kind, 0) * len(cases)
+        missed += [f"{kind} {name}: {c} of {least:.0f}" for name, c in names.items() if c < least]
+    return "\n".join(lines), missed
+
+
+def covering(count: int, seed: int = 0, among: int = 600) -> list[dict]:
+    """Few cases that cover much: of the first draws of a seed, each time the one with the most that is new and rare."""
+    from differ.grammar import draw, features
+
+    pool = [draw(seed, i) for i in range(among)]
+    covered, chosen = collections.Counter(), []
+    for _ in range(count):
+        best = max(pool, key=lambda c: (sum(2.0 ** -covered[f] for f in set(features(c))), -int(c["id"].split("/")[1])))
+        pool.remove(best)
+        chosen.append(best)
+        covered.update(set(features(best)))
+    return chosen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--first", type=int, default=0, help="index of the first case")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--minutes", type=float, help="begin no case after this time")
+    parser.add_argument("--xla", choices=("mixed", "default", "light"), default="mixed")
+    parser.add_argument("--case", action="append", help="JSON, or seed/index")
+    parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work()
+        return 0
+    sys.path.insert(0, str(TESTS))
+    from differ.grammar import draw
+
+    if args.case:
+        cases = [json.loads(c) if c.startswith("{") else draw(*map(int, c.split("/"))) for c in args.case]
+        args.xla = "light" if args.xla == "mixed" else args.xla
+    else:
+        cases = [draw(args.seed, i) for i in range(args.first, args.first + args.cases)]
+    started, done, failed, refused = time.monotonic(), [], [], collections.Counter()
+    print(f"{len(cases)} cases, seed {args.seed}", flush=True)
+    for case, kind, why in run(cases, args.jobs, args.xla):
+        done.append(case)
+        if kind == "refused":
+            refused[why] += 1
+        if kind == "FAILED":
+            if args.shrink:
+                case, why = shrink(case)
+            failed.append(case["id"])
+            print(f"\nFAILED {case['id']}\n{why}\n{script(case)}\n", flush=True)
+        if len(done) % 50 == 0:
+            print(f"{len(done)} cases, {len(failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
+        if args.minutes and time.monotonic() - started > 60 * args.minutes:
+            break
+    text, missed = table(done)
+    if not args.case:
+        print(f"\n{text}\n\nrefused: {dict(refused)}")
+    missed = missed if len(done) >= 500 else []
+    print("".join(f"share missed: {m}\n" for m in missed), end="")
+    print(f"{len(done)} cases of seed {args.seed}: {len(failed)} failed {failed}, {sum(refused.values())} refused, "
+          f"{time.monotonic() - started:.0f} s")  # fmt: skip
+    return 1 if failed or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
