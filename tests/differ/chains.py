@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Any] = {
     "optimistic_adam": lambda: optax.optimistic_adam_v2(RATE),
     "optimistic_sgd": lambda: optax.optimistic_gradient_descent(RATE),
     "prodigy": lambda: contrib.prodigy(0.5),
-    "radam": lambda: optax.radam(RATE, threshold=2.0),
+    "radam": lambda: optax.radam(RATE),
     "rmsprop": lambda: optax.rmsprop(RATE),
     "rmsprop_centered": lambda: optax.rmsprop(RATE, centered=True, momentum=0.9),
     "rprop": lambda: optax.rprop(RATE),

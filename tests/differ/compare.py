@@ -63,6 +63,16 @@ class Plain:
         self.start = [np.asarray(x, np.float32) for x in jax.tree.leaves(self.params)]
         self.replaced = False
 
+    def take_masters(self, params: list, masters: list) -> None:
+        """The masters that the sharded run starts from: what its params were before they were rounded."""
+        for p, m, own in zip(params, masters, jax.tree.leaves(self.params), strict=True):
+            if m is not None and not (m.astype(p.dtype) == np.asarray(own)).all():
+                raise Differs(f"a master {m.shape} is not what its param was before it was rounded")
+        tree = jax.tree.structure(self.params)
+        rows = zip(masters, jax.tree.leaves(self.master), strict=True)
+        self.master = tree.unflatten([own if m is None else jnp.asarray(m) for m, own in rows])
+        self.opt_state = jax.jit(self.tx.init)(self.master)
+
     def gradients(self, batch, key):
         """(loss, gradients); the rest advances."""
         value, self.rest, grads = _gradients(self.case["flavour"], self.form)(self.params, self.rest, batch, key)
@@ -122,9 +132,10 @@ def run_case(case: dict) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="jzero-differential-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            initial(case)  # before any context of a mesh
             _run(case, Path(folder))
         except Exception as error:
-            known = refusal(error)
+            known = refusal(error, case)
             if known:
                 return Outcome("refused", known)
             text = traceback.format_exc() if not isinstance(error, Differs) else str(error)
@@ -135,6 +146,8 @@ def run_case(case: dict) -> Outcome:
 def _run(case: dict, folder: Path) -> None:
     run, plain, tolerances = RUNS[case["flavour"]](case, folder), Plain(case), Tolerances(case)
     _check_bytes(run, case)
+    if plain.wide:
+        plain.take_masters(*run.parts()[::2])
     for step in range(case["steps"]):
         event = case["events"].get(str(step))
         if event:

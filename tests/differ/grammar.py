@@ -32,7 +32,7 @@ TIERS = {
 }
 OUTSIDE = ("host", "late", "disk", "late disk", "params and update", "params and disk")
 EVENTS = ("jit", "donated jit", "restore", "reshard", "replace", "skip", "pickle", "second", "evaluate")
-STEPS = ("jit",) * 5 + ("jzero.jit",) * 5 + ("eager",)
+STEPS = ("jit", "jzero.jit")
 
 
 def draw(seed: int, index: int) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     if flavour != "nnx" and stateless and rng.random() < 0.2:
         case["micro"] = {"accumulate": rng.choice((1, 2, 3)), "reduce": draw_reduce(rng, case["config"])}
     case |= {
-        "step": "eager" if rng.random() < 0.05 else rng.choice(STEPS[:-1]), "donate": rng.random() < 0.5,
+        "step": "eager" if case["mesh"]["kind"] == "flat" and rng.random() < 0.08 else rng.choice(STEPS), "donate": rng.random() < 0.5,
         "born": rng.random() < 0.5, "gather": rng.random() < 0.7,
     }  # fmt: skip
     smooth = case["optimizer"] in SMOOTH and "apply_every" not in case["wraps"]

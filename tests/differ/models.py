@@ -305,7 +305,7 @@ def _nnx(form: Form) -> Model:
     def loss(params, rest, batch, key):
         state = jax.tree.map(lambda x: x, abstract)
         nnx.replace_by_pure_dict(state, params)
-        model = nnx.merge(graph, state, rest)
+        model = nnx.merge(graph, state, jax.tree.map(lambda x: x, rest))  # variables of this trace
         value = loss_of(form, model(batch), batch)
         return value, nnx.split(model, nnx.Param, ...)[2]
 

@@ -14,9 +14,14 @@ REFUSALS = {
 }
 
 
-def refusal(error: BaseException) -> str | None:
+EAGER = {"gradients of padded leaves outside of jit": r"implies that array axis \d+ is partitioned"}
+"""Those of steps that are not jitted."""
+
+
+def refusal(error: BaseException, case: dict) -> str | None:
     """The name of the refusal that an error is, None where it is none."""
+    known = REFUSALS | (EAGER if case["step"] == "eager" else {})
     text = re.sub(r"\s+", " ", str(error))
     if not isinstance(error, (ValueError, TypeError, NotImplementedError)):
         return None
-    return next((name for name, pattern in REFUSALS.items() if re.search(pattern, text)), None)
+    return next((name for name, pattern in known.items() if re.search(pattern, text)), None)
