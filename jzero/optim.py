@@ -105,6 +105,15 @@ def init_shapes(tx: Any, params: Any) -> Any:
     return jax.eval_shape(tx.init.typed, jax.tree.map(device_type, params))
 
 
+def check_memory(tx: Any, plan: Plan) -> None:
+    """Raises where what a plain transformation keeps in host memory does not fit: see `check_host_memory`."""
+    if plan.config.updates_outside:
+        chain = chain_of(tx, plan)
+        check_host_memory(chain.inner, plan, chain.masters)
+    else:
+        check_host_memory(_Init(tx, plan).shapes(plan.shapes), plan)
+
+
 def chain_of(tx: Any, plan: Plan) -> Chain:
     """A plain transformation as an update outside of the program runs it.
 
@@ -201,7 +210,7 @@ class _Init(_Wrapped):
         if self.plan.config.offload is None:
             return jax.jit(self.typed)(params)
         check_explicit(self.plan)
-        check_host_memory(self.shapes(params), self.plan)
+        check_memory(self.tx, self.plan)
         if self.plan.config.updates_outside:
             check_outside(jax.tree.leaves(params), self.plan)
             chain, placed = chain_of(self.tx, self.plan), jax.tree.leaves(self.plan.place(params))

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero.update.on_host.disk_tier import DiskTier
+from jzero.update.on_host.running import Running
 from jzero.update.on_host.store import Chain, on_devices
 from jzero.update.on_host.units import Unit, Units
-from jzero.update.on_host.update import Running, state_of
+from jzero.update.on_host.update import state_of
 
 Masters = Callable[[Sequence[int]], Mapping[int, Any]]
 """Initial masters of params, by their numbers (the param itself, where it has none), in stored shapes on the host."""
