@@ -136,13 +136,13 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
     return Chain(plan, make, full.inner if isinstance(full, ZeroState) else full, masters)
 
 
-def fresh_held(masters: Masters, tx: Any) -> Any:
-    """A new state in files."""
-    return fresh_handles(masters, chain_of(unwrap(tx), tx.init.plan))
+def fresh_held(masters: Masters, tx: Any, *, step: Any = None) -> Any:
+    """A new state in files, of a train state at this step."""
+    return fresh_handles(masters, chain_of(unwrap(tx), tx.init.plan), step=step)
 
 
-def reopened_state(tx: Any, snapshot: Any = None) -> tuple[Any, list[Any]]:
-    """The state in the folder of an earlier run, or of a snapshot, and its params, None where they have no master."""
+def reopened_state(tx: Any, snapshot: Any = None) -> tuple[Any, list[Any], int]:
+    """The state in the folder of an earlier run, or of a snapshot, its params (None without a master), and its step."""
     return reopened(chain_of(unwrap(tx), tx.init.plan), snapshot)
 
 
@@ -158,11 +158,11 @@ def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
     return resolved(opt_state, params, chain_of(unwrap(tx), tx.init.plan))
 
 
-def as_held(opt_state: Any, params: Any, tx: Any) -> Any:
-    """The reverse: with handles where the plan of `tx` updates outside of the program."""
+def as_held(opt_state: Any, params: Any, tx: Any, *, step: Any = None) -> Any:
+    """The reverse: with handles where the plan of `tx` updates outside of the program; `step`: of the train state."""
     if not is_wrapped(tx) or not tx.init.plan.config.updates_outside or held_in(opt_state) is not None:
         return opt_state
-    return with_handles(opt_state, params, chain_of(unwrap(tx), tx.init.plan))
+    return with_handles(opt_state, params, chain_of(unwrap(tx), tx.init.plan), step=step)
 
 
 def unwrap(tx: Any) -> optax.GradientTransformation:

@@ -141,8 +141,12 @@ def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[]
         leaves.update({i: put(x, target[i]) for i, x in zip(own, new, strict=True)})
         return dict(zip(asked, masters, strict=True))
 
+    numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(layout)))
+
     def state():
-        opt_state = fresh_held(make, out.tx)
+        if numbers.step is not None:
+            make([], [numbers.step])
+        opt_state = fresh_held(make, out.tx, step=leaves.get(numbers.step))
         if rest := [i for i in range(len(layout)) if i not in leaves]:
             make([], rest)
         parts = jax.tree.unflatten(jax.tree.structure(out), [leaves[i] for i in range(len(layout))])

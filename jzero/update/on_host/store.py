@@ -182,8 +182,8 @@ class Store:
     place = "host"
     _norms: Any = ()
 
-    def __init__(self, chain: Chain, leaves: Sequence[Any], generation: int = 0):
-        self.chain, self.generation = chain, generation
+    def __init__(self, chain: Chain, leaves: Sequence[Any]):
+        self.chain, self.generation = chain, 0
         self.arrays = [x if k else None for x, k in zip(leaves, chain.kept, strict=True)]
         self.broken = ""
         self._units: dict[Any, Units] = {}

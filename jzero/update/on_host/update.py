@@ -36,14 +36,14 @@ def check_outside(leaves: Sequence[Any], plan: Plan) -> None:
         raise TypeError(f"jzero.zero: {MOVE.format(option=option)}")
 
 
-def with_handles(full: Any, params: Any, chain: Chain, generation: int = 0) -> ZeroState:
+def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> ZeroState:
     """A state whose large arrays are handles.
 
     Args:
       full: with arrays on the host mesh, or abstract: then no store is behind the handles.
       params: what a master starts as where `full` has none: that of a param of its dtype.
       chain: the transformation.
-      generation: how many updates it has had.
+      step: of the train state, which files keep; None: 0.
     """
     inner, masters = (full.inner, full.master) if isinstance(full, ZeroState) else (full, None)
     given, known = jax.tree.leaves(params), [None] * len(chain.masters)
@@ -55,7 +55,7 @@ def with_handles(full: Any, params: Any, chain: Chain, generation: int = 0) -> Z
     else:
         own = [param_on_host(p, x, chain.plan) if k is None else k for m, k, p, x in rows if m is not None]
         leaves = [*jax.tree.leaves(inner), *own]
-    store = None if abstract else _new_store(chain, leaves, generation)
+    store = None if abstract else _new_store(chain, leaves, step)
     return state_of(chain, [None if k else x for x, k in zip(leaves, chain.kept, strict=True)], store)
 
 
@@ -77,8 +77,8 @@ def state_of(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
     return ZeroState(tree.unflatten(handles[: tree.num_leaves]), Held(number, named, total, running))
 
 
-def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, list[Any]]:
-    """The state in the files of an earlier run, or of a snapshot, and the params, None where they have no master."""
+def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, list[Any], int]:
+    """The state in the files of an earlier run, or of a snapshot, the params (None without a master), and the step."""
     if snapshot is not None:
         DiskTier.copy(chain, snapshot)
     tier, small = DiskTier.open(chain)
@@ -88,18 +88,18 @@ def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, lis
     for leaf, x, chunk in tier.every(set(at)):
         value = x.astype(plan.layouts[at[leaf]].dtype)
         found.setdefault(at[leaf], []).append((moved(value, on_plan(value, plan), copy=True), chunk))
-    return state_of(chain, own, Running(tier)), landed(found, plan)
+    return state_of(chain, own, Running(tier)), landed(found, plan), tier.train_step
 
 
-def _new_store(chain: Chain, leaves: Sequence[Any], generation: int) -> Any:
+def _new_store(chain: Chain, leaves: Sequence[Any], step: Any) -> Any:
     tier = chain.plan.config.tier
     if tier is None or tier.tier != "disk":
-        return Running(Store(chain, leaves, generation))
+        return Running(Store(chain, leaves))
 
     def contents(units, unit):
         return [units.piece(leaves[units.kept[s]], unit.group.chunk) for s, _ in unit.kept]
 
-    return Running(DiskTier.create(chain, contents, leaves))
+    return Running(DiskTier.create(chain, contents, leaves, step=step))
 
 
 def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
