@@ -259,7 +259,7 @@ def host_bytes(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> int:
 def param_bytes(plan: Plan) -> int:
     """Bytes of params and their gradients that one device keeps in host memory; sums over micro-batches are more."""
     hosted = [x for x in plan.layouts if plan.lives_on_host(x)]
-    return sum(x.nbytes // shard_factor(spec, plan.array_mesh) for x in hosted for spec in (x.stored, x.grad))
+    return sum(x.nbytes // shard_factor(spec, plan.mesh) for x in hosted for spec in (x.stored, x.grad))
 
 
 def late_bytes(plan: Plan) -> int:
@@ -297,7 +297,7 @@ def check_host_memory(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> No
     hosted = param_bytes(plan) * len(devices)
     if plan.config.in_files and tier is not None:  # masters and moments pass through the buffer
         grads = [x for x in plan.layouts if not plan.lives_on_host(x)]
-        needed = sum(x.nbytes // shard_factor(x.state, plan.array_mesh) for x in grads) * len(devices)
+        needed = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in grads) * len(devices)
         needed += hosted + late_bytes(plan) * len(devices) + tier.buffer
     what = f" ({human_bytes(hosted)} of it params and their gradients)" if hosted else ""
     gigabytes = -(-needed * 21 // (20 * 10**9)) + 1  # what jax itself pins, and a twentieth for fragments

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jzero.comm import comm_of
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.placement import HOST, memory_kind
+from jzero.layout.placement import memory_kind, on_device
 from jzero.sharding import Plan
 from jzero.update.on_host.disk_tier import joined
 from jzero.update.padded_state import cut, pad
@@ -27,16 +27,19 @@ def on_plan(value: jax.Array, plan: Plan):
 
 def on_shards(grads: Sequence[Any], plan: Plan) -> list[Any]:
     """Gradients on the shards of their state, in stored shapes; those that lie there already as they are."""
-    away = [
-        i for i, (g, x) in enumerate(zip(grads, plan.layouts, strict=True))
-        if g is not None and memory_kind(g) != HOST
-        and not (x.state_shape == g.shape and g.sharding.is_equivalent_to(plan.sharding(x.state), g.ndim))
-    ]  # fmt: skip
+    rows = enumerate(zip(grads, plan.layouts, strict=True))
+    away = [i for i, (g, x) in rows if g is not None and not _on_shard(g, x, plan)]
     if not away:
         return list(grads)
     layouts = tuple(plan.layouts[i] for i in away)
-    out = dict(zip(away, _reduce(plan, layouts)([grads[i] for i in away]), strict=True))
+    out = dict(zip(away, _reduce(plan, layouts)([on_device(grads[i]) for i in away]), strict=True))
     return [out.get(i, g) for i, g in enumerate(grads)]
+
+
+def _on_shard(g: jax.Array, x: Layout, plan: Plan) -> bool:
+    """True for a gradient that lies, in whatever memory, as its state does."""
+    there = plan.sharding(x.state).with_memory_kind(memory_kind(g))
+    return x.state_shape == g.shape and g.sharding.is_equivalent_to(there, g.ndim)
 
 
 @functools.lru_cache(maxsize=64)
