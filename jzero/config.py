@@ -88,7 +88,8 @@ class Offload:
         16-bit parameter: `apply_gradients` (NNX: `optimizer.update`) is called on gradients that a jitted function
         returned. Needs stage 2 or 3. Every param has a master.
       delay: with an update outside of the program: 1 runs the update of a step beside the forward and backward pass of
-        the next one, so that params are one step late (ZeRO-Offload's delayed update). 0: no delay.
+        the next one, so that params are one step late (ZeRO-Offload's delayed update); the host keeps a copy of the
+        params besides. 0: no delay.
       path: of `tier="disk"`: a folder that does not exist or is empty; each process writes into a folder of its own in
         it.
       buffer_bytes: of `tier="disk"`: host memory through which state goes, in each process. None: 1 GiB.

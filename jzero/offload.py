@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -240,17 +241,33 @@ def select(pred: Any, new: Any, old: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(old), out)
 
 
-def host_bytes(state: Any, plan: Plan) -> int:
-    """Bytes of an optimizer state, and of params and their gradients, that one device keeps in host memory."""
+def host_bytes(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> int:
+    """Bytes of an optimizer state, and of params and their gradients, that one device keeps in host memory.
+
+    Args:
+      state: abstract; for an update outside of the program the inner one.
+      plan: says what lives there.
+      masters: of an update outside of the program, abstract; None of a param without one.
+    """
     rows = zip(jax.tree.leaves(state), plan.state_specs(state), plan.offloaded(state), strict=True)
     of_state = (leaf_bytes(x) // shard_factor(spec, plan.mesh) for x, spec, kept in rows if kept)
-    return sum(of_state) + param_bytes(plan)
+    known = [(m, x.state) for m, x in zip(masters, plan.layouts, strict=bool(masters)) if m is not None]
+    of_masters = (leaf_bytes(m) // shard_factor(spec, plan.mesh) for m, spec in known)
+    return sum(of_state) + sum(of_masters) + param_bytes(plan) + late_bytes(plan)
 
 
 def param_bytes(plan: Plan) -> int:
     """Bytes of params and their gradients that one device keeps in host memory; sums over micro-batches are more."""
     hosted = [x for x in plan.layouts if plan.lives_on_host(x)]
-    return sum(x.nbytes // shard_factor(spec, plan.array_mesh) for x in hosted for spec in (x.stored, x.grad))
+    return sum(x.nbytes // shard_factor(spec, plan.mesh) for x in hosted for spec in (x.stored, x.grad))
+
+
+def late_bytes(plan: Plan) -> int:
+    """Bytes of the copy of its params that one device keeps in host memory for an update that is one step late."""
+    if plan.config.tier is None or not plan.config.tier.delay:
+        return 0
+    shards = (math.prod(x.state_shape) * x.dtype.itemsize // shard_factor(x.state, plan.mesh) for x in plan.layouts)
+    return sum(shards)
 
 
 _LESS = (
@@ -259,30 +276,29 @@ _LESS = (
 )
 
 
-def check_host_memory(state: Any, plan: Plan) -> None:
+def check_host_memory(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> None:
     """Raises before anything is allocated where what is offloaded does not fit into host memory.
 
     Args:
-      state: the optimizer state, abstract.
-      plan: says which of its leaves live in host memory, and which params with their gradients.
+      state, plan, masters: as for `host_bytes`.
 
     Raises:
       MemoryError: the pinned pool of JAX's GPU client is too small, or the machine's memory is.
     """
     devices, tier = local_devices(plan), plan.config.tier
-    needed = host_bytes(state, plan) * len(devices)
+    needed = host_bytes(state, plan, masters) * len(devices)
     if not needed:
         warnings.warn(
             "jzero: offload has nothing to hold: this optimizer keeps no state but single numbers, and the params need "
             "no master. The run is as without offload.",
-            stacklevel=3,
+            stacklevel=4,
         )
         return
     hosted = param_bytes(plan) * len(devices)
     if plan.config.in_files and tier is not None:  # masters and moments pass through the buffer
         grads = [x for x in plan.layouts if not plan.lives_on_host(x)]
-        needed = sum(x.nbytes // shard_factor(x.state, plan.array_mesh) for x in grads) * len(devices)
-        needed += hosted + tier.buffer
+        needed = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in grads) * len(devices)
+        needed += hosted + late_bytes(plan) * len(devices) + tier.buffer
     what = f" ({human_bytes(hosted)} of it params and their gradients)" if hosted else ""
     gigabytes = -(-needed * 21 // (20 * 10**9)) + 1  # what jax itself pins, and a twentieth for fragments
     limit = os.environ.get(LIMIT, "")

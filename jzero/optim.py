@@ -105,6 +105,15 @@ def init_shapes(tx: Any, params: Any) -> Any:
     return jax.eval_shape(tx.init.typed, jax.tree.map(device_type, params))
 
 
+def check_memory(tx: Any, plan: Plan) -> None:
+    """Raises where what a plain transformation keeps in host memory does not fit: see `check_host_memory`."""
+    if plan.config.updates_outside:
+        chain = chain_of(tx, plan)
+        check_host_memory(chain.inner, plan, chain.masters)
+    else:
+        check_host_memory(_Init(tx, plan).shapes(plan.shapes), plan)
+
+
 def chain_of(tx: Any, plan: Plan) -> Chain:
     """A plain transformation as an update outside of the program runs it.
 
@@ -127,13 +136,13 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
     return Chain(plan, make, full.inner if isinstance(full, ZeroState) else full, masters)
 
 
-def fresh_held(masters: Masters, tx: Any) -> Any:
-    """A new state in files."""
-    return fresh_handles(masters, chain_of(unwrap(tx), tx.init.plan))
+def fresh_held(masters: Masters, tx: Any, *, step: Any = None) -> Any:
+    """A new state in files, of a train state at this step."""
+    return fresh_handles(masters, chain_of(unwrap(tx), tx.init.plan), step=step)
 
 
-def reopened_state(tx: Any, snapshot: Any = None) -> tuple[Any, list[Any]]:
-    """The state in the folder of an earlier run, or of a snapshot, and its params, None where they have no master."""
+def reopened_state(tx: Any, snapshot: Any = None) -> tuple[Any, list[Any], int]:
+    """The state in the folder of an earlier run, or of a snapshot, its params (None without a master), and its step."""
     return reopened(chain_of(unwrap(tx), tx.init.plan), snapshot)
 
 
@@ -149,11 +158,11 @@ def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
     return resolved(opt_state, params, chain_of(unwrap(tx), tx.init.plan))
 
 
-def as_held(opt_state: Any, params: Any, tx: Any) -> Any:
-    """The reverse: with handles where the plan of `tx` updates outside of the program."""
+def as_held(opt_state: Any, params: Any, tx: Any, *, step: Any = None) -> Any:
+    """The reverse: with handles where the plan of `tx` updates outside of the program; `step`: of the train state."""
     if not is_wrapped(tx) or not tx.init.plan.config.updates_outside or held_in(opt_state) is not None:
         return opt_state
-    return with_handles(opt_state, params, chain_of(unwrap(tx), tx.init.plan))
+    return with_handles(opt_state, params, chain_of(unwrap(tx), tx.init.plan), step=step)
 
 
 def unwrap(tx: Any) -> optax.GradientTransformation:
@@ -201,7 +210,7 @@ class _Init(_Wrapped):
         if self.plan.config.offload is None:
             return jax.jit(self.typed)(params)
         check_explicit(self.plan)
-        check_host_memory(self.shapes(params), self.plan)
+        check_memory(self.tx, self.plan)
         if self.plan.config.updates_outside:
             check_outside(jax.tree.leaves(params), self.plan)
             chain, placed = chain_of(self.tx, self.plan), jax.tree.leaves(self.plan.place(params))

@@ -132,7 +132,7 @@ def _():
 
 @mutation("an older state of an update outside is taken", "host_update")
 def _():
-    from jzero.update.on_host.update import Running
+    from jzero.update.on_host.running import Running
 
     Running.check = lambda self, held: None
 

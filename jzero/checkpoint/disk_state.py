@@ -41,7 +41,7 @@ def snapshot(path: Any, state: Any) -> Path:
       (batch statistics, an EMA). `jzero.checkpoint.save` writes a state for any layout, through the memory of the host.
 
     Warns:
-      UserWarning: the state has other fields.
+      UserWarning: the state has other fields, or its step was set by hand.
 
     Raises:
       TypeError: a state without files.
@@ -69,6 +69,14 @@ def snapshot(path: Any, state: Any) -> Path:
             stacklevel=2,
         )
     running.snapshot(path)
+    step, kept = apart(state, None, where).step, running.store.train_step
+    if step is not None and int(step) != kept:
+        warnings.warn(
+            f"{where}: the state is at step {int(step)}, and the files at step {kept}: the one that they began at, and "
+            f"one for each update. What is restored from {path} is at step {kept}; set it then: "
+            f"state.replace(step={int(step)}).",
+            stacklevel=2,
+        )
     return path
 
 
@@ -99,7 +107,7 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
             f"in it:\n{listing(missing)}\nGive them values in `like`, from a checkpoint of jzero.checkpoint.save."
         )
     elsewhere = Path(tier.path).absolute() != path
-    opt_state, news = reopened_state(parts.tx, path if elsewhere else None)
+    opt_state, news, at_step = reopened_state(parts.tx, path if elsewhere else None)
     olds, tree = jax.tree.flatten(parts.params)
     frozen = [x.name for n, o, x in zip(news, olds, parts.tx.init.plan.layouts, strict=True)
               if n is None and isinstance(o, jax.ShapeDtypeStruct)]  # fmt: skip
@@ -111,6 +119,5 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
     params = tree.unflatten([o if n is None else n for n, o in zip(news, olds, strict=True)])
     step = parts.step
     if step is not None:
-        count = jnp.asarray(int(opt_state.master.generation), step.dtype)
-        step = put(count, parts.tx.init.plan.sharding(P()))
+        step = put(jnp.asarray(at_step, step.dtype), parts.tx.init.plan.sharding(P()))
     return parts.replace(params=params, opt_state=opt_state, step=step)

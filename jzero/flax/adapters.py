@@ -131,7 +131,7 @@ def _train_state_parts(state: Any) -> Parts:
 
 
 def _train_state_from(like: Any, parts: Parts) -> Any:
-    opt_state = as_held(parts.opt_state, parts.params, parts.tx)
+    opt_state = as_held(parts.opt_state, parts.params, parts.tx, step=parts.step)
     changes = dict(parts.rest, params=parts.params, opt_state=opt_state, tx=parts.tx)
     changes |= {"apply_fn": parts.apply_fn} if hasattr(like, "apply_fn") else {}
     changes |= {"step": parts.step} if hasattr(like, "step") else {}
@@ -167,7 +167,7 @@ def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
     nnx.update(model, parts.params)
     nnx.update(model, parts.rest)
     optimizer.tx = parts.tx
-    held = as_held(parts.opt_state, parts.params, parts.tx)
+    held = as_held(parts.opt_state, parts.params, parts.tx, step=parts.step)
     optimizer.opt_state = nnx.data(_opt_variables(optimizer.opt_state, held))
     optimizer.step.set_value(parts.step)
 

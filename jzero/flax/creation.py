@@ -28,8 +28,8 @@ from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import check_same_program, put
-from jzero.offload import check_host_memory, made_streamed
-from jzero.optim import check_explicit, fresh_held, init_shapes, unwrap, zero
+from jzero.offload import made_streamed
+from jzero.optim import check_explicit, check_memory, fresh_held, init_shapes, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update.padded_state import pad
 
@@ -66,7 +66,7 @@ def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spec
     check_explicit(plan)
     expect_gathers(plan)
     if config.offload is not None:
-        check_host_memory(shapes.opt_state, plan)
+        check_memory(unwrap(shapes.tx), plan)
     return make()
 
 
@@ -141,8 +141,12 @@ def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[]
         leaves.update({i: put(x, target[i]) for i, x in zip(own, new, strict=True)})
         return dict(zip(asked, masters, strict=True))
 
+    numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(layout)))
+
     def state():
-        opt_state = fresh_held(make, out.tx)
+        if numbers.step is not None:
+            make([], [numbers.step])
+        opt_state = fresh_held(make, out.tx, step=leaves.get(numbers.step))
         if rest := [i for i in range(len(layout)) if i not in leaves]:
             make([], rest)
         parts = jax.tree.unflatten(jax.tree.structure(out), [leaves[i] for i in range(len(layout))])

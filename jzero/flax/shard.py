@@ -38,8 +38,7 @@ from jzero.layout.aliasing import HeldMemory
 from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.placement import check_same, put
 from jzero.layout.specs import P, whole_mesh
-from jzero.offload import check_host_memory
-from jzero.optim import as_held, check_explicit, init_shapes, is_wrapped, unwrap, zero
+from jzero.optim import as_held, check_explicit, check_memory, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 
 
@@ -113,7 +112,7 @@ def shard(
     check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
     if config.offload is not None:
-        check_host_memory(init_shapes(zero(unwrap(parts.tx), plan), parts.params), plan)
+        check_memory(unwrap(parts.tx), plan)
     # an NNX pair is filled in place: what it held before, it does not keep
     held = HeldMemory(() if adapters.is_pair(state) else parts)
     with auto_context():

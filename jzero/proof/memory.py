@@ -27,6 +27,7 @@ from jzero.core.errors import (
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, shard_factor, spec_axes
+from jzero.offload import late_bytes
 from jzero.optim import chain_of, init_shapes, unwrap, widen_abstract, zero
 from jzero.proof.host import host_bytes_of
 from jzero.proof.transformer import Transformer
@@ -46,7 +47,7 @@ class Estimate:
       opt_state: optimizer state and masters in device memory; with `offload` what stays there: single numbers, keys.
       host: of one device in host memory: optimizer state and masters, `host_params` and `host_grads`. It is pinned,
         but for what an update outside of the program keeps there. With `tier="disk"` its part of the buffer stands for
-        the state.
+        the state. With `delay=1` a copy of the params is there too.
       host_params, host_grads: with `Offload(params="host")` the params there, and their gradients, which live there
         during the step; with accumulation the gradients and the sum of them. An update outside of the program has the
         gradients there while it runs.
@@ -259,7 +260,7 @@ def estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in here),
         grads=sum(_grad_bytes(x, plan, accumulate) for x in here),
         opt_state=state,
-        host=host + on_host.params + on_host.grads,
+        host=host + on_host.params + on_host.grads + late_bytes(plan),
         host_params=on_host.params,
         host_grads=on_host.grads,
         updated=updated,

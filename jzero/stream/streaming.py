@@ -13,6 +13,12 @@ next. So array n of group i+1 is fetched after array n-1 of group i has been wri
 after array n-1 of group i+1 has been fetched: fetch n and write n are all that can run, and they run beside each other.
 Of two chunks of one array the second is fetched before the first is written.
 Where two groups together are above the bound, since one cannot be cut, the first is written before the next is fetched.
+
+[Note: a result in the buffer of a gradient]
+A result on the device that is made of chunks (the difference for a param without master) fills the buffer of a
+gradient, or there would be one such array more than without offload. A chunk of it is written as soon as it is
+computed, so the gradient must be dead by then: all that reads it is computed in the same group. A gradient that other
+leaves read, or that is a result itself, keeps its buffer. Shape and type do not tell: layers look alike.
 """
 
 from __future__ import annotations
@@ -109,6 +115,8 @@ class _Run:
         for number, arg in zip(self.graph.ins, args, strict=True):
             (self.values if schedule.placements[number].sharding is None else self.host)[number] = arg
         self.gate = [self.graph.ins[i] for i in gate]
+        reads = self.graph.reads(self.gate)
+        self.readers = {s: {v for v in self.graph.outs if s in reads.get(v, ())} for s in self.gate}
         self.written: dict[int, Any] = {}  # results of groups: in their placement, as far as chunks have come
         self.wrote: list[tuple[int, ...]] = []  # for every group that ran, its results
         self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by chunks, with a result
@@ -145,14 +153,14 @@ class _Run:
 
     def _exchange(self, group: Group | None, outs: list[Any], later: Group | None) -> dict[int, Any]:
         """Write the results of one group and fetch the arguments of the next: see [Note: two lanes]."""
-        values, chunk = (group.values, group.chunk) if group else ((), None)
+        values = group.values if group else ()
         both = [g.nbytes for g in (group, later) if g is not None]
         alone = len(both) > 1 and sum(both) > self.schedule.in_flight_bytes
         hosted = []
         for v, x in zip(values, outs, strict=True):
             if alone or self.schedule.placement_of(v).sharding is None:
                 with jax.named_scope("jzero.write_back"):
-                    self._write(v, x, chunk)
+                    self._write(v, x, group)
             else:
                 hosted.append((v, x))
         sources = () if later is None else later.sources
@@ -177,7 +185,7 @@ class _Run:
                     if 0 <= n - 1 + lag < len(sources):
                         before = sources[n - 1 + lag]
                         out, env[before] = tied(out, env[before])
-                    self._write(value, out, chunk)
+                    self._write(value, out, group)
         return env
 
     def _wait_for(self, sources: Sequence[int], tie: _Tie) -> None:
@@ -260,8 +268,8 @@ class _Run:
             whole = self.padded[value] = form.pad(whole)
         return whole
 
-    def _write(self, value: int, out, chunk: Chunk | None) -> None:
-        placement = self.schedule.placement_of(value)
+    def _write(self, value: int, out, group: Group) -> None:
+        placement, chunk = self.schedule.placement_of(value), group.chunk
         if self.graph.is_small(value):
             if chunk is not None and value in self.values:
                 out = REDUCTIONS[self.graph.makers[value].name][1](self.values[value], out)
@@ -271,10 +279,13 @@ class _Run:
         else:
             out = placement.take(jax.lax.with_sharding_constraint(out, chunk.layout), chunk.layout)
             self.forms[value] = chunk.form
-            self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, chunk), out, chunk.start)
+            self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, group, chunk), out, chunk.start)
 
-    def _buffer(self, value: int, chunk: Chunk):
-        """What the chunks of a result fill: the array that it replaces, a gradient of its type, or a new one."""
+    def _buffer(self, value: int, group: Group, chunk: Chunk):
+        """What the chunks of a result fill: the array that it replaces, a gradient of its type, or a new one.
+
+        See [Note: a result in the buffer of a gradient].
+        """
         if value in self.written:
             return self.written[value]
         placement, aval = self.schedule.placement_of(value), self.graph.avals[value]
@@ -285,7 +296,8 @@ class _Run:
         for source in self.gate:
             same = self.graph.avals[source]
             alike = (same.shape, same.dtype) == (aval.shape, aval.dtype)
-            if alike and source in self.values and source not in self.filled:
+            dead = self.readers[source] <= set(group.values)
+            if alike and dead and source in self.values and source not in self.filled:
                 self.filled[source] = value
                 return jnp.reshape(self._stored(source, chunk.form, None), chunk.view)
         new = jnp.zeros(chunk.view, aval.dtype)

@@ -177,6 +177,44 @@ def test_steps_are_those_of_the_run_without_it(chain, dtype, mesh):
     assert max_error(got.opt_state, want.opt_state) < 1e-6
 
 
+@pytest.mark.parametrize("params_on", ["host", "device"])
+@pytest.mark.parametrize("tier", ["through the device", "by the CPU", "files"])
+def test_leaves_that_no_one_dim_divides(tier, params_on, mesh, tmp_path):
+    """One is cut along several dims together, one is stored padded, in every tier of the optimizer's state."""
+    tiers = {
+        "through the device": {},
+        "by the CPU": {"update": "host"},
+        "files": {"tier": "disk", "path": tmp_path / "s", "buffer_bytes": 2**18},
+    }
+    offload = jzero.Offload(params=params_on, **tiers[tier])
+    rng = np.random.default_rng(0)
+    shapes = {"several": (6, 20), "padded": (11, 3), "even": (16, 8)}
+    params = {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+
+    def loss(params, x):
+        return sum(jnp.mean(jnp.tanh(x[:, : p.shape[0]] @ p) ** 2) for p in params.values())
+
+    def train(tx, params, x, gradients, jitted):
+        def step(grads, state, params):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        step, state = jax.jit(step) if jitted else step, tx.init(params)
+        for _ in range(3):
+            params, state = step(gradients(params, x), state, params)
+        return params
+
+    x = jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0, offload=offload)
+    several, padded = (next(y for y in plan.layouts if k in y.name) for k in ("several", "padded"))
+    assert len([e for e in several.state if e]) == 2
+    assert padded.padded
+    gradients = jax.jit(jax.grad(jzero.gather_on_use(loss, plan)))
+    outside = plan.config.updates_outside
+    got = train(jzero.zero(optax.adam(0.1), plan), plan.place(params), plan.place_batch(x), gradients, not outside)
+    assert max_error(got, train(optax.adam(0.1), params, x, jax.jit(jax.grad(loss)), True)) < 1e-5
+
+
 def test_params_within_the_node(mesh_2x4):
     """hpZ: params are split over 4, state and gradients over all 8."""
     config = {"axis": ("model", "data"), "param_axis": "data"}

@@ -13,6 +13,7 @@ import optax
 import pytest
 import test_host_update as host
 import test_offload as streamed
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from models import batch, create_state, max_error
@@ -65,7 +66,7 @@ def test_masters_are_born_a_few_at_a_time(tmp_path, monkeypatch):
     """No more of them at once than the buffer could hold, each once, in the order of the files."""
     asked, fresh = [], creation.fresh_held
     monkeypatch.setattr(
-        creation, "fresh_held", lambda make, tx: fresh(lambda i: asked.append(list(i)) or make(i), tx)
+        creation, "fresh_held", lambda make, tx, **at: fresh(lambda i: asked.append(list(i)) or make(i), tx, **at)
     )
 
     def create():
@@ -140,6 +141,47 @@ def test_a_run_goes_on_from_its_folder(tmp_path):
         _, grads = host.gradients_of(plan)(reference, plan.place_batch(batch(i)))
         reference = reference.apply_gradients(grads=grads)
     assert max_error(again.params, reference.params) < 1e-2
+
+
+@pytest.mark.parametrize("began", ["born", "placed", "restored"])
+def test_a_run_that_began_later_resumes_at_its_step(tmp_path, began):
+    """Its folder, and a snapshot of it."""
+
+    def create():
+        return create_state().replace(step=3)
+
+    fields = {"stage": 2, "min_shard_bytes": 0}
+    offload = disk(tmp_path / "s")
+    if began == "restored":
+        before = host.steps(jzero.shard(create_state, **fields, offload=host.HOST), 3)
+        path = jzero.checkpoint.save(tmp_path / "saved", before)
+        state = jzero.checkpoint.restore(path, jzero.abstract(create_state, **fields, offload=offload))
+    else:
+        state = jzero.shard(create if began == "born" else create(), **fields, offload=offload)
+    state = host.steps(state, 2)
+    path = jzero.checkpoint.snapshot(tmp_path / "snap", state)
+    with pytest.warns(UserWarning, match=r"at step 8, and the files at step 5.*state\.replace\(step=8\)"):
+        jzero.checkpoint.snapshot(tmp_path / "set", state.replace(step=state.step + 3))
+    dropped(state)
+    for folder, where in ((tmp_path / "s", offload), (path, disk(tmp_path / "t"))):
+        again = jzero.checkpoint.restore(folder, jzero.abstract(create_state, **fields, offload=where))
+        assert int(again.step) == 5
+        assert int(again.opt_state.master.generation) == 2
+
+
+def test_an_nnx_run_resumes_at_its_step(tmp_path):
+    def create():
+        model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        optimizer.step.set_value(optimizer.step.get_value() + 3)
+        return model, optimizer
+
+    fields = {"stage": 2, "min_shard_bytes": 0, "offload": disk(tmp_path / "s")}
+    model, optimizer = jzero.shard(create, **fields)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    optimizer.opt_state.master.store.store.close()
+    _, again = jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields))
+    assert int(again.step.get_value()) == int(optimizer.step.get_value()) == 4
 
 
 def test_replaced_params_are_taken_over_from_the_files(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import warnings
 import weakref
 
@@ -15,11 +16,14 @@ import orbax.checkpoint as ocp
 import pytest
 import test_offload as streamed
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from models import batch, create_state, loss_of, max_error, train_step
 from optax import contrib
 
 import jzero
+from jzero import offload as offloading
+from jzero.optim import whole_state
 from jzero.update.on_host.handles import Handle
 
 HOST = jzero.Offload(update="host")
@@ -178,6 +182,112 @@ def test_one_step_late():
     whole = jzero.shard(late, stage=2, min_shard_bytes=0)
     assert max_error(whole.params, hand.params) == 0
     assert max_error(whole.opt_state, jzero.shard(hand, stage=2, min_shard_bytes=0).opt_state) == 0
+
+
+@pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_one_step_late_where_a_jitted_function_returns_the_state(dtype, donated):
+    """New arrays of equal values are no new params; what the function takes is gone while the update runs."""
+    late = jzero.shard(create_state(dtype=dtype), stage=2, min_shard_bytes=0, offload=LATE)
+    kept = jzero.shard(create_state(dtype=dtype), stage=2, min_shard_bytes=0, offload=LATE)
+    plan, grads_fn = jzero.plan_of(late), make_gradients()
+    through = jax.jit(lambda s, b: (s, grads_fn(s, b)[1]), donate_argnums=(0,) if donated else ())
+    for i in range(4):
+        b = plan.place_batch(batch(i))
+        kept = kept.apply_gradients(grads=grads_fn(kept, b)[1])
+        late, grads = through(late, b)
+        late = late.apply_gradients(grads=grads)
+        if donated:
+            jax.tree.map(lambda x: x.delete(), grads)
+        assert max_error(late.params, kept.params) == 0
+    assert max_error(late.params, create_state(dtype=dtype).params) > 1e-3
+    late, kept = (jzero.shard(s, stage=2, min_shard_bytes=0) for s in (late, kept))
+    assert max_error(late.opt_state, kept.opt_state) == 0
+
+
+@pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])
+def test_nnx_one_step_late(donated):
+    """`nnx.jit` returns a model's params as new arrays at every call."""
+    tx = optax.adam(1e-2)
+
+    def create():
+        model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def gradients(model, x):
+        return nnx.grad(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+
+    model, optimizer = jzero.shard(create, stage=2, min_shard_bytes=0, offload=LATE)
+    grads_fn = nnx.jit(gradients, donate_argnums=(0,) if donated else ())
+    plain, pending = create(), None
+    opt_state = tx.init(nnx.to_pure_dict(nnx.state(plain[0])))
+    x = np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
+    for _ in range(4):
+        optimizer.update(model, grads_fn(model, jzero.plan_of(optimizer).place_batch(x)))
+        grads = nnx.to_pure_dict(gradients(plain[0], x))
+        if pending is not None:
+            params = nnx.to_pure_dict(nnx.state(plain[0]))
+            updates, opt_state = tx.update(pending, opt_state, params)
+            nnx.update(plain[0], optax.apply_updates(params, updates))
+        pending = grads
+        assert max_error(nnx.state(model), nnx.state(plain[0])) < 1e-6
+    assert max_error(nnx.state(model), nnx.state(create()[0])) > 1e-3
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_the_user_changes_between_late_updates_is_taken_over(jitted, tmp_path):
+    """Pruned values, a learning rate: these are the user's, all others have the update that was under way."""
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    params = {"a": jnp.ones((16, 8)), "b": jnp.ones((16, 8), jnp.bfloat16), "s": jnp.float32(1)}
+    grads = jax.tree.map(jnp.ones_like, params)
+    copied = jax.jit(lambda tree: tree, donate_argnums=0) if jitted else lambda tree: tree
+    state = jzero.shard(
+        TrainState.create(apply_fn=None, params=params, tx=tx), stage=2, min_shard_bytes=0, offload=LATE
+    )
+    state = copied(state.apply_gradients(grads=grads))  # 1.0 is handed out, 0.5 under way
+    pruned = jax.tree.map(lambda p: p.at[0].set(0) if p.ndim else p, state.params)
+    pruned["a"] = pruned["a"].at[1, 0].set(jnp.nan)
+    state = state.replace(params=pruned)
+    path = jzero.checkpoint.save(tmp_path / "saved", state)
+    state = copied(state.apply_gradients(grads=grads))
+    want = jax.tree.map(lambda p: np.full(p.shape, 0.5, p.dtype), params)
+    want["a"][0], want["b"][0], want["a"][1, 0] = 0, 0, np.nan
+    jax.tree.map(np.testing.assert_array_equal, state.params, want)
+    like = jzero.abstract(lambda: TrainState.create(apply_fn=None, params=params, tx=tx), stage=2)
+    jax.tree.map(np.testing.assert_array_equal, jzero.checkpoint.restore(path, like).params, want)
+    state = state.replace(opt_state=optax.tree.set(state.opt_state, learning_rate=jnp.float32(0.25)))
+    state = copied(state.apply_gradients(grads=grads))  # with 0.5, before the rate was set
+    whole = jzero.shard(state, stage=2)
+    for params, change in ((state.params, 0.5), (whole.params, 0.75)):
+        expected = jax.tree.map(lambda p: p - np.asarray(change, p.dtype), want)  # noqa: B023
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert float(optax.tree.get(whole.opt_state, "learning_rate")) == 0.25
+
+
+def test_a_late_update_reads_no_array_that_the_user_may_donate():
+    """A frozen param that the update of another reads, random keys, keyword arguments."""
+
+    def update(grads, state, params, *, value=0.0, **_):
+        key, other = jax.random.split(state)
+        scale = value + jax.random.uniform(other) + jnp.sum(params["frozen"])
+        return {"w": scale * grads["w"], "frozen": jnp.zeros_like(params["frozen"])}, key
+
+    tx = optax.GradientTransformationExtraArgs(lambda _: jax.random.key(0), update)
+    params = {"w": jnp.ones((32, 16)), "frozen": jnp.ones((16, 8))}
+    found = {}
+    for name, offload in (("late", LATE), ("now", HOST)):
+        plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=offload)
+        wrapped, given = jzero.zero(tx, plan), plan.place(jax.tree.map(jnp.copy, params))
+        state, copied = wrapped.init(given), jax.jit(lambda tree: tree, donate_argnums=0)
+        for i in range(4):
+            grads, value = jax.tree.map(jnp.ones_like, given), jnp.float32(i)
+            updates, state = wrapped.update(grads, state, given, value=value)
+            given = optax.apply_updates(given, updates)
+            jax.tree.map(lambda x: x.delete(), (grads, value))
+            given, state = copied((given, state))
+        found[name] = whole_state(state, given, wrapped)[1]
+    assert max_error(found["late"], found["now"]) == 0
+    assert max_error(found["late"], params) > 1
 
 
 def test_an_error_of_a_late_update_surfaces_at_the_next(monkeypatch):
@@ -356,6 +466,21 @@ def test_configs_that_do_not_go_together(fields, text):
 def test_options_that_do_not_go_together(options, text):
     with pytest.raises(ValueError, match=text):
         jzero.Offload(**options)
+
+
+@pytest.mark.parametrize(("offload", "copies"), [(HOST, 1), (LATE, 2)], ids=["now", "late"])
+def test_masters_count_where_the_optimizer_keeps_nothing(monkeypatch, offload, copies):
+    """Plain SGD of fp32 params: no warning that there is nothing to hold, and what does not fit is refused."""
+    create = functools.partial(create_state, optax.sgd(0.1))
+    for given in (create, create()):
+        plan = jzero.plan_of(jzero.shard(given, stage=2, min_shard_bytes=0, offload=offload))
+        masters = 4 * sum(math.prod(x.state_shape) for x in plan.layouts if x.size > 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(offloading, "available_memory", lambda: copies * masters - 1)  # noqa: B023
+            with pytest.raises(MemoryError, match="of host memory"):
+                jzero.shard(given, stage=2, min_shard_bytes=0, offload=offload)
+            patched.setattr(offloading, "available_memory", lambda: copies * masters)  # noqa: B023
+            jzero.shard(given, stage=2, min_shard_bytes=0, offload=offload)
 
 
 def test_inside_of_jit_it_says_which_lines_move():

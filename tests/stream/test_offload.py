@@ -113,6 +113,55 @@ def test_equals_the_run_without_jzero(name, stage, mesh):
     assert max_error(jax.tree.leaves(state), jax.tree.leaves(want_state)) < 3e-6
 
 
+SAME = {k: jnp.zeros((32, 32)) for k in "abc"}
+
+
+def test_leaves_of_one_shape_keep_their_own_gradients(mesh):
+    """Without masters what lands on a param is a difference, which fills the gradient's buffer chunk by chunk."""
+    grads = {k: jnp.full_like(x, g) for (k, x), g in zip(SAME.items(), (1.0, -5.0, 3.0), strict=True)}
+
+    def train(tx, params):
+        @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+        def step(grads, state, params):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = tx.init(params)
+        for _ in range(3):
+            params, state = step(jax.tree.map(jnp.copy, grads), state, params)
+        return params
+
+    plan = jzero.make_plan(
+        SAME, stage=2, mesh=mesh, min_shard_bytes=0, offload=jzero.Offload(in_flight_bytes=600)
+    )
+    got = train(jzero.zero(optax.sgd(1.0, 0.9), plan), plan.place(SAME))
+    want = train(optax.sgd(1.0, 0.9), jax.tree.map(jnp.copy, SAME))
+    assert max_error(got, want) < 1e-6
+
+
+def test_a_gradient_that_is_read_later_is_not_overwritten(mesh):
+    """Results of other leaves, of a later chunk and of the end of the step read it: no shape tells that."""
+    placement = schedule.Placement(NamedSharding(mesh, P("data"), memory_kind=HOST))
+    g, h, m, n = (jnp.full((64, 8), v) for v in (1.0, 2.0, 10.0, 20.0))
+    hosted = [jax.device_put(x, placement.sharding) for x in (m, n)]
+
+    def fn(g, h, m, n):
+        new_m, new_n = m + g, n + g + h  # g is read by both leaves and on its own, h by one leaf alone
+        return [2 * new_m, 3 * new_n, new_m, new_n, g + 1]
+
+    @jax.jit
+    def run(*args):
+        device = schedule.DEVICE
+        lies = [device, device, schedule.Placement(placement.sharding, 2), schedule.Placement(placement.sharding, 3)]
+        return streaming.stream(
+            fn, args, [device, device, placement, placement], lambda: [device, *lies[1:], device],
+            in_flight_bytes=200, gate=(0, 1),
+        )  # fmt: skip
+
+    for got, want in zip(run(g, h, *hosted), fn(g, h, m, n), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).reshape(64, 8), want)
+
+
 def test_16_bit_params_are_the_cast_of_masters_on_the_host(mesh):
     params, state, plan = offloaded(CHAINS["clip"](), 2, mesh, jnp.bfloat16)
     assert_at_home(state, plan)

@@ -8,5 +8,7 @@ in an optimizer state for an array that a *store* keeps; a *unit* is what is upd
     store.py       who keeps the arrays and runs the units
     disk_tier.py   the same with the arrays in files
     disk/          units on a local disk; a whole generation survives any crash
+    running.py     a store in use: its updates in order, one step late or not
+    landing.py     gradients to shards, new params to their stored layouts
     update.py      `tx.init` and `tx.update` of a state with handles
 """

@@ -1,7 +1,8 @@
 """Masters and moments in files: the update of `Store`, with each unit read before it runs and written after it.
 
 What is kept of a leaf are the pieces of this process's devices, each once. Small leaves, which the user holds, are
-committed with every generation, so that a folder is a whole optimizer state; its masters give the params.
+committed with every generation, so that a folder is a whole optimizer state; its masters give the params. With them
+goes the step that the train state was at when the files were made; each generation is one step more.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class DiskTier(Store):
     gives_memory = False  # what is read lies in the frames of the buffer
 
     def __init__(self, chain: Chain, disk: DiskStore, layout: FileLayout, small: Sequence[Any]):
-        super().__init__(chain, [None] * len(chain.leaves), disk.generation - 1)
+        super().__init__(chain, [None] * len(chain.leaves))
+        self.generation, self.first_step = disk.generation - 1, first_step(disk.extra)
         self.disk, self.layout = disk, layout
         for at in layout.tiny:
             self.arrays[at] = on_host(small[at], chain.plan)
@@ -46,23 +48,31 @@ class DiskTier(Store):
         self._in_norms = False
         self._since_trim = 0  # bytes that were written
 
+    @property
+    def train_step(self) -> int:
+        """The step of the train state that has had all of its updates."""
+        return self.first_step + self.generation
+
     @classmethod
-    def create(cls, chain: Chain, contents: Callable[[Units, Unit], Sequence[Any]], small: Sequence[Any]) -> DiskTier:
+    def create(
+        cls, chain: Chain, contents: Callable[[Units, Unit], Sequence[Any]], small: Sequence[Any], *, step: Any = None
+    ) -> DiskTier:
         """A new folder.
 
         Args:
           chain: the transformation.
           contents: the arrays of a unit, of what it keeps.
           small: all leaves, or None for those that are in a unit.
+          step: of the train state; None: 0.
         """
-        layout = FileLayout(chain)
+        layout, at_step = FileLayout(chain), 0 if step is None else int(step)
         small = [None if at in layout.filed else x for at, x in enumerate(small)]
         disk = DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options)
         try:
-            with disk.begin() as step:
+            with disk.begin() as first:
                 for file, unit in enumerate(layout.held):
-                    step.write(file, layout.pieces(unit, contents(layout.units, unit)))
-                step.commit(packed(small))
+                    first.write(file, layout.pieces(unit, contents(layout.units, unit)))
+                first.commit(packed(small, at_step))
             trim()
         except BaseException:
             disk.close()
@@ -141,7 +151,8 @@ class DiskTier(Store):
             }
             out = yield from super()._update(params, changed, grads, small, extra)
             self._written()
-            step.commit(packed([self.arrays[at] if x is None else x for at, x in enumerate(out[0])]))
+            small = [self.arrays[at] if x is None else x for at, x in enumerate(out[0])]
+            step.commit(packed(small, self.first_step))
         return out
 
     def units_for(self, grads, extra) -> Units:
@@ -360,13 +371,14 @@ def _join(chunks: tuple[Any, ...], shape: tuple[int, ...], sharding):
     return jax.jit(join, out_shardings=sharding)
 
 
-def packed(small: Sequence[Any]) -> bytes:
-    """The leaves that the user holds, as bytes; keys as their data."""
+def packed(small: Sequence[Any], first: int = 0) -> bytes:
+    """The leaves that the user holds, as bytes, keys as their data; and the step that the first generation is of."""
     arrays = {str(i): _data(x) for i, x in enumerate(small) if x is not None}
     file = io.BytesIO()
     types = {k: x.dtype.name for k, x in arrays.items()}
     columns: dict[str, Any] = {k: _plain(x) for k, x in arrays.items()}
-    np.savez(file, types=np.frombuffer(json.dumps(types).encode(), np.uint8), **columns)
+    types_text = np.frombuffer(json.dumps(types).encode(), np.uint8)
+    np.savez(file, types=types_text, first_step=np.int64(first), **columns)
     return file.getvalue()
 
 
@@ -378,6 +390,12 @@ def _data(x) -> np.ndarray:
 
 def _plain(x: np.ndarray) -> np.ndarray:
     return x if x.dtype.kind in "biufc" else x.view(np.uint8)
+
+
+def first_step(data: bytes) -> int:
+    """The step that the first generation is of; 0 in files that do not say."""
+    with np.load(io.BytesIO(data)) as file:
+        return int(file["first_step"]) if "first_step" in file else 0
 
 
 def unpacked(data: bytes, chain: Chain) -> list[Any]:

@@ -7,23 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero.update.on_host.disk_tier import DiskTier
+from jzero.update.on_host.running import Running
 from jzero.update.on_host.store import Chain, on_devices
 from jzero.update.on_host.units import Unit, Units
-from jzero.update.on_host.update import Running, state_of
+from jzero.update.on_host.update import state_of
 
 Masters = Callable[[Sequence[int]], Mapping[int, Any]]
 """Initial masters of params, by their numbers (the param itself, where it has none), in stored shapes on the host."""
 
 
-def fresh_handles(masters: Masters, chain: Chain) -> Any:
+def fresh_handles(masters: Masters, chain: Chain, *, step: Any = None) -> Any:
     """A new state in files.
 
     Args:
       masters: asked several times, for those that the next units are made from.
       chain: the transformation.
+      step: of the train state; None: 0.
     """
     start = _Start(masters, chain)
-    tier = DiskTier.create(chain, start.contents, start.small)
+    tier = DiskTier.create(chain, start.contents, start.small, step=step)
     own = [None if k else x for k, x in zip(chain.kept, start.small, strict=True)]
     specs = zip(own, chain.specs, strict=True)
     return state_of(chain, [None if x is None else on_devices(x, s, chain.plan) for x, s in specs], Running(tier))

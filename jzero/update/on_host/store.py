@@ -182,8 +182,8 @@ class Store:
     place = "host"
     _norms: Any = ()
 
-    def __init__(self, chain: Chain, leaves: Sequence[Any], generation: int = 0):
-        self.chain, self.generation = chain, generation
+    def __init__(self, chain: Chain, leaves: Sequence[Any]):
+        self.chain, self.generation = chain, 0
         self.arrays = [x if k else None for x, k in zip(leaves, chain.kept, strict=True)]
         self.broken = ""
         self._units: dict[Any, Units] = {}
@@ -270,6 +270,15 @@ class Store:
         if key not in self._units:
             self._units[key] = self.chain.units(types, extra, self.most)
         return self._units[key]
+
+    def frozen_reads(self, grads: Sequence[Any], extra: Any) -> set[int]:
+        """Which of the params without a master an update of these types reads."""
+        units = self.units_for(grads, extra)
+        groups = (*units.schedule.scalars, *(unit.group for unit in units.units))
+        read = {s for group in groups for s in group.sources}
+        frozen = [i for i, m in enumerate(self.chain.masters) if m is None]
+        rows = zip(frozen, units.graph.ins, strict=False)
+        return {i for i, n in rows if n in read or units.graph.avals[n].size <= 1}
 
     def before_units(self, units: Units) -> None:
         """Called when all norms are known, before the first unit is updated."""
@@ -364,20 +373,20 @@ def _taken_over(param, master):
 
 
 def on_host(x: Any, plan: Plan) -> Any:
-    """A small array on every device of the host mesh."""
+    """A small array on every device of the host mesh, in memory of its own."""
     target = plan.home.sharding(P())
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(on_host(jax.random.key_data(x), plan), impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and x.sharding.device_set == set(plan.mesh.devices.flat):
-        return moved(put(x, plan.sharding(P())), target)
-    return put(np.asarray(x), target)
+        return moved(put(x, plan.sharding(P())), target, copy=plan.home.mesh == plan.mesh)
+    return put(np.array(x), target)
 
 
 def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
-    """The reverse, in a layout."""
+    """The reverse, in a layout, in memory of its own too."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(on_devices(jax.random.key_data(x), P(), plan), impl=jax.random.key_impl(x))
-    return put(moved(x, plan.sharding(P())), plan.sharding(spec))
+    return put(moved(x, plan.sharding(P()), copy=plan.home.mesh == plan.mesh), plan.sharding(spec))
 
 
 def param_on_host(param: Any, x: Layout, plan: Plan) -> jax.Array:

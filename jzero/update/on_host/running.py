@@ -1,0 +1,263 @@
+"""A store in use: updates in their order, what the user has replaced, and updates that are one step late.
+
+[Note: which params were replaced]
+A param that the user has replaced is copied into its master. It is told by value: a jitted function returns equal
+params as new arrays, NNX's always. The arrays that the last update returned need no comparison, which would bring every
+param to the host in every step; any others are compared with the cast of their masters.
+
+[Note: one step late]
+With `delay=1` an update returns what the one before it computed, and runs in a thread beside the next forward and
+backward pass. What the user brings back is then older than the masters, so it is compared with what was handed out
+last, of which the host keeps a copy. Values that differ are the user's, all others get the update that has finished;
+this holds for hyper-parameters in the state too. The thread reads nothing that the user holds and may donate:
+gradients, params and small leaves are copied before it starts, and what it computed is copied when it is handed out.
+What is resolved for a checkpoint has waited for the thread, and its params are those of the masters.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jzero.layout.host_mesh import moved
+from jzero.layout.specs import P
+from jzero.update.on_host.disk_tier import joined
+from jzero.update.on_host.handles import Handle, Held, held_in
+from jzero.update.on_host.landing import landed, on_plan, on_shards, whole_once_complete
+from jzero.update.on_host.store import Chain, on_devices, on_host, param_on_host
+from jzero.update.zero_state import ZeroState
+
+
+class Running:
+    """A store in use: its updates in order, each at its generation, at most one of them under way."""
+
+    place = property(lambda self: self.store.place)
+
+    def __init__(self, store: Any):
+        self.store = store
+        self.chain: Chain = store.chain
+        self.generation = store.generation  # of what the user holds
+        tier = self.chain.plan.config.tier
+        self.delay = 0 if tier is None else tier.delay
+        self._last: list[Any] = []  # weak references to the params that the last update returned
+        self._handed: dict[int, Any] = {}  # with `delay`: params with masters as the user has them, on the host
+        self._handed_small: list[Any] = []  # likewise the small leaves
+        self._pending: Future | None = None
+        self._thread = ThreadPoolExecutor(1, "jzero-update") if self.delay else None
+
+    def check(self, held: Held) -> None:
+        """Raises ValueError for a state that is not the last one: its arrays were updated in place."""
+        at = int(np.asarray(held.generation))
+        if at != self.generation:
+            raise ValueError(
+                f"jzero: this optimizer state is of generation {at}, and its masters and moments are of generation "
+                f"{self.generation}: they live outside of the device and are updated in place. "
+                "Go on with the state that the last update returned, or restore a checkpoint: "
+                "jzero.checkpoint.restore(path, state)."
+            )
+
+    def update(
+        self, grads: Sequence[Any], state: ZeroState, params: Sequence[Any], extra: Any
+    ) -> tuple[list, ZeroState]:
+        """The new params, None where they stay, and the new state."""
+        held = held_in(state)
+        assert held is not None
+        self.check(held)
+        leaves = self._small_on_host(jax.tree.leaves(state.inner))
+        if self.delay:
+            news, small = self._late(grads, leaves, params, extra)
+        else:
+            asked = [functools.partial(self._param, i, p) for i, p in enumerate(params)]
+            job = self._on_host(grads), leaves, asked, self._changed(params), self._extra_on_host(extra)
+            found, _, small = self._step(*job)
+            news = landed(found, self.chain.plan)
+        self.generation += 1
+        self._last = [_weak(n if n is not None else p) for n, p in zip(news, params, strict=True)]
+        tree = jax.tree.structure(self.chain.inner)
+        mine = iter(self._small_on_devices(small))
+        handles = jax.tree.leaves(state.inner, is_leaf=lambda x: isinstance(x, Handle))
+        inner = tree.unflatten([x if isinstance(x, Handle) else next(mine) for x in handles])
+        number = jax.device_put(jnp.int32(self.generation), self.chain.plan.sharding(P()))
+        return news, ZeroState(inner, Held(number, held.masters, held.total, self))
+
+    def snapshot(self, path: Any) -> str:
+        """A copy of the files, once the update that is under way is in them; how it was made."""
+        if self._pending is not None:
+            self._pending.result()
+        self.store.check_whole()
+        return self.store.disk.snapshot(path)
+
+    def settled(self, params: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Waits for an update that is under way.
+
+        Args:
+          params, leaves: of the user's state; `leaves` are the small ones.
+
+        Returns:
+          Those that belong to the masters, with what the user has changed in them.
+        """
+        if self._pending is None:
+            return params, list(leaves)
+        _, values, small = self._pending.result()
+        flat, tree = jax.tree.flatten(params)
+        values = {**values, **self._replaced(flat, values)}
+        news = landed({i: [(self._to_plan(x), None)] for i, x in values.items()}, self.chain.plan)
+        small = self._given_small(self._small_on_host(leaves), small)
+        params = tree.unflatten([p if n is None else n for p, n in zip(flat, news, strict=True)])
+        return params, self._small_on_devices(small)
+
+    def _late(self, grads: Sequence[Any], leaves: list, params: Sequence[Any], extra: Any) -> tuple[list, list]:
+        """Starts this update, and returns what the last one computed: see [Note: one step late]."""
+        assert self._thread is not None
+        plan, masters = self.chain.plan, self.chain.master_leaves
+        if self._pending is None:
+            found, values, small = {}, {i: self._param(i, params[i]) for i in masters}, leaves
+            taken = values
+        else:
+            found, values, small = self._pending.result()
+            if plan.config.in_files and jax.process_count() > 1:
+                # a process that is a commit behind the others needs the generation that they would overwrite now
+                multihost_utils.sync_global_devices("jzero: the last update is in the files of all processes")
+            taken, small = self._replaced(params, values), self._given_small(leaves, small)
+            found = {**found, **{i: [(self._to_plan(x), None)] for i, x in taken.items()}}
+            values = {**values, **taken}
+        news = landed(found, plan)
+        hosted, more = self._on_host(grads), self._extra_on_host(extra)
+        read = self.store.frozen_reads(hosted, more)
+        asked = [
+            functools.partial(_same, taken[i] if i in taken else self._param(i, p) if i in read else None)
+            for i, p in enumerate(params)
+        ]
+        self._handed, self._handed_small = values, small
+        changed = [i in taken for i in range(len(params))]
+        self._pending = self._thread.submit(self._step, hosted, list(small), asked, changed, more)
+        return news, small
+
+    def _replaced(self, params: Sequence[Any], values: dict[int, Any]) -> dict[int, Any]:
+        """The params that the user has replaced, on the host: their values, and the update's where they stayed."""
+        out = {}
+        for i, handed in self._handed.items():
+            if self._last[i]() is params[i]:
+                continue
+            now = self._param(i, params[i])
+            if bool(_differ(now, handed)):
+                out[i] = _theirs_or(now, handed, values[i])
+        return out
+
+    def _given_small(self, leaves: list, small: list) -> list:
+        """Small leaves as the update made them, but for what the user has set."""
+        rows = zip(leaves, self._handed_small, small, strict=True)
+        return [None if x is None else _theirs_or(mine, handed, x) for mine, handed, x in rows]
+
+    def _step(
+        self, grads: list, small: list, asked: list, changed: Sequence[bool], extra: Any
+    ) -> tuple[dict, dict, list]:
+        """One update of the store, of what is on the host.
+
+        Returns:
+          New params on the devices, by their numbers, and with `delay` on the host; and the small leaves on the host.
+        """
+        plan, layouts = self.chain.plan, self.chain.plan.layouts
+        found: dict[int, Any] = {}
+        values: dict[int, Any] = {}
+        step = self.store.update(asked, changed, grads, small, extra)
+        while True:
+            try:
+                i, (value, chunk) = next(step)
+            except StopIteration as end:
+                small, tiny = end.value
+                break
+            found.setdefault(i, []).append((self._to_plan(value), chunk))
+            if self.delay:
+                values.setdefault(i, []).append((value, chunk))
+            if chunk is not None:
+                found[i] = whole_once_complete(found[i], layouts[i], plan)
+        for i, value in tiny.items():
+            found[i] = [(moved(value, plan.sharding(layouts[i].state), copy=self._copies), None)]
+            values[i] = [(value, None)]
+        return found, {i: self._whole(i, pieces) for i, pieces in values.items()} if self.delay else {}, small
+
+    def _whole(self, i: int, pieces: list) -> Any:
+        """A new param on the host, from its chunks."""
+        x, plan = self.chain.plan.layouts[i], self.chain.plan
+        return joined(pieces, jax.ShapeDtypeStruct(x.state_shape, x.dtype), plan.home.sharding(x.state))
+
+    def _on_host(self, grads: Sequence[Any]) -> list:
+        """Gradients on their shards on the host, in memory of their own."""
+        plan = self.chain.plan
+        copy = plan.home.mesh == plan.mesh
+        rows = zip(on_shards(grads, plan), plan.layouts, strict=True)
+        return [None if g is None else moved(g, plan.home.sharding(x.state), copy=copy) for g, x in rows]
+
+    def _small_on_host(self, leaves: Sequence[Any]) -> list:
+        """The leaves that the user holds; None in the place of those that are kept."""
+        mine = iter(leaves)
+        return [None if k else on_host(next(mine), self.chain.plan) for k in self.chain.kept]
+
+    def _small_on_devices(self, small: Sequence[Any]) -> list:
+        """The reverse."""
+        rows = zip(small, self.chain.specs, strict=True)
+        return [on_devices(x, spec, self.chain.plan) for x, spec in rows if x is not None]
+
+    def _extra_on_host(self, extra: Any) -> Any:
+        return jax.tree.map(lambda x: on_host(x, self.chain.plan), extra)
+
+    def _to_plan(self, value: Any) -> Any:
+        """A new param, or a chunk of it, on the devices."""
+        return moved(value, on_plan(value, self.chain.plan), copy=self._copies)
+
+    @property
+    def _copies(self) -> bool:
+        """New params share no memory with their values on the host, which stay."""
+        return bool(self.delay) and self.chain.plan.home.mesh == self.chain.plan.mesh
+
+    def _changed(self, params: Sequence[Any]) -> list[bool]:
+        """See [Note: which params were replaced]."""
+        if not self._last:
+            return [True] * len(params)
+        return [last() is not p for p, last in zip(params, self._last, strict=True)]
+
+    def _param(self, i: int, param):
+        return param_on_host(param, self.chain.plan.layouts[i], self.chain.plan)
+
+
+def _same(x):
+    return x
+
+
+@jax.jit
+def _differ(a, b):
+    return jnp.any(_other(a, b))
+
+
+def _theirs_or(mine: Any, handed: Any, new: Any) -> Any:
+    """`new`, but where `mine` is other than what was handed out; keys too."""
+    if jax.dtypes.issubdtype(new.dtype, jax.dtypes.prng_key):
+        data = [jax.random.key_data(x) for x in (mine, handed, new)]
+        return jax.random.wrap_key_data(_merged(*data), impl=jax.random.key_impl(new))
+    return _merged(mine, handed, new)
+
+
+@jax.jit
+def _merged(mine, handed, new):
+    return jnp.where(_other(mine, handed), mine, new)
+
+
+def _other(a, b):
+    """Where two arrays differ; NaN is equal to NaN."""
+    return (a != b) & ~((a != a) & (b != b))
+
+
+def _weak(x: Any) -> Any:
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: None
