@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jzero.core.errors import check_arrays, check_function, is_argument
 from jzero.core.jaxprs import is_tracer
 from jzero.core.nnx_modules import has_module
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
+from jzero.flax.donation import Key, replaced, static_positions, subtrees
 from jzero.layout.batches import abstract_batch, is_random_key
 from jzero.sharding import Plan, check_plan
 
@@ -51,7 +52,9 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
     Cost:
       Unless the options say otherwise, an argument with optimizer state is donated if the step returns it in the
       same shapes, and the params beside it; for NNX the model and the optimizer. Nothing else is, so an evaluation
-      step keeps its state. The step is traced once for this and for its compile together.
+      step keeps its state. Of several arguments of one form (a reference, a target network) the one that the result
+      is made from is; where the data flow does not tell which, none is, and a warning says so. The step is traced
+      once for this and for its compile together.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, jzero
@@ -152,11 +155,11 @@ class Jit:
         if not chosen:
             return jitted
         updates = updates_traced()
-        out, given = jitted.trace(*args, **kwargs).out_info, {**dict(enumerate(args)), **kwargs}
-        self._check_sharded(given.values(), out)
+        traced, given = jitted.trace(*args, **kwargs), {**dict(enumerate(args)), **kwargs}
+        self._check_sharded(given.values(), traced.out_info)
         if updates_traced() > updates:
-            self._warn_if_lost(out)
-        donated = self._donated(given, out)
+            self._warn_if_lost(traced.out_info)
+        donated = self._donated(given, traced, static_positions(self.step, self.options, len(args)))
         if not donated:
             return jitted
         names = [k for k in donated if isinstance(k, str)]
@@ -178,18 +181,16 @@ class Jit:
     def _compiler_options(self) -> dict[str, Any]:
         return {**self.plan.compiler_options, **(self.options.get("compiler_options") or {})}
 
-    def _donated(self, given: Mapping[int | str, Any], out: Any) -> list[int | str]:
+    def _donated(self, given: Mapping[Key, Any], traced: Any, static: Sequence[int]) -> list[Key]:
         """Which arguments, by position or name, the step replaces: optimizer state, and params beside it."""
-        returned = [_form(tree) for tree in _subtrees(out)]
-        replaced = [k for k, arg in given.items() if jax.tree.leaves(arg) and _form(arg) in returned]
-        state = [k for k in replaced if self._has_optimizer_state(given[k])]
-        return [k for k in replaced if k in state or self._is_params(given[k])] if state else []
+        state = replaced(given, traced, self._has_optimizer_state, static)
+        return state + replaced(given, traced, self._is_params, static) if state else []
 
     def _check_sharded(self, args: Iterable[Any], out: Any) -> None:
         """Raises ValueError for a `TrainState` that would train whole on every device: its loss would be right."""
         if self.plan.mesh.size == 1 or not self.plan.config.row.state:
             return
-        returned = [jax.tree.structure(tree) for tree in _subtrees(out)]
+        returned = [jax.tree.structure(tree) for tree in subtrees(out)]
         trained = [a.params for a in args if is_train_state(a) and jax.tree.structure(a) in returned]
         leaves = jax.tree.leaves(trained)
         if leaves and all(isinstance(x, jax.Array) and _is_unplaced(x) for x in leaves if np.ndim(x)):
@@ -267,23 +268,6 @@ def _check_alive(args: Any) -> None:
                 f"jzero.jit: Array has been deleted with shape={x.shape}: it was donated to an earlier step. Go on "
                 "with the state that the step returned: state, loss = step(state, batch)."
             )
-
-
-def _subtrees(out: Any) -> Iterator[Any]:
-    """A result and what it is a tuple, list or dict of."""
-    yield out
-    if isinstance(out, (tuple, list)):
-        for part in out:
-            yield from _subtrees(part)
-    if isinstance(out, dict):
-        for part in out.values():
-            yield from _subtrees(part)
-
-
-def _form(tree: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The structure of a tree and the type of each leaf."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
 __all__ = ["Jit", "jit"]
