@@ -52,6 +52,22 @@ def replaced(
     return [k for k in given if k in found]
 
 
+def check_unshared(given: Mapping[Key, Any], donated: Sequence[Key]) -> None:
+    """Raises RuntimeError for a donated argument of which another one has an array: on the CPU JAX may crash."""
+    if not donated:
+        return
+    owners: dict[int, Key] = {}
+    for key, arg in given.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(arg):
+            other = owners.setdefault(id(x), key) if isinstance(x, jax.Array) else key
+            if other != key and (key in donated or other in donated):
+                raise RuntimeError(
+                    f"jzero.jit: the arguments {other!r} and {key!r} share an array ({jax.tree_util.keystr(path)} of "
+                    f"{key!r}), and the step replaces one of them: its arrays are donated. Pass arrays of their own as "
+                    "the other: jax.tree.map(jnp.copy, x)."
+                )
+
+
 def form_of(tree: Any) -> Form:
     """The structure of a tree and the type of each leaf."""
     leaves, structure = jax.tree.flatten(tree)

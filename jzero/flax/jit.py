@@ -15,8 +15,9 @@ from jzero.core.errors import check_arrays, check_function, is_argument
 from jzero.core.jaxprs import is_tracer
 from jzero.core.nnx_modules import has_module
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
-from jzero.flax.donation import Key, replaced, static_positions, subtrees
-from jzero.layout.batches import abstract_batch, is_random_key
+from jzero.flax.donation import Key, check_unshared, replaced, static_positions, subtrees
+from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
+from jzero.layout.batches import abstract_batch
 from jzero.sharding import Plan, check_plan
 
 
@@ -39,15 +40,18 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
     Raises:
       TypeError: `step` is no function or jitted already, `plan` no plan; when called, a batch with lists of numbers
         among its arrays.
-      ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; or a
-        `TrainState` on one device that the step would train.
-      RuntimeError: when called, a state that was donated to an earlier step.
+      ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; an argument
+        that may be a batch or params; with several processes, one that is equal on all of them; or a `TrainState` on
+        one device that the step would train.
+      RuntimeError: when called, a state that was donated to an earlier step; one that shares arrays with another
+        argument.
 
     Layout:
       Placed are numpy arrays and JAX arrays on a single device, of one dim or more: `[B, ...]`, `[B/N, ...]` per
       device. Left to `jax.jit` are arrays on the mesh, scalars, random keys, copies of params and whatever a state
       holds. What every device needs whole, such as class weights, is put on the mesh by hand:
-      `jax.device_put(x, plan.sharding(jax.P()))`.
+      `jax.device_put(x, plan.sharding(jax.P()))`. With several processes the first call refuses arguments that are
+      equal on all of them: they are no rows.
 
     Cost:
       Unless the options say otherwise, an argument with optimizer state is donated if the step returns it in the
@@ -82,6 +86,7 @@ class Jit:
     plan: Plan
     options: dict[str, Any]
     _jitted: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    _compared: set[Any] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):
         object.__setattr__(self, "__wrapped__", self.step)
@@ -96,64 +101,68 @@ class Jit:
         """Place what is on the host, and run the step."""
         _check_alive((args, kwargs))
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs)(*args, **kwargs)
+        jitted, donated = self._jit(args, kwargs)
+        check_unshared({**dict(enumerate(args)), **kwargs}, donated)
+        return jitted(*args, **kwargs)
 
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).lower`; abstract batches are split as real ones are."""
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs).lower(*args, **kwargs)
+        return self._jit(args, kwargs)[0].lower(*args, **kwargs)
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).trace`; abstract batches are split as real ones are."""
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs).trace(*args, **kwargs)
+        return self._jit(args, kwargs)[0].trace(*args, **kwargs)
 
     def eval_shape(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).eval_shape`."""
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs).eval_shape(*args, **kwargs)
+        return self._jit(args, kwargs)[0].eval_shape(*args, **kwargs)
 
     def _placed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return tuple(self._place(a) for a in args), {k: self._place(v) for k, v in kwargs.items()}
+        given = {**dict(enumerate(args)), **kwargs}
+        rows = {k: found for k in given if any(found := rows_of(k, given, self.plan))}
+        placed = {k: self._place(arg, rows[k]) if k in rows else arg for k, arg in given.items()}
+        if rows and jax.process_count() > 1:
+            kind = tuple((k, jax.tree.structure(given[k]), tuple(found)) for k, found in rows.items())
+            if kind not in self._compared:
+                check_differ(given, rows, self.plan)
+                self._compared.add(kind)
+        return tuple(placed[i] for i in range(len(args))), {k: placed[k] for k in kwargs}
 
-    def _place(self, arg: Any) -> Any:
-        """One argument; as the same object where nothing of it is to be placed."""
-        if is_train_state(arg) or _is_nnx(arg):
-            return arg
+    def _place(self, arg: Any, rows: Sequence[bool]) -> Any:
+        """One argument with its rows split."""
         leaves, tree = jax.tree.flatten(arg)
-        wanted = [_is_unplaced(x) for x in leaves]
-        if not any(wanted):
-            return arg
-        wanted = [w and x is None for w, x in zip(wanted, self.plan.copies(arg), strict=True)]
         abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-        real = [x if w and not a else None for x, w, a in zip(leaves, wanted, abstract, strict=True)]
+        real = [x if w and not a else None for x, w, a in zip(leaves, rows, abstract, strict=True)]
         placed = tree.flatten_up_to(self.plan.place_batch(tree.unflatten(real)))
         return tree.unflatten(
             [
                 x if not w else abstract_batch(x, self.plan.batch) if a else p
-                for x, w, a, p in zip(leaves, wanted, abstract, placed, strict=True)
+                for x, w, a, p in zip(leaves, rows, abstract, placed, strict=True)
             ]
         )
 
-    def _jit(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The jitted step for arguments of this structure."""
-        objects = tuple(map(_is_nnx, args))
+    def _jit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
+        """The jitted step for arguments of this structure, and the arguments that it was chosen to donate."""
+        objects = tuple(map(is_object, args))
         chosen = not self.options.keys() & {"donate_argnums", "donate_argnames"}
         key = objects
         if chosen and not any(objects):
             key = tuple(jax.tree.structure(a) for a in args), jax.tree.structure(kwargs)
         if key not in self._jitted:
-            make = self._jit_nnx if any(objects) or _is_nnx(kwargs) else self._jit_arrays
+            make = self._jit_nnx if any(objects) or is_object(kwargs) else self._jit_arrays
             self._jitted[key] = make(args, kwargs, chosen)
         return self._jitted[key]
 
-    def _jit_arrays(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
+    def _jit_arrays(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> tuple[Any, Sequence[Key]]:
         options = {**self.options, "compiler_options": self._compiler_options or None}
         if not self.options.keys() & {"static_argnums", "static_argnames"}:
             check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.jit")
         jitted = jax.jit(self.step, **options)
         if not chosen:
-            return jitted
+            return jitted, ()
         updates = updates_traced()
         traced, given = jitted.trace(*args, **kwargs), {**dict(enumerate(args)), **kwargs}
         self._check_sharded(given.values(), traced.out_info)
@@ -161,12 +170,12 @@ class Jit:
             self._warn_if_lost(traced.out_info)
         donated = self._donated(given, traced, static_positions(self.step, self.options, len(args)))
         if not donated:
-            return jitted
+            return jitted, ()
         names = [k for k in donated if isinstance(k, str)]
         numbers = [k for k in donated if not isinstance(k, str)]
-        return jax.jit(self.step, **options, donate_argnums=numbers, donate_argnames=names)
+        return jax.jit(self.step, **options, donate_argnums=numbers, donate_argnames=names), donated
 
-    def _jit_nnx(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
+    def _jit_nnx(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> tuple[Any, Sequence[Key]]:
         from flax import nnx
 
         options = {k: v for k, v in self.options.items() if k != "compiler_options"}
@@ -175,7 +184,7 @@ class Jit:
                 i for i, a in enumerate(args) if is_nnx_optimizer(a) or has_module(a)
             ]
         jitted = nnx.jit(self.step, **options)
-        return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted
+        return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted, ()
 
     @property
     def _compiler_options(self) -> dict[str, Any]:
@@ -193,7 +202,7 @@ class Jit:
         returned = [jax.tree.structure(tree) for tree in subtrees(out)]
         trained = [a.params for a in args if is_train_state(a) and jax.tree.structure(a) in returned]
         leaves = jax.tree.leaves(trained)
-        if leaves and all(isinstance(x, jax.Array) and _is_unplaced(x) for x in leaves if np.ndim(x)):
+        if leaves and all(isinstance(x, jax.Array) and is_unplaced(x) for x in leaves if np.ndim(x)):
             raise ValueError(
                 "jzero.jit: the TrainState lies on one device, and each device would train the whole of it. Shard it: "
                 f"state = jzero.shard(state, stage={self.plan.config.stage}), and pass jzero.plan_of(state)."
@@ -244,20 +253,6 @@ class NnxJit:
         if name in ("jitted", "compiler_options"):  # not set yet: copying
             raise AttributeError(name)
         return getattr(self.jitted, name)
-
-
-def _is_nnx(arg: Any) -> bool:
-    """An NNX optimizer, or a tree with modules; a TrainState, which may have many leaves, is not looked through."""
-    return is_nnx_optimizer(arg) or (not is_train_state(arg) and has_module(arg))
-
-
-def _is_unplaced(x: Any) -> bool:
-    """An array of one dim or more that is on no mesh: of a data loader, or made by `jnp` on one device."""
-    if is_tracer(x) or not hasattr(x, "dtype") or np.ndim(x) == 0 or is_random_key(x):
-        return False
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x.sharding is None
-    return isinstance(x, np.ndarray) or isinstance(x.sharding, jax.sharding.SingleDeviceSharding)
 
 
 def _check_alive(args: Any) -> None:

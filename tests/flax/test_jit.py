@@ -164,6 +164,28 @@ def test_keys_scalars_and_arrays_on_the_mesh_are_left_alone(mesh):
     assert shardings[6].spec == P("data")
 
 
+def test_a_batch_with_the_name_and_shape_of_a_param_is_split(mesh):
+    """A copy of params has all of them; what may be either is refused, and each remedy works."""
+    params = {"x": jnp.ones((64, 32)), "b": jnp.zeros(32)}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+    run = jzero.jit(lambda *args: args, plan, donate_argnums=())
+    x, y = np.ones((64, 32), np.float32), np.ones(64, np.float32)
+    out = run(params, {"x": x, "y": y}, {"avg": params, "y": y})
+    assert [a.sharding.spec for a in jax.tree.leaves(out)] == [P(), P(), *[P("data")] * 2, P(), P(), P("data")]
+    with pytest.raises(ValueError, match=r"(?s)argument 1 is on no mesh.*\[1\]\['x'\]  f32\[64,32\].*place_batch"):
+        run(params, {"x": x})
+    assert run(params, plan.place_batch({"x": x}))[1]["x"].sharding.spec == P("data")
+    assert run(params, jax.device_put({"x": x}, plan.sharding(P())))[1]["x"].sharding.spec == P()
+    as_list = jzero.make_plan([jnp.ones((64, 32)), jnp.zeros(32)], stage=2, mesh=mesh, min_shard_bytes=0)
+    out = jzero.jit(lambda *args: args, as_list, donate_argnums=())([jnp.ones((64, 32)), jnp.zeros(32)], (x, y))
+    assert [a.sharding.spec for a in out[1]] == [P("data")] * 2
+    one = jzero.make_plan({"x": x}, stage=2, mesh=mesh, min_shard_bytes=0)
+    run = jzero.jit(lambda *args: args, one, donate_argnums=())
+    assert run(one.place({"x": x}), {"x": x, "y": y})[1]["x"].sharding.spec == P("data")
+    with pytest.raises(ValueError, match="it may be params or a batch"):
+        run(one.place({"x": x}), {"x": x})
+
+
 def reference_step(ref, state, batch):
     """A frozen reference of the same form: its outputs are targets."""
 
@@ -208,6 +230,15 @@ def test_of_two_states_of_one_form_the_one_that_is_trained_is_donated(step, expl
         for i in range(2):
             plain, want = jax.jit(step)(plain_ref, plain, make_batch(i))
         np.testing.assert_allclose(loss, want, rtol=1e-5)
+
+
+def test_arguments_that_share_donated_arrays_are_refused(mesh):
+    """JAX 0.10 crashes there on the CPU."""
+    state = jzero.shard(create_small(TX), stage=2, mesh=mesh, min_shard_bytes=0)
+    train = jzero.jit(reference_step, jzero.plan_of(state))
+    with pytest.raises(RuntimeError, match=r"arguments 0 and 1 share an array.*jax\.tree\.map\(jnp\.copy, x\)"):
+        train(state, state, make_batch())
+    train(jax.tree.map(jnp.copy, state), state, make_batch())
 
 
 def test_a_target_network_is_donated_if_it_is_returned(mesh):
