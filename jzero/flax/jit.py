@@ -224,7 +224,8 @@ class Jit:
         return is_train_state(arg) or (not self._is_params(arg) and any(self.plan.copies(arg)))
 
     def _is_params(self, arg: Any) -> bool:
-        return jax.tree.structure(arg) == self.plan.tree
+        leaves, tree = jax.tree.flatten(arg)
+        return tree == self.plan.tree and [np.shape(x) for x in leaves] == [x.shape for x in self.plan.layouts]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

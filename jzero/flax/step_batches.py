@@ -30,6 +30,7 @@ from jzero.flax.donation import Key
 from jzero.layout.batches import is_random_key, is_split_over_processes
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import same_values
+from jzero.layout.state_layouts import named_by
 from jzero.sharding import Plan
 
 
@@ -102,11 +103,10 @@ def _among_all(arg: Any, plan: Plan) -> list[bool]:
     above: list[list[tuple[str, ...]]] = []
     for path, x in jax.tree_util.tree_leaves_with_path(arg):
         keys = path_keys(path)
-        found = [i for i in range(len(keys) + 1) if keys[i:] in plan.by_keys]
-        found = [i for i in found if plan.by_keys[keys[i:]].shape == tuple(np.shape(x))]
-        above.append([keys[:i] for i in found])
-        for i in found:
-            beside.setdefault(keys[:i], set()).add(keys[i:])
+        found = [p.keys for p in named_by(keys, plan.by_keys) if p.shape == tuple(np.shape(x))]
+        above.append([keys[: len(keys) - len(name)] for name in found])
+        for name, node in zip(found, above[-1], strict=True):
+            beside.setdefault(node, set()).add(name)
     return [any(len(beside[k]) == len(plan.layouts) for k in some) for some in above]
 
 
