@@ -51,7 +51,7 @@ from jzero.layout.specs import (
     shard_factor,
     spec_axes,
 )
-from jzero.layout.state_layouts import copies, state_form
+from jzero.layout.state_layouts import copies, named_by, state_form
 from jzero.layout.tree_layouts import tree_layouts
 
 FEW = 16  # values of a state leaf that is no copy of a param: it stays in device memory
@@ -154,10 +154,13 @@ class Plan:
         """The sharding of a batch: dim 0 split over the batch axes, `[B, ...] -> [B/N, ...]` per device."""
         return self.sharding(make_spec([self.batch_axes]))
 
-    def kind_of(self, path: str) -> str:
-        """What an argument of a step is: "params", "opt_state" or "rest", from its path (`[0][0].params['w']`)."""
+    def kind_of(self, path: str, shape: tuple[int, ...] | None = None) -> str:
+        """What an argument of a step is: "params", "opt_state" or "rest", from its path (`[0][0].params['w']`).
+
+        Params that are a bare array have no name; with `shape` what has another one is none of them, nor its state.
+        """
         check_kind(path, "path", str, "the path of a leaf, a string", where="plan.kind_of")
-        names = [x.name for x in self.layouts]
+        names = [x.name for x in self.layouts if x.keys or shape in (None, x.shape, x.state_shape)]
         inner = re.sub(r"^\[\d+\]\[[^\]]+\]", "", path)
         if ".opt_state" in path:
             return "opt_state"
@@ -310,7 +313,8 @@ class Plan:
 
     def _is_large(self, keys: tuple[str, ...], leaf) -> bool:
         key, size = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key), math.prod(np.shape(leaf))
-        few = size <= FEW and not any(keys[i:] in self.by_keys for i in range(len(keys)))
+        own = (x for x in named_by(keys, self.by_keys) if x.keys or x.shape == np.shape(leaf))
+        few = size <= FEW and next(own, None) is None
         return not (size <= 1 or few or key)
 
     def _in_its_memory(self, keys: tuple[str, ...], leaf, sharding: NamedSharding) -> NamedSharding:

@@ -68,6 +68,51 @@ def test_the_optax_loop(stage, updates, dtype, mesh):
             assert wrong == 0 if updates == "land" else wrong < 1e-3
 
 
+def one_param_step(tx, plan):
+    """A step of params with one array."""
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ jax.tree.leaves(params)[0]) ** 2)
+
+    def step(params, state, x):
+        loss, grads = jax.value_and_grad(jzero.gather_on_use(loss_fn, plan))(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_params_that_are_one_bare_array(stage, mesh):
+    """Its path is empty. Moments in their dtype and old values donated, as of the same array with a name."""
+    w, x = jax.random.normal(jax.random.key(0), (64, 32), jnp.bfloat16), np.ones((16, 64), jnp.bfloat16)
+    found = []
+    for given in (w, {"w": w}):
+        plan = jzero.make_plan(given, stage=stage, mesh=mesh, min_shard_bytes=0, moment_dtype="bfloat16")
+        tx = jzero.zero(optax.adamw(1e-2), plan)
+        params = plan.place(given)
+        state = jax.jit(tx.init)(params)
+        assert [a.dtype for a in jax.tree.leaves(state.inner)] == ["int32", "bfloat16", "bfloat16"]
+        assert plan.copies({"average": params, "x": x}) == [plan.layouts[0], None]  # placed as the moments
+        new, new_state, _ = jzero.jit(one_param_step(tx, plan), plan)(params, state, x)
+        assert all(a.is_deleted() for a in jax.tree.leaves((params, state.master)))
+        found.append(jax.tree.leaves((new, new_state)))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding == b.sharding
+
+
+@pytest.mark.unit
+def test_a_bare_array_is_told_from_its_shape_alone(mesh):
+    plan = jzero.make_plan(jnp.ones((4, 4)), stage=2, mesh=mesh, min_shard_bytes=0, offload="host", scan_axes={"*": 0})
+    assert plan.layouts[0].scan_dim == 0
+    state = jax.eval_shape(optax.contrib.muon(1e-2).init, jnp.ones((4, 4)))
+    large = [x.shape for x, off in zip(jax.tree.leaves(state), plan.offloaded(state), strict=True) if off]
+    assert set(large) == {(4, 4)}  # the coefficients belong to no param
+    kinds = [plan.kind_of(p, s) for p, s in (("[0][0]", (4, 4)), ("[0][1][0].mu", (4, 4)), ("[0][2]", (8,)))]
+    assert kinds == ["params", "opt_state", "rest"]
+
+
 def test_eager_updates_and_numpy_params(mesh):
     plan = jzero.make_plan(params_of(), stage=2, mesh=mesh, min_shard_bytes=0)
     tx = jzero.zero(optax.adam(1e-2), plan)

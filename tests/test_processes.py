@@ -124,3 +124,15 @@ def test_unequal_numbers_of_rows_are_refused(count):
     first, *rest = workers(count)
     assert "process 0 brings 7 rows, process 1 nothing new" in first["alone"]
     assert not any(worker["alone"] for worker in rest)
+
+
+def test_what_every_process_holds_whole_is_not_taken_for_rows():
+    """Class weights `[8]` would become `[16]`. A mask beside rows that differ is rows; both remedies work."""
+    for worker in launch("jit_worker.py", 2, timeout=200):
+        assert worker["loss"] == pytest.approx(worker["want"], rel=1e-6)
+        assert worker["shapes"] == [[8], [16]]
+        assert "1 array is on no mesh and equal on all 2 processes" in worker["weights"]
+        assert "[2]  f32[8]  would become 16 rows\nPut what the step needs whole" in worker["weights"]
+        assert "[1]['weights']  f32[4]  would become 8 rows" in worker["inside"]
+        assert "plan.place_batch(x)" in worker["mask"]
+        assert worker["beside"] == ""

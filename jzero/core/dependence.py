@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.core.jaxprs import bind, trace
-from jzero.core.primitives import KEEPS_ZERO
+from jzero.core.jaxprs import bind, opened, trace
+from jzero.core.primitives import CALLS, KEEPS_ZERO
+from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traversal import Rule, traverse
 
 
@@ -55,6 +56,48 @@ def _analyzed(fn: Callable, trees, rule: Rule, *, start: bool, literal: Callable
     leaves, tree = jax.tree.flatten(trees)
     jaxpr, consts = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
     return traverse(jaxpr, [False] * len(consts), [start] * len(leaves), rule, literal=literal)
+
+
+def data_sources(
+    jaxpr: Any, consts: Sequence[Any], sources: Sequence[frozenset[Any]]
+) -> list[frozenset[Any]]:
+    """For each result of a jaxpr the sources of all arguments whose values may be in it.
+
+    What only decides between values is none of them: the predicate of a select or a `cond`, the condition of a loop.
+
+    Args:
+      jaxpr, consts: a traced function.
+      sources: of each argument.
+    """
+    nothing: frozenset[Any] = frozenset()
+
+    def inside(body, values):
+        inner, own = body
+        return traverse(inner, [nothing] * len(own), values, rule, literal=lambda _: nothing, calls=CALLS)
+
+    def rule(eqn, values: list[frozenset[Any]]) -> list[frozenset[Any]]:
+        name = eqn.primitive.name
+        if name == "select_n":
+            return [nothing.union(*values[1:])]
+        if name == "cond":
+            branches, skipped = bodies(eqn)
+            outs = [inside(body, values[skipped:]) for body in branches]
+            return [nothing.union(*some) for some in zip(*outs, strict=True)]
+        if name in ("scan", "while"):
+            (body,), skipped = bodies(eqn)
+            first = loop_consts(eqn)
+            carried = scan_parts(eqn)[2] if name == "scan" else len(values) - first
+            while True:  # until a further round adds nothing
+                outs = inside(body, values[skipped:])
+                carry = [a | b for a, b in zip(values[first:], outs[:carried], strict=False)][:carried]
+                if carry == values[first : first + carried]:
+                    return [*carry, *outs[carried:]]
+                values = [*values[:first], *carry, *values[first + carried :]]
+        if name == "shard_map":
+            return inside(opened(eqn.params["jaxpr"]), values)
+        return [nothing.union(*values)] * len(eqn.outvars)
+
+    return inside((jaxpr, consts), sources)
 
 
 def wide_sources(

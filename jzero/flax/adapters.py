@@ -173,25 +173,25 @@ def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
 
 
 def _opt_variables(old: Any, new: Any) -> Any:
-    """The new optimizer state in NNX variables: those of the old one where the leaves correspond."""
+    """The new optimizer state in NNX variables: those of the old one where the leaves correspond.
+
+    A variable may hold a tree (the accumulators of SM3) or one without leaves (`optax.MaskedNode`); handles, which are
+    no arrays, stand outside of variables.
+    """
     from flax import nnx
     from flax.nnx.training.optimizer import OptArray
 
-    def is_variable(x):
-        return isinstance(x, nnx.Variable)
+    def is_handle(x):
+        return isinstance(x, Handle)
 
-    def is_one(x):
-        return is_variable(x) or isinstance(x, Handle)
-
-    def variable(v, x):
-        if isinstance(x, Handle):
-            return x
-        return v.replace(x) if is_variable(v) else OptArray(x)
+    def filled(v, value):
+        if isinstance(v, nnx.Variable) and not any(map(is_handle, jax.tree.leaves(value, is_leaf=is_handle))):
+            return v.replace(value)
+        return jax.tree.map(lambda x: x if is_handle(x) else OptArray(x), value, is_leaf=is_handle)
 
     old_inner = old.inner if isinstance(old, ZeroState) else old
     new_inner = new.inner if isinstance(new, ZeroState) else new
-    olds, (news, tree) = jax.tree.leaves(old_inner, is_leaf=is_one), jax.tree.flatten(new_inner, is_leaf=is_one)
-    inner = tree.unflatten([variable(v, x) for v, x in zip(olds, news, strict=True)])
+    inner = jax.tree.map(filled, old_inner, new_inner, is_leaf=lambda x: isinstance(x, nnx.Variable | Handle))
     return ZeroState(inner, jax.tree.map(OptArray, new.master)) if isinstance(new, ZeroState) else inner
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from jzero.core.errors import check_arrays, check_function, is_argument
 from jzero.core.jaxprs import is_tracer
 from jzero.core.nnx_modules import has_module
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
-from jzero.layout.batches import abstract_batch, is_random_key
+from jzero.flax.donation import Key, check_unshared, replaced, static_positions, subtrees
+from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
+from jzero.layout.batches import abstract_batch
 from jzero.sharding import Plan, check_plan
 
 
@@ -38,20 +40,25 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
     Raises:
       TypeError: `step` is no function or jitted already, `plan` no plan; when called, a batch with lists of numbers
         among its arrays.
-      ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; or a
-        `TrainState` on one device that the step would train.
-      RuntimeError: when called, a state that was donated to an earlier step.
+      ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; an argument
+        that may be a batch or params; with several processes, one that is equal on all of them; or a `TrainState` on
+        one device that the step would train.
+      RuntimeError: when called, a state that was donated to an earlier step; one that shares arrays with another
+        argument.
 
     Layout:
       Placed are numpy arrays and JAX arrays on a single device, of one dim or more: `[B, ...]`, `[B/N, ...]` per
       device. Left to `jax.jit` are arrays on the mesh, scalars, random keys, copies of params and whatever a state
       holds. What every device needs whole, such as class weights, is put on the mesh by hand:
-      `jax.device_put(x, plan.sharding(jax.P()))`.
+      `jax.device_put(x, plan.sharding(jax.P()))`. With several processes the first call refuses arguments that are
+      equal on all of them: they are no rows.
 
     Cost:
       Unless the options say otherwise, an argument with optimizer state is donated if the step returns it in the
       same shapes, and the params beside it; for NNX the model and the optimizer. Nothing else is, so an evaluation
-      step keeps its state. The step is traced once for this and for its compile together.
+      step keeps its state. Of several arguments of one form (a reference, a target network) the one that the result
+      is made from is; where the data flow does not tell which, none is, and a warning says so. The step is traced
+      once for this and for its compile together.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, jzero
@@ -79,6 +86,7 @@ class Jit:
     plan: Plan
     options: dict[str, Any]
     _jitted: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    _compared: set[Any] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):
         object.__setattr__(self, "__wrapped__", self.step)
@@ -93,77 +101,81 @@ class Jit:
         """Place what is on the host, and run the step."""
         _check_alive((args, kwargs))
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs)(*args, **kwargs)
+        jitted, donated = self._jit(args, kwargs)
+        check_unshared({**dict(enumerate(args)), **kwargs}, donated)
+        return jitted(*args, **kwargs)
 
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).lower`; abstract batches are split as real ones are."""
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs).lower(*args, **kwargs)
+        return self._jit(args, kwargs)[0].lower(*args, **kwargs)
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).trace`; abstract batches are split as real ones are."""
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs).trace(*args, **kwargs)
+        return self._jit(args, kwargs)[0].trace(*args, **kwargs)
 
     def eval_shape(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).eval_shape`."""
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs).eval_shape(*args, **kwargs)
+        return self._jit(args, kwargs)[0].eval_shape(*args, **kwargs)
 
     def _placed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return tuple(self._place(a) for a in args), {k: self._place(v) for k, v in kwargs.items()}
+        given = {**dict(enumerate(args)), **kwargs}
+        rows = {k: found for k in given if any(found := rows_of(k, given, self.plan))}
+        placed = {k: self._place(arg, rows[k]) if k in rows else arg for k, arg in given.items()}
+        if rows and jax.process_count() > 1:
+            kind = tuple((k, jax.tree.structure(given[k]), tuple(found)) for k, found in rows.items())
+            if kind not in self._compared:
+                check_differ(given, rows, self.plan)
+                self._compared.add(kind)
+        return tuple(placed[i] for i in range(len(args))), {k: placed[k] for k in kwargs}
 
-    def _place(self, arg: Any) -> Any:
-        """One argument; as the same object where nothing of it is to be placed."""
-        if is_train_state(arg) or _is_nnx(arg):
-            return arg
+    def _place(self, arg: Any, rows: Sequence[bool]) -> Any:
+        """One argument with its rows split."""
         leaves, tree = jax.tree.flatten(arg)
-        wanted = [_is_unplaced(x) for x in leaves]
-        if not any(wanted):
-            return arg
-        wanted = [w and x is None for w, x in zip(wanted, self.plan.copies(arg), strict=True)]
         abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-        real = [x if w and not a else None for x, w, a in zip(leaves, wanted, abstract, strict=True)]
+        real = [x if w and not a else None for x, w, a in zip(leaves, rows, abstract, strict=True)]
         placed = tree.flatten_up_to(self.plan.place_batch(tree.unflatten(real)))
         return tree.unflatten(
             [
                 x if not w else abstract_batch(x, self.plan.batch) if a else p
-                for x, w, a, p in zip(leaves, wanted, abstract, placed, strict=True)
+                for x, w, a, p in zip(leaves, rows, abstract, placed, strict=True)
             ]
         )
 
-    def _jit(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The jitted step for arguments of this structure."""
-        objects = tuple(map(_is_nnx, args))
+    def _jit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
+        """The jitted step for arguments of this structure, and the arguments that it was chosen to donate."""
+        objects = tuple(map(is_object, args))
         chosen = not self.options.keys() & {"donate_argnums", "donate_argnames"}
         key = objects
         if chosen and not any(objects):
             key = tuple(jax.tree.structure(a) for a in args), jax.tree.structure(kwargs)
         if key not in self._jitted:
-            make = self._jit_nnx if any(objects) or _is_nnx(kwargs) else self._jit_arrays
+            make = self._jit_nnx if any(objects) or is_object(kwargs) else self._jit_arrays
             self._jitted[key] = make(args, kwargs, chosen)
         return self._jitted[key]
 
-    def _jit_arrays(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
+    def _jit_arrays(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> tuple[Any, Sequence[Key]]:
         options = {**self.options, "compiler_options": self._compiler_options or None}
         if not self.options.keys() & {"static_argnums", "static_argnames"}:
             check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.jit")
         jitted = jax.jit(self.step, **options)
         if not chosen:
-            return jitted
+            return jitted, ()
         updates = updates_traced()
-        out, given = jitted.trace(*args, **kwargs).out_info, {**dict(enumerate(args)), **kwargs}
-        self._check_sharded(given.values(), out)
+        traced, given = jitted.trace(*args, **kwargs), {**dict(enumerate(args)), **kwargs}
+        self._check_sharded(given.values(), traced.out_info)
         if updates_traced() > updates:
-            self._warn_if_lost(out)
-        donated = self._donated(given, out)
+            self._warn_if_lost(traced.out_info)
+        donated = self._donated(given, traced, static_positions(self.step, self.options, len(args)))
         if not donated:
-            return jitted
+            return jitted, ()
         names = [k for k in donated if isinstance(k, str)]
         numbers = [k for k in donated if not isinstance(k, str)]
-        return jax.jit(self.step, **options, donate_argnums=numbers, donate_argnames=names)
+        return jax.jit(self.step, **options, donate_argnums=numbers, donate_argnames=names), donated
 
-    def _jit_nnx(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> Any:
+    def _jit_nnx(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> tuple[Any, Sequence[Key]]:
         from flax import nnx
 
         options = {k: v for k, v in self.options.items() if k != "compiler_options"}
@@ -172,27 +184,25 @@ class Jit:
                 i for i, a in enumerate(args) if is_nnx_optimizer(a) or has_module(a)
             ]
         jitted = nnx.jit(self.step, **options)
-        return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted
+        return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted, ()
 
     @property
     def _compiler_options(self) -> dict[str, Any]:
         return {**self.plan.compiler_options, **(self.options.get("compiler_options") or {})}
 
-    def _donated(self, given: Mapping[int | str, Any], out: Any) -> list[int | str]:
+    def _donated(self, given: Mapping[Key, Any], traced: Any, static: Sequence[int]) -> list[Key]:
         """Which arguments, by position or name, the step replaces: optimizer state, and params beside it."""
-        returned = [_form(tree) for tree in _subtrees(out)]
-        replaced = [k for k, arg in given.items() if jax.tree.leaves(arg) and _form(arg) in returned]
-        state = [k for k in replaced if self._has_optimizer_state(given[k])]
-        return [k for k in replaced if k in state or self._is_params(given[k])] if state else []
+        state = replaced(given, traced, self._has_optimizer_state, static)
+        return state + replaced(given, traced, self._is_params, static) if state else []
 
     def _check_sharded(self, args: Iterable[Any], out: Any) -> None:
         """Raises ValueError for a `TrainState` that would train whole on every device: its loss would be right."""
         if self.plan.mesh.size == 1 or not self.plan.config.row.state:
             return
-        returned = [jax.tree.structure(tree) for tree in _subtrees(out)]
+        returned = [jax.tree.structure(tree) for tree in subtrees(out)]
         trained = [a.params for a in args if is_train_state(a) and jax.tree.structure(a) in returned]
         leaves = jax.tree.leaves(trained)
-        if leaves and all(isinstance(x, jax.Array) and _is_unplaced(x) for x in leaves if np.ndim(x)):
+        if leaves and all(isinstance(x, jax.Array) and is_unplaced(x) for x in leaves if np.ndim(x)):
             raise ValueError(
                 "jzero.jit: the TrainState lies on one device, and each device would train the whole of it. Shard it: "
                 f"state = jzero.shard(state, stage={self.plan.config.stage}), and pass jzero.plan_of(state)."
@@ -214,7 +224,8 @@ class Jit:
         return is_train_state(arg) or (not self._is_params(arg) and any(self.plan.copies(arg)))
 
     def _is_params(self, arg: Any) -> bool:
-        return jax.tree.structure(arg) == self.plan.tree
+        leaves, tree = jax.tree.flatten(arg)
+        return tree == self.plan.tree and [np.shape(x) for x in leaves] == [x.shape for x in self.plan.layouts]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -245,20 +256,6 @@ class NnxJit:
         return getattr(self.jitted, name)
 
 
-def _is_nnx(arg: Any) -> bool:
-    """An NNX optimizer, or a tree with modules; a TrainState, which may have many leaves, is not looked through."""
-    return is_nnx_optimizer(arg) or (not is_train_state(arg) and has_module(arg))
-
-
-def _is_unplaced(x: Any) -> bool:
-    """An array of one dim or more that is on no mesh: of a data loader, or made by `jnp` on one device."""
-    if is_tracer(x) or not hasattr(x, "dtype") or np.ndim(x) == 0 or is_random_key(x):
-        return False
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x.sharding is None
-    return isinstance(x, np.ndarray) or isinstance(x.sharding, jax.sharding.SingleDeviceSharding)
-
-
 def _check_alive(args: Any) -> None:
     """Raises RuntimeError for donated arrays: on the CPU backend JAX may crash where it should raise."""
     for x in jax.tree.leaves(args):
@@ -267,23 +264,6 @@ def _check_alive(args: Any) -> None:
                 f"jzero.jit: Array has been deleted with shape={x.shape}: it was donated to an earlier step. Go on "
                 "with the state that the step returned: state, loss = step(state, batch)."
             )
-
-
-def _subtrees(out: Any) -> Iterator[Any]:
-    """A result and what it is a tuple, list or dict of."""
-    yield out
-    if isinstance(out, (tuple, list)):
-        for part in out:
-            yield from _subtrees(part)
-    if isinstance(out, dict):
-        for part in out.values():
-            yield from _subtrees(part)
-
-
-def _form(tree: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The structure of a tree and the type of each leaf."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
 __all__ = ["Jit", "jit"]

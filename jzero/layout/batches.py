@@ -62,6 +62,11 @@ def abstract_batch(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
 
+def is_split_over_processes(sharding: NamedSharding, parts: int) -> bool:
+    """True where processes hold different parts of a batch, and not each of them the whole."""
+    return jax.process_count() > 1 and _local_parts(sharding, parts) < parts
+
+
 def is_random_key(leaf: Any) -> bool:
     """True for a random key, typed or as the two or four uint32 words of the older kind."""
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -88,7 +88,7 @@ def _given_dims(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Key
 
 def _matches(pattern: str, keys: Keys) -> bool:
     pattern = pattern.strip("/")
-    return any(fnmatch.fnmatchcase("/".join(keys[:n]), pattern) for n in range(1, len(keys) + 1))
+    return any(fnmatch.fnmatchcase("/".join(keys[:n]), pattern) for n in range(min(1, len(keys)), len(keys) + 1))
 
 
 def stacked_by_scan(jaxpr: Any, count: int) -> list[int | None]:

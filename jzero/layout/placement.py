@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -80,7 +81,7 @@ def check_same(tree: Any, *, where: str) -> None:
             f"{jax.process_index()}, has {len(named)} leaves that lie on each process alone. Build the same state on "
             "every process, or pass the function that creates it."
         )
-    sums = _gathered([zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data) for _, x in named])
+    sums = _gathered([_checksum(x) for _, x in named])
     rows = [
         (name, typed_shape(x), f"process {other} differs from process 0")
         for (name, x), column in zip(named, sums.T, strict=True)
@@ -91,6 +92,17 @@ def check_same(tree: Any, *, where: str) -> None:
             f"{where}: the processes bring different values for {len(rows)} of {len(named)} leaves:\n{listing(rows)}\n"
             "Use the same seed (and the same file) on every process."
         )
+
+
+def same_values(groups: Sequence[Sequence[Any]]) -> list[bool]:
+    """For each group of arrays whether every process brings the same values. All processes must call."""
+    sums = []
+    for group in groups:
+        total = 0
+        for x in group:
+            total = _checksum(_data(x), total)
+        sums.append(total)
+    return [bool(np.all(column == column[0])) for column in _gathered(sums).T] if groups else []
 
 
 def check_same_program(lowered: jax.stages.Lowered, *, where: str) -> None:
@@ -170,6 +182,10 @@ def _data(leaf) -> np.ndarray:
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf)
+
+
+def _checksum(x: np.ndarray, start: int = 0) -> int:
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, start)
 
 
 def _gathered(numbers: list[int]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,11 @@ from jzero.layout.specs import P, make_spec, spec_entries
 Keys = tuple[str, ...]
 
 
+def named_by(keys: Keys, params: Mapping[Keys, Layout]) -> Iterator[Layout]:
+    """The params whose path this one ends with, the longest path first; that of a bare array is empty."""
+    return (params[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in params)
+
+
 def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
     """The layout of a leaf of the optimizer state and the shape in which it is stored; it may be given padded.
 
@@ -22,10 +27,9 @@ def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[i
     extra leading dims (a history of params) stay whole.
     """
     shape = tuple(np.shape(leaf))
-    for start in range(len(keys) + 1):
-        x = plan.by_keys.get(keys[start:])
-        extra = len(shape) - len(x.shape) if x is not None and x.shape else 0
-        if x is not None and extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
+    for x in named_by(keys, plan.by_keys):
+        extra = len(shape) - len(x.shape) if x.shape else 0
+        if extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
             spec = make_spec([()] * extra + spec_entries(x.state, len(x.shape))) if extra else x.state
             return spec, (*shape[:extra], *x.state_shape)
     return _own_form(shape, leaf.dtype, plan)
@@ -46,5 +50,4 @@ def _own_form(shape: tuple[int, ...], dtype, plan: Any) -> tuple[PartitionSpec, 
 def copies(tree: Any, params: Mapping[Keys, Layout]) -> list[Layout | None]:
     """For each leaf of a tree the param whose shape it has and whose path its own ends with, else None."""
     flat = [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
-    found = [(next((params[k[i:]] for i in range(len(k)) if k[i:] in params), None), s) for k, s in flat]
-    return [x if x is not None and x.shape == s else None for x, s in found]
+    return [next((x for x in named_by(k, params) if x.shape == s), None) for k, s in flat]

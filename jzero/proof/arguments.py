@@ -121,13 +121,13 @@ def _refuse(elsewhere, uneven, *, count: int) -> None:
         )
 
 
-def argument_bytes(compiled: jax.stages.Compiled, kind_of: Callable[[str], str]) -> dict[str, int]:
+def argument_bytes(compiled: jax.stages.Compiled, kind_of: Callable[..., str]) -> dict[str, int]:
     """Device bytes of the arguments by kind.
 
     Args:
       compiled: a compiled program.
       kind_of: `params`, `opt_state` or `rest` for the path of an argument's leaf, as
-        `jax.tree_util.keystr` prints it (`[0][0].params['w']`: args, first argument, ...).
+        `jax.tree_util.keystr` prints it (`[0][0].params['w']`: args, first argument, ...), and its shape.
 
     Returns:
       Bytes by kind, leaves in host memory and arguments the program does not use left out.
@@ -136,7 +136,7 @@ def argument_bytes(compiled: jax.stages.Compiled, kind_of: Callable[[str], str])
     for path, info, sharding in argument_shardings(compiled):
         if sharding is not None and sharding.memory_kind != "pinned_host":
             size = math.prod(sharding.shard_shape(info.shape))
-            totals[kind_of(jax.tree_util.keystr(path))] += size * info.dtype.itemsize
+            totals[kind_of(jax.tree_util.keystr(path), tuple(info.shape))] += size * info.dtype.itemsize
     return totals
 
 

@@ -17,6 +17,7 @@ from jzero.comm.weights import WeightGather
 from jzero.core.compile_only import traced_with_update
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.specs import entry_axes, shard_factor
+from jzero.layout.state_layouts import named_by
 from jzero.proof.arguments import argument_shardings
 from jzero.proof.collectives import Site, find_collectives
 from jzero.proof.groups import axes_of
@@ -135,9 +136,13 @@ class Evidence:
         for at, keys in enumerate(outs):
             for cut in range(min(3, len(keys))):
                 by_end[keys[cut:]].append(at)
+        alone = self.plan.by_keys.get(())  # params that are a bare array have no name, and come back at the top
+        if alone is not None:
+            sizes = (alone.shape, self.plan.param_sharding(alone).shard_shape(alone.shape))
+            by_end[()] = [i for i, keys in enumerate(outs) if len(keys) < 3 and shapes[i].dims in sizes]
         found, taken = dict[tuple[str, ...], tuple[int, bool]](), set[int]()
         for keys in sorted(paths, key=len, reverse=True):  # a bare tree ends as `state.params` does: it comes later
-            ends = (by_end.get(keys) or by_end.get(keys[2:], [])) if len(keys) > 2 else []
+            ends = (len(keys) > 2 and by_end.get(keys)) or by_end.get(keys[2:], [])
             at = next((i for i in ends if i not in taken), None)
             if at is not None:
                 taken.add(at)
@@ -382,8 +387,7 @@ def layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
     }  # a statistic is shaped like a bias
     found: list[Layout | None] = []
     for keys, shape in zip(paths, shapes, strict=True):
-        ends = (by_keys.get(keys[cut:]) for cut in range(2, len(keys)))
-        x = next((x for x in ends if x is not None and shape in (x.shape, x.state_shape)), None)
+        x = next((x for x in named_by(keys[2:], by_keys) if shape in (x.shape, x.state_shape)), None)
         if x is None and "states" in keys:
             x = by_shape.get(shape)
         found.append(x)
@@ -392,7 +396,8 @@ def layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
 
 def prefix(keys: tuple[str, ...], x: Layout) -> tuple[str, ...]:
     """The path of the tree that a copy of a param stands in."""
-    return keys[: -len(x.keys)] if keys[-len(x.keys) :] == x.keys else keys[:-1]
+    above = len(keys) - len(x.keys)
+    return keys[:above] if keys[above:] == x.keys else keys[:-1]
 
 
 def home_of_params(paths, layouts, plan: Plan) -> tuple[str, ...] | None:

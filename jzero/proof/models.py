@@ -18,6 +18,7 @@ from typing import Any
 from jzero.core.errors import listing
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.specs import shard_factor
+from jzero.layout.state_layouts import named_by
 from jzero.sharding import Plan
 
 Keys = tuple[str, ...]
@@ -93,8 +94,7 @@ def _has_params(rows: Sequence[Row], plan: Plan, *, by_name: bool) -> bool:
     """True where some leaf has the shape of a param, and with `by_name` its name."""
     for path, info, _ in rows:
         keys, shape = path_keys(path), tuple(info.shape)
-        named = (plan.by_keys.get(keys[cut:]) for cut in range(2, len(keys)))
-        alike = [x for x in named if x is not None] if by_name else plan.layouts
+        alike = named_by(keys[2:], plan.by_keys) if by_name else plan.layouts
         if any(shape in (x.shape, x.state_shape) for x in alike):
             return True
     return False

@@ -173,7 +173,7 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
     return Wire(by_op, by_axis, by_phase, psi_bytes)
 
 
-def _memory(compiled, kind_of: Callable[[str], str] | None) -> Memory | None:
+def _memory(compiled, kind_of: Callable[..., str] | None) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from functools import partial
 
@@ -161,6 +162,127 @@ def test_keys_scalars_and_arrays_on_the_mesh_are_left_alone(mesh):
     abstract = run.trace(*given[:6], jax.ShapeDtypeStruct(X.shape, X.dtype), {"mask": None})
     shardings = abstract.lower().compile().input_shardings[0]
     assert shardings[6].spec == P("data")
+
+
+def test_a_batch_with_the_name_and_shape_of_a_param_is_split(mesh):
+    """A copy of params has all of them; what may be either is refused, and each remedy works."""
+    params = {"x": jnp.ones((64, 32)), "b": jnp.zeros(32)}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+    run = jzero.jit(lambda *args: args, plan, donate_argnums=())
+    x, y = np.ones((64, 32), np.float32), np.ones(64, np.float32)
+    out = run(params, {"x": x, "y": y}, {"avg": params, "y": y})
+    assert [a.sharding.spec for a in jax.tree.leaves(out)] == [P(), P(), *[P("data")] * 2, P(), P(), P("data")]
+    with pytest.raises(ValueError, match=r"(?s)argument 1 is on no mesh.*\[1\]\['x'\]  f32\[64,32\].*place_batch"):
+        run(params, {"x": x})
+    assert run(params, plan.place_batch({"x": x}))[1]["x"].sharding.spec == P("data")
+    assert run(params, jax.device_put({"x": x}, plan.sharding(P())))[1]["x"].sharding.spec == P()
+    as_list = jzero.make_plan([jnp.ones((64, 32)), jnp.zeros(32)], stage=2, mesh=mesh, min_shard_bytes=0)
+    out = jzero.jit(lambda *args: args, as_list, donate_argnums=())([jnp.ones((64, 32)), jnp.zeros(32)], (x, y))
+    assert [a.sharding.spec for a in out[1]] == [P("data")] * 2
+    one = jzero.make_plan({"x": x}, stage=2, mesh=mesh, min_shard_bytes=0)
+    run = jzero.jit(lambda *args: args, one, donate_argnums=())
+    assert run(one.place({"x": x}), {"x": x, "y": y})[1]["x"].sharding.spec == P("data")
+    with pytest.raises(ValueError, match="it may be params or a batch"):
+        run(one.place({"x": x}), {"x": x})
+
+
+def reference_step(ref, state, batch):
+    """A frozen reference of the same form: its outputs are targets."""
+
+    def loss_fn(params):
+        out, target = (s.apply_fn({"params": p}, batch["x"]) for s, p in ((state, params), (ref, ref.params)))
+        return jnp.mean((out - target - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def finite_step(ref, state, batch):
+    """The same; the update is skipped where the loss is not finite."""
+    new, loss = reference_step(ref, state, batch)
+    return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(loss), a, b), new, state), loss
+
+
+def scanned_step(ref, state, batch):
+    """Two steps in a scan, the reference carried along."""
+
+    def body(carry, _):
+        ref, state = carry
+        state, loss = jax.lax.cond(jnp.sum(ref.step) == 0, reference_step, reference_step, ref, state, batch)
+        return (ref, state), loss
+
+    (_, state), losses = jax.lax.scan(body, (ref, state), length=2)
+    return state, losses[-1]
+
+
+@pytest.mark.parametrize("step", [reference_step, finite_step, scanned_step])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_of_two_states_of_one_form_the_one_that_is_trained_is_donated(step, explicit, mesh):
+    types = (jax.sharding.AxisType.Explicit,) if explicit else None
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), types)) if explicit else contextlib.nullcontext():
+        ref, state = (jzero.shard(create_small(TX), stage=2, min_shard_bytes=0) for _ in range(2))
+        train, before = jzero.jit(step, jzero.plan_of(state)), state
+        for i in range(2):
+            state, loss = train(ref, state, make_batch(i))
+        assert alive(ref)
+        assert gone(before)
+        plain, plain_ref = create_small(TX), create_small(TX)
+        for i in range(2):
+            plain, want = jax.jit(step)(plain_ref, plain, make_batch(i))
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+
+
+def test_arguments_that_share_donated_arrays_are_refused(mesh):
+    """JAX 0.10 crashes there on the CPU."""
+    state = jzero.shard(create_small(TX), stage=2, mesh=mesh, min_shard_bytes=0)
+    train = jzero.jit(reference_step, jzero.plan_of(state))
+    with pytest.raises(RuntimeError, match=r"arguments 0 and 1 share an array.*jax\.tree\.map\(jnp\.copy, x\)"):
+        train(state, state, make_batch())
+    train(jax.tree.map(jnp.copy, state), state, make_batch())
+
+
+def test_a_target_network_is_donated_if_it_is_returned(mesh):
+    """By its own step count; with the other way round the arguments, by name and with a static one too."""
+    target, online = (jzero.shard(create_small(TX), stage=2, mesh=mesh, min_shard_bytes=0) for _ in range(2))
+
+    def polyak(rate, target, online):
+        mix = jax.tree.map(lambda a, b: rate * a + (1 - rate) * b, target.params, online.params)
+        return target.replace(params=mix)
+
+    new = jzero.jit(polyak, jzero.plan_of(online), static_argnums=0)(0.5, target, online)
+    assert gone(target)
+    assert alive(online)
+    jzero.jit(polyak, jzero.plan_of(online), static_argnames="rate")(0.5, online=online, target=new)
+    assert gone(new)
+    assert alive(online)
+    both = jzero.shard(create_small(TX), stage=2, mesh=mesh, min_shard_bytes=0)
+    jzero.jit(lambda a, b: (b, a), jzero.plan_of(online))(both, online)
+    assert gone(both)
+    assert gone(online)
+
+
+def test_params_of_two_networks_are_not_donated_without_being_named(mesh):
+    """Both are in every new param, and nothing else tells them apart."""
+    plan, update, params, opt_state = bare(mesh)
+    target = jax.tree.map(jnp.copy, params)
+
+    def step(target, params, opt_state, batch):
+        return update(jax.tree.map(lambda a, b: (a + b) / 2, target, params), opt_state, batch, 1.0)[1]
+
+    batch = np.ones((16, 64), np.float32)
+    train = jzero.jit(step, plan)
+    with pytest.warns(UserWarning, match=r"arguments 0, 1 have the same.*one such tree.*donate_argnums=") as found:
+        new, state = train(target, params, opt_state, batch)
+    assert found[0].filename == __file__
+    assert len(found) == 1
+    assert alive((target, params))
+    assert gone(opt_state)
+    new2, state = train(target, new, state, batch)  # warns no more
+    named = jzero.jit(step, plan, donate_argnums=(1, 2))
+    new3, _ = named(target, new2, state, batch)
+    assert alive(target)
+    assert gone(new2)
+    assert alive(new3)
 
 
 def pair(mesh, tx=TX):

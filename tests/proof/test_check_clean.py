@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import QUICK, gpt_loss, gpt_step, small_gpt, small_state, tokens
@@ -115,3 +116,29 @@ def test_micro_batches_are_still_found_in_a_scan_of_steps(unroll):
     compiled, plan = in_a_scan(2, True, unroll, step)
     found = {f.kind: f.text for f in jzero.findings(compiled, plan)}
     assert "reduced 4.0 times in a step" in found["reduction_per_microbatch"]
+
+
+def test_clean_params_of_one_bare_array():
+    """A leaf without a name is a param, comes back, and is donated."""
+    mesh = jzero.pod("h200").mesh({"data": 8})
+    shape = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    plan = jzero.make_plan(shape, stage=2, mesh=mesh, min_shard_bytes=0)
+    tx = jzero.zero(optax.adamw(1e-3), plan)
+    state = jax.eval_shape(tx.init, plan.shapes)
+    shardings = [*plan.state_shardings(state.inner), plan.sharding(plan.layouts[0].state)]
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        for x, s in zip(jax.tree.leaves(state), shardings, strict=True)
+    ]
+    state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
+    compiled = jzero.pod("h200").compile(jzero.jit(step, plan, compiler_options=QUICK), plan.shapes, state, x)
+    assert jzero.findings(compiled, plan) == ()
+    memory = jzero.explain(compiled, plan).memory
+    assert (memory.params, memory.rest) == (2 * 1024 * 512, 2 * 64 * 1024 // 8 + 4)  # x, and the count

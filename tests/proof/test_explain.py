@@ -183,7 +183,7 @@ def test_host_arguments_are_no_device_bytes():
         return w + jax.device_put(m, here)
 
     compiled = target.compile(step, abstract(mesh, "data"), moment)
-    split = argument_bytes(compiled, lambda path: "params" if path == "[0][0]" else "opt_state")
+    split = argument_bytes(compiled, lambda path, _: "params" if path == "[0][0]" else "opt_state")
     assert split == {"params": WEIGHT // 8, "opt_state": 0, "rest": 0}
     report = explain(compiled)
     assert report.memory is not None
