@@ -107,7 +107,7 @@ class GatherOnUse:
     def _evaluate(self, fn, params, args, kwargs):
         """`fn(params, args, kwargs)` with the gather rule, where there is something to gather or to reduce."""
         reads = not _tracing.value and self.plan.config.row.state
-        if reads and self.plan.config.updates_outside:
+        if reads and self.plan.config.updates_outside and not in_shard_map():  # which reduces by itself
             leaves, tree = jax.tree.flatten(params)
             layouts = self._layouts(params, required=False)
             params = tree.unflatten(comm_of(self.plan).gradients.where_they_leave(leaves, layouts))

@@ -12,7 +12,7 @@ it; the first takes `jax.shard_map`, where a gradient is a device's own until it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jzero.comm.reduce_scatter import batch_axes, of_batch, sum_over_devices
 from jzero.core.errors import counted, division, is_array, listing, shown, typed_shape
 from jzero.core.jaxprs import split_arrays
 from jzero.gather.transform import as_written, gather_on_use
-from jzero.gradients.batch_independence import check_examples_apart
+from jzero.gradients.batch_independence import Loss
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P, make_spec
@@ -74,8 +74,8 @@ class Accumulation:
             "leaves that are no batch belong in an argument that batch_argnums leaves out."
         )
 
-    def check_examples(self, fn, params, args) -> None:
-        """Refuses losses that micro-batches would change, and aux with one value per example."""
+    def check_loss(self, fn, params, args, *, coupled: bool) -> list[bool]:
+        """Whether the loss and each leaf of aux are sums over examples; refuses what micro-batches would change."""
         parts = self.accumulate * (self.plan.batch_parts if self.mode == "step" else 1)
 
         def shape(x):
@@ -84,16 +84,18 @@ class Accumulation:
 
         batch = [i - 1 for i in self.batch_argnums]
         args = tuple(jax.tree.map(shape, arg) if i in batch else arg for i, arg in enumerate(args))
+        rngs = [i - 1 for i in self.rng_argnums]
         with as_written():
-            check_examples_apart(fn, params, args, batch=batch, weighted=self.weight is not None)
+            loss = Loss(fn, params, args, batch=batch, rngs=rngs, weighted=self.weight is not None)
+            return loss.check(coupled=coupled)
 
-    def __call__(self, fn: Callable[..., Any], params, args):
-        """(loss, aux, grads) of `fn(params, args) -> (loss, aux)` on the whole batch."""
-        return (self._reduced_once if self.mode == "step" else self._reduced_in_each)(fn, params, args)
+    def __call__(self, fn: Callable[..., Any], params, args, sums: Sequence[bool]):
+        """(loss, aux, grads) of `fn(params, args) -> (loss, aux)` on the whole batch; `sums` as `check_loss` returns it."""
+        return (self._reduced_once if self.mode == "step" else self._reduced_in_each)(fn, params, args, *_means(sums))
 
     # --- one reduction after the loop -----------------------------------------------------------------------
 
-    def _reduced_once(self, fn, params, args):
+    def _reduced_once(self, fn, params, args, mean, mean_aux):
         """(loss, aux, grads), with one reduction after the loop: see [Note: one reduction or many]."""
         plan, axes = self.plan, batch_axes(self.plan)
         arrays, merged = zip(*map(split_arrays, args), strict=True)
@@ -108,10 +110,10 @@ class Accumulation:
             parts = self._micro_batches(args, local_index=index)
             total, loss, aux, sums = self._loop(fn, params, *parts, pin=lambda x: x)
             total = sum_over_devices(total, plan)
-            scaled = [s / total for s in sums]
+            scaled = [mean(s, total) for s in sums]
             grads = [self._reduced(g, *row) for g, row in zip(scaled, rows, strict=True)]
-            aux = jax.tree.map(lambda x: _mean_over_devices(x, total, plan), aux)
-            return sum_over_devices(loss, plan) / total, aux, grads
+            aux = mean_aux(jax.tree.map(lambda x: sum_over_devices(x, plan), aux), total)
+            return mean(sum_over_devices(loss, plan), total), aux, grads
 
         run = jax.shard_map(
             local, mesh=typed_mesh(plan.array_mesh), in_specs=(P(), specs),
@@ -137,7 +139,7 @@ class Accumulation:
 
     # --- a reduction in every micro-batch -------------------------------------------------------------------
 
-    def _reduced_in_each(self, fn, params, args):
+    def _reduced_in_each(self, fn, params, args, mean, mean_aux):
         """(loss, aux, grads), with a reduction in every micro-batch."""
         plan = self.plan
 
@@ -153,11 +155,10 @@ class Accumulation:
 
         total, loss, aux, sums = self._loop(lambda p, a: gathering(p, *a), params, *parts, pin=pin)
         if plan.config.params_on_host:
-            grads = mapped(lambda total, s: s / total, [sums], plan, scalars=[total], in_place=True)
+            grads = mapped(lambda total, s: mean(s, total), [sums], plan, scalars=[total], in_place=True)
         else:
-            grads = [cut(s / total, x.shape, x.grad, plan) for s, x in zip(sums, plan.layouts, strict=True)]
-        aux = jax.tree.map(lambda x: x / total if jnp.issubdtype(x.dtype, jnp.inexact) else x, aux)
-        return loss / total, aux, jax.tree.structure(params).unflatten(grads)
+            grads = [cut(mean(s, total), x.shape, x.grad, plan) for s, x in zip(sums, plan.layouts, strict=True)]
+        return mean(loss, total), mean_aux(aux, total), jax.tree.structure(params).unflatten(grads)
 
     def _sum_shape(self, x: Layout) -> tuple[int, ...]:
         return x.state_shape if self.mode == "microbatch" and x.grad != x.used else x.shape
@@ -244,7 +245,15 @@ def _weighted(aux, w):
     )
 
 
-def _mean_over_devices(x, total, plan: Plan):
-    """A leaf of aux, summed over devices; a floating one divided by the sum of the weights."""
-    x = sum_over_devices(x, plan)
-    return x / total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+def _means(sums: Sequence[bool]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """What becomes of a sum over micro-batches, given the sum of their weights: of the loss, and of a tree of aux."""
+
+    def mean(x, total, is_sum=sums[0]):
+        return x if is_sum else x / total.astype(x.dtype)
+
+    def mean_aux(aux, total):
+        leaves, tree = jax.tree.flatten(aux)
+        rows = zip(leaves, sums[1:], strict=True)
+        return tree.unflatten([mean(x, total, s or not jnp.issubdtype(x.dtype, jnp.inexact)) for x, s in rows])
+
+    return mean, mean_aux

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,46 +11,112 @@ import jax
 import numpy as np
 
 from jzero.core import jaxprs
+from jzero.core.errors import listing
 from jzero.gradients.coupling import CONST, Kind, Mixed, Ratio, Rows, Total, Unknown, kinds_of_results
+from jzero.gradients.growth import MIXED, Growth, growths
+from jzero.gradients.random_draws import shared_draws
+
+_SUBJECT = "jzero.value_and_grad: the loss"
 
 
-def check_examples_apart(
-    fn: Callable[..., Any],
-    params: Any,
-    args: Sequence[Any],
-    *,
-    batch: Sequence[int],
-    weighted: bool,
-) -> None:
-    """Refuses a loss that micro-batches would change.
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss as micro-batches take it, for checks before any of them runs.
 
-    Args:
+    Attributes:
       fn: `fn(params, args) -> (loss, aux)`.
       params, args: arrays or ShapeDtypeStructs, batch leaves with the rows of a micro-batch.
       batch: positions in `args` whose leaves have examples along dim 0.
+      rngs: positions in `args` of keys, one for each part of the batch.
       weighted: micro-batches are weighted by what their mean divides by.
-
-    Raises:
-      ValueError: the loss couples examples, is a ratio of sums and not weighted, or aux has one value per example.
     """
-    arrays, merged = jaxprs.split_arrays((params, tuple(args)))
-    kinds: list[Kind] = [CONST] * len(jaxprs.split_arrays(params)[0])
-    for i, arg in enumerate(args):
-        kinds += [Rows(0) if i in batch else CONST for _ in jaxprs.split_arrays(arg)[0]]
-    examples = next(x.shape[0] for i in batch for x in jaxprs.split_arrays(args[i])[0])
 
-    def flat(*arrays):
-        loss, aux = fn(*merged(arrays))
-        _refuse_rows_in_aux(aux, examples)
-        return [loss]
+    fn: Callable[..., Any]
+    params: Any
+    args: Sequence[Any]
+    batch: Sequence[int]
+    rngs: Sequence[int]
+    weighted: bool
 
-    jaxpr, _ = jaxprs.trace(flat, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
-    if examples > 1:  # one example looks like a dim of size 1, and cannot be coupled with itself
-        _refuse(kinds_of_results(jaxpr, kinds)[0], weighted)
+    def check(self, *, coupled: bool) -> list[bool]:
+        """Refuses what micro-batches would change; else whether the loss, and each leaf of aux, is a sum over examples.
+
+        Args:
+          coupled: a loss that couples examples is taken as it is.
+
+        Raises:
+          ValueError: the loss couples examples, is a ratio of sums and not weighted, neither a mean nor a sum, or
+            draws random numbers of a key that all parts share; or aux has one value per example.
+        """
+        arrays, merged = jaxprs.split_arrays((self.params, tuple(self.args)))
+        rows = [False] * len(jaxprs.split_arrays(self.params)[0])
+        keys, names = list(rows), ["params"] * len(rows)
+        for i, arg in enumerate(self.args):
+            leaves = jaxprs.split_arrays(arg)[0]
+            rows += [i in self.batch] * len(leaves)
+            keys += [i in self.rngs] * len(leaves)
+            names += [f"argument {i + 1}"] * len(leaves)
+        examples = next(x.shape[0] for x, r in zip(arrays, rows, strict=True) if r)
+
+        def flat(*arrays):
+            loss, aux = self.fn(*merged(arrays))
+            leaves = jax.tree_util.tree_leaves_with_path(aux)
+            shapes[:] = [(k, np.shape(x)) for k, x in leaves]
+            return [loss, *(x for _, x in leaves)]
+
+        def traced(times: int):
+            shape = [(times * x.shape[0], *x.shape[1:]) if r else x.shape for x, r in zip(arrays, rows, strict=True)]
+            return jaxprs.trace(flat, *(jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shape, arrays, strict=True)))
+
+        shapes: list[Any] = []
+        small = traced(1)
+        _refuse_rows_in_aux(shapes, examples)
+        if examples > 1 and not coupled:  # one example looks like a dim of size 1, and cannot be coupled with itself
+            _refuse(kinds_of_results(small[0], [Rows(0) if r else CONST for r in rows])[0], self.weighted)
+        try:
+            small, large = small if examples > 1 else traced(2), traced(2 if examples > 1 else 4)
+        except Exception:  # of the function itself, which knows one size of batches alone
+            grown: list[Growth] = [None] * (len(shapes) + 1)
+        else:
+            drawn = shared_draws(small[0], large[0], lambda i: rows[i] or keys[i])
+            _refuse_draws(drawn, names)
+            grown = growths(small, large)
+        return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1:])]
+
+    def _is_sum(self, grown: Growth, coupled: bool) -> bool:
+        """Whether the loss is one; raises ValueError where it is neither a sum nor a mean."""
+        if grown == 2.0 and not self.weighted:
+            return True
+        if grown != 1.0 and not coupled and (grown or not self.weighted):
+            what = {
+                2.0: "is a sum over examples, and weight= is for means",
+                MIXED: "adds up what grows with the batch (a sum over examples) and what does not (an L2 term, a mean)",
+                None: "is neither a mean over examples nor a sum of them, as far as jzero can tell from its trace",
+            }.get(grown, f"becomes {grown} times as large when a batch has every example twice")
+            raise ValueError(
+                f"{_SUBJECT} {what}. Micro-batches of a mean are averaged, those of a sum are summed. Divide the sum by "
+                "the number of examples; for a mean over something else pass weight=lambda batch: ..., the number that "
+                "it divides by (1.0 if micro-batches count alike). Or take the whole batch at once: accumulate=1 and "
+                'reduce="microbatch".'
+            )
+        return False
 
 
-def _refuse_rows_in_aux(aux: Any, examples: int) -> None:
-    shapes = [(k, np.shape(x)) for k, x in jax.tree_util.tree_leaves_with_path(aux)]
+def _refuse_draws(drawn: Sequence[tuple[str, frozenset[int]]], names: Sequence[str]) -> None:
+    if not drawn:
+        return
+    rows = [
+        (place, " and ".join(sorted({names[i] for i in sources})) or "a key that the loss closes over or makes itself")
+        for place, sources in drawn
+    ]
+    raise ValueError(
+        f"{_SUBJECT} draws random numbers for each example from a key that is the same for all parts of the batch, which "
+        f"would all get the same numbers:\n{listing([('drawn at', 'key from'), *rows])}\nPass the key as an argument of "
+        "the loss and name its position: rng_argnums=2 for loss(params, batch, key)."
+    )
+
+
+def _refuse_rows_in_aux(shapes: Sequence[tuple[Any, tuple[int, ...]]], examples: int) -> None:
     per_example = [f"{jax.tree_util.keystr(k)} {s}" for k, s in shapes if s and s[0] == examples]
     if per_example:
         raise ValueError(
@@ -59,22 +126,21 @@ def _refuse_rows_in_aux(aux: Any, examples: int) -> None:
 
 
 def _refuse(kind: Kind, weighted: bool) -> None:
-    subject = "jzero.value_and_grad: the loss"
     if isinstance(kind, Mixed) or (isinstance(kind, Total) and kind.clipped) or isinstance(kind, Rows):
         where = getattr(kind, "where", "at its end")
         raise ValueError(
-            f"{subject} couples examples ({where}): on micro-batches, or on one device's part of them, it is another "
+            f"{_SUBJECT} couples examples ({where}): on micro-batches, or on one device's part of them, it is another "
             "loss than on the whole batch. BatchNorm and contrastive losses do so. Use accumulate=1, or "
             'coupled="allow" to take the loss of each micro-batch as it is.'
         )
     if isinstance(kind, Ratio) and not weighted:
         raise ValueError(
-            f"{subject} is a sum over examples divided by another (a mean over tokens that are not padding): the mean "
+            f"{_SUBJECT} is a sum over examples divided by another (a mean over tokens that are not padding): the mean "
             "of such means is not the mean of all. Pass weight=lambda batch: batch['mask'].sum(), what it divides by."
         )
     if isinstance(kind, Unknown):
         warnings.warn(
-            f"{subject} could not be checked for examples that depend on each other ({kind.where}); micro-batches are "
+            f"{_SUBJECT} could not be checked for examples that depend on each other ({kind.where}); micro-batches are "
             "right where they do not.",
             stacklevel=6,
         )

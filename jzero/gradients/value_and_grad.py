@@ -47,14 +47,15 @@ def value_and_grad(
     summed in fp32. At stage 3 weights are gathered where they are used (`gather_on_use`) in each of them.
 
     Args:
-      loss_fn: `loss_fn(params, batch, ...)`, a scalar that is a mean over examples, or (loss, aux).
+      loss_fn: `loss_fn(params, batch, ...)`, a scalar, or (loss, aux). Micro-batches of a mean over examples are averaged,
+        those of a sum are summed; which one it is, is found by tracing the loss with two batch sizes.
       plan: of the params.
       accumulate: number of micro-batches.
-      has_aux: `loss_fn` returns (loss, aux). Over micro-batches floating aux leaves are averaged like the loss
-        and integer ones summed.
+      has_aux: `loss_fn` returns (loss, aux). Over micro-batches integer leaves of aux and sums over examples are
+        summed, all others averaged.
       batch_argnums: positions of the arguments whose leaves have the batch as dim 0; params are position 0.
       rng_argnums: positions of random keys; each micro-batch gets its own (`fold_in` of its number), and with
-        reduce="step" each device as well.
+        reduce="step" each device as well. Numbers for each example that come from any other key are refused.
       weight: `weight(batch)`, the sum of the weights that a micro-batch's loss is a mean over (tokens that are
         not padding), called like `loss_fn` without params. None: micro-batches count the same. With it the result
         is the one-batch mean, and a micro-batch of weight 0 counts nothing, whatever its loss.
@@ -62,7 +63,7 @@ def value_and_grad(
         "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" then hands over the
         sums in it, "microbatch" (stages 2 and 3) reduces bucket by bucket and rounds the sums to the params' dtype.
       coupled: a loss that couples examples (BatchNorm, contrastive) is another one on micro-batches. "refuse" it,
-        told from its jaxpr, or "allow" the loss of each micro-batch (with reduce="step": of each device's part).
+        found by tracing it, or "allow" the loss of each micro-batch (with reduce="step": of each device's part).
       scale: a `jzero.LossScale` (or a number) for fp16: the loss is multiplied by it and the gradients are divided by
         it, in fp32, on their shards, after they are reduced in the dtype of the params.
 
@@ -74,7 +75,8 @@ def value_and_grad(
     Raises:
       TypeError, ValueError: from here: wrong kinds, an unknown `reduce`, "step" at stage 3. From the function:
         params that the plan was not made for, a batch that devices x micro-batches do not divide, aux with one
-        value per example, a loss that couples examples (BatchNorm, contrastive).
+        value per example, a loss that couples examples (BatchNorm, contrastive), that is neither a mean nor a sum over
+        them, or that draws numbers for each of them from a key that is not split.
 
     Layout:
       params: stored; batch: split over the batch axes; grads: reduce="step" `Layout.state`, else `Layout.grad`.
@@ -172,9 +174,8 @@ class _ValueAndGrad:
             )(params, *args)
         else:
             self.accumulation.check_batch(args)
-            if not self.coupled:
-                self.accumulation.check_examples(fn, params, args)
-            loss, aux, grads = self.accumulation(fn, params, args)
+            sums = self.accumulation.check_loss(fn, params, args, coupled=self.coupled)
+            loss, aux, grads = self.accumulation(fn, params, args, sums)
         if self.scale is not None:
             loss, grads = self._unscaled(loss, grads)
         return ((loss, aux), grads) if self.has_aux else (loss, grads)

@@ -362,3 +362,105 @@ def test_bad_arguments(mesh):
         ValueError, match=r"name argument 2, but the function was called with params and 1 more"
     ):
         jzero.value_and_grad(loss, plan, accumulate=2, rng_argnums=2)(state.params, placed)
+
+
+SUMS = {
+    "sum": lambda p, b: jnp.sum(_out(p, b) ** 2),
+    "3 * mean": lambda p, b: 3 * jnp.mean(_out(p, b) ** 2),
+    "0.75 * sum": lambda p, b: 0.75 * jnp.sum(_out(p, b)),
+    "sum of losses by arange": lambda p, b: -jnp.log(_out(p, b) ** 2)[jnp.arange(b["y"].shape[0]), b["y"]].sum(),
+    "sum / size": lambda p, b: jnp.sum(_out(p, b)) / b["x"].shape[0],
+    "sum / counted": lambda p, b: jnp.sum(_out(p, b)) / jnp.ones(b["x"].shape[0]).sum(),
+    "mean + L2": lambda p, b: jnp.mean(_out(p, b)) + 0.1 * jnp.sum(p["w"] ** 2),
+    "remat": lambda p, b: jax.checkpoint(lambda p: jnp.sum(_out(p, b)))(p),
+    "cond": lambda p, b: jax.lax.cond(p["w"][0, 0] > 0, lambda: jnp.sum(_out(p, b)), lambda: _out(p, b).sum() / 2),
+    "map": lambda p, b: jax.lax.map(lambda x: jnp.sum(jnp.tanh(x @ p["w"])), b["x"]).mean(),
+}
+
+
+def _out(p, b):
+    return jnp.tanh(b["x"] @ p["w"])
+
+
+def _sum_case(stage):
+    params = {"w": jnp.asarray(np.random.default_rng(3).standard_normal((16, 4)), jnp.float32)}
+    plan = jzero.make_plan(params, stage=stage, min_shard_bytes=0)
+    rows = np.random.default_rng(4).standard_normal((16, 16)).astype(np.float32)
+    return params, plan, {"x": rows, "y": np.arange(16) % 4}
+
+
+@pytest.mark.filterwarnings("ignore:jzero.value_and_grad. the loss could not be checked")
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_examples_is_summed_and_a_mean_averaged(name, stage):
+    params, plan, b = _sum_case(stage)
+    want = jax.value_and_grad(SUMS[name])(params, b)
+    got = jax.jit(jzero.value_and_grad(SUMS[name], plan, accumulate=2))(plan.place(params), plan.place_batch(b))
+    assert models.max_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("weight", [None, lambda b: 1.0])
+def test_neither_a_sum_nor_a_mean_is_refused_and_the_remedies_work(weight):
+    params, plan, b = _sum_case(2)
+    b = plan.place_batch(b)
+
+    def loss(p, b):
+        return jnp.sum(_out(p, b) ** 2) + 0.1 * jnp.sum(p["w"] ** 2)
+
+    with pytest.raises(ValueError, match=r"adds up what grows with the batch .*accumulate=1 and reduce="):
+        jzero.value_and_grad(loss, plan, accumulate=2, weight=weight)(params, b)
+    whole = jzero.value_and_grad(loss, plan, accumulate=1, reduce="microbatch")
+    assert models.max_error(jax.jit(whole)(params, b), jax.value_and_grad(loss)(params, b)) < 1e-5
+
+    def of_examples(p, b):
+        return jnp.sum(_out(p, b) ** 2) / b["x"].shape[0] + 0.1 * jnp.sum(p["w"] ** 2)
+
+    got = jax.jit(jzero.value_and_grad(of_examples, plan, accumulate=2))(params, b)
+    assert models.max_error(got, jax.value_and_grad(of_examples)(params, b)) < 1e-5
+
+
+def test_aux_that_is_a_sum_over_examples_is_summed():
+    params, plan, b = _sum_case(1)
+
+    def loss(p, b):
+        out = _out(p, b)
+        return jnp.mean(out), {"sum": jnp.sum(out), "mean": jnp.mean(out), "right": jnp.sum(out > 0)}
+
+    got = jax.jit(jzero.value_and_grad(loss, plan, accumulate=2, has_aux=True))(params, plan.place_batch(b))
+    assert models.max_error(got, jax.value_and_grad(loss, has_aux=True)(params, b)) < 1e-5
+
+
+KEY = jax.random.key(5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys", "named"),
+    [
+        (lambda p, b, k: _dropped(p, b, k), (KEY,), r"argument 2"),
+        (lambda p, b, k: _dropped(p, b, k), (jax.random.PRNGKey(5),), r"argument 2"),
+        (lambda p, b: _dropped(p, b, KEY), (), r"a key that the loss closes over"),
+        (lambda p, b: _dropped(p, b, jax.random.key(1)), (), r"or makes itself"),
+    ],
+    ids=["typed", "raw", "closed over", "made"],
+)
+def test_numbers_for_each_example_from_a_key_that_is_not_split_are_refused(loss, keys, named):
+    params, plan, b = _sum_case(2)
+    b = plan.place_batch(b)
+    with pytest.raises(ValueError, match=rf"(?s)same for all parts.*test_gradients.py:\d+.*{named}.*rng_argnums=2"):
+        jzero.value_and_grad(loss, plan, accumulate=2)(params, b, *keys)
+    if keys:
+        jax.jit(jzero.value_and_grad(loss, plan, accumulate=2, rng_argnums=2))(params, b, *keys)
+
+
+def _dropped(p, b, key):
+    return jnp.mean(_out(p, b) * jax.random.bernoulli(key, 0.5, (b["x"].shape[0], 4)))
+
+
+def test_numbers_that_all_examples_share_need_no_key_of_their_own():
+    params, plan, b = _sum_case(2)
+
+    def loss(p, b):
+        return jnp.mean((_out(p, b) @ jax.random.normal(KEY, (4, 3))) ** 2)
+
+    got = jax.jit(jzero.value_and_grad(loss, plan, accumulate=2))(params, plan.place_batch(b))
+    assert models.max_error(got, jax.value_and_grad(loss)(params, b)) < 1e-5
