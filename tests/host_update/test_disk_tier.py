@@ -20,7 +20,9 @@ from models import batch, create_state, max_error
 
 import jzero
 from jzero.flax import creation
+from jzero.update.on_host import disk_tier
 from jzero.update.on_host.disk.step import DiskStep
+from jzero.update.on_host.units import Units
 
 SMALL = 64 * 1024  # bytes: leaves are cut into chunks
 
@@ -81,7 +83,11 @@ def test_masters_are_born_a_few_at_a_time(tmp_path, monkeypatch):
     assert all(jnp.any(m != p) for m, p in zip(masters, jax.tree.leaves(got.params), strict=True))  # wider
 
 
-@pytest.mark.default_cases("8-clip", "8-muon", "5-clip", "8-if finite", "8-frozen")
+@pytest.mark.default_cases(
+    "8-clip", "8-muon", "5-clip", "8-if finite", "8-frozen", "8-sm3", "8-dog", "8-dowg", "8-mechanize", "5-numbers",
+    "8-columns",
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:(?s)jzero. Offload.*cannot be added up part by part:UserWarning")
 @pytest.mark.parametrize("name", host.CHAINS)
 @pytest.mark.parametrize("devices", [8, 5])
 def test_any_chain_through_a_small_buffer(tmp_path, name, devices):
@@ -90,13 +96,44 @@ def test_any_chain_through_a_small_buffer(tmp_path, name, devices):
     rng = np.random.default_rng(1)
     grads = [jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), params) for _ in range(3)]
     want, *_ = host.run_chain(name, params, devices, grads, offload=host.HOST)
-    mixes = name in ("muon", "adafactor")  # whole matrices
+    mixes = name in ("muon", "adafactor", "sm3")  # whole matrices
     buffer_bytes = 2**23 if mixes else SMALL * 4 * devices
     got, state, _ = host.run_chain(name, params, devices, grads, offload=disk(tmp_path / "s", buffer_bytes))
     assert max_error(got, want) < 1e-6
     store = state.master.store.store.disk
     assert mixes or len(store.units) >= 4
     assert max(u.nbytes for u in store.units) <= buffer_bytes / 4
+
+
+def test_numbers_that_need_whole_arrays_are_named(tmp_path, monkeypatch):
+    """With their bytes, before the folder is made; and refused where the memory of the host does not hold them."""
+    params = {"large": jnp.ones((256, 256)), "small": jnp.ones(64)}
+    plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=disk(tmp_path / "s", 2**17))
+    tx = jzero.zero(host.numbers(), plan)
+    text = r"(?s)numbers of the update .*up to 524.29 kB .*\n +\['large'\], \['large'\] +524.29 kB +dot_general"
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_tier, "available_memory", lambda: 500_000)
+        with pytest.raises(MemoryError, match=text):
+            tx.init(params)
+    assert not (tmp_path / "s").exists()
+    with pytest.warns(UserWarning, match=text):
+        tx.init(params)
+
+
+def test_what_cannot_run_from_files_is_refused_before_there_are_any(tmp_path, monkeypatch):
+    create = functools.partial(create_state, optax.polyak_sgd(1e-2))
+    with pytest.raises(TypeError, match=r"argument: 'value'. Files are laid out.*Pass Offload\(update=\"host\"\)"):
+        jzero.shard(create, stage=2, offload=disk(tmp_path / "s"))
+    state = jzero.shard(create, stage=2, offload=host.HOST)
+    assert int(state.opt_state.master.generation) == 0
+
+    def broken(self, group, *_):
+        raise KeyError(group)
+
+    monkeypatch.setattr(Units, "_results", broken)
+    with pytest.raises(KeyError):
+        jzero.shard(create_state, stage=2, offload=disk(tmp_path / "s"))
+    assert not (tmp_path / "s").exists()
 
 
 def test_sums_of_micro_batches_fit_the_same_files(tmp_path):

@@ -29,10 +29,10 @@ from jax.experimental import multihost_utils
 
 from jzero.layout.host_mesh import moved
 from jzero.layout.specs import P
-from jzero.update.on_host.disk_tier import joined
 from jzero.update.on_host.handles import Handle, Held, held_in
 from jzero.update.on_host.landing import landed, on_plan, on_shards, whole_once_complete
 from jzero.update.on_host.store import Chain, on_devices, on_host, param_on_host
+from jzero.update.on_host.units import joined
 from jzero.update.zero_state import ZeroState
 
 
