@@ -146,6 +146,18 @@ class DiskTier(Store):
             if at in leaves:
                 yield at, self.arrays[at], None
 
+    def update(self, params, changed, grads, small, extra):
+        """As that of `Store`; after an error the files and this are of the generation before: it can be tried again."""
+        tiny = {at: jax.numpy.copy(self.arrays[at]) for at in self.layout.tiny}
+        try:
+            return (yield from super().update(params, changed, grads, small, extra))
+        except BaseException:
+            if self.disk.generation == self.generation + 1:
+                self.broken, self._waiting, self._read = "", None, {}
+                for at, x in tiny.items():
+                    self.arrays[at] = x
+            raise
+
     def _update(self, params, changed, grads, small, extra):
         units = self.units_for(grads, extra)
         self.layout.check(units)

@@ -25,6 +25,7 @@ from jzero.update.on_host.units import Unit, Units, joined
 from jzero.update.padded_state import cut, pad, pin_state
 from jzero.update.sharded_update import ShardedUpdate, taken_over
 
+RESTORE = "jzero.checkpoint.restore(path, jzero.abstract(create, ...))"
 AHEAD = 2  # units that are dispatched before the new params of the first of them go to the device
 
 
@@ -209,7 +210,7 @@ class Store:
             raise RuntimeError(
                 f"jzero: the update of generation {self.generation} was broken off ({self.broken}), and part of the "
                 "optimizer state is of the next one already. "
-                "Restore a checkpoint: jzero.checkpoint.restore(path, state)."
+                f"Restore a checkpoint: {RESTORE}."
             )
 
     def update(
