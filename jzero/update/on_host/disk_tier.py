@@ -276,10 +276,7 @@ class FileLayout:
         buffer = tier.buffer
         self.path, self.buffer, self.most = tier.path, buffer, max(1, buffer // FRAMES // max(len(mine), 1))
         self.options = {"process": (jax.process_index(), jax.process_count()), "buffer_bytes": buffer}
-        self.types = [
-            None if m is None else jax.ShapeDtypeStruct(x.state_shape, x.dtype)
-            for m, x in zip(chain.masters, plan.layouts, strict=True)
-        ]
+        self.types = [jax.ShapeDtypeStruct(x.state_shape, x.dtype) for x in plan.layouts]
         try:
             self.units = chain.units(self.types, {}, self.most)
         except TypeError as error:
@@ -428,7 +425,7 @@ def _data(x) -> np.ndarray:
 
 
 def _plain(x: np.ndarray) -> np.ndarray:
-    return x if x.dtype.kind in "biufc" else x.view(np.uint8)
+    return x if x.dtype.kind in "biufc" else np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def first_step(data: bytes) -> int:
@@ -444,7 +441,7 @@ def unpacked(data: bytes, chain: Chain) -> list[Any]:
         types: Mapping[str, str] = json.loads(bytes(file["types"]).decode())
         for k, name in types.items():
             leaf, x = chain.leaves[int(k)], file[k]
-            x = x if x.dtype.name == name else x.view(jax.numpy.dtype(name))
+            x = x if x.dtype.name == name else x.view(jax.numpy.dtype(name)).reshape(leaf.shape)
             if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf))
             out[int(k)] = x
