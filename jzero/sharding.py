@@ -51,10 +51,9 @@ from jzero.layout.specs import (
     shard_factor,
     spec_axes,
 )
-from jzero.layout.state_layouts import copies, named_by, state_form
+from jzero.layout.state_layouts import FEW, copies, named_by, state_form
 from jzero.layout.tree_layouts import tree_layouts
 
-FEW = 16  # values of a state leaf that is no copy of a param: it stays in device memory
 LEAST_IN_FLIGHT = 64 * 2**20
 MOST_IN_FLIGHT = 2**30
 

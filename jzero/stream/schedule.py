@@ -236,7 +236,7 @@ class Schedule:
             node = self.graph.makers[values[0]]
             starts, reason = node.ins[:1], "" if node.reduces_all else node.name
         form = None if reason else self._form(starts, values, sources)
-        reason = reason or self._whole_because(starts, form)
+        reason = reason or self.whole_because(starts, form)
         if form is not None and not reason:
             chunks = chunks_of(form, size, self.limit)
             return [dataclasses.replace(whole, nbytes=round(size * c.share), chunk=c) for c in chunks]
@@ -262,7 +262,7 @@ class Schedule:
         shapes.discard(stored)
         return None if len(shapes) > 1 else Form(shapes.pop() if shapes else stored, stored, layout)
 
-    def _whole_because(self, starts, form: Form | None) -> str:
+    def whole_because(self, starts, form: Form | None) -> str:
         """Why results cannot be computed by chunks; empty where they can."""
         if form is None:
             return "arrays of several shapes or layouts"

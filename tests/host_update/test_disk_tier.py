@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
+import os
 import shutil
 
 import jax
@@ -20,7 +22,10 @@ from models import batch, create_state, max_error
 
 import jzero
 from jzero.flax import creation
+from jzero.update.on_host import disk_tier
+from jzero.update.on_host.disk import transfers
 from jzero.update.on_host.disk.step import DiskStep
+from jzero.update.on_host.units import Units
 
 SMALL = 64 * 1024  # bytes: leaves are cut into chunks
 
@@ -81,7 +86,11 @@ def test_masters_are_born_a_few_at_a_time(tmp_path, monkeypatch):
     assert all(jnp.any(m != p) for m, p in zip(masters, jax.tree.leaves(got.params), strict=True))  # wider
 
 
-@pytest.mark.default_cases("8-clip", "8-muon", "5-clip", "8-if finite", "8-frozen")
+@pytest.mark.default_cases(
+    "8-clip", "8-muon", "5-clip", "8-if finite", "8-frozen", "8-sm3", "8-dog", "8-dowg", "8-mechanize", "5-numbers",
+    "8-columns",
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:(?s)jzero. Offload.*cannot be added up part by part:UserWarning")
 @pytest.mark.parametrize("name", host.CHAINS)
 @pytest.mark.parametrize("devices", [8, 5])
 def test_any_chain_through_a_small_buffer(tmp_path, name, devices):
@@ -90,13 +99,44 @@ def test_any_chain_through_a_small_buffer(tmp_path, name, devices):
     rng = np.random.default_rng(1)
     grads = [jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), params) for _ in range(3)]
     want, *_ = host.run_chain(name, params, devices, grads, offload=host.HOST)
-    mixes = name in ("muon", "adafactor")  # whole matrices
+    mixes = name in ("muon", "adafactor", "sm3")  # whole matrices
     buffer_bytes = 2**23 if mixes else SMALL * 4 * devices
     got, state, _ = host.run_chain(name, params, devices, grads, offload=disk(tmp_path / "s", buffer_bytes))
     assert max_error(got, want) < 1e-6
     store = state.master.store.store.disk
     assert mixes or len(store.units) >= 4
     assert max(u.nbytes for u in store.units) <= buffer_bytes / 4
+
+
+def test_numbers_that_need_whole_arrays_are_named(tmp_path, monkeypatch):
+    """With their bytes, before the folder is made; and refused where the memory of the host does not hold them."""
+    params = {"large": jnp.ones((256, 256)), "small": jnp.ones(64)}
+    plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=disk(tmp_path / "s", 2**17))
+    tx = jzero.zero(host.numbers(), plan)
+    text = r"(?s)numbers of the update .*up to 524.29 kB .*\n +\['large'\], \['large'\] +524.29 kB +dot_general"
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_tier, "available_memory", lambda: 500_000)
+        with pytest.raises(MemoryError, match=text):
+            tx.init(params)
+    assert not (tmp_path / "s").exists()
+    with pytest.warns(UserWarning, match=text):
+        tx.init(params)
+
+
+def test_what_cannot_run_from_files_is_refused_before_there_are_any(tmp_path, monkeypatch):
+    create = functools.partial(create_state, optax.polyak_sgd(1e-2))
+    with pytest.raises(TypeError, match=r"argument: 'value'. Files are laid out.*Pass Offload\(update=\"host\"\)"):
+        jzero.shard(create, stage=2, offload=disk(tmp_path / "s"))
+    state = jzero.shard(create, stage=2, offload=host.HOST)
+    assert int(state.opt_state.master.generation) == 0
+
+    def broken(self, group, *_):
+        raise KeyError(group)
+
+    monkeypatch.setattr(Units, "_results", broken)
+    with pytest.raises(KeyError):
+        jzero.shard(create_state, stage=2, offload=disk(tmp_path / "s"))
+    assert not (tmp_path / "s").exists()
 
 
 def test_sums_of_micro_batches_fit_the_same_files(tmp_path):
@@ -123,11 +163,9 @@ def test_a_run_goes_on_from_its_folder(tmp_path):
     state = host.steps(jzero.shard(create, **fields), 2)
     tier = tier_of(state)
     tier._written = lambda: (_ for _ in ()).throw(OSError("the disk is gone"))
-    with pytest.raises(OSError, match="the disk is gone"):
-        host.steps(state, 1)
-    del tier._written
-    with pytest.raises(RuntimeError, match="broken off"):
-        host.steps(state, 1)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            host.steps(state, 1)
     dropped(state)
     like = jzero.abstract(create, **fields)
     again = jzero.checkpoint.restore(tmp_path / "s", like)
@@ -182,6 +220,76 @@ def test_an_nnx_run_resumes_at_its_step(tmp_path):
     optimizer.opt_state.master.store.store.close()
     _, again = jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields))
     assert int(again.step.get_value()) == int(optimizer.step.get_value()) == 4
+
+
+def test_a_number_in_16_bits_and_a_frozen_param_beside_the_files(tmp_path):
+    """The record holds the one; the other has a gradient, which an optimizer that looks at its tree must see."""
+
+    def labels(params):
+        return jax.tree.map(lambda p: "frozen" if p.ndim == 1 else "trained", params)
+
+    def create():
+        params = {"w": jnp.ones((32, 16)), "scale": jnp.float32(2), "frozen": jnp.ones(16)}
+        return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    trained = optax.sgd(0.25, 0.5, accumulator_dtype=jnp.bfloat16)  # exact in 16 bits
+    tx = optax.partition({"trained": trained, "frozen": optax.set_to_zero()}, labels)
+    fields, grads = {"stage": 2, "min_shard_bytes": 0}, jax.tree.map(jnp.ones_like, create().params)
+    state = jzero.shard(create, **fields, offload=disk(tmp_path / "s"))
+    want = create()
+    for _ in range(2):
+        state, want = state.apply_gradients(grads=grads), want.apply_gradients(grads=grads)
+    dropped(state)
+    like = jzero.abstract(create, **fields, offload=disk(tmp_path / "s"))
+    frozen = like.params | {"frozen": jnp.ones(16)}
+    again = jzero.checkpoint.restore(tmp_path / "s", like.replace(params=frozen))
+    again, want = again.apply_gradients(grads=grads), want.apply_gradients(grads=grads)
+    assert max_error(again.params, want.params) < 1e-6
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_that_was_freed_is_gone_on_with(tmp_path, monkeypatch):
+    """The step that failed is tried again by the same state, single numbers and replaced params included."""
+    params = {"w": jnp.ones((64, 40)), "scale": jnp.float32(2)}
+    grads = jax.tree.map(jnp.ones_like, params)
+    tx, found = optax.adam(1e-2), {}
+    for name, offload in (("files", disk(tmp_path / "s", SMALL)), ("memory", host.HOST)):
+        state = TrainState.create(apply_fn=None, params=params, tx=tx)
+        state = jzero.shard(state, stage=2, min_shard_bytes=0, offload=offload).apply_gradients(grads=grads)
+        state = state.replace(params=jax.tree.map(lambda p: p + 1, state.params))
+        if name == "files":
+            for _ in range(2):
+                with monkeypatch.context() as patched:
+                    patched.setattr(transfers.os, "pwritev", full_disk)
+                    with pytest.raises(OSError, match="No space left"):
+                        state.apply_gradients(grads=grads)
+            assert tier_of(state).disk.generation == 2
+        found[name] = state.apply_gradients(grads=grads).apply_gradients(grads=grads)
+    assert max_error(found["files"].params, found["memory"].params) == 0
+    whole, want = (jzero.shard(s, stage=2, min_shard_bytes=0) for s in (found["files"], found["memory"]))
+    assert max_error(whole.opt_state, want.opt_state) == 0
+
+
+def test_a_late_update_that_a_full_disk_lost_is_named(tmp_path, monkeypatch):
+    """Its gradients are gone; the remedy works."""
+    fields = {"stage": 2, "min_shard_bytes": 0, "offload": disk(tmp_path / "s", delay=1)}
+    state = host.steps(jzero.shard(create_state, **fields), 2)
+    state.opt_state.master.store.settled(state.params, jax.tree.leaves(state.opt_state.inner))
+    with monkeypatch.context() as patched:
+        patched.setattr(transfers.os, "pwritev", full_disk)
+        state = host.steps(state, 1)
+        with pytest.raises(OSError, match="No space left"):
+            host.steps(state, 1)
+    with pytest.raises(RuntimeError, match=r"update of generation 2 failed .*gradients are gone.*\(del state\)"):
+        host.steps(state, 1)
+    del state
+    gc.collect()
+    again = jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create_state, **fields))
+    assert int(again.step) == 2
+    assert int(host.steps(again, 1).opt_state.master.generation) == 3
 
 
 def test_replaced_params_are_taken_over_from_the_files(tmp_path):

@@ -8,10 +8,10 @@ import math
 from jzero.comm import comm_of
 from jzero.core.errors import human_bytes
 from jzero.layout.specs import shard_factor
+from jzero.layout.state_layouts import FEW
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.wording import COPIES, MOST_NAMES, Faults, are_copies, more_text, names_text
 from jzero.proof.places import primitive_of
-from jzero.sharding import FEW
 
 DONATED = 0.9
 SHARE_MOVED = 0.05  # of the bytes of all params: norms and statistics are less

@@ -13,6 +13,7 @@ import io
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jzero.core.errors import counted, human_bytes, listing
+from jzero.offload import available_memory
 from jzero.stream.schedule import Group
 from jzero.update.on_host.disk import DiskStore, FileUnit
 from jzero.update.on_host.store import Chain, Store, on_host
-from jzero.update.on_host.units import Unit, Units
+from jzero.update.on_host.units import Unit, Units, joined
 from jzero.update.sharded_update import taken_over
 
 FRAMES = 8  # units that the buffer holds
@@ -66,6 +69,8 @@ class DiskTier(Store):
           step: of the train state; None: 0.
         """
         layout, at_step = FileLayout(chain), 0 if step is None else int(step)
+        layout.units.check()
+        layout.report()
         small = [None if at in layout.filed else x for at, x in enumerate(small)]
         disk = DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options)
         try:
@@ -141,6 +146,18 @@ class DiskTier(Store):
             if at in leaves:
                 yield at, self.arrays[at], None
 
+    def update(self, params, changed, grads, small, extra):
+        """As that of `Store`; after an error the files and this are of the generation before: it can be tried again."""
+        tiny = {at: jax.numpy.copy(self.arrays[at]) for at in self.layout.tiny}
+        try:
+            return (yield from super().update(params, changed, grads, small, extra))
+        except BaseException:
+            if self.disk.generation == self.generation + 1:
+                self.broken, self._waiting, self._read = "", None, {}
+                for at, x in tiny.items():
+                    self.arrays[at] = x
+            raise
+
     def _update(self, params, changed, grads, small, extra):
         units = self.units_for(grads, extra)
         self.layout.check(units)
@@ -169,36 +186,44 @@ class DiskTier(Store):
 
     def before_units(self, units: Units) -> None:
         """Norms of the state have read units, which are read again."""
-        self._released()
-        self._in_norms = False
-        self._step.read_ahead(range(len(self.layout.held)))
+        self._read, self._in_norms = {}, False
+        self._step.read_ahead(file for file, unit in enumerate(self.layout.held) if unit.group.values)
 
     def read(self, units: Units, source: int, group: Group):
-        """An array of the unit that is updated now, or that a norm is taken of."""
-        k = next(k for k in units.owners[source] if units.units[k].group.chunk == group.chunk)
-        file = self.layout.number(units, units.units[k])
-        if file not in self._read:
-            if self._in_norms:
-                self._released()
-            self._read[file] = self._taken_over(units, units.units[k], file)
-        return self._read[file][source]
+        """An array of the unit that is updated now; or of any, whole or a chunk, for a number that is made from it."""
+        owners = [units.units[k] for k in units.owners[source]]
+        if not self._in_norms:
+            unit = next(u for u in owners if u.group.chunk == group.chunk)
+            file = self.layout.number(units, unit)
+            if file not in self._read:
+                self._read[file] = self._taken_over(units, unit, file)
+            return self._read[file][source]
+        asked = [u for u in owners if group.chunk in (None, u.group.chunk)]
+        pieces = [(self._copied(units, u)[source], u.group.chunk) for u in asked]
+        return pieces[0][0] if group.chunk is not None else joined(pieces, *self._whole(units, source))
 
-    def _taken_over(self, units: Units, unit: Unit, file: int) -> dict[int, Any]:
+    def _whole(self, units: Units, source: int) -> tuple[Any, Any]:
+        at = units.kept[source]
+        return self.chain.leaves[at], self.chain.plan.home.sharding(self.chain.specs[at])
+
+    def _copied(self, units: Units, unit: Unit) -> dict[int, Any]:
+        """The arrays of a unit, which keep no frame of the buffer; those that were read last stay for the next call."""
+        file = self.layout.number(units, unit)
+        if file not in self._read:
+            self._read = {}
+            self._read[file] = self._taken_over(units, unit, file, copy=True)
+            self._step.release(file)
+        return self._read[file]
+
+    def _taken_over(self, units: Units, unit: Unit, file: int, *, copy: bool = False) -> dict[int, Any]:
         """The arrays of a unit by their numbers, with what the user has changed in the params."""
-        arrays = self.layout.arrays(self.layout.held[file], self._step.read(file))
+        arrays = self.layout.arrays(self.layout.held[file], self._step.read(file), copy=copy)
         found = dict(zip((s for s, _ in unit.kept), arrays, strict=True))
         for source, x in found.items():
             param = self._replaced.get(units.kept[source])
             if param is not None:
                 found[source] = _follow(units.piece(param(), unit.group.chunk), x)
         return found
-
-    def _released(self) -> None:
-        for file, arrays in self._read.items():
-            jax.block_until_ready(self._norms)
-            del arrays
-            self._step.release(file)
-        self._read = {}
 
     def write(self, units: Units, unit: Unit, news: dict[int, Any]) -> None:
         """The new arrays of a unit go to its file once the next one is on its way."""
@@ -251,11 +276,15 @@ class FileLayout:
         buffer = tier.buffer
         self.path, self.buffer, self.most = tier.path, buffer, max(1, buffer // FRAMES // max(len(mine), 1))
         self.options = {"process": (jax.process_index(), jax.process_count()), "buffer_bytes": buffer}
-        self.types = [
-            None if m is None else jax.ShapeDtypeStruct(x.state_shape, x.dtype)
-            for m, x in zip(chain.masters, plan.layouts, strict=True)
-        ]
-        self.units = chain.units(self.types, {}, self.most)
+        self.types = [jax.ShapeDtypeStruct(x.state_shape, x.dtype) for x in plan.layouts]
+        try:
+            self.units = chain.units(self.types, {}, self.most)
+        except TypeError as error:
+            raise TypeError(
+                f'jzero: Offload(tier="disk"): the update of this optimizer cannot be traced from gradients, state and '
+                f"params alone: {error}. Files are laid out before the first update, so an optimizer that must have "
+                'keyword arguments (value=) cannot run from them. Pass Offload(update="host").'
+            ) from error
         self.held = [u for u in self.units.units if u.kept]
         self.files = [FileUnit(self._name(k, u), self._file_arrays(u)) for k, u in enumerate(self.held)]
         self._numbers = {self._key(self.units, u): k for k, u in enumerate(self.held)}
@@ -286,8 +315,34 @@ class FileLayout:
             )
 
     def _name(self, k: int, unit: Unit) -> str:
-        leaves = [self.units.kept[s] for s, _ in unit.kept]
-        return f"{k}: leaves {leaves[0]} to {leaves[-1]}" if leaves else str(k)
+        names = [self.chain.names[self.units.kept[s]] for s, _ in unit.kept]
+        return f"{k}: {names[0]}" + (f" and {counted(len(names) - 1, 'array')} with it" if names[1:] else "")
+
+    def report(self) -> None:
+        """Warns of numbers that need arrays whole, which the buffer does not hold; names them.
+
+        Raises:
+          MemoryError: the memory of the host does not hold them either.
+        """
+        rows = [(group, size) for group, size in self.units.whole_for_numbers() if size > self.buffer // FRAMES]
+        if not rows:
+            return
+        worst, free = max(size for _, size in rows), available_memory()
+        text = (
+            f'jzero: Offload(tier="disk"): {counted(len(rows), "number")} of the update (norms, products of arrays) '
+            f"cannot be added up part by part: up to {human_bytes(worst)} of state are in host memory at once, besides "
+            f"the buffer of {human_bytes(self.buffer)}:\n"
+            + listing([("arrays", "bytes", "made by"), *map(self._row, rows)])
+        )
+        if free is not None and worst + self.buffer > free:
+            raise MemoryError(f"{text}\n{human_bytes(free)} are free.")
+        warnings.warn(f"{text}\nThe update is correct.", stacklevel=2)
+
+    def _row(self, row: tuple[Group, int]) -> tuple[str, str, str]:
+        group, size = row
+        names = [self.chain.names[self.units.kept[s]] for s in group.sources if s in self.units.kept]
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        return ", ".join(names[:3]) + more, human_bytes(size), self.units.graph.makers[group.values[0]].name
 
     def _forms(self, unit: Unit) -> list[Any]:
         """Of a unit of `held`: other units number their arrays in another way."""
@@ -352,25 +407,6 @@ def trim() -> None:
         give(0)
 
 
-def joined(pieces: Sequence[tuple[Any, Any]], leaf: Any, sharding) -> Any:
-    """A whole array from its chunks."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
-    chunks = tuple(c for _, c in pieces)
-    return _join(chunks, tuple(leaf.shape), sharding)([x for x, _ in pieces])
-
-
-@functools.lru_cache(maxsize=256)
-def _join(chunks: tuple[Any, ...], shape: tuple[int, ...], sharding):
-    def join(pieces):
-        whole = jax.numpy.zeros(chunks[0].view, pieces[0].dtype)
-        for x, chunk in zip(pieces, chunks, strict=True):
-            whole = jax.lax.dynamic_update_slice(whole, x, chunk.start)
-        return jax.numpy.reshape(whole, shape)
-
-    return jax.jit(join, out_shardings=sharding)
-
-
 def packed(small: Sequence[Any], first: int = 0) -> bytes:
     """The leaves that the user holds, as bytes, keys as their data; and the step that the first generation is of."""
     arrays = {str(i): _data(x) for i, x in enumerate(small) if x is not None}
@@ -389,7 +425,7 @@ def _data(x) -> np.ndarray:
 
 
 def _plain(x: np.ndarray) -> np.ndarray:
-    return x if x.dtype.kind in "biufc" else x.view(np.uint8)
+    return x if x.dtype.kind in "biufc" else np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def first_step(data: bytes) -> int:
@@ -405,7 +441,7 @@ def unpacked(data: bytes, chain: Chain) -> list[Any]:
         types: Mapping[str, str] = json.loads(bytes(file["types"]).decode())
         for k, name in types.items():
             leaf, x = chain.leaves[int(k)], file[k]
-            x = x if x.dtype.name == name else x.view(jax.numpy.dtype(name))
+            x = x if x.dtype.name == name else x.view(jax.numpy.dtype(name)).reshape(leaf.shape)
             if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf))
             out[int(k)] = x
@@ -416,4 +452,4 @@ def _placed(x, spec, chain: Chain):
     return jax.device_put(x, chain.plan.sharding(spec))
 
 
-__all__ = ["DiskTier", "FileLayout", "joined", "packed", "unpacked"]
+__all__ = ["DiskTier", "FileLayout", "packed", "unpacked"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,10 +43,35 @@ class _Start:
         ins = self.initial.graph.ins
         self._params = {n: i for i, n in enumerate(ins)}
         self._single = self._made([n for n in ins if self.initial.graph.avals[n].size <= 1])
+        numbers = [s for group in self.initial.number_groups() for s in group.sources]
+        self.initial.scalars(self._single, lambda source, _: self._array(source, numbers))
         small = self._single | self.initial.small_outs(self._single)
+        for at, v in enumerate(self.initial.graph.outs):
+            if self.initial.is_everywhere(v) and v not in small:  # a few values, made from large arrays
+                few = {s: self._array(s, []) for s in self.initial.sources_of(at)}
+                small[v] = self.initial.made(at, None, self._single | few)
+        self._arrays = {}
         values = [small.get(v) for v in self.initial.graph.outs]
         rows = zip(values, chain.leaves, strict=True)
         self.small = [v if v is not None and x.size <= 16 else None for v, x in rows]
+
+    def _array(self, source: int, order: Sequence[int]) -> Any:
+        """A master, and while the buffer could hold them those that are asked for after it in this order."""
+        if source not in self._arrays:
+            batch = {source}
+            for other in order[order.index(source) :] if source in order else ():
+                if sum(map(self.initial.local_bytes, batch | {other})) > self._buffer:
+                    break
+                batch.add(other)
+            self._arrays = {}  # the earlier ones have been used
+            self._arrays = self._made(sorted(batch))
+        return self._arrays[source]
+
+    @property
+    def _buffer(self) -> int:
+        tier = self.chain.plan.config.tier
+        assert tier is not None
+        return tier.buffer
 
     def contents(self, units: Units, unit: Unit) -> list[Any]:
         """The arrays of a unit; units come in their order."""
@@ -62,23 +86,14 @@ class _Start:
 
     def _next(self, units: Units, unit: Unit) -> list[int]:
         """What the next units are made from: of this one, and of others while the buffer could hold it."""
-        tier, held = self.chain.plan.config.tier, [u for u in units.units if u.kept]
-        assert tier is not None
+        held = [u for u in units.units if u.kept]
         needed = self._needed(units, unit)
         for other in held[held.index(unit) + 1 :]:
             more = needed | self._needed(units, other)
-            if sum(map(self._bytes, more)) > tier.buffer:
+            if sum(map(self.initial.local_bytes, more)) > self._buffer:
                 break
             needed = more
         return sorted(needed)
-
-    def _bytes(self, source: int) -> int:
-        """Of one initial master on this process's devices."""
-        x = self.initial.form(source, None)
-        if x.sharding is None:
-            return 0
-        shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return shard * len(x.sharding.addressable_devices)
 
     def _made(self, sources: Sequence[int]) -> dict[int, Any]:
         params = [self._params[n] for n in sources]

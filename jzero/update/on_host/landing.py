@@ -14,7 +14,7 @@ from jzero.comm import comm_of
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import memory_kind, on_device
 from jzero.sharding import Plan
-from jzero.update.on_host.disk_tier import joined
+from jzero.update.on_host.units import joined
 from jzero.update.padded_state import cut, pad
 
 

@@ -16,6 +16,7 @@ What is resolved for a checkpoint has waited for the thread, and its params are 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
@@ -29,10 +30,10 @@ from jax.experimental import multihost_utils
 
 from jzero.layout.host_mesh import moved
 from jzero.layout.specs import P
-from jzero.update.on_host.disk_tier import joined
 from jzero.update.on_host.handles import Handle, Held, held_in
 from jzero.update.on_host.landing import landed, on_plan, on_shards, whole_once_complete
-from jzero.update.on_host.store import Chain, on_devices, on_host, param_on_host
+from jzero.update.on_host.store import RESTORE, Chain, on_devices, on_host, param_on_host
+from jzero.update.on_host.units import joined
 from jzero.update.zero_state import ZeroState
 
 
@@ -51,6 +52,7 @@ class Running:
         self._handed: dict[int, Any] = {}  # with `delay`: params with masters as the user has them, on the host
         self._handed_small: list[Any] = []  # likewise the small leaves
         self._pending: Future | None = None
+        self._lost = False  # the update under way has failed, and the user knows
         self._thread = ThreadPoolExecutor(1, "jzero-update") if self.delay else None
 
     def check(self, held: Held) -> None:
@@ -60,8 +62,7 @@ class Running:
             raise ValueError(
                 f"jzero: this optimizer state is of generation {at}, and its masters and moments are of generation "
                 f"{self.generation}: they live outside of the device and are updated in place. "
-                "Go on with the state that the last update returned, or restore a checkpoint: "
-                "jzero.checkpoint.restore(path, state)."
+                f"Go on with the state that the last update returned, or restore a checkpoint: {RESTORE}."
             )
 
     def update(
@@ -91,7 +92,7 @@ class Running:
     def snapshot(self, path: Any) -> str:
         """A copy of the files, once the update that is under way is in them; how it was made."""
         if self._pending is not None:
-            self._pending.result()
+            self._finished()
         self.store.check_whole()
         return self.store.disk.snapshot(path)
 
@@ -106,7 +107,7 @@ class Running:
         """
         if self._pending is None:
             return params, list(leaves)
-        _, values, small = self._pending.result()
+        _, values, small = self._finished()
         flat, tree = jax.tree.flatten(params)
         values = {**values, **self._replaced(flat, values)}
         news = landed({i: [(self._to_plan(x), None)] for i, x in values.items()}, self.chain.plan)
@@ -122,7 +123,7 @@ class Running:
             found, values, small = {}, {i: self._param(i, params[i]) for i in masters}, leaves
             taken = values
         else:
-            found, values, small = self._pending.result()
+            found, values, small = self._finished()
             if plan.config.in_files and jax.process_count() > 1:
                 # a process that is a commit behind the others needs the generation that they would overwrite now
                 multihost_utils.sync_global_devices("jzero: the last update is in the files of all processes")
@@ -140,6 +141,30 @@ class Running:
         changed = [i in taken for i in range(len(params))]
         self._pending = self._thread.submit(self._step, hosted, list(small), asked, changed, more)
         return news, small
+
+    def _finished(self) -> tuple[dict, dict, list]:
+        """What the update under way has computed.
+
+        Raises:
+          Exception: what it raised; from the second time on RuntimeError, since its gradients are gone.
+        """
+        assert self._pending is not None
+        try:
+            return self._pending.result()
+        except Exception as error:
+            if not self._lost:
+                self._lost = True
+                raise
+            remedy = f"Restore a checkpoint: {RESTORE}"
+            if self.chain.plan.config.in_files and not self.store.broken:
+                remedy = (
+                    f"The files are of generation {self.store.generation}. Drop this state (del state), and go on from "
+                    "them: jzero.checkpoint.restore(path, jzero.abstract(create, ...)), path being that of the Offload"
+                )
+            raise RuntimeError(
+                f"jzero: with delay=1 the update of generation {self.store.generation} failed beside a later step "
+                f"({type(error).__name__}: {error}), and its gradients are gone. {remedy}."
+            ) from error
 
     def _replaced(self, params: Sequence[Any], values: dict[int, Any]) -> dict[int, Any]:
         """The params that the user has replaced, on the host: their values, and the update's where they stayed."""
@@ -168,18 +193,18 @@ class Running:
         plan, layouts = self.chain.plan, self.chain.plan.layouts
         found: dict[int, Any] = {}
         values: dict[int, Any] = {}
-        step = self.store.update(asked, changed, grads, small, extra)
-        while True:
-            try:
-                i, (value, chunk) = next(step)
-            except StopIteration as end:
-                small, tiny = end.value
-                break
-            found.setdefault(i, []).append((self._to_plan(value), chunk))
-            if self.delay:
-                values.setdefault(i, []).append((value, chunk))
-            if chunk is not None:
-                found[i] = whole_once_complete(found[i], layouts[i], plan)
+        with contextlib.closing(self.store.update(asked, changed, grads, small, extra)) as step:
+            while True:
+                try:
+                    i, (value, chunk) = next(step)
+                except StopIteration as end:
+                    small, tiny = end.value
+                    break
+                found.setdefault(i, []).append((self._to_plan(value), chunk))
+                if self.delay:
+                    values.setdefault(i, []).append((value, chunk))
+                if chunk is not None:
+                    found[i] = whole_once_complete(found[i], layouts[i], plan)
         for i, value in tiny.items():
             found[i] = [(moved(value, plan.sharding(layouts[i].state), copy=self._copies), None)]
             values[i] = [(value, None)]

@@ -15,16 +15,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.layout.host_mesh import moved
-from jzero.layout.leaf_rule import Layout
+from jzero.layout.leaf_rule import Layout, path_name
 from jzero.layout.placement import put
 from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.stream.placement import DEVICE, Placement
 from jzero.stream.schedule import Group
-from jzero.update.on_host.units import Unit, Units
+from jzero.update.on_host.units import Unit, Units, joined
 from jzero.update.padded_state import cut, pad, pin_state
 from jzero.update.sharded_update import ShardedUpdate, taken_over
 
+RESTORE = "jzero.checkpoint.restore(path, jzero.abstract(create, ...))"
 AHEAD = 2  # units that are dispatched before the new params of the first of them go to the device
 
 
@@ -54,6 +55,12 @@ class Chain:
         """Which of the leaves are kept outside: small ones of the inner state stay with the user."""
         masters = sum(m is not None for m in self.masters)
         return [*self.plan.offloaded(self.inner), *[True] * masters]
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The paths of the leaves; of a master that of its param."""
+        inner = [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(self.inner)]
+        return [*inner, *(x.name for x, m in zip(self.plan.layouts, self.masters, strict=True) if m is not None)]
 
     @functools.cached_property
     def specs(self) -> list[Any]:
@@ -180,7 +187,6 @@ class Store:
     """
 
     place = "host"
-    _norms: Any = ()
 
     def __init__(self, chain: Chain, leaves: Sequence[Any]):
         self.chain, self.generation = chain, 0
@@ -204,7 +210,7 @@ class Store:
             raise RuntimeError(
                 f"jzero: the update of generation {self.generation} was broken off ({self.broken}), and part of the "
                 "optimizer state is of the next one already. "
-                "Restore a checkpoint: jzero.checkpoint.restore(path, state)."
+                f"Restore a checkpoint: {RESTORE}."
             )
 
     def update(
@@ -243,15 +249,18 @@ class Store:
                 return units.piece(given[source](), group.chunk)
             return self.read(units, source, group)
 
-        self._norms = known
         units.scalars(known, fetch)
         small_outs = units.small_outs(known)
+        pieces: dict[int, list[Any]] = {}  # of small results that units compute
         self.before_units(units)
         uses = collections.Counter(s for unit in units.units for s in unit.group.sources)
         waiting: collections.deque[Any] = collections.deque()
         for unit in units.units:
             if unit.group.values:
-                waiting.append(self._run(units, unit, known, fetch, given, numbers))
+                news = self._run(units, unit, known, fetch, given)
+                waiting.append([(numbers[v], (x, unit.group.chunk)) for v, x in news.items() if v in numbers])
+                for v in filter(units.is_everywhere, news):
+                    pieces.setdefault(v, []).append((news[v], unit.group.chunk))
                 uses.subtract(unit.group.sources)
                 for s in unit.group.sources:
                     if not uses[s]:
@@ -260,6 +269,7 @@ class Store:
                 yield from waiting.popleft()
         while waiting:
             yield from waiting.popleft()
+        small_outs |= {v: joined(some, units.graph.avals[v], units.everywhere) for v, some in pieces.items()}
         return self._small_results(units, numbers, small_outs)
 
     def units_for(self, grads: Sequence[Any], extra: Any) -> Units:
@@ -293,14 +303,14 @@ class Store:
             if value in news:
                 self.arrays[units.kept[source]] = news[value]
 
-    def _run(self, units: Units, unit: Unit, known, fetch, given, numbers) -> list[tuple[int, Any]]:
-        """Dispatches a unit; returns its new params."""
+    def _run(self, units: Units, unit: Unit, known, fetch, given) -> dict[int, Any]:
+        """Dispatches a unit; returns its results by their numbers."""
         group = unit.group
         own = self._own(units, unit, given)
         outs = units.outs_of(group, known, [fetch(s, group) for s in group.sources], own=own)
         news = dict(zip(group.values, outs, strict=True))
         self.write(units, unit, news)
-        return [(numbers[v], (x, group.chunk)) for v, x in news.items() if v in numbers]
+        return news
 
     gives_memory = True
     """New state takes the memory of the old."""

@@ -14,11 +14,18 @@ XLA:CPU does not repeat a division in each loop that reads its result: it writes
 After `clip_by_global_norm` that is a gradient in fp32, and costs more than the rest of AdamW (0.20 G params/s with it,
 0.60 without). So what is divided by a single number is multiplied by its inverse, in 32 bits or more; the last bit may
 differ.
+
+[Note: numbers before units]
+A number that is made from large arrays (a norm, an inner product) is there before any unit runs. It is added up chunk
+by chunk where a reduction of elementwise values makes it and all that the store keeps of it is cut alike. Any other is
+made from whole arrays, by whatever equation: no list says what makes a number.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -110,9 +117,9 @@ class Units:
         self.units = [self._unit(g) for g in sorted(groups, key=lambda g: order.setdefault(g.sources, len(order)))]
         """Chunk by chunk of an array before the next array."""
         taken = {s for unit in self.units for s, _ in unit.kept}
+        self.owners: dict[int, list[int]] = {}
         still = [n for n in self.graph.ins if n in self.kept and n not in taken]
         self.units += [Unit(Group((), (n,), 0), ((n, n),)) for n in still]
-        self.owners: dict[int, list[int]] = {}
         for k, unit in enumerate(self.units):
             for source, _ in unit.kept:
                 self.owners.setdefault(source, []).append(k)
@@ -132,6 +139,10 @@ class Units:
             if at is not None:
                 places[self.graph.ins[at]] = value
         return Unit(group, tuple((s, places.get(s, s)) for s in group.sources if s in self.kept))
+
+    def _chunks(self, source: int) -> list[Chunk | None]:
+        """Those in which the store keeps an argument."""
+        return [self.units[k].group.chunk for k in self.owners[source]]
 
     def form(self, source: int, chunk: Chunk | None) -> jax.ShapeDtypeStruct:
         """The type of an argument, or of a chunk of it, with its layout."""
@@ -170,19 +181,45 @@ class Units:
           known: values of small arguments.
           fetch: an array, or its chunk, of a source.
         """
-        for group in self._scalar_groups():
+        for group in self.number_groups():
             (value,) = group.values
             (part,) = self.outs_of(group, known, [fetch(s, group) for s in group.sources])
             if value in known:
                 part = self._joined(value, known[value], part)
             known[value] = part
 
-    def _scalar_groups(self) -> Iterable[Group]:
-        """Those of the schedule: of gradients whole, since they are there; of what the store keeps, by its chunks."""
+    def number_groups(self) -> Iterable[Group]:
+        """Those of the schedule: of gradients whole, since they are there; else see [Note: numbers before units]."""
         for values, sources in {g.values: g.sources for g in self.schedule.scalars}.items():
-            own = [s for s in sources if s in self.kept]
-            for chunk in [self.units[k].group.chunk for s in own[:1] for k in self.owners[s]] or [None]:
+            own = [self._chunks(s) for s in sources if s in self.kept]
+            cut = own and all(chunks == own[0] for chunks in own) and self._adds_up(values[0], sources, own[0])
+            for chunk in own[0] if cut else [None]:
                 yield Group(values, sources, 0, chunk)
+
+    def whole_for_numbers(self) -> list[tuple[Group, int]]:
+        """Numbers for which what is kept in several parts must be there at once, and its bytes in this process."""
+        found = []
+        for group in self.number_groups():
+            own = [s for s in group.sources if s in self.kept]
+            if group.chunk is None and len({k for s in own for k in self.owners[s]}) > 1:
+                found.append((group, sum(map(self.local_bytes, own))))
+        return found
+
+    def local_bytes(self, source: int) -> int:
+        """Of a whole argument on this process's devices."""
+        x = self.form(source, None)
+        if x.sharding is None:
+            return 0
+        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(x.sharding.addressable_devices)
+
+    def _adds_up(self, number: int, sources: Sequence[int], chunks: Sequence[Chunk | None]) -> bool:
+        """True for a number that can be made from these chunks of its sources, one after the other."""
+        node, first = self.graph.makers[number], chunks[0]
+        if first is None:
+            return True
+        forms = {(self.graph.avals[s].shape, self._placement(s).on_device) for s in sources}
+        alike = forms == {(first.form.stored, first.form.layout)}
+        return alike and node.reduces_all and not self.schedule.whole_because(node.ins[:1], first.form)
 
     def _joined(self, value: int, a, b):
         join = REDUCTIONS[self.graph.makers[value].name][1]
@@ -203,12 +240,15 @@ class Units:
         return self.outs_of(group, known, [self.piece(arrays[s], chunk) for s in sources])[0]
 
     def small_outs(self, known: dict[int, Any]) -> dict[int, Any]:
-        """The results that lie on every device."""
-        rows = zip(self.graph.outs, self.out_placements, strict=True)
-        values = tuple(v for v, h in rows if h.sharding is None)
+        """The results that lie on every device, but for those that units compute from large arrays."""
+        values = tuple(v for v in self.graph.outs if self.is_everywhere(v) and not self.schedule.reads.get(v))
         if not values:
             return {}
         return dict(zip(values, self.outs_of(Group(values, (), 0), known, []), strict=True))
+
+    def is_everywhere(self, value: int) -> bool:
+        """True for a result that lies on every device."""
+        return self.schedule.placement_of(value).sharding is None
 
     def outs_of(
         self, group: Group, known: Mapping[int, Any], sources: Sequence[Any], *, own: Iterable[int] = ()
@@ -234,19 +274,30 @@ class Units:
                 if group is unit.group:
                     yield compiled
 
+    def check(self) -> None:
+        """Traces all that an update runs, one chunk of each array: what cannot run raises, as the update would."""
+        known = {n: self.form(n, None) for n in self.graph.ins if self._placement(n).sharding is None}
+        everywhere = [v for v in self.graph.outs if self.is_everywhere(v) and not self.schedule.reads.get(v)]
+        numbers = list(self.number_groups())
+        groups = [*numbers, Group(tuple(everywhere), (), 0), *(u.group for u in self.units if u.group.values)]
+        for group in {g.values: g for g in groups}.values():
+            smalls, sources = self._small_inputs(group, known), [self.form(s, group.chunk) for s in group.sources]
+            outs = jax.eval_shape(functools.partial(self._results, group, smalls), [known[n] for n in smalls], sources)
+            known |= dict(zip(group.values, outs, strict=True)) if group in numbers else {}
+
+    def _results(self, group: Group, smalls: Sequence[int], values: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+        """The results of a group, inside of a trace."""
+        known, given = dict(zip(smalls, values, strict=True)), dict(zip(group.sources, sources, strict=True))
+        outs = computed(self.schedule, group, known, given)
+        return [self._pinned(v, x, group.chunk) for v, x in zip(group.values, outs, strict=True)]
+
     def _program(self, group: Group, known: Mapping[int, Any], own: tuple[int, ...]):
         smalls = self._small_inputs(group, known)
         positions = [i for i, s in enumerate(group.sources) if s in own]
 
         def traced(values, owned, others):
-            both, sources = {True: iter(owned), False: iter(others)}, []
-            for i in range(len(group.sources)):
-                sources.append(next(both[i in positions]))
-            outs = computed(
-                self.schedule, group, dict(zip(smalls, values, strict=True)),
-                dict(zip(group.sources, sources, strict=True)),
-            )  # fmt: skip
-            return [self._pinned(v, x, group.chunk) for v, x in zip(group.values, outs, strict=True)]
+            both = {True: iter(owned), False: iter(others)}
+            return self._results(group, smalls, values, [next(both[i in positions]) for i in range(len(group.sources))])
 
         def split(sources):
             owned = [x for i, x in enumerate(sources) if i in positions]
@@ -292,3 +343,22 @@ class Units:
             key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
             return x if key else jax.lax.with_sharding_constraint(x, self.everywhere)
         return jax.lax.with_sharding_constraint(x, placement.sharding if chunk is None else chunk.layout)
+
+
+def joined(pieces: Sequence[tuple[Any, Any]], leaf: Any, sharding) -> Any:
+    """A whole array from its chunks."""
+    if len(pieces) == 1 and pieces[0][1] is None:
+        return pieces[0][0]
+    chunks = tuple(c for _, c in pieces)
+    return _join(chunks, tuple(leaf.shape), sharding)([x for x, _ in pieces])
+
+
+@functools.lru_cache(maxsize=256)
+def _join(chunks: tuple[Any, ...], shape: tuple[int, ...], sharding):
+    def join(pieces):
+        whole = jax.numpy.zeros(chunks[0].view, pieces[0].dtype)
+        for x, chunk in zip(pieces, chunks, strict=True):
+            whole = jax.lax.dynamic_update_slice(whole, x, chunk.start)
+        return jax.numpy.reshape(whole, shape)
+
+    return jax.jit(join, out_shardings=sharding)
