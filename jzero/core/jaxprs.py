@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax._src import source_info_util
-from jax._src.core import Tracer, trace_ctx
+from jax._src.core import EvalTrace, Tracer, trace_ctx
 from jax.extend.core import Literal
 
 from jzero.core.errors import is_array
@@ -43,6 +43,11 @@ def opened(closed) -> tuple[Any, list[Any]]:
 def is_tracer(value) -> bool:
     """True for an abstract value inside of a trace."""
     return isinstance(value, Tracer)
+
+
+def in_trace() -> bool:
+    """True inside of a trace: of `jax.jit`, `jax.grad`, `jax.eval_shape`."""
+    return not isinstance(trace_ctx.trace, EvalTrace)
 
 
 def in_differentiated_loop() -> bool:
