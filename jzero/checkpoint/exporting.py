@@ -189,8 +189,8 @@ def _tensors(
         source = source if source in have else name
         stored = have[source]
         given = name[0] == "params" or name[0] in include or "params" not in top  # statistics stay as they are
-        converts = wanted is not None and given and jnp.issubdtype(stored[1], jnp.floating)
-        out = wanted if converts else stored[1]
+        floating = jnp.issubdtype(stored[1], jnp.floating)
+        out = wanted if wanted is not None and given and floating else stored[1]
         if out.name not in DTYPES:
             raise ValueError(f"{where}: {text(name)} has dtype {out.name}, which safetensors does not have.")
         found.append(_Tensor(renamed(".".join(plain), names), source, stored, out))
