@@ -17,7 +17,7 @@ import xxhash
 
 from jzero.checkpoint import store
 from jzero.checkpoint.converting import converted
-from jzero.checkpoint.logical import MASTER, Name
+from jzero.checkpoint.logical import MASTER, Name, is_of_model
 from jzero.checkpoint.match import Described, text
 from jzero.checkpoint.restoring import checked
 from jzero.checkpoint.tensors import (
@@ -45,17 +45,20 @@ def export(
     include: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
-    """Writes the params of a checkpoint to safetensors.
+    """Writes the model of a checkpoint to safetensors: params, statistics, in NNX all its variables but random keys.
 
     Args:
       path: a checkpoint of `jzero.checkpoint.save` or plain orbax.
       file: `model.safetensors`. Above `max_file_bytes` in all it is split: `model-00001-of-00003.safetensors` and so
         on, with `model.safetensors.index.json` as the Hugging Face hub has it. Their checksums lie beside them, in
         `model.safetensors.xxh3`, which `load_safetensors` and `xxhsum -c` read.
-      dtype: of all floating-point tensors; None: as stored, the fp32 master where there is one.
+      dtype: of the floating-point params and of what `include` names; statistics stay as stored. None: as stored, the
+        fp32 master where there is one.
       max_file_bytes: of tensors in one file; one larger tensor has a file of its own.
-      names: from `Dense_0.kernel` to the name in the file, as a function or a mapping; None: unchanged.
-      include: further parts of the state, e.g. `("batch_stats",)`; their tensors are named `batch_stats.…`.
+      names: from `Dense_0.kernel` to the name in the file, as a function or a mapping; None: unchanged. Statistics of a
+        TrainState are `batch_stats.BatchNorm_0.mean`, those of NNX `norm.mean`.
+      include: further parts of the state, e.g. `("ema",)`; their tensors are named `ema.…`. A variable of an NNX
+        model that lies in none of its modules is such a part.
       progress: called with the bytes written and the bytes in all.
 
     Returns:
@@ -174,18 +177,20 @@ def _tensors(
                 f"{where}: the checkpoint has no {part!r}, only {sorted(top)}.{nearest(part, top)}"
             )
     wanted = _wanted(dtype, where)
+    params = {name: shape for name, (shape, _) in have.items() if name[0] == "params"}
     found = []
     for name in have:
         if name[0] == "params":
             plain, source = name[1:], (MASTER, *name[1:])
-        elif name[0] in include or "params" not in top:
+        elif name[0] in include or "params" not in top or is_of_model(name, *have[name], params):
             plain, source = name, name
         else:
             continue
         source = source if source in have else name
         stored = have[source]
+        given = name[0] == "params" or name[0] in include or "params" not in top  # statistics stay as they are
         floating = jnp.issubdtype(stored[1], jnp.floating)
-        out = wanted if wanted is not None and floating else stored[1]
+        out = wanted if wanted is not None and given and floating else stored[1]
         if out.name not in DTYPES:
             raise ValueError(f"{where}: {text(name)} has dtype {out.name}, which safetensors does not have.")
         found.append(_Tensor(renamed(".".join(plain), names), source, stored, out))

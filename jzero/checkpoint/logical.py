@@ -8,12 +8,20 @@ or the tier. (Orbax notes in `_sharding` how each array lay; only a load without
 [Note: cut for the way out]
 A leaf that is stored padded has no equal pieces in its logical shape along the padded dim. It is laid out for the save
 over the devices as far as any of its dims divides: an all-to-all of that leaf, and no device holds more than it must.
+
+[Note: what a model needs]
+Besides its params a model computes with statistics (BatchNorm's, power iterations') and, in NNX, with weights that are
+not trained (below a LoRA). They lie in collections of a TrainState (`batch_stats/BatchNorm_0/mean`), and in NNX in the
+modules (`norm/mean`). A name cannot tell more, so all that lies that deep counts, except for random keys and their
+counts, and copies of params: an average is another model. (A variable of an NNX model's root is as deep as a field of a
+TrainState; where the state itself is there, it counts.)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +29,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.core.errors import counted, listing
+from jzero.core.errors import counted, listing, typed_shape
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.layout.leaf_rule import path_keys
@@ -63,6 +71,44 @@ class NamedLeaf:
         made = np.zeros(np.shape(self.value), self.value.dtype)
         sharding = getattr(self.value, "sharding", None)
         return made if isinstance(self.value, np.ndarray) else jax.device_put(made, sharding)
+
+
+def is_of_model(
+    name: Name, shape: tuple[int, ...], dtype: Any, params: Mapping[Name, tuple[int, ...]], least: int = 2
+) -> bool:
+    """True for what a model needs besides its params; see [Note: what a model needs].
+
+    Args:
+      name, shape, dtype: of a leaf.
+      params: the shapes of the params, by their names in the same tree.
+      least: of how many keys its name must be.
+    """
+    if name[0] in ("params", "opt_state", "step", MASTER) or len(name) < least:
+        return False
+    if dtype == np.uint32 or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return False
+    return not any(params.get(("params", *name[i:])) == tuple(shape) for i in range(1, len(name)))
+
+
+def of_model(leaves: Sequence[NamedLeaf], state: Any) -> list[NamedLeaf]:
+    """The leaves of a state that are so."""
+    params = {leaf.name: leaf.shape for leaf in leaves if leaf.name[0] == "params"}
+    least = 1 if adapters.is_pair(state) else 2
+    return [
+        leaf for leaf in leaves
+        if hasattr(leaf.value, "dtype") and is_of_model(leaf.name, leaf.shape, leaf.value.dtype, params, least)
+    ]  # fmt: skip
+
+
+def warn_if_absent(absent: Sequence[NamedLeaf], what: str, where: str) -> None:
+    """Warns of what a model needs and does not get."""
+    if absent:
+        rows = [("/".join(leaf.name), typed_shape(leaf.value)) for leaf in absent]
+        warnings.warn(
+            f"{where}: {what} lacks {counted(len(rows), 'array', 'arrays')} that the model needs besides its params "
+            f"(statistics, weights that are not trained). They stay as they are:\n{listing(rows)}",
+            stacklevel=3,
+        )
 
 
 def apart(state: Any, tx: Any, where: str) -> Parts:

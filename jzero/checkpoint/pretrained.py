@@ -12,7 +12,15 @@ import numpy as np
 
 from jzero.checkpoint import store
 from jzero.checkpoint.converting import converted, convertible
-from jzero.checkpoint.logical import MASTER, NamedLeaf, filled, refuse_collisions, tree_of
+from jzero.checkpoint.logical import (
+    MASTER,
+    NamedLeaf,
+    filled,
+    of_model,
+    refuse_collisions,
+    tree_of,
+    warn_if_absent,
+)
 from jzero.checkpoint.match import text
 from jzero.checkpoint.tensor_files import Tensor, ignored, tensors_of
 from jzero.checkpoint.tensors import check_names, check_texts, renamed
@@ -30,7 +38,7 @@ def load_safetensors(
     ignore: Sequence[str] = (),
     cast: bool = False,
 ) -> Any:
-    """A state with the weights of safetensors files in place of its params.
+    """A state with the weights of safetensors files in place of its params and of what else its model needs.
 
     Args:
       files: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder that holds them. Of an index
@@ -39,6 +47,7 @@ def load_safetensors(
       state: from `jzero.shard` (or a plain state): its layouts are kept; moments and step are as they were.
       names: from the param's name (`Dense_0.kernel`) to the tensor's, as a function or a mapping; None: the same. A
         pair `(name, (1, 0))` transposes: dims of the tensor in the order of the param's, as a torch Linear needs.
+        Statistics are named as `export` names them; those without a tensor stay as they are, and a warning lists them.
       ignore: patterns (`["*.attn.bias"]`) of tensors that the model has no use for.
       cast: convert dtypes to those of the params.
 
@@ -72,12 +81,17 @@ def load_safetensors(
         if leaf.name[0] == "params"
     }
     values = {leaf.name: leaf.value for leaf in leaves}
+    needed = {leaf.name: _where(".".join(leaf.name), names, where) for leaf in of_model(leaves, state)}
     with ExitStack() as opened:
         tensors = tensors_of(path, ignore, opened, where)
+        absent = [leaf for leaf in leaves if leaf.name in needed and needed[leaf.name][0] not in tensors]
+        wanted |= {name: to for name, to in needed.items() if to[0] in tensors}
         _check(leaves, wanted, tensors, ignore, cast, where)
+        warn_if_absent(absent, "the file", where)
         for leaf in leaves:
-            if leaf.name[0] in ("params", MASTER):
-                tensor, order = wanted[("params", *leaf.name[1:])]
+            name = ("params", *leaf.name[1:]) if leaf.name[0] == MASTER else leaf.name
+            if name in wanted:
+                tensor, order = wanted[name]
                 values[leaf.name] = _read(leaf, tensors[tensor], order, f"{where}: {tensor}")
     return adapters.put_together(state, filled(parts, values))
 

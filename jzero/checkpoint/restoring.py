@@ -14,7 +14,17 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jzero.checkpoint import disk_state, store
 from jzero.checkpoint.checksums import Damage, Seal
 from jzero.checkpoint.converting import converted, loses, to_check
-from jzero.checkpoint.logical import MASTER, NamedLeaf, apart, filled, refuse_collisions, together, tree_of
+from jzero.checkpoint.logical import (
+    MASTER,
+    NamedLeaf,
+    apart,
+    filled,
+    of_model,
+    refuse_collisions,
+    together,
+    tree_of,
+    warn_if_absent,
+)
 from jzero.checkpoint.match import Described, Source, describe, match, text
 from jzero.core.errors import check_choice, check_flag
 from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
@@ -59,9 +69,10 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
       cast: convert dtypes. What is widened keeps its value, what is narrowed is rounded; a value that the new dtype
         cannot hold at all is refused. Masters start as the params where the checkpoint has none, and are left out
         where the target has none.
-      only: `"params"` reads the params (and fp32 masters of them that `like` has) and nothing else: for evaluation,
-        fine-tuning, another optimizer. Optimizer state, step and all other fields are those of `like`; where that is
-        abstract, they stay abstract.
+      only: `"params"` reads what the model needs, and nothing else: params (and fp32 masters of them that `like` has),
+        statistics, in NNX all variables of the model but random keys. For evaluation, fine-tuning, another optimizer.
+        Optimizer state, step, averages and all other fields are those of `like`; where that is abstract, they stay
+        abstract. Statistics that the checkpoint lacks are named in a warning.
 
     Returns:
       A state like `like`; an NNX pair is filled in place and returned.
@@ -96,10 +107,14 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
         raise TypeError(
             f'{where}: only="params" is for a state, or a mapping with "params"; this tree has none.'
         )
-    names = {leaf.name for leaf in wanted}
-    leaves = [leaf for leaf in wanted if not leaf.empty]
     checks = _opened(path, where)
     tree, have = store.stored(path)
+    if only is not None:
+        needed = of_model(every, like)
+        warn_if_absent([leaf for leaf in needed if leaf.name not in have], "the checkpoint", where)
+        wanted += [leaf for leaf in needed if leaf.name in have]
+    names = {leaf.name for leaf in wanted}
+    leaves = [leaf for leaf in wanted if not leaf.empty]
     sources = match(leaves, have, cast=cast, where=where, only=only)
     refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}

@@ -194,10 +194,10 @@ class Classes:
             for c, size in zip(step.outs[0], eqn.outvars[0].aval.shape, strict=True)
         )
         if shape == eqn.outvars[0].aval.shape:
-            return bind(eqn, values)
+            return bind(eqn, values, anywhere=True)
         if name in _SHAPED:
             return [_SHAPED[name](eqn, values, shape)]
-        return bind(eqn, values)
+        return bind(eqn, values, anywhere=True)
 
 
 def _slice(eqn, values, shape):

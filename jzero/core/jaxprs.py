@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax._src import source_info_util
-from jax._src.core import Tracer, trace_ctx
+from jax._src.core import EvalTrace, Tracer, trace_ctx
 from jax.extend.core import Literal
 
 from jzero.core.errors import is_array
@@ -43,6 +43,11 @@ def opened(closed) -> tuple[Any, list[Any]]:
 def is_tracer(value) -> bool:
     """True for an abstract value inside of a trace."""
     return isinstance(value, Tracer)
+
+
+def in_trace() -> bool:
+    """True inside of a trace: of `jax.jit`, `jax.grad`, `jax.eval_shape`."""
+    return not isinstance(trace_ctx.trace, EvalTrace)
 
 
 def in_differentiated_loop() -> bool:
@@ -93,7 +98,22 @@ def place_of(eqn) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def bind(eqn, args: Sequence[Any]) -> list[Any]:
-    """The equation's primitive on other arguments; always a list of results."""
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+def bind(eqn, args: Sequence[Any], *, anywhere: bool = False) -> list[Any]:
+    """The equation's primitive on other arguments; always a list of results.
+
+    `anywhere`: in any context, as inside of a `jax.shard_map`. A layout on Auto axes that the equation names (jnp.where
+    does so of what it broadcasts) says nothing, and is of the mesh that it was traced under: it is left out.
+    """
+    params = eqn.params
+    if anywhere:
+        params = {k: None if k in _TYPES and _is_auto(v) else v for k, v in params.items()}
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+_TYPES = ("sharding", "out_sharding")
+
+
+def _is_auto(sharding: Any) -> bool:
+    mesh = getattr(sharding, "mesh", None)
+    return isinstance(mesh, jax.sharding.AbstractMesh) and mesh.are_all_axes_auto

@@ -6,6 +6,7 @@ object by its class once `flax.nnx` is loaded.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -135,7 +136,10 @@ def _train_state_from(like: Any, parts: Parts) -> Any:
     changes = dict(parts.rest, params=parts.params, opt_state=opt_state, tx=parts.tx)
     changes |= {"apply_fn": parts.apply_fn} if hasattr(like, "apply_fn") else {}
     changes |= {"step": parts.step} if hasattr(like, "step") else {}
-    return like.replace(**changes)
+    state = copy.copy(like)  # as jax unflattens it: `replace` runs __init__, which may check for arrays
+    for name, value in changes.items():
+        object.__setattr__(state, name, value)
+    return state
 
 
 def is_pair(state: Any) -> bool:

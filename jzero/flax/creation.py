@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig
 from jzero.core.dependence import wide_sources
+from jzero.core.jaxprs import in_trace
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import convert_opt_state
@@ -71,8 +72,8 @@ def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spec
 
 
 def _run(born: Any) -> Any:
-    """The leaves; across processes of one and the same program."""
-    if jax.process_count() == 1:
+    """The leaves; across processes of one and the same program. Inside of a trace that is the caller's."""
+    if jax.process_count() == 1 or in_trace():
         return born()
     lowered = born.lower()
     check_same_program(lowered, where="jzero.shard")

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig, make_config
+from jzero.core.jaxprs import in_trace
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import as_array, check_belongs, convert_opt_state, logical_shapes, without_padding
@@ -35,7 +36,7 @@ from jzero.flax.state_plan import (
     wrapped_apply,
 )
 from jzero.layout.aliasing import HeldMemory
-from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
+from jzero.layout.explicit import auto_context, explicit_axes, on_auto_mesh, on_context_mesh
 from jzero.layout.placement import check_same, put
 from jzero.layout.specs import P, whole_mesh
 from jzero.optim import as_held, check_explicit, check_memory, init_shapes, is_wrapped, unwrap, zero
@@ -57,7 +58,8 @@ def shard(
     `jzero.zero`, and at stage 3 `apply_fn` by `jzero.gather_on_use`. An existing state is placed leaf by
     leaf, and shares no memory with the new one: a donated step leaves it as it was. A function that creates one
     runs under `jax.jit` with sharded outputs, so that no device ever holds more of a leaf than its shard. A
-    sharded state is laid out again (another stage or mesh), values kept.
+    sharded state is laid out again (another stage or mesh), values kept. Inside of a `jax.jit` the same holds of
+    traced states: a whole run may be one program.
 
     Args:
       state: a Flax `TrainState` (or a subclass with more fields), a pair `(nnx.Module, nnx.Optimizer)`, or a
@@ -75,6 +77,7 @@ def shard(
       TypeError: a state of an unknown kind, a creation function that needs arguments, an unknown field.
       ValueError: an axis that is not in the mesh, optimizer state that does not belong to the params, arrays
         committed to devices outside of the mesh; an existing state that is not the same on every process.
+      NotImplementedError: inside of a `jax.jit`, under an Explicit mesh or with an update outside of the program.
 
     Layout:
       params `Layout.stored`, moments and masters `Layout.state`, scalars replicated; see `Plan.describe`.
@@ -97,6 +100,10 @@ def shard(
     """
     adapters.check_state(state, where="jzero.shard")
     config = make_config(config, fields, where="jzero.shard")
+    _check_trace(config, "jzero.shard")
+    if in_trace() and not adapters.is_creator(state):  # as what a creation function returns
+        made = born_sharded(lambda: state, config, mesh, param_specs, scan_axes)
+        return adapters.put_together(state, adapters.take_apart(made, where="jzero.shard"))
     if adapters.is_creator(state):
         return born_sharded(checked_creator(state, "jzero.shard"), config, mesh, param_specs, scan_axes)
     parts = on_auto_mesh(adapters.take_apart(state, where="jzero.shard"))
@@ -144,6 +151,7 @@ def abstract(
     """
     adapters.check_state(state, where="jzero.abstract")
     config = make_config(config, fields, where="jzero.abstract")
+    _check_trace(None, "jzero.abstract")
     if adapters.is_creator(state):
         with auto_context():
             shapes, rebuild, stacks = trace_creator(checked_creator(state, "jzero.abstract"))
@@ -220,6 +228,20 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
         tree = jax.tree.map(whole, tree)
         tree = tree if tx is None else without_padding(tree, tx)
     return on_context_mesh(tree)
+
+
+def _check_trace(config: ZeroConfig | None, where: str) -> None:
+    """Raises NotImplementedError inside of a trace for what needs arrays, or another mesh as the context."""
+    if not in_trace():
+        return
+    what = "under an Explicit mesh" if explicit_axes() else None
+    if config is not None and config.updates_outside:
+        what = "with an update outside of the program"
+    if what is not None:
+        raise NotImplementedError(
+            f"{where}: {what} this does not work inside of jax.jit. Call it outside, state = {where}(create, ...), and "
+            "pass the state to the jitted function."
+        )
 
 
 def _place(parts: Parts, plan: Plan, kept: HeldMemory) -> Parts:

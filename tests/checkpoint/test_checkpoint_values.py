@@ -11,7 +11,9 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from layouts import SHAPES, abstract, assert_same, create, mesh_of, scrambled, shard
+from models import batch
 from test_checkpoint_kinds import create_nnx, raw
+from test_state import create_full, full_step, nnx_step
 
 import jzero
 from jzero import checkpoint
@@ -251,6 +253,32 @@ def test_params_alone_of_an_nnx_pair_and_a_mapping(tmp_path):
     back = checkpoint.restore(path, like, tx=tx, only="params")
     assert_same(back["params"], state["params"])
     assert (int(back["epoch"]), back["seen"]) == (3, 0)
+
+
+def test_params_alone_come_with_statistics(tmp_path):
+    """Without them a model with BatchNorm evaluates wrong. Keys and averages are those of the target."""
+    pair = jzero.shard(create_nnx, stage=2, mesh=mesh_of(8), min_shard_bytes=300)
+    nnx_step(*pair, jzero.plan_of(pair).place_batch(batch()))
+    path = checkpoint.save(tmp_path / "1", pair)
+    model, _ = checkpoint.restore(path, create_nnx(), only="params")
+    for x in ("mean", "var"):
+        want = np.asarray(getattr(pair[0].norm, x)[...])
+        np.testing.assert_array_equal(np.asarray(getattr(model.norm, x)[...]), want)
+    assert int(model.drop.rngs.count[...]) == 0
+    state, _ = jax.jit(full_step)(jzero.shard(create_full, stage=2, mesh=mesh_of(8)), batch())
+    path = checkpoint.save(tmp_path / "2", state)
+    like = create_full()
+    back = checkpoint.restore(path, like, only="params")
+    assert_same(back.batch_stats, jax.device_get(state.batch_stats))
+    assert np.any(np.asarray(back.batch_stats["BatchNorm_0"]["mean"]))
+    for name in ("ema", "dropout_key", "opt_state", "step"):
+        kept, given = (jax.tree.leaves(getattr(s, name)) for s in (back, like))
+        assert all(a is b for a, b in zip(kept, given, strict=True))
+    for_evaluation = checkpoint.restore(path, jzero.abstract(create_full, stage=3, mesh=mesh_of(4)), only="params")
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((for_evaluation.params, for_evaluation.batch_stats)))
+    path = checkpoint.save(tmp_path / "3", {"params": state.params, "opt_state": state.opt_state}, tx=state.tx)
+    with pytest.warns(UserWarning, match=r"(?s)the checkpoint lacks 2 arrays.*batch_stats/BatchNorm_0/mean  f32\[32\]"):
+        assert checkpoint.restore(path, like, only="params").batch_stats is not None
 
 
 def test_params_that_do_not_fit_are_still_refused(tmp_path):

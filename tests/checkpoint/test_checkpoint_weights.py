@@ -16,9 +16,10 @@ import xxhash
 from flax import nnx
 from flax.training.train_state import TrainState
 from layouts import mesh_of
-from models import logical
+from models import batch, logical
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
+from test_state import create_nnx, nnx_step
 
 import jzero
 from jzero import checkpoint
@@ -74,6 +75,11 @@ def whole(params):
     return flat(jax.device_get(jzero.unshard(params)))
 
 
+def statistics(state):
+    """A model without them is another one."""
+    return flat({"batch_stats": state.batch_stats})
+
+
 def equal(a, b):
     assert set(a) == set(b)
     for name in a:
@@ -83,7 +89,8 @@ def equal(a, b):
 
 @pytest.fixture(scope="module")
 def trained():
-    return train(jzero.shard(create, stage=3, mesh=mesh_of(8), min_shard_bytes=0))
+    state = train(jzero.shard(create, stage=3, mesh=mesh_of(8), min_shard_bytes=0))
+    return state.replace(batch_stats=jax.tree.map(lambda x: x + 0.3, state.batch_stats))
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +105,14 @@ def test_the_masters_are_exported(path, trained, tmp_path):
     (file,) = checkpoint.export(path, tmp_path / "m.safetensors")
     tensors = load_file(file)
     assert {x.dtype for x in tensors.values()} == {np.dtype(np.float32)}
-    equal(tensors, flat(logical(trained).master))
+    equal(tensors, flat(logical(trained).master) | statistics(trained))
     assert "Embed_0.embedding" in tensors
-    assert len(tensors) == len(jax.tree.leaves(trained.params))  # the tied weight once
+    assert len(tensors) == len(jax.tree.leaves((trained.params, trained.batch_stats)))  # the tied weight once
 
 
 def test_in_16_bits_they_are_the_params(path, trained, tmp_path):
     (file,) = checkpoint.export(path, tmp_path / "m.safetensors", dtype="bfloat16")
-    equal(load_file(file), whole(trained.params))
+    equal(load_file(file), whole(trained.params) | statistics(trained))  # these in 32
 
 
 def test_large_weights_are_split_with_an_index(path, tmp_path):
@@ -136,7 +143,7 @@ def test_weights_that_plain_orbax_wrote(tmp_path):
     ocp.save(str(tmp_path / "plain"), state)
     with pytest.warns(UserWarning, match="has no checksums"):
         (file,) = checkpoint.export(tmp_path / "plain", tmp_path / "m.safetensors")
-    equal(load_file(file), flat(state.params))
+    equal(load_file(file), flat(state.params) | statistics(state))
     ocp.save(str(tmp_path / "bare"), state.params)  # params alone
     with pytest.warns(UserWarning, match="has no checksums"):
         (file,) = checkpoint.export(tmp_path / "bare", tmp_path / "b.safetensors")
@@ -179,7 +186,8 @@ def test_into_any_layout(n, fields, path, trained, tmp_path):
     before = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
     loaded = checkpoint.load_safetensors(file, state, cast=True)
     equal(whole(loaded.params), whole(trained.params))
-    equal(flat(logical(loaded).master), load_file(file))  # the fp32 values, not the cast of the params
+    # the fp32 values, not the cast of the params
+    equal(flat(logical(loaded).master) | statistics(loaded), load_file(file))
     assert jax.tree.map(lambda x: x.sharding, (loaded.params, loaded.opt_state)) == before
     embedding = np.asarray(loaded.opt_state.master["Embed_0"]["embedding"])
     assert (embedding.shape != (517, 33)) == (n > 1)
@@ -246,6 +254,25 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(path, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"no \.safetensors file in"):
         checkpoint.load_safetensors(tmp_path / "empty", state)
+
+
+def test_an_nnx_model_goes_out_and_in_with_its_statistics(tmp_path):
+    """They stand in its modules. A file without them is named; random keys and averages are no part of a model."""
+    pair = jzero.shard(create_nnx, stage=3, mesh=mesh_of(8), min_shard_bytes=0)
+    for i in range(2):
+        nnx_step(*pair, jzero.plan_of(pair).place_batch(batch(i)))
+    path = checkpoint.save(tmp_path / "1", pair)
+    (file,) = checkpoint.export(path, tmp_path / "m.safetensors")
+    tensors = load_file(file)
+    assert set(tensors) == {"a.kernel", "b.bias", "b.kernel", *(f"norm.{x}" for x in ("scale", "bias", "mean", "var"))}
+    np.testing.assert_array_equal(tensors["norm.mean"], np.asarray(pair[0].norm.mean[...]))
+    fresh = jzero.shard(create_nnx, stage=1, mesh=mesh_of(4))
+    model, _ = checkpoint.load_safetensors(file, fresh)
+    for x, name in ((model.norm.mean, "norm.mean"), (model.norm.var, "norm.var"), (model.a.kernel, "a.kernel")):
+        np.testing.assert_array_equal(np.asarray(x[...]), tensors[name])
+    save_file({k: v for k, v in tensors.items() if k not in ("norm.mean", "norm.var")}, tmp_path / "p.safetensors")
+    with pytest.warns(UserWarning, match=r"the file lacks 2 arrays that the model needs.*\n.*norm/mean +f32\[64\]"):
+        checkpoint.load_safetensors(tmp_path / "p.safetensors", fresh)
 
 
 # -- files that are not what they seem

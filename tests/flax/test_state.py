@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from models import (
     DIM_IN,
     DIM_OUT,
+    MLPS,
+    adamw,
     assert_batch_is_split,
     assert_laid_out,
     batch,
@@ -115,6 +118,86 @@ def test_a_replicated_creation_would_fail_the_test_above(mesh):
         lambda: jax.random.normal(jax.random.key(0), (1024, 1024)), out_shardings=NamedSharding(mesh, P())
     )()
     assert {s.data.nbytes for s in w.addressable_shards} == {w.nbytes}
+
+
+def whole_run(existing, mesh, **fields):
+    """Creation and three steps in one program, as RL code does it."""
+
+    def run(seed, batches):
+        def create():
+            params = MLPS[jnp.dtype("float32")].init(jax.random.key(seed), jnp.ones((1, DIM_IN)))["params"]
+            return create_state().replace(params=params, opt_state=adamw().init(params))
+
+        state = create() if existing else create
+        state = state if mesh is None else shard(state, mesh, 3, **fields)
+        return jax.lax.scan(train_step, state, batches)
+
+    return jax.jit(run)(3, jax.tree.map(lambda *x: np.stack(x), *map(batch, range(3))))
+
+
+@pytest.mark.parametrize("fields", [{}, {"offload": "host"}], ids=["device", "host"])
+@pytest.mark.parametrize("existing", [True, False])
+def test_inside_of_a_jit(existing, fields, mesh):
+    """The whole run is one program: a traced state is laid out as one that a function creates."""
+    state, losses = whole_run(existing, mesh, **fields)
+    plain, want = whole_run(True, None)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    assert_laid_out(state, jzero.plan_of(state))
+    assert max_error((state.params, logical(state)), (plain.params, plain.opt_state)) < 1e-5
+
+
+def test_an_nnx_pair_and_another_stage_inside_of_a_jit(mesh):
+    def run(batch):
+        pair = create_nnx()
+        assert shard(pair, mesh, 2)[0] is pair[0]
+        return nnx.state(pair), nnx_step(*pair, batch)
+
+    pair = create_nnx()
+    arrays, loss = jax.jit(run)(batch())
+    assert P("data") in specs(arrays[1])
+    np.testing.assert_allclose(loss, nnx_step(*pair, batch()), rtol=1e-5)
+    state = shard(create_state(dtype=jnp.bfloat16), mesh, 1)
+    moved = jax.jit(lambda state: shard(state, mesh, 3))(state)
+    assert_laid_out(moved, jzero.plan_of(moved))
+    assert max_error((moved.params, logical(moved)), (state.params, logical(state))) == 0
+    shapes = jax.eval_shape(lambda: jzero.abstract(create_state, stage=2, mesh=mesh) and jnp.zeros(3))
+    assert shapes.shape == (3,)
+
+
+def test_what_does_not_work_inside_of_a_jit_says_so(mesh):
+    outside = {"stage": 2, "mesh": mesh, "offload": jzero.Offload(update="host")}
+    with pytest.raises(NotImplementedError, match=r"jzero\.shard: with an update outside .* Call it outside, state ="):
+        jax.jit(lambda: jzero.shard(create_state, **outside))()
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        for call in (jzero.shard, jzero.abstract):
+            with pytest.raises(NotImplementedError, match=r"under an Explicit mesh this does not work inside"):
+                jax.jit(lambda call=call: call(create_state, stage=2) and 0)()
+
+
+class CheckedState(TrainState):
+    """Its `__init__` takes arrays alone, as a type checker does (openpi); jax and flax unflatten without it."""
+
+    def __post_init__(self):
+        files = {frame.filename for frame in inspect.stack()}
+        if not any("jax/_src/tree" in name for name in files):
+            bad = [x for x in jax.tree.leaves(self) if not isinstance(x, (jax.Array, int))]
+            assert not bad, f"no arrays: {bad[:1]}"
+
+
+def test_a_state_that_checks_its_fields_when_it_is_made(mesh):
+    """`abstract` makes one of abstract leaves without its `__init__`."""
+
+    def create():
+        plain = create_state()
+        return CheckedState.create(apply_fn=plain.apply_fn, params=plain.params, tx=adamw())
+
+    for source in (create, create()):
+        like = jzero.abstract(source, stage=3, mesh=mesh, min_shard_bytes=0)
+        assert type(like) is CheckedState
+        state = shard(source, mesh, 3)
+        assert jax.tree.structure(like) == jax.tree.structure(state)
+    state, _ = jax.jit(train_step)(state, jzero.plan_of(state).place_batch(batch()))
+    assert int(state.step) == 1
 
 
 def test_random_values_do_not_depend_on_the_layout(mesh):

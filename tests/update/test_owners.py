@@ -309,7 +309,19 @@ def stacked():
     return optax.stateless(lambda grads, params: {k: one(g, params[k]) for k, g in grads.items()})
 
 
-@pytest.mark.parametrize("kind", [norms_kept, stacked])
+def medians():
+    """A sort of all values, and what jnp.where broadcasts; in the body of a loop, and behind a condition."""
+
+    def one(g):
+        size, rows = jnp.abs(g), jnp.percentile(jnp.abs(g), 75.0, axis=-1, keepdims=True)
+        looped = jax.lax.fori_loop(0, 2, lambda _, x: x + jnp.median(size), 0.0)
+        chosen = jax.lax.cond(jnp.sum(g) > 0, lambda: jnp.median(size), lambda: jnp.quantile(size, 0.3))
+        return jnp.where(size > jnp.quantile(size, 0.5), g / rows, g / (chosen + looped))
+
+    return optax.stateless(lambda grads, params: {k: one(g) for k, g in grads.items()})
+
+
+@pytest.mark.parametrize("kind", [norms_kept, stacked, medians])
 def test_numbers_and_parts_of_matrices(kind):
     tx = optax.chain(optax.trace(0.9), kind(), optax.scale(-1e-2))
     shapes = {"wide": (32, 64), "tall": (64, 16)}
