@@ -36,7 +36,7 @@ from jzero.layout.leaf_rule import path_keys
 from jzero.layout.padding import unpadded
 from jzero.layout.placement import on_device
 from jzero.layout.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
-from jzero.optim import ZeroState, is_wrapped
+from jzero.optim import ZeroState, as_held, is_wrapped, whole_state
 
 Name = tuple[str, ...]
 MASTER = "master"
@@ -146,7 +146,8 @@ def _mapping_apart(state: Any, tx: Any, where: str) -> Parts:
     if not named:
         return Parts(None, None, None, state, None, None)
     rest = {k: v for k, v in known.items() if k not in ("params", "opt_state")}
-    return Parts(known["params"], known["opt_state"], None, rest, tx, None)
+    opt_state, params = whole_state(known["opt_state"], known["params"], tx)
+    return Parts(params, opt_state, None, rest, tx, None)
 
 
 def _zero_states(tree: Any) -> list[Any]:
@@ -159,7 +160,7 @@ def together(state: Any, parts: Parts) -> Any:
         return adapters.put_together(state, parts)
     if parts.params is None:
         return parts.rest
-    return {**parts.rest, "params": parts.params, "opt_state": parts.opt_state}
+    return {**parts.rest, "params": parts.params, "opt_state": as_held(parts.opt_state, parts.params, parts.tx)}
 
 
 def tree_of(parts: Parts) -> Any:

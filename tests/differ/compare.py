@@ -60,6 +60,7 @@ class Plain:
         self.opt_state = jax.jit(self.tx.init)(self.master if self.wide else self.params)
         self.delay = config["tier"].startswith("late")
         self.pending: list[Any] = []
+        self.handed = self.params  # as the last update returned them
         self.start = [np.asarray(x, np.float32) for x in jax.tree.leaves(self.params)]
         self.replaced = False
 
@@ -93,17 +94,20 @@ class Plain:
         for grads in self.pending:
             wide = self.master if self.wide else self.params
             new, self.opt_state = _update(self.tx)(grads, self.opt_state, wide)
+            if self.delay:  # what the user has replaced meanwhile stays
+                new = jax.tree.map(
+                    lambda n, p, h: jnp.where(p == h, n, p.astype(n.dtype)), new, self.params, self.handed
+                )
             if self.wide:
                 self.master = new
                 new = jax.tree.map(lambda m, p: m.astype(p.dtype), new, self.params)
-            self.params = new
+            self.params = self.handed = new
         self.pending = []
 
     def replace(self, change):
         """Params that the user replaced: the masters take what differs."""
-        self.flush()
         self.params = change(self.params)
-        if self.wide:
+        if self.wide and not self.pending:
             self.master = jax.tree.map(
                 lambda p, m: jnp.where(p == m.astype(p.dtype), m, p.astype(m.dtype)), self.params, self.master
             )
@@ -195,7 +199,7 @@ def _happens(event: dict, run, plain: Plain, case: dict, folder: Path):
         first, fresh = other.step(batch_of(case, 0), jax.random.key(0))[0], Plain(case)
         Tolerances(case | {"config": run.config}).loss(first, fresh.gradients(batch_of(case, 0), jax.random.key(0))[0],
                                                        "a second state")  # fmt: skip
-    if kind in ("restore", "reshard") and plain.pending:
+    if kind in ("restore", "reshard"):
         plain.flush()
     plain.delay = run.config["tier"].startswith("late")
     if kind in ("restore", "reshard"):

@@ -241,7 +241,7 @@ class Nnx(nnx.Module):
 
     def __call__(self, batch):
         f = self.form
-        h = batch["x"].astype(f.compute) + self.embed(batch["tokens"])
+        h = batch["x"].astype(f.compute) + lookup(self.embed.embedding[...].astype(f.compute), batch["tokens"])
         for block in self.blocks:
             h = h + 0.5 * block(h, batch["tokens"]).astype(h.dtype)
         return self.embed.attend(h) if f.head == "tied" else self.out(h)

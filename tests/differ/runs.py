@@ -82,8 +82,10 @@ def host(tree) -> list[np.ndarray]:
 class Run:
     """What the flavours share."""
 
-    def __init__(self, case: dict, folder: Path, mesh: dict | None = None, config: dict | None = None):
-        self.case, self.folder = case, folder
+    def __init__(
+        self, case: dict, folder: Path, mesh: dict | None = None, config: dict | None = None, abstract: bool = False
+    ):
+        self.case, self.folder, self.abstract = case, folder, abstract
         self.config = case["config"] if config is None else config
         self.mesh_spec = case["mesh"] if mesh is None else mesh
         self.mesh, axes = mesh_of(self.mesh_spec)
@@ -163,16 +165,17 @@ class Run:
 
         return fullest(self.visible()), fullest(self.opt_state())
 
-    def fresh(self, mesh: dict, config: dict):
-        """Another run of this case in another place, with a state of its own."""
-        return type(self)(self.case | {"born": True}, self.folder, mesh, config)
+    def fresh(self, mesh: dict, config: dict, *, abstract: bool = False):
+        """Another run of this case in another place, with a state of its own, or an abstract one."""
+        return type(self)(self.case | {"born": True}, self.folder, mesh, config, abstract)
 
     def restored(self, mesh: dict, config: dict):
         """The state saved, and restored into another place."""
         path = Path(tempfile.mkdtemp(dir=self.folder)) / "saved"
         with self.context():
             self.save(path)
-        other = self.fresh(mesh, config)
+        abstract = self.case["flavour"] != "plain" and (self.case["born"] or "disk" in config["tier"])
+        other = self.fresh(mesh, config, abstract=abstract)
         with other.context():
             other.load(path)
         return other
@@ -190,7 +193,7 @@ class LinenRun(Run):
         if not self.case["born"]:
             params, rest = _initial("linen", self.form)
             given = State.create(apply_fn=self.model.module.apply, params=params, tx=self.tx, rest=rest)
-        self.state = jzero.shard(given, mesh=self.mesh, **self.fields)
+        self.state = (jzero.abstract if self.abstract else jzero.shard)(given, mesh=self.mesh, **self.fields)
 
     @property
     def plan(self):
@@ -279,7 +282,8 @@ class NnxRun(LinenRun):
             model = self.model.module()
             return model, nnx.Optimizer(model, self.tx, wrt=nnx.Param)
 
-        self.state = jzero.shard(create if self.case["born"] else create(), mesh=self.mesh, **self.fields)
+        given = create if self.case["born"] else create()
+        self.state = (jzero.abstract if self.abstract else jzero.shard)(given, mesh=self.mesh, **self.fields)
 
     @property
     def plan(self):
