@@ -145,9 +145,10 @@ def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[]
     numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(layout)))
 
     def state():
-        if numbers.step is not None:
-            make([], [numbers.step])
-        opt_state = fresh_held(make, out.tx, step=leaves.get(numbers.step))
+        at: Any = numbers.step  # which of the leaves the step is, None without one
+        if at is not None:
+            make([], [at])
+        opt_state = fresh_held(make, out.tx, step=None if at is None else leaves[at])
         if rest := [i for i in range(len(layout)) if i not in leaves]:
             make([], rest)
         parts = jax.tree.unflatten(jax.tree.structure(out), [leaves[i] for i in range(len(layout))])

@@ -268,7 +268,8 @@ class _Run:
             whole = self.padded[value] = form.pad(whole)
         return whole
 
-    def _write(self, value: int, out, group: Group) -> None:
+    def _write(self, value: int, out, group: Group | None) -> None:
+        assert group is not None
         placement, chunk = self.schedule.placement_of(value), group.chunk
         if self.graph.is_small(value):
             if chunk is not None and value in self.values:

@@ -148,7 +148,7 @@ class DiskTier(Store):
 
     def update(self, params, changed, grads, small, extra):
         """As that of `Store`; after an error the files and this are of the generation before: it can be tried again."""
-        tiny = {at: jax.numpy.copy(self.arrays[at]) for at in self.layout.tiny}
+        tiny: dict[int, Any] = {at: jax.tree.map(jax.numpy.copy, self.arrays[at]) for at in self.layout.tiny}
         try:
             return (yield from super().update(params, changed, grads, small, extra))
         except BaseException:
