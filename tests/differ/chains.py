@@ -66,6 +66,9 @@ OPTIMIZERS: dict[str, Any] = {
 SMOOTH = ("sgd", "momentum", "nesterov", "optimistic_sgd", "fromage", "lars", "normalized")
 """Updates without a division by a small number or a sign: free runs stay beside each other."""
 
+SIGNS = ("lion", "signum", "sign_sgd", "rprop")
+"""Updates that are a sign: rounding of what the sign is taken of may turn it."""
+
 LOOSE = {"muon": 30, "galore": 100, "adabelief": 10, "acprop": 10, "rmsprop_centered": 100}
 """By how much more rounding shows: iterations, decompositions, differences of nearly equal numbers."""
 
