@@ -14,7 +14,7 @@ from optax import contrib
 RATE = 0.02
 
 OPTIMIZERS: dict[str, Any] = {
-    "acprop": lambda: contrib.acprop(RATE),
+    "acprop": lambda: contrib.acprop(RATE, eps=1e-2),
     "adabelief": lambda: optax.adabelief(RATE),
     "adadelta": lambda: optax.adadelta(1.0),
     "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=8),

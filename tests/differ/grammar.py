@@ -59,10 +59,11 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         "step": "eager" if can_be_eager(case) and rng.random() < 0.08 else rng.choice(STEPS), "donate": rng.random() < 0.5,
         "born": rng.random() < 0.5, "gather": rng.random() < 0.7,
     }  # fmt: skip
-    smooth = case["optimizer"] in SMOOTH and "apply_every" not in case["wraps"]
-    exact = case["dtype"] == "float32" and not case["compute"] and not low_precision(case["config"])
-    case["fed"] = not (smooth and exact and rng.random() < 0.7)
     case["events"] = draw_events(rng, case)
+    configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+    smooth = case["optimizer"] in SMOOTH and "apply_every" not in case["wraps"]
+    exact = case["dtype"] == "float32" and not case["compute"] and not any(map(low_precision, configs))
+    case["fed"] = not (smooth and exact and rng.random() < 0.7)
     parts = [batch_parts(case["mesh"]), *(e["mesh"]["n"] for e in case["events"].values() if "mesh" in e)]
     case["rows"] = math.lcm(*parts) * (case.get("micro") or {"accumulate": 1})["accumulate"] * (2 if max(parts) < 5 else 1)
     return case

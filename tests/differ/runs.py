@@ -74,7 +74,7 @@ def host(tree) -> list[np.ndarray]:
     def one(x):
         if hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
-        return np.asarray(x)
+        return np.array(x)
 
     return [one(x) for x in jax.tree.leaves(tree)]
 
