@@ -49,7 +49,8 @@ class Placement:
             return x
         layout = layout or self.on_device
         x = jax.lax.with_sharding_constraint(x, layout)  # a copy to the host alone does not pin a layout
-        return jax.device_put(x, self.of(layout))
+        equal = divides(layout.spec, x.shape, self._mesh)
+        return jax.device_put(x, self.of(layout) if equal else jax.memory.Space.Host)
 
     def shard_bytes(self, aval) -> int:
         """Bytes of one device's shard of an array in host memory; 0 for an array in device memory."""

@@ -177,6 +177,13 @@ def test_steps_are_those_of_the_run_without_it(chain, dtype, mesh):
     assert max_error(got.opt_state, want.opt_state) < 1e-6
 
 
+UNEVEN = {"several": (6, 20), "padded": (11, 3), "even": (16, 8)}
+
+
+def loss_of_uneven(params, x):
+    return sum(jnp.mean(jnp.tanh(x[:, : p.shape[0]] @ p) ** 2) for p in params.values())
+
+
 @pytest.mark.parametrize("params_on", ["host", "device"])
 @pytest.mark.parametrize("tier", ["through the device", "by the CPU", "files"])
 def test_leaves_that_no_one_dim_divides(tier, params_on, mesh, tmp_path):
@@ -188,11 +195,7 @@ def test_leaves_that_no_one_dim_divides(tier, params_on, mesh, tmp_path):
     }
     offload = jzero.Offload(params=params_on, **tiers[tier])
     rng = np.random.default_rng(0)
-    shapes = {"several": (6, 20), "padded": (11, 3), "even": (16, 8)}
-    params = {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
-
-    def loss(params, x):
-        return sum(jnp.mean(jnp.tanh(x[:, : p.shape[0]] @ p) ** 2) for p in params.values())
+    params, loss = {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in UNEVEN.items()}, loss_of_uneven
 
     def train(tx, params, x, gradients, jitted):
         def step(grads, state, params):
@@ -246,6 +249,22 @@ def test_micro_batches(scale, mesh):
         )
         found.append(jax.jit(value_and_grad)(plan.place(state.params), plan.place_batch(batch())))
     (want_loss, want), (loss, grads) = found
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    assert max_error(grads, want) < 1e-6
+    assert_where_they_live(grads, plan)
+
+
+@pytest.mark.parametrize("reduce", ["auto", "microbatch"])
+def test_micro_batches_of_leaves_that_no_one_dim_divides(reduce, mesh):
+    """Sums of their gradients, whose pieces are unequal."""
+    rng = np.random.default_rng(0)
+    params = {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in UNEVEN.items()}
+    x = jnp.asarray(rng.standard_normal((32, 16)), jnp.float32)
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0, offload=HOST)
+    assert {y.padded for y in plan.layouts} == {True, False}
+    run = jax.jit(jzero.value_and_grad(loss_of_uneven, plan, accumulate=2, reduce=reduce))
+    loss, grads = run(plan.place(params), plan.place_batch(x))
+    want_loss, want = jax.value_and_grad(loss_of_uneven)(params, x)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     assert max_error(grads, want) < 1e-6
     assert_where_they_live(grads, plan)

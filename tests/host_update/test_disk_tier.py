@@ -25,6 +25,7 @@ from jzero.flax import creation
 from jzero.update.on_host import disk_tier
 from jzero.update.on_host.disk import transfers
 from jzero.update.on_host.disk.step import DiskStep
+from jzero.update.on_host.disk_tier import DiskTier
 from jzero.update.on_host.units import Units
 
 SMALL = 64 * 1024  # bytes: leaves are cut into chunks
@@ -106,6 +107,39 @@ def test_any_chain_through_a_small_buffer(tmp_path, name, devices):
     store = state.master.store.store.disk
     assert mixes or len(store.units) >= 4
     assert max(u.nbytes for u in store.units) <= buffer_bytes / 4
+
+
+def test_a_leaf_on_every_device_is_updated_alike_on_all(tmp_path, monkeypatch):
+    """A frame is not filled anew before the last of the devices that read it is done, however slow the update."""
+    def slow(g):
+        return g + 0 * jax.lax.fori_loop(0, 20, lambda _, m: 1e-3 * m @ m.T + g, g)
+
+    computed, ready, run, write = [], [], DiskTier._run, DiskStep.write
+
+    def recorded(*args):
+        computed.extend((news := run(*args)).values())
+        return news
+
+    def checked(self, index, arrays):
+        ready.append(all(x.is_ready() for x in computed))
+        write(self, index, arrays)
+
+    monkeypatch.setattr(DiskTier, "_run", recorded)
+    tx = optax.chain(optax.stateless(lambda updates, _: jax.tree.map(slow, updates)), optax.adam(1e-2))
+    params = {f"w{i}": jnp.ones((128, 128)) for i in range(4)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    got = jzero.shard(state, stage=2, min_shard_bytes=2**20, offload=disk(tmp_path / "s"))
+    monkeypatch.setattr(DiskStep, "write", checked)
+    grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(float(p.size))).reshape(p.shape), params)
+    grads = jax.device_put(grads, jzero.plan_of(got).sharding(jax.P()))
+    for _ in range(4):
+        got = got.apply_gradients(grads=grads)
+    for x in jax.tree.leaves(got.params):
+        first, *others = (np.asarray(s.data) for s in x.addressable_shards)
+        assert len(others) == 7
+        assert all(np.array_equal(first, other) for other in others)
+    assert ready
+    assert all(ready)
 
 
 def test_numbers_that_need_whole_arrays_are_named(tmp_path, monkeypatch):

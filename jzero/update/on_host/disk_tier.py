@@ -46,7 +46,7 @@ class DiskTier(Store):
         for at in layout.tiny:
             self.arrays[at] = on_host(small[at], chain.plan)
         self._step: Any = None
-        self._waiting: tuple[int, list[Any]] | None = None
+        self._waiting: tuple[int, list[Any], list[Any]] | None = None  # file, its arrays, all that its unit computed
         self._read: dict[int, dict[int, Any]] = {}
         self._in_norms = False
         self._since_trim = 0  # bytes that were written
@@ -231,11 +231,17 @@ class DiskTier(Store):
             file = self.layout.number(units, unit)
             old = self._read.pop(file)
             self._written()
-            self._waiting = file, [news[v] if v in news else old[s] for s, v in unit.kept]
+            self._waiting = file, [news[v] if v in news else old[s] for s, v in unit.kept], list(news.values())
 
     def _written(self) -> None:
+        """Writes the unit that waits, once all devices are done with its frame.
+
+        To copy an array to the file waits for the one device that the piece is taken from; where others hold the same
+        piece, they read it from the same frame, and may come later.
+        """
         if self._waiting is not None:
-            file, arrays = self._waiting
+            file, arrays, news = self._waiting
+            jax.block_until_ready((arrays, news))
             pieces = self.layout.pieces(self.layout.held[file], arrays)
             self._step.write(file, pieces)
             self._waiting = None
