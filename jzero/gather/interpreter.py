@@ -43,8 +43,11 @@ class GatherInterpreter(TieOps):
       ordered: weights are tied to their place in the program; not where all of them make one bucket.
     """
 
-    def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Outputs of the jaxpr; a weight that is passed through stays a weight."""
+    def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any], *, cast: Any = None) -> list[Any]:
+        """Outputs of the jaxpr; a weight that is passed through stays a weight.
+
+        `cast`: the dtype to which it casts its weights first (`compute_dtype`); one that is passed through is not cast.
+        """
         graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args])
         env: dict[int, Any] = {**graph.known, **dict(zip(graph.ins, args, strict=True))}
         env.update(self.entered(graph, env))
@@ -59,7 +62,7 @@ class GatherInterpreter(TieOps):
             env.update(zip(node.outs, outs, strict=True))
             for tie in ties.get((number, True), ()):
                 self.tie(tie, graph, env)
-        return [env[i] for i in graph.outs]
+        return [env[graph.as_given(i, cast) if cast else i] for i in graph.outs]
 
     def entered(self, graph: WeightGraph, env) -> dict[int, Weight]:
         """The weights in host memory among the arguments; see [Note: a weight in host memory]."""

@@ -157,7 +157,8 @@ class GatherOnUse:
             x if y is None else Weight(x, y.stored, y.used, y.grad, host=_on_host(x, y))
             for x, y in zip(arrays, picked, strict=True)
         ]
-        outs = iter(walk.plain(walk.run(jaxpr, consts, walk.on_shards(values))))
+        outs = walk.run(jaxpr, consts, walk.on_shards(values), cast=self.plan.config.compute_dtype)
+        outs = iter(walk.plain(outs))
         return jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
 
     def _check_no_function(self, outs: Sequence[Any]) -> None:
@@ -202,7 +203,8 @@ class GatherOnUse:
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
         dtype = self.plan.config.compute_dtype
-        return value if layout is None or dtype is None else value.astype(dtype)
+        real = layout is not None and np.dtype(layout.dtype).kind != "c"
+        return value.astype(dtype) if real and dtype is not None else value
 
     def _layouts(self, params, *, required: bool = True) -> list[Layout | None]:
         """The layout of each leaf of the first argument: params, Flax variables, or an NNX module taken apart."""

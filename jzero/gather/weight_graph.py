@@ -65,6 +65,18 @@ class WeightGraph(Graph):
             value = self.parent[value]
         return value
 
+    def as_given(self, value: int, cast: np.dtype) -> int:
+        """What a function returns for a value: the argument itself, if the function hands back its cast unchanged.
+
+        `cast`: the dtype of all arguments that it sees, so that the cast of one to that dtype is the one at its entry.
+        """
+        at = value
+        while self.parent.get(at, at) != at and self.makers[at].name not in ON_SHARD:
+            at = self.parent[at]
+        before = self.parent.get(at, at)
+        changed = self.avals[before].dtype != self.avals[at].dtype == cast
+        return before if before in self.ins and changed else value
+
     def inside(self, node: Node, search: Callable[[Any, Sequence[bool]], set[int]]) -> set[int]:
         """The operands of a region, a loop or branches that `search` finds in its bodies."""
         inner, skipped = bodies(node.eqn)

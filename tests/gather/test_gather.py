@@ -248,6 +248,21 @@ def test_compute_dtype_casts_on_the_shard(mesh):
     assert all(e.outvars[0].aval.dtype == jnp.bfloat16 for e in gathers)
 
 
+def test_a_param_that_is_returned_is_the_param_and_not_its_cast(mesh):
+    params = {"w": jnp.full((64, 8), 1 / 3), "v": jnp.full((64,), 1 / 3), "z": jnp.full((64,), 1 + 1j)}
+    params["half"] = params["v"].astype(jnp.bfloat16)
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0, compute_dtype="bfloat16")
+
+    def fn(p, x):
+        return x @ p["w"].astype(x.dtype), p, p["v"].astype(jnp.float32), p["half"].astype(jnp.float32)
+
+    _, back, *wide = jax.jit(jzero.gather_on_use(fn, plan))(plan.place(params), plan.place_batch(jnp.ones((16, 64))))
+    assert [(x.dtype, x.sharding.spec) for x in jax.tree.leaves(back)] == [(x.dtype, x.stored) for x in plan.layouts]
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    for x in wide:  # what it casts itself is what it has computed
+        np.testing.assert_array_equal(x, params["half"].astype(jnp.float32), strict=True)
+
+
 def test_compares_by_function_and_plan(mesh):
     plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=3, mesh=mesh)
     again = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=3, mesh=mesh)

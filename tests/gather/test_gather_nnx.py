@@ -200,6 +200,47 @@ def test_five_steps_in_place(kind, reshard, mesh):
     assert max_error(values(model), values(plain[0])) < 1e-4
 
 
+class Frozen(nnx.Variable):
+    """Neither trained nor in the plan."""
+
+
+def bits(tree):
+    """The values of a module by path, bit for bit; not its keys and their counts."""
+    flat = jax.tree_util.tree_leaves_with_path(values(tree))
+    floating = [(jax.tree_util.keystr(k), x) for k, x in flat if jnp.issubdtype(x.dtype, jnp.floating)]
+    return {k: (str(x.dtype), np.asarray(x).tobytes()) for k, x in floating}
+
+
+@pytest.mark.default_cases("list-bfloat16", "scan remat-bfloat16", "list tied-bfloat16", "list cond-None")
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_leaves_params_and_frozen_values_as_they_are(kind, compute, mesh):
+    """Bit for bit, also those that are cast on their shards: the module gets back what it had, not the casts."""
+
+    def made():
+        pair = create(kind, dim=64)
+        pair[0].shift = Frozen(jnp.full((64,), 1 / 3))
+        return pair
+
+    def loss_fn(model, x):
+        return loss_of(model, x + model.shift[...].astype(x.dtype))
+
+    model, optimizer = jzero.shard(made(), stage=3, mesh=mesh, min_shard_bytes=0, compute_dtype=compute)
+    plan, x = jzero.plan_of((model, optimizer)), data(dim=64)
+    grad, before = nnx.jit(nnx.value_and_grad(jzero.gather_on_use(loss_fn, plan))), bits(model)
+    model.eval()
+    grad(model, plan.place_batch(x))
+    assert bits(model) == before
+    model.train()
+    _, grads = grad(model, plan.place_batch(x))
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    after = bits(model)
+    assert {k for k in before if after[k] != before[k]} == {"['norm']['mean']", "['norm']['var']"}
+    assert {k: v[0] for k, v in after.items()} == {k: v[0] for k, v in before.items()}
+    assert specs(values(nnx.state(model, nnx.Param))) == [x.stored for x in plan.layouts]
+    optimizer.update(model, grads)
+
+
 def test_sown_values_and_modules_that_come_back(mesh):
     """What the function adds to the module is there afterwards, and a module that it returns is that module."""
     model, _, plan = sharded("list", mesh)
