@@ -1,0 +1,92 @@
+"""A fixed sample of the differential generator's cases, chosen to cover; and that the generator can fail.
+
+Fresh cases are run by hand and nightly: `python tests/differential.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+
+import differential
+import pytest
+from differ import compare, grammar, refusals
+
+SAMPLE = 30
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return differential.covering(SAMPLE)
+
+
+def test_a_sample_of_cases_is_as_plain(sample):
+    """In processes of their own, as every run of the generator: a crash is one case's failure."""
+    outcomes = list(differential.run(sample, 1, "light"))
+    failed = [f"{case['id']}: {why}\n{differential.script(case)}" for case, kind, why in outcomes if kind == "FAILED"]
+    assert not failed, "\n\n".join(failed)
+    assert len(outcomes) == SAMPLE
+    assert sum(kind == "refused" for _, kind, _ in outcomes) <= SAMPLE // 4, outcomes
+
+
+@pytest.mark.unit
+def test_the_sample_covers_every_tier_event_flavour_and_stage(sample):
+    covered = collections.defaultdict(set)
+    for case in sample:
+        for kind, name in grammar.features(case):
+            covered[kind].add(name)
+    assert covered["tier"] == set(grammar.TIERS)
+    assert covered["event"] >= set(grammar.EVENTS) - {"skip"}
+    assert covered["flavour"] == set(grammar.FLAVOURS)
+    assert covered["stage"] == set("0123")
+    assert covered["mesh"] == set(grammar.MESHES)
+    assert len(covered["optimizer"]) >= 20
+    assert len(covered["layer"]) >= 25
+
+
+@pytest.mark.unit
+def test_a_case_is_a_function_of_seed_and_index_and_plain_data():
+    cases = [grammar.draw(3, i) for i in range(50)]
+    assert cases == [grammar.draw(3, i) for i in range(50)] == json.loads(json.dumps(cases))
+    assert len({json.dumps(case | {"id": ""}) for case in cases}) == 50
+
+
+@pytest.mark.unit
+def test_the_shares_of_a_nightly_run_can_be_reached():
+    assert differential.table([grammar.draw(1, i) for i in range(2000)])[1] == []
+
+
+@pytest.mark.unit
+def test_only_a_documented_refusal_of_ours_passes():
+    case = {"step": "jit"}
+    text = "offload under a mesh of Explicit axes: use Auto axes"
+    assert refusals.refusal(NotImplementedError(text), case) == "offload under an Explicit mesh"
+    assert refusals.refusal(RuntimeError(text), case) is None
+    assert refusals.refusal(ValueError("zip() argument 2 is longer than argument 1"), case) is None
+    padded = ValueError("implies that array axis 0 is partitioned 6 times")
+    assert refusals.refusal(padded, case) is None
+    assert refusals.refusal(padded, {"step": "eager"})
+
+
+@pytest.mark.unit
+def test_what_the_comparison_lets_pass_and_what_not():
+    case = grammar.draw(1, 0) | {"dtype": "float32", "compute": None, "fed": True, "optimizer": "adam"}
+    case["config"] = {"stage": 2, "tier": "device"}
+    near = compare.Tolerances(case)
+    near.started = [compare.np.zeros(4, "float32")]
+    one = compare.np.ones(4, "float32")
+    near.values([one * (1 + 1e-6)], [one], "params")
+    near.gradients([one * (1 + 1e-6)], [one], "gradients")
+    near.state([one, compare.np.int32(3)], [one, compare.np.int32(3)], "state")
+    for wrong in (
+        lambda: near.values([one * 1.001], [one], "params"),
+        lambda: near.values([one * float("nan")], [one], "params"),
+        lambda: near.gradients([one * 1.01], [one], "gradients"),
+        lambda: near.gradients([one[:2]], [one], "gradients"),
+        lambda: near.state([one * 1.01], [one], "state"),
+        lambda: near.state([compare.np.int32(2)], [compare.np.int32(3)], "state"),
+        lambda: near.state([], [one], "state"),
+        lambda: near.loss(1.001, 1.0, "loss"),
+    ):
+        with pytest.raises(compare.Differs):
+            wrong()
