@@ -23,6 +23,8 @@ def put(leaf, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf
     if jax.process_count() == 1:
+        if isinstance(leaf, jax.Array) and (memory_kind(leaf) == HOST) != (sharding.memory_kind == HOST):
+            leaf = _relaid_on_host(leaf, sharding)
         return jax.device_put(leaf, sharding)
     if is_global(leaf):
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
@@ -31,6 +33,18 @@ def put(leaf, sharding: NamedSharding) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _relaid_on_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array that changes its memory and its layout, in the new layout in host memory.
+
+    Asked for both at once, jax (0.10 to 0.12) takes pieces that lie on the right devices already as they are, in the
+    wrong memory, and raises. An array on one device is cut on the device, and never lies whole in pinned memory.
+    """
+    if len(x.sharding.device_set) == 1:
+        return x
+    x = jax.device_put(x, x.sharding.with_memory_kind(HOST))
+    return jax.device_put(x, sharding.with_memory_kind(HOST))
 
 
 def on_device(x):

@@ -31,6 +31,10 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
+def mesh_of(devices):
+    return jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+
+
 def assert_on_host(arrays, specs):
     """Each array in host memory, split as its spec says, and something is split at all."""
     for x, spec in zip(jax.tree.leaves(arrays), specs, strict=True):
@@ -332,6 +336,25 @@ def test_a_state_that_is_there_and_one_that_is_born(mesh):
         back = jzero.shard(other, stage=3, offload=HOST, mesh=mesh, min_shard_bytes=0)
         assert_where_they_live(back.params, jzero.plan_of(back))
         assert max_error(back.opt_state, there.opt_state) == 0
+
+
+@pytest.mark.parametrize(
+    "tiers", [(None, HOST), (HOST, None), (HOST, HOST), (None, "host")], ids=["to", "from", "there", "state alone"]
+)
+def test_laid_out_again_on_other_devices(tiers):
+    """Leaves that every device holds change their memory and their devices at once."""
+    params = {k: jnp.arange(np.prod(s), dtype=jnp.float32).reshape(s) for k, s in UNEVEN.items()}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+    fields = {"stage": 3, "min_shard_bytes": 0, "uneven": "replicate"}
+    first = jzero.shard(state, mesh=mesh_of(8), offload=tiers[0], **fields)
+    assert first.params["padded"].sharding.is_fully_replicated
+    first = first.apply_gradients(grads=first.params)
+    for devices in (4, 2):
+        again = jzero.shard(first, mesh=mesh_of(devices), offload=tiers[1], **fields)
+        for x, y in zip(jzero.plan_of(again).layouts, jax.tree.leaves(again.params), strict=True):
+            assert y.sharding == jzero.plan_of(again).param_sharding(x)
+        assert max_error(again.params, first.params) == 0
+        assert max_error(again.opt_state, first.opt_state) == 0
 
 
 def test_checkpoints_from_and_to_every_tier(mesh, tmp_path):
