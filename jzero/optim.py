@@ -17,6 +17,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jzero.comm import comm_of
@@ -29,10 +30,11 @@ from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_me
 from jzero.layout.host_mesh import all_moved
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, device_type, memory_kind
+from jzero.layout.specs import P
 from jzero.offload import check_host_memory, placements_of, streamed, where_they_lie
 from jzero.sharding import Plan, check_plan
 from jzero.update.deferred_update import deferred
-from jzero.update.moment_dtype import with_moment_dtype
+from jzero.update.moment_dtype import ROUNDING_COUNT, needs_count, with_moment_dtype
 from jzero.update.on_host.handles import held_in
 from jzero.update.on_host.initial import Masters, fresh_handles
 from jzero.update.on_host.store import Chain
@@ -61,7 +63,8 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
 
     Returns:
       A transformation. `init(params)` pins the layout of every leaf; without masters its structure is that
-      of `tx.init(params)`, with them it is `ZeroState(inner, master)`. `update(grads, state, params)`
+      of `tx.init(params)`, with them it is `ZeroState(inner, master)`. (With `moment_dtype="bfloat16"` and a chain
+      that counts no steps, `ZeroState(inner, master, rounding_count)` in both cases.) `update(grads, state, params)`
       returns leaves to add to the params by `optax.apply_updates` or `p + u`, and nothing else; with
       `updates="delta"` plain arrays of the master dtype.
 
@@ -133,7 +136,8 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
     full = _Init(tx, plan).shapes(plan.shapes)
     rows = zip(plan.layouts, jax.tree.leaves(wide), trained, strict=True)
     masters = tuple(jax.ShapeDtypeStruct(x.state_shape, w.dtype) if t else None for x, w, t in rows)
-    return Chain(plan, make, full.inner if isinstance(full, ZeroState) else full, masters)
+    counts = isinstance(full, ZeroState) and full.rounding_count is not None
+    return Chain(plan, make, full.inner if isinstance(full, ZeroState) else full, masters, counts)
 
 
 def fresh_held(masters: Masters, tx: Any, *, step: Any = None) -> Any:
@@ -202,6 +206,11 @@ class _Wrapped:
             return self.tx
         return with_moment_dtype(self.tx, self.plan, widen_abstract(self.plan.shapes, self.plan))
 
+    @functools.cached_property
+    def counts(self) -> bool:
+        """The state has a count of jzero's own. Under an Explicit mesh to be asked on Auto axes."""
+        return needs_count(self.tx, self.plan, widen_abstract(self.plan.shapes, self.plan))
+
 
 class _Init(_Wrapped):
     def __call__(self, params):
@@ -243,7 +252,7 @@ class _Init(_Wrapped):
         wide = widen(params if masters is None else masters, params, self.plan)
         frozen = frozen_leaves(self.tx, widen_abstract(params, self.plan))
         inner = pin_state(self.stored_tx.init(wide), self.plan)
-        return with_master(inner, wide, params, frozen, self.plan)
+        return with_master(inner, wide, params, frozen, self.counts, self.plan)
 
 
 class _Update(_Wrapped):
@@ -268,13 +277,17 @@ class _Update(_Wrapped):
         if "value_fn" in extra:
             extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
         check_explicit(self.plan, extra)
+        count = state.rounding_count if isinstance(state, ZeroState) else None
+        extra = extra if count is None else {**extra, ROUNDING_COUNT: count}
         args = [p for p, _ in pairs], grads, inner, master, extra
         run = functools.partial(self._on_shards, tree)
         news, inner, new_master = in_auto_mode(run, args, self._specs_on_shards)
         with jax.named_scope(comm_of(self.plan).updates.SCOPE):
             out = self._new_params(news, master)
-        has_master = isinstance(state, ZeroState)
-        return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master)) if has_master else inner
+        if not isinstance(state, ZeroState):
+            return tree.unflatten(out), inner
+        count = None if count is None else self.plan.constrain(count + 1, P())
+        return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master), count)
 
     def _outside(self, grads: list, state, params, extra):
         """The update of a state with handles; see `update.on_host`."""
@@ -298,6 +311,7 @@ class _Update(_Wrapped):
 
     def _on_shards(self, tree, params: list, grads: list, inner, master: list, extra):
         """What lands on every param, on its shard; the new inner state and the new masters."""
+        _check_count(ROUNDING_COUNT in extra, self.counts)
         step = ShardedUpdate(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
         offloaded = self.plan.config.streams
         with jax.named_scope("jzero.master"):
@@ -427,16 +441,17 @@ def frozen_leaves(tx, params) -> list[bool]:
     return zeros if len(zeros) == count else [False] * count
 
 
-def with_master(inner, wide, params, frozen, plan: Plan):
-    """`ZeroState(inner, master)` where any param needs a master, else `inner`."""
+def with_master(inner, wide, params, frozen, counts: bool, plan: Plan):
+    """`ZeroState` where any param needs a master, or the state a count; else `inner`."""
     rows = zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
     masters = [
         pad(w, x.state_shape, x.state, plan) if plan.config.master_for(x.dtype) and not f else None
         for w, x, f in rows
     ]
-    if all(m is None for m in masters):
+    if all(m is None for m in masters) and not counts:
         return inner
-    return ZeroState(inner, jax.tree.structure(params).unflatten(masters))
+    count = plan.constrain(jnp.zeros((), jnp.int32), P()) if counts else None
+    return ZeroState(inner, jax.tree.structure(params).unflatten(masters), count)
 
 
 def split_master(state, params):
@@ -454,6 +469,17 @@ def _check_dtypes(pairs) -> None:
             f"jzero.zero: update: {counted(len(bad), 'param has', 'params have')} another dtype than in the plan:\n"
             f"{listing([('param', 'plan', 'given'), *bad])}\nCast what replaces a param to its dtype, or make a plan "
             "for the new dtypes: jzero.shard(state, ...) again."
+        )
+
+
+def _check_count(given: bool, wanted: bool) -> None:
+    """Raises ValueError for a state whose moments are rounded by another plan, or with none of this one's counts."""
+    if given != wanted:
+        raise ValueError(
+            f"jzero.zero: update: this optimizer state has {'a' if given else 'no'} rounding_count, and its plan needs "
+            f"{'one' if wanted else 'none'}: a state has one where moment_dtype=\"bfloat16\" rounds the moments of a "
+            "chain that counts no step. Pass what tx.init(params) or the last update returned; jzero.shard(state, ...) "
+            "converts a train state of another plan, jzero.checkpoint.restore(path, like) one in a checkpoint."
         )
 
 

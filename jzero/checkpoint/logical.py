@@ -40,6 +40,7 @@ from jzero.optim import ZeroState, as_held, is_wrapped, whole_state
 
 Name = tuple[str, ...]
 MASTER = "master"
+COUNT = "rounding_count"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def is_of_model(
       params: the shapes of the params, by their names in the same tree.
       least: of how many keys its name must be.
     """
-    if name[0] in ("params", "opt_state", "step", MASTER) or len(name) < least:
+    if name[0] in ("params", "opt_state", "step", MASTER, COUNT) or len(name) < least:
         return False
     if dtype == np.uint32 or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return False
@@ -169,30 +170,30 @@ def tree_of(parts: Parts) -> Any:
     if parts.params is None:
         return _named(_leaves(rest))
     rest = {"rest": rest} if _boxed(rest) else rest
-    inner, master = _opt_parts(parts)
-    tree = {**_leaves({**rest, "params": parts.params, "step": parts.step}), "opt_state": inner}
-    return _named(tree if master is None else {**tree, MASTER: master})
+    return _named({**_leaves({**rest, "params": parts.params, "step": parts.step}), **_opt_parts(parts)})
 
 
 def _boxed(rest: Any) -> bool:
     """True for a rest whose own names would clash with those of the other parts: it is stored under `rest`."""
-    taken = {"params", "opt_state", "step", "rest", MASTER}
+    taken = {"params", "opt_state", "step", "rest", MASTER, COUNT}
     return not isinstance(rest, Mapping) or any(str(k) in taken for k in rest)
 
 
-def _opt_parts(parts: Parts) -> tuple[Any, Any]:
-    """Optimizer state and masters, every leaf with its logical shape."""
+def _opt_parts(parts: Parts) -> dict[str, Any]:
+    """Optimizer state, and masters and the count where there are any; every leaf with its logical shape."""
     state = parts.opt_state
     inner = state.inner if isinstance(state, ZeroState) else state
     if not is_wrapped(parts.tx):
-        return _leaves(inner), None
-    inner = _leaves(inner, [x.shape for x in jax.tree.leaves(parts.tx.update.logical)])
+        return {"opt_state": _leaves(inner)}
+    found = {"opt_state": _leaves(inner, [x.shape for x in jax.tree.leaves(parts.tx.update.logical)])}
     if not isinstance(state, ZeroState):
-        return inner, None
+        return found
     tree = jax.tree.structure(parts.params)
     known = tree.flatten_up_to(state.master)
-    rows = zip(known, parts.tx.init.plan.layouts, strict=True)
-    return inner, tree.unflatten([None if m is None else NamedLeaf((), m, x.shape) for m, x in rows])
+    if any(m is not None for m in known):
+        rows = zip(known, parts.tx.init.plan.layouts, strict=True)
+        found[MASTER] = tree.unflatten([None if m is None else NamedLeaf((), m, x.shape) for m, x in rows])
+    return found if state.rounding_count is None else {**found, COUNT: NamedLeaf((), state.rounding_count, ())}
 
 
 def _leaves(tree: Any, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:
@@ -227,8 +228,8 @@ def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
     if parts.params is None:
         return parts.replace(rest=tree)
     opt_state = tree.pop("opt_state")
-    if MASTER in tree and isinstance(parts.opt_state, ZeroState):
-        opt_state = ZeroState(opt_state, tree.pop(MASTER))
+    if isinstance(parts.opt_state, ZeroState) and is_wrapped(parts.tx):
+        opt_state = ZeroState(opt_state, tree.pop(MASTER, parts.opt_state.master), tree.pop(COUNT, None))
     params, step = tree.pop("params"), tree.pop("step")
     rest = tree.pop("rest") if _boxed(parts.rest) else tree
     return parts.replace(

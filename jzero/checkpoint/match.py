@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.checkpoint.converting import convertible
-from jzero.checkpoint.logical import MASTER, Name, NamedLeaf
+from jzero.checkpoint.logical import COUNT, MASTER, Name, NamedLeaf
 from jzero.core.errors import counted, listing, typed_shape
 
 Described = tuple[tuple[int, ...], np.dtype]
@@ -69,7 +69,7 @@ def match(
         sources.append(Source(leaf, name))
     used = {source.name for source in sources} | wanted
     for name, (shape, dtype) in have.items():
-        if name in used or (only is not None and name[0] != "params"):
+        if name in used or name == (COUNT,) or (only is not None and name[0] != "params"):
             continue
         if name[0] != MASTER:
             castable = False

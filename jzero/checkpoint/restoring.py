@@ -15,6 +15,7 @@ from jzero.checkpoint import disk_state, store
 from jzero.checkpoint.checksums import Damage, Seal
 from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import (
+    COUNT,
     MASTER,
     NamedLeaf,
     apart,
@@ -68,7 +69,8 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
       tx: for a mapping of `params` and `opt_state`, the transformation from `jzero.zero`.
       cast: convert dtypes. What is widened keeps its value, what is narrowed is rounded; a value that the new dtype
         cannot hold at all is refused. Masters start as the params where the checkpoint has none, and are left out
-        where the target has none.
+        where the target has none. (A `rounding_count` of the target that the checkpoint lacks starts as 0, also
+        without `cast`; one that only the checkpoint has is left out.)
       only: `"params"` reads what the model needs, and nothing else: params (and fp32 masters of them that `like` has),
         statistics, in NNX all variables of the model but random keys. For evaluation, fine-tuning, another optimizer.
         Optimizer state, step, averages and all other fields are those of `like`; where that is abstract, they stay
@@ -114,13 +116,14 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
         warn_if_absent([leaf for leaf in needed if leaf.name not in have], "the checkpoint", where)
         wanted += [leaf for leaf in needed if leaf.name in have]
     names = {leaf.name for leaf in wanted}
-    leaves = [leaf for leaf in wanted if not leaf.empty]
+    fresh = [leaf for leaf in wanted if leaf.empty or (leaf.name == (COUNT,) and leaf.name not in have)]
+    leaves = [leaf for leaf in wanted if not any(leaf is other for other in fresh)]
     sources = match(leaves, have, cast=cast, where=where, only=only)
     refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}
     with auto_context():
         values |= _read(path, tree, sources, have, where)
-        values |= {leaf.name: leaf.nothing() for leaf in wanted if leaf.empty}
+        values |= {leaf.name: leaf.nothing() for leaf in fresh}
     return together(like, on_context_mesh(filled(parts, values)))
 
 

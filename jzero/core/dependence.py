@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.core.jaxprs import bind, opened, trace
+from jzero.core.jaxprs import bind, is_tracer, opened, trace
 from jzero.core.primitives import CALLS, KEEPS_ZERO
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traversal import Rule, traverse
@@ -50,6 +50,57 @@ def independent_outputs(fn: Callable, *trees) -> list[bool]:
         return [any(depend)] * len(eqn.outvars)
 
     return [not d for d in _analyzed(fn, trees, rule, start=True, literal=lambda value: False)]
+
+
+class _Raised(NamedTuple):
+    """An integer: an input (None: zero) with a constant added; or whether that input is below the end of its dtype."""
+
+    of: int | None
+    by: int
+    is_below: bool = False
+
+
+def raised_inputs(fn: Callable, *trees) -> list[int | None]:
+    """For each output of `fn` the input that it is with a constant added, whatever the inputs are; else None.
+
+    Integer scalars of at least 32 bits. A count that stays at the end of its dtype once it is there, as optax's do, is
+    one; one that is raised in some cases only (a `cond`, a product) is none.
+
+    Args:
+      fn: a function of trees to a flat list.
+      *trees: arrays or ShapeDtypeStructs.
+    """
+
+    def is_count(x) -> bool:
+        return np.shape(x) == () and jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4
+
+    def constant(value) -> _Raised | None:
+        return _Raised(None, int(value)) if not is_tracer(value) and is_count(np.asarray(value)) else None
+
+    def end(x) -> _Raised:
+        return _Raised(None, int(jnp.iinfo(x.dtype).max))
+
+    def rule(eqn, values: list[Any]) -> list[Any]:
+        return [None if None in values else result(eqn, values), *[None] * (len(eqn.outvars) - 1)]
+
+    def result(eqn, values: list[_Raised]) -> _Raised | None:
+        name, first, out = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
+        a, b = values[0], values[-1]
+        if name in ("convert_element_type", "copy") and is_count(first) and is_count(out):
+            return a
+        if name == "add" and is_count(out) and None in (a.of, b.of):
+            return _Raised(b.of if a.of is None else a.of, a.by + b.by)
+        if name == "lt" and is_count(first) and a.of is not None and a.by == 0 and b == end(first):
+            return _Raised(a.of, 0, is_below=True)
+        if name == "select_n" and is_count(out) and values[1:] == [end(out), b]:
+            return b if a == _Raised(b.of, 0, is_below=True) and b.by == 1 else None
+        return None
+
+    leaves, tree = jax.tree.flatten(trees)
+    jaxpr, consts = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
+    start = [_Raised(i, 0) if is_count(x) else None for i, x in enumerate(leaves)]
+    found = traverse(jaxpr, [None] * len(consts), start, rule, literal=constant)
+    return [None if x is None or x.by == 0 else x.of for x in found]
 
 
 def _analyzed(fn: Callable, trees, rule: Rule, *, start: bool, literal: Callable[[Any], bool]) -> list[bool]:

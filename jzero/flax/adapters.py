@@ -196,7 +196,9 @@ def _opt_variables(old: Any, new: Any) -> Any:
     old_inner = old.inner if isinstance(old, ZeroState) else old
     new_inner = new.inner if isinstance(new, ZeroState) else new
     inner = jax.tree.map(filled, old_inner, new_inner, is_leaf=lambda x: isinstance(x, nnx.Variable | Handle))
-    return ZeroState(inner, jax.tree.map(OptArray, new.master)) if isinstance(new, ZeroState) else inner
+    if not isinstance(new, ZeroState):
+        return inner
+    return ZeroState(inner, jax.tree.map(OptArray, new.master), jax.tree.map(OptArray, new.rounding_count))
 
 
 def _pair_rebuilder(model: Any, optimizer: Any) -> Callable[[Parts], Any]:

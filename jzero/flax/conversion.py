@@ -80,13 +80,20 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
         new = param if known is None else taken_over(param, placed(known, shape.shape, sharding))
         return store(new.astype(shape.dtype), sharding)
 
-    known = masters or [None] * len(plan.layouts)
+    known, count = masters or [None] * len(plan.layouts), None
     if isinstance(parts.opt_state, ZeroState):
-        known = align(parts.opt_state.master, parts.params, where="jzero.shard: the master")
+        kept = align(parts.opt_state.master, parts.params, where="jzero.shard: the master")
+        known = [k if m is None else m for m, k in zip(kept, known, strict=True)]
+        count = parts.opt_state.rounding_count
     shapes = align(target.master, parts.params, where="jzero.shard: the master")
     rows = zip(jax.tree.leaves(parts.params), known, shapes, strict=True)
     new = [master(*row, None if row[2] is None else next(shardings)) for row in rows]
-    return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new))
+    if target.rounding_count is None:
+        count = None
+    else:
+        sharding = next(shardings)
+        count = store(placed(jnp.zeros((), jnp.int32) if count is None else count, (), sharding), sharding)
+    return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new), count)
 
 
 def _fresh_inner(parts: Parts, tx, plan: Plan, placed, masters) -> list[Any]:
@@ -136,7 +143,7 @@ def without_padding(opt_state: Any, tx: Any) -> Any:
     master = [
         m if m is None else cut(m, x.shape, x.state, plan) for m, x in zip(known, plan.layouts, strict=True)
     ]
-    return ZeroState(inner, tree.unflatten(master))
+    return ZeroState(inner, tree.unflatten(master), opt_state.rounding_count)
 
 
 def _inner(opt_state):

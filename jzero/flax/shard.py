@@ -245,13 +245,16 @@ def _check_trace(config: ZeroConfig | None, where: str) -> None:
 
 
 def _place(parts: Parts, plan: Plan, kept: HeldMemory) -> Parts:
-    """An existing state in its layout, leaf by leaf; a leaf that would share memory with `kept` is copied."""
+    """An existing state in its layout, leaf by leaf; a leaf that would share memory with `kept`, or another, is copied.
+
+    Optimizers put one array of zeros, or the params themselves (COCOB), into several leaves.
+    """
     tx = zero(unwrap(parts.tx), plan)
     opt_state = convert_opt_state(parts, tx, plan, place=put, store=put)
     parts = parts.replace(tx=tx, apply_fn=wrapped_apply(parts, plan), opt_state=opt_state)
     if parts.step is not None:
         parts = parts.replace(step=jnp.asarray(parts.step, step_dtype(parts.step)))
-    return map_shardings(parts, plan, lambda x, s: kept.apart(put(as_array(x), s)))
+    return map_shardings(parts, plan, lambda x, s: kept.taken(put(as_array(x), s)))
 
 
 def _shape(x):

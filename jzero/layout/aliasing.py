@@ -32,6 +32,17 @@ class HeldMemory:
             return jax.random.wrap_key_data(self.apart(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         return jax.device_put(x, x.sharding, may_alias=False)
 
+    def taken(self, x: jax.Array) -> jax.Array:
+        """The array as `apart` gives it, which is held from then on too: no two of a state lie in one memory."""
+        x = self.apart(x)
+        for start, size in _spans(x):
+            self.known = self.known and start is not None
+            if start is not None and size:
+                at = bisect.bisect_left(self.starts, start)
+                self.starts.insert(at, start)
+                self.ends.insert(at, max(start + size, self.ends[at - 1] if at else 0))
+        return x
+
     def shares(self, x: jax.Array) -> bool:
         """True where a part of an array lies in this memory, or where the platform does not tell."""
         return any(start is None or (size and self._holds(start)) for start, size in _spans(x))

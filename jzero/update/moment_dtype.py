@@ -4,12 +4,21 @@
 A second moment with a decay of 0.999 moves by less than a thousandth of itself in a step. bf16 has 8 bits: rounded to
 nearest it would stop far from where it should go (at a third of it, from zero), and never fall again. So moments are
 rounded up or down with the probabilities that make the mean right. The random bits are a hash of the value itself and
-of the counts in the state: nothing is stored for them, and a step can be repeated bit by bit. What bf16 holds exactly
+of a count of steps: nothing else is stored for them, and a step can be repeated bit by bit. What bf16 holds exactly
 is kept exactly: zeros, padding, and the state of a step that is skipped.
+
+[Note: a count of steps]
+Without a count the rounding of one value would always be the same: where gradients repeat themselves, moments would
+stop. The state's own count serves where the jaxpr of the update proves that each step raises it. Of other integers in
+a state (the steps since the last update of `MultiSteps`, those of `apply_if_finite`, a count under a condition) some
+stay as they are, or repeat themselves, while moments are rounded. Then `ZeroState` has a count of jzero's own, which
+is handed to the update as a keyword argument; for an update outside of the program it is the generation. It cannot be
+replaced by a hash of gradients and params: a row of an embedding that no example reads has no gradient.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +27,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.core.dependence import independent_outputs
+from jzero.core.dependence import independent_outputs, raised_inputs
 from jzero.sharding import Plan
+
+ROUNDING_COUNT = "rounding_count"
+"""The keyword argument with jzero's own count, for chains that `needs_count` names."""
+
+
+def needs_count(tx: Any, plan: Plan, params: Any) -> bool:
+    """Whether moments are rounded at random and `tx` has no count of steps: see [Note: a count of steps].
+
+    Args:
+      tx, plan, params: as for `with_moment_dtype`.
+    """
+    if plan.config.moment_dtype != jnp.bfloat16:
+        return False
+    return any(d is not None and d != jnp.bfloat16 for d in _dtypes(tx, plan, params)) and not _counts(tx, params)
 
 
 def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransformationExtraArgs:
@@ -36,49 +59,60 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
 
     Returns:
       A transformation whose state has the structure of `tx.init(params)`. `tx` computes in the wider of its own dtype
-      and the stored one.
+      and the stored one. Its update takes `rounding_count=` where `needs_count` says so.
     """
     dtype = plan.config.moment_dtype
     extra = optax.with_extra_args_support(tx)
+    dtypes = functools.cache(lambda: _dtypes(tx, plan, params))
+    counts = functools.cache(lambda: _counts(tx, params))
 
-    @functools.cache
-    def dtypes() -> tuple[Any, ...]:
-        """For each leaf of the state the dtype that `tx` sees, or None where it is stored as it is."""
-        state = jax.eval_shape(tx.init, params)
-        copies = plan.copies(state)
-        free = independent_outputs(lambda p: jax.tree.leaves(tx.init(p)), params)
-        rows = zip(jax.tree.leaves(state), copies, free, strict=True)
-        return tuple(
-            jnp.promote_types(x.dtype, dtype)
-            if copy and f and jnp.issubdtype(x.dtype, jnp.floating)
-            else None
-            for x, copy, f in rows
-        )
-
-    def stored(state):
+    def stored(state, count):
         leaves, tree = jax.tree.flatten(state)
-        salt = _counts(leaves)
+        if count is None:
+            count = sum(leaves[i].astype(jnp.uint32) for i in counts())
+        salt = jnp.asarray(count).astype(jnp.uint32)
         rows = zip(leaves, dtypes(), strict=True)
         return tree.unflatten(
             [x if d is None else rounded(x, dtype, salt + i) for i, (x, d) in enumerate(rows)]
         )
 
     def init(params):
-        return stored(tx.init(params))
+        return stored(tx.init(params), 0)
 
     def update(updates, state, params=None, **kwargs):
+        count = kwargs.pop(ROUNDING_COUNT, None)
         leaves, tree = jax.tree.flatten(state)
         seen = [x if d is None else x.astype(d) for x, d in zip(leaves, dtypes(), strict=True)]
         updates, new = extra.update(updates, tree.unflatten(seen), params, **kwargs)
-        return updates, stored(new)
+        return updates, stored(new, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _counts(leaves: Sequence[Any]) -> Any:
-    """A number that changes from step to step, where the state counts them."""
-    counts = [x for x in leaves if jnp.ndim(x) == 0 and jnp.issubdtype(x.dtype, jnp.integer)]
-    return sum((x.astype(jnp.uint32) for x in counts), jnp.uint32(0))
+def _dtypes(tx: Any, plan: Plan, params: Any) -> tuple[Any, ...]:
+    """For each leaf of the state the dtype that `tx` sees, or None where it is stored as it is."""
+    state = jax.eval_shape(tx.init, params)
+    free = independent_outputs(lambda p: jax.tree.leaves(tx.init(p)), params)
+    rows = zip(jax.tree.leaves(state), plan.copies(state), free, strict=True)
+    return tuple(
+        jnp.promote_types(x.dtype, plan.config.moment_dtype)
+        if copy and f and jnp.issubdtype(x.dtype, jnp.floating)
+        else None
+        for x, copy, f in rows
+    )
+
+
+def _counts(tx: Any, params: Any) -> list[int]:
+    """Positions of the leaves of the state that every step raises; none for an update that wants more (value=)."""
+    first = len(jax.tree.leaves(params))
+
+    def leaves(grads, state, params):
+        return jax.tree.leaves(tx.update(grads, state, params)[1])
+
+    raised: Sequence[int | None] = ()
+    with contextlib.suppress(Exception):
+        raised = raised_inputs(leaves, params, jax.eval_shape(tx.init, params), params)
+    return [i for i, source in enumerate(raised) if source == first + i]
 
 
 def rounded(x: Any, dtype: Any, salt: Any) -> Any:

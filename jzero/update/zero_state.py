@@ -1,4 +1,4 @@
-"""`ZeroState`: optimizer state and the masters that it was made for."""
+"""`ZeroState`: optimizer state, the masters that it was made for, and a count of updates where one is needed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import Any, NamedTuple
 
 
 class ZeroState(NamedTuple):
-    """Optimizer state of a run with master weights.
+    """Optimizer state of a run with master weights, or with a count for the rounding of its moments.
 
     Attributes:
       inner: the state of the wrapped transformation, made for the fp32 masters.
       master: the tree of params in the master dtype; None where a param needs none. Sharded like the moments.
         With an update outside of the program a node with the generation, and `inner` has handles.
+      rounding_count: int32 scalar, the number of updates, on every device; with `moment_dtype="bfloat16"` of a chain
+        that counts no steps itself. Otherwise None.
     """
 
     inner: Any
     master: Any
+    rounding_count: Any = None

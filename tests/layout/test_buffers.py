@@ -124,6 +124,26 @@ def test_a_pair_that_is_filled_in_place_is_not_copied(mesh):
     assert all(before.shares(x) for x in jax.tree.leaves(nnx.state(model)))
 
 
+@pytest.mark.parametrize("place", ["one device", "every device"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_no_two_leaves_of_a_state_lie_in_one_memory(stage, place, mesh):
+    """COCOB's state begins with the params themselves, and with one array of zeros in several places."""
+    tx = optax.contrib.cocob()
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    if place == "every device":
+        nnx.update(model, jax.device_put(nnx.state(model), NS(mesh, P())))
+    pair = model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+    tied = jnp.ones((16, 8))
+    state = TrainState.create(apply_fn=None, params={"a": tied, "b": tied}, tx=tx)
+    for given in (pair, state):
+        made = jzero.shard(given, stage=stage, mesh=mesh, min_shard_bytes=0)
+        tree = nnx.as_pure(nnx.state((made[0], made[1]))) if given is pair else made
+        leaves = [x for x in jax.tree.leaves(tree) if x.dtype == jnp.float32]
+        for i, x in enumerate(leaves):
+            assert not HeldMemory(leaves[:i]).shares(x)
+        donate(tree)
+
+
 def test_a_platform_that_does_not_tell_is_copied(mesh, monkeypatch):
     monkeypatch.setattr("jzero.layout.aliasing._start", lambda data: None)
     x = jax.device_put(np.ones((8, 8), np.float32), NS(mesh, P("data")))

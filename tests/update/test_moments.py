@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from models import (
     assert_batch_is_split,
     assert_laid_out,
@@ -27,6 +28,11 @@ from jzero.update.moment_dtype import rounded, with_moment_dtype
 
 BF16 = jnp.bfloat16
 ULP = 2.0**-7  # of bf16, relative: the distance of two neighbours is between 2^-8 and 2^-7
+
+
+def inner(opt_state):
+    """The state of the chain itself."""
+    return opt_state.inner if isinstance(opt_state, jzero.ZeroState) else opt_state
 
 
 def dtypes(tree):
@@ -76,7 +82,7 @@ def test_a_slow_average_gets_there():
 def narrowed(tx):
     params = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
     plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, moment_dtype="bfloat16")
-    state = jzero.zero(tx, plan).init(params)
+    state = inner(jzero.zero(tx, plan).init(params))
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
     plain = dtypes(tx.init(params))
     return sorted(k.replace("['", ".").replace("']", "") for k, d in dtypes(state).items() if d != plain[k])
@@ -183,19 +189,27 @@ def test_shards_are_rounded_as_the_whole_is(stage, name, mesh):
     alone: Any = with_moment_dtype(tx, plan, create_small(tx).params)
     plain = create_small(alone)
     step = jax.jit(lambda s, g: s.apply_gradients(grads=g))
+    counted = isinstance(state.opt_state, jzero.ZeroState)
+
+    @jax.jit
+    def plain_step(state, grads, more):
+        updates, opt_state = alone.update(grads, state.opt_state, state.params, **more)
+        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
     for i in range(6):
         rng = np.random.default_rng(i)
         grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), plain.params)  # noqa: B023
         state = step(state, jax.device_put(grads, plan.sharding(jax.P())))
-        plain = step(plain, grads)
+        plain = plain_step(plain, grads, {"rounding_count": jnp.int32(i)} if counted else {})
     assert_laid_out(state, plan)
-    assert dtypes(state.opt_state) == dtypes(plain.opt_state)
-    assert any(d == BF16 for d in dtypes(state.opt_state).values())
-    pairs = zip(jax.tree.leaves(logical(state)), jax.tree.leaves(plain.opt_state), strict=True)
+    got = inner(logical(state))
+    assert dtypes(got) == dtypes(plain.opt_state)
+    assert any(d == BF16 for d in dtypes(got).values())
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(plain.opt_state), strict=True)
     same = [np.asarray(a) == np.asarray(b) for a, b in pairs if b.dtype == BF16]
     # a last bit of fp32 that is fused another way gives an element other random bits, and no more than that
     assert np.mean(np.concatenate([x.ravel() for x in same])) > 0.95
-    assert max_error(logical(state), plain.opt_state) <= 2 * ULP
+    assert max_error(got, plain.opt_state) <= 2 * ULP
     # a step of bf16 (2^-6) in a momentum of 4, times the rate, in each of six steps, of params up to 0.34, twice
     assert max_error(state.params, plain.params) <= 6e-3
 
@@ -207,8 +221,8 @@ def test_a_skipped_step_changes_no_bit(mesh):
     state = step(step(state, ones), ones)
     after = step(state, jax.tree.map(lambda p: p * jnp.nan, ones))
     for a, b in zip(
-        jax.tree.leaves(state.opt_state.inner_state),
-        jax.tree.leaves(after.opt_state.inner_state),
+        jax.tree.leaves(inner(state.opt_state).inner_state),
+        jax.tree.leaves(inner(after.opt_state).inner_state),
         strict=True,
     ):
         assert a.tobytes() == b.tobytes()
@@ -278,3 +292,158 @@ def test_wider_moments_than_the_params(mesh):
     state, losses = run(state, steps=5)
     assert {x.dtype for x in jax.tree.leaves(state.opt_state[1][0].nu)} == {jnp.dtype(jnp.float32)}
     assert np.isfinite(losses).all()
+
+
+# --- chains that count no steps ----------------------------------------------------------------------------------
+
+RMSPROP = optax.rmsprop(1e-3, decay=0.999)
+COUNTLESS = {
+    "rmsprop": RMSPROP,
+    "adagrad": optax.adagrad(1e-3),
+    "momentum": optax.sgd(1e-3, momentum=0.999),
+    "steps": optax.MultiSteps(RMSPROP, 2).gradient_transformation(),
+    "masked": optax.masked(RMSPROP, {"w": True}),
+}
+COUNTING = {
+    "adam": optax.adam(1e-3),
+    "lion": optax.lion(1e-3),
+    "schedule": optax.rmsprop(optax.linear_schedule(1e-3, 0.0, 100)),
+    "hyperparams": optax.inject_hyperparams(optax.rmsprop)(learning_rate=1e-3),
+    "of a group": optax.multi_transform({"a": optax.adam(1e-3)}, {"w": "a"}),
+    "no moments": optax.sgd(1e-3),
+}
+CONDITIONAL = {
+    "if finite": optax.apply_if_finite(optax.adam(1e-3), 3),
+    "micro-steps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+    "other steps": optax.MultiSteps(RMSPROP, lambda step: 1 + step % 2).gradient_transformation(),
+}
+RNG = np.random.default_rng(0)
+WEIGHTS, GRADS = ({"w": jnp.asarray(RNG.standard_normal((64, 64)), jnp.float32)} for _ in range(2))
+
+
+def after_steps(tx, mesh, steps, dtype=jnp.float32, **fields):
+    """The state after steps of the same gradients for params that do not move, in one program."""
+    params = jax.tree.map(lambda x: x.astype(dtype), WEIGHTS)
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, **fields)
+    tx, params = jzero.zero(tx, plan), plan.place(params)
+    run = jax.jit(lambda s: jax.lax.fori_loop(0, steps, lambda _, s: tx.update(GRADS, s, params)[1], s))
+    return run(tx.init(params))
+
+
+@pytest.mark.default_cases("rmsprop-float32", "momentum-bfloat16", "steps-float32")
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", COUNTLESS)
+def test_moments_of_constant_gradients_get_where_fp32_ones_do(name, dtype, mesh):
+    tx = COUNTLESS[name]
+    got = after_steps(tx, mesh, 1500, dtype, moment_dtype="bfloat16")
+    want = inner(after_steps(tx, mesh, 1500, dtype))
+    assert int(got.rounding_count) == 1500
+    assert jax.tree.structure(got.inner) == jax.tree.structure(want)
+    rows = list(zip(jax.tree.leaves(got.inner), jax.tree.leaves(want), strict=True))
+    assert [a.dtype == BF16 for a, _ in rows] == [a.ndim > 0 for a, _ in rows]
+    for a, b in rows:
+        mean, wanted = (float(np.abs(np.asarray(x, np.float64)).mean()) for x in (a, b))
+        assert mean == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [*COUNTLESS, *COUNTING, *CONDITIONAL])
+def test_which_chains_get_a_count(name, mesh):
+    """Those in whose state no integer is raised by every update: a count that waits, or starts again, is none."""
+    tx = {**COUNTLESS, **COUNTING, **CONDITIONAL}[name]
+    for moments in ("bfloat16", "float32", None):
+        plan = jzero.make_plan(WEIGHTS, stage=2, mesh=mesh, min_shard_bytes=0, moment_dtype=moments)
+        state = jzero.zero(tx, plan).init(WEIGHTS)
+        counted = moments == "bfloat16" and name not in COUNTING
+        assert isinstance(state, jzero.ZeroState) == counted
+        assert jax.tree.structure(inner(state)) == jax.tree.structure(tx.init(WEIGHTS))
+        if counted:
+            assert jax.tree.leaves(state.master) == []
+            assert (state.rounding_count.dtype, state.rounding_count.sharding.spec) == (jnp.int32, jax.P())
+
+
+def momentum(dtype=jnp.float32):
+    return create_state(optax.sgd(1e-2, momentum=0.99), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_a_count_stays_through_layouts_and_checkpoints(dtype, mesh, tmp_path):
+    def made(stage, moments="bfloat16", **fields):
+        return jzero.abstract(
+            lambda: momentum(dtype), stage=stage, mesh=mesh, min_shard_bytes=0, moment_dtype=moments, **fields
+        )
+
+    counted, _ = run(shard(momentum(dtype), mesh, 2, moment_dtype="bfloat16"), steps=3)
+    assert jax.tree.structure(counted.opt_state) == jax.tree.structure(made(2).opt_state)
+    plain = shard(counted, mesh, 1)
+    assert isinstance(plain.opt_state, jzero.ZeroState) == (dtype == BF16)
+    assert getattr(plain.opt_state, "rounding_count", None) is None
+    assert int(shard(counted, mesh, 3, moment_dtype="bfloat16", uneven="pad").opt_state.rounding_count) == 3
+    assert int(shard(plain, mesh, 3, moment_dtype="bfloat16").opt_state.rounding_count) == 0
+    assert int(logical(shard(counted, mesh, 3, moment_dtype="bfloat16", uneven="pad")).rounding_count) == 3
+    jzero.checkpoint.save(tmp_path / "counted", counted)
+    jzero.checkpoint.save(tmp_path / "plain", plain)
+    other = made(3)
+    assert int(jzero.checkpoint.restore(tmp_path / "counted", other).opt_state.rounding_count) == 3
+    new = jzero.checkpoint.restore(tmp_path / "plain", other, cast=True)
+    assert int(new.opt_state.rounding_count) == 0
+    run(new, steps=1)
+    back = jzero.checkpoint.restore(tmp_path / "counted", made(1, None), cast=True)
+    assert jax.tree.structure(back.opt_state) == jax.tree.structure(plain.opt_state)
+    assert max_error(back.opt_state, plain.opt_state) == 0
+    old = plain.replace(tx=shard(momentum(dtype), mesh, 1, moment_dtype="bfloat16").tx)
+    with pytest.raises(ValueError, match=r"has no rounding_count, and its plan needs one"):
+        run(old, steps=1)
+    with pytest.raises(ValueError, match=r"has a rounding_count, and its plan needs none"):
+        run(counted.replace(tx=plain.tx), steps=1)
+
+
+def test_a_count_of_an_nnx_pair_and_of_state_elsewhere(mesh, tmp_path):
+    """In host memory it is a leaf in device memory; of an update outside of the program it is the generation."""
+
+    def create():
+        model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.99), wrt=nnx.Param)
+
+    def step(pair):
+        model, optimizer = pair
+        optimizer.update(model, jax.tree.map(lambda p: jnp.full_like(p, 0.3), nnx.state(model, nnx.Param)))
+
+    def elsewhere(pair, **options):
+        return jzero.shard(pair, stage=2, mesh=mesh, min_shard_bytes=0, moment_dtype="bfloat16", **options)
+
+    def count(pair):
+        return int(pair[1].opt_state.rounding_count[...])
+
+    def trace(pair):
+        return np.asarray(jax.tree.leaves(nnx.as_pure(pair[1].opt_state))[0])
+
+    pair = elsewhere(create)
+    for _ in range(2):
+        step(pair)
+    assert count(pair) == 2
+    jzero.checkpoint.save(tmp_path / "pair", pair)
+    host = elsewhere(pair, offload="host")
+    assert count(host) == 2
+    assert host[1].opt_state.rounding_count[...].sharding.memory_kind == "device"
+    step(host)
+    for i, options in enumerate([{"update": "host"}, {"tier": "disk", "path": tmp_path / "files"}]):
+        outside = elsewhere(host, offload=jzero.Offload(**options))
+        for _ in range(2):
+            step(outside)
+        host = elsewhere(outside)
+        assert count(host) == 5 + 2 * i
+    restored = jzero.checkpoint.restore(tmp_path / "pair", elsewhere(create))
+    assert count(restored) == 2
+    for _ in range(5):
+        step(restored)
+    np.testing.assert_array_equal(trace(restored), trace(host))  # the same random bits wherever it was
+
+
+def test_a_count_under_an_explicit_mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        state = shard(momentum(), mesh, 2, moment_dtype="bfloat16")
+        state, _ = run(state, jzero.plan_of(state).place_batch, steps=3)
+        assert int(state.opt_state.rounding_count) == 3
+        assert jax.typeof(state.opt_state.rounding_count).sharding.spec == jax.P()
+        assert int(shard(state, mesh, 3, moment_dtype="bfloat16").opt_state.rounding_count) == 3

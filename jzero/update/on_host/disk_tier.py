@@ -175,7 +175,7 @@ class DiskTier(Store):
     def units_for(self, grads, extra) -> Units:
         """Those of the files; others are cut as they are, or refused."""
         types = [None if g is None else jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
-        if not jax.tree.leaves(extra) and self.layout.fits(types):
+        if len(jax.tree.leaves(extra)) == len(self.chain.count(0)) and self.layout.fits(types):
             return self.layout.units
         return super().units_for(grads, extra)
 
@@ -284,7 +284,7 @@ class FileLayout:
         self.options = {"process": (jax.process_index(), jax.process_count()), "buffer_bytes": buffer}
         self.types = [jax.ShapeDtypeStruct(x.state_shape, x.dtype) for x in plan.layouts]
         try:
-            self.units = chain.units(self.types, {}, self.most)
+            self.units = chain.units(self.types, chain.count(jax.ShapeDtypeStruct((), np.int32)), self.most)
         except TypeError as error:
             raise TypeError(
                 f'jzero: Offload(tier="disk"): the update of this optimizer cannot be traced from gradients, state and '

@@ -42,8 +42,10 @@ class Running:
 
     place = property(lambda self: self.store.place)
 
-    def __init__(self, store: Any):
+    def __init__(self, store: Any, updates: int = 0):
+        """`updates`: how many the state has had."""
         self.store = store
+        self._before = updates - store.generation
         self.chain: Chain = store.chain
         self.generation = store.generation  # of what the user holds
         tier = self.chain.plan.config.tier
@@ -54,6 +56,11 @@ class Running:
         self._pending: Future | None = None
         self._lost = False  # the update under way has failed, and the user knows
         self._thread = ThreadPoolExecutor(1, "jzero-update") if self.delay else None
+
+    @property
+    def updates(self) -> int:
+        """How many updates the state has had, those before it came into this store too."""
+        return self._before + self.generation
 
     def check(self, held: Held) -> None:
         """Raises ValueError for a state that is not the last one: its arrays were updated in place."""
@@ -73,6 +80,7 @@ class Running:
         assert held is not None
         self.check(held)
         leaves = self._small_on_host(jax.tree.leaves(state.inner))
+        extra = {**extra, **self.chain.count(np.int32(self.updates))}
         if self.delay:
             news, small = self._late(grads, leaves, params, extra)
         else:

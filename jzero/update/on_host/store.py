@@ -21,6 +21,7 @@ from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.stream.placement import DEVICE, Placement
 from jzero.stream.schedule import Group
+from jzero.update.moment_dtype import ROUNDING_COUNT
 from jzero.update.on_host.units import Unit, Units, joined
 from jzero.update.padded_state import cut, pad, pin_state
 from jzero.update.sharded_update import ShardedUpdate, taken_over
@@ -38,12 +39,18 @@ class Chain:
       make: gives the transformation with its moments as they are stored, and the inner state as it knows it, abstract.
       inner: the inner state as it is stored, abstract.
       masters: the stored masters, abstract; None for a param that has none.
+      counts: the update takes the number of updates as well: [Note: a count of steps] in `moment_dtype.py`.
     """
 
     plan: Plan
     make: Callable[[], tuple[Any, Any]]
     inner: Any
     masters: tuple[Any, ...]
+    counts: bool = False
+
+    def count(self, number: Any) -> dict[str, Any]:
+        """The keyword argument with the number of updates, where the update takes it."""
+        return {ROUNDING_COUNT: number} if self.counts else {}
 
     @functools.cached_property
     def leaves(self) -> list[Any]:

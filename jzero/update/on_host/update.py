@@ -45,7 +45,7 @@ def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> Z
       chain: the transformation.
       step: of the train state, which files keep; None: 0.
     """
-    inner, masters = (full.inner, full.master) if isinstance(full, ZeroState) else (full, None)
+    inner, masters, count = full if isinstance(full, ZeroState) else (full, None, None)
     given, known = jax.tree.leaves(params), [None] * len(chain.masters)
     known = known if masters is None else chain.plan.tree.flatten_up_to(masters)
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in (*given, *jax.tree.leaves(inner)))
@@ -55,7 +55,8 @@ def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> Z
     else:
         own = [param_on_host(p, x, chain.plan) if k is None else k for m, k, p, x in rows if m is not None]
         leaves = [*jax.tree.leaves(inner), *own]
-    store = None if abstract else _new_store(chain, leaves, step)
+    updates = 0 if count is None or abstract else int(count)
+    store = None if abstract else _new_store(chain, leaves, step, updates)
     return state_of(chain, [None if k else x for x, k in zip(leaves, chain.kept, strict=True)], store)
 
 
@@ -88,18 +89,18 @@ def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, lis
     for leaf, x, chunk in tier.every(set(at)):
         value = x.astype(plan.layouts[at[leaf]].dtype)
         found.setdefault(at[leaf], []).append((moved(value, on_plan(value, plan), copy=True), chunk))
-    return state_of(chain, own, Running(tier)), landed(found, plan), tier.train_step
+    return state_of(chain, own, Running(tier, tier.train_step)), landed(found, plan), tier.train_step
 
 
-def _new_store(chain: Chain, leaves: Sequence[Any], step: Any) -> Any:
+def _new_store(chain: Chain, leaves: Sequence[Any], step: Any, updates: int) -> Any:
     tier = chain.plan.config.tier
     if tier is None or tier.tier != "disk":
-        return Running(Store(chain, leaves))
+        return Running(Store(chain, leaves), updates)
 
     def contents(units, unit):
         return [units.piece(leaves[units.kept[s]], unit.group.chunk) for s, _ in unit.kept]
 
-    return Running(DiskTier.create(chain, contents, leaves, step=step))
+    return Running(DiskTier.create(chain, contents, leaves, step=step), updates)
 
 
 def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
@@ -123,9 +124,13 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
     inner = tree.unflatten(leaves[: tree.num_leaves])
     rows = zip(found, chain.plan.layouts, strict=True)
     wide = [m if m is not None and m.dtype != x.dtype else None for m, x in rows]  # others are their params
-    if all(m is None for m in wide):
+    if all(m is None for m in wide) and not chain.counts:
         return inner, params
-    return ZeroState(inner, chain.plan.tree.unflatten(wide)), params
+    where, count = chain.plan.sharding(P()), None
+    if chain.counts:
+        abstract = jax.ShapeDtypeStruct((), np.int32, sharding=where)
+        count = abstract if running is None else jax.device_put(jnp.int32(running.updates), where)
+    return ZeroState(inner, chain.plan.tree.unflatten(wide), count), params
 
 
 def _running(held: Held) -> Any:
