@@ -11,7 +11,7 @@ import numpy as np
 from jzero.core.errors import counted, listing
 from jzero.flax.adapters import Parts
 from jzero.layout.padding import padded
-from jzero.layout.placement import on_device
+from jzero.layout.placement import device_type, on_device
 from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, check_state, cut, cut_state
@@ -21,7 +21,7 @@ from jzero.update.sharded_update import taken_over
 def check_belongs(parts: Parts, tx) -> None:
     """Raises ValueError where the optimizer state is not what `tx.init` gives for these params."""
     state = _inner(parts.opt_state)
-    want = jax.eval_shape(unwrap(tx).init, parts.params)
+    want = jax.eval_shape(unwrap(tx).init, jax.tree.map(device_type, parts.params))
     if _outline(want) == _outline(state):
         return
     got, wanted = _outline(state), _outline(want)
