@@ -37,7 +37,8 @@ class HostTransfer:
         """A shard in device memory; `spec`: its layout."""
         with jax.named_scope(self.FETCH):
             # pinned, or the gathered layout would spread back to the copy, and to the array in host memory
-            return self.plan.constrain(jax.device_put(shard, SPACE.Device), spec)
+            shard = jax.device_put(shard, SPACE.Device) if memory_kind(shard) == HOST else shard
+            return self.plan.constrain(shard, spec)
 
     def write(self, grad: Any, spec: PartitionSpec) -> Any:
         """A gradient in host memory, from the device; `spec`: its layout."""

@@ -136,6 +136,29 @@ def test_modules(kind, mesh):
     assert kinds(modules.values(nnx.state(model, nnx.Param))) == {"pinned_host"}
 
 
+def test_a_module_without_jit(mesh):
+    """Its gradient passes by the weights that leave the loss with the module, which have none."""
+    x = jnp.ones((8, 8))
+
+    def step(model, optimizer, fn, x):
+        loss, grads = nnx.value_and_grad(fn)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    found = []
+    for offload in (None, HOST):
+        model = nnx.Linear(8, 24, rngs=nnx.Rngs(0))
+        pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        plan = jzero.plan_of(jzero.shard(pair, stage=3, offload=offload, mesh=mesh, min_shard_bytes=0))
+        fn = jzero.gather_on_use(lambda m, x: (jnp.sin(m(x)) ** 2).mean(), plan)
+        losses = [step(*pair, fn, plan.place_batch(x)) for _ in range(3)]
+        found.append((losses, nnx.state(model, nnx.Param)))
+    (want, plain), (losses, params) = found
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    assert max_error(params, plain) < 1e-6
+    assert_where_they_live(params, plan)
+
+
 CHAINS = {
     "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     "steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
