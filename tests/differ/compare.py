@@ -233,6 +233,11 @@ class Tolerances:
         if config.get("master_dtype", "auto") is None and self.case["dtype"] != "float32":
             self.rounded_state = max(self.rounded_state, 0.1)
 
+    def excess(self) -> float:
+        """Rounding of gradients that XLA leaves out between the backward pass and the update, in 16 bits."""
+        eps = max(EPS[d] for d in self.dtypes)
+        return eps if eps > EPS["float32"] else 0.0
+
     def loss(self, got: float, want: float, where: str) -> None:
         eps = max(EPS[d] for d in self.dtypes)
         if got == want or (np.isnan(want) and np.isnan(got)):  # both infinite, too
@@ -273,7 +278,7 @@ class Tolerances:
                 continue
             moved = float(np.max(np.abs(w - self.started[i]), initial=0))
             free = 2e-3 if not self.case["fed"] else 0.0
-            part = max(1e-4 * self.factor, free, self.rounded_state * 1.5)
+            part = max(1e-4 * self.factor, free, self.rounded_state * 1.5, 3 * self.excess())
             error = float(np.max(np.abs(g - w), initial=0))
             allowed = part * moved + 4 * rounding * float(np.max(np.abs(w), initial=0)) + 1e-9
             if not error <= allowed:
@@ -292,7 +297,8 @@ class Tolerances:
                 continue
             narrow = 8 * EPS["bfloat16"] if w.dtype in (jnp.bfloat16, np.float16) else 0.0
             g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
-            part = max(2e-4 * self.factor, narrow, 5e-3 if not self.case["fed"] else 0.0, self.rounded_state * 1.5)
+            free = 5e-3 if not self.case["fed"] else 0.0
+            part = max(2e-4 * self.factor, narrow, free, self.rounded_state * 1.5, 6 * self.excess())
             error = float(np.max(np.abs(g - w), initial=0))
             allowed = part * float(np.max(np.abs(w), initial=0)) + 1e-9
             if not error <= allowed and not (np.isnan(g) == np.isnan(w)).all():
