@@ -6,9 +6,9 @@
     python tests/differential.py --case 7/123 --shrink     # and its smallest form that fails alike
 
 A case runs in a process with 25 others, so that a crash costs one case and is its failure; every fourth batch runs with
-XLA's default optimizations, as users have them. Ends with 1 where a case failed, or, from 500 cases on, where a share of
-`differ.grammar.SHARES` is missed. Generation is our own and not hypothesis's: its draws favour what is small and repeat
-themselves, which misses the shares, and it runs and shrinks cases in its own process, which a segfault ends.
+XLA's default optimizations, as users have them. Ends with 1 where a case failed, or, from 500 cases on, where a share
+of `differ.grammar.SHARES` is missed. Generation is our own and not hypothesis's: its draws favour what is small and
+repeat themselves, which misses the shares, and it runs and shrinks cases in its own process, which a segfault ends.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Worker:
             self.process.stdin.close()
 
     def ended(self, answer: list | None) -> tuple[dict, str, str]:
-        """The case that an answer is of, with its outcome; without an answer the process has ended in the middle of it."""
+        """The case that an answer is of, with its outcome; without an answer the process ended in the middle of it."""
         case = self.cases.pop(0)
         if answer is not None:
             self.send()

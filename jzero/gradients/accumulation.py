@@ -90,7 +90,7 @@ class Accumulation:
             return loss.check(coupled=coupled)
 
     def __call__(self, fn: Callable[..., Any], params, args, sums: Sequence[bool]):
-        """(loss, aux, grads) of `fn(params, args) -> (loss, aux)` on the whole batch; `sums` as `check_loss` returns it."""
+        """(loss, aux, grads) of `fn(params, args) -> (loss, aux)` on the whole batch; `sums` is from `check_loss`."""
         return (self._reduced_once if self.mode == "step" else self._reduced_in_each)(fn, params, args, *_means(sums))
 
     # --- one reduction after the loop -----------------------------------------------------------------------

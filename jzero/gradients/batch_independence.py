@@ -61,22 +61,23 @@ class Loss:
         def flat(*arrays):
             loss, aux = self.fn(*merged(arrays))
             leaves = jax.tree_util.tree_leaves_with_path(aux)
-            shapes[:] = [(k, np.shape(x)) for k, x in leaves]
+            aux_shapes[:] = [(k, np.shape(x)) for k, x in leaves]
             return [loss, *(x for _, x in leaves)]
 
         def traced(times: int):
-            shape = [(times * x.shape[0], *x.shape[1:]) if r else x.shape for x, r in zip(arrays, rows, strict=True)]
-            return jaxprs.trace(flat, *(jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shape, arrays, strict=True)))
+            shapes = [(times * x.shape[0], *x.shape[1:]) if r else x.shape for x, r in zip(arrays, rows, strict=True)]
+            typed = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, arrays, strict=True)]
+            return jaxprs.trace(flat, *typed)
 
-        shapes: list[Any] = []
+        aux_shapes: list[Any] = []
         small = traced(1)
-        _refuse_rows_in_aux(shapes, examples)
+        _refuse_rows_in_aux(aux_shapes, examples)
         if examples > 1 and not coupled:  # one example looks like a dim of size 1, and cannot be coupled with itself
             _refuse(kinds_of_results(small[0], [Rows(0) if r else CONST for r in rows])[0], self.weighted)
         try:
             small, large = small if examples > 1 else traced(2), traced(2 if examples > 1 else 4)
         except Exception:  # of the function itself, which knows one size of batches alone
-            grown: list[Growth] = [None] * (len(shapes) + 1)
+            grown: list[Growth] = [None] * (len(aux_shapes) + 1)
         else:
             drawn = shared_draws(small[0], large[0], lambda i: rows[i] or keys[i])
             _refuse_draws(drawn, names)
@@ -94,9 +95,9 @@ class Loss:
                 None: "is neither a mean over examples nor a sum of them, as far as jzero can tell from its trace",
             }.get(grown, f"becomes {grown} times as large when a batch has every example twice")
             raise ValueError(
-                f"{_SUBJECT} {what}. Micro-batches of a mean are averaged, those of a sum are summed. Divide the sum by "
-                "the number of examples; for a mean over something else pass weight=lambda batch: ..., the number that "
-                "it divides by (1.0 if micro-batches count alike). Or take the whole batch at once: accumulate=1 and "
+                f"{_SUBJECT} {what}. Micro-batches of a mean are averaged, those of a sum are summed. Divide the sum "
+                "by the number of examples; for a mean over something else pass weight=lambda batch: ..., the number "
+                "that it divides by (1.0 if micro-batches count alike). Or take the whole batch at once: accumulate=1 and "
                 'reduce="microbatch".'
             )
         return False
@@ -110,9 +111,9 @@ def _refuse_draws(drawn: Sequence[tuple[str, frozenset[int]]], names: Sequence[s
         for place, sources in drawn
     ]
     raise ValueError(
-        f"{_SUBJECT} draws random numbers for each example from a key that is the same for all parts of the batch, which "
-        f"would all get the same numbers:\n{listing([('drawn at', 'key from'), *rows])}\nPass the key as an argument of "
-        "the loss and name its position: rng_argnums=2 for loss(params, batch, key)."
+        f"{_SUBJECT} draws random numbers for each example from a key that is the same for all parts of the batch, "
+        f"which would all get the same numbers:\n{listing([('drawn at', 'key from'), *rows])}\nPass the key as an "
+        "argument of the loss and name its position: rng_argnums=2 for loss(params, batch, key)."
     )
 
 

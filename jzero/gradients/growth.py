@@ -1,11 +1,11 @@
 """How a loss grows with its batch: a mean stays, a sum grows in proportion, and anything else must be said.
 
 [Note: two traces]
-One trace cannot tell a sum from a mean: over four rows `3 * mean` and `0.75 * sum` have the same coefficients. So the loss
-is traced at two batch sizes, and the traces are read side by side. Each value gets its growth: the factor by which it
-becomes larger when every example comes `times` as often. A number that is written into both traces has the quotient of
-the two, a sum along a dim that has become longer the quotient of the lengths, a product the product. A sum of values that
-grow differently (a sum over examples plus an L2 term) is mixed; the result of an operation without a rule is not known.
+One trace cannot tell a sum from a mean: over four rows `3 * mean` and `0.75 * sum` have the same coefficients. So the
+loss is traced at two batch sizes, and the traces are read side by side. Each value gets its growth: the factor by which
+it becomes larger when every example comes twice. A number that is written into both traces has the quotient of the two,
+a sum along a dim that has become longer the quotient of the lengths, a product the product. A sum of values that grow
+differently (a sum over examples plus an L2 term) is mixed; the result of an operation without a rule is not known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Traced = tuple[Any, Sequence[Any]]
 
 
 def growths(small: Traced, large: Traced) -> list[Growth]:
-    """For each result of a function the factor by which it grows with the batch; `MIXED`, or None where it is not known.
+    """For each result of a function the factor by which it grows with the batch; `MIXED`, or None if it is not known.
 
     Args:
       small, large: the function traced (jaxpr and consts) with two batch sizes.
@@ -162,8 +162,11 @@ def _loop(one, other, ins: list[Growth]) -> list[Growth]:
     if times == 1.0:
         return [*carry, *outs[carried:]]
     sums = _sums_up(bodies(one)[0][0][0], first, carried)
-    totals = [g * times if isinstance(g, float) and s and z == ZERO else g if kept else None
-              for g, s, z, kept in zip(carry, sums, start, _kept(bodies(one)[0][0][0], first, carried), strict=True)]  # fmt: skip
+    kept = _kept(bodies(one)[0][0][0], first, carried)
+    totals = [
+        g * times if isinstance(g, float) and s and z == ZERO else g if k else None
+        for g, s, z, k in zip(carry, sums, start, kept, strict=True)
+    ]
     return [*totals, *outs[carried:]]
 
 

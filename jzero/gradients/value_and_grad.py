@@ -47,8 +47,8 @@ def value_and_grad(
     summed in fp32. At stage 3 weights are gathered where they are used (`gather_on_use`) in each of them.
 
     Args:
-      loss_fn: `loss_fn(params, batch, ...)`, a scalar, or (loss, aux). Micro-batches of a mean over examples are averaged,
-        those of a sum are summed; which one it is, is found by tracing the loss with two batch sizes.
+      loss_fn: `loss_fn(params, batch, ...)`, a scalar, or (loss, aux). Micro-batches of a mean over examples are
+        averaged, those of a sum are summed; jzero finds out which it is by tracing the loss at two batch sizes.
       plan: of the params.
       accumulate: number of micro-batches.
       has_aux: `loss_fn` returns (loss, aux). Over micro-batches integer leaves of aux and sums over examples are

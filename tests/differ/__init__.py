@@ -10,5 +10,5 @@ Vocabulary
 
 What always holds
   A case is a pure function of (seed, index): the same draw on every machine and version of jax.
-  Anything but equal numbers, or a documented refusal, is a failure: also a crash, a hang or a warning that is not expected.
+  Anything but equal numbers, or a documented refusal, is a failure: also a crash or a hang.
 """

@@ -6,8 +6,9 @@ is zero but for rounding (a bias before a norm): Adam-like optimizers would divi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ class Block(NamedTuple):
 
     shapes: Callable[[int], dict[str, tuple[int, ...]]]
     run: Callable[..., Any]
-    init: dict[str, Any] = {}
+    init: Mapping[str, Any] = MappingProxyType({})
 
 
 def matmul(p, h, tokens):
@@ -200,7 +201,7 @@ BLOCKS = {
     "lora_side": Block(lambda d: {"base": (d, d), "a": (d, 2), "b": (2, d)}, lora_side, {"b": constant(0.1)}),
     "norm": Block(lambda d: {"scale": (d,)}, norm, {"scale": constant(1)}),
     "loop": Block(lambda d: {"w": (d, d), "u": (d, d)}, loop),
-    "twins": Block(lambda d: {n: (d, d) for n in "abc"}, twins, {n: constant(0.05) for n in "abc"}),
+    "twins": Block(lambda d: dict.fromkeys("abc", (d, d)), twins, {n: constant(0.05) for n in "abc"}),
     "odd": Block(lambda d: {"w": (d, 2 * d + 1), "v": (2 * d + 1, d), "s": ()}, odd, {"s": constant(0.5)}),
     "weight_norm": Block(lambda d: {"v": (d, d), "g": (d,)}, weight_norm, {"g": constant(1)}),
     "table": Block(lambda d: {"e": (VOCABULARY, d)}, table),

@@ -1,4 +1,4 @@
-"""Random optax chains: every optimizer of optax and optax.contrib that takes gradients alone, and what goes round it."""
+"""Random optax chains: every optimizer of optax and optax.contrib that takes gradients alone, and its wrappers."""
 
 from __future__ import annotations
 

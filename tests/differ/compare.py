@@ -1,9 +1,9 @@
 """One case from beginning to end: the sharded run beside the plain one, compared at each step.
 
 [Note: fed]
-Adam-like updates divide by the size of a gradient. Where that is near zero, rounding decides the sign of the update, and
-two correct runs part. So in most cases the plain run does not follow its own gradients but those that the sharded run
-returned: its params stay equal to the sharded ones to rounding, and at each step its own gradients, of the same params
+Adam-like updates divide by the size of a gradient. Where that is near zero, rounding decides the sign of the update,
+and two correct runs part. So in most cases the plain run does not follow its own gradients but those that the sharded
+run returned: its params stay equal to the sharded ones to rounding, and at each step its own gradients, of the same params
 and batch, are compared as well. Nothing is amplified, and tolerances stay tight. Free cases, where each run follows its
 own gradients and the step returns none, use optimizers that amplify nothing.
 
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
 from differ.chains import LOOSE, chain_of
 from differ.grammar import OUTSIDE
 from differ.models import batch_of, form_of, model_of
@@ -86,7 +87,8 @@ class Plain:
         """One step of the optimizer; with a delay the one before it."""
         tree = jax.tree.structure(self.params)
         wide = self.master if self.wide else self.params
-        grads = tree.unflatten([jnp.asarray(g).astype(p.dtype) for g, p in zip(grads, jax.tree.leaves(wide), strict=True)])
+        rows = zip(grads, jax.tree.leaves(wide), strict=True)
+        grads = tree.unflatten([jnp.asarray(g).astype(p.dtype) for g, p in rows])
         self.flush()
         self.pending = [grads]
         if not self.delay:
@@ -282,8 +284,10 @@ class Tolerances:
             error = float(np.max(np.abs(g - w), initial=0))
             allowed = part * moved + 4 * rounding * float(np.max(np.abs(w), initial=0)) + 1e-9
             if not error <= allowed:
-                raise Differs(f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, it has moved "
-                              f"by {moved:.3g}")  # fmt: skip
+                raise Differs(
+                    f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, it has moved by "
+                    f"{moved:.3g}"
+                )
 
     def state(self, got: list, want: list, where: str) -> None:
         """Optimizer state: counts equal, the rest by each leaf's largest value."""
@@ -304,8 +308,10 @@ class Tolerances:
             if not error <= allowed and not (np.isnan(g) == np.isnan(w)).all():
                 raise Differs(f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}")
             if not error <= allowed and not np.isnan(w).any():
-                raise Differs(f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, largest value "
-                              f"{np.max(np.abs(w), initial=0):.3g}")  # fmt: skip
+                raise Differs(
+                    f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, largest value "
+                    f"{np.max(np.abs(w), initial=0):.3g}"
+                )
 
 
 def _same_form(got, want, where: str) -> None:
@@ -347,7 +353,8 @@ def _check_bytes(run, case: dict) -> None:
     )
     if params != planned:
         raise Differs(f"params take {params} bytes of the fullest device, the plan says {planned}")
-    if run.outside or not plan.config.stage or run.config["min_shard_bytes"] != 0 or run.config.get("uneven") == "replicate":
+    whole = run.config["min_shard_bytes"] != 0 or run.config.get("uneven") == "replicate"
+    if run.outside or not plan.config.stage or whole:
         return
     leaves = [x for x in jax.tree.leaves(run.opt_state()) if hasattr(x, "dtype") and hasattr(x, "nbytes")]
     parts = len(run.mesh.devices.flat) if run.mesh_spec["kind"] != "hsdp" else run.mesh_spec["n"] // 2
@@ -355,4 +362,6 @@ def _check_bytes(run, case: dict) -> None:
     few = sum(x.nbytes for x in leaves if x.size <= 2 * parts)
     large = sum(x.nbytes for x in leaves if x.size > 2 * parts)
     if state > few + 3.5 * large / parts:
-        raise Differs(f"optimizer state takes {state} bytes of the fullest device: {large} bytes in {parts} parts, {few} whole")
+        raise Differs(
+            f"optimizer state takes {state} bytes of the fullest device: {large} bytes in {parts} parts, {few} whole"
+        )

@@ -1,7 +1,7 @@
 """What a case may be, and `draw`: a case from a seed and an index.
 
-A feature of jzero joins here: its options are drawn by `draw_config` (or become an event), `features` names them for the
-table of coverage, and `SHARES` says how often a nightly run must have drawn them.
+A feature of jzero joins here: its options are drawn by `draw_config` (or become an event), `features` names them for
+the table of coverage, and `SHARES` says how often a nightly run must have drawn them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     if flavour != "nnx" and stateless and rng.random() < 0.2:
         case["micro"] = {"accumulate": rng.choice((1, 2, 3)), "reduce": draw_reduce(rng, case["config"])}
     case |= {
-        "step": "eager" if can_be_eager(case) and rng.random() < 0.08 else rng.choice(STEPS), "donate": rng.random() < 0.5,
-        "born": rng.random() < 0.5, "gather": rng.random() < 0.7,
+        "step": "eager" if can_be_eager(case) and rng.random() < 0.08 else rng.choice(STEPS),
+        "donate": rng.random() < 0.5, "born": rng.random() < 0.5, "gather": rng.random() < 0.7,
     }  # fmt: skip
     case["events"] = draw_events(rng, case)
     configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
@@ -65,7 +65,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     exact = case["dtype"] == "float32" and not case["compute"] and not any(map(low_precision, configs))
     case["fed"] = not (smooth and exact and rng.random() < 0.7)
     parts = [batch_parts(case["mesh"]), *(e["mesh"]["n"] for e in case["events"].values() if "mesh" in e)]
-    case["rows"] = math.lcm(*parts) * (case.get("micro") or {"accumulate": 1})["accumulate"] * (2 if max(parts) < 5 else 1)
+    micro = (case.get("micro") or {"accumulate": 1})["accumulate"]
+    case["rows"] = math.lcm(*parts) * micro * (2 if max(parts) < 5 else 1)
     return case
 
 
@@ -89,7 +90,7 @@ def draw_chain(rng) -> dict[str, Any]:
 
 def draw_place(rng, dtype: str, flavour: str, head: str) -> dict[str, Any]:
     """The mesh and the config."""
-    kind = rng.choice([m for m in MESHES if m != "tp" or flavour == "plain" and head != "bare"])
+    kind = rng.choice([m for m in MESHES if m != "tp" or (flavour == "plain" and head != "bare")])
     if kind in ("hpz", "two", "hsdp", "tp"):
         n = rng.choice((4, 6, 8))
     else:
@@ -163,9 +164,8 @@ def draw_events(rng, case: dict) -> dict[str, dict]:
                 event["config"].pop(same, None)
                 if same in case["config"] and not (same == "master_dtype" and tier in OUTSIDE):
                     event["config"][same] = case["config"][same]
-            if case["config"].get("master_dtype", "auto") is None and tier in OUTSIDE:
-                event = {"kind": "evaluate"}
-            elif (case.get("micro") or {}).get("reduce") == "step" and stage == 3:
+            no_master = case["config"].get("master_dtype", "auto") is None and tier in OUTSIDE
+            if no_master or ((case.get("micro") or {}).get("reduce") == "step" and stage == 3):  # both refused
                 event = {"kind": "evaluate"}
         if event["kind"] == "replace":
             event["leaf"] = rng.randrange(100)

@@ -10,8 +10,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from differ.blocks import BLOCKS, DEPTH, OUT, TIME, VOCABULARY, cross_entropy, lookup, normal, params_of, squared_error
 from flax import nnx
+
+from differ.blocks import (
+    BLOCKS,
+    DEPTH,
+    OUT,
+    TIME,
+    VOCABULARY,
+    cross_entropy,
+    lookup,
+    normal,
+    params_of,
+    squared_error,
+)
 
 RATE = 0.2
 EPSILON = 1e-3

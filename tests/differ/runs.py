@@ -1,8 +1,8 @@
 """The sharded run of a case in each flavour: a state, a step as its users write it, and what events do to it.
 
-A run has `state`, a pytree for "linen" and "plain" and a pair of NNX objects for "nnx"; `step(batch, key)` trains it and
-returns (loss, gradients as a list of host arrays); `parts()` is (params, optimizer state, masters or None) as lists of
-host arrays in the plain run's order and shapes.
+A run has `state`, a pytree for "linen" and "plain" and a pair of NNX objects for "nnx"; `step(batch, key)` trains it
+and returns (loss, gradients as a list of host arrays); `parts()` is (params, optimizer state, masters or None) as lists
+of host arrays in the plain run's order and shapes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from differ.chains import chain_of
-from differ.grammar import OUTSIDE, TIERS
-from differ.models import form_of, loss_of, model_of, plain_forward
 from flax import nnx, struct
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh
 
 import jzero
+from differ.chains import chain_of
+from differ.grammar import OUTSIDE, TIERS
+from differ.models import form_of, loss_of, model_of, plain_forward
 from jzero.flax.adapters import take_apart
 from jzero.optim import ZeroState, whole_state
 
@@ -328,7 +328,7 @@ class NnxRun(LinenRun):
 
     def jit(self, donate: bool):
         with self.context():
-            graph, leaves = nnx.split(tuple(self.state))
+            _, leaves = nnx.split(tuple(self.state))
             leaves = jax.jit(lambda s: s, donate_argnums=0 if donate else ())(leaves)
             nnx.update(tuple(self.state), leaves)
 
