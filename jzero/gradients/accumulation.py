@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.comm import comm_of
-from jzero.comm.reduce_scatter import batch_axes, of_batch, sum_over_devices
+from jzero.comm.reduce_scatter import batch_axes, is_of_batch, of_batch, sum_over_devices
 from jzero.core.errors import counted, division, is_array, listing, shown, typed_shape
 from jzero.core.jaxprs import split_arrays
 from jzero.gather.transform import as_written, gather_on_use
@@ -128,9 +128,8 @@ class Accumulation:
         return {"step": self._reduced_to(x), "microbatch": x.grad, "plain": x.state}[self.mode]
 
     def _reduced_to(self, x: Layout):
-        """`Layout.state`, or whole where its padded pieces share a dim with another axis."""
-        scattered = comm_of(self.plan).gradients.is_scattered(x.shape, x.state)
-        return x.used if x.padded and not scattered else x.state
+        """`Layout.state`, or whole where its pieces share a dim with an axis that is automatic in the loop."""
+        return x.state if is_of_batch(x.state, self.plan) else x.used
 
     def _reduced(self, grad, x: Layout, spec):
         """One device's mean gradient, reduced to the layout `spec`; padded where its pieces would be unequal."""

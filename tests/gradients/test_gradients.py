@@ -464,3 +464,19 @@ def test_numbers_that_all_examples_share_need_no_key_of_their_own():
 
     got = jax.jit(jzero.value_and_grad(loss, plan, accumulate=2))(params, plan.place_batch(b))
     assert models.max_error(got, jax.value_and_grad(loss)(params, b)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_reduction_of_a_dim_that_is_shared_with_tensor_parallelism(stage):
+    """Its pieces are in the order of both axes, and the loop runs over one of them."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    params, x = {"w": jnp.arange(88.0).reshape(11, 8) / 88}, jnp.cos(jnp.arange(264.0)).reshape(24, 11)
+
+    def loss(params, x):
+        return (jnp.sin(x @ params["w"]) ** 2).mean()
+
+    plan = jzero.make_plan(params, stage=stage, mesh=mesh, min_shard_bytes=0, param_specs={"w": jax.P(None, "model")})
+    assert plan.layouts[0].state == jax.P(None, ("model", "data"))
+    run = jax.jit(jzero.value_and_grad(loss, plan, accumulate=3, reduce="step"))
+    _, grads = run(plan.place(params), plan.place_batch(x))
+    assert models.max_error(grads, jax.grad(loss)(params, x)) < 1e-6
