@@ -6,6 +6,15 @@ x 4096 on 24 GPUs no dim is a multiple of 24, and the gradient is all-reduced wh
 (benchmarks/results/2026-11-22-peak.md has what was tried). So such a gradient is made in a `jax.shard_map`, of a
 device's own rows, and reduce-scattered there dim by dim: padded first, as the optimizer state is stored. The first
 scatter carries the most, and goes over the innermost axes, which are closest together.
+
+[Note: beside other axes]
+A value that tensor parallelism splits stays split: each of its devices scatters its part. A dim that both cut is not:
+a part of a part would be taken for that of another device. XLA gathers such a value over the other axes first.
+
+[Note: bf16 on CPUs]
+XLA for CPUs sums bf16 over devices in fp32 (its pass `all-reduce-promotion`), and aborts the process where the mesh has
+axes that the `jax.shard_map` leaves automatic: "Invalid binary instruction opcode copy", jaxlib 0.10 to 0.12. There
+jzero casts by itself; the numbers are the same. Programs for GPUs sum in bf16 as before.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -76,19 +86,28 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence
         return jax.lax.psum(value, rest) if rest else value
 
     batch, entries = set(batch_axes(plan)), plan.sharding(spec).spec
-    beside = make_spec([tuple(a for a in entry_axes(e) if a not in batch) for e in entries])
+    # see [Note: beside other axes]
+    beside = make_spec([() if batch & set(entry_axes(e)) else entry_axes(e) for e in entries])
     with jax.named_scope(SCOPE):
         if any(beside):  # XLA would gather the value over these axes: it knows no reduce-scatter of a split operand
             scatter = jax.shard_map(
                 scatter, mesh=jax.sharding.get_abstract_mesh(), in_specs=beside, out_specs=beside,
                 axis_names=set(spec_axes(beside)), check_vma=False,
             )  # fmt: skip
-        return scatter(padded(value, even))
+        return _in_fp32_on_cpus(scatter, padded(value, even), plan)
 
 
 def sum_over_devices(value: Any, plan: Plan) -> Any:
     """Inside of a `shard_map` over the batch axes: the sum of all devices' values, whole on each."""
-    return jax.lax.psum(value, batch_axes(plan))
+    return _in_fp32_on_cpus(lambda value: jax.lax.psum(value, batch_axes(plan)), value, plan)
+
+
+def _in_fp32_on_cpus(total: Callable[[Any], Any], value: Any, plan: Plan) -> Any:
+    """`total(value)`, a sum over devices: see [Note: bf16 on CPUs]."""
+    partial = set(batch_axes(plan)) != set(plan.array_mesh.axis_names)
+    if value.dtype == jnp.bfloat16 and partial and plan.mesh.devices.flat[0].platform == "cpu":
+        return total(value.astype(jnp.float32)).astype(value.dtype)
+    return total(value)
 
 
 def scatter_steps(

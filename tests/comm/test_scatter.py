@@ -156,6 +156,59 @@ def test_beside_tensor_parallelism():
     assert sum(e.primitive.name == "reduce_scatter" for e in equations(closed)) >= 4
 
 
+@pytest.mark.default_cases("None-step-2", "bfloat16-plain-3", "bfloat16-microbatch-2")
+@pytest.mark.parametrize(
+    ("mode", "stage"),
+    [(mode, stage) for mode in ("plain", "step", "microbatch") for stage in (1, 2, 3) if (mode, stage) != ("step", 3)],
+)
+@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
+def test_a_dim_that_both_axes_cut(reduce_dtype, mode, stage):
+    """The pieces of a dim that tensor parallelism and ZeRO cut together keep their places; whole params beside them."""
+    rng = np.random.default_rng(0)
+    shapes = {"table": (11, 12), "kernel": (12, 20), "plain": (20, 8)}
+    params = {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+    specs = {"table": P(None, "model"), "kernel": P(None, "model"), "plain": P()}
+    auto = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
+    mesh = jax.make_mesh((2, 2), ("data", "model"), **auto)
+    plan = jzero.make_plan(
+        params, stage=stage, mesh=mesh, min_shard_bytes=0, param_specs=specs, reduce_dtype=reduce_dtype
+    )
+    assert P(None, ("model", "data")) in [x.state for x in plan.layouts]
+
+    def loss(p, tokens, want):
+        return ((jnp.tanh(p["table"][tokens]) @ p["kernel"] @ p["plain"] - want) ** 2).mean()
+
+    batch = rng.integers(0, 11, (16, 3)), rng.standard_normal((16, 3, 8)).astype(np.float32)
+    grad = on_use(loss, plan)
+    if mode != "plain":
+        grad = jzero.value_and_grad(loss, plan, accumulate=2, reduce=mode, batch_argnums=(1, 2))
+    got = jax.jit(grad)(plan.place(params), *plan.place_batch(batch))
+    want = jax.value_and_grad(loss)(params, *batch)
+    assert max_error(got, want) < (2e-6 if reduce_dtype is None else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sums_of_16_bits_beside_another_axis(dtype):
+    """XLA for CPUs aborts the process at a sum of bf16 over some of the axes; on GPUs it stays a sum of bf16."""
+    params = {"w": jnp.ones((7, 15), dtype)}  # pieces that nothing divides: scattered by jzero
+    auto = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
+    mesh = jax.make_mesh((2, 2), ("data", "model"), **auto)
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0)
+    x = np.random.default_rng(0).standard_normal((8, 7)).astype(dtype)
+
+    def loss(p, x):
+        return ((x @ p["w"]) ** 2).mean()
+
+    got = jax.jit(on_use(loss, plan))(plan.place(params), plan.place_batch(x))
+    assert max_error(got, jax.value_and_grad(loss)(params, x)) < 2e-2
+    pod = jzero.pod("h200", gpus_per_host=4).mesh({"data": 2, "model": 2})
+    plan = jzero.make_plan(params, stage=3, mesh=pod, min_shard_bytes=0)
+    closed = jax.make_jaxpr(on_use(loss, plan))(plan.shapes, jax.ShapeDtypeStruct(x.shape, dtype))
+    sums = [e.outvars[0].aval.dtype for e in equations(closed) if e.primitive.name == "reduce_scatter"]
+    assert sums
+    assert set(sums) == {jnp.dtype(dtype)}
+
+
 @pytest.mark.pod
 def test_only_the_data_axis_is_used_beside_tensor_parallelism():
     """XLA's own way with a reduce-scatter of an operand that is split: it gathers it over the other axis first."""
