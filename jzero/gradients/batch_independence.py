@@ -97,8 +97,8 @@ class Loss:
             raise ValueError(
                 f"{_SUBJECT} {what}. Micro-batches of a mean are averaged, those of a sum are summed. Divide the sum "
                 "by the number of examples; for a mean over something else pass weight=lambda batch: ..., the number "
-                "that it divides by (1.0 if micro-batches count alike). Or take the whole batch at once: accumulate=1 and "
-                'reduce="microbatch".'
+                "that it divides by (1.0 if micro-batches count alike). Or take the whole batch at once: accumulate=1 "
+                'and reduce="microbatch".'
             )
         return False
 

@@ -3,9 +3,9 @@
 [Note: fed]
 Adam-like updates divide by the size of a gradient. Where that is near zero, rounding decides the sign of the update,
 and two correct runs part. So in most cases the plain run does not follow its own gradients but those that the sharded
-run returned: its params stay equal to the sharded ones to rounding, and at each step its own gradients, of the same params
-and batch, are compared as well. Nothing is amplified, and tolerances stay tight. Free cases, where each run follows its
-own gradients and the step returns none, use optimizers that amplify nothing.
+run returned: its params stay equal to the sharded ones to rounding, and at each step its own gradients, of the same
+params and batch, are compared as well. Nothing is amplified, and tolerances stay tight. Free cases, where each run
+follows its own gradients and the step returns none, use optimizers that amplify nothing.
 
 [Note: tolerances]
 Gradients: relative to the leaf's largest value, for the narrowest dtype that they went through. Updates (fed): relative

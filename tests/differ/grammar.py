@@ -149,7 +149,7 @@ def draw_events(rng, case: dict) -> dict[str, dict]:
     if case["mesh"]["kind"] == "explicit":
         known = [e for e in known if e not in ("reshard", "restore")]
     if can_skip(case):
-        known += ["skip"] * 4
+        known += ["skip"] * 8
     events = {}
     for at in rng.sample(range(1, case["steps"]), rng.choice((0, 1, 1, 2, 3))):
         event: dict[str, Any] = {"kind": rng.choice(known)}
