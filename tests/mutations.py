@@ -149,6 +149,25 @@ def _():
     force(lambda c: {"moment_dtype": None})
 
 
+@mutation("a chain that counts no steps rounds its bf16 moments alike in every step", "moments")
+def _():
+    import optax
+
+    from jzero import optim
+
+    def alike(original, tx, plan, params):
+        made = original(tx, plan, params)
+
+        def update(updates, state, params=None, **extra):
+            if "rounding_count" in extra:
+                extra["rounding_count"] = extra["rounding_count"] * 0
+            return made.update(updates, state, params, **extra)
+
+        return optax.GradientTransformationExtraArgs(made.init, update)
+
+    wrap(optim, "with_moment_dtype", alike)
+
+
 @mutation("matrices have no owners", "owners")
 def _():
     from jzero.update import sharded_update
@@ -212,6 +231,20 @@ def _():
     import jzero
 
     jzero.jit = lambda step, plan, **options: jax.jit(step, **options)
+
+
+@mutation("of two trees of one form jzero.jit donates the first", "jit")
+def _():
+    from jzero.flax import jit
+
+    jit.replaced = lambda given, traced, is_candidate, static: [k for k, x in given.items() if is_candidate(x)][:1]
+
+
+@mutation("a sum over examples is averaged over micro-batches", "gradients")
+def _():
+    from jzero.gradients.batch_independence import Loss
+
+    wrap_method(Loss, "check", lambda original, self, **kw: [False] * len(original(self, **kw)))
 
 
 @mutation("check overlooks a step that loses its state", "check_truth")

@@ -1,6 +1,7 @@
 """Every test but the `long` ones, in parts: `python tests/nightly.py`. Stopped, it goes on where it was.
 
-A part is some of the test files, or the mutations of tests/mutations.py. What a part printed and how it ended is kept
+A part is some of the test files, half an hour of fresh cases of tests/differential.py, or the mutations of
+tests/mutations.py. What a part printed and how it ended is kept
 in `runs/nightly`, by commit and version of jax; a part that passed is not run again on the same commit (`--again` runs
 all). With uncommitted changes nothing is taken over. The table at the end has counts and minutes.
 """
@@ -26,7 +27,9 @@ def parts() -> dict[str, list[str]]:
     chunk = -(-len(files) // PARTS)
     pytest = ["-m", "pytest", "-q", "-n", "auto", "-m", "not long", "--durations=10"]
     named = {f"tests {i + 1}": [*pytest, *files[i * chunk : (i + 1) * chunk]] for i in range(PARTS)}
-    return {**{k: v for k, v in named.items() if v[len(pytest) :]}, "mutations": ["tests/mutations.py"]}
+    named = {k: v for k, v in named.items() if v[len(pytest) :]}
+    fresh = ["tests/differential.py", "--cases", "5000", "--minutes", "30"]
+    return {**named, "differential": fresh, "mutations": ["tests/mutations.py"]}
 
 
 def git(*words: str) -> str:
