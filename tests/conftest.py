@@ -24,7 +24,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # splitting each program into modules that are compiled in parallel. Collectives and memory stay equal; a few ops are
 # fused otherwise. jaxlib 0.12 has no older emitters any more and aborts a process that asks for them.
 XLA_FLAGS = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
-# Some machines round each operation to fp16 (AVX512-FP16), others compute fp16 in fp32: the same numbers on all of them.
+# Some machines round each operation to fp16 (AVX512-FP16), others compute it in fp32: equal numbers on all of them.
 XLA_FLAGS.append("--xla_cpu_max_isa=AVX2")
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
