@@ -14,6 +14,9 @@ REFUSALS = {
 }
 
 
+SORTS = {"XLA's all-to-all of a sort": r"HLO all-to-all has operands with different shapes"}
+"""Those of XLA, where an update sorts a leaf (docs/limits.md)."""
+
 EAGER = {"gradients of padded leaves outside of jit": r"implies that array axis \d+ is partitioned"}
 """Those of steps that are not jitted."""
 
@@ -22,6 +25,8 @@ def refusal(error: BaseException, case: dict) -> str | None:
     """The name of the refusal that an error is, None where it is none."""
     known = REFUSALS | (EAGER if case["step"] == "eager" else {})
     text = re.sub(r"\s+", " ", str(error))
+    if "median" in case["wraps"] and isinstance(error, RuntimeError):
+        return next((name for name, pattern in SORTS.items() if re.search(pattern, text)), None)
     if not isinstance(error, (ValueError, TypeError, NotImplementedError)):
         return None
     return next((name for name, pattern in known.items() if re.search(pattern, text)), None)
