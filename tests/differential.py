@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -66,7 +67,8 @@ class Worker:
             [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             stderr=subprocess.DEVNULL, env=environment(self.xla), cwd=TESTS.parent,
         )  # fmt: skip
-        threading.Thread(target=self.listen, args=(self.process,), daemon=True).start()
+        self.listener = threading.Thread(target=self.listen, args=(self.process,), daemon=True)
+        self.listener.start()
         self.send()
 
     def listen(self, process) -> None:
@@ -74,6 +76,8 @@ class Worker:
         for line in process.stdout:
             if line.startswith("@"):
                 self.answers.put((self, process, json.loads(line[1:])))
+        process.stdout.close()
+        process.wait()
         self.answers.put((self, process, None))
 
     def send(self) -> None:
@@ -83,7 +87,7 @@ class Worker:
             self.process.stdin.write(json.dumps(self.cases[0]) + "\n")
             self.process.stdin.flush()
         else:
-            self.process.stdin.close()
+            self.process.stdin.close()  # it ends, and its listener with it
 
     def ended(self, answer: list | None) -> tuple[dict, str, str]:
         """The case that an answer is of, with its outcome; without an answer the process ended in the middle of it."""
@@ -95,6 +99,8 @@ class Worker:
         if hung:
             self.process.kill()
         code = self.process.wait()
+        with contextlib.suppress(OSError):  # what it has not read
+            self.process.stdin.close()
         if self.cases:
             self.start()
         return case, "FAILED", f"no answer after {SECONDS} s" if hung else f"the process ended with {code}"
@@ -120,6 +126,7 @@ def run(cases: list[dict], jobs: int, default_xla: str = "mixed"):
             yield worker.ended(answer)
             if not worker.cases:
                 workers.discard(worker)
+                worker.listener.join()
 
 
 def simpler(case: dict):
