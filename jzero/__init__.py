@@ -11,6 +11,7 @@ _hide_plugin()  # before jax is imported for the first time: on jax 0.10 that lo
 # ruff: noqa: E402
 from jzero.activations.remat import remat
 from jzero.config import Offload, ZeroConfig
+from jzero.core.errors import ProofError
 from jzero.flax.jit import jit
 from jzero.flax.shard import abstract, plan_of, shard, unshard
 from jzero.gather.transform import gather_on_use
@@ -55,6 +56,7 @@ __all__ = [
     "Offload",
     "Plan",
     "Pod",
+    "ProofError",
     "Transformer",
     "ZeroConfig",
     "ZeroState",

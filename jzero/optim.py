@@ -26,6 +26,7 @@ from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.dependence import constant_zero_outputs
 from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
+from jzero.core.update_mark import marked
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.host_mesh import all_moved
 from jzero.layout.leaf_rule import Layout
@@ -126,7 +127,9 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
     wide = widen_abstract(plan.shapes, plan)
     trained = [not f for f in frozen_leaves(tx, wide)]
     if not any(trained):
-        raise ValueError("jzero: this optimizer leaves every param as it is: there is nothing to update on the host.")
+        raise ValueError(
+            "jzero: this optimizer leaves every param as it is: there is nothing to update on the host."
+        )
 
     @functools.cache
     def make():
@@ -268,8 +271,9 @@ class _Update(_Wrapped):
         _check_dtypes(pairs)
         grads = align(updates, params, where="jzero.zero: update")
         _check_grads(grads, self.plan)
+        values, state = marked([p for p, _ in pairs], state, self.plan, self.tx)
         if self.plan.config.updates_outside:
-            return self._outside(grads, state, params, extra)
+            return self._outside(grads, state, params, values, extra)
         inner, master = split_master(state, params)
         check_state(inner, self.logical, where="jzero.zero: update")
         update_traced(self.plan)
@@ -279,7 +283,7 @@ class _Update(_Wrapped):
         check_explicit(self.plan, extra)
         count = state.rounding_count if isinstance(state, ZeroState) else None
         extra = extra if count is None else {**extra, ROUNDING_COUNT: count}
-        args = [p for p, _ in pairs], grads, inner, master, extra
+        args = values, grads, inner, master, extra
         run = functools.partial(self._on_shards, tree)
         news, inner, new_master = in_auto_mode(run, args, self._specs_on_shards)
         with jax.named_scope(comm_of(self.plan).updates.SCOPE):
@@ -289,15 +293,18 @@ class _Update(_Wrapped):
         count = None if count is None else self.plan.constrain(count + 1, P())
         return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master), count)
 
-    def _outside(self, grads: list, state, params, extra):
-        """The update of a state with handles; see `update.on_host`."""
+    def _outside(self, grads: list, state, params, values: list, extra):
+        """The update of a state with handles, `values` the leaves of `params`; see `update.on_host`."""
         leaves = jax.tree.leaves((grads, state, params, extra))
         check_outside(leaves, self.plan)
         check_explicit(self.plan, extra)
         update_traced(self.plan)
-        news, state = update_held(grads, state, jax.tree.leaves(params), extra)
+        news, state = update_held(grads, state, values, extra)
         rows = zip(news, self.plan.layouts, strict=True)
-        out = [deferred(lambda p: p, x) if new is None else deferred(lambda _, new=new: new, x) for new, x in rows]
+        out = [
+            deferred(lambda p: p, x) if new is None else deferred(lambda _, new=new: new, x)
+            for new, x in rows
+        ]
         return jax.tree.structure(params).unflatten(out), state
 
     def _specs_on_shards(self, out) -> list:
@@ -477,7 +484,7 @@ def _check_count(given: bool, wanted: bool) -> None:
     if given != wanted:
         raise ValueError(
             f"jzero.zero: update: this optimizer state has {'a' if given else 'no'} rounding_count, and its plan needs "
-            f"{'one' if wanted else 'none'}: a state has one where moment_dtype=\"bfloat16\" rounds the moments of a "
+            f'{"one" if wanted else "none"}: a state has one where moment_dtype="bfloat16" rounds the moments of a '
             "chain that counts no step. Pass what tx.init(params) or the last update returned; jzero.shard(state, ...) "
             "converts a train state of another plan, jzero.checkpoint.restore(path, like) one in a checkpoint."
         )

@@ -13,7 +13,6 @@ from jzero.sharding import Plan
 
 _expected: WeakSet[Plan] = WeakSet()
 _traced: WeakSet[Plan] = WeakSet()
-_updates = 0
 
 
 def expect_gathers(plan: Plan) -> None:
@@ -28,15 +27,8 @@ def gather_traced(plan: Plan) -> None:
         _traced.add(plan)
 
 
-def updates_traced() -> int:
-    """How many updates this process has traced."""
-    return _updates
-
-
 def update_traced(plan: Plan) -> None:
     """An update by this plan is traced; warns once where no gather was before it."""
-    global _updates
-    _updates += 1
     if plan in _expected and plan not in _traced:
         _expected.discard(plan)
         warnings.warn(

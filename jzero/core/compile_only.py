@@ -30,6 +30,7 @@ from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import topologies
 
 from jzero.core import cuda_plugin
+from jzero.core.traces import innermost
 
 INSTALL = 'pip install "jzero[pod]"'
 _REFUSED = (
@@ -137,9 +138,6 @@ def compile_lowered(
     lowered: Any,
     compiler_options: Mapping[str, Any] | None,
     cached: Callable[[tuple[Any, ...], Callable[[], Program]], Program],
-    *,
-    has_update: bool = False,
-    traced_again: Callable[[], Any] | None = None,
 ) -> jax.stages.Compiled:
     """XLA's compile of a program lowered on pod devices: a `jax.stages.Compiled` that can be read, not run.
 
@@ -147,32 +145,18 @@ def compile_lowered(
       lowered: the program.
       compiler_options: for XLA.
       cached: the program that these parts of a key name (the first is its text), or what the function makes.
-      has_update: whether an update of jzero was traced on the way, which XLA drops where nothing returns it.
-      traced_again: what a further trace of the same function says of it; kept with the program.
 
     Raises:
       ValueError: nothing in the program says on which pod it runs.
       ImportError: XLA found no `ptxas`.
     """
-    while not isinstance(lowered, jax.stages.Lowered):  # flax.nnx and equinox wrap it in their own stages
-        lowered = lowered.lowered
+    lowered = innermost(lowered, jax.stages.Lowered)
     lowering: Any = lowered._lowering
     with _missing_ptxas_named():
         options = dict(lowering._compiler_options_kvs) | dict(compiler_options or {})
         program = _xla_compile(lowering, options, cached)
-    stand_in: Any = _Swapped(lowered, _Executable(lowering, program, has_update, traced_again))
+    stand_in: Any = _Swapped(lowered, _Executable(lowering, program))
     return jax.stages.Lowered.compile(stand_in)
-
-
-def traced_with_update(compiled: jax.stages.Compiled) -> bool:
-    """True where an update of jzero was traced for this program; False where not, and for programs of no pod."""
-    return getattr(getattr(compiled, "_executable", None), "has_update", False)
-
-
-def trace_again(compiled: jax.stages.Compiled) -> Any:
-    """What `compile_lowered` was given to trace the function again; None for programs of no pod."""
-    again = getattr(getattr(compiled, "_executable", None), "traced_again", None)
-    return again and again()
 
 
 def _xla_compile(lowering, options: dict[str, Any], cached) -> Program:
@@ -243,9 +227,9 @@ class _Swapped:
 class _Executable(stages.Executable):
     """What a `jax.stages.Compiled` asks of its executable, short of running it."""
 
-    def __init__(self, lowering, program: Program, has_update: bool, traced_again):
+    def __init__(self, lowering, program: Program):
         args = lowering.compile_args
-        self._program, self.has_update, self.traced_again = program, has_update, traced_again
+        self._program = program
         self._kept_var_idx, self._all_args_info = args["kept_var_idx"], args["all_args_info"]
         self.in_avals, self.out_avals = args["global_in_avals"], args["global_out_avals"]
         devices = lowering._device_list

@@ -97,6 +97,13 @@ def check_ints(value, name: str, *, where: str, low: int | None = None, remedy: 
     return found
 
 
+def check_names(value, name: str, *, where: str) -> tuple[str, ...]:
+    """Names as a tuple; TypeError for anything else, a single string included."""
+    if isinstance(value, str) or not all(isinstance(x, str) for x in (value if isinstance(value, Sequence) else [0])):
+        raise TypeError(f"{where}: {name} must be a sequence of names, such as ('a_name',), got {value!r}.")
+    return tuple(value)
+
+
 def check_number(value, name: str, rule: str, good: Callable[[Any], bool], *, where: str) -> None:
     """Raises TypeError for what is no real number, ValueError for one that float32 lacks or that is not `good`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -196,6 +203,10 @@ def is_argument(x: Any) -> bool:
 def division(size: int, parts: int) -> str:
     """`30 = 3 x 8 + 6`: why a dim cannot be split."""
     return f"{size} = {size // parts} x {parts} + {size % parts}"
+
+
+class ProofError(ValueError):
+    """A compiled program has parts that jzero cannot read, and what it says of it might be wrong."""
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:

@@ -40,6 +40,17 @@ def opened(closed) -> tuple[Any, list[Any]]:
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
 
 
+def every_equation(jaxpr: Any) -> Iterator[Any]:
+    """The equations of an open jaxpr, those of bodies included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                body = opened(part)[0]
+                if hasattr(body, "eqns"):
+                    yield from every_equation(body)
+
+
 def is_tracer(value) -> bool:
     """True for an abstract value inside of a trace."""
     return isinstance(value, Tracer)

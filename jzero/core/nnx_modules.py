@@ -30,6 +30,25 @@ def has_module(tree: Any) -> bool:
     return any(is_module(x) for x in jax.tree.leaves(tree, is_leaf=is_module))
 
 
+def abstract(tree: Any) -> Any:
+    """The tree with `jax.ShapeDtypeStruct` for arrays, in modules and optimizers too; what is no array stays."""
+
+    def leaf(x):
+        if not isinstance(x, jax.Array):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+
+    flax: Any = sys.modules.get("flax.nnx")
+    if flax is None or not any(map(flax.graphlib.is_graph_node, _nodes(tree, flax))):
+        return jax.tree.map(leaf, tree)
+    graph, arrays = flax.split(tree)
+    return flax.merge(graph, jax.tree.map(leaf, arrays))
+
+
+def _nodes(tree: Any, flax: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=flax.graphlib.is_graph_node)
+
+
 def call(evaluate: Callable[..., Any], fn: Callable[..., Any], *args) -> Any:
     """`fn(*args)` by way of `evaluate(pure, *trees)`, which calls the pure function once, with other arrays.
 

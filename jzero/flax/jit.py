@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.comm.traced import updates_traced
 from jzero.core.errors import check_arrays, check_function, is_argument
-from jzero.core.jaxprs import is_tracer
+from jzero.core.jaxprs import every_equation, is_tracer
 from jzero.core.nnx_modules import has_module
+from jzero.core.traces import keeping, traced
+from jzero.core.update_mark import UPDATE
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
 from jzero.flax.donation import Key, check_unshared, replaced, static_positions, subtrees
 from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
@@ -108,7 +109,8 @@ class Jit:
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).lower`; abstract batches are split as real ones are."""
         args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs)[0].lower(*args, **kwargs)
+        stage, trace = traced(self._jit(args, kwargs)[0], *args, **kwargs)
+        return keeping(stage.lower(), trace)
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).trace`; abstract batches are split as real ones are."""
@@ -163,12 +165,11 @@ class Jit:
         jitted = jax.jit(self.step, **options)
         if not chosen:
             return jitted, ()
-        updates = updates_traced()
-        traced, given = jitted.trace(*args, **kwargs), {**dict(enumerate(args)), **kwargs}
-        self._check_sharded(given.values(), traced.out_info)
-        if updates_traced() > updates:
-            self._warn_if_lost(traced.out_info)
-        donated = self._donated(given, traced, static_positions(self.step, self.options, len(args)))
+        stage, given = jitted.trace(*args, **kwargs), {**dict(enumerate(args)), **kwargs}
+        self._check_sharded(given.values(), stage.out_info)
+        if any(eqn.primitive.name == UPDATE for eqn in every_equation(stage.jaxpr.jaxpr)):
+            self._warn_if_lost(stage.out_info)
+        donated = self._donated(given, stage, static_positions(self.step, self.options, len(args)))
         if not donated:
             return jitted, ()
         names = [k for k in donated if isinstance(k, str)]
@@ -225,7 +226,9 @@ class Jit:
 
     def _is_params(self, arg: Any) -> bool:
         leaves, tree = jax.tree.flatten(arg)
-        return tree == self.plan.tree and [np.shape(x) for x in leaves] == [x.shape for x in self.plan.layouts]
+        return tree == self.plan.tree and [np.shape(x) for x in leaves] == [
+            x.shape for x in self.plan.layouts
+        ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

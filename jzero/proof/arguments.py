@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -121,22 +121,20 @@ def _refuse(elsewhere, uneven, *, count: int) -> None:
         )
 
 
-def argument_bytes(compiled: jax.stages.Compiled, kind_of: Callable[..., str]) -> dict[str, int]:
+def argument_bytes(compiled: jax.stages.Compiled, kinds: Sequence[str]) -> dict[str, int]:
     """Device bytes of the arguments by kind.
 
     Args:
       compiled: a compiled program.
-      kind_of: `params`, `opt_state` or `rest` for the path of an argument's leaf, as
-        `jax.tree_util.keystr` prints it (`[0][0].params['w']`: args, first argument, ...), and its shape.
+      kinds: `params`, `opt_state` or `rest` for each argument.
 
     Returns:
       Bytes by kind, leaves in host memory and arguments the program does not use left out.
     """
     totals = {"params": 0, "opt_state": 0, "rest": 0}
-    for path, info, sharding in argument_shardings(compiled):
+    for kind, (_, info, sharding) in zip(kinds, argument_shardings(compiled), strict=True):
         if sharding is not None and sharding.memory_kind != "pinned_host":
-            size = math.prod(sharding.shard_shape(info.shape))
-            totals[kind_of(jax.tree_util.keystr(path), tuple(info.shape))] += size * info.dtype.itemsize
+            totals[kind] += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
     return totals
 
 

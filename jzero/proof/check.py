@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 
 from jzero.comm.uses import Use
-from jzero.core.compile_only import trace_again
-from jzero.core.errors import human_bytes
+from jzero.core.errors import check_names, counted, human_bytes
+from jzero.core.traces import innermost, trace_of
+from jzero.gather.transform import as_written
 from jzero.proof.arguments import argument_shardings
 from jzero.proof.evidence import Evidence
-from jzero.proof.faults import faults
+from jzero.proof.faults import KINDS, faults
+from jzero.proof.faults.blind import NOT_CHECKED, not_checked
+from jzero.proof.faults.closed_form import less_than_closed_form
+from jzero.proof.faults.rules import GPU_ALONE
 from jzero.proof.hlo import parse
 from jzero.proof.memory import checked_uses
 from jzero.proof.models import check_plan_fits
 from jzero.proof.report import text_of
+from jzero.proof.uses import uses_in
 from jzero.sharding import Plan, check_plan
 
 
@@ -26,7 +31,7 @@ class Finding:
     """One way in which a stage did not engage.
 
     Attributes:
-      kind: a stable short name, one of `faults.KINDS`.
+      kind: a stable short name, one of `faults.KINDS`, or `not_checked`.
       text: what was found, with the leaves it concerns.
       bytes: per device: what is held, or sent in a step, without need.
       remedy: the argument or call that mends it.
@@ -41,83 +46,149 @@ class Finding:
         return f"{self.kind} ({human_bytes(self.bytes)}): {self.text}\n    Remedy: {self.remedy}"
 
 
+class Findings(tuple[Finding, ...]):
+    """What `findings` returns: a tuple of `Finding`, which prints what was looked for.
+
+    Attributes:
+      looked_for: the kinds that were looked for.
+      left_out: the other kinds, and why each was not.
+      notes: what is no fault and worth a look: less is sent than `estimate` says.
+    """
+
+    looked_for: tuple[str, ...]
+    left_out: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def __new__(cls, found: Iterable[Finding], left_out: Mapping[str, str], notes: Iterable[str]):
+        """See `findings`."""
+        self = super().__new__(cls, found)
+        self.looked_for = tuple(kind for kind in KINDS if kind not in left_out)
+        self.left_out, self.notes = dict(left_out), tuple(notes)
+        return self
+
+    def __repr__(self):
+        lines = [f"{counted(len(self), 'finding')}, of {len(self.looked_for)} kinds looked for"]
+        lines += [f"  {number}. {f}" for number, f in enumerate(self, 1)]
+        lines += [f"  note: {note}" for note in self.notes]
+        for why in dict.fromkeys(self.left_out.values()):
+            kinds = ", ".join(kind for kind, other in self.left_out.items() if other == why)
+            lines.append(f"  not looked for, {why}: {kinds}")
+        return "\n".join(lines)
+
+
 class CheckError(Exception):
     """A compiled step that does not do what its plan says; `findings` holds what is wrong."""
 
     def __init__(self, found: tuple[Finding, ...], plan: Plan):
         self.findings = found
         lines = "\n".join(f"  {number}. {f}" for number, f in enumerate(found, 1))
-        count = f"{len(found)} finding{'s' if len(found) > 1 else ''}"
         super().__init__(
-            f"jzero.check: {count}; stage {plan.config.stage} ({plan.config.row.text}) did not engage:\n{lines}"
+            f"jzero.check: {counted(len(found), 'finding')}; stage {plan.config.stage} ({plan.config.row.text}) "
+            f"{'is not proven' if all(f.kind == NOT_CHECKED for f in found) else 'did not engage'}:\n{lines}"
         )
 
 
 def check(
-    compiled: jax.stages.Compiled, plan: Plan, *, uses: Mapping[str, Sequence[Use]] | None = None
+    compiled: jax.stages.Compiled,
+    plan: Plan,
+    *,
+    uses: Mapping[str, Sequence[Use]] | None = None,
+    ignore: Sequence[str] = (),
 ) -> None:
     """Raises unless a compiled step does what its plan says.
 
     Args:
-      compiled: what `pod.compile(step, ...)` or `jax.jit(step).lower(...).compile()` returns.
+      compiled: what `pod.compile(step, ...)` or `jzero.jit(step).lower(...).compile()` returns; of other programs
+        params are known by their names and shapes alone.
       plan: the plan of the state that the step was compiled for, `jzero.plan_of(state)`.
-      uses: as in `findings`.
+      uses, ignore: as in `findings`.
 
     Raises:
       CheckError: lists every finding with its bytes and its remedy; they are in `.findings`.
-      TypeError: `compiled` has no text of a compiled program, `plan` is no plan, or `uses` no mapping.
-      ValueError: `uses` of a param that is not in the plan; a plan of other params than the program's, or of another
-        number of devices.
+      TypeError: as `findings`.
+      ValueError: as `findings`.
 
     Cost:
-      As `explain`, and one trace of the step for a program of `pod.compile`.
+      As `explain`, and one trace of the step where jzero has traced it before.
     """
-    found = findings(compiled, plan, uses=uses)
+    found = findings(compiled, plan, uses=uses, ignore=ignore)
     if found:
         raise CheckError(found, plan)
 
 
 def findings(
-    compiled: jax.stages.Compiled, plan: Plan, *, uses: Mapping[str, Sequence[Use]] | None = None
-) -> tuple[Finding, ...]:
+    compiled: jax.stages.Compiled,
+    plan: Plan,
+    *,
+    uses: Mapping[str, Sequence[Use]] | None = None,
+    ignore: Sequence[str] = (),
+) -> Findings:
     """Every way in which a compiled step does not do what its plan says; empty where it does.
 
-    In a program of the CPU backend `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`,
-    `activations_moved`, `offloaded_state_copied`, `offloaded_state_on_device`, `fetched_weights_on_device`,
-    `host_transfers_waited_for` and `more_than_closed_form` are not looked for, since
-    its collectives and its memory are not those of a GPU: compile for `jzero.pod`.
+    What could not be looked for, or read, is a finding too: `not_checked`. In a program of the CPU backend some kinds
+    are not looked for, since its collectives and its memory are not those of a GPU: `left_out` of the result has them,
+    and its text. Compile for `jzero.pod`.
 
     Args:
       compiled: a compiled train step: state in, new state out.
       plan: the plan of that state.
       uses: what the step does with its params, `jzero.uses_of(step, state, batch)`: without it `more_than_closed_form`
-        is not looked for. None: for a program of `pod.compile`, the step is traced once more to read it; for others
-        not known.
+        is not looked for. None: for a program of `pod.compile` or `jzero.jit(step).lower(...)`, the step is traced once
+        more to read it; for others not known.
+      ignore: kinds that are not wanted; and targets of custom calls that are known not to communicate, such as the
+        names of kernels of your own.
 
     Returns:
-      One `Finding` per kind, in the order of `faults.KINDS`: wrong values first, then what wastes most.
+      One `Finding` per kind, in the order of `faults.KINDS`: wrong values first, then what wastes most, then what was
+      not checked.
 
     Raises:
-      TypeError: `compiled` has no text of a compiled program, `plan` is no plan, or `uses` no mapping.
+      TypeError: `compiled` has no text of a compiled program, `plan` is no plan, `uses` no mapping, or `ignore` no
+        names.
       ValueError: `uses` of a param that is not in the plan; a plan of other params than the program's, or of another
-        number of devices.
+        number of devices; a program without any of the plan's params.
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
       >>> plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=0)
-      >>> findings(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile(), plan)
+      >>> step = jax.jit(lambda params, x: (x @ params["w"]).sum())
+      >>> tuple(findings(step.lower(plan.shapes, jnp.ones((8, 64))).compile(), plan))
       ()
     """
     check_plan(plan, where="jzero.check")
-    compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
+    ignore = check_names(ignore, "ignore", where="jzero.check")
+    compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
     check_plan_fits(
-        argument_shardings(compiled), plan, devices=module.partitions, trains=module.has_backward, where="jzero.check"
+        argument_shardings(compiled),
+        plan,
+        devices=module.partitions,
+        trains=module.has_backward,
+        where="jzero.check",
     )
+    uses, failed = _uses(compiled, plan, uses)
+    evidence = Evidence(compiled, plan, module, uses, failed)
+    found = {kind: rows for kind, rows in faults(evidence).items() if kind not in ignore}
+    rows = [Finding(kind, *row) for kind, rows in found.items() for row in rows]
+    if NOT_CHECKED not in ignore:
+        rows += [Finding(NOT_CHECKED, *row) for row in not_checked(evidence, ignore, found)]
+    left_out = dict.fromkeys(GPU_ALONE, "in a program of the CPU backend") if evidence.on_cpu else {}
+    left_out |= dict.fromkeys((kind for kind in ignore if kind in KINDS), "by ignore=")
+    return Findings(rows, left_out, less_than_closed_form(evidence))
+
+
+def _uses(compiled, plan: Plan, uses: Any) -> tuple[Mapping[str, Sequence[Use]] | None, str]:
+    """What the step does with its params, and why that is not known."""
     if uses is not None:
-        uses = checked_uses(uses, plan, where="jzero.check")
-    else:
-        with contextlib.suppress(Exception):  # a step that cannot be traced again, outside of its contexts
-            uses = trace_again(compiled)
-    evidence = Evidence(compiled, plan, module, uses)
-    return tuple(Finding(kind, *row) for kind, rows in faults(evidence).items() for row in rows)
+        return checked_uses(uses, plan, where="jzero.check"), ""
+    trace = trace_of(compiled)
+    if trace is None:
+        return None, "jzero has not traced this program, and uses= is not given"
+    try:
+        with as_written():
+            return uses_in(trace.again(), plan), ""
+    except Exception as error:  # of the user's step, outside of its contexts: it is said, not raised
+        return (
+            None,
+            f"the step could not be traced again ({type(error).__name__}: {str(error).splitlines()[0][:160]})",
+        )

@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import math
 
+from jzero.core.errors import ProofError
 from jzero.proof.groups import GROUPS, PAIRS, Groups, parse_groups, parse_pairs
 from jzero.proof.hlo import Instruction, Module, Shape
 from jzero.proof.places import Place, name_stack, phase_of, scope_of, walk, work_before
@@ -91,11 +92,28 @@ def find_collectives(module: Module) -> tuple[Site, ...]:
       The sites in the order of the schedule, a loop's body where the loop stands.
 
     Raises:
-      ValueError: replica groups in an unknown notation.
+      ProofError: replica groups in an unknown notation.
     """
+    sites, failed = read_collectives(module)
+    if failed:
+        raise ProofError("jzero.explain: cannot read " + "; ".join(failed.values()))
+    return sites
+
+
+def read_collectives(module: Module) -> tuple[tuple[Site, ...], dict[tuple[str, str], str]]:
+    """The same; and of those that cannot be read, by computation and name, what is wrong with them."""
     work = functools.cache(work_before)  # once for each computation
-    every = ((place, i) for place in walk(module) for i in place.computation.schedule)
-    return tuple(_site(module, place, i, work) for place, i in every if kind(i))
+    sites, failed = list[Site](), dict[tuple[str, str], str]()
+    for place in walk(module):
+        for i in place.computation.schedule:
+            if kind(i):
+                try:
+                    sites.append(_site(module, place, i, work))
+                except ProofError as error:
+                    failed[place.computation.name, i.name] = (
+                        f"%{i.name} in %{place.computation.name}: {error}"
+                    )
+    return tuple(sites), failed
 
 
 def kind(i: Instruction) -> str:
@@ -150,7 +168,7 @@ def _groups(i: Instruction, devices: int) -> tuple[Groups, int]:
         return parse_pairs(pairs[1]), 2
     found = GROUPS.search(i.attrs)
     if not found:
-        raise ValueError(f"jzero.explain: cannot read the replica groups of %{i.name}: {i.attrs[:160]}")
+        raise ProofError(f"no replica groups in {i.attrs[:160]}")
     groups = parse_groups(found[1], devices)
     return groups, max(len(g) for g in groups)
 

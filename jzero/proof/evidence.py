@@ -7,79 +7,29 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jzero.comm.uses import Use
 from jzero.comm.weights import WeightGather
-from jzero.core.compile_only import traced_with_update
-from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import entry_axes, shard_factor
-from jzero.layout.state_layouts import named_by
 from jzero.proof.arguments import argument_shardings
-from jzero.proof.collectives import Site, find_collectives
+from jzero.proof.collectives import Site
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module, Shape
+from jzero.proof.leaves import Argument, Role, arguments_of, roles_of
 from jzero.proof.lifetimes import most_on_device
-from jzero.proof.models import is_of, other_params
 from jzero.proof.places import Place, loops_of, name_stack, phase_of, primitive_of, walk
+from jzero.proof.record import Record, record_of
 from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
+from jzero.proof.unread import read
 from jzero.sharding import Plan
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
 DECODES = THROUGH | {"parameter", "constant", "broadcast", "multiply", "add", "subtract"}
 REDUCES = ("reduce-scatter", "all-reduce")
-
-
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """An argument of a step.
-
-    Attributes:
-      name: its path in the arguments.
-      shape, itemsize: of the whole array.
-      held: bytes on one device; 0 where the program does not use it.
-      local: its shape on one device.
-      dtype: of its elements.
-      number_of_argument: equal for leaves of the same argument.
-      donated: True where its buffer is given away.
-      on_host: True where it is in pinned host memory.
-      layout: that of the param it is, or is a copy of (a moment, a master); else None.
-      is_param: True for the param itself.
-      returned: bytes on one device of the result that takes its place, None where none does.
-      returned_on_host: True where that result is in pinned host memory.
-      aliased: True where a result takes its buffer.
-      in_opt_state: True where its path says that it is of the plan's optimizer state.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    held: int
-    donated: bool
-    on_host: bool = False
-    layout: Layout | None = None
-    is_param: bool = False
-    returned: int | None = None
-    returned_on_host: bool = False
-    aliased: bool = False
-    in_opt_state: bool = False
-    local: tuple[int, ...] = ()
-    dtype: Any = None
-    number_of_argument: tuple[str, ...] = ()
-
-    def planned(self, plan: Plan) -> int | None:
-        """Bytes on one device by the plan, None for a leaf that is no copy of a param."""
-        if self.layout is None:
-            return None
-        spec: PartitionSpec = self.layout.stored if self.is_param else self.layout.state
-        shape = self.layout.shape if self.is_param else self.layout.state_shape
-        if self.layout.padded and self.shape == self.layout.shape and not (self.is_param or self.in_opt_state):
-            return math.prod(self.shape) * self.itemsize  # an average: the optimizer state alone is padded
-        return math.prod(shape) * self.itemsize // shard_factor(spec, plan.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,64 +40,36 @@ class Evidence:
     plan: Plan
     module: Module
     uses: Mapping[str, Sequence[Use]] | None = None  # of the params, where they are known
+    uses_unknown: str = ""  # why they are not
+
+    @functools.cached_property
+    def record(self) -> Record | None:
+        """What the trace of the program says; None where jzero has not traced it."""
+        return record_of(self.compiled)
+
+    @property
+    def trace_failed(self) -> bool:
+        """True where jzero has traced the program, and its step could not be traced again."""
+        return self.uses is None and self.record is not None
+
+    @functools.cached_property
+    def roles(self) -> list[Role]:
+        """What each argument is."""
+        return roles_of(argument_shardings(self.compiled), self.plan, self.record)
 
     @functools.cached_property
     def leaves(self) -> list[Argument]:
         """The arguments, each with its param and the result that takes its place."""
-        rows = argument_shardings(self.compiled)
-        infos, shardings = [(path, info) for path, info, _ in rows], [sharding for *_, sharding in rows]
-        paths, found = [path_keys(k) for k, _ in infos], []
-        layouts = layouts_of(paths, [tuple(i.shape) for _, i in infos], self.plan)
-        layouts = [x if self._is_own(k) else None for k, x in zip(paths, layouts, strict=True)]
-        home, returned = home_of_params(paths, layouts, self.plan), self._returned(paths)
-        number = -1  # of the parameter: unused arguments are none
-        for (path, info), keys, sharding, x in zip(infos, paths, shardings, layouts, strict=True):
-            itemsize = 0 if jax.dtypes.issubdtype(info.dtype, jax.dtypes.prng_key) else info.dtype.itemsize
-            local = info.shape if sharding is None else sharding.shard_shape(info.shape)
-            held = 0 if sharding is None else math.prod(local) * itemsize
-            is_param = x is not None and prefix(keys, x) == home
-            name, shape = jax.tree_util.keystr(path[2:]) or f"argument {keys[-1]}", tuple(info.shape)
-            back, back_on_host = returned.get(keys, (None, False))
-            on_host = getattr(sharding, "memory_kind", None) == "pinned_host"
-            number += sharding is not None
-            aliased = sharding is not None and number in self.module.aliased
-            of_state = self._is_own(keys) and ".opt_state" in jax.tree_util.keystr(path)
-            memory = (on_host, x, is_param, back, back_on_host, aliased, of_state, tuple(local), info.dtype)
-            found.append(
-                Argument(name, shape, itemsize, held, info.donated, *memory, number_of_argument=keys[:2])
-            )
-        return found
+        return arguments_of(self.compiled, self.plan, self.module, self.roles, self.results)
 
     @functools.cached_property
-    def others(self) -> dict[tuple[str, ...], int]:
-        """The params of other models in the same step, and their elements."""
-        return other_params(argument_shardings(self.compiled), self.plan)
-
-    def _is_own(self, keys: tuple[str, ...]) -> bool:
-        return not any(is_of(keys, tree) for tree in self.others)
-
-    def _returned(self, paths: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[int, bool]]:
-        """Bytes of the result that stands where an argument did (their paths end alike), and if it is on the host."""
-        outs = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(self.compiled.output_shardings)]
-        shapes = self.results
-        if len(outs) != len(shapes):
-            return {}
-        by_end: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
-        for at, keys in enumerate(outs):
-            for cut in range(min(3, len(keys))):
-                by_end[keys[cut:]].append(at)
-        alone = self.plan.by_keys.get(())  # params that are a bare array have no name, and come back at the top
-        if alone is not None:
-            sizes = (alone.shape, self.plan.param_sharding(alone).shard_shape(alone.shape))
-            by_end[()] = [i for i, keys in enumerate(outs) if len(keys) < 3 and shapes[i].dims in sizes]
-        found, taken = dict[tuple[str, ...], tuple[int, bool]](), set[int]()
-        for keys in sorted(paths, key=len, reverse=True):  # a bare tree ends as `state.params` does: it comes later
-            ends = (len(keys) > 2 and by_end.get(keys)) or by_end.get(keys[2:], [])
-            at = next((i for i in ends if i not in taken), None)
-            if at is not None:
-                taken.add(at)
-                found[keys] = shapes[at].nbytes, shapes[at].on_host
-        return found
+    def others(self) -> int:
+        """Elements of the params of other models in the same step."""
+        return sum(
+            math.prod(x.shape)
+            for x, role in zip(self.leaves, self.roles, strict=True)
+            if role.is_others_param
+        )
 
     @property
     def results(self) -> tuple[Shape, ...]:
@@ -215,7 +137,16 @@ class Evidence:
     def sites(self) -> list[tuple[Site, tuple[str, ...]]]:
         """Every collective with its mesh axes."""
         mesh = dict(self.plan.mesh.shape)
-        return [(s, axes_of(s.groups, mesh)) for s in find_collectives(self.module)]
+        return [(s, axes_of(s.groups, mesh)) for s in self._read[0]]
+
+    @property
+    def unread(self) -> list[str]:
+        """What of the program was not understood."""
+        return self._read[1]
+
+    @functools.cached_property
+    def _read(self) -> tuple[tuple[Site, ...], list[str]]:
+        return read(self.module)
 
     def over_zero_axes(self, *ops: str) -> Iterator[Site]:
         """Collectives of these kinds that join the devices of the ZeRO axis."""
@@ -255,8 +186,8 @@ class Evidence:
         return s.phase == "update" and s.scope == "update" and name != "sharding_constraint" and not gradient
 
     def trips(self, s: Site) -> float:
-        """Executions within one update: a loop of whole steps counts once, and so do the steps of one round of it."""
-        return math.prod(n or 1 for n in s.loops[len(self.step_loops) :]) / self.updates
+        """Executions within one update, on average where a program has several."""
+        return s.trips / self.updates
 
     def rounds_of_loss(self, s: Site) -> int:
         """Rounds, of all loops around a collective that are inside of a differentiated function; 1 for none.
@@ -278,18 +209,14 @@ class Evidence:
         return {p.computation.name: p for p in walk(self.module)}
 
     @functools.cached_property
-    def _step(self) -> Place | None:
-        return step_of(self.module)
-
-    @property
-    def step_loops(self) -> tuple[int, ...]:
-        """Trip counts of the loops that run whole steps."""
-        return self._step.loops if self._step is not None else ()
-
-    @functools.cached_property
     def updates(self) -> int:
-        """How many steps one round of their loop has; see [Note: steps in a row] in `rounds.py`."""
-        return updates_in(self.module, self._step.computation) if self._step is not None else 1
+        """How many updates the program runs, by its record, else as [Note: steps in a row] in `rounds.py` says."""
+        if self.record is not None:
+            return max(sum(u.times for u in self.record.of(self.plan)), 1)
+        step = step_of(self.module)
+        if step is None:
+            return 1
+        return math.prod(n or 1 for n in step.loops) * updates_in(self.module, step.computation)
 
     def kept(self, s: Site) -> int:
         """Bytes of gathered weights that the forward pass and the backward pass both read."""
@@ -329,7 +256,7 @@ class Evidence:
         params = {x.number_of_argument for x in mine if x.is_param}
         state = [x for x in mine if x.in_opt_state or not x.is_param]
         beside = any(x.number_of_argument not in params for x in state)
-        made = self.module.has_backward or traced_with_update(self.compiled)
+        made = self.module.has_backward or bool(self.record and self.record.updates)
         return bool(state) and (made or beside or any(x.donated for x in mine))
 
     @property
@@ -376,33 +303,3 @@ def _results(module: Module) -> tuple[Shape, ...]:
     """The arrays a program returns, on one device."""
     schedule = module.computations[module.entry].schedule
     return next((i.shapes for i in reversed(schedule) if i.is_root), ())
-
-
-def layouts_of(paths, shapes, plan: Plan) -> list[Layout | None]:
-    """The param that each leaf is or copies: by the end of its path; an NNX state has no names, there by shape."""
-    by_keys = plan.by_keys
-    matrices = [x for x in plan.layouts if not x.vector]
-    by_shape = {
-        shape: x for x in matrices for shape in (x.state_shape, x.shape)
-    }  # a statistic is shaped like a bias
-    found: list[Layout | None] = []
-    for keys, shape in zip(paths, shapes, strict=True):
-        x = next((x for x in named_by(keys[2:], by_keys) if shape in (x.shape, x.state_shape)), None)
-        if x is None and "states" in keys:
-            x = by_shape.get(shape)
-        found.append(x)
-    return found
-
-
-def prefix(keys: tuple[str, ...], x: Layout) -> tuple[str, ...]:
-    """The path of the tree that a copy of a param stands in."""
-    above = len(keys) - len(x.keys)
-    return keys[:above] if keys[above:] == x.keys else keys[:-1]
-
-
-def home_of_params(paths, layouts, plan: Plan) -> tuple[str, ...] | None:
-    """The path of the params: called so, else the tree that holds each once, else the shortest path, the first."""
-    trees = collections.Counter(prefix(k, x) for k, x in zip(paths, layouts, strict=True) if x is not None)
-    named, nameless = len(plan.layouts), sum(not x.vector for x in plan.layouts)
-    whole = [p for p, n in trees.items() if n >= (nameless if "states" in p else named)]
-    return min(whole, key=lambda p: (p[-1:] != ("params",), trees[p], len(p)), default=None)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jzero.core.errors import ProofError
+
 Groups = tuple[tuple[int, ...], ...]
 
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
@@ -37,7 +39,7 @@ def parse_groups(notation: str, devices: int) -> Groups:
       One tuple per group.
 
     Raises:
-      ValueError: a notation that is none of the three.
+      ProofError: a notation that is none of the three.
 
     Example:
       >>> parse_groups("[2,2]<=[2,2]T(1,0)", 4)
@@ -53,7 +55,7 @@ def parse_groups(notation: str, devices: int) -> Groups:
     if notation.startswith("{"):
         groups = tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", notation))
         return groups or (tuple(range(devices)),)
-    raise ValueError(f"jzero.explain: an unknown notation of replica groups: {notation[:80]!r}")
+    raise ProofError(f"an unknown notation of replica groups: {notation[:80]!r}")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -28,6 +28,8 @@ _ALIASES = re.compile(r"input_output_alias=\{(.*?)\}, (?:entry|num_|allow|fronte
 _ALIASED = re.compile(r": \((\d+), ")
 _PARENTHESIS = re.compile(r"[()]")
 _HOST_SPACE = "S(5)"
+NAMES_DEVICES = ("replica_groups=", "source_target_pairs=", "channel_id=")
+"""One of these is in the line of every instruction that communicates."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ def parse(text: str) -> Module:
             current = None
         elif current is not None:
             current.lines.append(line)
-            current.communicates |= "replica_groups=" in line or "source_target_pairs=" in line
+            current.communicates |= any(word in line for word in NAMES_DEVICES)
     head = text[: text.find("\n")]
     partitions, aliases = _PARTITIONS.search(head), _ALIASES.search(head)
     return Module(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jzero.core.errors import listing
@@ -48,7 +48,9 @@ def other_trained_params(rows: Sequence[Row], results: Sequence[Any], plan: Plan
       plan: the plan.
     """
     back = [path_keys(path) for path in results]
-    first = {tree: leaves[0][0][2:] for tree, leaves in _trees(rows).items()}  # the name of a leaf of each tree
+    first = {
+        tree: leaves[0][0][2:] for tree, leaves in _trees(rows).items()
+    }  # the name of a leaf of each tree
     alike = collections.Counter(keys[2:] for leaves in _trees(rows).values() for keys, _, _ in leaves)
 
     def is_back(tree: Keys) -> bool:
@@ -56,6 +58,16 @@ def other_trained_params(rows: Sequence[Row], results: Sequence[Any], plan: Plan
         return tree[-1] == "states" or sum(keys[-len(name) :] == name for keys in back) >= alike[name]
 
     return {tree: size for tree, size in other_params(rows, plan).items() if is_back(tree)}
+
+
+def trained_beside(rows: Sequence[Row], known: Collection[int]) -> list[Keys]:
+    """The trees of params that have an optimizer state beside them and none of the rows of these numbers in them."""
+    paths = [path_keys(path) for path, *_ in rows]
+    own = [paths[i] for i in known]
+    found = [
+        tree for tree in _trees(rows) if tree[-1] != "states" and not any(is_of(keys, tree) for keys in own)
+    ]
+    return [tree for tree in found if any((*tree[:-1], "opt_state") == keys[: len(tree)] for keys in paths)]
 
 
 def check_plan_fits(rows: Sequence[Row], plan: Plan, *, devices: int, trains: bool, where: str) -> None:
@@ -84,10 +96,15 @@ def check_plan_fits(rows: Sequence[Row], plan: Plan, *, devices: int, trains: bo
         unlike = sorted(keys for keys in compared if shapes.get(keys) != wanted.get(keys))
     else:  # leaves without names (NNX, a list), or with others than in the plan
         by_name = bool(own) and own[-1] != "states"
-        unlike = [] if _has_params(rows, plan, by_name=by_name) or not (own or trains) else sorted(wanted)
+        unlike = [] if _has_params(rows, plan, by_name=by_name) else sorted(wanted)
     if unlike:
-        text = [("/".join(k), f"program: {shapes.get(k, 'none')}", f"plan: {wanted.get(k, 'none')}") for k in unlike]
-        raise ValueError(f"{where}: the plan is not of the params of this program:\n{listing(text)}\n{remedy}")
+        text = [
+            ("/".join(k), f"program: {shapes.get(k, 'none')}", f"plan: {wanted.get(k, 'none')}")
+            for k in unlike
+        ]
+        raise ValueError(
+            f"{where}: the plan is not of the params of this program:\n{listing(text)}\n{remedy}"
+        )
 
 
 def _has_params(rows: Sequence[Row], plan: Plan, *, by_name: bool) -> bool:

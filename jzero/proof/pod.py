@@ -14,11 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jzero.comm.traced import updates_traced
 from jzero.core.errors import check_int, check_kind, counted, nearest
+from jzero.core.traces import keep_trace, traced
 from jzero.layout.mesh import mesh
 from jzero.proof.arguments import fill_shardings, find_plan, jitted_fn
-from jzero.proof.uses import uses_of
 from jzero.sharding import check_plan
 
 MOST_GPUS = 2**20  # of a pod, and of a host
@@ -120,11 +119,14 @@ class Pod:
             compiler_options, "compiler_options", Mapping, "a mapping", where="pod.compile", optional=True
         )
         plan = find_plan((*args, *kwargs.values())) if plan is None else plan
-        jitted, updates = jitted_fn(fn, donate_argnums), updates_traced()
+        jitted, trace = jitted_fn(fn, donate_argnums), None
         args, kwargs = fill_shardings((args, kwargs), plan, devices=self.devices)
         try:
-            traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
-            lowered = traced.lower(lowering_platforms=("cuda",)) if traced else jitted.lower(*args, **kwargs)
+            if hasattr(jitted, "trace"):
+                stage, trace = traced(jitted, *args, **kwargs)
+                lowered = stage.lower(lowering_platforms=("cuda",))
+            else:
+                lowered = jitted.lower(*args, **kwargs)
         except RuntimeError as error:
             if "cudnn" not in str(error).lower():
                 raise
@@ -133,11 +135,12 @@ class Pod:
                 'Use jax.nn.dot_product_attention(..., implementation="xla") for the proof: the collectives '
                 "are the same; temp holds the attention scores, which cuDNN would not keep."
             ) from error
-        return compile_only.compile_lowered(
-            lowered, compiler_options, lambda key, make: get_or_compile(program_key(*key), make),
-            has_update=updates_traced() > updates,
-            traced_again=plan and functools.partial(uses_of, jitted, *args, plan=plan, **kwargs),
-        )  # fmt: skip
+        compiled = compile_only.compile_lowered(
+            lowered, compiler_options, lambda key, make: get_or_compile(program_key(*key), make)
+        )
+        if trace is not None:
+            keep_trace(compiled, trace)
+        return compiled
 
 
 def gpus() -> tuple[str, ...]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jzero.core.errors import ProofError, counted
 from jzero.layout.specs import whole_mesh
 from jzero.proof import tables
 from jzero.proof.activations import Activations, find_activations
 from jzero.proof.arguments import argument_bytes, argument_shardings
-from jzero.proof.collectives import Site, find_collectives
+from jzero.proof.collectives import Site
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
+from jzero.proof.leaves import roles_of
 from jzero.proof.models import check_plan_fits, other_trained_params
+from jzero.proof.record import Record, record_of
 from jzero.proof.records import Collective, Memory, Wire
 from jzero.proof.transfers import Transfer, find_transfers
+from jzero.proof.unread import read, unknown_calls
 from jzero.sharding import check_plan
 
 
@@ -35,6 +39,8 @@ class Report:
       wire: totals.
       devices: number of devices of the program.
       mesh_shape: axis sizes by name, None where neither the plan nor the program has a mesh.
+      unknown_calls: targets of custom calls of which jzero does not know that they stay on one device, and how often
+        each stands in the program; what they send is not counted.
       activations: bytes of one device that the forward pass saves for the backward pass in device memory (`saved`) and
         in host memory (`host`), and that are made again there (`recomputed`); None without a backward pass.
     """
@@ -46,6 +52,12 @@ class Report:
     devices: int
     mesh_shape: Mapping[str, int] | None
     activations: Activations | None = None
+    unknown_calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """True where a collective is in a loop whose trip count XLA does not know: it is counted once."""
+        return any(0 in c.loops for c in self.collectives)
 
     @property
     def pcie(self) -> dict[str, int]:
@@ -71,6 +83,8 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     Raises:
       TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
       ValueError: a plan of other params than the program's, or of another number of devices.
+      ProofError: parts of the program that jzero cannot read, each by name: a collective, a notation of replica groups
+        or a memory space that it does not know.
 
     Cost:
       No device memory. A program of 10 MB takes 1.6 s on one core, three quarters of it jax's `as_text`.
@@ -84,20 +98,28 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     check_plan(plan, where="jzero.explain", optional=True)
     compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
     module = parse(text_of(compiled))
+    known = record_of(compiled)
     if plan is not None:
         rows, backward = argument_shardings(compiled), module.has_backward
         check_plan_fits(rows, plan, devices=module.partitions, trains=backward, where="jzero.explain")
     mesh_shape = _mesh_shape(compiled, plan)
-    collectives = _grouped(find_collectives(module), mesh_shape, module.entry)
+    sites, failed = read(module)
+    if failed:
+        raise ProofError(
+            f"jzero.explain: {counted(len(failed), 'part')} of this program cannot be read, so its bytes are not "
+            "known: " + "; ".join(failed)
+        )
+    collectives = _grouped(sites, mesh_shape, module.entry)
     transfers = find_transfers(module)
     return Report(
         collectives=collectives,
         transfers=transfers,
-        memory=_memory(compiled, getattr(plan, "kind_of", None)),
-        wire=_wire(collectives, _psi_bytes(plan, compiled)),
+        memory=_memory(compiled, plan, known),
+        wire=_wire(collectives, _psi_bytes(plan, compiled, known)),
         devices=module.partitions,
         mesh_shape=mesh_shape,
         activations=find_activations(module, transfers),
+        unknown_calls=unknown_calls(module),
     )
 
 
@@ -152,15 +174,19 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
     )  # fmt: skip
 
 
-def _psi_bytes(plan, compiled) -> int | None:
+def _psi_bytes(plan, compiled, known: Record | None) -> int | None:
     """Of all models that the step trains: a param of another one counts as many bytes as one of the plan on average."""
     if plan is None:
         return None
-    devices = math.prod(plan.mesh.shape[a] for a in plan.batch_axes)
-    results = [path for path, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
-    others = other_trained_params(argument_shardings(compiled), results, plan)
+    devices, rows = math.prod(plan.mesh.shape[a] for a in plan.batch_axes), argument_shardings(compiled)
+    if known is not None and known.of(plan):
+        roles = zip(rows, roles_of(rows, plan, known), strict=True)
+        others = sum(math.prod(info.shape) for (_, info, _), role in roles if role.is_others_param)
+    else:
+        results = [path for path, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
+        others = sum(other_trained_params(rows, results, plan).values())
     elements = sum(x.size for x in plan.layouts)
-    return round(plan.param_bytes * (1 + sum(others.values()) / elements) * (devices - 1) / devices)
+    return round(plan.param_bytes * (1 + others / elements) * (devices - 1) / devices)
 
 
 def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
@@ -173,18 +199,26 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
     return Wire(by_op, by_axis, by_phase, psi_bytes)
 
 
-def _memory(compiled, kind_of: Callable[..., str] | None) -> Memory | None:
+def _memory(compiled, plan, known: Record | None) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    names = ("argument", "output", "alias", "temp")
+    names, rows = ("argument", "output", "alias", "temp"), argument_shardings(compiled)
     device = [getattr(stats, f"{n}_size_in_bytes", 0) for n in names]
     host = [getattr(stats, f"host_{n}_size_in_bytes", 0) for n in names]
-    split: dict[str, int | None] = dict(argument_bytes(compiled, kind_of)) if kind_of else {}
-    shardings = (s for _, _, s in argument_shardings(compiled) if s is not None)
-    on_cpu = any(d.platform == "cpu" for s in shardings for d in s.device_set)
+    split: dict[str, int | None] = {}
+    if plan is not None:
+        split = dict(argument_bytes(compiled, _kinds(rows, plan, known)))
+    on_cpu = any(d.platform == "cpu" for *_, s in rows if s is not None for d in s.device_set)
     return Memory(
         arguments=device[0], outputs=device[1], aliased=device[2], temp=device[3],
         host_arguments=host[0], host_outputs=host[1], host_aliased=host[2], host_temp=host[3],
         peak=0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0), **split,
     )  # fmt: skip
+
+
+def _kinds(rows, plan, known: Record | None) -> list[str]:
+    """Of each argument the kind: by record, else as paths say."""
+    if known is not None and known.of(plan):
+        return [role.kind for role in roles_of(rows, plan, known)]
+    return [plan.kind_of(jax.tree_util.keystr(path), tuple(info.shape)) for path, info, _ in rows]

@@ -32,6 +32,11 @@ def render(report: Any) -> str:
     lines += lines_of(_collectives(report)) if report.collectives else [" none"]
     lines += [f" ... and {counted(hidden, 'row')} with less traffic"] if hidden > 0 else []
     lines += ["", "sent by one device in a step", *lines_of(_wire(report))] if report.collectives else []
+    if report.is_lower_bound:
+        lines += [" >= : a collective in a loop whose trip count XLA does not know is counted once"]
+    if report.unknown_calls:
+        named = ", ".join(f"{n} x {target}" for target, n in report.unknown_calls.items())
+        lines += [f" custom calls that jzero cannot look into: {named}"]
     lines += (
         ["", "host transfers of one device in a step", *lines_of(_transfers(report))]
         if report.transfers
@@ -102,8 +107,10 @@ def _wire(report: Any) -> Table:
     table = plain_table("", "bytes", "Psi", right=("bytes", "Psi"))
     over = {f"over {axis}": count for axis, count in wire.by_axis.items()}
     rows = [*wire.by_op.items(), *over.items(), ("total", wire.total)]
+    least = ">= " if report.is_lower_bound else ""
     for name, count in rows:
-        table.add_row(name, human_bytes(count), f"{count / wire.psi_bytes:.3f}" if wire.psi_bytes else "-")
+        psi = f"{least}{count / wire.psi_bytes:.3f}" if wire.psi_bytes else "-"
+        table.add_row(name, least + human_bytes(count), psi)
     return table
 
 

@@ -17,11 +17,13 @@ from jzero.core.graph import Node
 from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
 from jzero.core.products import gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
+from jzero.core.traces import innermost
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.proof.arguments import find_plan, jitted_fn
-from jzero.proof.evidence import home_of_params, layouts_of, prefix
+from jzero.proof.leaves import home_of_params, layouts_of, roles_of
+from jzero.proof.record import Record, record
 from jzero.sharding import Plan, check_plan
 
 LINEAR = frozenset(
@@ -72,10 +74,14 @@ def uses_of(
     if jitted is not step:  # one that the user jitted may have static arguments
         check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.uses_of")
     with as_written():
-        traced = jitted.trace(*args, **kwargs)
-    traced = getattr(traced, "traced", traced)  # flax.nnx wraps it
-    paths, infos = zip(*jax.tree_util.tree_leaves_with_path(traced.args_info), strict=True)
-    params = _params_of(list(map(path_keys, paths)), [tuple(i.shape) for i in infos], known)
+        return uses_in(jitted.trace(*args, **kwargs), known)
+
+
+def uses_in(stage: Any, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
+    """The uses in what `jax.jit(step).trace(...)` returns, traced under `as_written`."""
+    traced = innermost(stage, jax.stages.Traced)
+    rows = [(path, info, None) for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info)]
+    params = _params_of(rows, plan, record(traced.jaxpr))
     weights, found = [x is not None for x in params], dict[str, tuple[Use, ...]]()
     for at, uses in sorted(_Region().search(traced.jaxpr.jaxpr, weights, weights).items()):
         x = params[at]
@@ -84,15 +90,14 @@ def uses_of(
     return found
 
 
-def _params_of(
-    paths: Sequence[tuple[str, ...]], shapes: Sequence[tuple[int, ...]], plan: Plan
-) -> list[Layout | None]:
-    """The param that each argument is; NNX states have no names: there in their order, if that has all params."""
+def _params_of(rows: Sequence[Any], plan: Plan, known: Record) -> list[Layout | None]:
+    """The param that each argument is; without an update an NNX state is taken in its order, if that has all params."""
+    found = [role.layout if role.is_param else None for role in roles_of(rows, plan, known)]
+    paths, shapes = [path_keys(path) for path, *_ in rows], [tuple(info.shape) for _, info, _ in rows]
+    if known.of(plan):
+        return found
     layouts = layouts_of(paths, shapes, plan)
     home = home_of_params(paths, layouts, plan)
-    found = [
-        x if x is not None and prefix(k, x) == home else None for k, x in zip(paths, layouts, strict=True)
-    ]
     own = [i for i, keys in enumerate(paths) if home is not None and keys[: len(home)] == home]
     if [shapes[i] for i in own] != [x.shape for x in plan.layouts]:
         return found
@@ -228,7 +233,11 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
     for node in (n for n in reversed(graph.nodes) if n in forward):
         arrays = [i for i in node.outs if np.ndim(graph.avals[i])]
         stays = not arrays or (node.name in STAYS and outs.isdisjoint(arrays))
-        if stays and not graph.activations(node, data) and all(n in found for i in arrays for n in readers[i]):
+        if (
+            stays
+            and not graph.activations(node, data)
+            and all(n in found for i in arrays for n in readers[i])
+        ):
             found.add(node)
         for i in node.ins:
             readers[i].append(node)

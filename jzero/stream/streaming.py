@@ -165,7 +165,7 @@ class _Run:
                 hosted.append((v, x))
         sources = () if later is None else later.sources
         self._wait_for(sources, _Tie(self, 1))
-        if alone:
+        if alone and values:
             self._wait_for(sources, _Tie(self, 0, values))
         # of one array a chunk is fetched before the one before it is written, or XLA copies the array
         placements = [self.schedule.placement_of(v) for v in values]
@@ -280,7 +280,9 @@ class _Run:
         else:
             out = placement.take(jax.lax.with_sharding_constraint(out, chunk.layout), chunk.layout)
             self.forms[value] = chunk.form
-            self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, group, chunk), out, chunk.start)
+            self.written[value] = jax.lax.dynamic_update_slice(
+                self._buffer(value, group, chunk), out, chunk.start
+            )
 
     def _buffer(self, value: int, group: Group, chunk: Chunk):
         """What the chunks of a result fill: the array that it replaces, a gradient of its type, or a new one.

@@ -13,6 +13,7 @@ import collections
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from jzero.comm import comm_of
 from jzero.comm.exchange import MatrixExchange
@@ -40,14 +41,9 @@ ROWS = frozenset(("gather", "scatter", "scatter-add"))
 
 def more_than_closed_form(e: Evidence) -> Faults:
     """Over the ZeRO axes, 5 % above the closed form of all micro-batches; what other rules find is in it too."""
-    if e.on_cpu or e.uses is None or e.split_stacks or not e.trains or not e.module.has_backward:
+    if (bytes_ := _compared(e)) is None:
         return
-    if e.others or e.frozen:  # its weights are gathered too
-        return
-    rows, times = list(_sent(e)), max([1, *(_micro_batches(e, s) for s, _ in e.sites)])
-    planned = list(_planned(e, times))
-    sent, closed = (sum(row[-1] for row in some) for some in (rows, planned))
-    psi = e.plan.param_bytes * (e.plan.batch_parts - 1) / e.plan.batch_parts
+    rows, planned, sent, closed, psi = bytes_
     if sent - closed <= SHARE_MORE * max(closed, psi):  # less than one Psi: all is small change
         return
     found = [row for row in _excess(e, rows, planned) if row[-1] > SHARE_ROW * psi]
@@ -62,6 +58,29 @@ def more_than_closed_form(e: Evidence) -> Faults:
         "jax.lax.with_sharding_constraint(x, plan.batch); and the loss calls the apply_fn of the state, or is "
         "jzero.gather_on_use(loss_fn, plan)." + (f" {ACROSS}" if rows_moved else ""),
     )
+
+
+def less_than_closed_form(e: Evidence) -> Iterator[str]:
+    """A note where 5 % less is sent than the closed form says: it may say more than this step needs, or be wrong."""
+    if (bytes_ := _compared(e)) is not None:
+        *_, sent, closed, psi = bytes_
+        if closed - sent > SHARE_MORE * max(closed, psi):
+            yield (
+                f"{sent / psi:.2f} Psi are sent over {axes_text(e.plan.config.axes)} in a step, less than the "
+                f"{closed / psi:.2f} of the closed form: estimate(uses=) is wrong for this step by that much."
+            )
+
+
+def _compared(e: Evidence) -> tuple[list[Any], list[Any], float, float, float] | None:
+    """What is sent and what is planned, row by row and in bytes, and the bytes of one Psi; None where not known."""
+    if e.on_cpu or e.uses is None or e.split_stacks or not e.trains or not e.module.has_backward:
+        return None
+    if e.others or e.frozen:  # its weights are gathered too
+        return None
+    rows, times = list(_sent(e)), max([1, *(_micro_batches(e, s) for s, _ in e.sites)])
+    planned = list(_planned(e, times))
+    sent, closed = (sum(row[-1] for row in some) for some in (rows, planned))
+    return rows, planned, sent, closed, e.plan.param_bytes * (e.plan.batch_parts - 1) / e.plan.batch_parts
 
 
 def _sent(e: Evidence) -> Iterator[tuple[Site, int, float]]:

@@ -22,10 +22,9 @@ from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.state import whole_rows
 from jzero.proof.faults.wording import COPIES, MOST_NAMES, NAMED, Faults, are_copies, more_text
 from jzero.proof.memory import planned_state
-from jzero.sharding import HOST
+from jzero.sharding import HOST, Plan
 
 SHARE_MORE = 0.05
-KEEPS = ".opt_state"
 
 
 def more_memory_than_closed_form(e: Evidence) -> Faults:
@@ -58,7 +57,7 @@ def _known(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
     params = dict(zip((x.name for x in e.plan.layouts), jax.tree.leaves(e.plan.shapes), strict=True))
     state = _optimizer_state(e)
     for x in e.leaves:
-        place = x.name.partition(KEEPS)[2] if x.in_opt_state else None
+        place = x.place if x.in_opt_state else None
         if not x.itemsize:
             continue
         if x.is_param and x.layout is not None:
@@ -84,7 +83,9 @@ def _as_moment(e: Evidence, x: Argument, layout) -> jax.ShapeDtypeStruct:
 
 
 def _optimizer_state(e: Evidence) -> dict[str, Any]:
-    """The leaves of the planned optimizer state by path; none where no argument has the params and their `tx`."""
+    """The leaves of the planned optimizer state by path; none where no update says which `tx` it is of."""
+    if e.record is not None and (mine := e.record.of(e.plan)):
+        return _by_path(e.plan, mine[0].tx)
 
     def is_state(x) -> bool:
         return hasattr(x, "opt_state") and hasattr(x, "tx")
@@ -92,9 +93,13 @@ def _optimizer_state(e: Evidence) -> dict[str, Any]:
     for x in filter(is_state, jax.tree.leaves(e.compiled.args_info, is_leaf=is_state)):
         with contextlib.suppress(Exception):  # another model's; an `init` that wants more than params
             e.plan.match(x.params, where="jzero.check")
-            leaves = jax.tree_util.tree_leaves_with_path(planned_state(e.plan, x.tx))
-            return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+            return _by_path(e.plan, x.tx)
     return {}
+
+
+def _by_path(plan: Plan, tx: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(planned_state(plan, tx))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _bytes(planned: jax.ShapeDtypeStruct) -> int:

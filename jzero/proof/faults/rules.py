@@ -7,10 +7,8 @@ whole are all-reduced by design, and an embedding that is used twice is reduced 
 
 [Note: the CPU backend]
 It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
-memory apart. So `loop_slices_wrong`, `gradients_all_reduced`, `gathered_weights_kept`, `activations_moved`,
-`weights_moved_in_loop`, `optimizer_moves`, `offloaded_state_on_device`, `offloaded_state_copied`,
-`fetched_weights_on_device`, `host_transfers_waited_for` and `more_than_closed_form` are not looked for in its programs:
-compile for `jzero.pod`. The other kinds show on both.
+memory apart. So the kinds of `GPU_ALONE` are not looked for in its programs: compile for `jzero.pod`. The other kinds
+show on both.
 """
 
 from __future__ import annotations
@@ -45,6 +43,13 @@ KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "more_memory_than_closed_form": held.more_memory_than_closed_form,
     "more_than_closed_form": closed_form.more_than_closed_form,
 }
+
+GPU_ALONE = (
+    "loop_slices_wrong", "gradients_all_reduced", "gathered_weights_kept", "activations_moved",
+    "weights_moved_in_loop", "optimizer_moves", "offloaded_state_on_device", "offloaded_state_copied",
+    "fetched_weights_on_device", "host_transfers_waited_for", "more_than_closed_form",
+)  # fmt: skip
+"""See [Note: the CPU backend]."""
 
 CONSEQUENCES = {
     "gradients_zero": "state_not_returned",  # XLA drops the backward pass

@@ -87,7 +87,7 @@ def grads_all_reduced(e: Evidence) -> Faults:
     ]
     rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
-    allowed = sum(e.local(x) * (1 if x.vector else 2) for x in others) + 2 * sum(e.others.values())
+    allowed = sum(e.local(x) * (1 if x.vector else 2) for x in others) + 2 * e.others
     smallest = min(e.local(x, sliced=True) for x in e.split)
     total = sum(n for _, n in rows) - allowed
     if total > SHARE_GRADS * elements(e) and any(sum(e.parts(s)) >= smallest for s, _ in rows):
@@ -129,7 +129,7 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
         s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch" and not e.is_optimizers(s)
     )  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
-    rounds = sum(n for _, n in rows) / (elements(e) + sum(e.others.values())) if e.split else 0
+    rounds = sum(n for _, n in rows) / (elements(e) + e.others) if e.split else 0
     if rounds >= ROUNDS and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (

@@ -1,0 +1,82 @@
+"""What could not be read or looked for, and why: `not_checked`.
+
+[Note: names that are not recognized]
+Phases and scopes are read from the name stacks that jax writes into the program. Should a jax name them otherwise,
+rules would fall silent. So what the trace says is held against what was recognized: a backward pass, an update, and a
+phase for every collective that is more than small change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from jzero.core.errors import counted, human_bytes
+from jzero.proof.evidence import Evidence
+from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text
+from jzero.proof.rounds import UPDATE
+from jzero.proof.unread import endless, unknown_calls
+
+NOT_CHECKED = "not_checked"
+SHARE_UNNAMED = 0.05  # of one Psi
+EXPLAINED = ("state_not_returned", "gradients_zero")
+"""Where XLA has dropped the backward pass, or the update."""
+REPORT = "report it to jzero with the version of jax; "
+
+
+def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) -> Faults:
+    """One finding for each cause; `found`: the kinds that were found."""
+    for text in e.unread:
+        yield (
+            text,
+            0,
+            REPORT + 'ignore=("not_checked",) leaves it out, and no figure of this program is proven.',
+        )
+    for target, count in unknown_calls(e.module).items():
+        if target not in ignore:
+            yield (
+                f"{counted(count, 'custom call')} of {target!r}: whether it communicates is not in the program's text.",
+                0,
+                f"if it does not: ignore=({target!r},).",
+            )
+    yield from _endless(e)
+    for text in _names(e, found):
+        yield text, 0, REPORT + "meanwhile a version that docs/compatibility.md lists."
+    if e.uses is None and (e.trace_failed or not e.on_cpu):
+        yield (
+            f"more_than_closed_form and gradients_zero were not looked for: {e.uses_unknown}.",
+            0,
+            "uses=jzero.uses_of(step, state, batch), in the contexts that the step wants; or compile with "
+            "pod.compile(step, ...) or jzero.jit(step, plan).lower(...).compile().",
+        )
+
+
+def _endless(e: Evidence) -> Faults:
+    sites = endless(s for s, _ in e.sites)
+    if sites:
+        listed = ", ".join(f"%{s.name} ({s.op}, {human_bytes(s.wire_bytes)})" for s in sites[:MOST_NAMES])
+        yield (
+            f"{counted(len(sites), 'collective')} in a loop whose trip count XLA does not know, counted once: {listed}"
+            f"{more_text(sites)}.",
+            sum(s.wire_bytes for s in sites),
+            "jax.lax.scan or jax.lax.fori_loop with a length that is known when the step is traced; or no collective "
+            "in that loop.",
+        )
+
+
+def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
+    """See [Note: names that are not recognized]."""
+    if e.record is not None and not set(EXPLAINED).intersection(found):
+        if e.record.has_backward and e.record.of(e.plan) and not e.module.has_backward:
+            yield "the step has a backward pass, and none was recognized in the names of the compiled program."
+        inside = not e.plan.config.updates_outside and e.record.of(e.plan)
+        if inside and not any(
+            UPDATE in line for home in e.module.computations.values() for line in home.lines
+        ):
+            yield "the step has an update, and none was recognized in the names of the compiled program."
+    unnamed = [s for s, _ in e.sites if not s.phase]
+    size = sum(s.wire_bytes * e.trips(s) for s in unnamed)
+    if not e.on_cpu and size > SHARE_UNNAMED * e.plan.param_bytes:
+        yield (
+            f"{counted(len(unnamed), 'collective')} of {human_bytes(round(size))} in a step without a name that tells "
+            f"forward, backward or update: {', '.join(f'%{s.name}' for s in unnamed[:MOST_NAMES])}{more_text(unnamed)}."
+        )

@@ -1,0 +1,167 @@
+"""What the trace of a step says of it: which arguments an update takes, and how many updates there are.
+
+[Note: read by record]
+A path does not say what an argument is: an average has the names of the params, an NNX state has none. Where jzero has
+traced the program itself, each update has left a mark in the jaxpr (`core.update_mark`), and its operands are followed
+back to the arguments: through calls, loops, branches, and what changes no more than layout or dtype. Any other
+program is read by paths and shapes (`leaves.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jzero.core.jaxprs import every_equation, is_literal, opened
+from jzero.core.primitives import CALLS, ELEMENTWISE, LAYOUT
+from jzero.core.regions import bodies, scan_parts, while_parts
+from jzero.core.traces import trace_of
+from jzero.core.update_mark import UPDATE
+from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.state_layouts import named_by
+from jzero.sharding import Plan
+
+STAYS = ELEMENTWISE | {*LAYOUT, "optimization_barrier", "device_put", "reshard", "mesh_cast", UPDATE}
+"""What changes no more of an array than its values, layout or place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One update of a traced step.
+
+    Attributes:
+      plan: of its params.
+      tx: the optimizer as the user wrote it.
+      params: for each param of the plan the number of the argument that it is, None where that is not known.
+      state: the same for each leaf of the optimizer state.
+      paths: of these, in the state.
+      shapes: of these.
+      loops: how often each loop around it runs, outermost first; 0 for a `while` loop.
+    """
+
+    plan: Plan
+    tx: Any
+    params: tuple[int | None, ...]
+    state: tuple[int | None, ...]
+    paths: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    loops: tuple[int, ...]
+
+    @property
+    def times(self) -> int:
+        """How often the update runs; a `while` loop counts once."""
+        return math.prod(n or 1 for n in self.loops)
+
+    def copies(self, plan: Plan) -> list[Layout | None]:
+        """For each leaf of the state the param that it is a copy of (a moment, a master), in this plan."""
+        rows = zip(map(path_keys, self.paths), self.shapes, strict=True)
+        known = plan.by_keys
+        return [next((x for x in named_by(k, known) if s in (x.shape, x.state_shape)), None) for k, s in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is known of a program from its trace.
+
+    Attributes:
+      updates: in the order of the trace.
+      has_backward: True where some equation is of a backward pass.
+      arguments: how many the jaxpr has.
+    """
+
+    updates: tuple[Update, ...]
+    has_backward: bool
+    arguments: int
+
+    def of(self, plan: Plan) -> list[Update]:
+        """The updates of the params of a plan, or of the same params by another one.
+
+        Those of the first one's params, where another model has an equal plan.
+        """
+        equal = [u for u in self.updates if u.plan == plan] or [
+            u for u in self.updates if _alike(u.plan, plan)
+        ]
+        return [u for u in equal if u.params == equal[0].params]
+
+    def others(self, plan: Plan) -> list[Update]:
+        """The updates of other params."""
+        mine = self.of(plan)
+        return [u for u in self.updates if u not in mine]
+
+
+def record_of(compiled: jax.stages.Compiled) -> Record | None:
+    """The record of a program, None where jzero has not traced it."""
+    trace = trace_of(compiled)
+    return None if trace is None else record(trace.jaxpr)
+
+
+def record(closed: Any) -> Record:
+    """The record of a closed jaxpr."""
+    jaxpr, _ = opened(closed)
+    updates: list[Update] = []
+    _follow(jaxpr, list(range(len(jaxpr.invars))), (), updates)
+    return Record(tuple(updates), any(_is_backward(eqn) for eqn in every_equation(jaxpr)), len(jaxpr.invars))
+
+
+def _follow(
+    jaxpr, sources: Sequence[int | None], loops: tuple[int, ...], found: list[Update]
+) -> list[int | None]:
+    """The argument that each result is, None for one that is made of several; updates on the way go into `found`."""
+    env: dict[Any, int | None] = dict(zip(jaxpr.invars, sources, strict=True))
+
+    def read(atom) -> int | None:
+        return None if is_literal(atom) else env.get(atom)
+
+    for eqn in jaxpr.eqns:
+        values, name = [read(a) for a in eqn.invars], eqn.primitive.name
+        if name == UPDATE:
+            found.append(_update(eqn, values, loops))
+        env.update(zip(eqn.outvars, _results(eqn, name, values, loops, found), strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _results(eqn, name: str, values: list[int | None], loops, found) -> list[int | None]:
+    if name in CALLS and CALLS[name] in eqn.params:
+        return _follow(opened(eqn.params[CALLS[name]])[0], values, loops, found)
+    if name == "scan":
+        body, consts, carry = scan_parts(eqn)
+        inside = [
+            *values[: consts + carry],
+            *[None] * (len(values) - consts - carry),
+        ]  # slices are no arguments
+        outs = _follow(body, inside, (*loops, eqn.params["length"]), found)
+        return [*outs[:carry], *[None] * (len(eqn.outvars) - carry)]
+    if name == "while":
+        (_, skipped), (body, _) = while_parts(eqn)
+        return _follow(body, values[skipped:], (*loops, 0), found)
+    if name == "cond":
+        branches, skipped = bodies(eqn)
+        outs = [_follow(body, values[skipped:], loops, found) for body, _ in branches]
+        return [same[0] if len(set(same)) == 1 else None for same in zip(*outs, strict=True)]
+    if name == "shard_map":
+        _follow(opened(eqn.params["jaxpr"])[0], [None] * len(values), loops, found)
+    elif name in STAYS and len(eqn.outvars) == len(values):
+        return values
+    elif name in STAYS and len(eqn.outvars) == 1:
+        shape = eqn.outvars[0].aval.shape
+        alike = {v for a, v in zip(eqn.invars, values, strict=True) if a.aval.shape == shape}
+        return [alike.pop() if len(alike) == 1 else None]
+    return [None] * len(eqn.outvars)
+
+
+def _update(eqn, values: list[int | None], loops: tuple[int, ...]) -> Update:
+    of, count = eqn.params["of"], len(values) - len(eqn.params["of"].paths)
+    shapes = tuple(tuple(a.aval.shape) for a in eqn.invars[count:])
+    return Update(of.plan, of.tx, tuple(values[:count]), tuple(values[count:]), of.paths, shapes, loops)
+
+
+def _is_backward(eqn) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def _alike(a: Plan, b: Plan) -> bool:
+    return [(x.name, x.shape, x.dtype) for x in a.layouts] == [(x.name, x.shape, x.dtype) for x in b.layouts]
