@@ -17,7 +17,7 @@ import jzero
 from jzero import checkpoint, deepspeed
 
 # what is public and made by jzero alone, or has no arguments
-MADE = ("CheckError", "Estimate", "Finding", "Plan", "Pod", "ZeroState")
+MADE = ("CheckError", "Estimate", "Finding", "Plan", "Pod", "ProofError", "ZeroState")
 COUNT, FLAG, AXES = "int huge", "bool", "word words"
 NUMBER = "int float scalar huge"  # a finite one above 0
 CALLED = "function class mesh"  # a Mesh is a decorator

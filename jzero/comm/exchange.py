@@ -102,7 +102,9 @@ class MatrixExchange:
             the pieces that this owner has of its matrix.
         """
         with jax.named_scope(self.SCOPE):
-            return jax.lax.all_to_all(rows, self.axes, 0, 0, tiled=True)
+            # of one dim: XLA's CPU backend may give rows [1, n] different layouts, and refuses what it has made
+            flat = jax.lax.all_to_all(jnp.reshape(rows, -1), self.axes, 0, 0, tiled=True)
+            return jnp.reshape(flat, rows.shape)
 
     def wire(self, widths: Mapping[np.dtype, int]) -> float:
         """Bytes that one device sends in one exchange; `widths`: by dtype the length of a row."""

@@ -21,7 +21,7 @@ from jzero.proof.hlo import Computation, Instruction, Module, Shape
 from jzero.proof.leaves import Argument, Role, arguments_of, roles_of
 from jzero.proof.lifetimes import most_on_device
 from jzero.proof.places import Place, loops_of, name_stack, phase_of, primitive_of, walk
-from jzero.proof.record import Record, record_of
+from jzero.proof.record import TraceRecord, record_of
 from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
 from jzero.proof.unread import read
@@ -43,7 +43,7 @@ class Evidence:
     uses_unknown: str = ""  # why they are not
 
     @functools.cached_property
-    def record(self) -> Record | None:
+    def record(self) -> TraceRecord | None:
         """What the trace of the program says; None where jzero has not traced it."""
         return record_of(self.compiled)
 

@@ -24,7 +24,7 @@ from jzero.layout.state_layouts import named_by
 from jzero.proof.arguments import argument_shardings
 from jzero.proof.hlo import Module, Shape
 from jzero.proof.models import is_of, other_params, trained_beside
-from jzero.proof.record import Record
+from jzero.proof.record import TraceRecord
 from jzero.sharding import Plan
 
 STATE = ".opt_state"
@@ -113,9 +113,9 @@ class Argument:
         return math.prod(shape) * self.itemsize // shard_factor(spec, plan.mesh)
 
 
-def roles_of(rows: Sequence[Any], plan: Plan, record: Record | None) -> list[Role]:
+def roles_of(rows: Sequence[Any], plan: Plan, record: TraceRecord | None) -> list[Role]:
     """The role of each row of `argument_shardings`; see [Note: by record, else by name]."""
-    if record is not None and record.of(plan):
+    if record is not None and record.names(plan):
         return _recorded(rows, plan, record)
     paths = [path_keys(path) for path, *_ in rows]
     others = other_params(rows, plan)
@@ -131,7 +131,7 @@ def roles_of(rows: Sequence[Any], plan: Plan, record: Record | None) -> list[Rol
     return found
 
 
-def _recorded(rows: Sequence[Any], plan: Plan, record: Record) -> list[Role]:
+def _recorded(rows: Sequence[Any], plan: Plan, record: TraceRecord) -> list[Role]:
     first, *_ = record.of(plan)
     known = {i: Role(x, is_param=True) for i, x in zip(first.params, plan.layouts, strict=True)}
     for i, path, x in zip(first.state, first.paths, first.copies(plan), strict=True):

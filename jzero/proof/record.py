@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jzero.core.jaxprs import every_equation, is_literal, opened
+from jzero.core.linear import LINEAR
 from jzero.core.primitives import CALLS, ELEMENTWISE, LAYOUT
 from jzero.core.regions import bodies, scan_parts, while_parts
 from jzero.core.traces import trace_of
@@ -64,7 +65,7 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class TraceRecord:
     """What is known of a program from its trace.
 
     Attributes:
@@ -87,24 +88,29 @@ class Record:
         ]
         return [u for u in equal if u.params == equal[0].params]
 
+    def names(self, plan: Plan) -> bool:
+        """True where the trace says of every param which argument it is."""
+        mine = self.of(plan)
+        return bool(mine) and None not in mine[0].params
+
     def others(self, plan: Plan) -> list[Update]:
         """The updates of other params."""
         mine = self.of(plan)
         return [u for u in self.updates if u not in mine]
 
 
-def record_of(compiled: jax.stages.Compiled) -> Record | None:
+def record_of(compiled: jax.stages.Compiled) -> TraceRecord | None:
     """The record of a program, None where jzero has not traced it."""
     trace = trace_of(compiled)
     return None if trace is None else record(trace.jaxpr)
 
 
-def record(closed: Any) -> Record:
+def record(closed: Any) -> TraceRecord:
     """The record of a closed jaxpr."""
     jaxpr, _ = opened(closed)
     updates: list[Update] = []
     _follow(jaxpr, list(range(len(jaxpr.invars))), (), updates)
-    return Record(tuple(updates), any(_is_backward(eqn) for eqn in every_equation(jaxpr)), len(jaxpr.invars))
+    return TraceRecord(tuple(updates), any(_is_backward(eqn) for eqn in every_equation(jaxpr)), len(jaxpr.invars))
 
 
 def _follow(
@@ -144,6 +150,11 @@ def _results(eqn, name: str, values: list[int | None], loops, found) -> list[int
         return [same[0] if len(set(same)) == 1 else None for same in zip(*outs, strict=True)]
     if name == "shard_map":
         _follow(opened(eqn.params["jaxpr"])[0], [None] * len(values), loops, found)
+    elif name == LINEAR:
+        # NNX hands all of a module through what is called with it, and this may be a gather and all that follows it
+        avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+        body = jax.make_jaxpr(eqn.params["fn"])(*avals)
+        return _follow(opened(body)[0], values, loops, found)
     elif name in STAYS and len(eqn.outvars) == len(values):
         return values
     elif name in STAYS and len(eqn.outvars) == 1:

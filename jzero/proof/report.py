@@ -20,7 +20,7 @@ from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
 from jzero.proof.leaves import roles_of
 from jzero.proof.models import check_plan_fits, other_trained_params
-from jzero.proof.record import Record, record_of
+from jzero.proof.record import TraceRecord, record_of
 from jzero.proof.records import Collective, Memory, Wire
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.proof.unread import read, unknown_calls
@@ -174,12 +174,12 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
     )  # fmt: skip
 
 
-def _psi_bytes(plan, compiled, known: Record | None) -> int | None:
+def _psi_bytes(plan, compiled, known: TraceRecord | None) -> int | None:
     """Of all models that the step trains: a param of another one counts as many bytes as one of the plan on average."""
     if plan is None:
         return None
     devices, rows = math.prod(plan.mesh.shape[a] for a in plan.batch_axes), argument_shardings(compiled)
-    if known is not None and known.of(plan):
+    if known is not None and known.names(plan):
         roles = zip(rows, roles_of(rows, plan, known), strict=True)
         others = sum(math.prod(info.shape) for (_, info, _), role in roles if role.is_others_param)
     else:
@@ -199,7 +199,7 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
     return Wire(by_op, by_axis, by_phase, psi_bytes)
 
 
-def _memory(compiled, plan, known: Record | None) -> Memory | None:
+def _memory(compiled, plan, known: TraceRecord | None) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None
@@ -217,8 +217,8 @@ def _memory(compiled, plan, known: Record | None) -> Memory | None:
     )  # fmt: skip
 
 
-def _kinds(rows, plan, known: Record | None) -> list[str]:
+def _kinds(rows, plan, known: TraceRecord | None) -> list[str]:
     """Of each argument the kind: by record, else as paths say."""
-    if known is not None and known.of(plan):
+    if known is not None and known.names(plan):
         return [role.kind for role in roles_of(rows, plan, known)]
     return [plan.kind_of(jax.tree_util.keystr(path), tuple(info.shape)) for path, info, _ in rows]

@@ -23,7 +23,7 @@ from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.proof.arguments import find_plan, jitted_fn
 from jzero.proof.leaves import home_of_params, layouts_of, roles_of
-from jzero.proof.record import Record, record
+from jzero.proof.record import TraceRecord, record
 from jzero.sharding import Plan, check_plan
 
 LINEAR = frozenset(
@@ -90,11 +90,11 @@ def uses_in(stage: Any, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
     return found
 
 
-def _params_of(rows: Sequence[Any], plan: Plan, known: Record) -> list[Layout | None]:
+def _params_of(rows: Sequence[Any], plan: Plan, known: TraceRecord) -> list[Layout | None]:
     """The param that each argument is; without an update an NNX state is taken in its order, if that has all params."""
     found = [role.layout if role.is_param else None for role in roles_of(rows, plan, known)]
     paths, shapes = [path_keys(path) for path, *_ in rows], [tuple(info.shape) for _, info, _ in rows]
-    if known.of(plan):
+    if known.names(plan):
         return found
     layouts = layouts_of(paths, shapes, plan)
     home = home_of_params(paths, layouts, plan)

@@ -272,13 +272,14 @@ def test_microbatches_and_layers_unrolled():
 
 
 def test_leaves_that_no_dim_divides():
+    target = jzero.pod("h200")
     plan = jzero.make_plan(
         {"odd": jax.ShapeDtypeStruct((129, 131), jnp.float32)},
         stage=2,
         uneven="replicate",
-        mesh=jzero.pod("h200").mesh({"data": 8}),
+        mesh=target.mesh({"data": 8}),
     )
-    (finding,) = findings(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile(), plan)
+    (finding,) = findings(target.compile(lambda params: params["odd"] * 2, plan.shapes), plan)
     assert (finding.kind, finding.bytes) == ("replicated_leaves", 129 * 131 * 4)
     assert finding.remedy.startswith("make a dim of the leaf a multiple of 8")
 

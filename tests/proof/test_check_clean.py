@@ -141,4 +141,5 @@ def test_clean_params_of_one_bare_array():
     compiled = jzero.pod("h200").compile(jzero.jit(step, plan, compiler_options=QUICK), plan.shapes, state, x)
     assert jzero.findings(compiled, plan) == ()
     memory = jzero.explain(compiled, plan).memory
-    assert (memory.params, memory.rest) == (2 * 1024 * 512, 2 * 64 * 1024 // 8 + 4)  # x, and the count
+    assert (memory.params, memory.rest) == (2 * 1024 * 512, 2 * 64 * 1024 // 8)  # x
+    assert memory.opt_state == 3 * 4 * 1024 * 512 // 8 + 4  # moments and master in fp32, and the count

@@ -194,7 +194,7 @@ def test_state_whole(stage, scan):
             nnx.update(part, whole(nnx.state(part), plan.mesh))
 
     finding = found_in(pair, plan, step)["state_whole"]
-    copies = sum(x.nbytes for x in plan.layouts if len(x.shape) - x.scanned > 1) * (3 if stage == 3 else 2)
+    copies = sum(x.nbytes for x in plan.layouts if not x.reason) * (3 if stage == 3 else 2)
     assert finding.bytes == copies * 7 // 8
     assert "comes back" in finding.text
 

@@ -73,6 +73,12 @@ def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
             UPDATE in line for home in e.module.computations.values() for line in home.lines
         ):
             yield "the step has an update, and none was recognized in the names of the compiled program."
+    missing = len(e.plan.layouts) - sum(x.is_param for x in e.leaves)
+    if e.record is not None and e.record.of(e.plan) and missing:
+        yield (
+            f"{missing} of {len(e.plan.layouts)} params of the update are none of the arguments as they are, and "
+            "neither names nor shapes say which: what is held and returned is not known of them."
+        )
     unnamed = [s for s, _ in e.sites if not s.phase]
     size = sum(s.wire_bytes * e.trips(s) for s in unnamed)
     if not e.on_cpu and size > SHARE_UNNAMED * e.plan.param_bytes:

@@ -72,6 +72,8 @@ def _nameless(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
     """What the state carries in the shapes of params under other names, such as a list of averages."""
     by_shape = {x.shape: x for x in e.plan.layouts if not (x.vector or x.padded)}
     here = {x.number_of_argument for x in e.leaves if x.is_param}
+    if any(x.in_opt_state for x in e.leaves):  # an NNX model carries statistics and frozen weights beside its params
+        here &= {x.number_of_argument for x in e.leaves if x.in_opt_state}
     for x in e.state:
         known = x.layout is not None or x.in_opt_state or x.number_of_argument not in here
         if not known and x.shape in by_shape:
