@@ -121,7 +121,7 @@ class _Run:
         self.wrote: list[tuple[int, ...]] = []  # for every group that ran, its results
         self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by chunks, with a result
         self.forms: dict[int, Form] = {}  # of results that are made of chunks
-        self.padded: dict[int, Any] = {}  # values in the shape in which chunks are taken of them
+        self.padded: dict[tuple[int, tuple[int, ...]], Any] = {}  # by stored shape
 
     def results(self) -> list[Any]:
         """All results, each in its placement."""
@@ -261,12 +261,12 @@ class _Run:
 
     def _stored(self, value: int, form: Form, tie: _Tie | None):
         """A whole value that chunks are taken of, in the shape in which it is stored, for all of them."""
-        if value in self.padded:
-            return self.padded[value]
-        whole = self._evaluate(value, {}, tie, keep=True)
-        if form.padded and self.graph.avals[value].shape == form.shape:
-            whole = self.padded[value] = form.pad(whole)
-        return whole
+        if not form.padded or self.graph.avals[value].shape != form.shape:
+            return self._evaluate(value, {}, tie, keep=True)
+        key = value, form.stored  # one value may be stored padded (a master) and as it is (its param)
+        if key not in self.padded:
+            self.padded[key] = form.pad(self._evaluate(value, {}, tie, keep=True))
+        return self.padded[key]
 
     def _write(self, value: int, out, group: Group | None) -> None:
         assert group is not None
@@ -280,9 +280,7 @@ class _Run:
         else:
             out = placement.take(jax.lax.with_sharding_constraint(out, chunk.layout), chunk.layout)
             self.forms[value] = chunk.form
-            self.written[value] = jax.lax.dynamic_update_slice(
-                self._buffer(value, group, chunk), out, chunk.start
-            )
+            self.written[value] = jax.lax.dynamic_update_slice(self._buffer(value, group, chunk), out, chunk.start)
 
     def _buffer(self, value: int, group: Group, chunk: Chunk):
         """What the chunks of a result fill: the array that it replaces, a gradient of its type, or a new one.

@@ -44,7 +44,7 @@ def slices_wrong(e: Evidence) -> Faults:
 
 def gradients_zero(e: Evidence) -> Faults:
     """A step that trains and reads params under `jax.grad`, with no backward pass: its loss reads other params."""
-    if not e.uses or not e.trains or e.module.has_backward:
+    if not e.uses or not e.trains or e.module.has_backward or (e.record is not None and e.record.has_backward):
         return
     yield (
         f"{len(e.uses)} of {len(e.plan.layouts)} params are read under jax.grad, and there is no backward pass: every "
