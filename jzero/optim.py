@@ -407,7 +407,7 @@ def state_specs(state, plan: Plan) -> list:
         return plan.state_specs(state)
     known = plan.tree.flatten_up_to(state.master)
     masters = [x.state for m, x in zip(known, plan.layouts, strict=True) if m is not None]
-    return [*plan.state_specs(state.inner), *masters]
+    return [*plan.state_specs(state.inner), *masters, *([] if state.rounding_count is None else [P()])]
 
 
 def check_explicit(plan: Plan, extra: Any = ()) -> None:
