@@ -11,7 +11,6 @@ own sum is taken, so their donated buffers take the new ones: on an H200 compile
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -35,6 +34,7 @@ from jzero.layout.specs import P
 from jzero.offload import check_host_memory, placements_of, streamed, where_they_lie
 from jzero.sharding import Plan, check_plan
 from jzero.update.deferred_update import deferred
+from jzero.update.extra import with_extra
 from jzero.update.moment_dtype import ROUNDING_COUNT, needs_count, with_moment_dtype
 from jzero.update.on_host.handles import held_in
 from jzero.update.on_host.initial import Masters, fresh_handles
@@ -435,17 +435,25 @@ def widen_abstract(params, plan: Plan):
 
 
 def frozen_leaves(tx, params) -> list[bool]:
-    """For each param, whether `tx.update` answers a constant zero whatever the gradient; read from its jaxpr."""
+    """For each param, whether `tx.update` answers a constant zero whatever the gradient; read from its jaxpr.
 
-    def deltas(grads, state, params):
-        return jax.tree.leaves(tx.update(grads, state, params)[0])
+    Where the update cannot be traced, since it wants arguments that nobody knows here, every param counts as trained:
+    a frozen one then has a master and moments, which `estimate` and `describe` count.
+    """
 
-    count, zeros = len(jax.tree.leaves(params)), []
-    # an update that wants more (value=, value_fn=, its own params) freezes nothing
-    with contextlib.suppress(Exception):
+    def zeros(update):
+        def deltas(grads, state, params):
+            return jax.tree.leaves(update(grads, state, params)[0])
+
         # any state, not the initial one: a delayed or accumulated update starts at zero and is not frozen
-        zeros = constant_zero_outputs(deltas, params, jax.eval_shape(tx.init, params), params)
-    return zeros if len(zeros) == count else [False] * count
+        return constant_zero_outputs(deltas, params, jax.eval_shape(tx.init, params), params)
+
+    count = len(jax.tree.leaves(params))
+    try:
+        found = with_extra(zeros, tx)
+    except Exception:  # of the user's transformation, which wants arguments of its own
+        return [False] * count
+    return found if len(found) == count else [False] * count
 
 
 def with_master(inner, wide, params, frozen, counts: bool, plan: Plan):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -381,9 +381,15 @@ def _exchanged(plan: Plan, tx: Any) -> dict[tuple[str, ...], float]:
     if tx is None:
         return {}
     update: Any = zero(unwrap(tx), plan).update
-    with contextlib.suppress(Exception):  # an update that wants more (value=, value_fn=)
+    try:
         return exchanged(update.stored_tx, plan, widen_abstract(plan.shapes, plan))
-    return {}
+    except Exception as error:  # of the user's transformation
+        warnings.warn(
+            "jzero.estimate: what the optimizer itself sends is not counted: its update wants more than gradients, "
+            f"state, params, value=, grad= and value_fn= ({error}).",
+            stacklevel=3,
+        )
+        return {}
 
 
 def _adam_bytes(plan: Plan) -> tuple[int, int, str]:

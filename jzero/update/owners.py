@@ -24,6 +24,7 @@ from jzero.core.splits import Split
 from jzero.layout.padding import unpadded
 from jzero.layout.specs import P, make_spec, spec_entries
 from jzero.sharding import Plan
+from jzero.update.extra import with_extra
 from jzero.update.matrices import Matrices, Matrix
 from jzero.update.mixing import Mixing, Region
 from jzero.update.rounds import Result, Round, Rounds, mapped, rounds
@@ -204,17 +205,21 @@ def exchanged(tx: Any, plan: Plan, params: Any) -> dict[tuple[str, ...], float]:
     """Bytes that one device sends in an update to bring matrices to their owners and back, by mesh axes.
 
     Args:
-      tx: the transformation as it runs on shards; none that wants more than gradients, state and params.
+      tx: the transformation as it runs on shards.
       params: shapes and dtypes as `tx` sees them.
     """
-    found: list[dict[tuple[str, ...], float]] = []
 
-    def abstract(grads, state, params):
-        mixing, *_ = _traced(tx.update, plan, (grads, state, params, {}))
-        found.append(Owners(mixing, plan).wire())
+    def wire(update):
+        found: list[dict[tuple[str, ...], float]] = []
 
-    jax.eval_shape(abstract, params, jax.eval_shape(tx.init, params), params)
-    return found[0]
+        def abstract(grads, state, params):
+            mixing, *_ = _traced(update, plan, (grads, state, params, {}))
+            found.append(Owners(mixing, plan).wire())
+
+        jax.eval_shape(abstract, params, jax.eval_shape(tx.init, params), params)
+        return found[0]
+
+    return with_extra(wire, tx)
 
 
 def _traced(update: Callable, plan: Plan, args: tuple[Any, Any, Any, Any]) -> tuple[Mixing, list[Any], Any]:

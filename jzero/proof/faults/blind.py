@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 from jzero.core.errors import counted, human_bytes
 from jzero.proof.evidence import Evidence
+from jzero.proof.faults.held import planned_by_record
 from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text
 from jzero.proof.rounds import UPDATE
 from jzero.proof.unread import endless, unknown_calls
@@ -39,6 +40,12 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
                 f"if it does not: ignore=({target!r},).",
             )
     yield from _endless(e)
+    if why := planned_by_record(e)[1]:
+        yield (
+            f"whether the optimizer state is held as planned was not looked for: its init cannot be traced ({why}).",
+            0,
+            "an init that takes params alone; or a look at jzero.explain(compiled, plan).memory.opt_state.",
+        )
     for text in _names(e, found):
         yield text, 0, REPORT + "meanwhile a version that docs/compatibility.md lists."
     if e.uses is None and (e.trace_failed or not e.on_cpu):

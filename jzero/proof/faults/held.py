@@ -86,8 +86,8 @@ def _as_moment(e: Evidence, x: Argument, layout) -> jax.ShapeDtypeStruct:
 
 def _optimizer_state(e: Evidence) -> dict[str, Any]:
     """The leaves of the planned optimizer state by path; none where no update says which `tx` it is of."""
-    if e.record is not None and (mine := e.record.of(e.plan)):
-        return _by_path(e.plan, mine[0].tx)
+    if e.record is not None and e.record.of(e.plan):
+        return planned_by_record(e)[0]
 
     def is_state(x) -> bool:
         return hasattr(x, "opt_state") and hasattr(x, "tx")
@@ -97,6 +97,15 @@ def _optimizer_state(e: Evidence) -> dict[str, Any]:
             e.plan.match(x.params, where="jzero.check")
             return _by_path(e.plan, x.tx)
     return {}
+
+
+def planned_by_record(e: Evidence) -> tuple[dict[str, Any], str]:
+    """The leaves of the planned optimizer state by path, by the record of the program; and why there are none."""
+    mine = e.record.of(e.plan) if e.record is not None else []
+    try:
+        return _by_path(e.plan, mine[0].tx) if mine else {}, ""
+    except Exception as error:  # of the user's transformation: an `init` that wants more than params
+        return {}, f"{type(error).__name__}: {error}"
 
 
 def _by_path(plan: Plan, tx: Any) -> dict[str, Any]:

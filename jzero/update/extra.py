@@ -1,0 +1,40 @@
+"""Updates that want more than gradients, state and params, traced with stand-ins for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import optax
+
+T = TypeVar("T")
+
+
+def with_extra(read: Callable[[Callable], T], tx: Any) -> T:
+    """`read(update)`, where `update(grads, state, params)` is that of a transformation, with what it wants besides.
+
+    What optax's own updates take is tried in turn: nothing; the loss, its value (`value=`); and for line searches the
+    gradient and the loss as a function (`grad=`, `value_fn=`).
+
+    Raises:
+      Exception: what `read` raised for the first of them, where none would do.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def plain(grads, state, params):
+        return tx.update(grads, state, params)
+
+    def with_value(grads, state, params):
+        return tx.update(grads, state, params, value=jnp.zeros(()))
+
+    def with_function(grads, state, params):
+        return tx.update(grads, state, params, value=jnp.zeros(()), grad=grads, value_fn=lambda _: jnp.zeros(()))
+
+    failed: list[Exception] = []
+    for update in (plain, with_value, with_function):
+        try:
+            return read(update)
+        except Exception as error:  # an update checks its arguments as it likes
+            failed.append(error)
+    raise failed[0]
