@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ class State(TrainState):
     rest: Any = struct.field(default_factory=dict)
 
 
-def mesh_of(spec: dict) -> tuple[Mesh, dict[str, Any]]:
-    """The mesh, and the fields of `ZeroConfig` that name its axes."""
+def mesh_of(spec: dict, devices: Sequence[Any] | None = None) -> tuple[Mesh, dict[str, Any]]:
+    """The mesh, and the fields of `ZeroConfig` that name its axes; `devices`: others than those that are here."""
     n, kind = spec["n"], spec["kind"]
-    devices = np.array(jax.devices()[:n])
+    devices = np.array((jax.devices() if devices is None else list(devices))[:n])
     if kind == "explicit":
         return Mesh(devices, ("data",), axis_types=(AxisType.Explicit,)), {}
     if kind == "flat":
@@ -83,12 +84,13 @@ class Run:
     """What the flavours share."""
 
     def __init__(
-        self, case: dict, folder: Path, mesh: dict | None = None, config: dict | None = None, abstract: bool = False
-    ):
+        self, case: dict, folder: Path, mesh: dict | None = None, config: dict | None = None, abstract: bool = False,
+        devices: Sequence[Any] | None = None,
+    ):  # fmt: skip
         self.case, self.folder, self.abstract = case, folder, abstract
         self.config = case["config"] if config is None else config
         self.mesh_spec = case["mesh"] if mesh is None else mesh
-        self.mesh, axes = mesh_of(self.mesh_spec)
+        self.mesh, axes = mesh_of(self.mesh_spec, devices)
         self.fields = fields_of(self.config, folder) | axes
         self.form, self.tx = form_of(case), chain_of(case)
         self.model = model_of(case["flavour"], self.form)
@@ -223,7 +225,7 @@ class LinenRun(Run):
                 return value, grads_before
 
         else:
-            run = self.jitted(step)
+            run = self.run = self.jitted(step)
 
             def train(batch, key):
                 self.state, value, grads = run(self.state, batch, key)
@@ -301,7 +303,7 @@ class NnxRun(LinenRun):
             optimizer.update(model, grads)
             return value, grads if self.case["fed"] else ()
 
-        run = self.jitted(gradients, nnx.jit, ()) if self.outside else self.jitted(step, nnx.jit, (0, 1))
+        run = self.run = self.jitted(gradients, nnx.jit, ()) if self.outside else self.jitted(step, nnx.jit, (0, 1))
 
         def train(batch, key):
             model, optimizer = self.state
