@@ -130,7 +130,7 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
     )  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
     rounds = sum(n for _, n in rows) / (elements(e) + sum(e.others.values())) if e.split else 0
-    if rounds >= ROUNDS and not e.split_stacks:
+    if rounds >= ROUNDS * e.micro_batches and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (
             f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch or call of the model, where "
