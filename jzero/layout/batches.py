@@ -101,6 +101,11 @@ def is_split_over_processes(sharding: NamedSharding, parts: int) -> bool:
     return jax.process_count() > 1 and _local_parts(sharding, parts) < parts
 
 
+def is_abstract(leaf: Any) -> bool:
+    """True for a `jax.ShapeDtypeStruct`."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
 def is_random_key(leaf: Any) -> bool:
     """True for a random key, typed or as the two or four uint32 words of the older kind."""
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -115,7 +120,7 @@ def _local_parts(sharding: NamedSharding, parts: int) -> int:
 
 
 def _micro(x: Any, k: int, sharding: NamedSharding, parts: int) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
+    if is_abstract(x):
         shape = (k, x.shape[0] // k, *x.shape[1:])
         return jax.ShapeDtypeStruct(
             shape, x.dtype, sharding=_of_micro_batches(sharding), weak_type=x.weak_type
@@ -142,9 +147,8 @@ def _uneven(
     """
     local = parts if jax.process_count() == 1 else _local_parts(sharding, parts)
     bad, traced = [], in_trace()
-    leaves: list[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(batch)
-    for path, x in leaves:
-        whole = (k and (traced or isinstance(x, jax.ShapeDtypeStruct))) or is_global(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        whole = (k and (traced or is_abstract(x))) or is_global(x)
         into, size = (parts if whole else local) * max(k, 1), np.shape(x)[0] if np.ndim(x) else 0
         if size % into or (k and not size):
             why = division(size, into) if np.ndim(x) else "no dim 0"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 
 from jzero.core.errors import human_bytes
-from jzero.proof.arguments import argument_shardings
+from jzero.proof.arguments import parameter_numbers
 from jzero.proof.collectives import Site
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.wording import Faults, axes_text, names_text
@@ -67,12 +67,8 @@ def _least(x: Argument) -> float:
 
 def _split_arguments(e: Evidence) -> dict[int, Argument]:
     """By number of the parameter the arrays of the batch whose dim 0 is split over the batch axes."""
-    found, number, batch = {}, -1, set(map(id, e.batch))
-    for x, (_, _, sharding) in zip(e.leaves, argument_shardings(e.compiled), strict=True):
-        number += sharding is not None
-        if id(x) in batch and sharding is not None and x.local[0] < x.shape[0]:
-            found[number] = x
-    return found
+    rows, batch = zip(e.leaves, parameter_numbers(e.compiled), strict=True), set(map(id, e.batch))
+    return {n: x for x, n in rows if n is not None and id(x) in batch and x.local[0] < x.shape[0]}
 
 
 def _cut(e: Evidence, s: Site) -> str:

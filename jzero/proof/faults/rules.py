@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jzero.proof.evidence import Evidence
-from jzero.proof.faults import closed_form, held, host, micro_batches, state, steps, weights
+from jzero.proof.faults import closed_form, held, host, micro_batches, state, steps, updates, weights
 from jzero.proof.faults.wording import Faults
 
 
@@ -30,7 +30,7 @@ def batch_not_split(e: Evidence) -> Faults:
 
 KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "loop_slices_wrong": steps.slices_wrong,
-    "state_not_returned": state.state_not_returned,
+    "state_not_returned": updates.state_not_returned,
     "gradients_zero": steps.gradients_zero,
     "batch_not_split": batch_not_split,
     "gather_on_use_not_traced": weights.gather_on_use,
@@ -58,9 +58,9 @@ CONSEQUENCES = {
     "gathered_weights_kept": ("stack_gathered_before_loop",),
     "weights_moved_in_loop": ("gather_on_use_not_traced", "batch_not_split"),  # XLA chooses what to move
     "activations_moved": ("batch_not_split",),
-    "gradients_all_reduced": ("weights_moved_in_loop", "batch_not_split"),
+    "gradients_all_reduced": ("state_not_returned", "weights_moved_in_loop", "batch_not_split"),
     "reduction_per_microbatch": ("weights_moved_in_loop", "batch_not_split"),
-    "more_than_closed_form": ("batch_not_split",),
+    "more_than_closed_form": ("state_not_returned", "batch_not_split",),
 }
 """Kinds that are not reported where another one is, which they follow from."""
 
