@@ -95,7 +95,7 @@ def findings(
         not known.
 
     Returns:
-      One `Finding` per kind, in the order of `faults.KINDS`: wrong values first, then what wastes most.
+      A `Finding` for each fault, in the order of `faults.KINDS`: wrong values first, then what wastes most.
 
     Raises:
       TypeError: `compiled` has no text of a compiled program, `plan` is no plan, or `uses` no mapping.

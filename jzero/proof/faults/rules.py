@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jzero.proof.evidence import Evidence
-from jzero.proof.faults import closed_form, held, host, micro_batches, state, steps, updates, weights
+from jzero.proof.faults import closed_form, frozen, held, host, micro_batches, state, steps, updates, weights
 from jzero.proof.faults.wording import Faults
 
 
@@ -26,6 +26,12 @@ def batch_not_split(e: Evidence) -> Faults:
     """A batch that is whole on every device, or micro-batches of it that lie on some of them alone."""
     yield from steps.batch_not_split(e)
     yield from micro_batches.cut_across_devices(e)
+
+
+def replicated_leaves(e: Evidence) -> Faults:
+    """Params that the plan leaves whole, and weights that are no params and lie whole on every device."""
+    yield from weights.whole_leaves(e)
+    yield from frozen.frozen_whole(e)
 
 
 KINDS: dict[str, Callable[[Evidence], Faults]] = {
@@ -42,7 +48,7 @@ KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "offloaded_state_on_device": state.offloaded_on_device,
     "fetched_weights_on_device": host.weights_on_device,
     "host_transfers_waited_for": host.transfers_waited_for,
-    "replicated_leaves": weights.whole_leaves,
+    "replicated_leaves": replicated_leaves,
     "stack_gathered_before_loop": weights.stack_before_loop,
     "gathered_weights_kept": weights.weights_kept,
     "activations_moved": steps.activations_moved,
