@@ -129,6 +129,7 @@ def _plans() -> list[Subject]:
         Subject("plan.place", plan.place, {"tree": params}, {}),
         Subject("plan.place_batch", plan.place_batch, {"batch": BATCH},
                 {"batch": "bool int float zero negative nan inf huge array scalar none list dict"}),
+        Subject("plan.micro_batches", plan.micro_batches, {"batch": BATCH, "k": 1}, {"batch": "array none list dict"}),
         *(Subject(f"plan.{name}", getattr(plan, name), state, {"state": arrays})
           for name in ("state_specs", "state_shardings", "state_forms", "offloaded")),
         *(Subject(f"plan.{name}", getattr(plan, name), {"tree": params}, {"tree": "any"})

@@ -224,6 +224,18 @@ def _():
     wrap_method(jzero.Plan, "place_batch", whole)
 
 
+@mutation("micro-batches are consecutive rows, each on some of the devices", "micro_batches", "sharding")
+def _():
+    import jax
+
+    import jzero
+
+    def consecutive(original, self, batch, k):
+        return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
+
+    wrap_method(jzero.Plan, "micro_batches", consecutive)
+
+
 @mutation("jzero.jit leaves batches as they come", "jit")
 def _():
     import jax

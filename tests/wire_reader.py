@@ -61,7 +61,8 @@ def of(homes: dict[str, list[str]], name: str, devices: int) -> float:
 
 def called(rest: str) -> list[str]:
     """Names of what an instruction runs; a reduction's sum of two numbers sends nothing."""
-    found = re.findall(r"\b(?:body|condition|calls|to_apply|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)", rest)
+    roles = "body|condition|calls|to_apply|called_computations|branch_computations"
+    found = re.findall(rf"\b(?:{roles})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
     return [name for some in found for name in re.findall(r"[\w.\-]+", some)]
 
 
@@ -85,7 +86,8 @@ def group(rest: str, devices: int) -> int:
     """Devices in a group."""
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
-        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2]))
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=", rest):
         return int(iota[1].split(",")[-1])
     listed = re.search(r"replica_groups=\{(?:\{([\d,]*)\})?", rest)

@@ -27,5 +27,15 @@ class Use:
     rows: int = 0
 
 
+class Uses(dict[str, tuple[Use, ...]]):
+    """What `jzero.uses_of` reads from a step: by name of a param its uses.
+
+    Attributes:
+      micro_batches: into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not.
+    """
+
+    micro_batches: int = 1
+
+
 DEFAULT = (Use("matmul"),)
 """A plan knows shapes and not uses."""

@@ -25,9 +25,10 @@ from jzero.core.errors import counted, division, is_array, listing, shown, typed
 from jzero.core.jaxprs import split_arrays
 from jzero.gather.transform import as_written, gather_on_use
 from jzero.gradients.batch_independence import Loss
+from jzero.layout.batches import split_rows
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.specs import P, make_spec
+from jzero.layout.specs import P
 from jzero.offload import mapped, zeros_like_gradients
 from jzero.sharding import Plan
 from jzero.update.padded_state import cut, pad
@@ -176,9 +177,7 @@ class Accumulation:
             x = jnp.asarray(x)
             if local_index is not None:
                 return x.reshape(k, x.shape[0] // k, *x.shape[1:])
-            x = x.reshape(n, k, x.shape[0] // (n * k), *x.shape[1:]).swapaxes(0, 1)
-            x = x.reshape(k, n * x.shape[2], *x.shape[3:])
-            return self.plan.constrain(x, make_spec([(), self.plan.batch_axes]))
+            return split_rows(x, k, self.plan.batch, n)
 
         stacked = [jax.tree.map(cut, args[i - 1]) for i in self.batch_argnums]
 

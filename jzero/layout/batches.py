@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jzero.core.errors import division, is_numeric, listing, shown, typed_shape
-from jzero.core.jaxprs import is_tracer
+from jzero.core.errors import check_arrays, counted, division, is_numeric, listing, shown, typed_shape
+from jzero.core.jaxprs import in_trace, is_tracer
+from jzero.layout.explicit import constrained
 from jzero.layout.leaf_rule import as_abstract
 from jzero.layout.placement import check_rows, is_global
-from jzero.layout.specs import P
+from jzero.layout.specs import P, entry_axes
 
 WHERE = "plan.place_batch"
+MICRO = "plan.micro_batches"
+MICRO_SCOPE = "jzero.micro_batches_"
+"""And k: the named scope in which a step cuts its batch."""
 
 
 def place_batch(batch: Any, sharding: NamedSharding, *, parts: int, axes: tuple[str, ...]) -> Any:
@@ -31,13 +36,7 @@ def place_batch(batch: Any, sharding: NamedSharding, *, parts: int, axes: tuple[
       ValueError: a leaf whose dim 0 the axes do not divide; lists the leaves.
     """
     _check_batch(batch)
-    local = parts if jax.process_count() == 1 else _local_parts(sharding, parts)
-    bad = []
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        into = parts if is_global(x) else local
-        if np.ndim(x) and np.shape(x)[0] % into:
-            arithmetic = division(np.shape(x)[0], into)
-            bad.append((jax.tree_util.keystr(path) or "batch", typed_shape(as_abstract(x)), arithmetic))
+    bad, local = _uneven(batch, sharding, parts)
     if bad:
         raise ValueError(
             f"{WHERE}: {len(bad)} leaves cannot be split over batch axes {axes} "
@@ -47,6 +46,41 @@ def place_batch(batch: Any, sharding: NamedSharding, *, parts: int, axes: tuple[
         )
     check_rows(batch, where=WHERE)
     return jax.tree.map(lambda leaf: _place(leaf, sharding), batch)
+
+
+def micro_batches(batch: Any, k: int, sharding: NamedSharding, *, parts: int) -> Any:
+    """The batch as k micro-batches, `[B, ...] -> [k, B/k, ...]`, each split as the batch is; `Plan.micro_batches`.
+
+    Args:
+      batch: a tree of arrays, traced values or `jax.ShapeDtypeStruct`.
+      k: micro-batches.
+      sharding: of dim 0 of the batch.
+      parts: into how many parts that is.
+
+    Raises:
+      TypeError: a leaf that is no array.
+      ValueError: a leaf whose dim 0 is no multiple of parts x k; lists the leaves.
+    """
+    check_arrays(batch, "the batch", where=MICRO, remedy="Pass arrays with a dim of examples.")
+    bad, local = _uneven(batch, sharding, parts, k)
+    local = parts if in_trace() else local
+    if bad:
+        raise ValueError(
+            f"{MICRO}: {counted(local, 'device')} x {counted(k, 'micro-batch', 'micro-batches')} cannot split "
+            f"{len(bad)} of {counted(len(jax.tree.leaves(batch)), 'leaf', 'leaves')} evenly:\n{listing(bad)}\n"
+            f"Dim 0 of every leaf must be a multiple of {local * k}; keep out of the batch what has no examples."
+        )
+    with jax.named_scope(f"{MICRO_SCOPE}{k}"):  # `uses_of` reads it: `check` knows what was asked for
+        return jax.tree.map(lambda x: _micro(x, k, sharding, parts), batch)
+
+
+def split_rows(x: Any, k: int, sharding: NamedSharding, parts: int) -> Any:
+    """One traced array in k micro-batches; the i-th has the i-th part of every device's rows, so that nothing moves.
+
+    A plain reshape to `[k, B/k, ...]` would give each micro-batch the rows of a k-th of the devices.
+    """
+    x = x.reshape(parts, k, x.shape[0] // (parts * k), *x.shape[1:]).swapaxes(0, 1)
+    return constrained(x.reshape(k, parts * x.shape[2], *x.shape[3:]), _of_micro_batches(sharding))
 
 
 def abstract_batch(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -67,6 +101,11 @@ def is_split_over_processes(sharding: NamedSharding, parts: int) -> bool:
     return jax.process_count() > 1 and _local_parts(sharding, parts) < parts
 
 
+def is_abstract(leaf: Any) -> bool:
+    """True for a `jax.ShapeDtypeStruct`."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
 def is_random_key(leaf: Any) -> bool:
     """True for a random key, typed or as the two or four uint32 words of the older kind."""
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -78,6 +117,43 @@ def _local_parts(sharding: NamedSharding, parts: int) -> int:
     """How many different parts of the batch the devices of this process hold."""
     index: Any = sharding.addressable_devices_indices_map((parts,))
     return len({i[0].start for i in index.values()})
+
+
+def _micro(x: Any, k: int, sharding: NamedSharding, parts: int) -> Any:
+    if is_abstract(x):
+        shape = (k, x.shape[0] // k, *x.shape[1:])
+        return jax.ShapeDtypeStruct(
+            shape, x.dtype, sharding=_of_micro_batches(sharding), weak_type=x.weak_type
+        )
+    if in_trace():
+        return split_rows(jnp.asarray(x), k, sharding, parts)
+    placed = place_batch(x, sharding, parts=parts, axes=entry_axes(sharding.spec[0]))
+    return _split_rows(placed, k, sharding, parts)
+
+
+_split_rows = jax.jit(split_rows, static_argnums=(1, 2, 3))
+
+
+def _of_micro_batches(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, P(None, *sharding.spec))
+
+
+def _uneven(
+    batch: Any, sharding: NamedSharding, parts: int, k: int = 0
+) -> tuple[list[tuple[str, str, str]], int]:
+    """The leaves whose dim 0 the devices (x k micro-batches) do not divide, and the parts of a process's own rows.
+
+    Micro-batches need a dim 0, a batch (k = 0) may have scalars.
+    """
+    local = parts if jax.process_count() == 1 else _local_parts(sharding, parts)
+    bad, traced = [], in_trace()
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        whole = (k and (traced or is_abstract(x))) or is_global(x)
+        into, size = (parts if whole else local) * max(k, 1), np.shape(x)[0] if np.ndim(x) else 0
+        if size % into or (k and not size):
+            why = division(size, into) if np.ndim(x) else "no dim 0"
+            bad.append((jax.tree_util.keystr(path) or "batch", typed_shape(as_abstract(x)), why))
+    return bad, local
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> Any:

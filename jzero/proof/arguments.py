@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -136,6 +137,12 @@ def argument_bytes(compiled: jax.stages.Compiled, kinds: Sequence[str]) -> dict[
         if sharding is not None and sharding.memory_kind != "pinned_host":
             totals[kind] += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
     return totals
+
+
+def parameter_numbers(compiled: jax.stages.Compiled) -> list[int | None]:
+    """The number of the program's parameter that each argument is; None for one that the program does not use."""
+    numbers = itertools.count()
+    return [None if sharding is None else next(numbers) for *_, sharding in argument_shardings(compiled)]
 
 
 def argument_shardings(compiled: jax.stages.Compiled) -> list[tuple[Any, Any, Any]]:

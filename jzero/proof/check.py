@@ -139,8 +139,8 @@ def findings(
         names of kernels of your own.
 
     Returns:
-      One `Finding` per kind, in the order of `faults.KINDS`: wrong values first, then what wastes most, then what was
-      not checked.
+      A `Finding` for each fault, in the order of `faults.KINDS`: wrong values first, then what wastes most, then what
+      was not checked.
 
     Raises:
       TypeError: `compiled` has no text of a compiled program, `plan` is no plan, `uses` no mapping, or `ignore` no

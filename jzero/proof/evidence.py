@@ -264,6 +264,11 @@ class Evidence:
         """True for a program of the CPU backend."""
         return self.plan.mesh.devices.flat[0].platform == "cpu"
 
+    @property
+    def micro_batches(self) -> int:
+        """Into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not, or is not known."""
+        return getattr(self.uses, "micro_batches", 1)
+
     @functools.cached_property
     def has_gathers(self) -> bool:
         """True where gather on use was traced into the program."""

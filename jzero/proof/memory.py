@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jzero.comm import comm_of
-from jzero.comm.uses import GATHERS, Use
+from jzero.comm.uses import GATHERS, Use, Uses
 from jzero.comm.weights import ring
 from jzero.core.errors import (
     check_int,
@@ -281,9 +281,7 @@ def estimate(
     )
 
 
-def checked_uses(
-    uses: Mapping[str, Sequence[str | Use]] | None, plan: Plan, *, where: str
-) -> dict[str, tuple[Use, ...]]:
+def checked_uses(uses: Mapping[str, Sequence[str | Use]] | None, plan: Plan, *, where: str) -> Uses:
     """Uses by name of a param; none for None.
 
     Raises:
@@ -293,7 +291,8 @@ def checked_uses(
     rule = 'a mapping of words by name of a param, such as {"[\'embed\']": ("lookup", "matmul")}'
     check_kind(uses, "uses", Mapping, rule, where=where, optional=True)
     names = [x.name for x in plan.layouts]
-    found = {}
+    found = Uses()
+    found.micro_batches = getattr(uses, "micro_batches", 1)
     for name, some in (uses or {}).items():
         if name not in names:
             raise ValueError(f"{where}: uses= names {name!r}, no param of the plan.{nearest(name, names)}")

@@ -5,21 +5,23 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jzero.comm.uses import GATHERS, Use
+from jzero.comm.uses import GATHERS, Use, Uses
 from jzero.core.errors import check_arrays, is_argument
-from jzero.core.graph import Node
+from jzero.core.graph import Graph, Node
 from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
 from jzero.core.products import gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traces import innermost
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
+from jzero.layout.batches import MICRO_SCOPE
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.proof.arguments import find_plan, jitted_fn
 from jzero.proof.leaves import home_of_params, layouts_of, roles_of
@@ -36,11 +38,10 @@ LINEAR = frozenset(
 STAYS = ELEMENTWISE | REDUCING | {"reshape"}
 """Made from shards where they lie; a reshape as a rule."""
 FETCH = "device_put"
+_CUT = re.compile(rf"{re.escape(MICRO_SCOPE)}(\d+)")
 
 
-def uses_of(
-    step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kwargs: Any
-) -> Mapping[str, tuple[Use, ...]]:
+def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kwargs: Any) -> Uses:
     """What a train step does with each param: for `estimate(plan, uses=)`, which knows only shapes without it.
 
     The step is traced as plain Flax would, without jzero's collectives, and nothing is compiled.
@@ -56,7 +57,7 @@ def uses_of(
       `"kept"` where the backward pass does not read it), the `dtype` in which its gradient is made, and of a lookup the
       `rows` of all devices. A weight that is constant over a loop has one use in it. What the forward pass does not
       read, or reads in a `jax.shard_map`, is left out; so is an L2 term, or another that meets no batch and is
-      computed on shards.
+      computed on shards. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
 
     Raises:
       TypeError: `step` is no function, `plan` no plan, or there is none among the arguments.
@@ -77,16 +78,27 @@ def uses_of(
         return uses_in(jitted.trace(*args, **kwargs), known)
 
 
-def uses_in(stage: Any, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
+def uses_in(stage: Any, plan: Plan) -> Uses:
     """The uses in what `jax.jit(step).trace(...)` returns, traced under `as_written`."""
     traced = innermost(stage, jax.stages.Traced)
     rows = [(path, info, None) for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info)]
     params = _params_of(rows, plan, record(traced.jaxpr))
-    weights, found = [x is not None for x in params], dict[str, tuple[Use, ...]]()
+    weights, found = [x is not None for x in params], Uses()
     for at, uses in sorted(_Region().search(traced.jaxpr.jaxpr, weights, weights).items()):
         x = params[at]
         assert x is not None
         found[x.name] = found.get(x.name, ()) + tuple(uses)
+    found.micro_batches = _micro_batches(traced.jaxpr.jaxpr)
+    return found
+
+
+def _micro_batches(jaxpr: Any) -> int:
+    """The k of `plan.micro_batches`, the largest; 1 where the step does not call it."""
+    found, graph = 1, Graph(jaxpr, [None] * len(jaxpr.constvars))
+    for node in graph.nodes:
+        names = " ".join(str(e.source_info.name_stack) for e in (*node.outer, node.eqn))
+        inside = [_micro_batches(body) for body, _ in bodies(node.eqn)[0]]
+        found = max(found, *inside, *(int(k) for k in _CUT.findall(names)), 1)
     return found
 
 
@@ -172,7 +184,7 @@ class _Region:
         )
         for jaxpr, _ in inner:
             some = region.search(jaxpr, weights, moving)
-            if consts:
+            if consts and self.forward:  # one over micro-batches has each use in every round
                 once = dataclasses.replace(region, again=True).search(jaxpr, weights, moving)
                 rounds = node.eqn.params.get("length", 0)  # of a `while` not known
                 some |= {at: _strongest(uses, rounds) for at, uses in once.items() if at < consts}

@@ -1,7 +1,7 @@
 """The step of a case compiled for GPUs, and what is wrong with what jzero says of it.
 
-The bytes that `explain` counts are those of a second reader (`wire_reader.py`), and are within 5 % of the closed form, or
-`check` has a finding, or notes that less is sent.
+The bytes that `explain` counts are those of a second reader (`wire_reader.py`), and are within 5 % of the closed form,
+or `check` has a finding, or notes that less is sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def wrong(case: dict, folder: Path) -> str:
     run = FLAVOURS[case["flavour"]](case, folder, abstract=True, devices=target.devices)
     plan = run.plan
     batch = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch_of(case, 0).items()}
-    args = (run.state, batch, jax.eval_shape(lambda: jax.random.key(0))) if case["flavour"] == "linen" else (*run.state, batch)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    args = (run.state, batch, key) if case["flavour"] == "linen" else (*run.state, batch)
     options = {} if case["step"] == "jzero.jit" else {"compiler_options": QUICK}
     compiled = target.compile(run.run, *args, plan=plan, **options)
     report, found = jzero.explain(compiled, plan), jzero.findings(compiled, plan)

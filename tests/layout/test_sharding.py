@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -95,6 +98,44 @@ def test_describe_has_a_row_per_leaf(mesh):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_micro_batches_lie_on_all_devices(kind):
+    """Micro-batch i has the i-th part of every device's rows: inside of jit, outside of it, and for abstract leaves."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x = np.arange(64 * 3, dtype=np.float32).reshape(64, 3)
+    want = [np.concatenate([x[8 * d + 2 * i : 8 * d + 2 * i + 2] for d in range(8)]) for i in range(4)]
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=2, mesh=mesh)
+        cut = jax.jit(lambda batch: plan.micro_batches(batch, 4))
+        given = plan.place_batch({"x": x})
+        program = cut.lower(given).compile().as_text()
+        assert not re.search("all-|permute", program)  # nothing moves
+        abstract = plan.micro_batches(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given), 4
+        )
+        for found in (cut(given), plan.micro_batches(given, 4), plan.micro_batches({"x": x}, 4)):
+            assert found["x"].sharding.shard_shape((4, 16, 3)) == (4, 2, 3)
+            assert abstract["x"].sharding.is_equivalent_to(found["x"].sharding, 3)
+            np.testing.assert_array_equal(found["x"], want)
+        assert abstract["x"].shape == (4, 16, 3)
+
+
+def test_micro_batches_refuse_what_cannot_be_cut(mesh):
+    plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=2, mesh=mesh)
+    bad = {"x": jnp.ones((64, 3)), "y": jnp.ones((40, 2)), "scale": jnp.ones(())}
+    message = (
+        r"^plan.micro_batches: 8 devices x 4 micro-batches cannot split 2 of 3 leaves evenly:\n"
+        r"  \['scale'\]  f32\[\]    +no dim 0\n  \['y'\]      f32\[40,2\]  40 = 1 x 32 \+ 8\n.*multiple of 32"
+    )
+    for call in (plan.micro_batches, jax.jit(plan.micro_batches, static_argnums=1)):
+        with pytest.raises(ValueError, match=message):
+            call(bad, 4)
+    with pytest.raises(TypeError, match="no arrays"):
+        plan.micro_batches([1, 2], 4)
+    with pytest.raises(ValueError, match="k=0"):
+        plan.micro_batches(bad, 0)
+
+
 def test_place_batch_takes_numpy_jnp_scalars_and_placed_arrays(mesh):
     plan = jzero.plan_of(jzero.shard(create_state, stage=2, mesh=mesh))
     placed = plan.place_batch({**batch(), "j": jnp.ones((8, 2)), "scale": 2.0})

@@ -118,6 +118,44 @@ def test_an_evaluation(stage, mesh):
     assert found == (["gather_on_use_not_traced"] if stage == 3 else [])
 
 
+def grads_of(state, data):
+    return jax.value_and_grad(lambda params: loss_of(state.apply_fn, params, data))(state.params)
+
+
+@pytest.mark.parametrize(("stage", "donated"), [(2, (0,)), (3, ())])
+def test_a_step_that_never_updates(stage, donated, mesh):
+    state, plan = sharded(mesh, stage)
+    data = plan.place_batch(batch())
+
+    def found(step):
+        program = lowered(step, state, data, donate_argnums=donated)
+        every = jzero.findings(program, plan, uses=jzero.uses_of(step, state, data))
+        return [f for f in every if f.kind != "state_not_donated"]
+
+    def forgets_to_update(state, data):  # nothing needs the gradients: XLA drops them
+        return state, grads_of(state, data)[0]
+
+    def logs_gradients(state, data):
+        loss, grads = grads_of(state, data)
+        return state.replace(step=state.step + 1), (loss, optax.global_norm(grads))
+
+    for step in (forgets_to_update, logs_gradients):
+        (finding,) = found(step)
+        assert finding.kind == "state_not_returned"
+        assert "never updates: 10 params come back as they went in. .params['Dense_0']" in finding.text
+        assert finding.bytes == sum(x.nbytes // (8 if x.stored != x.used else 1) for x in plan.layouts)
+        assert "linen: return state.apply_gradients(grads=grads)" in finding.remedy
+
+    def updates(state, data):
+        loss, grads = grads_of(state, data)
+        return state.apply_gradients(grads=grads), loss
+
+    assert found(updates) == []
+    for_another = lambda state, data: (state, *grads_of(state, data))  # noqa: E731 - gradients to add up
+    assert found(for_another) == []
+    assert found(lambda state, data: (state, evaluates(state, data))) == []
+
+
 def another(tx=TX, width=40):
     """A model with other layers, of which some have names and shapes of the first."""
     params = create_state().params
@@ -252,6 +290,26 @@ def test_nnx(stage, mesh):
     assert kinds(whole, plan) == (["gather_on_use_not_traced"] if stage == 3 else [])
     gathered = jzero.gather_on_use(lambda model, data: model(data["x"]), plan)
     assert kinds(nnx.jit(gathered).lower(model, data).compile(), plan) == []
+
+
+def test_nnx_step_that_never_updates(mesh):
+    model, optimizer = pair(mesh, 2)
+    plan = jzero.plan_of(optimizer)
+    data = plan.place_batch(batch())
+
+    def forgets_to_update(model, optimizer, data):
+        return nnx.value_and_grad(lambda model: jnp.mean((model(data["x"]) - data["y"]) ** 2))(model)[0]
+
+    def found(step):
+        jitted = nnx.jit(step, donate_argnums=(0, 1))
+        program, uses = jitted.lower(model, optimizer, data).compile(), jzero.uses_of(jitted, model, optimizer, data)
+        return jzero.findings(program, plan, uses=uses)
+
+    (finding,) = found(forgets_to_update)
+    assert finding.kind == "state_not_returned"
+    assert "never updates: 2 params come back as they went in" in finding.text
+    assert "NNX: optimizer.update(model, grads)" in finding.remedy
+    assert found(nnx_step) == ()  # the same, and the remedy
 
 
 def test_two_nnx_models(mesh):

@@ -77,7 +77,7 @@ def _compared(e: Evidence) -> tuple[list[Any], list[Any], float, float, float] |
         return None
     if e.others or e.frozen:  # its weights are gathered too
         return None
-    rows, times = list(_sent(e)), max([1, *(_micro_batches(e, s) for s, _ in e.sites)])
+    rows, times = list(_sent(e)), max([e.micro_batches, *(_micro_batches(e, s) for s, _ in e.sites)])
     planned = list(_planned(e, times))
     sent, closed = (sum(row[-1] for row in some) for some in (rows, planned))
     return rows, planned, sent, closed, e.plan.param_bytes * (e.plan.batch_parts - 1) / e.plan.batch_parts

@@ -16,14 +16,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jzero.proof.evidence import Evidence
-from jzero.proof.faults import closed_form, held, host, state, steps, weights
+from jzero.proof.faults import closed_form, frozen, held, host, micro_batches, state, steps, updates, weights
 from jzero.proof.faults.wording import Faults
+
+
+def batch_not_split(e: Evidence) -> Faults:
+    """A batch that is whole on every device, or micro-batches of it that lie on some of them alone."""
+    yield from steps.batch_not_split(e)
+    yield from micro_batches.cut_across_devices(e)
+
+
+def replicated_leaves(e: Evidence) -> Faults:
+    """Params that the plan leaves whole, and weights that are no params and lie whole on every device."""
+    yield from weights.whole_leaves(e)
+    yield from frozen.frozen_whole(e)
+
 
 KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "loop_slices_wrong": steps.slices_wrong,
-    "state_not_returned": state.state_not_returned,
+    "state_not_returned": updates.state_not_returned,
     "gradients_zero": steps.gradients_zero,
-    "batch_not_split": steps.batch_not_split,
+    "batch_not_split": batch_not_split,
     "gather_on_use_not_traced": weights.gather_on_use,
     "gradients_all_reduced": steps.grads_all_reduced,
     "state_whole": state.state_whole,
@@ -33,7 +46,7 @@ KINDS: dict[str, Callable[[Evidence], Faults]] = {
     "offloaded_state_on_device": state.offloaded_on_device,
     "fetched_weights_on_device": host.weights_on_device,
     "host_transfers_waited_for": host.transfers_waited_for,
-    "replicated_leaves": weights.whole_leaves,
+    "replicated_leaves": replicated_leaves,
     "stack_gathered_before_loop": weights.stack_before_loop,
     "gathered_weights_kept": weights.weights_kept,
     "activations_moved": steps.activations_moved,
@@ -52,11 +65,13 @@ GPU_ALONE = (
 """See [Note: the CPU backend]."""
 
 CONSEQUENCES = {
-    "gradients_zero": "state_not_returned",  # XLA drops the backward pass
-    "gathered_weights_kept": "stack_gathered_before_loop",
-    "weights_moved_in_loop": "gather_on_use_not_traced",  # XLA chooses what to move
-    "gradients_all_reduced": "weights_moved_in_loop",
-    "reduction_per_microbatch": "weights_moved_in_loop",
+    "gradients_zero": ("state_not_returned",),  # XLA drops the backward pass
+    "gathered_weights_kept": ("stack_gathered_before_loop",),
+    "weights_moved_in_loop": ("gather_on_use_not_traced", "batch_not_split"),  # XLA chooses what to move
+    "activations_moved": ("batch_not_split",),
+    "gradients_all_reduced": ("state_not_returned", "weights_moved_in_loop", "batch_not_split"),
+    "reduction_per_microbatch": ("weights_moved_in_loop", "batch_not_split"),
+    "more_than_closed_form": ("state_not_returned", "batch_not_split",),
 }
 """Kinds that are not reported where another one is, which they follow from."""
 
@@ -74,8 +89,7 @@ def faults(e: Evidence) -> dict[str, list[tuple[str, int, str]]]:
     found = {kind: list(rule(e)) for kind, rule in KINDS.items()}
 
     def is_reported(kind: str) -> bool:
-        cause = CONSEQUENCES.get(kind)
-        return bool(found[kind]) and not (cause is not None and is_reported(cause))
+        return bool(found[kind]) and not any(map(is_reported, CONSEQUENCES.get(kind, ())))
 
     reported = {kind: rows for kind, rows in found.items() if is_reported(kind)}
     more = sum(size for _, size, _ in reported.get("more_than_closed_form", ()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 
 from jzero.comm import comm_of
@@ -41,53 +40,6 @@ def whole_rows(e: Evidence) -> list[tuple[Argument, int, str]]:
         if planned is not None and extra > planned // 100:
             rows.append((x, extra, "comes back" if (x.returned or 0) > planned else "comes in"))
     return rows
-
-
-def state_not_returned(e: Evidence) -> Faults:
-    """Params or optimizer state that a training step takes and does not give back."""
-    if not e.trains:
-        return
-    if e.plan.config.updates_outside:
-        yield from _gradients_not_returned(e)
-        return
-    mine = [x for x in e.leaves if x.is_param or x.in_opt_state or x.layout is not None]
-    here = {x.number_of_argument for x in mine if x.is_param}
-    mine = [x for x in mine if x.is_param or x.in_opt_state or x.number_of_argument not in here]
-    lost = [x for x in mine if x.returned is None]
-    whole = len(lost) == len(mine)
-    if whole or any(x.is_param for x in lost) or (lost and all(x.in_opt_state for x in lost)):
-        what = (
-            "nothing of the state comes back"
-            if whole
-            else f"{len(lost)} of {len(mine)} leaves do not come back"
-        )
-        yield (
-            f"{what}, so the step trains nothing of it: {names_text(sorted(lost, key=lambda x: not x.is_param))}",
-            sum(x.held or math.prod(x.shape) * x.itemsize for x in lost),
-            "return the new state: state.apply_gradients(grads=grads), or params and opt_state. jzero.jit and nnx.jit "
-            "change NNX objects in place; jax.jit, and pod.compile of a plain function, change copies.",
-        )
-
-
-def _gradients_not_returned(e: Evidence) -> Faults:
-    """The same for an update outside of the program, which takes the gradients that this one returns."""
-    given = collections.Counter(math.prod(x.dims) for x in e.results)
-    lost = []
-    for x in sorted(e.plan.layouts, key=lambda x: -x.nbytes):
-        parts = (shard_factor(x.grad, e.plan.mesh), shard_factor(x.used, e.plan.mesh))
-        size = next((x.size // n for n in parts if given[x.size // n]), None)
-        if size is None:
-            lost.append(x)
-        else:
-            given[size] -= 1
-    if lost:
-        yield (
-            f"the update runs outside of this program, and {len(lost)} of {len(e.plan.layouts)} gradients do not come "
-            f"back from it: {names_text(lost)}",
-            sum(x.nbytes for x in lost),
-            "return the gradients of all params, and call apply_gradients (NNX: optimizer.update) on them outside of "
-            "jit.",
-        )
 
 
 def optimizer_moves(e: Evidence) -> Faults:

@@ -19,6 +19,7 @@ from jzero.proof.faults.wording import (
 from jzero.proof.offsets import wrong_slices
 
 SHARE_MOVED = 0.01
+LEAST_MOVED = 16 * 2**10  # bytes: of a small model a percent is less than a few rows of a batch
 SHARE_GRADS = 0.2
 ROUNDS = 1.75
 
@@ -110,7 +111,7 @@ def activations_moved(e: Evidence) -> Faults:
     forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(e.parts(s)) >= least]
     sites = [s for s in sites if s.phase != "update" and f"jzero.{s.scope}" != WeightGather.SCOPE] + forward
     moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
-    if moved > SHARE_MOVED * e.plan.param_bytes:
+    if moved > max(SHARE_MOVED * e.plan.param_bytes, LEAST_MOVED):
         ops, largest = sorted({s.op for s in sites}), max(sites, key=lambda s: s.wire_bytes * e.trips(s))
         yield (
             f"activations move between the devices of {axes_text(e.plan.config.axes)} ({', '.join(ops)}) where "
@@ -130,7 +131,7 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
     )  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
     rounds = sum(n for _, n in rows) / (elements(e) + e.others) if e.split else 0
-    if rounds >= ROUNDS and not e.split_stacks:
+    if rounds >= ROUNDS * e.micro_batches and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (
             f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch or call of the model, where "

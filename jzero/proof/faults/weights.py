@@ -7,11 +7,15 @@ Those collectives are the consequence, and are not reported again as all-reduced
 
 from __future__ import annotations
 
+import collections
+import math
+
 from jzero.comm import comm_of
 from jzero.comm.weights import LOOP_BUCKETS
 from jzero.core.errors import counted, human_bytes, listing, typed_shape
 from jzero.layout.leaf_rule import Layout, Whole
 from jzero.layout.specs import axis_size
+from jzero.proof.collectives import Site
 from jzero.proof.evidence import REDUCES, Evidence
 from jzero.proof.faults.wording import Faults, names_text
 
@@ -82,18 +86,55 @@ def stack_before_loop(e: Evidence) -> Faults:
             ),
         )
         return
-    stacks = {e.local(x): x for x in e.split if x.scanned and x.stored != x.used}
+    by_size: dict[int, list[Layout]] = collections.defaultdict(list)  # several may be as large
+    for x in e.split:
+        if x.scanned and x.stored != x.used:
+            by_size[e.local(x)].append(x)
     sites = [s for s in e.over_zero_axes("all-gather") if s.phase != "update"]
-    parts = [(n, dims) for s in sites for n, dims in zip(e.parts(s), e.dims(s), strict=True) if n in stacks]
-    found = [n for n, d in parts if len(d) >= len(stacks[n].shape) and stacks[n].layers in d]
+    rows = [(s, n, dims) for s in sites for n, dims in zip(e.parts(s), e.dims(s), strict=True) if n in by_size]
+    found = [x for row in rows for x in _whole_stacks(e, by_size[row[1]], row)]
     if found:
-        names = {stacks[n].name: stacks[n] for n in found}
+        names = {x.name: x for x in found}
         yield (
             f"{counted(len(names), 'stack of layers is', 'stacks of layers are')} gathered whole, not one layer at a "
             f"time inside the loop: {names_text(list(names.values()))}",
-            sum(stacks[n].nbytes for n in found),
+            sum(x.nbytes for x in found),
             "loss_fn = jzero.gather_on_use(loss_fn, plan), and no constraint on the stacked params before the scan.",
         )
+
+
+def _whole_stacks(e: Evidence, alike: list[Layout], row: tuple[Site, int, tuple[int, ...]]) -> list[Layout]:
+    """The stack that a gathered tensor is: of several with as many elements the one of its dims, else the first."""
+    s, n, dims = row
+    if _is_leaf_or_layer(e, s, dims, n):
+        return []
+    some = [x for x in alike if len(dims) >= len(x.shape) and x.layers in dims and not _is_slice(e, x, s, dims, n)]
+    return [x for x in some if _has_dims(s, dims, x.shape)][:1] or some[:1]
+
+
+def _has_dims(s: Site, dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """True for a tensor of a collective that is an array of this shape, whatever the order of its dims."""
+    parts = s.group_size if s.op == "all-gather" else 1
+    mine = sorted(d for d in dims if d > 1)
+    cut = ([*shape[:i], d // parts, *shape[i + 1 :]] for i, d in enumerate(shape) if d % parts == 0)
+    return any(mine == sorted(d for d in some if d > 1) for some in cut)
+
+
+def _is_slice(e: Evidence, x: Layout, s: Site, dims: tuple[int, ...], n: int) -> bool:
+    """True for a tensor as large as a param that has not its dims, but those of another one less a dim: of a layer."""
+    big = [y.shape for y in e.split if y is not x and len(y.shape) > 2]
+    layers = ((*shape[:i], *shape[i + 1 :]) for shape in big for i in range(len(shape)))
+    found = (math.prod(shape) == n and _has_dims(s, dims, shape) for shape in layers)
+    return not _has_dims(s, dims, x.shape) and any(found)
+
+
+def _is_leaf_or_layer(e: Evidence, s: Site, dims: tuple[int, ...], n: int) -> bool:
+    """True for a tensor that may be a param that is no stack, or a layer of a stack, in a loop of as many rounds."""
+    for y in e.split:
+        shape = y.layer_shape if y.scanned else y.shape
+        if math.prod(shape) == n and _has_dims(s, dims, shape) and (not y.scanned or s.loops[-1:] == (y.layers,)):
+            return True
+    return False
 
 
 def weights_kept(e: Evidence) -> Faults:
@@ -126,9 +167,10 @@ def weights_in_loop(e: Evidence) -> Faults:
     rounds, where, excess = set(), set(), 0.0
     for s in e.over_zero_axes("all-gather", *REDUCES):
         parts, times = e.parts(s), e.rounds_of_loss(s)
-        mine = [leaves[n] for n in parts if n in leaves]
+        tensors = [(leaves[n], n, dims) for n, dims in zip(parts, e.dims(s), strict=True) if n in leaves]
+        mine = [x for x, n, dims in tensors if not _is_slice(e, x, s, dims, n)]
         # XLA joins all-reduces to one flat array: whose gradients they are is known where no stack has any
-        joined = s.op in REDUCES and not layers and e.gradients(s) > 0
+        joined = s.op in REDUCES and not layers and all(len(d) == 1 for d in e.dims(s)) and e.gradients(s) > 0
         if times > 1 and (mine or joined):
             share = 1.0 if joined else sum(map(e.local, mine)) / sum(parts)
             excess += s.wire_bytes * share * e.trips(s) * (1 - 1 / times)

@@ -1,0 +1,121 @@
+"""Fault of the update: the new state, or the gradients, do not come back, or the params come back as they went in."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+from jzero.core.errors import counted
+from jzero.layout.specs import shard_factor
+from jzero.proof.arguments import parameter_numbers
+from jzero.proof.evidence import THROUGH, Evidence
+from jzero.proof.faults.wording import Faults, names_text
+from jzero.proof.hlo import Computation, Instruction, Module
+
+COPIES = THROUGH | {"copy-start", "copy-done"}
+
+
+def state_not_returned(e: Evidence) -> Faults:
+    """Params or optimizer state that a training step takes and does not give back, or gives back unchanged."""
+    yield from (list(_not_returned(e)) if e.trains else []) or _unchanged(e)
+
+
+def _not_returned(e: Evidence) -> Faults:
+    if e.plan.config.updates_outside:
+        yield from _gradients_not_returned(e)
+        return
+    mine = [x for x in e.leaves if x.is_param or x.in_opt_state or x.layout is not None]
+    here = {x.number_of_argument for x in mine if x.is_param}
+    mine = [x for x in mine if x.is_param or x.in_opt_state or x.number_of_argument not in here]
+    lost = [x for x in mine if x.returned is None]
+    whole = len(lost) == len(mine)
+    if whole or any(x.is_param for x in lost) or (lost and all(x.in_opt_state for x in lost)):
+        what = (
+            "nothing of the state comes back"
+            if whole
+            else f"{len(lost)} of {len(mine)} leaves do not come back"
+        )
+        yield (
+            f"{what}, so the step trains nothing of it: {names_text(sorted(lost, key=lambda x: not x.is_param))}",
+            sum(x.held or math.prod(x.shape) * x.itemsize for x in lost),
+            "return the new state: state.apply_gradients(grads=grads), or params and opt_state. jzero.jit and nnx.jit "
+            "change NNX objects in place; jax.jit, and pod.compile of a plain function, change copies.",
+        )
+
+
+def _unchanged(e: Evidence) -> Faults:
+    """A step that takes optimizer state and gradients, and gives every param back as it came.
+
+    One that returns gradients leaves the update to another function.
+    """
+    optimizer = any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in e.leaves)
+    trains = optimizer and (e.module.has_backward or e.uses or (e.record and e.record.updates))
+    if not trains or e.others or e.plan.config.updates_outside:
+        return
+    numbers, returned = parameter_numbers(e.compiled), _passed_on(e.module)
+    params = [(x, n) for x, n in zip(e.leaves, numbers, strict=True) if x.is_param and x.returned is not None]
+    if not params or any(n not in returned for _, n in params):
+        return
+    others = collections.Counter(x.size for x in e.results)
+    others.subtract(x.returned // x.itemsize for x in e.state if x.returned and x.itemsize)
+    sizes = {x.size // shard_factor(s, e.plan.mesh) for x in e.split for s in (x.grad, x.used)}
+    if any(others[n] > 0 for n in sizes):
+        return
+    leaves = [x for x, _ in params]
+    yield (
+        f"the step takes gradients and never updates: {counted(len(leaves), 'param comes', 'params come')} back as "
+        f"{'it' if len(leaves) == 1 else 'they'} went in. {names_text(leaves)}",
+        sum(x.held for x in leaves),
+        "linen: return state.apply_gradients(grads=grads); NNX: optimizer.update(model, grads); optax: params = "
+        "optax.apply_updates(params, updates), with updates from tx.update(grads, opt_state, params).",
+    )
+
+
+def _gradients_not_returned(e: Evidence) -> Faults:
+    """The same for an update outside of the program, which takes the gradients that this one returns."""
+    given = collections.Counter(math.prod(x.dims) for x in e.results)
+    lost = []
+    for x in sorted(e.plan.layouts, key=lambda x: -x.nbytes):
+        parts = (shard_factor(x.grad, e.plan.mesh), shard_factor(x.used, e.plan.mesh))
+        size = next((x.size // n for n in parts if given[x.size // n]), None)
+        if size is None:
+            lost.append(x)
+        else:
+            given[size] -= 1
+    if lost:
+        yield (
+            f"the update runs outside of this program, and {len(lost)} of {len(e.plan.layouts)} gradients do not come "
+            f"back from it: {names_text(lost)}",
+            sum(x.nbytes for x in lost),
+            "return the gradients of all params, and call apply_gradients (NNX: optimizer.update) on them outside of "
+            "jit.",
+        )
+
+
+def _passed_on(module: Module) -> set[int]:
+    """The numbers of the parameters that a program returns as they are."""
+    entry = module.computations[module.entry]
+    root = next((i for i in reversed(entry.schedule) if i.is_root), None)
+    names = root.operands if root is not None and root.opcode == "tuple" else ()
+    sources = (_source(module, entry, entry.instructions[name]) for name in names)
+    return {int(i.attrs.partition(")")[0]) for i in sources if i.opcode == "parameter"}
+
+
+def _source(module: Module, home: Computation, i: Instruction, at: int | None = None) -> Instruction:
+    """What an instruction (an element of it) is a copy of, other instructions as they are."""
+    while True:
+        if i.opcode == "fusion":
+            body = module.computations[i.callees("calls")[0]]
+            root = next(x for x in reversed(body.schedule) if x.is_root)
+            inner = _source(module, body, root, at)
+            if inner.opcode != "parameter":
+                return i
+            i, at = home.instructions[i.operands[int(inner.attrs.partition(")")[0])]], None
+        elif i.opcode == "get-tuple-element" and at is None:
+            i, at = home.instructions[i.operands[0]], i.index
+        elif i.opcode == "tuple" and at is not None:
+            i, at = home.instructions[i.operands[at]], None
+        elif i.opcode in COPIES and len(i.operands) == 1:
+            i = home.instructions[i.operands[0]]
+        else:
+            return i

@@ -1,0 +1,134 @@
+"""Frozen params that stay whole at stage 3: `check` names them with their bytes, and its remedy splits them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jzero
+
+DIM, RANK, LAYERS = 128, 4, 3
+TX = optax.adam(1e-3)
+BASE = LAYERS * DIM * DIM * 4
+
+
+def frozen_below(tx):
+    """The remedy: all weights are params, and the optimizer freezes those that are no adapters."""
+
+    def labels(params):
+        word = lambda path, _: "trained" if "lora" in jax.tree_util.keystr(path) else "frozen"  # noqa: E731
+        return jax.tree_util.tree_map_with_path(word, params)
+
+    return optax.multi_transform({"trained": tx, "frozen": optax.set_to_zero()}, labels)
+
+
+FROZEN = frozen_below(TX)
+
+
+class WithBase(TrainState):
+    base: dict
+
+
+def apply_fn(variables, x):
+    lora, base = variables["params"]["lora"], variables.get("base") or variables["params"]["base"]
+    for i in range(LAYERS):
+        x = jnp.tanh(x @ base[f"w{i}"] + x @ lora[f"a{i}"] @ lora[f"b{i}"])
+    return x
+
+
+def adapters():
+    some = {f"a{i}": jnp.ones((DIM, RANK)) for i in range(LAYERS)}
+    return some | {f"b{i}": jnp.ones((RANK, DIM)) for i in range(LAYERS)}
+
+
+def weights():
+    return {f"w{i}": jnp.ones((DIM, DIM)) for i in range(LAYERS)}
+
+
+def in_the_state():
+    return WithBase.create(apply_fn=apply_fn, params={"lora": adapters()}, tx=TX, base=weights())
+
+
+def beside_the_state():
+    return TrainState.create(apply_fn=apply_fn, params={"lora": adapters()}, tx=TX)
+
+
+def among_the_params():
+    return TrainState.create(apply_fn=apply_fn, params={"lora": adapters(), "base": weights()}, tx=FROZEN)
+
+
+def step(state, batch, base=None):
+    base = getattr(state, "base", base)
+
+    def loss_fn(params):
+        return jnp.mean(state.apply_fn({"params": params, "base": base}, batch) ** 2)
+
+    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+
+def found_in(create, mesh, stage=3, **arguments):
+    state = jzero.abstract(create, stage=stage, mesh=mesh, min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+    whole = {
+        k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(jax.P()))
+        for k, x in arguments.items()
+    }
+    batch = jax.ShapeDtypeStruct((64, DIM), jnp.float32, sharding=plan.batch)
+    args = (state, batch, whole) if whole else (state, batch)
+    program = jax.jit(step, donate_argnums=0).lower(*args).compile()
+    return jzero.findings(program, plan), jzero.explain(program, plan).memory.arguments
+
+
+@pytest.mark.parametrize(("create", "arguments"), [(in_the_state, {}), (beside_the_state, weights())])
+def test_a_base_below_adapters(create, arguments, mesh):
+    (finding,), _ = found_in(create, mesh, **arguments)
+    assert (finding.kind, finding.bytes) == ("replicated_leaves", BASE)
+    assert (
+        "3 arrays that are not trained, 196.61 kB, lie whole on every device, beside 12.29 kB" in finding.text
+    )
+    assert "['w0'][128,128]" in finding.text
+    assert "optax.multi_transform" in finding.remedy
+    assert found_in(create, mesh, stage=2, **arguments)[0] == ()  # where all params are whole
+
+
+def test_the_remedy_splits_them(mesh):
+    found, held = found_in(among_the_params, mesh)
+    assert found == ()
+    assert held < BASE // 8 + 3 * (2 * LAYERS * DIM * RANK * 4) // 8 + 8 * DIM * 4 + 64
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        layers = (nnx.LoRALinear(DIM, DIM, lora_rank=RANK, use_bias=False, rngs=rngs) for _ in range(LAYERS))
+        self.layers = nnx.List(layers)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def test_nnx(mesh):
+    def found(tx, wrt):
+        def create():
+            model = Adapted(nnx.Rngs(0))
+            return model, nnx.Optimizer(model, tx, wrt=wrt)
+
+        pair = jzero.abstract(create, stage=3, mesh=mesh, min_shard_bytes=0)
+        plan = jzero.plan_of(pair)
+
+        def step(model, optimizer, x):
+            loss = jzero.gather_on_use(lambda model, x: jnp.mean(model(x) ** 2), plan)
+            optimizer.update(model, nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model, x))
+
+        x = jax.ShapeDtypeStruct((64, DIM), jnp.float32, sharding=plan.batch)
+        return jzero.findings(nnx.jit(step, donate_argnums=(0, 1)).lower(*pair, x).compile(), plan)
+
+    (finding,) = found(TX, nnx.LoRAParam)
+    assert (finding.kind, finding.bytes) == ("replicated_leaves", BASE)
+    assert "wrt=nnx.Param" in finding.remedy
+    assert found(FROZEN, nnx.Param) == ()
