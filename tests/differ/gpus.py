@@ -38,8 +38,7 @@ def wrong(case: dict, folder: Path) -> str:
     batch = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch_of(case, 0).items()}
     key = jax.eval_shape(lambda: jax.random.key(0))
     args = (run.state, batch, key) if case["flavour"] == "linen" else (*run.state, batch)
-    options = {} if case["step"] == "jzero.jit" else {"compiler_options": QUICK}
-    compiled = target.compile(run.run, *args, plan=plan, **options)
+    compiled = target.compile(run.run, *args, plan=plan, compiler_options=QUICK)
     report, found = jzero.explain(compiled, plan), jzero.findings(compiled, plan)
     other = sent(compiled.as_text())
     if report.wire.total != other:
