@@ -271,7 +271,9 @@ class Tolerances:
             if g is None:
                 continue
             # a 16-bit param that was replaced one rounding apart is taken into its master
-            rounding = EPS[self.case["dtype"] if self.replaced else str(g.dtype)]
+            rounding, least = EPS[self.case["dtype"] if self.replaced else str(g.dtype)], 0.0
+            if str(g.dtype) == "float16":  # near zero its values are this far apart
+                least = float(jnp.finfo(jnp.float16).smallest_subnormal)
             g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
             _same_form(g, w, where)
             if not np.isfinite(w).all():  # the plain run diverged
@@ -282,7 +284,7 @@ class Tolerances:
             free = 2e-3 if not self.case["fed"] else 0.0
             part = max(1e-4 * self.factor, free, self.rounded_state * 1.5, 3 * self.excess())
             error = float(np.max(np.abs(g - w), initial=0))
-            allowed = part * moved + 4 * rounding * float(np.max(np.abs(w), initial=0)) + 1e-9
+            allowed = part * moved + 4 * rounding * float(np.max(np.abs(w), initial=0)) + least + 1e-9
             if not error <= allowed:
                 raise Differs(
                     f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, it has moved by "

@@ -135,7 +135,8 @@ def test_state_whole(stage, scan):
 def test_state_not_donated(scan):
     found = found_in(*small_state(2, scan=scan), donate=())
     assert set(found) == {"state_not_donated"}
-    assert "donate_argnums=0" in found["state_not_donated"].remedy
+    assert "donate_argnums=0)" in found["state_not_donated"].remedy
+    assert "['params']" in found["state_not_donated"].text or ".params[" in found["state_not_donated"].text
     assert found["state_not_donated"].bytes > 0
 
 

@@ -86,11 +86,20 @@ def state_not_donated(e: Evidence) -> Faults:
         )
         yield (
             f"the old state stays beside the new one: {what}, {human_bytes(aliased)} of {human_bytes(held)} are "
-            "used again.",
+            f"used again.{f' {names_text(kept)}' if kept else ''}",
             held - aliased,
-            "jax.jit(step, donate_argnums=0)"
-            + ("." if kept else ", and results laid out like the arguments."),
+            f"jax.jit(step, {donated_text(leaves)}), as of nnx.jit, pod.compile or jzero.jit, which takes them "
+            f"in place of its own choice{'' if kept else '; and results laid out like the arguments'}.",
         )
+
+
+def donated_text(state: list[Argument]) -> str:
+    """The options of `jax.jit` that donate all of a state: `donate_argnums=(0, 1)`."""
+    keys = sorted({x.number_of_argument for x in state})
+    numbers = [int(key) for kind, key in keys if kind == "0"]
+    names = [key for kind, key in keys if kind != "0"]
+    found = [f"donate_argnums={numbers[0] if len(numbers) == 1 else tuple(numbers)}"] if numbers else []
+    return ", ".join(found + ([f"donate_argnames={tuple(names)}"] if names else []))
 
 
 def state_not_offloaded(e: Evidence) -> Faults:
@@ -144,7 +153,7 @@ def offloaded_copied(e: Evidence) -> Faults:
             "each leaf goes back with its own sharding, and nothing else reads the old state: optax.apply_if_finite in "
             "the chain in place of jzero.select round the step."
             if donated
-            else "jax.jit(step, donate_argnums=0).",
+            else f"jax.jit(step, {donated_text(e.state)}), as of nnx.jit or jzero.jit.",
         )
 
 

@@ -137,8 +137,15 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
             f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch or call of the model, where "
             "once after their sum would do.",
             round(sent * (1 - 1 / rounds)),
-            'jzero.value_and_grad(loss_fn, plan, accumulate=k, reduce="step"): local gradients are summed, and reduced '
-            "once after the loop. Where a loss calls the model on several batches: one call on all of them.",
+            (
+                "jzero.value_and_grad(loss_fn, plan, accumulate=k), or a loop over plan.micro_batches(batch, k), where "
+                "that is meant: stage 3 gathers and reduces in every micro-batch. Less is sent by fewer, larger ones with "
+                'jzero.remat for their activations, or by stage 2 with reduce="step".'
+                if e.plan.config.row.params
+                else 'jzero.value_and_grad(loss_fn, plan, accumulate=k, reduce="step"): local gradients are summed, '
+                "and reduced once after the loop."
+            )
+            + " Where a loss calls the model on several batches: one call on all of them.",
         )
 
 
