@@ -83,7 +83,8 @@ class Owners:
                 env.update(zip(step.outs, self._node(step, [env[i] for i in step.ins]), strict=True))
             else:
                 self._regions(step, env)
-        return [env[o] for o in self.graph.outs]
+        outs = [(env[o], self.graph.avals[o]) for o in self.graph.outs]  # some may be constants of the update
+        return [x if jaxprs.is_tracer(x) or isinstance(x, jax.Array) else jnp.asarray(x, a.dtype) for x, a in outs]
 
     def steps(self) -> Iterator[Node | list[Region]]:
         """The nodes outside of regions, each once it can be computed, and regions that can be computed together."""

@@ -90,14 +90,13 @@ class Plain:
         rows = zip(grads, jax.tree.leaves(wide), strict=True)
         grads = tree.unflatten([jnp.asarray(g).astype(p.dtype) for g, p in rows])
         self.flush()
-        self.pending = [grads]
+        self.pending = [(grads, self.master if self.wide else self.params)]  # with a delay, as they are now
         if not self.delay:
             self.flush()
 
     def flush(self):
         """Apply an update that is late."""
-        for grads in self.pending:
-            wide = self.master if self.wide else self.params
+        for grads, wide in self.pending:
             new, self.opt_state = _update(self.tx)(grads, self.opt_state, wide)
             if self.delay:  # what the user has replaced meanwhile stays
                 new = jax.tree.map(
@@ -250,7 +249,7 @@ class Tolerances:
 
     def gradients(self, got: list, want: list, where: str) -> None:
         want = [np.asarray(x, np.float32) for x in want]
-        most = max((float(np.max(np.abs(w), initial=0)) for w in want), default=0.0)
+        most = max((float(np.max(np.abs(w), initial=0, where=np.isfinite(w))) for w in want), default=0.0)
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             g = np.asarray(g, np.float32)
             _same_form(g, w, f"{where}: gradient {i}")

@@ -60,6 +60,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         "donate": rng.random() < 0.5, "born": rng.random() < 0.5, "gather": rng.random() < 0.7,
     }  # fmt: skip
     case["events"] = draw_events(rng, case)
+    if case["mesh"]["kind"] == "explicit" and "custom" in case["blocks"]:
+        case["gather"] = True  # its backward pass contracts split dims, which jax refuses on Explicit axes
     configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
     # a trust ratio takes steps as long as the params are: a GRU then amplifies rounding tenfold from step to step
     smooth = case["optimizer"] in SMOOTH and not {"apply_every", "trust_ratio"}.intersection(case["wraps"])

@@ -139,8 +139,8 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
             round(sent * (1 - 1 / rounds)),
             (
                 "jzero.value_and_grad(loss_fn, plan, accumulate=k), or a loop over plan.micro_batches(batch, k), where "
-                "that is meant: stage 3 gathers and reduces in every micro-batch. Less is sent by fewer, larger ones with "
-                'jzero.remat for their activations, or by stage 2 with reduce="step".'
+                "that is meant: stage 3 gathers and reduces in every micro-batch. Less is sent by fewer and larger "
+                'ones, with jzero.remat for their activations, or by stage 2 with reduce="step".'
                 if e.plan.config.row.params
                 else 'jzero.value_and_grad(loss_fn, plan, accumulate=k, reduce="step"): local gradients are summed, '
                 "and reduced once after the loop."
