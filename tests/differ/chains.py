@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
     "amsgrad": lambda: optax.amsgrad(RATE),
     "cocob": lambda: contrib.cocob(),
     "dadapt_adamw": lambda: contrib.dadapt_adamw(0.1),
-    "dog": lambda: contrib.dog(1.0, ("heuristic", 1e-3)),  # or its first steps are as small as the rounding of the params
+    "dog": lambda: contrib.dog(1.0, ("heuristic", 1e-3)),  # from 1e-6 on its first steps are rounding
     "dowg": lambda: contrib.dowg(1.0),
     "fromage": lambda: optax.fromage(RATE),
     "galore": lambda: contrib.galore(RATE, rank=2, update_proj_gap=3),
