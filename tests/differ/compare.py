@@ -232,7 +232,7 @@ class Tolerances:
         if config.get("moment_dtype") == "bfloat16":
             self.rounded_state = 0.1
         if config.get("master_dtype", "auto") is None and self.case["dtype"] != "float32":
-            self.rounded_state = max(self.rounded_state, 0.15)
+            self.rounded_state = max(self.rounded_state, 0.1)
 
     def excess(self) -> float:
         """Rounding of gradients that XLA leaves out between the backward pass and the update, in 16 bits."""
