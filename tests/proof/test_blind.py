@@ -16,7 +16,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from programs import QUICK, gpt_step, small_state, tokens
+from programs import QUICK, SEQ, gpt_loss, gpt_step, small_state, tokens
+from test_check import constrained, in_a_loop
 
 import jzero
 from jzero.core.traces import keep_trace, trace_of
@@ -107,12 +108,56 @@ def test_a_kernel_that_is_known_is_named_once():
         jzero.check(attacked, plan, ignore="my_kernel")
 
 
-@pytest.mark.parametrize("attack", ["derivatives", "all names", "an opcode"])
-def test_a_fault_does_not_disappear_with_the_names(attack):
+def bad(stage, step=gpt_step, *, scan=True, donate=0, batch=None, **fields):
+    state, plan = small_state(stage, scan=scan, **fields)
+    batch = tokens() if batch is None else batch(plan)
+    target = jzero.pod("h200")
+    return target.compile(step, state, batch, donate_argnums=donate, plan=plan, compiler_options=QUICK), plan
+
+
+def lost(state, batch):
+    return gpt_step(state, batch)[1]
+
+
+def apart(state, batch):
+    return gpt_step(state.replace(apply_fn=state.apply_fn.fn), batch)
+
+
+def summed_by_hand(state, batch):
+    def grads_of(part):
+        return jax.grad(lambda p: gpt_loss(state, p, part))(state.params)
+
+    layout = jzero.plan_of(state).sharding(P(None, "data"))
+    parts = constrained(jax.tree.map(lambda x: x.reshape(4, -1, SEQ), batch), lambda x: layout)
+    grads = in_a_loop(grads_of, jax.tree.map(jnp.zeros_like, state.params), parts)
+    return state.apply_gradients(grads=grads), 0.0
+
+
+BAD = {
+    "gradients_all_reduced": whole_gradients,
+    "state_not_returned": functools.partial(bad, 2, lost, donate=()),
+    "state_not_donated": functools.partial(bad, 2, donate=()),
+    "batch_not_split": functools.partial(bad, 2, batch=lambda plan: tokens(8, plan.sharding(P()))),
+    "replicated_leaves": functools.partial(bad, 2, min_shard_bytes=2**20),
+    "gather_on_use_not_traced": functools.partial(bad, 3, apart),
+    "reduction_per_microbatch": functools.partial(bad, 2, summed_by_hand, batch=lambda plan: tokens(32)),
+}
+
+
+@pytest.mark.default_cases(*(f"gradients_all_reduced-{attack}" for attack in ("derivatives", "all names", "an opcode")))
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("kind", BAD)
+def test_a_fault_does_not_disappear_with_the_names(kind, attack):
     old, new, _ = ATTACKS[attack]
-    compiled, plan = whole_gradients()
-    assert {f.kind for f in findings(compiled, plan)} == {"gradients_all_reduced"}
-    assert findings(with_text(compiled, re.sub(old, new, compiled.as_text())), plan)
+    compiled, plan = cached_bad(kind)
+    assert kind in {f.kind for f in findings(compiled, plan)}
+    found = {f.kind for f in findings(with_text(compiled, re.sub(old, new, compiled.as_text())), plan)}
+    assert found & {kind, "not_checked"}
+
+
+@functools.cache
+def cached_bad(kind):
+    return BAD[kind]()
 
 
 def test_what_is_looked_for_is_said():
