@@ -134,7 +134,7 @@ def main() -> int:
     for name, (result, seconds) in found.items():
         took = f"{seconds:6.1f} s  " if args.seconds else ""
         print(f"  {name:<{width}}  {took}{result:<4}  {CHECKS[name].files}")
-        if result != "ok":
+        if result != "ok" and not result.startswith(SKIPPED):
             print(f"  {'':<{width}}  assumed: {CHECKS[name].assumes}")
     bad = sum(result != "ok" and not result.startswith(SKIPPED) for result, _ in found.values())
     skipped = sum(result.startswith(SKIPPED) for result, _ in found.values())

@@ -6,7 +6,7 @@ import json
 import re
 
 from canaries import check, differences, once
-from canaries.programs import lines_with
+from canaries.programs import lines_with, plugin
 
 STACK_BYTES, MOMENT_BYTES = 7 * 256 * 512 * 4, 128 * 512 * 4
 
@@ -14,6 +14,7 @@ STACK_BYTES, MOMENT_BYTES = 7 * 256 * 512 * 4, 128 * 512 * 4
 @once
 def host_step():
     """A step with a stack of weights, its gradients and a moment in pinned host memory, by jzero's compile."""
+    plugin()
     import jax
     import jax.numpy as jnp
 

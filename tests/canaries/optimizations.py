@@ -6,35 +6,35 @@ import re
 
 from canaries import check, differences
 from canaries.imported_names import ROOT
-from canaries.programs import compiled_for, computations
+from canaries.programs import compiled_for, computations, gpu_mesh
+
+MATMUL = re.compile(r" dot\(|__cublas|calls=\S*dot")
 
 
 @check("core/ordering.py, update/sharded_update.py, gather/ties.py", gpu=True)
 def barriers_order():
-    """A value that an optimization_barrier ties to another is used only when that is there, whichever of the two it is:
-    the schedule follows the tie."""
+    """A weight that an optimization_barrier ties to an activation, and that is constrained behind it, is gathered when
+    the activation is there; without a barrier XLA gathers it earlier."""
     import jax
+    import jax.numpy as jnp
 
-    def ordered(first: int):
-        def fn(a, b):
-            values = [a, b]
-            with jax.named_scope("early"):
-                early = values[first] @ values[first]
-            later, early = jax.lax.optimization_barrier((values[1 - first], early))
-            with jax.named_scope("late"):
-                late = later @ later
-            return early, late
+    n, whole = 2048, jax.NamedSharding(gpu_mesh(), jax.P())
 
-        entry = computations(compiled_for(fn, (512, 512), (512, 512)))["ENTRY"]
-        return [
-            at
-            for part in ("/early/dot", "/late/dot")
-            for at, x in enumerate(entry)
-            if part in x and "-done" not in x
-        ]
+    def layers(barrier):
+        def fn(x, first, second):
+            h = jnp.tanh(x @ jax.lax.with_sharding_constraint(first, whole))
+            h, second = jax.lax.optimization_barrier((h, second)) if barrier else (h, second)
+            return h @ jax.lax.with_sharding_constraint(second, whole)
 
-    found = [ordered(0), ordered(1)]
-    return differences([("matmuls in order", [len(x) > 1 and x[0] < x[-1] for x in found], [True, True])])
+        entry = computations(compiled_for(fn, (n, n), (n, n), (n, 2 * n)))["ENTRY"]
+        gather = next(
+            i for i, x in enumerate(entry) if re.search(rf"f32\[{n},{2 * n}\].* all-gather(-start)?\(", x)
+        )
+        return gather > next(i for i, x in enumerate(entry) if MATMUL.search(x))
+
+    return differences(
+        [("gathered late without a barrier", layers(False), False), ("with one", layers(True), True)]
+    )
 
 
 @check("core/ordering.py, core/made_twice.py, activations/remat.py", gpu=True)
@@ -50,7 +50,7 @@ def barriers_keep_apart():
             return first, jnp.tanh(again @ w)
 
         text = compiled_for(twice, (512, 512), (512, 512))
-        return sum(bool(re.search(r" dot\(|__cublas|calls=\S*dot", x)) for x in computations(text)["ENTRY"])
+        return sum(bool(MATMUL.search(x)) for x in computations(text)["ENTRY"])
 
     without, with_one = fn(False), fn(True)
     return differences([("matmuls without a barrier", without, 1), ("with one", with_one, 2)])

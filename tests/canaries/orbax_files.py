@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 from canaries import check, constant, differences, once
 from canaries.jaxpr import matrix
 
+COLUMNS = 4096  # a row is one chunk, too large for tensorstore to keep it in its index
 _renames: list[tuple[str, str]] = []
 
 _made: list[str] = []
@@ -33,11 +36,12 @@ def saved() -> tuple[Path, list[str], list[tuple[str, str]]]:
 
     sys.addaudithook(_audit)
     folder = Path(tempfile.mkdtemp(prefix="jzero-canary-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     context = ocp.Context()
-    context.array.saving.storage_options.chunk_byte_size = 1024
+    context.array.saving.storage_options.chunk_byte_size = 4 * COLUMNS
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.device_put(
-        np.arange(8 * 256, dtype=np.float32).reshape(8, 256), jax.NamedSharding(mesh, jax.P("data"))
+        np.arange(8 * COLUMNS, dtype=np.float32).reshape(8, COLUMNS), jax.NamedSharding(mesh, jax.P("data"))
     )
     with context:
         response = ocp.save_async(
@@ -78,8 +82,8 @@ def orbax_metadata():
 
     tree = ocp.metadata(str(saved()[0])).metadata
     leaf = tree["a"]
-    rows = [("keys", sorted(tree), ["a", "b", "n"]), ("shape", tuple(leaf.shape), (8, 256)),
-            ("dtype", str(leaf.dtype), "float32"), ("chunks", tuple(leaf.storage_metadata.chunk_shape), (1, 256)),
+    rows = [("keys", sorted(tree), ["a", "b", "n"]), ("shape", tuple(leaf.shape), (8, COLUMNS)),
+            ("dtype", str(leaf.dtype), "float32"), ("chunks", tuple(leaf.storage_metadata.chunk_shape), (1, COLUMNS)),
             ("a number", type(tree["n"]), int)]  # fmt: skip
     return differences(rows)
 
@@ -98,17 +102,19 @@ def orbax_loads_parts():
         dtype: np.dtype
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    target = jax.ShapeDtypeStruct((8, 260), "float32", sharding=jax.NamedSharding(mesh, jax.P("data")))
+    target = jax.ShapeDtypeStruct(
+        (8, COLUMNS + 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("data"))
+    )
     context = ocp.Context()
     context.array.loading.enable_padding_and_truncation = True
     context.memory.read_concurrent_bytes = 2**26
     with context:
         like = {"a": target, "b": {"c": Numpy((3,), np.dtype("float32"))}, "n": ocp.PLACEHOLDER}
         out = ocp.load(str(saved()[0]), like)
-    padding = np.asarray(out["a"])[:, 256:]
+    padding = np.asarray(out["a"])[:, COLUMNS:]
     rows = [("layout", out["a"].sharding.spec, jax.P("data")), ("padded", float(abs(padding).max()), 0.0),
-            ("values", float(out["a"][7, 255]), 2047.0), ("numpy", type(out["b"]["c"]).__name__, "ndarray"),
-            ("left out", out["n"] is ocp.PLACEHOLDER, True)]  # fmt: skip
+            ("values", float(out["a"][7, COLUMNS - 1]), 8 * COLUMNS - 1.0),
+            ("numpy", type(out["b"]["c"]).__name__, "ndarray"), ("left out", out["n"] is ocp.PLACEHOLDER, True)]  # fmt: skip
     return differences(rows)
 
 
@@ -119,7 +125,8 @@ def tensorstore_index():
     import tensorstore as ts
 
     base = ts.KvStore.open({"driver": "file", "path": f"{saved()[0]}/state/"}).result()
-    pending, leaves, odd = [ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]], set(), []
+    apart, leaves, odd = 0, set(), []
+    pending = [ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]]
     while pending:
         location = pending.pop()
         for entry in ts.ocdbt.dump(base, location).result()["entries"]:
@@ -128,10 +135,13 @@ def tensorstore_index():
                 odd += [] if "subtree_common_prefix" in entry else [sorted(entry)]
                 continue
             leaves.add(entry["key"].decode())
-            place = entry.get("indirect_value", location)
+            if "indirect_value" not in entry:
+                continue
+            apart, place = apart + 1, entry["indirect_value"]
             if not re.fullmatch(r"\w+:[^:]*:[^:]+:\d+:\d+", place):
                 odd.append(place)
             elif not (saved()[0] / "state" / "".join(place.split(":")[1:3])).is_file():
                 odd.append(f"no file of {place}")
     chunks = len([k for k in leaves if k.startswith("a/") and not k.endswith((".zarray", "zarr.json"))])
-    return differences([("another form", odd[:1], []), ("chunks of a leaf", chunks, 8)])
+    rows = [("another form", odd[:1], []), ("chunks of a leaf", chunks, 8), ("chunks in files", apart, 8)]
+    return differences(rows)
