@@ -6,7 +6,7 @@ import re
 
 from canaries import check, constant, differences, lacking
 from canaries.host_memory import host_step
-from canaries.programs import computations, gpu_step, gpu_text, op_names
+from canaries.programs import compiled_for, computations, gpu_mesh, gpu_step, gpu_text, op_names
 
 KINDS = (
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute",  # the step has these
@@ -87,10 +87,22 @@ def groups_by_axes():
 def joined_names():
     """An op_name of joined operations is prefix/(a:b), or (a:b), each part with its own scopes and primitive (jaxlib
     0.12); jzero reads each as a name stack with closed brackets."""
+    import jax
+    import jax.numpy as jnp
+
     from jzero.proof.places import joined_names
 
+    def gathers(x, first, second, third):
+        h = jnp.tanh(x @ whole(first))
+        h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ whole(second)), None), h, length=4)
+        return jnp.sum(h @ whole(third))
+
+    def whole(x):
+        return jax.lax.with_sharding_constraint(x, jax.NamedSharding(gpu_mesh(), jax.P()))
+
+    combined = compiled_for(jax.grad(gathers, argnums=(1, 2, 3)), *[(512, 512)] * 4)
     odd = []
-    for text in (gpu_text(), host_step().as_text()):
+    for text in (gpu_text(), host_step().as_text(), combined):
         for stack in op_names(text):
             parts = joined_names(stack)
             if re.match(r"(.*/)?\(.*:.*\)$", stack) and len(parts) == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from canaries import check, differences
+from canaries import check, constant, differences
 from canaries.imported_names import ROOT
 from canaries.programs import compiled_for, computations, gpu_mesh
 
@@ -60,8 +60,13 @@ def kept_casts(gpu: str) -> str:
     """What the compare of a 16-bit param with its cast master has become on a GPU."""
     import jax.numpy as jnp
 
+    def where_equal(param, master):
+        return jnp.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
+
+    taken_over = constant("update.sharded_update", "taken_over", where_equal)
+
     def update(param, master, grad):
-        master = jnp.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
+        master = taken_over(param, master)
         master = master - 0.1 * grad.astype(master.dtype)
         return master.astype(param.dtype), master
 
