@@ -83,7 +83,6 @@ def once(make):
             raise error
         return value
 
-    call.forget = outcome.cache_clear  # type: ignore[attr-defined]
     return call
 
 
