@@ -30,10 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from canaries import CHECKS, SKIPPED  # noqa: E402
+from canaries import CHECKS, SKIPPED, programs  # noqa: E402
 
 SUBJECTS = (  # in the order of the table
-    "imported_names", "equations", "tracing", "programs", "program_text", "collectives", "optimizations", "host_memory",
+    "imported_names", "equations", "tracing", "program_text", "collectives", "optimizations", "host_memory",
     "flax_objects", "orbax_files",
 )  # fmt: skip
 for subject in SUBJECTS:
@@ -43,17 +43,14 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "NPROC": "32",
     "JZERO_POD_CACHE": "off", "TF_CPP_MIN_LOG_LEVEL": "3",
 }  # fmt: skip
-PATIENCE = 240  # seconds for one process, after which the check that it is at has failed
+PATIENCE = 900  # seconds for one process: after that the check that it is at hangs
 
 
 def run_here(wanted: Sequence[str], to: Path) -> None:
-    """The checks in this process; a line for each, written when it begins and when it ends."""
-    os.environ.update(ENVIRONMENT)
+    """The checks in this process, and a line in a file when one has ended."""
     if any(CHECKS[n].gpu for n in wanted):
-        with contextlib.suppress(Exception):
-            importlib.import_module("canaries.programs").topology(
-                "h100"
-            )  # jax's plugin starts before `import jzero` hides it
+        with contextlib.suppress(Exception):  # jax's plugin starts before `import jzero` hides it
+            programs.topology("h100")
     with to.open("a", buffering=1) as file:
         for name in wanted:
             start = time.monotonic()
@@ -62,7 +59,7 @@ def run_here(wanted: Sequence[str], to: Path) -> None:
 
 
 def run_apart(wanted: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """(name, result, seconds) of checks in a process of their own; in a new one after each that ends it."""
+    """(name, result, seconds) of each check, made in another process; in a new one after a check that ended it."""
     left = list(wanted)
     while left:
         with tempfile.TemporaryDirectory() as folder:
@@ -81,11 +78,8 @@ def run_apart(wanted: Sequence[str]) -> Iterator[tuple[str, str, float]]:
         yield from ((name, result, seconds) for name, result, seconds in done)
         left = left[len(done) :]
         if left:
-            yield (
-                left.pop(0),
-                f"the process ended (exit status {code}): {said[-1][:200] if said else ''}",
-                0.0,
-            )
+            last = said[-1][:200] if said else ""
+            yield left.pop(0), f"the process ended (exit status {code}): {last}", 0.0
 
 
 def versions() -> str:
@@ -98,7 +92,7 @@ def versions() -> str:
 
 
 def run(wanted: Sequence[str]) -> dict[str, tuple[str, float]]:
-    """What each check gives: those that compile for GPUs beside the others."""
+    """(result, seconds) by name; the checks that compile for GPUs run beside the others."""
     found: dict[str, tuple[str, float]] = {}
 
     def work(some: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What XLA:GPU must not optimize away, and the options that it takes."""
+"""What XLA:GPU must not optimize away, and the options and targets that it takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from canaries import check, constant, differences
 from canaries.imported_names import ROOT
-from canaries.programs import compiled_for, computations, gpu_mesh
+from canaries.programs import PODS, compiled_for, computations, gpu_mesh, topology
 
 MATMUL = re.compile(r" dot\(|__cublas|calls=\S*dot")
 
@@ -139,3 +139,12 @@ def xla_options():
             [] if "xla_gpu_no_such_option" in str(error) else [f"of an unknown option: {str(error)[:120]}"]
         )
     return "; ".join(found)
+
+
+@check("proof/pods/", gpu=True)
+def pod_targets():
+    """The target configs of jzero's pods are parsed, and give devices of those GPUs."""
+    names = sorted(file.stem for file in PODS.glob("*.txtpb"))
+    kinds = {name: topology(name).devices[0].device_kind for name in names}
+    rows = [(name, name.split("-")[0].upper() in kind or kind, True) for name, kind in kinds.items()]
+    return differences([("pods", len(names), 4), *rows])

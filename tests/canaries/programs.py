@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from canaries import NotLookedAt, check, differences, once
+from canaries import NotLookedAt, once
 
 PODS = Path(__file__).resolve().parents[2] / "jzero" / "proof" / "pods"
 
@@ -97,15 +97,6 @@ def topology(gpu: str, hosts: int = 1) -> Any:
     except NotImplementedError:  # jax has not started the plugin
         importlib.import_module(name).initialize()
         return topologies.get_topology_desc(**wanted)
-
-
-@check("proof/pods/", gpu=True)
-def pod_targets():
-    """The target configs of jzero's pods are parsed, and give devices of those GPUs."""
-    names = sorted(file.stem for file in PODS.glob("*.txtpb"))
-    kinds = {name: topology(name).devices[0].device_kind for name in names}
-    rows = [(name, name.split("-")[0].upper() in kind or kind, True) for name, kind in kinds.items()]
-    return differences([("pods", len(names), 4), *rows])
 
 
 def gpu_mesh(gpu: str = "h100"):
