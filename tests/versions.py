@@ -53,7 +53,8 @@ def environment(version: str, python: str) -> Path:
     """The Python of a virtual environment with this jax, made where there is none."""
     folder = ROOT / ".venvs" / f"jax{version}"
     packages = ["-e", ".[test]", *(f"{name}=={version}" for name in OF_ONE_VERSION)]
-    made, words = folder / "packages", " ".join(packages)
+    made = folder / "made_from"
+    words = "\n".join([*packages, (ROOT / "pyproject.toml").read_text()])
     if not made.exists() or made.read_text() != words:
         subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
         subprocess.run([folder / "bin" / "pip", "install", "-q", *packages], cwd=ROOT, check=True)
@@ -129,6 +130,8 @@ def main() -> int:
     files = {v: RESULTS / f"{v}.json" for v in VERSIONS}
     found = {v: json.loads(f.read_text()) for v, f in files.items() if f.exists()}
     print(f"\n{table(found)}\n")
+    if args.print:
+        return 0
     results = [found[v]["ok"] for v in chosen]
     ok, failed, left_out = (results.count(kind) for kind in (True, False, None))
     print(f"{len(chosen)} versions: {ok} ok, {failed} failed, {left_out} not looked at")
