@@ -1,9 +1,10 @@
 """Every test but the `long` ones, in parts: `python tests/nightly.py`. Stopped, it goes on where it was.
 
-A part is some of the test files, half an hour of fresh cases of tests/differential.py, or the mutations of
-tests/mutations.py. What a part printed and how it ended is kept
-in `runs/nightly`, by commit and version of jax; a part that passed is not run again on the same commit (`--again` runs
-all). With uncommitted changes nothing is taken over. The table at the end has counts and minutes.
+A part is tests/canary.py, some of the test files, half an hour of fresh cases of tests/differential.py, the mutations
+of tests/mutations.py, or, with Python 3.12, tests/versions.py: a quick part on each supported jax. What a part printed
+and how it ended is kept in `runs/nightly`, by commit and version of jax; a part that passed is not run again on the
+same commit (`--again` runs all). With uncommitted changes nothing is taken over. The table at the end has counts and
+minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def parts() -> dict[str, list[str]]:
     named = {f"tests {i + 1}": [*pytest, *files[i * chunk : (i + 1) * chunk]] for i in range(PARTS)}
     named = {k: v for k, v in named.items() if v[len(pytest) :]}
     fresh = ["tests/differential.py", "--cases", "5000", "--minutes", "30"]
-    return {**named, "differential": fresh, "mutations": ["tests/mutations.py"]}
+    canary = {"canary": ["tests/canary.py"]}
+    versions = {"versions": ["tests/versions.py"]} if sys.version_info >= (3, 12) else {}  # once, by the newest
+    return {**canary, **versions, **named, "differential": fresh, "mutations": ["tests/mutations.py"]}
 
 
 def git(*words: str) -> str:
@@ -39,9 +42,10 @@ def git(*words: str) -> str:
 
 
 def counts(text: str) -> str:
-    """`214 passed, 2 skipped` of pytest's last line."""
+    """`214 passed, 2 skipped` of the last line, of pytest or of checks."""
     found = re.findall(
-        r"(\d+ (?:passed|failed|errors?|skipped|xfailed))", text.rsplit("\n", 3)[-2] if text else ""
+        r"(\d+ (?:passed|failed|errors?|skipped|xfailed|ok|not looked at))",
+        text.rsplit("\n", 3)[-2] if text else "",
     )
     return ", ".join(found)
 

@@ -18,7 +18,7 @@ IDLE = frozenset(
     )
 )  # fmt: skip
 _SCOPE = re.compile(r"\bjzero\.(\w+)")
-_JOINED = re.compile(r"([^:]*/)\((.*:.*)\)")
+_JOINED = re.compile(r"((?:[^:]*/)?)\((.*:.*)\)")
 _DEPTH = 8
 
 
@@ -127,7 +127,12 @@ def primitive_of(name_stack: str) -> str:
 
 
 def joined_names(name_stack: str) -> list[str]:
-    """The name stacks that jaxlib 0.12 writes for operations that it has joined: `jit(step)/(a/add:b/mul)`."""
+    """The name stacks that jaxlib 0.12 writes for operations that it has joined: `jit(step)/(a/add:b/mul)`.
+
+    Example:
+      >>> joined_names("(jit(step)/jvp()/while:params['w'])")  # nothing in common
+      ['jit(step)/jvp()/while', "params['w']"]
+    """
     joined = _JOINED.fullmatch(name_stack)
     if joined is None:
         return [name_stack]
