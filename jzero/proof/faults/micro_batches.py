@@ -22,7 +22,8 @@ from jzero.proof.places import joined_names, name_stack, phase_of, primitive_of
 
 CUTS = frozenset(("dynamic_slice", "slice", "split", "squeeze"))
 """Primitives that take rows from a batch; `gather` and `rev` shuffle it, which may be wanted. A `reshape` that gathers
-it does as well (k that does not divide N); one that moves rows to a layout that was asked for does not."""
+it does as well (k that does not divide N), outside of the loss: in it labels are reshaped to be looked up. One that
+moves rows to a layout that was asked for does not."""
 MOST = 10_000  # instructions behind one collective
 
 
@@ -75,8 +76,12 @@ def _cut(e: Evidence, s: Site) -> str:
     """The slice of rows, outside of the backward pass, that XLA made a collective for; empty for any other."""
     names = joined_names(name_stack(e.places[s.computation], e.instruction(s)[1]))
     before = (name for name in names if phase_of(name, e.module.has_backward) != "backward")
-    cuts = CUTS | {"reshape"} if s.op == "all-gather" else CUTS
-    return "" if s.scope else next((name for name in before if primitive_of(name) in cuts), "")
+
+    def cuts(name: str) -> bool:
+        reshapes = s.op == "all-gather" and primitive_of(name) == "reshape" and "jvp(" not in name
+        return reshapes or primitive_of(name) in CUTS
+
+    return "" if s.scope else next(filter(cuts, before), "")
 
 
 def _sources(e: Evidence, s: Site, numbered: dict[int, Argument]) -> Iterator[tuple[Argument, float]]:
