@@ -98,7 +98,11 @@ def check_ints(value, name: str, *, where: str, low: int | None = None, remedy: 
 
 
 def check_names(value, name: str, *, where: str) -> tuple[str, ...]:
-    """Names as a tuple; TypeError for anything else, a single string included."""
+    """Names as a tuple.
+
+    Raises:
+      TypeError: no sequence of strings; a single string is none.
+    """
     if isinstance(value, str) or not all(isinstance(x, str) for x in (value if isinstance(value, Sequence) else [0])):
         raise TypeError(f"{where}: {name} must be a sequence of names, such as ('a_name',), got {value!r}.")
     return tuple(value)

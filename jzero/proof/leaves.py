@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
-from jzero.proof.arguments import argument_shardings
+from jzero.proof.arguments import argument_shardings, parameter_numbers
 from jzero.proof.hlo import Module, Shape
 from jzero.proof.models import is_of, other_params, trained_beside
 from jzero.proof.record import TraceRecord
@@ -160,11 +160,10 @@ def arguments_of(
     rows = argument_shardings(compiled)
     paths, found = [path_keys(path) for path, *_ in rows], []
     returned = _returned(paths, compiled, plan, results)
-    number = -1  # of the parameter: unused arguments are none
-    for (path, info, sharding), keys, role in zip(rows, paths, roles, strict=True):
+    numbers = parameter_numbers(compiled)
+    for (path, info, sharding), keys, role, number in zip(rows, paths, roles, numbers, strict=True):
         itemsize = 0 if jax.dtypes.issubdtype(info.dtype, jax.dtypes.prng_key) else info.dtype.itemsize
         local = info.shape if sharding is None else sharding.shard_shape(info.shape)
-        number += sharding is not None
         back, back_on_host = returned.get(keys, (None, False))
         found.append(
             Argument(
@@ -172,7 +171,7 @@ def arguments_of(
                 held=0 if sharding is None else math.prod(local) * itemsize, donated=info.donated,
                 on_host=getattr(sharding, "memory_kind", None) == "pinned_host",
                 layout=role.layout, is_param=role.is_param, returned=back, returned_on_host=back_on_host,
-                aliased=sharding is not None and number in module.aliased, in_opt_state=role.in_opt_state,
+                aliased=number in module.aliased, in_opt_state=role.in_opt_state,
                 place=role.place, local=tuple(local), dtype=info.dtype, number_of_argument=keys[:2],
             )
         )  # fmt: skip

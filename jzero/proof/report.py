@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from jzero.core.errors import ProofError, counted
+from jzero.core.traces import innermost
 from jzero.layout.specs import whole_mesh
 from jzero.proof import tables
 from jzero.proof.activations import Activations, find_activations
@@ -18,9 +19,9 @@ from jzero.proof.arguments import argument_bytes, argument_shardings
 from jzero.proof.collectives import Site
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
-from jzero.proof.leaves import roles_of
+from jzero.proof.leaves import Role, roles_of
 from jzero.proof.models import check_plan_fits, other_trained_params
-from jzero.proof.record import TraceRecord, record_of
+from jzero.proof.record import record_of
 from jzero.proof.records import Collective, Memory, Wire
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.proof.unread import read, unknown_calls
@@ -96,12 +97,14 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
       (0, 32)
     """
     check_plan(plan, where="jzero.explain", optional=True)
-    compiled = getattr(compiled, "compiled", compiled)  # flax.nnx wraps it
+    compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
-    known = record_of(compiled)
+    rows, roles = argument_shardings(compiled), None
     if plan is not None:
-        rows, backward = argument_shardings(compiled), module.has_backward
-        check_plan_fits(rows, plan, devices=module.partitions, trains=backward, where="jzero.explain")
+        trains = module.has_backward
+        check_plan_fits(rows, plan, devices=module.partitions, trains=trains, where="jzero.explain")
+        known = record_of(compiled)
+        roles = roles_of(rows, plan, known) if known is not None and known.names(plan) else None
     mesh_shape = _mesh_shape(compiled, plan)
     sites, failed = read(module)
     if failed:
@@ -114,8 +117,8 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     return Report(
         collectives=collectives,
         transfers=transfers,
-        memory=_memory(compiled, plan, known),
-        wire=_wire(collectives, _psi_bytes(plan, compiled, known)),
+        memory=_memory(compiled, plan, rows, roles),
+        wire=_wire(collectives, _psi_bytes(plan, compiled, rows, roles)),
         devices=module.partitions,
         mesh_shape=mesh_shape,
         activations=find_activations(module, transfers),
@@ -174,14 +177,17 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
     )  # fmt: skip
 
 
-def _psi_bytes(plan, compiled, known: TraceRecord | None) -> int | None:
-    """Of all models that the step trains: a param of another one counts as many bytes as one of the plan on average."""
+def _psi_bytes(plan, compiled, rows: Sequence[Any], roles: Sequence[Role] | None) -> int | None:
+    """Of all models that the step trains: a param of another one counts as many bytes as one of the plan on average.
+
+    `roles`: of the arguments, None where the trace does not say them.
+    """
     if plan is None:
         return None
-    devices, rows = math.prod(plan.mesh.shape[a] for a in plan.batch_axes), argument_shardings(compiled)
-    if known is not None and known.names(plan):
-        roles = zip(rows, roles_of(rows, plan, known), strict=True)
-        others = sum(math.prod(info.shape) for (_, info, _), role in roles if role.is_others_param)
+    devices = math.prod(plan.mesh.shape[a] for a in plan.batch_axes)
+    if roles is not None:
+        mine = zip(rows, roles, strict=True)
+        others = sum(math.prod(info.shape) for (_, info, _), role in mine if role.is_others_param)
     else:
         results = [path for path, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
         others = sum(other_trained_params(rows, results, plan).values())
@@ -199,26 +205,20 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
     return Wire(by_op, by_axis, by_phase, psi_bytes)
 
 
-def _memory(compiled, plan, known: TraceRecord | None) -> Memory | None:
+def _memory(compiled, plan, rows: Sequence[Any], roles: Sequence[Role] | None) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    names, rows = ("argument", "output", "alias", "temp"), argument_shardings(compiled)
+    names = ("argument", "output", "alias", "temp")
     device = [getattr(stats, f"{n}_size_in_bytes", 0) for n in names]
     host = [getattr(stats, f"host_{n}_size_in_bytes", 0) for n in names]
     split: dict[str, int | None] = {}
     if plan is not None:
-        split = dict(argument_bytes(compiled, _kinds(rows, plan, known)))
+        by_path = (plan.kind_of(jax.tree_util.keystr(path), tuple(info.shape)) for path, info, _ in rows)
+        split = dict(argument_bytes(compiled, [role.kind for role in roles] if roles is not None else [*by_path]))
     on_cpu = any(d.platform == "cpu" for *_, s in rows if s is not None for d in s.device_set)
     return Memory(
         arguments=device[0], outputs=device[1], aliased=device[2], temp=device[3],
         host_arguments=host[0], host_outputs=host[1], host_aliased=host[2], host_temp=host[3],
         peak=0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0), **split,
     )  # fmt: skip
-
-
-def _kinds(rows, plan, known: TraceRecord | None) -> list[str]:
-    """Of each argument the kind: by record, else as paths say."""
-    if known is not None and known.names(plan):
-        return [role.kind for role in roles_of(rows, plan, known)]
-    return [plan.kind_of(jax.tree_util.keystr(path), tuple(info.shape)) for path, info, _ in rows]
