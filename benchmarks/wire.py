@@ -120,6 +120,24 @@ def recurrent(rounds: int = 32, *, remat: bool = False) -> Case:
     )
 
 
+def gated(layers: int = 3) -> Case:
+    """Gated MLPs in remat regions, whose two input kernels are one param, `w[0]` and `w[1]` (Gemma's einsum)."""
+
+    @jax.checkpoint
+    def block(x, w):
+        return x + (jax.nn.gelu(x @ w["in"][0]) * (x @ w["in"][1])) @ w["out"]
+
+    def apply(params, x):
+        for w in params:
+            x = block(x, w)
+        return x
+
+    def init():
+        return [{"in": jnp.ones((2, DIM, 4 * DIM)), "out": jnp.ones((4 * DIM, DIM))} for _ in range(layers)]
+
+    return Case(apply, init, squares, jax.ShapeDtypeStruct((SEQ, DIM), jnp.float32))
+
+
 def nested() -> Case:
     """Four rounds in each of three rounds that are rematerialized."""
 

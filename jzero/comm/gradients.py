@@ -149,7 +149,8 @@ class GradientReduce:
         accumulate = accumulate if row.grads else 1
         if not row.grads or not (self.on_use or self.is_scattered(x.shape, x.state)):
             parts = [uses] if row.state and not row.grads else _by_lookup(uses)
-            uses = [max(some, key=lambda use: self._bytes_of(x, use)) for some in parts]
+            whole = ([dataclasses.replace(use, part=1.0) for use in some] for some in parts)
+            uses = [max(some, key=lambda use: self._bytes_of(x, use)) for some in whole]
         for use in uses:
             for axes, size in self._wire_of(x, use):
                 yield axes, accumulate * size
@@ -162,7 +163,7 @@ class GradientReduce:
         split = tuple(a for a in spec_axes(x.state) if a not in taken)
         whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
         itemsize, steps = self._itemsize(x, use), [split]
-        size = math.prod(x.state_shape) * itemsize / shard_factor(x.used, mesh)
+        size = math.prod(x.state_shape) * use.part * itemsize / shard_factor(x.used, mesh)
         if self.is_scattered(x.shape, x.state):
             if not x.vector:
                 steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]

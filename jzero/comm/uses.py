@@ -20,11 +20,13 @@ class Use:
       kind: one of `GATHERS`.
       dtype: of the weight where it is used, in which its gradient is made; None: that of the plan.
       rows: of a lookup, how many rows all devices look up together; 0: not known.
+      part: of the param: less than one where a part of it is used, as in `w[0]`, which is cut on the shards.
     """
 
     kind: str
     dtype: np.dtype | None = None
     rows: int = 0
+    part: float = 1.0
 
 
 class Uses(dict[str, tuple[Use, ...]]):

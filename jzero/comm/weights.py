@@ -101,7 +101,7 @@ class WeightGather:
         axes = tuple(a for a in spec_axes(x.stored) if a not in spec_axes(x.used))
         once = self.plan.config.keeps_gathered
         whole = sum(
-            (1 if once else GATHERS[use.kind]) * self.wire_bytes(x.shape, self.dtype(x, use))
+            (1 if once else GATHERS[use.kind] * use.part) * self.wire_bytes(x.shape, self.dtype(x, use))
             for use in (uses[:1] if once else uses)
         )
         stored, used = (shard_factor(spec, self.plan.mesh) for spec in (x.stored, x.used))

@@ -86,7 +86,7 @@ def find_buckets(graph: WeightGraph, sizes: Mapping[int, int], limit: int, prefe
         weights = graph.weights_of(node)
         if not weights:
             continue
-        size, name = sum(sizes[graph.root(k)] for k in weights), node.name
+        size, name = sum(sizes[graph.root(k)] * graph.part(k) for k in weights), node.name
         if name in CLOSED:
             found.append(Bucket([at], weights, [], closed=True, loop=name in LOOPS))
             is_open = False

@@ -29,7 +29,7 @@ from jzero.core.linear import LINEAR
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
-from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, merged, unwrap
+from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, is_cut_on_shard, merged, pieces, unwrap
 from jzero.gather.ties import TieOps
 from jzero.gather.weight_graph import CLOSED, WeightGraph
 
@@ -48,7 +48,8 @@ class GatherInterpreter(TieOps):
 
         `cast`: the dtype to which it casts its weights first (`compute_dtype`); one that is passed through is not cast.
         """
-        graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args])
+        split = [a.split_dims if isinstance(a, Weight) else None for a in args]
+        graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args], split)
         env: dict[int, Any] = {**graph.known, **dict(zip(graph.ins, args, strict=True))}
         env.update(self.entered(graph, env))
         ties = self.ties(graph, env)
@@ -99,6 +100,9 @@ class GatherInterpreter(TieOps):
             changed = [ON_SHARD[name](eqn, values[0])]
             # pinned: the gathered layout would spread back over a cast before a remat region (`compute_dtype`)
             return changed if self.in_remat else self.on_shards(changed)
+        if is_cut_on_shard(eqn, values[0].split_dims if isinstance(values[0], Weight) else None):
+            parts = pieces(eqn, values[0])
+            return parts if self.in_remat else self.on_shards(parts)
         if name in REMAT:
             return self.remat(eqn, values)
         if name in CLOSED:

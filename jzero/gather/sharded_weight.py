@@ -75,6 +75,12 @@ class Weight:
         return self.stored != self.used
 
     @property
+    def split_dims(self) -> frozenset[int] | None:
+        """The dims that a layout of it splits; None for one in host memory, which is fetched before it is cut."""
+        layouts = (self.stored, self.used, self.grad)
+        return None if self.host else frozenset(i for spec in layouts for i, entry in enumerate(spec) if entry)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole weight in the dtype that the model computes with: those of its gradient, too."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -220,6 +226,27 @@ def _moved(eqn, weight: Weight):
     return dataclasses.replace(moved, host=host)
 
 
+def pieces(eqn, weight: Weight) -> list[Weight]:
+    """Parts of a weight that an equation of `PIECES` cuts out of its shard."""
+    drop = eqn.params["axis"] if eqn.primitive.name == "unstack" else None
+
+    def change(spec: PartitionSpec) -> PartitionSpec:
+        return P(*(entry for i, entry in enumerate(spec) if i != drop))
+
+    return [weight.map(shard, change) for shard in jaxprs.bind(eqn, [weight.shard])]
+
+
+def is_cut_on_shard(eqn, split: frozenset[int] | None) -> bool:
+    """True for an equation that cuts a weight along dims that no layout of it splits: the parts are weights."""
+    name = eqn.primitive.name
+    if split is None or name not in PIECES:
+        return False
+    if name != "slice":
+        return eqn.params["axis"] not in split
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return all(before[i] == after[i] for i in split)
+
+
 def _padded(spec: PartitionSpec, ndim: int) -> list[Any]:
     return [spec[i] if i < len(spec) else None for i in range(ndim)]
 
@@ -230,3 +257,6 @@ ON_SHARD: dict[str, Callable[[Any, Weight], Weight]] = {
     "transpose": _moved,
     "squeeze": _moved,
 }
+
+PIECES = ("slice", "split", "unstack")
+"""Equations that cut a weight, as `w[0]` does: on its shard where `is_cut_on_shard`, else a use of all of it."""

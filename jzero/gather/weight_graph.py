@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from jax.dtypes import issubdtype
 
+from jzero.core.dims import dims_in_order
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import INLINE, REMAT
 from jzero.core.products import row_lookup
 from jzero.core.regions import bodies, handed_through, loop_consts, scan_parts
-from jzero.gather.sharded_weight import ON_SHARD
+from jzero.gather.sharded_weight import ON_SHARD, PIECES, is_cut_on_shard
 
 MOVES = frozenset(("concatenate", "reshape", "broadcast_in_dim", "transpose", "squeeze", "slice", "rev", "copy"))
 """Values go to other places: a cast may as well come before them."""
@@ -29,19 +30,33 @@ class WeightGraph(Graph):
     """The equations of a jaxpr, some of whose arguments are stored weights.
 
     Attributes:
-      parent: for a value that is a weight after a cast (a transpose, a squeeze), the weight before it; for a weight
-        among the arguments itself.
+      parent: for a value that is a weight after a cast (a transpose, a squeeze, a cut), the weight before it; for a
+        weight among the arguments itself.
+      split: the dims of a weight that a layout of it splits; not of one of which that is not known.
     """
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any], weights: Sequence[bool]):
-        """`weights` says which of the arguments are stored weights."""
+    def __init__(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        weights: Sequence[bool],
+        split: Sequence[frozenset[int] | None] = (),
+    ):
+        """`weights` says which of the arguments are stored weights, and `split` which of their dims are split."""
         self.parent: dict[int, int] = {}
-        self._weights = weights
+        self.split: dict[int, frozenset[int]] = {}
+        self._weights, self._split = weights, split
         super().__init__(jaxpr, consts)
 
     def begin(self) -> None:
         """The weights among the arguments are their own parents."""
         self.parent.update((k, k) for k, w in zip(self.ins, self._weights, strict=True) if w)
+        known = zip(self.ins, self._split, strict=False)
+        self.split.update((k, dims) for k, dims in known if k in self.parent and dims is not None)
+
+    def stays(self, node: Node) -> bool:
+        """True where a weight is not used, only changed or cut on its shard."""
+        return node.name in ON_SHARD or is_cut_on_shard(node.eqn, self.split.get(node.ins[0]) if node.ins else None)
 
     def inlines(self, eqn: Any, ins: Sequence[int]) -> bool:
         """A call that reads a weight; a remat region stays one."""
@@ -50,8 +65,10 @@ class WeightGraph(Graph):
     def added(self, node: Node) -> None:
         """A weight stays one through what happens on its shard, and through a region that hands it back."""
         weights = [i for i in node.ins if i in self.parent]
-        if weights and node.name in ON_SHARD:
-            self.parent[node.outs[0]] = weights[0]
+        if weights and self.stays(node):
+            self.parent.update(dict.fromkeys(node.outs, weights[0]))
+            if weights[0] in self.split:
+                self.split.update(dict.fromkeys(node.outs, _split_after(node.eqn, self.split[weights[0]])))
         if weights and node.name in (*REMAT, "cond", "scan"):
             operands = node.ins[bodies(node.eqn)[1] :]
             find = handed_by_scan if node.name == "scan" else handed_through
@@ -71,7 +88,7 @@ class WeightGraph(Graph):
         `cast`: the dtype of all arguments that it sees, so that the cast of one to that dtype is the one at its entry.
         """
         at = value
-        while self.parent.get(at, at) != at and self.makers[at].name not in ON_SHARD:
+        while self.parent.get(at, at) != at and self.makers[at].name not in (*ON_SHARD, *PIECES):
             at = self.parent[at]
         before = self.parent.get(at, at)
         changed = self.avals[before].dtype != self.avals[at].dtype == cast
@@ -92,7 +109,13 @@ class WeightGraph(Graph):
 
     def weights_of(self, node: Node) -> list[int]:
         """The weights that a node uses, each once; none for one that only changes a stored weight."""
-        return [] if node.name in ON_SHARD else list(dict.fromkeys(i for i in node.ins if i in self.parent))
+        return [] if self.stays(node) else list(dict.fromkeys(i for i in node.ins if i in self.parent))
+
+    def part(self, value: int) -> float:
+        """How much of the weight among the arguments a weight that was made from it is; 1 for what is no weight."""
+        if value not in self.parent:
+            return 1.0
+        return math.prod(self.avals[value].shape) / max(math.prod(self.avals[self.root(value)].shape), 1)
 
     def uses_by_root(self, regions: Sequence[str]) -> tuple[set[int], collections.Counter[int]]:
         """The weights among the arguments that are used here, and how often regions, or the results, take each.
@@ -102,7 +125,7 @@ class WeightGraph(Graph):
         used: set[int] = set()
         taken = collections.Counter(self.root(i) for i in self.outs if i in self.parent)
         for node in self.nodes:
-            roots = [self.root(i) for i in node.ins if i in self.parent and node.name not in ON_SHARD]
+            roots = [self.root(i) for i in node.ins if i in self.parent and not self.stays(node)]
             if node.name in regions:
                 taken.update(roots)
             else:
@@ -145,6 +168,16 @@ class WeightGraph(Graph):
         return bool(np.ndim(aval)) and issubdtype(aval.dtype, np.inexact)
 
 
+def _split_after(eqn: Any, split: frozenset[int]) -> frozenset[int]:
+    """The split dims of a weight after an equation on its shard."""
+    name = eqn.primitive.name
+    if name in ("transpose", "squeeze"):
+        return frozenset(i for i, dim in enumerate(dims_in_order(eqn)) if dim in split)
+    if name == "unstack":
+        return frozenset(dim - (dim > eqn.params["axis"]) for dim in split)
+    return split
+
+
 def handed_by_scan(eqn: Any, weights: Sequence[bool]) -> list[int | None]:
     """For each result of a scan: the stack among its operands whose layers the body returns as they came, or None.
 
@@ -156,7 +189,7 @@ def handed_by_scan(eqn: Any, weights: Sequence[bool]) -> list[int | None]:
 
     def handed(out: int) -> int | None:
         while out in graph.parent and graph.parent[out] != out:
-            if graph.makers[out].name in ON_SHARD:
+            if graph.makers[out].name in (*ON_SHARD, *PIECES):
                 return None
             out = graph.parent[out]
         return stacks.get(out) if out in graph.parent else None

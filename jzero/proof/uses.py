@@ -84,12 +84,22 @@ def uses_in(stage: Any, plan: Plan) -> Uses:
     rows = [(path, info, None) for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info)]
     params = _params_of(rows, plan, record(traced.jaxpr))
     weights, found = [x is not None for x in params], Uses()
-    for at, uses in sorted(_Region().search(traced.jaxpr.jaxpr, weights, weights).items()):
+    split = [None if x is None or plan.lives_on_host(x) else _split_dims(x) for x in params]
+    for at, uses in sorted(_Region().search(traced.jaxpr.jaxpr, weights, weights, split).items()):
         x = params[at]
         assert x is not None
         found[x.name] = found.get(x.name, ()) + tuple(uses)
     found.micro_batches = _micro_batches(traced.jaxpr.jaxpr)
     return found
+
+
+def _split_dims(x: Layout) -> frozenset[int]:
+    return frozenset(i for spec in (x.stored, x.used, x.grad) for i, entry in enumerate(spec) if entry)
+
+
+def _without_leading(dims: frozenset[int] | None) -> frozenset[int] | None:
+    """Of a layer of a stack."""
+    return None if dims is None else frozenset(dim - 1 for dim in dims if dim)
 
 
 def _micro_batches(jaxpr: Any) -> int:
@@ -142,9 +152,15 @@ class _Region:
     forward: bool = False
     again: bool = False
 
-    def search(self, jaxpr: Any, weights: Sequence[bool], moving: Sequence[bool]) -> dict[int, list[Use]]:
+    def search(
+        self,
+        jaxpr: Any,
+        weights: Sequence[bool],
+        moving: Sequence[bool],
+        split: Sequence[frozenset[int] | None],
+    ) -> dict[int, list[Use]]:
         """The uses of the weights among the arguments, by position; `moving`: what depends on weights."""
-        graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights)
+        graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights, split)
         found: dict[int, list[Use]] = collections.defaultdict(list)
         at = {value: i for i, value in enumerate(graph.ins)}
         moves = {value for value, m in zip(graph.ins, moving, strict=True) if m}
@@ -163,7 +179,7 @@ class _Region:
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
             elif inside.forward and node not in on_shards:
-                for value in {graph.root(i): i for i in used}.values():  # one and its transpose are one
+                for value in {(graph.root(i), graph.part(i)): i for i in used}.values():  # a transpose is no other
                     found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
         return {i: [_read(use) if i in again else use for use in uses] for i, uses in found.items()}
 
@@ -174,32 +190,38 @@ class _Region:
         inner, skipped = bodies(node.eqn)
         operands, loop = node.ins[skipped:], node.name in LOOPS
         weights, moving = ([i in some for i in operands] for some in (among, moves))
+        split = [graph.split.get(i) for i in operands]
         consts = loop_consts(node.eqn) - skipped if loop else 0
         if loop:  # what is carried depends on them after one round
             carry = len(operands) - consts if node.name == "while" else scan_parts(node.eqn)[2]
             moving[consts : consts + carry] = [True] * carry
+            split[consts + carry :] = [_without_leading(dims) for dims in split[consts + carry :]]
         region, found = (
             dataclasses.replace(self, again=self.again or node.name in REMAT),
             dict[int, list[Use]](),
         )
         for jaxpr, _ in inner:
-            some = region.search(jaxpr, weights, moving)
+            some = region.search(jaxpr, weights, moving, split)
             if consts and self.forward:  # one over micro-batches has each use in every round
-                once = dataclasses.replace(region, again=True).search(jaxpr, weights, moving)
+                once = dataclasses.replace(region, again=True).search(jaxpr, weights, moving, split)
                 rounds = node.eqn.params.get("length", 0)  # of a `while` not known
                 some |= {at: _strongest(uses, rounds) for at, uses in once.items() if at < consts}
             for at, uses in some.items():
                 found[operands[at]] = max(found.get(operands[at], []), uses, key=len)
-        return found
+        parts = {value: graph.part(value) for value in found}
+        return {
+            value: [dataclasses.replace(use, part=use.part * parts[value]) for use in uses]
+            for value, uses in found.items()
+        }
 
     def use(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> Use:
         """One use, by an equation without a body."""
         moved = graph.narrow(node.outs[0]) if node.name in MOVES else None
         dtype, eqn = np.dtype(moved or graph.avals[value].dtype), node.eqn
         if row_lookup(eqn):
-            return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]))
+            return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]), graph.part(value))
         kind = "matmul" if self.is_read(graph, node, value, moves) else "kept"
-        return Use(kind, gradient_dtype(eqn, dtype))
+        return Use(kind, gradient_dtype(eqn, dtype), part=graph.part(value))
 
     def is_read(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> bool:
         """True where the backward pass reads the weight: it is multiplied with what depends on weights."""

@@ -168,6 +168,16 @@ def tied(p, x):
     return jnp.tanh(x @ p["d"]) @ p["d"] @ p["d"].T
 
 
+def cut(p, x):
+    """Parts of weights, along dims that are split and others that are not."""
+    first, second, third = p["stack"]
+    left, right = jnp.split(p["a"], 2, axis=1)
+    top, bottom = jnp.split(p["b"], 2, axis=0)
+    h = jnp.tanh(x @ first) * (x @ second) + (x @ left) @ top
+    h = h @ p["stack"][1] + (h @ right) @ bottom + h @ third[:, ::-1]
+    return h + (h @ p["c"][:, :16]) @ p["d"][16:]
+
+
 def unused(p, x):
     """A loss that reads one weight alone: the others have a gradient of zero."""
     return x @ p["a"]
@@ -186,6 +196,7 @@ CASES = {
     "scan in scan": scan_in_scan,
     "vmap": mapped,
     "tied": tied,
+    "cut": cut,
     "unused": unused,
 }
 
@@ -225,6 +236,7 @@ def kept_weights(closed):
     "scan in scan-1",
     "vmap-3",
     "tied-3",
+    "cut-3",
     "unused-3",
 )
 @pytest.mark.parametrize("prefetch", [1, 3])
