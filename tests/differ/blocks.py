@@ -50,7 +50,8 @@ def twice(p, h, tokens):
 
 
 def indexed(p, h, tokens):
-    return jax.nn.gelu(h @ p["w"][0]) * (h @ p["w"][1])
+    first, second = p["w"]
+    return jax.nn.gelu(h @ first) * (h @ p["w"][1]) + h @ second[:, :3].sum(1, keepdims=True)
 
 
 def scan(p, h, tokens):
