@@ -142,13 +142,13 @@ class GradientReduce:
           x: the layouts of the param.
           accumulate: micro-batches in a step. Gradients that stay whole (stages 0 and 1) are reduced once, after
             the loop; where they are split, once per micro-batch and use.
-          uses: what the param is used for. At stage 0, and at stage 2 where gradients are reduced by the update, XLA
-            adds the gradients of matmuls before it reduces them, and those of lookups; at stage 1 all are added first.
+          uses: what the param is used for. Where gradients are reduced by the update, XLA adds those of all matmuls
+            before it reduces them, and those of all lookups; at stage 0 these two apart.
         """
         row = self.plan.config.row
         accumulate = accumulate if row.grads else 1
         if not row.grads or not (self.on_use or self.is_scattered(x.shape, x.state)):
-            parts = [uses] if row.state and not row.grads else _by_lookup(uses)
+            parts = [uses] if row.state else _by_lookup(uses)
             whole = ([dataclasses.replace(use, part=1.0) for use in some] for some in parts)
             uses = [max(some, key=lambda use: self._bytes_of(x, use)) for some in whole]
         for use in uses:

@@ -26,7 +26,11 @@ class Use:
     kind: str
     dtype: np.dtype | None = None
     rows: int = 0
-    part: float = 1.0
+    part: float = dataclasses.field(default=1.0, kw_only=True)
+
+    def __repr__(self):
+        rows = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)]
+        return f"Use({', '.join(rows[: 3 + (self.part != 1)])})"
 
 
 class Uses(dict[str, tuple[Use, ...]]):

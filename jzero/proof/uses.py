@@ -219,7 +219,7 @@ class _Region:
         moved = graph.narrow(node.outs[0]) if node.name in MOVES else None
         dtype, eqn = np.dtype(moved or graph.avals[value].dtype), node.eqn
         if row_lookup(eqn):
-            return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]), graph.part(value))
+            return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]), part=graph.part(value))
         kind = "matmul" if self.is_read(graph, node, value, moves) else "kept"
         return Use(kind, gradient_dtype(eqn, dtype), part=graph.part(value))
 

@@ -5,6 +5,7 @@ The model has a BatchNorm: its statistics are shaped like biases, and are reduce
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -266,3 +267,43 @@ def test_offloaded_state_on_device(scan):
     found = found_in((model, optimizer), plan, step)
     assert set(found) == {"state_not_offloaded"}
     assert found["state_not_offloaded"].bytes >= 0.9 * 2 * plan.param_bytes // 8
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.table, self.hidden = nnx.Embed(2048, DIM, rngs=rngs), nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.table.attend(nnx.relu(self.hidden(self.table(tokens))))
+
+
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_tied_table_whose_gradients_nobody_adds(stage):
+    """The remedy is one clause, and works; and the closed form is what is sent then."""
+    pod = jzero.pod("h200")
+
+    def tied():
+        model = Tied(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    model, optimizer = jzero.abstract(tied, stage=stage, mesh=pod.mesh({"data": 8}))
+    plan = jzero.plan_of(optimizer)
+    tokens = jax.ShapeDtypeStruct((ROWS, 128), jnp.int32, sharding=plan.batch)
+
+    def loss_fn(model, tokens):
+        return optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens).mean()
+
+    def program(loss_fn):
+        @functools.partial(nnx.jit, donate_argnums=(0, 1))
+        def step(model, optimizer, tokens):
+            optimizer.update(model, nnx.grad(loss_fn)(model, tokens))
+
+        return pod.compile(step, model, optimizer, tokens, plan=plan, compiler_options=QUICK)
+
+    (finding,) = findings(program(loss_fn), plan)
+    assert finding.kind == "more_than_closed_form"
+    assert "['table']['embedding'][2048,128]" in finding.remedy
+    remedy, *_ = finding.remedy.removeprefix("loss_fn = ").partition(", or ")
+    found = findings(program(eval(remedy, {"jzero": jzero, "loss_fn": loss_fn, "plan": plan})), plan)
+    assert (found, found.notes) == ((), ())

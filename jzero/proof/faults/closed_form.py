@@ -23,9 +23,24 @@ from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_of
 from jzero.proof.collectives import Site
 from jzero.proof.evidence import REDUCES, Evidence
-from jzero.proof.faults.wording import ACROSS, MOST_NAMES, Faults, axes_text, equation, more_text, names_text
+from jzero.proof.faults.wording import (
+    ACROSS,
+    MOST_NAMES,
+    Faults,
+    axes_text,
+    equation,
+    is_tied,
+    more_text,
+    names_text,
+)
 from jzero.proof.places import primitive_of
 
+REMEDY = (
+    "at the equation that is named: what sorts, searches or constrains a whole param, gradient or moment goes into a "
+    "function of its own, called when it is wanted; activations are held by the batch, "
+    "jax.lax.with_sharding_constraint(x, plan.batch); and the loss calls the apply_fn of the state, or is "
+    "jzero.gather_on_use(loss_fn, plan)."
+)
 SHARE_MORE = 0.05
 SHARE_ROW = 0.01
 BY_HAND = frozenset(
@@ -48,15 +63,21 @@ def more_than_closed_form(e: Evidence) -> Faults:
         return
     found = [row for row in _excess(e, rows, planned) if row[-1] > SHARE_ROW * psi]
     rows_moved = any(primitive_of(where) in ROWS for _, where, _ in found)
+    tied = [x for x in e.plan.layouts if is_tied(e, x) and found and x.name in found[0][0]]
+    if tied and not e.plan.config.row.params:
+        remedy = (
+            "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned: at "
+            f"every stage it adds the gradients of a lookup and of a matmul of {names_text(tied)[:-1]}, and reduces "
+            "the sum once."
+        )
+    else:
+        remedy = REMEDY + (f" {ACROSS}" if rows_moved else "")
     listed = "; ".join(f"{what}: {human_bytes(size)} ({where})" for what, where, size in found[:MOST_NAMES])
     yield (
         f"{sent / psi:.2f} Psi are sent over {axes_text(e.plan.config.axes)} in a step, and the closed form says "
         f"{closed / psi:.2f}. Not in it: {listed or 'nothing large by itself'}{more_text(found)}.",
         round(sent - closed),
-        "at the equation that is named: what sorts, searches or constrains a whole param, gradient or moment goes into "
-        "a function of its own, called when it is wanted; activations are held by the batch, "
-        "jax.lax.with_sharding_constraint(x, plan.batch); and the loss calls the apply_fn of the state, or is "
-        "jzero.gather_on_use(loss_fn, plan)." + (f" {ACROSS}" if rows_moved else ""),
+        remedy,
     )
 
 

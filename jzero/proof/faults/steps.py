@@ -13,6 +13,7 @@ from jzero.proof.faults.wording import (
     axes_text,
     elements,
     equation,
+    is_tied,
     more_text,
     names_text,
 )
@@ -130,7 +131,8 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
         s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch" and not e.is_optimizers(s)
     )  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
-    rounds = sum(n for _, n in rows) / (elements(e) + e.others) if e.split else 0
+    tied = sum(e.local(x) for x in e.split if is_tied(e, x))  # `more_than_closed_form` names these
+    rounds = sum(n for _, n in rows) / (elements(e) + e.others + tied) if e.split else 0
     if rounds >= ROUNDS * e.micro_batches and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (

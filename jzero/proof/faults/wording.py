@@ -49,6 +49,12 @@ def names_text(leaves: list[Argument] | list[Layout]) -> str:
     return f"{shown}{more_text(leaves)}."
 
 
+def is_tied(e: Evidence, x: Layout) -> bool:
+    """True for a table whose rows are looked up and that is multiplied too."""
+    kinds = {use.kind for use in (e.uses or {}).get(x.name, ())}
+    return "lookup" in kinds and len(kinds) > 1
+
+
 def more_text(rows) -> str:
     """How many rows there are besides the first."""
     return f" and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else ""
