@@ -264,7 +264,7 @@ def _():
     import jzero
 
     def other(original, compiled, plan):
-        return tuple(f for f in original(compiled, plan) if f.kind != "state_not_returned")
+        return tuple(f for f in original(compiled, plan) if f.kind != "not_trained")
 
     wrap(jzero, "findings", other)
 

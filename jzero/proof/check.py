@@ -17,7 +17,7 @@ from jzero.proof.evidence import Evidence
 from jzero.proof.faults import KINDS, faults
 from jzero.proof.faults.blind import NOT_CHECKED, not_checked
 from jzero.proof.faults.closed_form import less_than_closed_form
-from jzero.proof.faults.rules import GPU_ALONE
+from jzero.proof.faults.rules import on_gpus_alone
 from jzero.proof.hlo import parse
 from jzero.proof.memory import checked_uses
 from jzero.proof.models import check_plan_fits
@@ -32,7 +32,7 @@ class Finding:
 
     Attributes:
       kind: a stable short name, one of `faults.KINDS`, or `not_checked`.
-      text: what was found, with the leaves it concerns.
+      text: what was found and its cause, with the leaves it concerns.
       bytes: per device: what is held, or sent in a step, without need.
       remedy: the argument or call that mends it.
     """
@@ -52,18 +52,26 @@ class Findings(tuple[Finding, ...]):
     Attributes:
       looked_for: the kinds that were looked for.
       left_out: the other kinds, and why each was not.
+      in_part: of the kinds that were looked for, what was not.
       notes: what is no fault and worth a look: less is sent than `estimate` says.
     """
 
     looked_for: tuple[str, ...]
     left_out: Mapping[str, str]
+    in_part: Mapping[str, str]
     notes: tuple[str, ...]
 
-    def __new__(cls, found: Iterable[Finding], left_out: Mapping[str, str], notes: Iterable[str]):
+    def __new__(
+        cls,
+        found: Iterable[Finding],
+        left_out: Mapping[str, str],
+        in_part: Mapping[str, str],
+        notes: Iterable[str],
+    ):
         """See `findings`."""
         self = super().__new__(cls, found)
         self.looked_for = tuple(kind for kind in KINDS if kind not in left_out)
-        self.left_out, self.notes = dict(left_out), tuple(notes)
+        self.left_out, self.in_part, self.notes = dict(left_out), dict(in_part), tuple(notes)
         return self
 
     def __repr__(self):
@@ -73,6 +81,7 @@ class Findings(tuple[Finding, ...]):
         for why in dict.fromkeys(self.left_out.values()):
             kinds = ", ".join(kind for kind, other in self.left_out.items() if other == why)
             lines.append(f"  not looked for, {why}: {kinds}")
+        lines += [f"  {kind} was looked for in part, {why}" for kind, why in self.in_part.items()]
         return "\n".join(lines)
 
 
@@ -172,9 +181,10 @@ def findings(
     rows = [Finding(kind, *row) for kind, rows in found.items() for row in rows]
     if NOT_CHECKED not in ignore:
         rows += [Finding(NOT_CHECKED, *row) for row in not_checked(evidence, ignore, found)]
-    left_out = dict.fromkeys(GPU_ALONE, "in a program of the CPU backend") if evidence.on_cpu else {}
+    left_out, in_part = on_gpus_alone() if evidence.on_cpu else ({}, {})
     left_out |= dict.fromkeys((kind for kind in ignore if kind in KINDS), "by ignore=")
-    return Findings(rows, left_out, less_than_closed_form(evidence))
+    in_part = {kind: why for kind, why in in_part.items() if kind not in left_out}
+    return Findings(rows, left_out, in_part, less_than_closed_form(evidence))
 
 
 def _uses(compiled, plan: Plan, uses: Any) -> tuple[Mapping[str, Sequence[Use]] | None, str]:

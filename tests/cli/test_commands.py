@@ -241,7 +241,7 @@ def test_explain_of_an_nnx_pair_that_did_not_engage(capsys):
     args = ["--create", f"{FILE}:create_pair", "--step", f"{FILE}:pair_step", "--batch", "f32[32,256]"]
     assert main(["explain", *args, "--stage", "2", "--min-shard-bytes", "10000000"]) == 1
     out = capsys.readouterr().out
-    assert "replicated_leaves" in out
+    assert "state_too_large" in out
     assert "Remedy: pass ZeroConfig(min_shard_bytes=0)" in out
 
 

@@ -68,4 +68,6 @@ def test_gradients_are_reduced_once_and_params_gathered(stage, width, parts):
     first = (gathers - 1) / 3  # the input has no gradient: its weight is not gathered again
     assert report.wire.psi == pytest.approx(estimate.wire_psi - first, rel=0.02)
     whole = stage == 3 and parts == 1
-    assert [f.kind for f in jzero.findings(compiled, plan)] == ["replicated_leaves"] * whole
+    found = jzero.findings(compiled, plan)
+    assert [f.kind for f in found] == ["state_too_large"] * whole
+    assert all("stay whole on every device" in f.text for f in found)

@@ -186,12 +186,27 @@ def run_case(case: dict) -> Outcome:
             initial(case)  # before any context of a mesh
             _run(case, Path(folder))
         except Exception as error:
-            known = refusal(error, case)
+            known = refusal(error, case) or _plain_too(error, case)
             if known:
                 return Outcome("refused", known)
             text = traceback.format_exc() if not isinstance(error, Differs) else str(error)
             return Outcome("FAILED", f"{type(error).__name__}: {error}\n{text}"[:6000])
     return Outcome("equal")
+
+
+def _plain_too(error: Exception, case: dict) -> str | None:
+    """Says that plain optax raises what the sharded run raised: SM3 refuses scalars, and so on."""
+    if isinstance(error, Differs):
+        return None
+    try:
+        plain = Plain(case)
+        _, grads = plain.gradients(batch_of(case, 0), jax.random.key(0))
+        plain.update(grads)
+        plain.flush()
+    except Exception as own:
+        if type(own) is type(error) and str(own) == str(error):
+            return "plain optax raises it too"
+    return None
 
 
 def _run(case: dict, folder: Path) -> None:

@@ -49,11 +49,10 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["compute"] = "bfloat16"
     case |= draw_chain(rng)
     case |= draw_place(rng, case["dtype"], flavour, head)
-    if case["optimizer"] in SIGNS:  # where a moment is rounded, the sign of the update is another one
+    # where a moment is rounded, the sign of an update is another; with a trust ratio rounding grows threefold a step
+    if case["optimizer"] in SIGNS or "trust_ratio" in case["wraps"]:
         for name in ("moment_dtype", "master_dtype"):
             case["config"].pop(name, None)
-    if "trust_ratio" in case["wraps"]:  # the same: rounding grows threefold from step to step
-        case["config"].pop("master_dtype", None)
     stateless = not set(case["blocks"]) & set(STATEFUL)
     if (flavour == "nnx" or stateless) and rng.random() < (0.2 if stateless else 0.5):
         case["micro"] = {"accumulate": rng.choice((1, 2, 3)), "reduce": draw_reduce(rng, case)}

@@ -63,7 +63,7 @@ def test_of_two_stacks_with_as_many_values_the_one_that_is_gathered_whole():
         return through(p["z"], x) @ p["wide"].sum(0)[:, :DIM]
 
     found = found_in({"wide": (2, DIM, 4 * DIM), "z": (8, DIM, DIM)}, loss, stacks=["wide", "z"])
-    finding = found["stack_gathered_before_loop"]
+    finding = found["weights_not_gathered_on_use"]
     assert finding.bytes == 2 * DIM * 4 * DIM * 4
     assert finding.text.endswith("['wide'][2,128,512].")
 

@@ -135,11 +135,11 @@ def summed_by_hand(state, batch):
 
 BAD = {
     "gradients_all_reduced": whole_gradients,
-    "state_not_returned": functools.partial(bad, 2, lost, donate=()),
+    "not_trained": functools.partial(bad, 2, lost, donate=()),
     "state_not_donated": functools.partial(bad, 2, donate=()),
     "batch_not_split": functools.partial(bad, 2, batch=lambda plan: tokens(8, plan.sharding(P()))),
-    "replicated_leaves": functools.partial(bad, 2, min_shard_bytes=2**20),
-    "gather_on_use_not_traced": functools.partial(bad, 3, apart),
+    "state_too_large": functools.partial(bad, 2, min_shard_bytes=2**20),
+    "weights_not_gathered_on_use": functools.partial(bad, 3, apart),
     "reduction_per_microbatch": functools.partial(bad, 2, summed_by_hand, batch=lambda plan: tokens(32)),
 }
 
@@ -215,7 +215,7 @@ def test_the_same_step_compiled_twice_has_the_same_findings():
         compiled = jzero.pod("h200").compile(step, state, tokens(), compiler_options=QUICK)
         found.append([f.kind for f in findings(compiled, plan)])
     assert found[0] == found[1]
-    assert "state_not_returned" in found[0]
+    assert "not_trained" in found[0]
 
 
 class Net(nnx.Module):
@@ -269,7 +269,7 @@ def test_an_nnx_step_by_record(stage, jit, ema):
     uses = jzero.uses_of(step, model, optimizer, x, *averages, plan=plan)
     assert set(uses) == {x.name for x in plan.layouts}
     assert report.wire.psi == pytest.approx(jzero.estimate(plan, uses=uses).wire_psi, rel=0.01)
-    assert [f.kind for f in findings(compiled, plan)] == ["replicated_leaves"] * (stage == 3)  # the frozen weight
+    assert [f.kind for f in findings(compiled, plan)] == ["state_too_large"] * (stage == 3)  # the frozen weight
 
 
 def abstract_like(tree, specs, plan):

@@ -13,7 +13,7 @@ from models import batch, create_small, loss_of, train_step
 
 import jzero
 
-KIND = "more_memory_than_closed_form"
+KIND, WHOLE = "more than the closed form", "whole"
 ADAM = optax.adamw(1e-2)
 HISTORY = optax.chain(optax.scale_by_lbfgs(memory_size=4), optax.scale(-1e-2))
 
@@ -40,7 +40,13 @@ def averages(state, data):
 
 def found_in(state, plan, step=train_step, donate=0):
     program = jax.jit(step, donate_argnums=donate).lower(state, plan.place_batch(batch())).compile()
-    return {f.kind: f for f in jzero.findings(program, plan)}
+    return by_cause(jzero.findings(program, plan))
+
+
+def by_cause(found):
+    """By kind, and those of `state_too_large` by their cause."""
+    causes = {WHOLE: "not split as planned", KIND: "by the plan's closed form"}
+    return {next((name for name, text in causes.items() if text in f.text), f.kind): f for f in found}
 
 
 def whole(tree, plan):
@@ -61,12 +67,12 @@ def held(tree) -> int:
 
 @pytest.mark.parametrize("tx", [HISTORY, optax.flatten(ADAM)], ids=["history", "one vector"])
 def test_state_that_has_no_shape_of_a_param(tx, mesh):
-    """By a chain whose init was called outside of jzero, or a restore: no leaf for `state_whole`, or not all."""
+    """By a chain whose init was called outside of jzero, or a restore: no leaf for `state.state_whole`, or not all."""
     state, plan = sharded(mesh, 2, lambda: create_small(tx))
     assert KIND not in found_in(state, plan)
     wrong = state.replace(opt_state=whole(state.opt_state, plan))
     found = found_in(wrong, plan)
-    said = found["state_whole"].bytes if tx is HISTORY else 0
+    said = found[WHOLE].bytes if tx is HISTORY else 0
     assert found[KIND].bytes == held(wrong.opt_state) - held(state.opt_state) - said  # each leaf once
     name = "diff_params_memory['Dense_0']['kernel'] comes in as f32[4,24,32], planned f32[4,3,32]"
     assert (name if tx is HISTORY else ".opt_state[0].mu comes in as f32[") in found[KIND].text
@@ -99,13 +105,13 @@ def test_an_average_as_a_list(stage, mesh):
 
 
 def test_an_average_that_is_whole(mesh):
-    """`state_whole` names it, alone; jzero keeps a layout on the mesh, so the remedy lays it out first."""
+    """`state.state_whole` names it, alone; jzero keeps a layout on the mesh, so the remedy lays it out first."""
     state, plan = sharded(mesh, 2, averaged)
     assert found_in(state, plan, averages) == {}
     wrong = state.replace(average=whole(state.average, plan))
     found = found_in(wrong, plan, averages)
-    assert set(found) == {"state_whole"}
-    words = found["state_whole"].remedy.split("copy = ")[1].removesuffix(".")
+    assert set(found) == {WHOLE}
+    words = found[WHOLE].remedy.split("copy = ")[1].removesuffix(".")
     copy = eval(words, {"jax": jax, "plan": plan, "copy": wrong.average})
     assert found_in(again(wrong.replace(average=copy), plan), plan, averages) == {}
 
@@ -122,7 +128,7 @@ def test_an_average_of_a_param_whose_state_is_padded(stage, mesh):
         )  # fmt: skip
 
     state, plan = sharded(mesh, stage, create, uneven="pad")
-    assert not {KIND, "state_whole"} & set(found_in(state, plan, averages))
+    assert not {KIND, WHOLE} & set(found_in(state, plan, averages))
     state, plan = sharded(mesh, stage, lambda: create(jax.tree.leaves), uneven="pad")
     assert "129" not in found_in(state, plan, averages)[KIND].text
 
@@ -133,8 +139,8 @@ def test_an_evaluation_with_whole_params(mesh):
 
     state, plan = sharded(mesh, 3)
     wrong = state.replace(params=jzero.unshard(state.params))
-    (finding,) = found_in(wrong, plan, evaluates, donate=()).values()
-    assert (finding.kind, finding.bytes) == (KIND, held(wrong.params) - held(state.params))
+    ((cause, finding),) = found_in(wrong, plan, evaluates, donate=()).items()
+    assert (cause, finding.bytes) == (KIND, held(wrong.params) - held(state.params))
     assert found_in(again(wrong, plan), plan, evaluates, donate=()) == {}
 
 
@@ -153,13 +159,13 @@ def test_params_on_the_device_whose_place_is_host_memory(mesh):
 
 @pytest.mark.pod
 def test_a_jit_of_the_user_whose_in_shardings_replicate_the_params():
-    """`state_whole` names what has a layout of its own in the plan; nothing is said twice."""
+    """`state.state_whole` names what has a layout of its own in the plan; nothing is said twice."""
     pod = jzero.pod("h200")
     state = jzero.abstract(lambda: create_small(ADAM), stage=3, mesh=pod.mesh({"data": 8}), min_shard_bytes=0)
     plan, data = jzero.plan_of(state), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
     homes = jax.tree.map(lambda x: x.sharding, state).replace(params=plan.sharding(jax.P()))
     step = jax.jit(train_step, in_shardings=(homes, plan.batch), donate_argnums=0)
     bare = state.replace(params=jax.tree.map(lambda x: x.update(sharding=plan.sharding(jax.P())), state.params))
-    found = {f.kind for f in jzero.findings(pod.compile(step, bare, data), plan)}
-    assert "state_whole" in found
+    found = by_cause(jzero.findings(pod.compile(step, bare, data), plan))
+    assert WHOLE in found
     assert KIND not in found

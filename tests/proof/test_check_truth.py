@@ -43,7 +43,7 @@ def test_a_step_that_does_not_return_its_state(stage, mesh):
     state, plan = sharded(mesh, stage)
     data = plan.place_batch(batch())
     (found,) = jzero.findings(lowered(forgets, state, data, donate_argnums=0), plan)
-    assert found.kind == "state_not_returned"
+    assert found.kind == "not_trained"
     assert "nothing of the state comes back" in found.text
     assert "return the new state" in found.remedy
 
@@ -52,7 +52,7 @@ def test_a_step_that_does_not_return_its_state(stage, mesh):
         return state.replace(params=new.params, step=new.step, opt_state=None), loss
 
     (found,) = jzero.findings(lowered(keeps_moments, state, data), plan)[:1]
-    assert found.kind == "state_not_returned"
+    assert found.kind == "not_trained"
     assert ".opt_state" in found.text
     assert kinds(lowered(train_step, state, data, donate_argnums=0), plan) == []
 
@@ -63,7 +63,7 @@ def test_a_step_for_a_pod_that_neither_returns_nor_donates_its_state():
     pod = jzero.pod("h200")
     state = jzero.abstract(lambda: create_small(TX), stage=2, mesh=pod.mesh({"data": 8}), min_shard_bytes=0)
     plan, data = jzero.plan_of(state), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
-    assert kinds(pod.compile(forgets, state, data), plan) == ["state_not_returned"]
+    assert kinds(pod.compile(forgets, state, data), plan) == ["not_trained"]
     assert kinds(pod.compile(evaluates, state, data), plan) == []
 
 
@@ -115,7 +115,7 @@ def test_an_evaluation(stage, mesh):
     data = plan.place_batch(batch())
     assert kinds(lowered(evaluates, state, data), plan) == []
     found = kinds(lowered(lambda s, b: loss_of(PLAIN, s.params, b), state, data), plan)
-    assert found == (["gather_on_use_not_traced"] if stage == 3 else [])
+    assert found == (["weights_not_gathered_on_use"] if stage == 3 else [])
 
 
 def grads_of(state, data):
@@ -141,7 +141,7 @@ def test_a_step_that_never_updates(stage, donated, mesh):
 
     for step in (forgets_to_update, logs_gradients):
         (finding,) = found(step)
-        assert finding.kind == "state_not_returned"
+        assert finding.kind == "not_trained"
         assert "never updates: 10 params come back as they went in. .params['Dense_0']" in finding.text
         assert finding.bytes == sum(x.nbytes // (8 if x.stored != x.used else 1) for x in plan.layouts)
         assert "linen: return state.apply_gradients(grads=grads)" in finding.remedy
@@ -193,7 +193,7 @@ def test_two_models_in_a_step(stage, second, mesh):
     assert jzero.explain(both, plan).wire.psi_bytes == pytest.approx(size * 7 / 8, rel=1e-3)
     assert alone.psi_bytes == pytest.approx(plan.param_bytes * 7 / 8, rel=1e-3)
     lost = lowered(loses_one, state, other, data, donate_argnums=(0, 1))
-    assert "state_not_returned" not in kinds(lost, plan)
+    assert "not_trained" not in kinds(lost, plan)
     assert jzero.explain(lost, plan).wire.psi_bytes == alone.psi_bytes
 
     def beside_frozen(state, frozen, data):
@@ -205,7 +205,7 @@ def test_two_models_in_a_step(stage, second, mesh):
     frozen = lowered(beside_frozen, state, {"params": other.params}, data, donate_argnums=0)
     assert jzero.explain(frozen, plan).wire.psi_bytes == alone.psi_bytes
     if second is another:  # of two equal models, results are told apart by nothing
-        assert "state_not_returned" in kinds(lost, other_plan)
+        assert "not_trained" in kinds(lost, other_plan)
 
 
 @pytest.mark.default_cases("3")
@@ -284,10 +284,10 @@ def test_nnx(stage, mesh):
     good = nnx.jit(nnx_step, donate_argnums=(0, 1)).lower(model, optimizer, data).compile()
     assert kinds(good, plan) == []
     (found,) = jzero.findings(lowered(nnx_step, model, optimizer, data), plan)  # plain jax.jit changes copies
-    assert found.kind == "state_not_returned"
+    assert found.kind == "not_trained"
     assert "nnx.jit" in found.remedy
     whole = nnx.jit(lambda model, data: model(data["x"])).lower(model, data).compile()
-    assert kinds(whole, plan) == (["gather_on_use_not_traced"] if stage == 3 else [])
+    assert kinds(whole, plan) == (["weights_not_gathered_on_use"] if stage == 3 else [])
     gathered = jzero.gather_on_use(lambda model, data: model(data["x"]), plan)
     assert kinds(nnx.jit(gathered).lower(model, data).compile(), plan) == []
 
@@ -306,7 +306,7 @@ def test_nnx_step_that_never_updates(mesh):
         return jzero.findings(program, plan, uses=uses)
 
     (finding,) = found(forgets_to_update)
-    assert finding.kind == "state_not_returned"
+    assert finding.kind == "not_trained"
     assert "never updates: 2 params come back as they went in" in finding.text
     assert "NNX: optimizer.update(model, grads)" in finding.remedy
     assert found(nnx_step) == ()  # the same, and the remedy
@@ -336,7 +336,7 @@ def test_the_state_that_a_step_takes_is_whole(mesh):
         return state, train_step(other, data)[0], loss
 
     data = plan.place_batch(batch())
-    assert "state_whole" in kinds(lowered(step, whole, other, data, donate_argnums=(0, 1)), plan)
+    assert "state_too_large" in kinds(lowered(step, whole, other, data, donate_argnums=(0, 1)), plan)
     assert np.shape(data["x"])[0] == BATCH
 
 

@@ -86,7 +86,7 @@ def found_in(create, mesh, stage=3, **arguments):
 @pytest.mark.parametrize(("create", "arguments"), [(in_the_state, {}), (beside_the_state, weights())])
 def test_a_base_below_adapters(create, arguments, mesh):
     (finding,), _ = found_in(create, mesh, **arguments)
-    assert (finding.kind, finding.bytes) == ("replicated_leaves", BASE)
+    assert (finding.kind, finding.bytes) == ("state_too_large", BASE)
     assert (
         "3 arrays that are not trained, 196.61 kB, lie whole on every device, beside 12.29 kB" in finding.text
     )
@@ -129,6 +129,6 @@ def test_nnx(mesh):
         return jzero.findings(nnx.jit(step, donate_argnums=(0, 1)).lower(*pair, x).compile(), plan)
 
     (finding,) = found(TX, nnx.LoRAParam)
-    assert (finding.kind, finding.bytes) == ("replicated_leaves", BASE)
+    assert (finding.kind, finding.bytes) == ("state_too_large", BASE)
     assert "wrt=nnx.Param" in finding.remedy
     assert found(FROZEN, nnx.Param) == ()

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from jzero.proof import hlo
-from jzero.proof.faults import KINDS
+from jzero.proof.faults.steps import slices_wrong
 from jzero.proof.offsets import wrong_slices
 
 HERE = pathlib.Path(__file__).parents[1] / "hlo"
@@ -82,7 +82,7 @@ def test_layouts_and_outer_loops():
 def test_the_finding_says_where_and_the_remedy():
     def rule(version):
         evidence = types.SimpleNamespace(module=hlo.parse(text_of("host_scan", version)), on_cpu=False)
-        return list(KINDS["loop_slices_wrong"](evidence))
+        return list(slices_wrong(evidence))
 
     assert rule("0.12.0.1") == []
     ((text, size, remedy),) = rule("0.10.2")

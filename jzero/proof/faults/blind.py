@@ -19,8 +19,7 @@ from jzero.proof.unread import endless, unknown_calls
 
 NOT_CHECKED = "not_checked"
 SHARE_UNNAMED = 0.05  # of one Psi
-EXPLAINED = ("state_not_returned", "gradients_zero")
-"""Where XLA has dropped the backward pass, or the update."""
+EXPLAINED = "not_trained"  # XLA has dropped the backward pass, or the update
 REPORT = "report it to jzero with the version of jax; "
 
 
@@ -50,7 +49,7 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
         yield text, 0, REPORT + "meanwhile a version that docs/compatibility.md lists."
     if e.uses is None and (e.trace_failed or not e.on_cpu):
         yield (
-            f"more_than_closed_form and gradients_zero were not looked for: {e.uses_unknown}.",
+            f"more_than_closed_form, and gradients that are zero (not_trained), were not looked for: {e.uses_unknown}.",
             0,
             "uses=jzero.uses_of(step, state, batch), in the contexts that the step wants; or compile with "
             "pod.compile(step, ...) or jzero.jit(step, plan).lower(...).compile().",
@@ -72,7 +71,7 @@ def _endless(e: Evidence) -> Faults:
 
 def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
     """See [Note: names that are not recognized]."""
-    if e.record is not None and not set(EXPLAINED).intersection(found):
+    if e.record is not None and EXPLAINED not in found:
         if e.record.has_backward and e.record.of(e.plan) and not e.module.has_backward:
             yield "the step has a backward pass, and none was recognized in the names of the compiled program."
         inside = not e.plan.config.updates_outside and e.record.of(e.plan)

@@ -17,7 +17,7 @@ SHARE_WAITS = 0.02
 def weights_on_device(e: Evidence) -> Faults:
     """Fetched shards that are on the device together although each is used by itself."""
     total = hosted_bytes(e)
-    if e.on_cpu or not total:
+    if not total:
         return
     buckets = BUCKETS_HELD * e.plan.bucket_bytes // e.plan.n
     largest = max(x.nbytes // x.layers // shard_factor(x.stored, e.plan.mesh) for x in e.plan.layouts)
@@ -35,7 +35,7 @@ def weights_on_device(e: Evidence) -> Faults:
 def transfers_waited_for(e: Evidence) -> Faults:
     """Weights or gradients whose copy the program waits for."""
     total = hosted_bytes(e)
-    if e.on_cpu or not total:
+    if not total:
         return
     mine = [t for t in e.transfers if t.scope in (WEIGHT, GRADIENT)]
     waits = [t for t in mine if not t.asynchronous]

@@ -1,99 +1,107 @@
-"""The rules of `check`: one for each kind of fault, from the traces that it leaves in a compiled step.
+"""The rules of `check`: what each looks for in a compiled step, and under which kind it is reported.
 
 [Note: what is a fault]
-A rule looks for the trace that a fault leaves in the program, measures it in bytes, and stays silent below
+A rule looks for the trace that a cause leaves in the program, measures it in bytes, and stays silent below
 a threshold: a false alarm costs more than a small leak. Vectors (biases, norm scales) and leaves that stay
-whole are all-reduced by design, and an embedding that is used twice is reduced twice.
+whole are all-reduced by design, and an embedding that is used twice is reduced twice. A kind says what is wrong, for
+whoever decides on it; each of its rules finds one cause, with the remedy for it.
 
 [Note: the CPU backend]
 It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
-memory apart. So the kinds of `GPU_ALONE` are not looked for in its programs: compile for `jzero.pod`. The other kinds
-show on both.
+memory apart. So rules with `on_gpus` do not look at its programs: compile for `jzero.pod`. The others see both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults import closed_form, frozen, held, host, micro_batches, state, steps, updates, weights
 from jzero.proof.faults.wording import Faults
 
-
-def batch_not_split(e: Evidence) -> Faults:
-    """A batch that is whole on every device, or micro-batches of it that lie on some of them alone."""
-    yield from steps.batch_not_split(e)
-    yield from micro_batches.cut_across_devices(e)
+Find = Callable[[Evidence], Faults]
 
 
-def replicated_leaves(e: Evidence) -> Faults:
-    """Params that the plan leaves whole, and weights that are no params and lie whole on every device."""
-    yield from weights.whole_leaves(e)
-    yield from frozen.frozen_whole(e)
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule of `check`.
+
+    Attributes:
+      kind: what it is reported as.
+      find: yields its faults.
+      on_gpus: what it finds in programs for GPUs alone, in words; empty where it looks at programs of the CPU too.
+      unless: rules of whose finding its own is a consequence, and is not reported.
+      wire: True where its bytes are on the wire, and explain `more_than_closed_form`.
+    """
+
+    kind: str
+    find: Find
+    on_gpus: str = ""
+    unless: tuple[Find, ...] = ()
+    wire: bool = False
 
 
-KINDS: dict[str, Callable[[Evidence], Faults]] = {
-    "loop_slices_wrong": steps.slices_wrong,
-    "state_not_returned": updates.state_not_returned,
-    "gradients_zero": steps.gradients_zero,
-    "batch_not_split": batch_not_split,
-    "gather_on_use_not_traced": weights.gather_on_use,
-    "gradients_all_reduced": steps.grads_all_reduced,
-    "state_whole": state.state_whole,
-    "state_not_donated": state.state_not_donated,
-    "state_not_offloaded": state.state_not_offloaded,
-    "offloaded_state_copied": state.offloaded_copied,
-    "offloaded_state_on_device": state.offloaded_on_device,
-    "fetched_weights_on_device": host.weights_on_device,
-    "host_transfers_waited_for": host.transfers_waited_for,
-    "replicated_leaves": replicated_leaves,
-    "stack_gathered_before_loop": weights.stack_before_loop,
-    "gathered_weights_kept": weights.weights_kept,
-    "activations_moved": steps.activations_moved,
-    "weights_moved_in_loop": weights.weights_in_loop,
-    "optimizer_moves": state.optimizer_moves,
-    "reduction_per_microbatch": steps.reduction_per_microbatch,
-    "more_memory_than_closed_form": held.more_memory_than_closed_form,
-    "more_than_closed_form": closed_form.more_than_closed_form,
-}
+WRONG_BATCH = (steps.batch_not_split, micro_batches.cut_across_devices)
+LOST = (updates.state_not_returned,)  # XLA drops the backward pass, too
 
-GPU_ALONE = (
-    "loop_slices_wrong", "gradients_all_reduced", "gathered_weights_kept", "activations_moved",
-    "weights_moved_in_loop", "optimizer_moves", "offloaded_state_on_device", "offloaded_state_copied",
-    "fetched_weights_on_device", "host_transfers_waited_for", "more_than_closed_form",
+RULES = (
+    Rule("loop_slices_wrong", steps.slices_wrong, "slices in loops"),
+    Rule("not_trained", updates.state_not_returned),
+    Rule("not_trained", steps.gradients_zero, unless=LOST),
+    *(Rule("batch_not_split", find, wire=True) for find in WRONG_BATCH),
+    Rule("weights_not_gathered_on_use", weights.gather_on_use, wire=True),
+    Rule("weights_not_gathered_on_use", weights.stack_before_loop, wire=True),
+    Rule("weights_not_gathered_on_use", weights.weights_kept, "weights that stay gathered",
+         (weights.stack_before_loop,)),
+    Rule("weights_not_gathered_on_use", weights.weights_in_loop, "weights that every round of a loop gathers",
+         (weights.gather_on_use, *WRONG_BATCH), wire=True),
+    Rule("gradients_all_reduced", steps.grads_all_reduced, "all-reduces of gradients",
+         (*LOST, *WRONG_BATCH, weights.weights_in_loop), wire=True),
+    Rule("reduction_per_microbatch", steps.reduction_per_microbatch,
+         unless=(*WRONG_BATCH, weights.weights_in_loop), wire=True),
+    Rule("state_too_large", state.state_whole),
+    Rule("state_too_large", weights.whole_leaves),
+    Rule("state_too_large", frozen.frozen_whole),
+    Rule("state_too_large", held.more_memory_than_closed_form),
+    Rule("state_not_donated", state.state_not_donated),
+    Rule("state_not_donated", state.offloaded_copied, "state in host memory that is copied"),
+    Rule("state_not_offloaded", state.state_not_offloaded),
+    Rule("state_not_offloaded", state.offloaded_on_device, "state fetched too early"),
+    Rule("state_not_offloaded", host.weights_on_device, "weights fetched too early"),
+    Rule("host_transfers_waited_for", host.transfers_waited_for, "copies to and from host memory"),
+    Rule("activations_moved", steps.activations_moved, "activations on the wire", WRONG_BATCH, wire=True),
+    Rule("optimizer_moves", state.optimizer_moves, "the optimizer's arithmetic on the wire", wire=True),
+    Rule("more_than_closed_form", closed_form.more_than_closed_form, "the sum of what is sent",
+         (*LOST, *WRONG_BATCH)),
 )  # fmt: skip
-"""See [Note: the CPU backend]."""
+"""In the order of the report: wrong values first, then what wastes most."""
 
-CONSEQUENCES = {
-    "gradients_zero": ("state_not_returned",),  # XLA drops the backward pass
-    "gathered_weights_kept": ("stack_gathered_before_loop",),
-    "weights_moved_in_loop": ("gather_on_use_not_traced", "batch_not_split"),  # XLA chooses what to move
-    "activations_moved": ("batch_not_split",),
-    "gradients_all_reduced": ("state_not_returned", "weights_moved_in_loop", "batch_not_split"),
-    "reduction_per_microbatch": ("weights_moved_in_loop", "batch_not_split"),
-    "more_than_closed_form": ("state_not_returned", "batch_not_split",),
-}
-"""Kinds that are not reported where another one is, which they follow from."""
-
-EXPLAINS = frozenset(
-    (
-        "batch_not_split", "gather_on_use_not_traced", "gradients_all_reduced", "stack_gathered_before_loop",
-        "activations_moved", "weights_moved_in_loop", "reduction_per_microbatch", "optimizer_moves",
-    )
-)  # fmt: skip
-"""Kinds whose bytes are on the wire: where they account for half of `more_than_closed_form`, it is not reported."""
+KINDS = tuple(dict.fromkeys(rule.kind for rule in RULES))
 
 
 def faults(e: Evidence) -> dict[str, list[tuple[str, int, str]]]:
-    """What each rule finds, by kind, without what follows from something else that is found."""
-    found = {kind: list(rule(e)) for kind, rule in KINDS.items()}
+    """What the rules find, by kind, without what follows from something else that is found."""
+    found: dict[Find, list[tuple[str, int, str]]] = {}
+    on_wire = 0
+    for rule in RULES:
+        silent = (rule.on_gpus and e.on_cpu) or any(found[find] for find in rule.unless)
+        rows = [] if silent else list(rule.find(e))
+        if rule.find is closed_form.more_than_closed_form:  # the rules measure an excess in different ways
+            rows = [row for row in rows if on_wire < row[1] / 2]
+        found[rule.find] = rows
+        on_wire += sum(size for _, size, _ in rows) if rule.wire else 0
+    return {kind: rows for kind in KINDS if (rows := [row for r in RULES if r.kind == kind for row in found[r.find]])}
 
-    def is_reported(kind: str) -> bool:
-        return bool(found[kind]) and not any(map(is_reported, CONSEQUENCES.get(kind, ())))
 
-    reported = {kind: rows for kind, rows in found.items() if is_reported(kind)}
-    more = sum(size for _, size, _ in reported.get("more_than_closed_form", ()))
-    known = sum(size for kind in EXPLAINS & reported.keys() for _, size, _ in reported[kind])
-    if more - known <= more / 2:  # the rules measure an excess in different ways
-        reported.pop("more_than_closed_form", None)
-    return reported
+def on_gpus_alone() -> tuple[dict[str, str], dict[str, str]]:
+    """Kinds that programs of the CPU backend do not show, and those that they show in part; why, and without what."""
+    left_out, in_part, where = {}, {}, "in a program of the CPU backend"
+    for kind in KINDS:
+        rules = [rule for rule in RULES if rule.kind == kind]
+        left = " and ".join(rule.on_gpus for rule in rules if rule.on_gpus)
+        if all(rule.on_gpus for rule in rules):
+            left_out[kind] = where
+        elif left:
+            in_part[kind] = f"{where}: not {left}"
+    return left_out, in_part

@@ -44,7 +44,7 @@ def whole_rows(e: Evidence) -> list[tuple[Argument, int, str]]:
 
 def optimizer_moves(e: Evidence) -> Faults:
     """Arrays that the optimizer's own arithmetic moves between the shards: it mixes the dims of a matrix."""
-    if e.on_cpu or not e.plan.config.row.state:
+    if not e.plan.config.row.state:
         return
     sites = [s for s, _ in e.sites if e.is_optimizers(s)]
     moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
@@ -131,7 +131,7 @@ def offloaded_copied(e: Evidence) -> Faults:
     """
     hosted = [x for x in e.state if x.on_host]
     stats = e.compiled.memory_analysis()
-    if e.on_cpu or not hosted or stats is None:
+    if not hosted or stats is None:
         return
     held, kept = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
     host, summed = comm_of(e.plan).host, 2 if any(t.scope == "microbatch" for t in e.transfers) else 1

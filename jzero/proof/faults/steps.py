@@ -26,7 +26,7 @@ ROUNDS = 1.75
 
 def slices_wrong(e: Evidence) -> Faults:
     """Slices in loops that are not those of their index: see [Note: offsets of a slice] in `offsets.py`."""
-    found = [] if e.on_cpu else wrong_slices(e.module)
+    found = wrong_slices(e.module)
     if found:
         shown = "; ".join(
             f"%{x.name} of {x.array.dtype}[{','.join(map(str, x.array.dims))}]"
@@ -79,7 +79,7 @@ def batch_not_split(e: Evidence) -> Faults:
 
 def grads_all_reduced(e: Evidence) -> Faults:
     """Gradients that are whole on every device where a reduce-scatter was planned."""
-    if e.on_cpu or e.split_stacks or not e.plan.config.row.grads or not e.split:
+    if e.split_stacks or not e.plan.config.row.grads or not e.split:
         return
     sites = [
         s
@@ -104,7 +104,7 @@ def grads_all_reduced(e: Evidence) -> Faults:
 
 def activations_moved(e: Evidence) -> Faults:
     """Activations on the wire over the ZeRO axes; under `jax.vmap` XLA gathers weights by all-to-all."""
-    if e.on_cpu or e.split_stacks:
+    if e.split_stacks:
         return
     sites = list(e.over_zero_axes("all-to-all", "ragged-all-to-all", "collective-permute"))
     least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch

@@ -140,7 +140,7 @@ def _is_leaf_or_layer(e: Evidence, s: Site, dims: tuple[int, ...], n: int) -> bo
 def weights_kept(e: Evidence) -> Faults:
     """Gathered weights that are alive from the forward to the backward pass."""
     weights = [x for x in e.split if x.stored != x.used]
-    if e.on_cpu or not weights or e.plan.config.keeps_gathered:
+    if not weights or e.plan.config.keeps_gathered:
         return
     gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
     kept = sum(e.kept(s) for s in gathers) + _carried(e, weights)
@@ -159,7 +159,7 @@ def weights_in_loop(e: Evidence) -> Faults:
 
     Those of a stack are moved layer by layer in it: a leaf that looks like one of its layers is not told apart.
     """
-    if e.on_cpu or not e.split or e.split_stacks:
+    if not e.split or e.split_stacks:
         return
     layers = {e.local(x, sliced=True) for x in e.split if x.scanned}
     leaves = {e.local(x): x for x in e.split if not x.scanned and e.local(x) not in layers}
