@@ -32,14 +32,33 @@ def has_module(tree: Any) -> bool:
 
 
 def is_node(x: Any) -> bool:
-    """True for an object of `flax.nnx` that holds Variables: a module, `nnx.Rngs`, a metric."""
+    """True for an object of `flax.nnx` that holds Variables: a module, `nnx.Rngs`, a metric; not for an `nnx.State`."""
     flax: Any = sys.modules.get("flax.nnx")
-    return flax is not None and flax.graphlib.is_graph_node(x)
+    return flax is not None and flax.graphlib.is_graph_node(x) and not isinstance(x, flax.Variable)
 
 
 def has_node(tree: Any) -> bool:
     """True for a tree with such an object in it."""
     return "flax.nnx" in sys.modules and any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+
+
+def is_variable(x: Any) -> bool:
+    """True for an `nnx.Variable`."""
+    flax: Any = sys.modules.get("flax.nnx")
+    return flax is not None and isinstance(x, flax.Variable)
+
+
+def has_variable(tree: Any) -> bool:
+    """True for a tree with a Variable in it, of an object or of an `nnx.State`."""
+    return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))
+
+
+def owned_arrays(tree: Any) -> list[tuple[Any, Any, Any]]:
+    """The arrays of a tree, each with its path and what it belongs to: its Variable, or itself."""
+    found = []
+    for path, owner in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+        found += [(path, owner, x) for x in jax.tree.leaves(owner) if isinstance(x, jax.Array)]
+    return found
 
 
 def abstract(tree: Any) -> Any:
