@@ -21,3 +21,8 @@ def padded(x: Any, shape: Sequence[int]) -> Any:
 def unpadded(x: Any, shape: Sequence[int]) -> Any:
     """The reverse: the first values along every dim."""
     return x if tuple(np.shape(x)) == tuple(shape) else jax.lax.slice(x, [0] * len(shape), tuple(shape))
+
+
+def is_end_cut(shape: Sequence[int], stored: Sequence[int]) -> bool:
+    """True where an array of the first shape may be stored padded in the second."""
+    return len(shape) == len(stored) and all(new >= old for old, new in zip(shape, stored, strict=True))

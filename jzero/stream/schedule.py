@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jzero.core.errors import human_bytes
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import ELEMENTWISE, LAYOUT
+from jzero.layout.padding import is_end_cut
 from jzero.stream.chunks import Chunk, Form, chunks_of
 from jzero.stream.placement import DEVICE, Placement
 
@@ -260,7 +261,9 @@ class Schedule:
             elif node.pads_end and self.graph.avals[node.outs[0]].shape == stored:
                 shapes.add(self.graph.avals[node.ins[0]].shape)
         shapes.discard(stored)
-        return None if len(shapes) > 1 else Form(shapes.pop() if shapes else stored, stored, layout)
+        if len(shapes) > 1 or not all(is_end_cut(shape, stored) for shape in shapes):
+            return None
+        return Form(shapes.pop() if shapes else stored, stored, layout)
 
     def whole_because(self, starts, form: Form | None) -> str:
         """Why results cannot be computed by chunks; empty where they can."""

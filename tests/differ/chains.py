@@ -126,7 +126,7 @@ WRAPS: dict[str, Any] = {
     "ema": lambda tx: optax.chain(tx, optax.ema(0.5)),
     "trace": lambda tx: optax.chain(tx, optax.trace(0.5)),
     "zero_nans": lambda tx: optax.chain(optax.zero_nans(), tx),
-    "trust_ratio": lambda tx: optax.chain(tx, optax.scale_by_trust_ratio()),
+    "trust_ratio": lambda tx: optax.chain(tx, optax.scale_by_trust_ratio(), optax.scale(0.1)),  # not a scalar to 0
     "noise": lambda tx: optax.chain(optax.add_noise(1e-3, 0.5, 3), tx),
     "apply_every": lambda tx: optax.chain(tx, optax.apply_every(2)),
     "norm_of_update": lambda tx: optax.chain(tx, optax.clip_by_global_norm(0.3)),
