@@ -153,17 +153,21 @@ class Accumulation:
         """(loss, aux, grads, carry), with a reduction in every micro-batch."""
         plan = self.plan
 
-        def flat_loss(params, values, *args):
-            return fn(params, args, values)
+        def flat_loss(variables, *args):
+            return fn(variables["params"], args, variables["jzero.state"])
 
         gathering = gather_on_use(flat_loss, plan)
+
+        def gathered(params, args, values):
+            return gathering({"params": params, "jzero.state": values}, *args)
+
         parts = self._micro_batches(args)
 
         def pin(grads):  # padded where the pieces of a gradient would be unequal
             rows = zip(grads, plan.layouts, strict=True)
             return [pad(g, self._sum_shape(x), self._summed(x), plan) for g, x in rows]
 
-        total, loss, aux, sums, carry = self._loop(lambda p, a, v: gathering(p, v, *a), params, *parts, state, pin=pin)
+        total, loss, aux, sums, carry = self._loop(gathered, params, *parts, state, pin=pin)
         if plan.config.params_on_host:
             grads = mapped(lambda total, s: mean(s, total), [sums], plan, scalars=[total], in_place=True)
         else:

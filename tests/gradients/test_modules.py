@@ -152,7 +152,7 @@ def test_objects_in_other_arguments_advance_and_keywords_arrive(accumulate, mesh
     """Not jitted; the params are a module, or a tree."""
     plan = jzero.make_plan({"w": jnp.ones((DIM, 8))}, stage=2, mesh=mesh, min_shard_bytes=0)
     rngs, calls = nnx.Rngs(dropout=3), nnx.Variable(jnp.int32(0))
-    counter = nnx.Dict(calls=calls)
+    counter = nnx.Dict(calls=calls, table=nnx.Variable(jnp.ones((8, 8))))  # whole on every device, and no batch
 
     def loss(model, x, rngs, counter, *, scale):
         counter.calls.set_value(counter.calls[...] + 1)
