@@ -218,7 +218,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
             yield "field", f"{name}={value}"
     if case.get("micro"):
         yield "micro-batches", f"{case['micro']['accumulate']} {case['micro']['reduce']}"
-        yield "micro-batches of", " ".join([case["flavour"], *sorted({*case["blocks"]} & {*STATEFUL})])
+        for kind in sorted({*case["blocks"]} & {*STATEFUL}) or ["stateless"]:
+            yield "micro-batches of", f"{case['flavour']}, {kind}"
     for event in case["events"].values():
         yield "event", event["kind"]
         yield "tier and event", f"{case['config']['tier']}, {event['kind']}"
