@@ -28,6 +28,8 @@ from jzero.checkpoint.logical import (
 )
 from jzero.checkpoint.match import Described, Source, describe, match, text
 from jzero.core.errors import check_choice, check_flag
+from jzero.core.nnx_modules import is_module
+from jzero.flax import adapters
 from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 
 
@@ -74,7 +76,8 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
       only: `"params"` reads what the model needs, and nothing else: params (and fp32 masters of them that `like` has),
         statistics, in NNX all variables of the model but random keys. For evaluation, fine-tuning, another optimizer.
         Optimizer state, step, averages and all other fields are those of `like`; where that is abstract, they stay
-        abstract. Statistics that the checkpoint lacks are named in a warning.
+        abstract. Statistics that the checkpoint lacks are named in a warning. `like` may then be an `nnx.Module` alone,
+        whose `nnx.Param` are the params.
 
     Returns:
       A state like `like`; an NNX pair is filled in place and returned.
@@ -97,6 +100,9 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     check_flag(cast, "cast", where=where)
     check_choice(only, "only", ("params",), where=where, optional=True)
     path = store.absolute(path, where)
+    if only is not None and is_module(like):
+        restore(path, adapters.with_optimizer(like), cast=cast, only=only)
+        return like
     if disk_state.is_folder(path):
         parts = on_auto_mesh(apart(like, tx, where))
         return together(like, on_context_mesh(disk_state.reopened_parts(path, parts, where)))

@@ -151,6 +151,40 @@ def data_sources(
     return inside((jaxpr, consts), sources)
 
 
+def passed_on(jaxpr: Any, consts: Sequence[Any]) -> list[int | None]:
+    """For each result of a jaxpr the number of the argument that it is, unchanged; None where it is another value.
+
+    NNX returns a module's whole state from each of its transforms, also what they only read.
+    """
+
+    def inside(body, values):
+        inner, own = body
+        return traverse(inner, [None] * len(own), values, rule, literal=lambda _: None, calls=CALLS)
+
+    def rule(eqn, values: list[int | None]) -> list[int | None]:
+        name = eqn.primitive.name
+        if name == "optimization_barrier":
+            return values
+        if name == "shard_map":
+            return [None] * len(eqn.outvars)
+        if name == "cond":
+            branches, skipped = bodies(eqn)
+            outs = [inside(body, values[skipped:]) for body in branches]
+            return [some[0] if len(set(some)) == 1 else None for some in zip(*outs, strict=True)]
+        if name in ("scan", "while"):
+            (body,), skipped = bodies(eqn)
+            first = loop_consts(eqn) - skipped
+            values = values[skipped:]
+            carried = scan_parts(eqn)[2] if name == "scan" else len(values) - first
+            outs = inside(body, list(range(len(values))))  # a carry that each round hands on, a stack that comes back
+            kept = [o == first + i for i, o in enumerate(outs[:carried])]
+            stacks = [o is not None and o >= first + carried for o in outs[carried:]]
+            return [values[o] if k and o is not None else None for o, k in zip(outs, kept + stacks, strict=True)]
+        return [None] * len(eqn.outvars)
+
+    return inside((jaxpr, consts), list(range(len(jaxpr.invars))))
+
+
 def wide_sources(
     fn: Callable[[], Sequence[Any]], count: int, dtype_of: Callable[[int], Any]
 ) -> Callable[[], tuple[list[Any], list[Any]]]:

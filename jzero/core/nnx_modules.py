@@ -5,8 +5,9 @@ Flax is never imported for a function that does not use it: a module is known by
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +31,36 @@ def has_module(tree: Any) -> bool:
     return any(is_module(x) for x in jax.tree.leaves(tree, is_leaf=is_module))
 
 
+def is_node(x: Any) -> bool:
+    """True for an object of `flax.nnx` that holds Variables: a module, `nnx.Rngs`, a metric; not for an `nnx.State`."""
+    flax: Any = sys.modules.get("flax.nnx")
+    return flax is not None and flax.graphlib.is_graph_node(x) and not isinstance(x, flax.Variable)
+
+
+def has_node(tree: Any) -> bool:
+    """True for a tree with such an object in it."""
+    return "flax.nnx" in sys.modules and any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+
+
+def is_variable(x: Any) -> bool:
+    """True for an `nnx.Variable`."""
+    flax: Any = sys.modules.get("flax.nnx")
+    return flax is not None and isinstance(x, flax.Variable)
+
+
+def has_variable(tree: Any) -> bool:
+    """True for a tree with a Variable in it, of an object or of an `nnx.State`."""
+    return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))
+
+
+def owned_arrays(tree: Any) -> list[tuple[Any, Any, Any]]:
+    """The arrays of a tree, each with its path and what it belongs to: its Variable, or itself."""
+    found = []
+    for path, owner in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+        found += [(path, owner, x) for x in jax.tree.leaves(owner) if isinstance(x, jax.Array)]
+    return found
+
+
 def abstract(tree: Any) -> Any:
     """The tree with `jax.ShapeDtypeStruct` for arrays, in modules and optimizers too; what is no array stays."""
 
@@ -38,15 +69,12 @@ def abstract(tree: Any) -> Any:
             return x
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
 
-    flax: Any = sys.modules.get("flax.nnx")
-    if flax is None or not any(map(flax.graphlib.is_graph_node, _nodes(tree, flax))):
+    if not has_node(tree):
         return jax.tree.map(leaf, tree)
-    graph, arrays = flax.split(tree)
-    return flax.merge(graph, jax.tree.map(leaf, arrays))
+    from flax import nnx
 
-
-def _nodes(tree: Any, flax: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=flax.graphlib.is_graph_node)
+    graph, arrays = nnx.split(tree)
+    return nnx.merge(graph, jax.tree.map(leaf, arrays))
 
 
 def call(evaluate: Callable[..., Any], fn: Callable[..., Any], *args) -> Any:
@@ -79,3 +107,92 @@ def call(evaluate: Callable[..., Any], fn: Callable[..., Any], *args) -> Any:
 def without_root(keys: tuple[str, ...]) -> tuple[str, ...]:
     """The path of a leaf inside of its module, from its path in a tree that `evaluate` gets."""
     return keys[keys.index("states") + 2 :] if "states" in keys else keys
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands in a tree for its n-th object."""
+
+    number: int
+
+    def __repr__(self):
+        return "an NNX object"
+
+
+class Apart:
+    """Trees with their NNX objects taken apart: params, the rest of their state, and a function that needs neither.
+
+    Unlike `call` above, whose trees are bound to one trace of Flax, the state can be the carry of a loop.
+
+    Attributes:
+      trees: the trees, with placeholders for the objects.
+      params: those Variables of the first object that `is_param` takes, as a tree of arrays. None without `is_param`.
+      state: the leaves of all other Variables.
+      paths: of these, with the number of the object in front.
+    """
+
+    def __init__(self, trees: Any, is_param: Callable[[tuple[str, ...]], bool] | None, *, where: str):
+        """Take them apart.
+
+        Args:
+          trees: any trees.
+          is_param: of a path in the first object; None where that holds no params.
+          where: for errors.
+        """
+        from flax import nnx
+
+        self._where = where
+
+        leaves, tree = jax.tree.flatten(trees, is_leaf=is_node)
+        self._nodes = tuple(x for x in leaves if is_node(x))
+        numbers = iter(range(len(leaves)))
+        self.trees = tree.unflatten([_Place(next(numbers)) if is_node(x) else x for x in leaves])
+
+        def wanted(path, _):
+            return is_param is not None and path[0] == 0 and is_param(tuple(map(str, path[1:])))
+
+        self._wanted = wanted
+        self._graph, params, rest = nnx.split(self._nodes, wanted, ...)
+        named, self._rest = jax.tree_util.tree_flatten_with_path(rest)
+        self.state = [x for _, x in named]
+        self.paths = [k for k, _ in named]
+        self._params = jax.tree.structure(params)
+        own = params[0] if 0 in params else nnx.State({})
+        self._own = jax.tree.structure(own)
+        self.params = None if is_param is None else nnx.as_pure(own)
+
+    def call(self, fn: Callable[..., Any], trees: Any, params: Any, state: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+        """(`fn(*trees)`, the params, the state after it), with objects of these values in place of the placeholders.
+
+        Raises:
+          ValueError: `fn` changes what the objects are made of: it adds Variables, or sets other attributes.
+        """
+        from flax import nnx
+
+        nodes = nnx.merge(self._graph, self._params.unflatten(jax.tree.leaves(params)), self._rest.unflatten(state))
+        out = fn(*jax.tree.map(lambda x: nodes[x.number] if isinstance(x, _Place) else x, trees))
+        graph, new_params, new = nnx.split(nodes, self._wanted, ...)
+        if graph != self._graph or jax.tree.structure(new) != self._rest:
+            raise ValueError(self._changed(new))
+        return out, jax.tree.leaves(new_params), jax.tree.leaves(new)
+
+    def update(self, state: Sequence[Any]) -> None:
+        """Give the objects another state, in place."""
+        from flax import nnx
+
+        nnx.update(self._nodes, self._rest.unflatten(state))
+
+    def as_params(self, leaves: Sequence[Any]) -> Any:
+        """Leaves in the order of the params as an `nnx.State`, as `nnx.grad` returns them."""
+        return self._own.unflatten(leaves)
+
+    def _changed(self, new: Any) -> str:
+        after = [k for k, _ in jax.tree_util.tree_flatten_with_path(new)[0]]
+        before, now = ({jax.tree_util.keystr(k[1:]).split(".value")[0] for k in some} for some in (self.paths, after))
+        names = sorted(before ^ now)
+        what = f"the Variables {', '.join(names[:8])}" if names else "attributes that are no Variables"
+        return (
+            f"{self._where}: the loss adds, removes or replaces {what} of an NNX object. From micro-batch to "
+            "micro-batch its structure must stay the same: return such values as aux (has_aux=True), or create the "
+            "Variables with the module."
+        )

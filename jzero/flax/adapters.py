@@ -149,6 +149,14 @@ def is_pair(state: Any) -> bool:
     return isinstance(state[1], sys.modules["flax.nnx"].Optimizer)
 
 
+def with_optimizer(model: Any) -> Any:
+    """An `nnx.Module` as a pair, with an optimizer that keeps nothing."""
+    import optax
+    from flax import nnx
+
+    return model, nnx.Optimizer(model, optax.identity(), wrt=nnx.Param)
+
+
 def is_nnx_optimizer(x: Any) -> bool:
     """True for an `nnx.Optimizer`."""
     nnx = sys.modules.get("flax.nnx")

@@ -7,6 +7,9 @@ and neither does the data flow alone: the new params are made from both. So an a
 reaches every leaf of the result, and one leaf that no other argument of this form reaches: the step count, a moment. An
 average of two trees is a leaf of both, and of such trees none is donated. Deleting the wrong one would be noticed at
 the next step at the earliest.
+
+NNX objects are changed in place: `nnx.jit` returns the state of all of them, so all may be donated, and are where the
+step replaces optimizer state.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ import jax
 import numpy as np
 
 from jzero.core.dependence import data_sources
+from jzero.core.errors import is_argument, table
+from jzero.core.nnx_modules import Apart, has_node, has_variable, owned_arrays
 
 Key = int | str
 Form = tuple[Any, tuple[Any, ...]]
 
 
 def replaced(
-    given: Mapping[Key, Any], traced: Any, is_candidate: Callable[[Any], bool], static: Sequence[int]
+    given: Mapping[Key, Any], traced: Any, is_candidate: Callable[[Any], bool], static: Sequence[Key]
 ) -> list[Key]:
     """The arguments, by position or name, that the step replaces; warns where that cannot be told.
 
@@ -34,7 +39,7 @@ def replaced(
       given: all arguments; positions are numbers.
       traced: the traced step.
       is_candidate: whether an argument may be donated at all.
-      static: the positions of static arguments.
+      static: the positions and names of static arguments.
     """
     forms = {k: form_of(arg) for k, arg in given.items() if jax.tree.leaves(arg)}
     returned = _returned(traced.out_info, set(forms.values()))
@@ -53,19 +58,94 @@ def replaced(
 
 
 def check_unshared(given: Mapping[Key, Any], donated: Sequence[Key]) -> None:
-    """Raises RuntimeError for a donated argument of which another one has an array: on the CPU JAX may crash."""
+    """Raises RuntimeError for a donated argument of which it or another one has an array twice: JAX may crash."""
     if not donated:
         return
-    owners: dict[int, Key] = {}
+    owners: dict[int, tuple[Key, Any, Any]] = {}
     for key, arg in given.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(arg):
-            other = owners.setdefault(id(x), key) if isinstance(x, jax.Array) else key
-            if other != key and (key in donated or other in donated):
-                raise RuntimeError(
-                    f"jzero.jit: the arguments {other!r} and {key!r} share an array ({jax.tree_util.keystr(path)} of "
-                    f"{key!r}), and the step replaces one of them: its arrays are donated. Pass arrays of their own as "
-                    "the other: jax.tree.map(jnp.copy, x)."
-                )
+        for path, owner, x in owned_arrays(arg):
+            other, place, first = owners.setdefault(id(x), (key, path, owner))
+            one = owner is first and (owner is not x or (other, place) == (key, path))  # of one Variable, one array
+            if one or (key not in donated and other not in donated):
+                continue
+            name = jax.tree_util.keystr(path)
+            what = f"arguments {other!r} and {key!r} share an array ({name} of {key!r})"
+            if other == key:
+                what = f"argument {key!r} holds an array twice ({jax.tree_util.keystr(place)} and {name})"
+            raise RuntimeError(
+                f"jzero.jit: the {what}, and the step replaces one of them: its arrays are donated. Pass arrays of "
+                "their own as the other: jax.tree.map(jnp.copy, x), also for what nnx.clone or nnx.state returned."
+            )
+
+
+def beside_objects(
+    step: Callable[..., Any], given: Mapping[Key, Any], is_candidate: Callable[[Any], bool], static: Sequence[Key]
+) -> list[Key]:
+    """`replaced` for a step with NNX objects among its arguments: which of the others it replaces.
+
+    It is traced for this only where one of them may be donated. Trees of Variables (`nnx.State`) are not: `nnx.jit`
+    returns the old ones, too.
+    """
+    trees_of_arrays = [k for k, x in given.items() if k not in static and not has_node(x) and not has_variable(x)]
+    others = [k for k in trees_of_arrays if is_candidate(given[k])]
+    if not others:
+        return []
+    apart = Apart([*given.values()], None, where="jzero.jit")
+    keys = [*given, len(given)]  # the last one is the state of the objects
+    trees = [jax.tree.flatten(x) for x in (*apart.trees, apart.state)]
+    taken = [[k not in static and is_argument(x) for x in leaves] for k, (leaves, _) in zip(keys, trees, strict=True)]
+
+    def call(values):
+        named = dict(zip(given, values, strict=True))
+        return step(*(x for k, x in named.items() if isinstance(k, int)),
+                    **{k: x for k, x in named.items() if isinstance(k, str)})  # fmt: skip
+
+    def pure(*arrays):
+        filled = []
+        for some, (leaves, tree), take in zip(arrays, trees, taken, strict=True):
+            new = iter(some)
+            filled.append(tree.unflatten([next(new) if t else x for x, t in zip(leaves, take, strict=True)]))
+        *parts, state = filled
+        return apart.call(call, (parts,), (), state)[0]
+
+    rows = [zip(leaves, take, strict=True) for (leaves, _), take in zip(trees, taken, strict=True)]
+    arrays = [[x for x, t in row if t] for row in rows]
+    try:
+        traced = jax.jit(pure).trace(*arrays)
+    except Exception:  # the step itself raises it, or adds Variables to an object
+        return []
+    forms: dict[Key, Any] = {i: given[k] if k in others else arrays[i] for i, k in enumerate(keys)}
+    found = replaced(forms, traced, lambda x: any(x is given[k] for k in others), ())
+    return [k for i, k in enumerate(keys) if i in found]
+
+
+def described(step: Callable[..., Any], given: Mapping[Key, Any], why: Mapping[Key, str], rows: Sequence[Key]) -> str:
+    """A table of the arguments of a step: which are donated, and why.
+
+    Args:
+      step: the function, whose parameters name positional arguments.
+      given: all arguments; positions are numbers.
+      why: of those that are donated.
+      rows: those that are a batch.
+    """
+    names = list(inspect.signature(step).parameters)
+
+    def kept(k: Key) -> str:
+        if k in rows:
+            return "rows of a batch"
+        state = has_variable(given[k]) and not has_node(given[k])
+        return "nnx.jit returns the old Variables, too: nnx.as_pure(x)" if state else "no result replaces it"
+
+    cells = [
+        (
+            names[k] if isinstance(k, int) and k < len(names) else str(k),
+            type(x).__name__,
+            "donated" if k in why else "kept",
+            why.get(k) or kept(k),
+        )
+        for k, x in given.items()
+    ]
+    return table(("argument", "type", "", "why"), cells)
 
 
 def form_of(tree: Any) -> Form:
@@ -81,13 +161,14 @@ def subtrees(out: Any) -> Iterator[Any]:
         yield from subtrees(part)
 
 
-def static_positions(step: Callable[..., Any], options: Mapping[str, Any], count: int) -> list[int]:
-    """Which of `count` positional arguments are static by the options of `jax.jit`."""
-    numbers, names = options.get("static_argnums", ()), options.get("static_argnames", ())
+def named_arguments(step: Callable[..., Any], options: Mapping[str, Any], what: str, count: int) -> list[Key]:
+    """Those that the options of `jax.jit` name as "static" or "donate": positions below `count`, and names."""
+    numbers, names = options.get(f"{what}_argnums", ()), options.get(f"{what}_argnames", ())
     positions = {n % count for n in ((numbers,) if isinstance(numbers, int) else numbers or ())}
-    parameters = list(inspect.signature(step).parameters) if names else []
     asked = (names,) if isinstance(names, str) else names or ()
-    return sorted(positions | {parameters.index(n) for n in asked if n in parameters})
+    parameters = list(inspect.signature(step).parameters) if asked else []
+    positions |= {parameters.index(n) for n in asked if n in parameters}
+    return [*sorted(p for p in positions if p < count), *asked]
 
 
 def _parts(out: Any) -> Sequence[Any]:
@@ -113,7 +194,7 @@ def _returned(out: Any, forms: set[Form]) -> dict[Form, list[list[int]]]:
     return found
 
 
-def _reached(given: Mapping[Key, Any], traced: Any, static: Sequence[int]) -> list[frozenset[Key]]:
+def _reached(given: Mapping[Key, Any], traced: Any, static: Sequence[Key]) -> list[frozenset[Key]]:
     """For each leaf of the result the arguments whose values are in it."""
     names = sorted(traced.args_info[1])  # as JAX flattens them; those of static arguments are not there
     keys = [k for k in given if isinstance(k, int) and k not in static] + names

@@ -12,13 +12,21 @@ import numpy as np
 
 from jzero.core.errors import check_arrays, check_function, is_argument
 from jzero.core.jaxprs import every_equation, is_tracer
-from jzero.core.nnx_modules import has_module
 from jzero.core.traces import keeping, traced
 from jzero.core.update_mark import UPDATE
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
-from jzero.flax.donation import Key, check_unshared, replaced, static_positions, subtrees
+from jzero.flax.donation import (
+    Key,
+    beside_objects,
+    check_unshared,
+    described,
+    named_arguments,
+    replaced,
+    subtrees,
+)
 from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
 from jzero.layout.batches import abstract_batch
+from jzero.layout.leaf_rule import path_keys
 from jzero.sharding import Plan, check_plan
 
 
@@ -36,7 +44,7 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
         replace the choice described below; `compiler_options` are added to those of the plan.
 
     Returns:
-      A function like `step`, with `lower`, `trace` and `eval_shape`.
+      A function like `step`, with `lower`, `trace`, `eval_shape` and `describe`.
 
     Raises:
       TypeError: `step` is no function or jitted already, `plan` no plan; when called, a batch with lists of numbers
@@ -56,10 +64,12 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
 
     Cost:
       Unless the options say otherwise, an argument with optimizer state is donated if the step returns it in the
-      same shapes, and the params beside it; for NNX the model and the optimizer. Nothing else is, so an evaluation
-      step keeps its state. Of several arguments of one form (a reference, a target network) the one that the result
-      is made from is; where the data flow does not tell which, none is, and a warning says so. The step is traced
-      once for this and for its compile together.
+      same shapes, and the params beside it (an average of them, too). A step with an `nnx.Optimizer` changes NNX
+      objects in place: all of them are donated. Nothing else is, so an evaluation step keeps its state. Of several
+      arguments of one form (a reference, a target network) the one that the result is made from is; where the data
+      flow does not tell which, none is, and a warning says so. `print(step.describe(state, batch))` lists the
+      arguments. The step is traced once for this and for its compile together; with NNX objects and params beside
+      them once more.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, jzero
@@ -122,6 +132,17 @@ class Jit:
         args, kwargs = self._placed(args, kwargs)
         return self._jit(args, kwargs)[0].eval_shape(*args, **kwargs)
 
+    def describe(self, *args, **kwargs) -> str:
+        """Which arguments a call donates, and why, as a table. The step is traced and does not run."""
+        given = {**dict(enumerate(args)), **kwargs}
+        rows = [k for k in given if any(rows_of(k, given, self.plan))]
+        donated = self._jit(*self._placed(args, kwargs))[1]
+        if self._chosen:
+            why = {k: "changed in place" if is_object(given[k]) else "the step returns a new one" for k in donated}
+        else:
+            why = dict.fromkeys(named_arguments(self.step, self.options, "donate", len(args)), "an option says so")
+        return described(self.step, given, why, rows)
+
     def _placed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(enumerate(args)), **kwargs}
         rows = {k: found for k in given if any(found := rows_of(k, given, self.plan))}
@@ -148,50 +169,63 @@ class Jit:
 
     def _jit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
         """The jitted step for arguments of this structure, and the arguments that it was chosen to donate."""
-        objects = tuple(map(is_object, args))
-        chosen = not self.options.keys() & {"donate_argnums", "donate_argnames"}
-        key = objects
-        if chosen and not any(objects):
-            key = tuple(jax.tree.structure(a) for a in args), jax.tree.structure(kwargs)
+        objects = [k for k, x in (*enumerate(args), *kwargs.items()) if is_object(x)]
+        key: Any = tuple(objects)
+        if self._chosen:  # an object's structure is that of the program, which is looked up by it later
+            others = [x for k, x in (*enumerate(args), *sorted(kwargs.items())) if k not in objects]
+            key = key, tuple(map(jax.tree.structure, others)), tuple(sorted(kwargs))
         if key not in self._jitted:
-            make = self._jit_nnx if any(objects) or is_object(kwargs) else self._jit_arrays
-            self._jitted[key] = make(args, kwargs, chosen)
+            self._jitted[key] = (self._jit_nnx if objects else self._jit_arrays)(args, kwargs)
         return self._jitted[key]
 
-    def _jit_arrays(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> tuple[Any, Sequence[Key]]:
+    @property
+    def _chosen(self) -> bool:
+        """Whether it is chosen here what is donated."""
+        return not self.options.keys() & {"donate_argnums", "donate_argnames"}
+
+    def _jit_arrays(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
         options = {**self.options, "compiler_options": self._compiler_options or None}
         if not self.options.keys() & {"static_argnums", "static_argnames"}:
             check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.jit")
         jitted = jax.jit(self.step, **options)
-        if not chosen:
+        if not self._chosen:
             return jitted, ()
         stage, given = jitted.trace(*args, **kwargs), {**dict(enumerate(args)), **kwargs}
         self._check_sharded(given.values(), stage.out_info)
         if any(eqn.primitive.name == UPDATE for eqn in every_equation(stage.jaxpr.jaxpr)):
             self._warn_if_lost(stage.out_info)
-        donated = self._donated(given, stage, static_positions(self.step, self.options, len(args)))
+        donated = self._donated(given, stage, named_arguments(self.step, self.options, "static", len(args)))
         if not donated:
             return jitted, ()
-        names = [k for k in donated if isinstance(k, str)]
-        numbers = [k for k in donated if not isinstance(k, str)]
-        return jax.jit(self.step, **options, donate_argnums=numbers, donate_argnames=names), donated
+        return jax.jit(self.step, **options, **_donating(donated)), donated
 
-    def _jit_nnx(self, args: tuple, kwargs: dict[str, Any], chosen: bool) -> tuple[Any, Sequence[Key]]:
+    def _jit_nnx(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
         from flax import nnx
 
         options = {k: v for k, v in self.options.items() if k != "compiler_options"}
-        if chosen and any(map(is_nnx_optimizer, args)):
-            options["donate_argnums"] = [
-                i for i, a in enumerate(args) if is_nnx_optimizer(a) or has_module(a)
-            ]
+        donated: list[Key] = []
+        if self._chosen:
+            donated = self._donated_with_objects({**dict(enumerate(args)), **kwargs})
+            options |= _donating(donated)
         jitted = nnx.jit(self.step, **options)
-        return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted, ()
+        return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted, donated
+
+    def _donated_with_objects(self, given: Mapping[Key, Any]) -> list[Key]:
+        """All objects, where one is an optimizer or other optimizer state is replaced; and what the step replaces."""
+
+        def may_be(arg):
+            return self._has_optimizer_state(arg) or self._is_params(arg)
+
+        static = named_arguments(self.step, self.options, "static", sum(isinstance(k, int) for k in given))
+        others = beside_objects(self.step, given, may_be, static)
+        trains = any(map(is_nnx_optimizer, given.values())) or any(self._has_optimizer_state(given[k]) for k in others)
+        return [k for k, x in given.items() if k in others or is_object(x)] if trains else []
 
     @property
     def _compiler_options(self) -> dict[str, Any]:
         return {**self.plan.compiler_options, **(self.options.get("compiler_options") or {})}
 
-    def _donated(self, given: Mapping[Key, Any], traced: Any, static: Sequence[int]) -> list[Key]:
+    def _donated(self, given: Mapping[Key, Any], traced: Any, static: Sequence[Key]) -> list[Key]:
         """Which arguments, by position or name, the step replaces: optimizer state, and params beside it."""
         state = replaced(given, traced, self._has_optimizer_state, static)
         return state + replaced(given, traced, self._is_params, static) if state else []
@@ -225,10 +259,8 @@ class Jit:
         return is_train_state(arg) or (not self._is_params(arg) and any(self.plan.copies(arg)))
 
     def _is_params(self, arg: Any) -> bool:
-        leaves, tree = jax.tree.flatten(arg)
-        return tree == self.plan.tree and [np.shape(x) for x in leaves] == [
-            x.shape for x in self.plan.layouts
-        ]
+        leaves = [(path_keys(k), np.shape(x)) for k, x in jax.tree_util.tree_leaves_with_path(arg)]
+        return leaves == [(x.keys, x.shape) for x in self.plan.layouts]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -257,6 +289,12 @@ class NnxJit:
         if name in ("jitted", "compiler_options"):  # not set yet: copying
             raise AttributeError(name)
         return getattr(self.jitted, name)
+
+
+def _donating(keys: Sequence[Key]) -> dict[str, Any]:
+    """Options of `jax.jit` and `nnx.jit` that donate these arguments."""
+    numbers, names = [k for k in keys if isinstance(k, int)], [k for k in keys if isinstance(k, str)]
+    return {"donate_argnums": numbers, "donate_argnames": names}
 
 
 def _check_alive(args: Any) -> None:

@@ -24,8 +24,8 @@ import numpy as np
 
 from jzero.core.errors import counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
-from jzero.core.nnx_modules import has_module
-from jzero.flax.adapters import is_nnx_optimizer, is_train_state
+from jzero.core.nnx_modules import has_node
+from jzero.flax.adapters import is_train_state
 from jzero.flax.donation import Key
 from jzero.layout.batches import is_random_key, is_split_over_processes
 from jzero.layout.leaf_rule import path_keys
@@ -58,8 +58,8 @@ def rows_of(key: Key, given: Mapping[Key, Any], plan: Plan) -> list[bool]:
 
 
 def is_object(arg: Any) -> bool:
-    """An NNX optimizer, or a tree with modules; a TrainState, which may have many leaves, is not looked through."""
-    return is_nnx_optimizer(arg) or (not is_train_state(arg) and has_module(arg))
+    """A tree with NNX objects: modules, optimizers, `nnx.Rngs`. A TrainState, with its many leaves, is not searched."""
+    return not is_train_state(arg) and has_node(arg)
 
 
 def is_unplaced(x: Any) -> bool:

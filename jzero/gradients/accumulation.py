@@ -24,7 +24,8 @@ from jzero.comm.reduce_scatter import batch_axes, is_of_batch, of_batch, sum_ove
 from jzero.core.errors import counted, division, is_array, listing, shown, typed_shape
 from jzero.core.jaxprs import split_arrays
 from jzero.gather.transform import as_written, gather_on_use
-from jzero.gradients.batch_independence import Loss
+from jzero.gradients.batch_independence import DEVICE, MICRO_BATCH, Loss
+from jzero.gradients.module_state import State
 from jzero.layout.batches import split_rows
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout
@@ -37,6 +38,8 @@ from jzero.update.padded_state import cut, pad
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
     """Gradients of a batch in micro-batches; the fields are the arguments of `value_and_grad`.
+
+    Its loss is `fn(params, args, values) -> (loss, (aux, values))`, the values those of a `State`.
 
     Attributes:
       mode: "step" or "microbatch", where gradients are reduced; "plain": XLA decides.
@@ -75,29 +78,34 @@ class Accumulation:
             "leaves that are no batch belong in an argument that batch_argnums leaves out."
         )
 
-    def check_loss(self, fn, params, args, *, coupled: bool) -> list[bool]:
-        """Whether the loss and each leaf of aux are sums over examples; refuses what micro-batches would change."""
+    def part(self, args) -> tuple[Any, ...]:
+        """The arguments with the shapes of one part of the batch: of a micro-batch, with "step" of a device's rows."""
         parts = self.accumulate * (self.plan.batch_parts if self.mode == "step" else 1)
 
         def shape(x):
             whole = not hasattr(x, "shape")
             return x if whole else jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
 
-        batch = [i - 1 for i in self.batch_argnums]
-        args = tuple(jax.tree.map(shape, arg) if i in batch else arg for i, arg in enumerate(args))
-        rngs = [i - 1 for i in self.rng_argnums]
+        return tuple(jax.tree.map(shape, arg) if i + 1 in self.batch_argnums else arg for i, arg in enumerate(args))
+
+    def check_loss(self, fn, params, args, state: State, *, coupled: bool) -> list[bool]:
+        """Whether the loss and each leaf of aux are sums over examples; refuses what micro-batches would change."""
+        batch, rngs = ([i - 1 for i in some] for some in (self.batch_argnums, self.rng_argnums))
+        parts = [MICRO_BATCH] * (self.accumulate > 1) + [DEVICE] * (self.mode == "step")
         with as_written():
-            loss = Loss(fn, params, args, batch=batch, rngs=rngs, weighted=self.weight is not None)
+            loss = Loss(fn, params, self.part(args), state, batch=batch, rngs=rngs,
+                        weighted=self.weight is not None, parts=frozenset(parts))  # fmt: skip
             return loss.check(coupled=coupled)
 
-    def __call__(self, fn: Callable[..., Any], params, args, sums: Sequence[bool]):
-        """(loss, aux, grads) of `fn(params, args) -> (loss, aux)` on the whole batch; `sums` is from `check_loss`."""
-        return (self._reduced_once if self.mode == "step" else self._reduced_in_each)(fn, params, args, *_means(sums))
+    def __call__(self, fn: Callable[..., Any], params, args, state: State, sums: Sequence[bool]):
+        """(loss, aux, grads, carry of the state) on the whole batch; `sums` is from `check_loss`."""
+        reduced = self._reduced_once if self.mode == "step" else self._reduced_in_each
+        return reduced(fn, params, args, state, *_means(sums))
 
     # --- one reduction after the loop -----------------------------------------------------------------------
 
-    def _reduced_once(self, fn, params, args, mean, mean_aux):
-        """(loss, aux, grads), with one reduction after the loop: see [Note: one reduction or many]."""
+    def _reduced_once(self, fn, params, args, state, mean, mean_aux):
+        """(loss, aux, grads, carry), with one reduction after the loop: see [Note: one reduction or many]."""
         plan, axes = self.plan, batch_axes(self.plan)
         arrays, merged = zip(*map(split_arrays, args), strict=True)
         specs = tuple(
@@ -105,28 +113,30 @@ class Accumulation:
         )
         rows = [(x, self._reduced_to(x)) for x in plan.layouts]
 
-        def local(params, arrays):
+        def local(params, arrays, values):
             index = jax.lax.axis_index(axes)
+            own = state.replaced(state.replaced(values).of_device(index))
             args = tuple(merge(xs) for merge, xs in zip(merged, arrays, strict=True))
             parts = self._micro_batches(args, local_index=index)
-            total, loss, aux, sums = self._loop(fn, params, *parts, pin=lambda x: x)
+            total, loss, aux, sums, carry = self._loop(fn, params, *parts, own, pin=lambda x: x)
             total = sum_over_devices(total, plan)
             scaled = [mean(s, total) for s in sums]
             grads = [self._reduced(g, *row) for g, row in zip(scaled, rows, strict=True)]
             aux = mean_aux(jax.tree.map(lambda x: sum_over_devices(x, plan), aux), total)
-            return mean(sum_over_devices(loss, plan), total), aux, grads
+            return mean(sum_over_devices(loss, plan), total), aux, grads, carry
 
         run = jax.shard_map(
-            local, mesh=typed_mesh(plan.array_mesh), in_specs=(P(), specs),
-            out_specs=(P(), P(), [of_batch(spec, plan) for _, spec in rows]), axis_names=set(axes), check_vma=False,
+            local, mesh=typed_mesh(plan.array_mesh), in_specs=(P(), specs, P()),
+            out_specs=(P(), P(), [of_batch(spec, plan) for _, spec in rows], P()), axis_names=set(axes),
+            check_vma=False,
         )  # fmt: skip
-        loss, aux, grads = run(params, arrays)
+        loss, aux, grads, carry = run(params, arrays, list(state.values))
         grads = [cut(g, x.shape, spec, plan) for g, (x, spec) in zip(grads, rows, strict=True)]
-        return loss, aux, jax.tree.structure(params).unflatten(grads)
+        return loss, aux, jax.tree.structure(params).unflatten(grads), carry
 
     def layout_of(self, x: Layout):
         """The layout of the gradient that it returns, where that is part of its type."""
-        return {"step": self._reduced_to(x), "microbatch": x.grad, "plain": x.state}[self.mode]
+        return {"step": self._reduced_to(x), "microbatch": self._summed(x), "plain": x.state}[self.mode]
 
     def _reduced_to(self, x: Layout):
         """`Layout.state`, or whole where its pieces share a dim with an axis that is automatic in the loop."""
@@ -139,29 +149,38 @@ class Accumulation:
 
     # --- a reduction in every micro-batch -------------------------------------------------------------------
 
-    def _reduced_in_each(self, fn, params, args, mean, mean_aux):
-        """(loss, aux, grads), with a reduction in every micro-batch."""
+    def _reduced_in_each(self, fn, params, args, state, mean, mean_aux):
+        """(loss, aux, grads, carry), with a reduction in every micro-batch."""
         plan = self.plan
 
-        def flat_loss(params, *args):
-            return fn(params, args)
+        def flat_loss(variables, *args):
+            return fn(variables["params"], args, variables["jzero.state"])
 
         gathering = gather_on_use(flat_loss, plan)
+
+        def gathered(params, args, values):
+            return gathering({"params": params, "jzero.state": values}, *args)
+
         parts = self._micro_batches(args)
 
         def pin(grads):  # padded where the pieces of a gradient would be unequal
             rows = zip(grads, plan.layouts, strict=True)
-            return [pad(g, self._sum_shape(x), x.grad, plan) for g, x in rows]
+            return [pad(g, self._sum_shape(x), self._summed(x), plan) for g, x in rows]
 
-        total, loss, aux, sums = self._loop(lambda p, a: gathering(p, *a), params, *parts, pin=pin)
+        total, loss, aux, sums, carry = self._loop(gathered, params, *parts, state, pin=pin)
         if plan.config.params_on_host:
             grads = mapped(lambda total, s: mean(s, total), [sums], plan, scalars=[total], in_place=True)
         else:
-            grads = [cut(mean(s, total), x.shape, x.grad, plan) for s, x in zip(sums, plan.layouts, strict=True)]
-        return mean(loss, total), mean_aux(aux, total), jax.tree.structure(params).unflatten(grads)
+            rows = zip(sums, plan.layouts, strict=True)
+            grads = [cut(mean(s, total), x.shape, self._summed(x), plan) for s, x in rows]
+        return mean(loss, total), mean_aux(aux, total), jax.tree.structure(params).unflatten(grads), carry
 
     def _sum_shape(self, x: Layout) -> tuple[int, ...]:
-        return x.state_shape if self.mode == "microbatch" and x.grad != x.used else x.shape
+        return x.state_shape if self.mode == "microbatch" and self._summed(x) != x.used else x.shape
+
+    def _summed(self, x: Layout):
+        """The layout in which gradients of micro-batches are summed: a shard at stage 1, too."""
+        return x.grad if self.plan.config.row.grads else x.state
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -192,28 +211,29 @@ class Accumulation:
 
         return stacked, complete
 
-    def _loop(self, fn, params, stacked, complete, *, pin):
-        """Sums over micro-batches: of weights, and of loss, aux and gradients times their weight (fp32)."""
+    def _loop(self, fn, params, stacked, complete, state, *, pin):
+        """Sums over micro-batches: of weights, and of loss, aux and gradients times their weight (fp32); the carry."""
 
         def one(sums, step):
             number, parts = step
             args = complete(parts, number)
-            (loss, aux), grads = jax.value_and_grad(fn, has_aux=True)(params, args)
+            total, loss_sum, grad_sums, carry = sums
+            (loss, (aux, values)), grads = jax.value_and_grad(fn, has_aux=True)(params, args, state.with_carry(carry))
+            carry = state.replaced(values).carry
             w = jnp.float32(1)
             if self.weight is not None:
                 w = jnp.asarray(self.weight(*(args[i - 1] for i in self.batch_argnums)), jnp.float32)
-            total, loss_sum, grad_sums = sums
             if self.plan.config.params_on_host:
                 grad_sums = mapped(
                     lambda w, s, g: s + _times(w, g, s.dtype), [grad_sums, jax.tree.leaves(grads)], self.plan,
                     scalars=[w], in_place=True,
                 )  # fmt: skip
-                return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums), _weighted(aux, w)
+                return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums, carry), _weighted(aux, w)
             grads = pin(
                 [_times(w, g, s.dtype) for g, s in zip(jax.tree.leaves(grads), grad_sums, strict=True)]
             )
             grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
-            return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums), _weighted(aux, w)
+            return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums, carry), _weighted(aux, w)
 
         layouts = self.plan.layouts
         dtypes = [jnp.promote_types(x.dtype, jnp.float32) for x in layouts]
@@ -222,12 +242,12 @@ class Accumulation:
         else:
             rows = zip(layouts, dtypes, strict=True)
             zeros = pin([jnp.zeros(self._sum_shape(x), dtype) for x, dtype in rows])
-        start = (jnp.float32(0), jnp.float32(0), zeros)
+        start = (jnp.float32(0), jnp.float32(0), zeros, state.carry)
         steps = (jnp.arange(self.accumulate), stacked)
         # `check` reads this name: a reduction in each micro-batch is a fault where it was not asked for
         with jax.named_scope("jzero.microbatch" if self.mode == "microbatch" else "jzero.accumulate"):
-            (total, loss, sums), aux = jax.lax.scan(one, start, steps)
-        return total, loss, jax.tree.map(lambda x: x.sum(0), aux), sums
+            (total, loss, sums, carry), aux = jax.lax.scan(one, start, steps)
+        return total, loss, jax.tree.map(lambda x: x.sum(0), aux), sums, carry
 
 
 def _times(w, value, dtype):

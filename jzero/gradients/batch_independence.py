@@ -14,9 +14,11 @@ from jzero.core import jaxprs
 from jzero.core.errors import listing
 from jzero.gradients.coupling import CONST, Kind, Mixed, Ratio, Rows, Total, Unknown, kinds_of_results
 from jzero.gradients.growth import MIXED, Growth, growths
-from jzero.gradients.random_draws import shared_draws
+from jzero.gradients.module_state import State, is_key
+from jzero.gradients.random_draws import Sources, shared_draws
 
 _SUBJECT = "jzero.value_and_grad: the loss"
+MICRO_BATCH, DEVICE = "micro-batch", "device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,19 +26,23 @@ class Loss:
     """A loss as micro-batches take it, for checks before any of them runs.
 
     Attributes:
-      fn: `fn(params, args) -> (loss, aux)`.
+      fn: `fn(params, args, values) -> (loss, (aux, values))`, the values those of `state`.
       params, args: arrays or ShapeDtypeStructs, batch leaves with the rows of a micro-batch.
+      state: of NNX objects.
       batch: positions in `args` whose leaves have examples along dim 0.
       rngs: positions in `args` of keys, one for each part of the batch.
       weighted: micro-batches are weighted by what their mean divides by.
+      parts: what the parts of the batch are: micro-batches, each device's rows, or both.
     """
 
     fn: Callable[..., Any]
     params: Any
     args: Sequence[Any]
+    state: State
     batch: Sequence[int]
     rngs: Sequence[int]
     weighted: bool
+    parts: frozenset[str]
 
     def check(self, *, coupled: bool) -> list[bool]:
         """Refuses what micro-batches would change; else whether the loss, and each leaf of aux, is a sum over examples.
@@ -48,18 +54,23 @@ class Loss:
           ValueError: the loss couples examples, is a ratio of sums and not weighted, neither a mean nor a sum, or
             draws random numbers of a key that all parts share; or aux has one value per example.
         """
-        arrays, merged = jaxprs.split_arrays((self.params, tuple(self.args)))
+        arrays, merged = jaxprs.split_arrays((self.params, tuple(self.args), list(self.state.values)))
         rows = [False] * len(jaxprs.split_arrays(self.params)[0])
-        keys, names = list(rows), ["params"] * len(rows)
+        own: list[set[str]] = [set() for _ in rows]  # the parts of which each has its own
+        names = ["params"] * len(rows)
         for i, arg in enumerate(self.args):
             leaves = jaxprs.split_arrays(arg)[0]
             rows += [i in self.batch] * len(leaves)
-            keys += [i in self.rngs] * len(leaves)
+            own += [set(self.parts) if i in (*self.batch, *self.rngs) else set()] * len(leaves)
             names += [f"argument {i + 1}"] * len(leaves)
+        for x, changed in zip(self.state.values, self.state.changed, strict=True):
+            rows.append(False)
+            own.append({p for p, has in ((MICRO_BATCH, changed), (DEVICE, is_key(x))) if has})
+            names.append("the module")
         examples = next(x.shape[0] for x, r in zip(arrays, rows, strict=True) if r)
 
         def flat(*arrays):
-            loss, aux = self.fn(*merged(arrays))
+            loss, (aux, _) = self.fn(*merged(arrays))
             leaves = jax.tree_util.tree_leaves_with_path(aux)
             aux_shapes[:] = [(k, np.shape(x)) for k, x in leaves]
             return [loss, *(x for _, x in leaves)]
@@ -79,7 +90,11 @@ class Loss:
         except Exception:  # of the function itself, which knows one size of batches alone
             grown: list[Growth] = [None] * (len(aux_shapes) + 1)
         else:
-            drawn = shared_draws(small[0], large[0], lambda i: rows[i] or keys[i])
+
+            def differs(sources: Sources) -> bool:
+                return self.parts <= set().union(*(own[i] for i in sources))
+
+            drawn = shared_draws(small[0], large[0], differs)
             _refuse_draws(drawn, names)
             grown = growths(small, large)
         return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1:])]
@@ -113,7 +128,8 @@ def _refuse_draws(drawn: Sequence[tuple[str, frozenset[int]]], names: Sequence[s
     raise ValueError(
         f"{_SUBJECT} draws random numbers for each example from a key that is the same for all parts of the batch, "
         f"which would all get the same numbers:\n{listing([('drawn at', 'key from'), *rows])}\nPass the key as an "
-        "argument of the loss and name its position: rng_argnums=2 for loss(params, batch, key)."
+        "argument of the loss and name its position: rng_argnums=2 for loss(params, batch, key). An NNX module draws "
+        "from nnx.Rngs, whose counts advance."
     )
 
 

@@ -15,14 +15,14 @@ Sources = frozenset[int]
 NONE: Sources = frozenset()
 
 
-def shared_draws(a: Any, b: Any, split: Callable[[int], bool]) -> list[tuple[str, Sources]]:
+def shared_draws(a: Any, b: Any, split: Callable[[Sources], bool]) -> list[tuple[str, Sources]]:
     """Where the traces of a function draw numbers for each example from a key that is the same in all parts.
 
     A draw whose shape does not depend on the batch (a random projection) is the same for all examples anyway.
 
     Args:
       a, b: the jaxpr for a batch, and for a larger one.
-      split: whether an argument, by its number, differs from part to part.
+      split: whether what is made of these arguments differs from part to part.
 
     Returns:
       For each such draw its line, and the numbers of the arguments that its key comes from: none where the function
@@ -58,7 +58,7 @@ def shared_draws(a: Any, b: Any, split: Callable[[int], bool]) -> list[tuple[str
             return loop(one, other, ins)
         sources = NONE.union(*ins)
         shapes = [[v.aval.shape for v in (*e.invars, *e.outvars)] for e in (one, other)]
-        if name in DRAWS and shapes[0] != shapes[1] and not any(map(split, sources)):
+        if name in DRAWS and shapes[0] != shapes[1] and not split(sources):
             found[lines[-1] or name] = sources
         return [sources] * len(one.outvars)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,15 +16,20 @@ from jzero.core.errors import (
     check_int,
     check_ints,
 )
-from jzero.core.nnx_modules import has_module
+from jzero.core.jaxprs import split_arrays
+from jzero.core.nnx_modules import Apart, has_module, has_node, is_module
 from jzero.gather.transform import gather_on_use
 from jzero.gradients.accumulation import Accumulation
 from jzero.gradients.loss_scale import Factor, factor_of
+from jzero.gradients.module_state import State, read_state
 from jzero.layout.explicit import in_auto_mode, result_specs
+from jzero.layout.specs import P
 from jzero.offload import mapped
 from jzero.sharding import Plan, check_plan
 
 REDUCE = ("auto", "step", "microbatch")
+COUPLED = ("auto", "refuse", "allow")
+WHERE = "jzero.value_and_grad"
 
 
 def value_and_grad(
@@ -38,7 +42,7 @@ def value_and_grad(
     rng_argnums: int | Sequence[int] = (),
     weight: Callable[..., Any] | None = None,
     reduce: str = "auto",
-    coupled: str = "refuse",
+    coupled: str = "auto",
     scale: Any = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of a loss of params, over micro-batches, reduced once or as they come.
@@ -47,23 +51,27 @@ def value_and_grad(
     summed in fp32. At stage 3 weights are gathered where they are used (`gather_on_use`) in each of them.
 
     Args:
-      loss_fn: `loss_fn(params, batch, ...)`, a scalar, or (loss, aux). Micro-batches of a mean over examples are
-        averaged, those of a sum are summed; jzero finds out which it is by tracing the loss at two batch sizes.
-      plan: of the params.
+      loss_fn: `loss_fn(params, batch, ...)` or `loss_fn(model, batch, ...)` of an `nnx.Module`: a scalar, or (loss,
+        aux). Micro-batches of a mean over examples are averaged, those of a sum are summed; jzero finds out which it is
+        by tracing the loss at two batch sizes.
+      plan: of the params: of those that the optimizer of a module trains (`wrt`).
       accumulate: number of micro-batches.
       has_aux: `loss_fn` returns (loss, aux). Over micro-batches integer leaves of aux and sums over examples are
         summed, all others averaged.
       batch_argnums: positions of the arguments whose leaves have the batch as dim 0; params are position 0.
       rng_argnums: positions of random keys; each micro-batch gets its own (`fold_in` of its number), and with
-        reduce="step" each device as well. Numbers for each example that come from any other key are refused.
+        reduce="step" each device as well. Numbers for each example that come from any other key are refused. The
+        `nnx.Rngs` of a module, or of another argument, are not named here: their counts advance.
       weight: `weight(batch)`, the sum of the weights that a micro-batch's loss is a mean over (tokens that are
         not padding), called like `loss_fn` without params. None: micro-batches count the same. With it the result
         is the one-batch mean, and a micro-batch of weight 0 counts nothing, whatever its loss.
       reduce: "step", once after the loop; "microbatch", in each; "auto": "step" at stages 0 and 1, else
         "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" then hands over the
         sums in it, "microbatch" (stages 2 and 3) reduces bucket by bucket and rounds the sums to the params' dtype.
+        With a module that keeps batch statistics "auto" is always "microbatch", and "step" is refused.
       coupled: a loss that couples examples (BatchNorm, contrastive) is another one on micro-batches. "refuse" it,
         found by tracing it, or "allow" the loss of each micro-batch (with reduce="step": of each device's part).
+        "auto": "allow" for a module that keeps batch statistics, which are of whole micro-batches; else "refuse".
       scale: a `jzero.LossScale` (or a number) for fp16: the loss is multiplied by it and the gradients are divided by
         it, in fp32, on their shards, after they are reduced in the dtype of the params.
 
@@ -76,15 +84,17 @@ def value_and_grad(
       TypeError, ValueError: from here: wrong kinds, an unknown `reduce`, "step" at stage 3. From the function:
         params that the plan was not made for, a batch that devices x micro-batches do not divide, aux with one
         value per example, a loss that couples examples (BatchNorm, contrastive), that is neither a mean nor a sum over
-        them, or that draws numbers for each of them from a key that is not split.
+        them, or that draws numbers for each of them from a key that is not split; one that adds Variables to its
+        module, changes the shape or dtype of its state, or sets its params.
 
     Layout:
-      params: stored; batch: split over the batch axes; grads: reduce="step" `Layout.state`, else `Layout.grad`.
+      params: stored; batch: split over the batch axes; grads: `Layout.state` at stage 1 and for reduce="step", else
+      `Layout.grad`.
 
     Cost:
       Per device, k = accumulate, Psi = bytes of all params, bf16: "step" 4 bytes per parameter (fp32 sums, whole)
-      and (N-1)/N Psi for gradients; "microbatch" 4/N bytes per parameter and k (N-1)/N Psi (stages 0 and 1: 4
-      bytes and 2 k (N-1)/N Psi). Stage 3 gathers 2 (N-1)/N Psi more per micro-batch.
+      and (N-1)/N Psi for gradients; "microbatch" 4/N bytes per parameter and k (N-1)/N Psi (stage 0: 4 bytes and up
+      to 2 k (N-1)/N Psi). Stage 3 gathers 2 (N-1)/N Psi more per micro-batch.
       `estimate(accumulate=)` sums it up.
 
     Example:
@@ -99,21 +109,21 @@ def value_and_grad(
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 7; DeepSpeed's `gradient_accumulation_steps`.
     """
-    where: Any = {"where": "jzero.value_and_grad"}
+    where: Any = {"where": WHERE}
     check_function(loss_fn, "loss_fn", **where)
     check_plan(plan, **where)
     check_int(accumulate, "accumulate", low=1, **where)
     check_flag(has_aux, "has_aux", **where)
     check_function(weight, "weight", optional=True, **where)
     check_choice(reduce, "reduce", REDUCE, **where)
-    check_choice(coupled, "coupled", ("refuse", "allow"), **where)
+    check_choice(coupled, "coupled", COUPLED, **where)
     positions = {"low": 1, "remedy": "Position 0 is the params.", **where}
     accumulation = Accumulation(
         plan, accumulate, check_ints(batch_argnums, "batch_argnums", **positions),
         check_ints(rng_argnums, "rng_argnums", **positions), weight, _mode(reduce, plan, accumulate),
     )  # fmt: skip
     scale = None if scale is None else factor_of(scale)
-    return _ValueAndGrad(loss_fn, accumulation, has_aux, coupled == "allow", scale)
+    return _ValueAndGrad(loss_fn, accumulation, has_aux, reduce, coupled, scale)
 
 
 def _mode(reduce: str, plan: Plan, accumulate: int) -> str:
@@ -138,7 +148,8 @@ class _ValueAndGrad:
     loss_fn: Callable[..., Any]
     accumulation: Accumulation
     has_aux: bool
-    coupled: bool
+    reduce: str
+    coupled: str
     scale: Factor | None
 
     @property
@@ -146,39 +157,129 @@ class _ValueAndGrad:
         """For profiles and messages, as `jax.value_and_grad` has it."""
         return getattr(self.loss_fn, "__name__", "loss")
 
+    @property
+    def plan(self) -> Plan:
+        """That of the params."""
+        return self.accumulation.plan
+
     def __call__(self, params, *args, **kwargs):
         """(loss, grads) of the whole batch."""
-        plan, trees = self.accumulation.plan, (params, args, kwargs)
-        self._check_params(params)
+        if has_node((params, args, kwargs)):
+            return self._of_objects(params, args, kwargs)
+        self.plan.match(params, where=WHERE)
+        out, grads, _, _ = self._evaluated(_as_it_is, params, args, kwargs)
+        return out, grads
 
-        def of_batch(scale, params, args, kwargs):
-            known = self if scale is None else dataclasses.replace(self, scale=Factor(scale))
-            return known._of_batch(params, *args, **kwargs)
+    def _of_objects(self, params, args, kwargs):
+        """The same with NNX objects among the arguments, whose state advances."""
+        module = is_module(params)
+        if has_module(params) and not module:
+            raise TypeError(f"{WHERE}: params in several nnx.Modules. Pass one that holds them: nnx.Dict(a=a, b=b).")
+        by_path = self.plan.by_keys
+        apart = Apart((params, args, kwargs), by_path.__contains__ if module else None, where=WHERE)
+        self.plan.match(apart.params if module else params, where=WHERE)
+        if self.accumulation.mode == "plain":
+            return self._plain_of_objects(params, args, kwargs)
+        keys = [i for i in self.accumulation.rng_argnums if i <= len(args) and has_node(args[i - 1])]
+        if keys:
+            raise ValueError(
+                f"{WHERE}: rng_argnums names argument {keys[0]}, an NNX object. Its keys advance by counts of their "
+                "own: leave it out."
+            )
+        numbers = [jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x for x in apart.state]
+        values, filled = split_arrays(numbers)
+        paths = [k for k, x in zip(apart.paths, numbers, strict=True) if any(x is v for v in values)]
 
-        def specs(out):
-            grads = [self.accumulation.layout_of(x) for x in plan.layouts]
-            return [*result_specs(trees, out[0], plan), *grads]
+        def call(fn, params, args, kwargs, values):
+            first = apart.trees[0] if module else params
+            out, own, new = apart.call(fn, (first, args, kwargs), params if module else (), filled(values))
+            return out, own if module else jax.tree.leaves(params), split_arrays(new)[0]
 
-        scale = None if self.scale is None else self.scale.value
-        return in_auto_mode(of_batch, (scale, *trees), specs, plan.own_axes)
+        _, args, kwargs = apart.trees
+        out, grads, values, _ = self._evaluated(call, apart.params if module else params, args, kwargs, values, paths)
+        apart.update(filled(values))
+        return out, apart.as_params(jax.tree.leaves(grads)) if module else grads
 
-    def _of_batch(self, params, *args, **kwargs):
-        plan, plain = self.accumulation.plan, self.accumulation.mode == "plain"
-        if plain and self.scale is None:
-            fn = gather_on_use(self.loss_fn, plan)
-            return jax.value_and_grad(fn, has_aux=self.has_aux)(params, *args, **kwargs)
-        fn = functools.partial(self._loss, kwargs=kwargs)
-        if plain:
-            (loss, aux), grads = jax.value_and_grad(
-                gather_on_use(lambda p, *a: self._loss(p, a, kwargs), plan), has_aux=True
-            )(params, *args)
-        else:
-            self.accumulation.check_batch(args)
-            sums = self.accumulation.check_loss(fn, params, args, coupled=self.coupled)
-            loss, aux, grads = self.accumulation(fn, params, args, sums)
+    def _plain_of_objects(self, params, args, kwargs):
+        from flax import nnx
+
+        by_path = self.plan.by_keys
+        wanted = nnx.DiffState(0, lambda path, _: tuple(map(str, path)) in by_path) if is_module(params) else 0
+        fn = gather_on_use(self._loss, self.plan)
+        (loss, aux), grads = nnx.value_and_grad(fn, argnums=wanted, has_aux=True)(params, args, kwargs)
         if self.scale is not None:
             loss, grads = self._unscaled(loss, grads)
-        return ((loss, aux), grads) if self.has_aux else (loss, grads)
+        return ((loss, aux) if self.has_aux else loss), grads
+
+    def _evaluated(self, call, params, args, kwargs, values=(), paths=()):
+        """(loss or (loss, aux), grads, the state of the objects, where gradients were reduced)."""
+        trees, values = (params, args, kwargs), list(values)
+
+        def of_batch(scale, params, args, kwargs, values):
+            known = self if scale is None else dataclasses.replace(self, scale=Factor(scale))
+            return known._of_batch(call, params, args, kwargs, values, paths)
+
+        def specs(out):
+            used = dataclasses.replace(self.accumulation, mode=out[3])
+            grads = [used.layout_of(x) for x in self.plan.layouts]
+            own = [jax.typeof(x).sharding.spec for x in values]
+            return [*result_specs(trees, out[0], self.plan), *grads, *own, P()]
+
+        scale = None if self.scale is None else self.scale.value
+        return in_auto_mode(of_batch, (scale, *trees, values), specs, self.plan.own_axes)
+
+    def _of_batch(self, call, params, args, kwargs, values, paths):
+        used = self.accumulation
+        if used.mode == "plain" and self.scale is None:
+            fn = gather_on_use(self.loss_fn, self.plan)
+            return *jax.value_and_grad(fn, has_aux=self.has_aux)(params, *args, **kwargs), values, used.mode
+        if used.mode == "plain":
+            (loss, aux), grads = jax.value_and_grad(
+                gather_on_use(lambda p, *a: self._loss(p, a, kwargs), self.plan), has_aux=True
+            )(params, *args)
+        else:
+            used.check_batch(args)
+
+            def fn(params, args, values):
+                (loss, aux), _, values = call(self._loss, params, args, kwargs, values)
+                return loss, (aux, values)
+
+            state = State() if call is _as_it_is else self._state(call, params, args, kwargs, values, paths)
+            used = self._reduced_for(state)
+            coupled = self.coupled == "allow" or (self.coupled == "auto" and bool(state.of_batch))
+            sums = used.check_loss(fn, params, args, state, coupled=coupled)
+            loss, aux, grads, carry = used(fn, params, args, state, sums)
+            values = state.with_carry(carry)
+        if self.scale is not None:
+            loss, grads = self._unscaled(loss, grads)
+        return ((loss, aux) if self.has_aux else loss), grads, values, used.mode
+
+    def _state(self, call, params, args, kwargs, values, paths) -> State:
+        """The state of the objects, with what the loss does to it."""
+        used = dataclasses.replace(self.accumulation, mode="microbatch")
+        arrays = [(i + 1, x) for i, arg in enumerate(args) for x in split_arrays(arg)[0]]
+
+        def fn(params, args, values):
+            return call(self._loss, params, args, kwargs, values)[1:]
+
+        return read_state(
+            fn, params, used.part(args), values, paths, lambda i: i < len(arrays) and arrays[i][0] in used.batch_argnums
+        )
+
+    def _reduced_for(self, state: State) -> Accumulation:
+        """Where gradients are reduced: in each micro-batch if what the loss does to its state does not allow "step"."""
+        used, why = self.accumulation, state.why_not_step
+        if used.mode != "step" or not why:
+            return used
+        remedy = "Leave reduce out: such a loss is reduced in each micro-batch."
+        if self.reduce == "step":
+            raise ValueError(f'{WHERE}(reduce="step"): the loss {why} {remedy}')
+        if self.plan.config.reduce_dtype is not None and not self.plan.config.row.grads:
+            raise ValueError(
+                f"{WHERE}: the loss {why} So its gradients are reduced in each micro-batch, where stage "
+                f"{self.plan.config.stage} does not know reduce_dtype. Pass stage=2, or leave reduce_dtype out."
+            )
+        return dataclasses.replace(used, mode="microbatch")
 
     def _unscaled(self, loss, grads):
         """Without the loss scale: the division is in fp32, and XLA does it on shards, after the reduction."""
@@ -189,23 +290,15 @@ class _ValueAndGrad:
         def unscaled(by, g):
             return g.astype(jnp.promote_types(g.dtype, jnp.float32)) * by
 
-        wide = mapped(unscaled, [leaves], self.accumulation.plan, scalars=[by])
+        wide = mapped(unscaled, [leaves], self.plan, scalars=[by])
         return loss.astype(jnp.float32) * by, tree.unflatten(wide)
-
-    def _check_params(self, params) -> None:
-        """Raises ValueError for a tree that the plan was not made for; says what to do with an `nnx.Module`."""
-        try:
-            self.accumulation.plan.match(params, where="jzero.value_and_grad")
-        except ValueError:
-            if not has_module(params):
-                raise
-            raise ValueError(
-                "jzero.value_and_grad: this nnx.Module holds more than the plan's params (statistics, random keys). "
-                "Take its gradient by nnx.value_and_grad(jzero.gather_on_use(loss_fn, plan))(model, batch); for "
-                "micro-batches split it: graph, params, rest = nnx.split(model, nnx.Param, ...)."
-            ) from None
 
     def _loss(self, params, args, kwargs):
         out = self.loss_fn(params, *args, **kwargs)
         loss, aux = out if self.has_aux else (out, ())
         return loss if self.scale is None else loss.astype(jnp.float32) * self.scale.value, aux
+
+
+def _as_it_is(fn: Callable[..., Any], params, args, kwargs, values):
+    """`fn(params, args, kwargs)` of arguments without NNX objects."""
+    return fn(params, args, kwargs), jax.tree.leaves(params), values

@@ -265,6 +265,9 @@ def test_params_alone_come_with_statistics(tmp_path):
         want = np.asarray(getattr(pair[0].norm, x)[...])
         np.testing.assert_array_equal(np.asarray(getattr(model.norm, x)[...]), want)
     assert int(model.drop.rngs.count[...]) == 0
+    plain = create_nnx()[0]  # no optimizer: for inference
+    assert checkpoint.restore(path, plain, only="params") is plain
+    assert_same(jax.device_get(nnx.state(plain)), jax.device_get(nnx.state(model)))
     state, _ = jax.jit(full_step)(jzero.shard(create_full, stage=2, mesh=mesh_of(8)), batch())
     path = checkpoint.save(tmp_path / "2", state)
     like = create_full()

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 from differ.chains import LOOSE, chain_of
-from differ.grammar import OUTSIDE
+from differ.grammar import OUTSIDE, batch_parts
 from differ.models import batch_of, form_of, model_of
 from differ.refusals import refusal
 from differ.runs import RUNS, initial
@@ -59,11 +59,16 @@ class Plain:
         self.master = jax.tree.map(lambda p: p.astype(jnp.float32), self.params) if self.wide else None
         self.tx = chain_of(case)
         self.opt_state = jax.jit(self.tx.init)(self.master if self.wide else self.params)
-        self.delay = config["tier"].startswith("late")
         self.pending: list[Any] = []
         self.handed = self.params  # as the last update returned them
         self.start = [np.asarray(x, np.float32) for x in jax.tree.leaves(self.params)]
         self.replaced = False
+        self.place(config, case["mesh"])
+
+    def place(self, config: dict, mesh: dict) -> None:
+        """Where the sharded run is now: that says when an update is late, and what an NNX model draws."""
+        self.delay, self.devices = config["tier"].startswith("late"), batch_parts(mesh)
+        self.once = reduced_once(self.case, config)
 
     def take_masters(self, params: list, masters: list) -> None:
         """The masters that the sharded run starts from: what its params were before they were rounded."""
@@ -80,8 +85,20 @@ class Plain:
 
     def gradients(self, batch, key):
         """(loss, gradients); the rest advances."""
-        value, self.rest, grads = _gradients(self.case["flavour"], self.form)(self.params, self.rest, batch, key)
-        return float(value), jax.tree.leaves(grads)
+        run, micro = _gradients(self.case["flavour"], self.form), self.case.get("micro")
+        if micro is None or self.case["flavour"] != "nnx":
+            value, self.rest, grads = run(self.params, self.rest, batch, key)
+            return float(value), jax.tree.leaves(grads)
+        found, start = [], self.rest
+        for device in range(self.devices) if self.once else [None]:
+            self.rest = start if device is None else of_device(start, device)
+            for i in range(micro["accumulate"]):
+                cut = functools.partial(rows_of, devices=self.devices, k=micro["accumulate"], device=device, i=i)
+                value, self.rest, grads = run(self.params, self.rest, jax.tree.map(cut, batch), key)
+                found.append((float(value), [np.asarray(g, np.float32) for g in jax.tree.leaves(grads)]))
+        self.rest = jax.tree.map(lambda new, old: old if is_key(old) else new, self.rest, start)
+        values, grads = zip(*found, strict=True)
+        return float(np.mean(values)), [np.mean(g, axis=0) for g in zip(*grads, strict=True)]
 
     def update(self, grads: list):
         """One step of the optimizer; with a delay the one before it."""
@@ -115,6 +132,32 @@ class Plain:
             self.master = jax.tree.map(
                 lambda p, m: jnp.where(p == m.astype(p.dtype), m, p.astype(m.dtype)), self.params, self.master
             )
+
+
+def reduced_once(case: dict, config: dict) -> bool:
+    """Whether each device draws numbers of its own for a module: gradients are reduced once, after the loop."""
+    micro = case.get("micro")
+    if micro is None or "BatchNorm" in case["blocks"]:
+        return False
+    if micro["accumulate"] == 1:
+        here = config["stage"] == 3 or (config["stage"] == 2 and micro["reduce"] == "microbatch")
+        return config.get("reduce_dtype") is not None and not here
+    return micro["reduce"] == "step" or (micro["reduce"] == "auto" and config["stage"] < 2)
+
+
+def rows_of(x, devices: int, k: int, device: int | None, i: int):
+    """Micro-batch i, which has rows of every device; or those of one device."""
+    parts = x.reshape(devices, k, -1, *x.shape[1:])[:, i]
+    return parts[device] if device is not None else parts.reshape(-1, *x.shape[1:])
+
+
+def is_key(x) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def of_device(rest, device: int):
+    """The state of a model with the keys that a device draws from."""
+    return jax.tree.map(lambda x: jax.random.fold_in(x, device) if is_key(x) else x, rest)
 
 
 @functools.lru_cache(maxsize=4)
@@ -217,11 +260,12 @@ def _happens(event: dict, run, plain: Plain, case: dict, folder: Path):
     elif kind == "second":
         other = run.fresh(run.mesh_spec, run.config)
         first, fresh = other.step(batch_of(case, 0), jax.random.key(0))[0], Plain(case)
+        fresh.place(run.config, run.mesh_spec)
         Tolerances(case | {"config": run.config}).loss(first, fresh.gradients(batch_of(case, 0), jax.random.key(0))[0],
                                                        "a second state")  # fmt: skip
     if kind in ("restore", "reshard"):
         plain.flush()
-    plain.delay = run.config["tier"].startswith("late")
+    plain.place(run.config, run.mesh_spec)
     if kind in ("restore", "reshard"):
         _check_bytes(run, case)
     return run
@@ -350,6 +394,10 @@ def _check_end(run, plain: Plain, tolerances: Tolerances, case: dict) -> None:
     plain.flush()
     _, inner, masters = run.parts()
     tolerances.state(inner, [_number(x) for x in jax.tree.leaves(plain.opt_state)], "optimizer state")
+    if case["flavour"] == "nnx":
+        from differ.runs import host
+
+        tolerances.state(host(run.rest()), host(plain.rest), "statistics and counts")
     if masters is not None:
         want = jax.tree.leaves(plain.master if plain.wide else plain.params)
         tolerances.values(masters, want, "masters")

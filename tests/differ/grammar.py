@@ -54,8 +54,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         for name in ("moment_dtype", "master_dtype"):
             case["config"].pop(name, None)
     stateless = not set(case["blocks"]) & set(STATEFUL)
-    if flavour != "nnx" and stateless and rng.random() < 0.2:
-        case["micro"] = {"accumulate": rng.choice((1, 2, 3)), "reduce": draw_reduce(rng, case["config"])}
+    if (flavour == "nnx" or stateless) and rng.random() < (0.2 if stateless else 0.5):
+        case["micro"] = {"accumulate": rng.choice((1, 2, 3)), "reduce": draw_reduce(rng, case)}
     case |= {
         "step": "eager" if can_be_eager(case) and rng.random() < 0.08 else rng.choice(STEPS),
         "donate": rng.random() < 0.5, "born": rng.random() < 0.5, "gather": rng.random() < 0.7,
@@ -137,8 +137,9 @@ def draw_config(rng, dtype: str, stage: int, tier: str, kind: str = "flat") -> d
     return config
 
 
-def draw_reduce(rng, config: dict) -> str:
-    return rng.choice(("auto", "microbatch", "step") if config["stage"] < 3 else ("auto", "microbatch"))
+def draw_reduce(rng, case: dict) -> str:
+    step = case["config"]["stage"] < 3 and "BatchNorm" not in case["blocks"]  # refused for batch statistics
+    return rng.choice(("auto", "microbatch", "step") if step else ("auto", "microbatch"))
 
 
 def low_precision(config: dict) -> bool:
@@ -217,6 +218,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
             yield "field", f"{name}={value}"
     if case.get("micro"):
         yield "micro-batches", f"{case['micro']['accumulate']} {case['micro']['reduce']}"
+        for kind in sorted({*case["blocks"]} & {*STATEFUL}) or ["stateless"]:
+            yield "micro-batches of", f"{case['flavour']}, {kind}"
     for event in case["events"].values():
         yield "event", event["kind"]
         yield "tier and event", f"{case['config']['tier']}, {event['kind']}"
@@ -227,6 +230,6 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
 SHARES = {
     "flavour": 0.25, "head": 0.02, "dtype": 0.05, "mesh": 0.02, "devices": 0.03, "stage": 0.05, "tier": 0.03,
     "optimizer": 0.005, "step": 0.01, "compared": 0.01, "layer": 0.015, "wrap": 0.01, "field": 0.01, "event": 0.01,
-    "micro-batches": 0.002, "tier and event": 0.0005, "tier and flavour": 0.008,
+    "micro-batches": 0.002, "micro-batches of": 0.002, "tier and event": 0.0005, "tier and flavour": 0.008,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

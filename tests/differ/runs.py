@@ -121,6 +121,10 @@ class Run:
         stage3 = self.config["stage"] == 3
         return jzero.gather_on_use(loss, self.plan) if stage3 or self.case["gather"] else loss
 
+    def rest(self):
+        """What an NNX model holds besides params: statistics, keys and their counts."""
+        return ()
+
     def grad(self, loss):
         """`jax.value_and_grad`, or in micro-batches: (params, batch, ...) -> ((loss, rest), gradients)."""
         micro = self.case.get("micro")
@@ -296,6 +300,9 @@ class NnxRun(LinenRun):
             def loss(model, batch):
                 return loss_of(self.form, model(batch), batch)
 
+            micro = self.case.get("micro")
+            if micro is not None:
+                return jzero.value_and_grad(loss, self.plan, **micro)(model, batch)
             return nnx.value_and_grad(self.gathered(loss))(model, batch)
 
         def step(model, optimizer, batch):
@@ -318,6 +325,9 @@ class NnxRun(LinenRun):
 
     def visible(self):
         return nnx.as_pure(nnx.state(self.state[0], nnx.Param))
+
+    def rest(self):
+        return nnx.split(self.state[0], nnx.Param, ...)[2]
 
     def opt_state(self):
         return nnx.as_pure(self.state[1].opt_state)

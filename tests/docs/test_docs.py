@@ -28,6 +28,7 @@ RUNS = [
 @pytest.mark.default_cases(
     "README.md",
     "docs/index.md",
+    "docs/nnx.md",
     "docs/checkpoints.md",
     "docs/proof.md",
     "docs/from_deepspeed.md",

@@ -320,6 +320,69 @@ def test_an_nnx_pair(options, mesh):
     assert train.eval_shape(model, optimizer, X).shape == ()
 
 
+def with_averages(model, optimizer, average, arrays, batch):
+    loss = nnx_step(model, optimizer, batch)
+    new = nnx.as_pure(nnx.state(model, nnx.Param))
+    nnx.update(average, optax.incremental_update(new, nnx.as_pure(nnx.state(average, nnx.Param)), 0.5))
+    return optax.incremental_update(new, arrays, 0.5), loss
+
+
+def test_averages_beside_an_nnx_pair(mesh):
+    """A module is changed in place, a tree of arrays returned: both are donated, also by name; and none by accident."""
+    model, optimizer = pair(mesh)
+    train = jzero.jit(with_averages, jzero.plan_of(optimizer))
+    average, arrays = nnx.clone(model), nnx.as_pure(nnx.state(model, nnx.Param))
+    with pytest.raises(RuntimeError, match=r"arguments 0 and 2 share an array.*what nnx.clone or nnx.state returned"):
+        train(model, optimizer, average, arrays, X)
+    average, arrays = jax.tree.map(jnp.copy, (average, arrays))
+    told = train.describe(model, optimizer, average, arrays=arrays, batch=X).splitlines()[2:]
+    assert [line.split()[2] for line in told] == ["donated"] * 4 + ["kept"]
+    assert [line.split("  ")[-1].strip() for line in told[2:]] == [
+        "changed in place", "the step returns a new one", "rows of a batch"
+    ]  # fmt: skip
+    old = average.kernel.get_value(), arrays
+    new, _ = train(model, optimizer, average, arrays=arrays, batch=X)
+    assert gone(old)
+    assert alive((new, jax.tree.leaves(average)))
+    np.testing.assert_allclose(new["kernel"], average.kernel.get_value(), atol=1e-6)
+
+
+def test_what_is_donated_is_told(mesh):
+    """Of arrays, of a state whose step draws from `nnx.Rngs`, and where an option says it."""
+    state = jzero.shard(create_small(TX), stage=2, mesh=mesh, min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+
+    def told(*args, step=reference_step, **options):
+        lines = jzero.jit(step, plan, **options).describe(*args).splitlines()[2:]
+        return [" ".join(line.split()[2:]) for line in lines]
+
+    batch, other = make_batch(), jax.tree.map(jnp.copy, state)
+    assert told(other, state, batch) == [
+        "kept no result replaces it", "donated the step returns a new one", "kept rows of a batch"
+    ]  # fmt: skip
+    assert told(other, state, batch, donate_argnames="ref")[:2] == [
+        "donated an option says so", "kept no result replaces it"
+    ]  # fmt: skip
+
+    def noisy(state, rngs, batch):
+        return train_step(state, batch | {"x": nnx.Dropout(0.5)(batch["x"], rngs=rngs)})
+
+    rngs = nnx.Rngs(0)
+    assert told(state, rngs, batch, step=noisy)[:2] == [
+        "donated the step returns a new one", "donated changed in place"
+    ]  # fmt: skip
+    jzero.jit(noisy, plan)(state, rngs, batch)
+    assert gone(state)
+    assert int(rngs.default.count[...]) == 1
+
+
+def test_an_argument_that_holds_an_array_twice(mesh):
+    state = jzero.shard(create_small(TX), stage=2, mesh=mesh, min_shard_bytes=0)
+    both = [state, state]
+    with pytest.raises(RuntimeError, match=r"argument 0 holds an array twice \(\[0\].*and \[1\].*jnp.copy"):
+        jzero.jit(lambda both, x: [both[1], both[0]], jzero.plan_of(state))(both, X)
+
+
 def test_xla_gets_the_options_of_the_plan(mesh, monkeypatch):
     plan = jzero.make_plan({"w": jnp.ones((64, 8))}, stage=2, mesh=mesh)
     monkeypatch.setattr(jzero.Plan, "compiler_options", {"xla_no_such_option": 1})

@@ -332,9 +332,3 @@ def test_weights_are_gathered_one_by_one(kind):
 def test_without_gather_on_use_check_says_so():
     plan, program, _ = compiled("list", wrapped=False)
     assert any("no weight is gathered where it is used" in f.text for f in findings(program, plan))
-
-
-def test_value_and_grad_of_a_module_with_statistics_names_the_way(mesh):
-    model, _, plan = sharded("list", mesh)
-    with pytest.raises(ValueError, match=r"nnx\.value_and_grad\(jzero\.gather_on_use\(loss_fn, plan\)\)"):
-        jzero.value_and_grad(loss_of, plan)(model, data())

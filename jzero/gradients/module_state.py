@@ -1,0 +1,152 @@
+"""State of NNX objects that is no param, over micro-batches: what a loss does with it.
+
+[Note: state is a carry]
+Counts of random keys, batch statistics and whatever else a loss changes in its module go from micro-batch to
+micro-batch, as in a plain loop over `plan.micro_batches`. With one reduction after the loop ("step") each device runs
+the loop on its own rows. Counts advance on all of them alike; the keys are folded with the number of the device, so
+that no two draw the same masks. What depends on the examples (the statistics of BatchNorm) would differ from device to
+device: such a loss is reduced in each micro-batch, where XLA computes its statistics over all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.core import jaxprs
+from jzero.core.dependence import passed_on
+from jzero.core.errors import listing, typed_shape
+from jzero.gather.transform import as_written
+from jzero.gradients.coupling import CONST, Const, Rows, kinds_of_results
+from jzero.layout.leaf_rule import path_name
+
+_SUBJECT = "jzero.value_and_grad: the loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Arrays that a loss reads besides params and arguments, and returns.
+
+    Attributes:
+      values: the arrays.
+      changed: whether the loss returns others.
+      of_batch: the names of those that it changes by the examples.
+      new_keys: the names of the random keys that it replaces.
+    """
+
+    values: Sequence[Any] = ()
+    changed: Sequence[bool] = ()
+    of_batch: Sequence[str] = ()
+    new_keys: Sequence[str] = ()
+
+    def replaced(self, values: Sequence[Any]) -> State:
+        """The same with other values."""
+        return dataclasses.replace(self, values=list(values))
+
+    @property
+    def carry(self) -> list[Any]:
+        """What goes from micro-batch to micro-batch."""
+        return [x for x, c in zip(self.values, self.changed, strict=True) if c]
+
+    def with_carry(self, carry: Sequence[Any]) -> list[Any]:
+        """All values, those that change from `carry`."""
+        new = iter(carry)
+        return [next(new) if c else x for x, c in zip(self.values, self.changed, strict=True)]
+
+    def of_device(self, index: Any) -> list[Any]:
+        """All values, with the keys that a device with this number draws from."""
+        return [_folded(x, index) if is_key(x) else x for x in self.values]
+
+    @property
+    def why_not_step(self) -> str:
+        """Why it must be reduced in each micro-batch; empty where it need not."""
+        if self.of_batch:
+            return (
+                "changes state of the module by the examples (batch statistics, as BatchNorm has them):\n"
+                f"{listing([(n,) for n in self.of_batch])}\nEach device would have that of its own rows."
+            )
+        if self.new_keys:
+            return (
+                f"replaces random keys of the module:\n{listing([(n,) for n in self.new_keys])}\nEach device draws "
+                "from keys of its own, and would have another one."
+            )
+        return ""
+
+
+def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[Any], paths: Sequence[Any],
+               batch: Callable[[Any], bool]) -> State:  # fmt: skip
+    """What a loss does with the state of its modules, from a trace of it.
+
+    Args:
+      fn: `fn(params, args, values) -> (params, values)`, leaves in the order of those that it was given.
+      params, args: trees of arrays or ShapeDtypeStructs.
+      values: the state, arrays.
+      paths: of each of them.
+      batch: whether an array of `args`, by its number, has examples along dim 0.
+
+    Raises:
+      ValueError: the loss changes params, or the shape or dtype of its state.
+    """
+    arrays, merged = jaxprs.split_arrays((params, args))
+    count = len(jaxprs.split_arrays(params)[0])
+    names = [path_name(k[1:]) for k in paths]
+
+    def flat(*given):
+        p, a = merged(given[: len(arrays)])
+        new_params, new = fn(p, a, given[len(arrays) :])
+        return [*new_params, *new]
+
+    with as_written():
+        jaxpr, consts = jaxprs.trace(flat, *map(_shape, (*arrays, *values)))
+    rows = [i >= count and batch(i - count) for i in range(len(arrays))]
+    kinds = kinds_of_results(jaxpr, [Rows(0) if r else CONST for r in [*rows, *[False] * len(values)]])
+    same = passed_on(jaxpr, consts)
+    _check_params(same[:count])
+    _check_types(names, values, [v.aval for v in jaxpr.outvars[count:]])
+    changed = [o != len(arrays) + i for i, o in enumerate(same[count:])]
+    rows_of_state = list(zip(names, values, changed, kinds[count:], strict=True))
+    return State(
+        list(values), changed,
+        [f"{n} {typed_shape(x)}" for n, x, c, k in rows_of_state if c and not isinstance(k, Const)],
+        [n for n, x, c, _ in rows_of_state if c and is_key(x)],
+    )  # fmt: skip
+
+
+def is_key(x: Any) -> bool:
+    """True for typed random keys."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _folded(keys: Any, index: Any) -> Any:
+    flat = jax.vmap(lambda k: jax.random.fold_in(k, index))(keys.reshape(-1))
+    return flat.reshape(keys.shape)
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype)
+
+
+def _check_params(same: Sequence[int | None]) -> None:
+    changed = sum(i != o for i, o in enumerate(same))
+    if changed:
+        raise ValueError(
+            f"{_SUBJECT} sets {changed} of the {len(same)} params that it trains. Over micro-batches a param changes "
+            "by its update alone: set it after the update, or hold what the loss sets in a Variable of another type."
+        )
+
+
+def _check_types(names: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -> None:
+    bad = [
+        (n, typed_shape(a), f"becomes {typed_shape(b)}")
+        for n, a, b in zip(names, before, after, strict=True)
+        if (np.shape(a), a.dtype) != (b.shape, b.dtype)
+    ]
+    if bad:
+        raise ValueError(
+            f"{_SUBJECT} changes the shape or the dtype of state of the module, which goes from micro-batch to "
+            f"micro-batch:\n{listing(bad)}\nCreate it as the loss leaves it, or return it as aux (has_aux=True)."
+        )
