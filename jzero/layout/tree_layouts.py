@@ -40,7 +40,7 @@ def tree_layouts(
     mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
     flat = jax.tree_util.tree_leaves_with_path(params)
     check_params(params)
-    bases = base_specs(params, flat, param_specs, mesh, config.axes)
+    bases = base_specs(params, flat, param_specs, mesh, config)
     dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
     least = whole_below(
         config, [(x, shard_factor(b, mesh)) for (_, x), b in zip(flat, bases, strict=True)], mesh
