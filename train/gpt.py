@@ -338,7 +338,7 @@ def train(config: Config, corpus: data.Corpus) -> Result:
             log.print(f"stopped by {stopped.name} after step {step}: go on with --resume")
             return Result(config.out, state, log.losses, log.heldout, bigram, "", stopped=stopped)
         text = write_text(config, state)
-        log.summary(bigram=bigram, text=text, seconds=time.perf_counter() - began)
+        log.summary(bigram=bigram, text=text, held=held_line(state), seconds=time.perf_counter() - began)
     return Result(config.out, state, log.losses, log.heldout, bigram, text)
 
 
@@ -403,8 +403,26 @@ def write_text(config: Config, state: TrainState) -> str:
 
 def size_of(state: TrainState) -> str:
     """The bytes of a state, whole, with what lives outside of the device."""
-    outside = getattr(getattr(state.opt_state, "master", None), "total", 0)
-    return human_bytes(outside + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
+    return human_bytes(bytes_of(state, state.opt_state))
+
+
+def bytes_of(tree: Any, opt_state: Any) -> int:
+    """The bytes of a tree, whole, with what lives outside of the device of the optimizer state in it."""
+    outside = getattr(getattr(opt_state, "master", None), "total", 0)
+    return outside + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def held_line(state: TrainState) -> str:
+    """Params and optimizer state on this process's first device, beside what a device without the others would hold."""
+    arrays = [x for x in jax.tree.leaves((state.params, state.opt_state)) if isinstance(x, jax.Array)]
+    mine = jax.local_devices()[0]
+    held = sum(s.data.nbytes for x in arrays if x.sharding.memory_kind != "pinned_host"
+               for s in x.addressable_shards if s.device == mine)  # fmt: skip
+    whole = bytes_of((state.params, state.opt_state), state.opt_state)
+    return (
+        f"{human_bytes(held)} of params and optimizer state on each of {jax.device_count()} devices; one unsharded "
+        f"device would hold {human_bytes(whole)}"
+    )
 
 
 def memory_line(compiled: Any, estimate: Any) -> str:

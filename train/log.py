@@ -161,8 +161,8 @@ class Log:
         self._keep(step, heldout_loss=loss)
         self.print(f"step {step}/{self.steps}  held-out loss {loss:.4f} nats/byte")
 
-    def summary(self, *, bigram: float, text: str, seconds: float) -> None:
-        """The sample, the held-out loss against the bigram's, and where everything lies."""
+    def summary(self, *, bigram: float, text: str, held: str, seconds: float) -> None:
+        """The sample, the held-out loss against the bigram's, what a device holds, and where everything lies."""
         if not self.first_process:
             return
         loss = self.heldout[-1][1]
@@ -175,6 +175,7 @@ class Log:
             f"bigram, add-one  {bigram:.4f} nats/byte  {bigram / np.log(2):.3f} bits/byte  (the same bytes)",
             f"margin           {bigram - loss:+.4f} nats/byte",
             f"time             {seconds:.0f} s, peak host memory {peak:.2f} GB",
+            f"memory           {held}",
             f"written          {self.curve(bigram)}, metrics.jsonl, tensorboard/, checkpoints/, sample.txt",
         )
 

@@ -22,6 +22,7 @@ class Job:
       stages: to compile, in this order.
       search: look for the largest micro-batch that fits.
       fraction: of the GPU's memory that a program may take.
+      accumulate: micro-batches in a step of a preset.
       detail: answer with the whole report.
       bandwidths: GB per second of `pcie`, `memory` and `disk`, for an update outside of the program.
       sizes: stages to estimate for other numbers of GPUs as well.
@@ -41,6 +42,7 @@ class Job:
     stages: list[int]
     search: bool
     fraction: float
+    accumulate: int = 1
     detail: bool = False
     bandwidths: dict[str, float] = dataclasses.field(default_factory=dict)
     sizes: list[int] = dataclasses.field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ from jzero.cli.inputs import (
 from jzero.cli.job import Job
 from jzero.cli.presets import PRESETS
 from jzero.cli.process import run_job
-from jzero.cli.show import findings_text, stage_table, title
+from jzero.cli.show import JAX_TAKES, VARIABLE, findings_text, stage_table, title
 from jzero.config import Offload, ZeroConfig
 from jzero.core.errors import check_int, nearest
 from jzero.proof.pod import check_pod
@@ -69,7 +70,9 @@ class Inputs:
     seq: int | None = None
     """Tokens in a sequence of a preset; the model's own length where left out."""
     batch_per_gpu: int = 1
-    """Sequences per device of a preset."""
+    """Sequences per device of a preset, in each micro-batch."""
+    accumulate: int = 1
+    """Micro-batches in a step of a preset."""
     gpu: str = "h200"
     """a100-80gb, h100, h200 or b200."""
     hosts: int = 1
@@ -100,9 +103,9 @@ class Inputs:
     Implies --offload host."""
     in_flight_bytes: int | None = None
     """With --offload: bytes of state of one device that may be on it at once; chosen from its size where left out."""
-    memory_fraction: float = 0.9
-    """Part of a GPU's memory that a program may take; JAX itself allocates 0.75 of it unless
-    XLA_PYTHON_CLIENT_MEM_FRACTION says more. The rest is for CUDA, NCCL and fragments."""
+    memory_fraction: float = dataclasses.field(default_factory=lambda: float(os.environ.get(VARIABLE) or JAX_TAKES))
+    """Part of a GPU's memory that a program may take: what JAX allocates, XLA_PYTHON_CLIENT_MEM_FRACTION or 0.75. The
+    rest is for CUDA, NCCL and fragments."""
 
     def job(self, *, stages: list[int], search: bool, detail: bool = False) -> Job:
         """The job that these flags mean, as far as it can be checked without loading the model.
@@ -130,7 +133,8 @@ class Inputs:
             create=self.create, step=self.step, batch=self.batch, preset=self.preset, seq=self.seq,
             batch_per_gpu=self.batch_per_gpu, gpu=self.gpu, hosts=self.hosts, gpus_per_host=self.gpus_per_host,
             mesh=parse_axes(self.mesh, "--mesh"), fields=fields, stages=stages, search=search,
-            fraction=self.memory_fraction, detail=detail, bandwidths=dataclasses.asdict(self.bandwidths),
+            fraction=self.memory_fraction, accumulate=self.accumulate, detail=detail,
+            bandwidths=dataclasses.asdict(self.bandwidths),
         )  # fmt: skip
 
     def _tier(self) -> dict[str, Any]:
@@ -159,6 +163,7 @@ class Inputs:
                 near = nearest(self.preset, PRESETS)
                 raise InputError(f"--preset {self.preset}: unknown.{near} Known: {', '.join(PRESETS)}.")
             check_int(self.batch_per_gpu, "--batch-per-gpu", where="jzero", low=1)
+            check_int(self.accumulate, "--accumulate", where="jzero", low=1)
             if self.seq is not None:
                 check_int(self.seq, "--seq", where="jzero", low=2)
             return
@@ -170,6 +175,8 @@ class Inputs:
             )
         if self.seq is not None:
             raise InputError("--seq belongs to --preset; --batch has the length of yours.")
+        if self.accumulate != 1:
+            raise InputError("--accumulate belongs to --preset; --step has micro-batches of its own.")
         assert self.batch is not None
         if not names_function(self.batch):
             parse_batch(self.batch)
@@ -204,7 +211,8 @@ class PlanCommand(Inputs):
         else:
             note = [f"stage {', '.join(map(str, left_out))} left out: --offload-params host needs stage {FETCHES}, "
                     f"{WHOLE_BELOW}."] if left_out else []  # fmt: skip
-            print("\n".join([title(job, answers), *note, *stage_table(results), *findings_text(results)]))
+            print("\n".join([title(job, answers), *note, *stage_table(results, job.fraction),
+                             *findings_text(results)]))  # fmt: skip
         if self.plot is not None:
             from jzero.cli.plot import draw
 
@@ -225,7 +233,7 @@ class ExplainCommand(Inputs):
         job = self.job(stages=[self.stage], search=False, detail=True)
         answers = run_job(job)
         (result,) = answers["results"].values()
-        report = [result["report"]] if "report" in result else stage_table([result])
+        report = [result["report"]] if "report" in result else stage_table([result], job.fraction)
         print("\n".join([title(job, answers), "", *report, *findings_text([result])]))
         return int("crash" in result or bool(result["findings"]))
 

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jzero.flax.shard import plan_of
+from jzero.gradients.value_and_grad import value_and_grad
 from jzero.proof.transformer import Transformer
 
 QUERIES = 256
@@ -68,21 +70,22 @@ PRESETS = {
 }
 
 
-def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-    """One step of next-token prediction on batch["tokens"], i32[batch, seq + 1]; plain Flax."""
-    loss, grads = gradient_step(state, batch)
+def train_step(state: Any, batch: Any, *, accumulate: int = 1) -> tuple[Any, jax.Array]:
+    """One step of next-token prediction on batch["tokens"], i32[batch, seq + 1]; plain Flax but for micro-batches."""
+    loss, grads = gradient_step(state, batch, accumulate=accumulate)
     return state.apply_gradients(grads=grads), loss
 
 
-def gradient_step(state: Any, batch: Any) -> tuple[jax.Array, Any]:
+def gradient_step(state: Any, batch: Any, *, accumulate: int = 1) -> tuple[jax.Array, Any]:
     """Its loss and its gradients, for an update outside of the program."""
-    tokens = batch["tokens"]
 
-    def loss_of(params):
-        logits = state.apply_fn({"params": params}, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def loss_of(params, batch):
+        logits = state.apply_fn({"params": params}, batch["tokens"][:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
-    return jax.value_and_grad(loss_of)(state.params)
+    if accumulate == 1:
+        return jax.value_and_grad(loss_of)(state.params, batch)
+    return value_and_grad(loss_of, plan_of(state), accumulate=accumulate)(state.params, batch)
 
 
 def creator(preset: Preset, *, seq: int) -> Callable[[], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -86,10 +87,11 @@ class Subject:
         preset = presets.PRESETS[job.preset]
         seq = job.seq or preset.seq
         parts = axis_size(mesh, config.batch_axes)
-        tokens = jax.ShapeDtypeStruct((job.batch_per_gpu * parts, seq + 1), "int32")
+        tokens = jax.ShapeDtypeStruct((job.accumulate * job.batch_per_gpu * parts, seq + 1), "int32")
         model = preset.transformer(seq=seq, batch=job.batch_per_gpu)
         create = presets.creator(preset, seq=seq)
         step = presets.gradient_step if config.updates_outside else presets.train_step
+        step = functools.partial(step, accumulate=job.accumulate)
         return cls(create, step, ({"tokens": tokens},), machine, mesh, job, model)
 
     def state(self, stage: int) -> tuple[Any, Plan]:
@@ -125,10 +127,15 @@ class Subject:
 
     @property
     def micro_batch(self) -> int:
-        """Examples of the batch on one device."""
+        """Examples of a micro-batch on one device."""
         sizes = [x.shape[0] for x in jax.tree.leaves(self.batch) if _is_split(x)]
         config = self.job.config()
-        return sizes[0] // axis_size(self.mesh, config.batch_axes) if sizes else 0
+        return sizes[0] // (axis_size(self.mesh, config.batch_axes) * self.job.accumulate) if sizes else 0
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that a step of a preset trains on, over all devices."""
+        return None if self.model is None else self.batch[0]["tokens"].shape[0] * self.model.seq
 
     def uses(self, state: Any, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
         """What the step does with each param."""
@@ -141,12 +148,13 @@ class Subject:
 
     def compile(self, state: Any, plan: Plan, micro_batch: int) -> jax.stages.Compiled:
         """The step compiled for a micro-batch of that many examples per device."""
-        first = self.micro_batch * plan.batch_parts
+        parts = plan.batch_parts * self.job.accumulate
+        first = self.micro_batch * parts
 
         def resized(x):
             if not _is_split(x) or x.shape[0] != first:
                 return x
-            return jax.ShapeDtypeStruct((micro_batch * plan.batch_parts, *x.shape[1:]), x.dtype)
+            return jax.ShapeDtypeStruct((micro_batch * parts, *x.shape[1:]), x.dtype)
 
         batch = jax.tree.map(resized, self.batch)
         args = state if is_pair(state) else (state,)

@@ -28,7 +28,8 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
     began = time.perf_counter()
     say("laying out the state")
     state, plan = subject.state(stage)
-    planned = estimate(plan, tx=_tx(state), model=subject.model, uses=subject.uses(state, plan))
+    known = {"model": subject.model, "uses": subject.uses(state, plan), "accumulate": subject.job.accumulate}
+    planned = estimate(plan, tx=_tx(state), **known)
     say(f"compiling for {len(subject.pod.devices)} {subject.pod.gpu}")
     compiled = subject.compile(state, plan, subject.micro_batch)
     report = explain(compiled, plan)
@@ -38,6 +39,7 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
         "stage": stage,
         "values": sum(x.size for x in plan.layouts),
         "micro_batch": subject.micro_batch,
+        "tokens_per_step": subject.tokens,
         "estimate": estimate_json(planned),
         "compiled": report_json(report, planned.devices_per_process),
         "fits": total <= limit,
@@ -80,7 +82,7 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
             continue
         mesh = pod(job.gpu, hosts=hosts, gpus_per_host=n // hosts).mesh({first: n // inner, **dict(rest)})
         state = abstract(subject.create, job.config(stage=stage), mesh=mesh)
-        totals[n] = estimate(plan_of(state), tx=_tx(state), model=subject.model).total
+        totals[n] = estimate(plan_of(state), tx=_tx(state), model=subject.model, accumulate=job.accumulate).total
     return totals
 
 

@@ -12,6 +12,7 @@ from jzero.proof.tables import lines_of, plain_table
 
 COMPARED = ("params", "opt_state", "wire")
 OFF, SHARE_OFF = "*", 0.05
+VARIABLE, JAX_TAKES = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
 SHARE_SHOWN = 1e-4  # of a device's bytes: a step counter that an update outside of the program keeps to itself
 
 
@@ -26,8 +27,12 @@ def title(job: Job, answers: dict[str, Any]) -> str:
         return f"{job.preset or job.create}\n{pod}"
     values = results[0]["values"]
     count = f"{values / 1e9:.2f}B" if values >= 1e9 else f"{values / 1e6:.1f}M"
-    examples = counted(results[0]["micro_batch"], "example")
-    return f"{job.preset or job.create}: {count} params, {examples} per device\n{pod}"
+    examples = f"{counted(results[0]['micro_batch'], 'example')} per device"
+    if job.accumulate > 1:
+        examples += f" and micro-batch, {job.accumulate} micro-batches"
+    if results[0]["tokens_per_step"]:
+        examples += f", {results[0]['tokens_per_step']:,} tokens per step"
+    return f"{job.preset or job.create}: {count} params, {examples}\n{pod}"
 
 
 def _is_off(result: dict[str, Any], key: str) -> bool:
@@ -37,8 +42,8 @@ def _is_off(result: dict[str, Any], key: str) -> bool:
     return apart > SHARE_OFF * estimated and apart > SHARE_SHOWN * result["estimate"]["total"]
 
 
-def stage_table(results: list[dict[str, Any]]) -> list[str]:
-    """Two lines per stage: estimated, then compiled."""
+def stage_table(results: list[dict[str, Any]], fraction: float) -> list[str]:
+    """Two lines per stage: estimated, then compiled; `fraction`: of a GPU's memory, in which a step fits."""
     done = [r for r in results if "crash" not in r]
     most = max((r["compiled"]["total"] for r in done), default=0)
     unit, size = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
@@ -66,7 +71,7 @@ def stage_table(results: list[dict[str, Any]]) -> list[str]:
         reasons = ["wire beside 2 Psi, 3 at stage 3:", *reasons, ""]
     crashes = [f"stage {r['stage']}: the compiler ended ({r['crash']})" for r in results if "crash" in r]
     tables = [*(lines_of(table) if done else []), *_host_table(done, unit, shown)]
-    return [*tables, *reasons, *_notes(done), *crashes]
+    return [*tables, *reasons, *_notes(done, fraction), *crashes]
 
 
 def _reasons(e: dict[str, Any]) -> Iterable[tuple[str, int]]:
@@ -119,7 +124,7 @@ def _largest(result: dict[str, Any]) -> str:
     return ("" if found["exact"] else ">= ") + str(found["micro_batch"])
 
 
-def _notes(results: list[dict[str, Any]]) -> list[str]:
+def _notes(results: list[dict[str, Any]], fraction: float) -> list[str]:
     if not results:
         return []
     notes = [
@@ -151,6 +156,10 @@ def _notes(results: list[dict[str, Any]]) -> list[str]:
         notes.append(
             "fits, largest: this micro-batch, and the largest number of examples per device that still does."
         )
+    notes += [
+        f"fits: in {fraction:g} of a GPU's memory (--memory-fraction). JAX takes {JAX_TAKES:g} of it, or what",
+        f"{VARIABLE} says before Python starts.",
+    ]
     seconds = ", ".join(f"{r['seconds']:.0f} s" for r in results)
     memory = human_bytes(max(r["host_memory"] for r in results))
     return [*notes, f"Compiled in {seconds} with {memory} of host memory."]

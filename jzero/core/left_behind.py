@@ -1,10 +1,10 @@
 """What a function leaves behind in Python objects: the key of a random number generator that a loss advances.
 
-`jax.grad` runs a loss in the trace around it. A key that the loss stores, as in `self.rng, key = split(self.rng)`, is good
-afterwards. jzero traces a function to a jaxpr first, in a trace of its own, and JAX refuses a value of that trace
+`jax.grad` runs a loss in the trace around it. A key that the loss stores, as in `self.rng, key = split(self.rng)`, is
+good afterwards. jzero traces a function to a jaxpr first, in a trace of its own, and JAX refuses a value of that trace
 outside of it (UnexpectedTracerError). So while the trace is open, jzero looks for keys and integers of it in what the
-function reaches: its variables, attributes of objects, lists and mappings. Globals are left out: what a jitted step stores
-there is lost without jzero, too. So are floats: of params they are of no use after `jax.grad` either.
+function reaches: its variables, attributes of objects, lists and mappings. Globals are left out: what a jitted step
+stores there is lost without jzero, too. So are floats: of params they are of no use after `jax.grad` either.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from jzero.cli.inputs import (
     parse_stages,
 )
 from jzero.cli.job import Job
+from jzero.cli.plan import PlanCommand
 from jzero.cli.presets import PRESETS, creator
 from jzero.cli.process import run_job
 from jzero.cli.search import largest_that_fits
@@ -128,6 +129,8 @@ def test_presets_have_the_published_number_of_params(name, billions):
         (["plan", "--preset", "gpt2-xl", "--step", "a:b"], "leave out --step"),
         (["plan", "--preset", "gpt2-xl", "--mesh", "data"], "write axis=size"),
         (["plan", "--preset", "gpt2-xl", "--memory-fraction", "2"], "must be above 0 and at most 1"),
+        (["plan", "--preset", "gpt2-xl", "--accumulate", "0"], "--accumulate must be an integer of at least 1"),
+        (["plan", *SUBJECT, "--accumulate", "2"], "--accumulate belongs to --preset"),
         (["plan", "--preset", "gpt2-xl", "--plot", "x.txt"], "must end in .png"),
         (["plan", "--preset", "gpt2-xl", "--plot", "/no/such/folder/x.png"], "there is no folder"),
         (["plan", *SUBJECT, "--seq", "3"], "--seq belongs to --preset"),
@@ -202,6 +205,33 @@ def test_plan_as_a_table_with_a_jitted_step(capsys):
     assert "8 h200 (1 host x 8), 151.40 GB each, mesh {data: 8}" in out
     assert [line.split()[:2] for line in out.splitlines() if "estimated  " in line] == [["2", "estimated"]]
     assert "jzero.check: nothing found at stage 2." in out
+    assert "fits: in 0.75 of a GPU's memory (--memory-fraction)" in out
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION says before Python starts" in out
+
+
+def test_the_memory_that_jax_takes(monkeypatch):
+    """What fits is measured against that: 0.75 of the GPU, or what the variable of JAX says."""
+
+    def fraction():
+        return PlanCommand(preset="gpt2-small").job(stages=[2], search=False).fraction
+
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert fraction() == 0.75
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    assert fraction() == 0.92
+
+
+@pytest.mark.nightly
+@pytest.mark.pod
+def test_micro_batches_of_a_preset(capsys):
+    """Each has the batch per GPU, and stage 2 sends k + 1 Psi, as estimated."""
+    args = ["plan", "--preset", "gpt2-small", "--seq", "32", "--gpus-per-host", "4", "--stages", "2"]
+    assert main([*args, "--accumulate", "3", "--batch-per-gpu", "2", "--json"]) == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    assert (stage["micro_batch"], stage["tokens_per_step"]) == (2, 3 * 2 * 4 * 32)
+    assert stage["estimate"]["wire_psi"] == pytest.approx(4, rel=0.02)
+    assert stage["compiled"]["wire_psi"] == pytest.approx(4, rel=0.02)
+    assert stage["findings"] == []
 
 
 @pytest.mark.nightly

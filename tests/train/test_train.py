@@ -18,6 +18,7 @@ from optax import contrib
 from processes import free_port
 
 import jzero
+from jzero.core.errors import human_bytes
 from train import config as flags
 from train import digits, gpt, memory
 from train.config import PRESETS
@@ -112,6 +113,15 @@ def test_the_batch_is_split_and_the_state_is_sharded(finished):
     assert moments
     for x in moments:
         assert np.prod(x.sharding.shard_shape(x.shape)) == x.size // 8
+
+
+def test_a_run_ends_with_what_a_device_holds_and_what_one_alone_would(finished):
+    state = finished[1].state
+    expected = gpt.jzero.estimate(gpt.jzero.plan_of(state), tx=state.tx)
+    whole = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+    held = f"{human_bytes(expected.params + expected.opt_state)} of params and optimizer state on each of 8 devices"
+    assert gpt.held_line(state) == f"{held}; one unsharded device would hold {human_bytes(whole)}"
+    assert whole > 2 * (expected.params + expected.opt_state)
 
 
 # -- resuming
