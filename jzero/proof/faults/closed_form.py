@@ -119,11 +119,14 @@ def _sent(e: Evidence) -> Iterator[tuple[Site, int, float]]:
 def _planned(e: Evidence, times: int) -> Iterator[tuple[Layout, bool, float]]:
     """For each param its gathers, and its reductions (True)."""
     comm, zero = comm_of(e.plan), set(e.plan.config.axes)
+    # at stages 0 and 1 gradients are reduced once, unless `reduce="microbatch"` was asked for
+    asked = not e.plan.config.row.grads and any(s.scope == "microbatch" for s in e.over_zero_axes(*REDUCES))
     for x in e.plan.layouts:
         of = x, times, (e.uses or {}).get(x.name, DEFAULT)
         gathers = itertools.chain(comm.updates.wire(x), comm.weights.wire(*of))
         for reduces, sent in ((True, comm.gradients.wire(*of)), (False, gathers)):
-            yield x, reduces, sum(size for axes, size in sent if zero & set(map(axis_of, axes)))
+            size = sum(size for axes, size in sent if zero & set(map(axis_of, axes)))
+            yield x, reduces, size * (times if reduces and asked else 1)
 
 
 def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
