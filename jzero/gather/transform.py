@@ -62,7 +62,8 @@ class GatherOnUse:
         if not has_module(params):
             return self._on_auto_axes(fn, params, args, kwargs)
         walks = self.plan.config.row.state and not _tracing.value
-        if explicit_axes() or walks or self.plan.config.params_on_host:
+        config = self.plan.config
+        if explicit_axes() or walks or config.params_on_host or config.compute_dtype is not None:
             return call(self._on_auto_axes, fn, params, args, kwargs)
         return fn(params, args, kwargs)
 
@@ -113,8 +114,13 @@ class GatherOnUse:
             params = tree.unflatten(comm_of(self.plan).gradients.where_they_leave(leaves, layouts))
         if reads and (self.plan.config.row.params or self._reduces(params)):
             return self.gathering(fn, params, args, kwargs)
-        # as it is written a function takes params in device memory
-        return fn(jax.tree.map(_fetched, params), args, kwargs)
+        # as it is written a function takes params in device memory, and in the dtype in which it computes
+        leaves, tree = jax.tree.flatten(jax.tree.map(_fetched, params))
+        layouts = self._layouts(params, required=False)
+        cast = list(map(self._cast, leaves, layouts))
+        given = {id(c): x for c, x in zip(cast, leaves, strict=True) if c is not x}
+        out = fn(tree.unflatten(cast), args, kwargs)  # a param that comes back is the param, not its cast
+        return jax.tree.map(lambda x: given.get(id(x), x), out) if given else out
 
     def _reduces(self, params) -> bool:
         """Inside of a trace, with a gradient that is worth a reduction of its own; a `shard_map` has its own ones."""
