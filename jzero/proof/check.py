@@ -184,7 +184,8 @@ def findings(
     left_out, in_part = on_gpus_alone() if evidence.on_cpu else ({}, {})
     left_out |= dict.fromkeys((kind for kind in ignore if kind in KINDS), "by ignore=")
     in_part = {kind: why for kind, why in in_part.items() if kind not in left_out}
-    return Findings(rows, left_out, in_part, less_than_closed_form(evidence))
+    notes = () if "weights_not_gathered_on_use" in found else less_than_closed_form(evidence)
+    return Findings(rows, left_out, in_part, notes)
 
 
 def _uses(compiled, plan: Plan, uses: Any) -> tuple[Mapping[str, Sequence[Use]] | None, str]:

@@ -63,7 +63,7 @@ def more_than_closed_form(e: Evidence) -> Faults:
         return
     found = [row for row in _excess(e, rows, planned) if row[-1] > SHARE_ROW * psi]
     rows_moved = any(primitive_of(where) in ROWS for _, where, _ in found)
-    tied = [x for x in e.plan.layouts if is_tied(e, x) and found and x.name in found[0][0]]
+    tied = [x for x in e.plan.layouts if is_tied(e, x) and found and x.name in found[0][0]]  # it is named first
     if tied and not e.plan.config.row.params:
         remedy = (
             "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned: at "
@@ -144,7 +144,8 @@ def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
     for key in sorted(largest, key=lambda key: -total[key]):
         s = largest[key][1]
         array = f"{s.dtype}[{','.join(map(str, max(e.dims(s), key=len)))}]"
-        what = names_text(groups[key[0]][0]).removesuffix(".") if key[0] in groups else array
+        some = sorted(groups[key[0]][0], key=lambda x: not is_tied(e, x)) if key[0] in groups else []
+        what = names_text(some).removesuffix(".") if some else array
         found.append((f"{what} in {s.op}", equation(e, s), total[key]))
     return found
 

@@ -49,7 +49,8 @@ def _unchanged(e: Evidence) -> Faults:
     One that returns gradients leaves the update to another function.
     """
     optimizer = any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in e.leaves)
-    trains = optimizer and (e.module.has_backward or e.uses or (e.record and e.record.updates))
+    known = e.record is not None and (e.record.updates or e.record.has_backward)  # which XLA may have dropped
+    trains = optimizer and (e.module.has_backward or e.uses or known)
     if not trains or e.others or e.plan.config.updates_outside:
         return
     numbers, returned = parameter_numbers(e.compiled), _passed_on(e.module)
