@@ -246,7 +246,7 @@ class Jit:
     def _warn_if_lost(self, out: Any) -> None:
         """Warns of a result of an update that cannot hold the new params: XLA drops the update, and nothing trains."""
         returned = sum(x.size for x in jax.tree.leaves(out) if hasattr(x, "size"))
-        params = sum(x.size for x in self.plan.layouts)
+        params = sum(x.size for x in self.plan.trained.layouts)
         if returned < params:
             warnings.warn(
                 f"jzero.jit: the step updates a state and does not return it: {returned:,} values come back, and the "
@@ -260,7 +260,8 @@ class Jit:
 
     def _is_params(self, arg: Any) -> bool:
         leaves = [(path_keys(k), np.shape(x)) for k, x in jax.tree_util.tree_leaves_with_path(arg)]
-        return leaves == [(x.keys, x.shape) for x in self.plan.layouts]
+        plans = (self.plan, self.plan.trained)
+        return any(leaves == [(x.keys, x.shape) for x in plan.layouts] for plan in plans)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ does not split. Micro-batches are counted in the program; a loop that is taken f
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from jzero.comm import comm_of
 from jzero.comm.exchange import MatrixExchange
 from jzero.comm.uses import DEFAULT
 from jzero.core.errors import human_bytes
-from jzero.layout.leaf_rule import Layout
+from jzero.layout.leaf_rule import Frozen, Layout
 from jzero.layout.specs import axis_of
 from jzero.proof.collectives import Site
 from jzero.proof.evidence import REDUCES, Evidence
@@ -59,7 +60,8 @@ def more_than_closed_form(e: Evidence) -> Faults:
     if (bytes_ := _compared(e)) is None:
         return
     rows, planned, sent, closed, psi = bytes_
-    if sent - closed <= SHARE_MORE * max(closed, psi):  # less than one Psi: all is small change
+    extra = _of_kept(e, e.micro_batches)
+    if sent - closed - extra <= SHARE_MORE * max(closed, psi):  # less than one Psi: all is small change
         return
     found = [row for row in _excess(e, rows, planned) if row[-1] > SHARE_ROW * psi]
     rows_moved = any(primitive_of(where) in ROWS for _, where, _ in found)
@@ -127,6 +129,13 @@ def _planned(e: Evidence, times: int) -> Iterator[tuple[Layout, bool, float]]:
         for reduces, sent in ((True, comm.gradients.wire(*of)), (False, gathers)):
             size = sum(size for axes, size in sent if zero & set(map(axis_of, axes)))
             yield x, reduces, size * (times if reduces and asked else 1)
+
+
+def _of_kept(e: Evidence, times: int) -> float:
+    """Gradients of params that the optimizer leaves as they are: XLA drops them, unless the step reads them."""
+    comm = comm_of(e.plan)
+    kept = (dataclasses.replace(x, frozen=None) for x in e.plan.layouts if x.frozen is Frozen.KEPT)
+    return sum(size for x in kept for _, size in comm.gradients.wire(x, times, (e.uses or {}).get(x.name, DEFAULT)))
 
 
 def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
