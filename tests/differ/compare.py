@@ -312,6 +312,8 @@ class Tolerances:
         self.grads = max(3e-5, 12 * eps) if eps > 1e-6 else 2e-4
         if config.get("moment_dtype") == "bfloat16":
             self.rounded_state = 0.1
+        if self.case["dtype"] == "float16" and self.case["born"]:
+            self.rounded_state = max(self.rounded_state, 0.01)  # see `_taken`
         if config.get("master_dtype", "auto") is None and self.case["dtype"] != "float32":
             self.rounded_state = max(self.rounded_state, 0.1)
 
