@@ -23,9 +23,7 @@ import optax
 from jzero.comm import comm_of
 from jzero.comm.traced import update_traced
 from jzero.comm.updates import goes_by_layers, is_copied
-from jzero.core.dependence import constant_zero_outputs, sources_of_outputs
-from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
-from jzero.core.jaxprs import is_tracer
+from jzero.core.errors import check_transformation
 from jzero.core.update_mark import marked
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.host_mesh import all_moved
@@ -35,8 +33,9 @@ from jzero.layout.specs import P
 from jzero.layout.trainable import numbers, picked, trained_part, with_rest
 from jzero.offload import check_host_memory, placements_of, streamed, where_they_lie
 from jzero.sharding import Plan, check_plan
+from jzero.update.argument_checks import check_count, check_devices, check_dtypes, check_grads
 from jzero.update.deferred_update import deferred
-from jzero.update.extra import with_extra
+from jzero.update.frozen_params import frozen_leaves
 from jzero.update.moment_dtype import ROUNDING_COUNT, needs_count, with_moment_dtype
 from jzero.update.on_host.handles import held_in
 from jzero.update.on_host.initial import Masters, fresh_handles
@@ -235,7 +234,7 @@ class _Init(_Wrapped):
     def __call__(self, params):
         params = trained_part(params, self.plan, where="jzero.zero: init")
         pairs = self.own.match(params, where="jzero.zero: init")
-        _check_devices([x for x, _ in pairs], self.own)
+        check_devices([x for x, _ in pairs], self.own)
         if self.own.config.offload is None:
             return jax.jit(self.typed)(params)
         check_explicit(self.own)
@@ -323,8 +322,8 @@ class _Update(_Wrapped):
     def _of_own(self, grads: list, state, params, extra: dict):
         """The update of the params that the optimizer takes."""
         pairs = self.own.match(params, where="jzero.zero: update")
-        _check_dtypes(pairs)
-        _check_grads(grads, self.own)
+        check_dtypes(pairs)
+        check_grads(grads, self.own)
         values, state = marked([p for p, _ in pairs], state, self.plan, self.tx)
         if self.own.config.updates_outside:
             return self._outside(grads, state, params, values, extra)
@@ -372,7 +371,7 @@ class _Update(_Wrapped):
 
     def _on_shards(self, tree, params: list, grads: list, inner, master: list, extra):
         """What lands on every param, on its shard; the new inner state and the new masters."""
-        _check_count(ROUNDING_COUNT in extra, self.counts)
+        check_count(ROUNDING_COUNT in extra, self.counts)
         step = ShardedUpdate(self.stored_tx, self.own, lambda: self.logical, tree, extra)
         offloaded = self.own.config.streams
         with jax.named_scope("jzero.master"):
@@ -490,52 +489,6 @@ def widen_abstract(params, plan: Plan):
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def frozen_leaves(tx, params) -> list[bool]:
-    """For each param, whether `tx.update` answers a constant zero whatever the gradient; read from its jaxpr.
-
-    Where the update cannot be traced, since it wants arguments that nobody knows here, every param counts as trained:
-    a frozen one then has a master and moments, which `estimate` and `describe` count.
-    """
-
-    def zeros(update):
-        def deltas(grads, state, params):
-            return jax.tree.leaves(update(grads, state, params)[0])
-
-        # any state, not the initial one: a delayed or accumulated update starts at zero and is not frozen
-        return constant_zero_outputs(deltas, params, jax.eval_shape(tx.init, params), params)
-
-    return _of_update(zeros, tx, params)
-
-
-def kept_leaves(tx, params) -> list[bool]:
-    """For each param, whether `tx.update` leaves it as it is and reads no gradient of it: `Frozen.KEPT`.
-
-    A norm over all gradients in front of the freeze reads them, and they are reduced as those of any param.
-    """
-
-    found = frozen_leaves(tx, params)
-    if not any(found):
-        return found
-
-    def unread(update):
-        def results(grads, state, params):
-            return jax.tree.leaves(update(grads, state, params))
-
-        read = frozenset[int]().union(*sources_of_outputs(results, params, jax.eval_shape(tx.init, params), params))
-        return [i not in read for i in range(len(found))]
-
-    return [a and b for a, b in zip(found, _of_update(unread, tx, params), strict=True)]
-
-
-def _of_update(read, tx, params) -> list[bool]:
-    count = len(jax.tree.leaves(params))
-    try:
-        found = with_extra(read, tx)
-    except Exception:  # of the user's transformation, which wants arguments of its own
-        return [False] * count
-    return found if len(found) == count else [False] * count
-
-
 def with_master(inner, wide, params, frozen, counts: bool, plan: Plan):
     """`ZeroState` where any param needs a master, or the state a count; else `inner`."""
     rows = zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
@@ -554,59 +507,6 @@ def split_master(state, params):
     if isinstance(state, ZeroState):
         return state.inner, align(state.master, params, where="jzero.zero: the master")
     return state, [None] * len(jax.tree.leaves(params))
-
-
-def _check_dtypes(pairs) -> None:
-    """Raises TypeError for params that were replaced by values of another dtype."""
-    bad = [(x.name, typed_shape(x), typed_shape(p)) for p, x in pairs if p.dtype != x.dtype]
-    if bad:
-        raise TypeError(
-            f"jzero.zero: update: {counted(len(bad), 'param has', 'params have')} another dtype than in the plan:\n"
-            f"{listing([('param', 'plan', 'given'), *bad])}\nCast what replaces a param to its dtype, or make a plan "
-            "for the new dtypes: jzero.shard(state, ...) again."
-        )
-
-
-def _check_count(given: bool, wanted: bool) -> None:
-    """Raises ValueError for a state whose moments are rounded by another plan, or with none of this one's counts."""
-    if given != wanted:
-        raise ValueError(
-            f"jzero.zero: update: this optimizer state has {'a' if given else 'no'} rounding_count, and its plan needs "
-            f'{"one" if wanted else "none"}: a state has one where moment_dtype="bfloat16" rounds the moments of a '
-            "chain that counts no step. Pass what tx.init(params) or the last update returned; jzero.shard(state, ...) "
-            "converts a train state of another plan, jzero.checkpoint.restore(path, like) one in a checkpoint."
-        )
-
-
-def _check_grads(grads, plan: Plan) -> None:
-    """Raises for gradients that are no arrays, or have other shapes than the params: per-example ones, say."""
-    check_arrays(grads, "the gradients", where="jzero.zero: update")
-    rows = zip(grads, plan.layouts, strict=True)
-    bad = [
-        (x.name, typed_shape(x), typed_shape(g))
-        for g, x in rows
-        if g is not None and tuple(g.shape) != x.shape
-    ]
-    if bad:
-        raise ValueError(
-            f"jzero.zero: update: {counted(len(bad), 'gradient has', 'gradients have')} another shape than the param:\n"
-            f"{listing([('param', 'its type', 'gradient'), *bad])}\nPer-example gradients (differential privacy) "
-            "cannot be reduced before they are clipped: aggregate them first, and wrap the rest of the chain."
-        )
-
-
-def _check_devices(leaves, plan: Plan) -> None:
-    mesh = set(plan.mesh.devices.flat)
-    bad = [
-        (x.name, typed_shape(a), ", ".join(sorted(map(str, a.sharding.device_set))[:3]))
-        for a, x in zip(leaves, plan.layouts, strict=True)
-        if isinstance(a, jax.Array) and not is_tracer(a) and a.committed and a.sharding.device_set != mesh
-    ]
-    if bad:
-        raise ValueError(
-            f"jzero.zero: init: {counted(len(bad), 'param is', 'params are')} committed to other devices than "
-            f"the plan's mesh of {len(mesh)}:\n{listing(bad)}\nPlace them first: params = plan.place(params)."
-        )
 
 
 __all__ = ["ZeroState", "unwrap", "zero"]

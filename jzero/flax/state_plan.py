@@ -20,8 +20,9 @@ from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Frozen, path_name
 from jzero.layout.placement import device_type
 from jzero.layout.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
-from jzero.optim import is_wrapped, kept_leaves, unwrap
+from jzero.optim import is_wrapped, unwrap
 from jzero.sharding import Plan, plan_for
+from jzero.update.frozen_params import kept_leaves
 
 
 def plan_of_parts(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes, stacks=None) -> Plan:
