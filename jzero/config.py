@@ -369,7 +369,7 @@ def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str
     """The config that `config=` or the loose fields of a call mean.
 
     Raises:
-      TypeError: both are given, `config` is no ZeroConfig, or a field has an unknown name.
+      TypeError: both are given, `config` is not a ZeroConfig, or a field has an unknown name.
     """
     known = [f.name for f in dataclasses.fields(ZeroConfig)]
     for name in fields:

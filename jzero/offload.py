@@ -32,7 +32,7 @@ def placements_of(tree: Any, plan: Plan) -> list[Placement]:
 
 
 def where_they_lie(arrays: Sequence[Any], specs: Sequence[Any], plan: Plan) -> list[Placement]:
-    """Where arrays of these layouts lie, traced or not; of what is no array (None) nothing."""
+    """Where arrays of these layouts lie, traced or not; of what is not an array (None) nothing."""
     return [
         Placement(plan.sharding(spec).with_memory_kind(HOST)) if memory_kind(x) == HOST else DEVICE
         for x, spec in zip(arrays, specs, strict=True)
@@ -194,7 +194,7 @@ def select(pred: Any, new: Any, old: Any) -> Any:
       A tree like `old`; leaves in host memory stay there.
 
     Raises:
-      ValueError: the trees differ in structure, or `pred` is no scalar.
+      ValueError: the trees differ in structure, or `pred` is not a scalar.
 
     Cost:
       Leaves in host memory are fetched, both, leaf by leaf, and written: 3 times their bytes over PCIe; and both must

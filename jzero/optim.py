@@ -72,7 +72,7 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
       `updates="delta"` plain arrays of the master dtype.
 
     Raises:
-      TypeError: `tx` is no optax transformation, or already wrapped.
+      TypeError: `tx` is not an optax transformation, or already wrapped.
       ValueError: from `init` and `update`: params that the plan was not made for; `update` without params.
 
     Layout:

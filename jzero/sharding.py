@@ -305,7 +305,7 @@ class Plan:
           The tree with leaves `[k, B/k, ...]`, dim 1 split over the batch axes: `[k, B/(k N), ...]` per device.
 
         Raises:
-          TypeError: leaves that are no arrays; k is not an integer.
+          TypeError: leaves that are not arrays; k is not an integer.
           ValueError: a leaf whose dim 0 is not a multiple of N x k; lists the leaves.
 
         Cost:
@@ -411,7 +411,7 @@ class Plan:
         totals and the notes.
 
         Raises:
-          TypeError: `tx` is no optax transformation.
+          TypeError: `tx` is not an optax transformation.
         """
         if tx is not None:
             check_transformation(tx, where="plan.describe")
@@ -441,8 +441,8 @@ def make_plan(
       param_specs: a tree of PartitionSpec like `params` (or a prefix of it).
       scan_axes: which dim of which params is a stack of layers that a scan runs over; it is not split. Maps paths
         (`"layers"`, `"layers/mlp/kernel"`, `"*/experts"`: a path or the beginning of one, with `*` for any text) to the
-        dim, None for no stack; of several that match the first decides, and what none matches is no stack. `{}`: there
-        is no stack. None: it is guessed from shapes, and `describe()` names the guesses.
+        dim, None for no stack; of several that match the first decides, and what none matches is not a stack. `{}`:
+        there is no stack. None: it is guessed from shapes, and `describe()` names the guesses.
       trainable: which params are trained: a function `(path, leaf) -> bool`, path a tuple of strings such as
         `("layers", "lora_a")`, or a tree of bools like `params` (or a prefix of it). The others are frozen:
         `jzero.zero` hands the optimizer the trained ones alone. None: all of them.
@@ -452,9 +452,9 @@ def make_plan(
 
     Raises:
       ValueError: an axis that is not in the mesh, empty params, integers that are trained, `uneven="error"` and a
-        leaf that no dim divides, `trainable` that names no param or is no tree like the params.
-      TypeError: params that are no arrays, `scan_axes` that is no mapping of paths to dims, `trainable` of another
-        kind, or whose answer is no bool.
+        leaf that no dim divides, `trainable` that names no param or is not a tree like the params.
+      TypeError: params that are not arrays, `scan_axes` that is not a mapping of paths to dims, `trainable` of another
+        kind, or whose answer is not a bool.
 
     Example:
       >>> import jax, jzero
@@ -490,6 +490,6 @@ def plan_for(params: Any, config: ZeroConfig, *, trained_tree: Any = None, **giv
 
 
 def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:
-    """Raises TypeError for what is no `Plan`."""
+    """Raises TypeError for what is not a `Plan`."""
     remedy = "Pass jzero.plan_of(state), or what jzero.make_plan(params, ...) returned."
     check_kind(plan, "plan", Plan, "a jzero.Plan", where=where, optional=optional, remedy=remedy)

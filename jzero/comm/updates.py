@@ -95,7 +95,7 @@ class UpdateGather:
 
 
 def is_copied(x: Layout) -> bool:
-    """A large leaf whose gather is no whole result: split along another dim than the first, several, or padded.
+    """A large leaf whose gather is not a whole result: split along another dim than the first, several, or padded.
 
     Not one that stays split along another dim than the first: flat, it would have to be gathered whole.
     """

@@ -69,8 +69,8 @@ def check_state(state: Any, *, where: str) -> None:
     kind = cls.__name__
     if is_module_class(cls) or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
         raise TypeError(
-            f"{where}: {kind} is no train state. An NNX model goes with its optimizer, as one pair, the model first: "
-            f"{where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            f"{where}: {kind} is not a train state. An NNX model goes with its optimizer, as one pair, the model first:"
+            f" {where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
     if is_module_class(cls, "flax.linen"):
         raise TypeError(

@@ -216,7 +216,7 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
       The same tree, replicated. Across processes all of them must call.
 
     Raises:
-      TypeError: `tx` is no transformation from `jzero.zero`.
+      TypeError: `tx` is not a transformation from `jzero.zero`.
 
     Cost:
       The bytes of the whole tree on every device; an all-gather.

@@ -76,7 +76,7 @@ class Accumulation:
             f"jzero.value_and_grad: {counted(self.plan.batch_parts, 'device')} x "
             f"{counted(self.accumulate, 'micro-batch', 'micro-batches')} cannot split the batch evenly:\n"
             f"{listing(rows)}\nDim 0 of every batch leaf must be the same multiple of {parts}; "
-            "leaves that are no batch belong in an argument that batch_argnums leaves out."
+            "leaves that are not part of the batch belong in an argument that batch_argnums leaves out."
         )
 
     def part(self, args) -> tuple[Any, ...]:

@@ -70,7 +70,7 @@ class Layout:
       grad: PartitionSpec of its reduced gradient.
       state: PartitionSpec of its master, its moments and its update.
       state_shape: shape in which master and moments are stored: that of the param, or padded.
-      scan_dim: the dim along which layers are stacked for a scan; None where it is no stack.
+      scan_dim: the dim along which layers are stacked for a scan; None where it is not a stack.
       whole: why it is not split into equal pieces over the ZeRO axis; None where it is.
       reason: the same as text, with numbers; empty where it is split, also where only its state is padded.
       guessed: `scan_dim` was told from shapes alone; see [Note: what is known of stacks] in `layer_stacks.py`.

@@ -20,7 +20,7 @@ WHERE = "jzero.make_plan"
 
 
 def check_params(params: Any, trained: Sequence[bool]) -> None:
-    """Raises TypeError for leaves that are no arrays, ValueError for a tree without leaves and for trained integers."""
+    """Raises TypeError for leaves that are not arrays, ValueError for no leaves and for trained integers."""
     flat = jax.tree_util.tree_leaves_with_path(params)
     if not flat:
         raise ValueError(f"{WHERE}: the params are empty. Pass the tree of params, e.g. variables['params'].")

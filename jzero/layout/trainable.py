@@ -33,7 +33,7 @@ def trained_by(trainable: Any, params: Any, *, where: str) -> list[bool]:
       where: the caller, for the texts.
 
     Raises:
-      TypeError: another kind of filter, or an answer that is no bool.
+      TypeError: another kind of filter, or an answer that is not a bool.
       ValueError: a tree of bools that does not fit the params, or a filter that names no param.
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
@@ -50,7 +50,7 @@ def checked_answers(found: Sequence[Any], named: Sequence[tuple[str, Any]], *, w
     """The answers of a filter, for params with their names.
 
     Raises:
-      TypeError: an answer that is no bool.
+      TypeError: an answer that is not a bool.
       ValueError: no param is trained.
     """
     for answer, (name, leaf) in zip(found, named, strict=True):
@@ -82,7 +82,7 @@ def _broadcast(tree: Any, params: Any, where: str) -> list[Any]:
         return jax.tree.leaves(jax.tree.map(lambda t, some: jax.tree.map(lambda _: t, some), tree, params))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{where}: trainable is no tree like the params, nor the top of one: {error}"
+            f"{where}: trainable is not a tree like the params, nor the top of one: {error}"
         ) from None
 
 

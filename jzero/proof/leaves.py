@@ -99,7 +99,7 @@ class Argument:
     number_of_argument: tuple[str, ...] = ()
 
     def planned(self, plan: Plan) -> int | None:
-        """Bytes on one device by the plan, None for a leaf that is no copy of a param."""
+        """Bytes on one device by the plan, None for a leaf that is not a copy of a param."""
         if self.layout is None:
             return None
         spec: PartitionSpec = self.layout.stored if self.is_param else self.layout.state

@@ -162,7 +162,7 @@ def _results(eqn, name: str, values: list[int | None], loops, found) -> list[int
         inside = [
             *values[: consts + carry],
             *[None] * (len(values) - consts - carry),
-        ]  # slices are no arguments
+        ]  # slices are not arguments
         outs = _follow(body, inside, (*loops, eqn.params["length"]), found)
         return [*outs[:carry], *[None] * (len(eqn.outvars) - carry)]
     if name == "while":

@@ -61,7 +61,7 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
       computed on shards. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
 
     Raises:
-      TypeError: `step` is no function, `plan` no plan, or there is none among the arguments.
+      TypeError: `step` is not a function, `plan` no plan, or there is none among the arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
@@ -177,7 +177,7 @@ class _Region:
             if used and region:
                 for value, uses in inside.entered(graph, node, moves, graph.parent).items():
                     found[at[graph.root(value)]] += uses
-                if not inside.forward:  # the forward pass of a remat region is no region any more
+                if not inside.forward:  # the forward pass of a remat region is not a region any more
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
             elif inside.forward and node not in on_shards:
@@ -281,7 +281,7 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
 
 
 def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
-    """Positions of the weights that remat regions read, in loops too: what they do not need is no argument of them."""
+    """Positions of the weights that remat regions read, in loops too: what they do not need is not an argument."""
     graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()
     for node in graph.nodes:

@@ -32,7 +32,7 @@ def check_count(given: bool, wanted: bool) -> None:
 
 
 def check_grads(grads, plan: Plan) -> None:
-    """Raises for gradients that are no arrays, or have other shapes than the params: per-example ones, say."""
+    """Raises for gradients that are not arrays, or have other shapes than the params: per-example ones, say."""
     check_arrays(grads, "the gradients", where="jzero.zero: update")
     rows = zip(grads, plan.layouts, strict=True)
     bad = [

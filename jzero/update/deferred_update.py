@@ -48,8 +48,8 @@ class UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_array
 
 def _no_array(asked: str) -> str:
     return (
-        f"jzero: an update is no array, and has no {asked!r}: it only lands on its param. Take norms of the gradients, "
-        "optax.global_norm(grads), scale inside of the chain that jzero.zero wraps (optax.chain), or pass "
+        f"jzero: an update is not an array, and has no {asked!r}: it only lands on its param. Take norms of the "
+        "gradients, optax.global_norm(grads), scale inside of the chain that jzero.zero wraps (optax.chain), or pass "
         'ZeroConfig(updates="delta") for plain arrays.'
     )
 

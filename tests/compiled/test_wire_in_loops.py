@@ -92,7 +92,7 @@ def test_a_weight_beyond_the_bound_is_named(stage, monkeypatch):
 WIDE = functools.partial(wire.gpt, **wire.WIDE)
 WIDE32 = functools.partial(wire.gpt, **{**wire.WIDE, "param_dtype": "float32"})
 CLOSED = {
-    "24 GPUs": (wire.gpt, 24, {"min_shard_bytes": "auto"}),  # 128 is no multiple of 24: split over two dims
+    "24 GPUs": (wire.gpt, 24, {"min_shard_bytes": "auto"}),  # 128 is not a multiple of 24: split over two dims
     "6 GPUs": (wire.gpt, 6, {"min_shard_bytes": "auto"}),  # stored in 2 or 6 parts, the state in 6
     "16-bit params, 32-bit compute": (WIDE, 8, {}),
     "the same, reduce_dtype": (WIDE, 8, {"reduce_dtype": "bfloat16"}),

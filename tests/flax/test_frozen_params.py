@@ -416,7 +416,7 @@ def test_a_bad_filter_is_refused_before_anything_is_compiled(mesh):
         jzero.shard(train_state(), trainable=lambda path, leaf: "adapter" in path, **given)
     with raises(TypeError, "must answer with a bool", "['base']['w0'] bf16[24,24]", "None"):
         jzero.shard(train_state(), trainable=lambda path, leaf: None, **given)
-    with raises(ValueError, "trainable is no tree like the params"):
+    with raises(ValueError, "trainable is not a tree like the params"):
         jzero.shard(train_state(), trainable={"lora": True}, **given)
     with raises(TypeError, "trainable must be a function (path, leaf) -> bool", "nnx.LoRAParam", "'lora'"):
         jzero.make_plan(plain_params(), trainable="lora", **given)

@@ -17,7 +17,7 @@ BASE = LAYERS * DIM * DIM * 4
 
 
 def frozen_below(tx):
-    """All weights are params, and the optimizer freezes those that are no adapters."""
+    """All weights are params, and the optimizer freezes those that are not adapters."""
 
     def labels(params):
         word = lambda path, _: "trained" if "lora" in jax.tree_util.keystr(path) else "frozen"  # noqa: E731
@@ -105,7 +105,7 @@ def test_the_remedy_splits_them(way, mesh):
 
 
 class Buffer(nnx.Variable):
-    """A weight that is no `nnx.Param`."""
+    """A weight that is not an `nnx.Param`."""
 
 
 class Adapted(nnx.Module):
