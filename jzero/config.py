@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -185,6 +186,10 @@ class ZeroConfig:
         gradients, and at stage 3 `prefetch` + 1 of gathered weights, are alive at once. None: a sixteenth of the
         params, at stage 2 from 4 to 32 MiB, at stage 3 at most 64 MiB.
       prefetch: stage 3: how many buckets ahead of its use a weight is gathered in unrolled code; at least 1.
+      logical_axis_rules: pairs (logical name, mesh axis, tuple of axes or None) for the names in Flax metadata and
+        `param_specs` that are not mesh axes. As in `flax.linen`, earlier rules go first, and a rule counts where its
+        axes do not split another dim of the param; a dim whose rules do not count is whole. A name without a rule
+        must be a mesh axis.
       reshard_after_forward: stage 3: True drops a gathered weight after its use, and the backward pass gathers it
         again: 3 Psi on the wire. False keeps it from the forward to the backward pass: 2 Psi, and all params whole at
         the end of the forward pass, as at stage 2; between steps they are split all the same.
@@ -209,6 +214,7 @@ class ZeroConfig:
     bucket_bytes: int | None = None
     prefetch: int = 1
     reshard_after_forward: bool = True
+    logical_axis_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] = ()
 
     def __post_init__(self):
         check_int(self.stage, "stage", where="ZeroConfig", low=0, high=3, remedy="Pass stage=0, 1, 2 or 3.")
@@ -230,6 +236,7 @@ class ZeroConfig:
         if self.bucket_bytes is not None:
             check_int(self.bucket_bytes, "bucket_bytes", where="ZeroConfig", low=1)
         object.__setattr__(self, "offload", _offload(self.offload))
+        object.__setattr__(self, "logical_axis_rules", _rules(self.logical_axis_rules))
         self._check_together()
 
     def _check_together(self):
@@ -243,6 +250,12 @@ class ZeroConfig:
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
                 "over a part of the axes that share the optimizer state."
             )
+        for name, axes in self.logical_axis_rules:
+            if set(_as_tuple(axes or ())) & set(self.axes):
+                raise ValueError(
+                    f"ZeroConfig(logical_axis_rules=...): the rule ({name!r}, {axes!r}) names axis={self.axis!r}, over "
+                    f"which jzero splits each leaf as the stage says. Pass ({name!r}, None)."
+                )
         if self.params_on_host:
             self._check_params_on_host()
         if self.updates_outside:
@@ -419,6 +432,17 @@ def _axes(value, name: str, *, optional: bool):
     raise TypeError(
         f"ZeroConfig({name}={shown(value)}): {name} must be the name of a mesh axis or a tuple of names."
     )
+
+
+def _rules(value) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
+    """Rules as tuples, which are hashable."""
+    pairs = list(value) if isinstance(value, (tuple, list)) else [value]
+    if not all(isinstance(r, (tuple, list)) and len(r) == 2 and isinstance(r[0], str) for r in pairs):
+        raise TypeError(
+            f"ZeroConfig(logical_axis_rules={shown(value)}): logical_axis_rules must be a sequence of pairs "
+            '(logical name, mesh axis or None), such as [("mlp", "model"), ("embed", None)].'
+        )
+    return tuple((name, _axes(axes or None, "logical_axis_rules", optional=True)) for name, axes in pairs)
 
 
 def _dtype(value, name: str):

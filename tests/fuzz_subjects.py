@@ -26,7 +26,7 @@ CONFIG = {"stage": "int zero", "axis": AXES, "batch_axis": f"none {AXES}", "para
           "master_dtype": f"none {DTYPE}", "compute_dtype": f"none {DTYPE}", "reduce_dtype": f"none {DTYPE}",
           "moment_dtype": f"none {DTYPE}", "updates": "", "offload": "none", "uneven": "",
           "min_shard_bytes": f"zero {COUNT}", "bucket_bytes": f"none {COUNT}", "prefetch": COUNT,
-          "reshard_after_forward": FLAG}  # fmt: skip
+          "reshard_after_forward": FLAG, "logical_axis_rules": ""}  # fmt: skip
 BATCH = {"x": np.ones((16, 16), np.float32)}
 
 

@@ -100,6 +100,10 @@ def test_choices_and_dtypes():
         jzero.ZeroConfig(axis=("data", "data"))
     with raises(TypeError, "axis must be the name of a mesh axis"):
         jzero.ZeroConfig(axis=3)
+    with raises(TypeError, "logical_axis_rules must be a sequence of pairs"):
+        jzero.ZeroConfig(logical_axis_rules={"mlp": "model"})
+    with raises(ValueError, "('embed', 'data') names axis='data'", "Pass ('embed', None)"):
+        jzero.ZeroConfig(logical_axis_rules=[("embed", "data")])
 
 
 @pytest.mark.unit

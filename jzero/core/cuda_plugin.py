@@ -1,8 +1,9 @@
 """JAX's CUDA plugin on a machine without a GPU: kept out of programs that ask for no pod, started for those that do.
 
 JAX starts every plugin that is installed. Without a CUDA driver this one is only good for compiling for pods, and every
-program prints two dozen lines of traceback and the plugin's C++ log. `hide` puts a module that does nothing in its
-place until `start` is called. A machine with a driver is left alone, and so is JAX_PLATFORMS=cuda.
+program prints two dozen lines of traceback and the plugin's C++ log. `hide` puts a small module in its place, which
+starts it (`start`) when somebody asks for a topology: `jzero.pod`, or `get_topology_desc(platform="cuda")` of
+`jax.experimental.topologies`. A machine with a driver is left alone, and so is JAX_PLATFORMS=cuda.
 
 On jax 0.10 `import jax` itself loads libraries of the plugin, which log six lines. A program that imports jax first
 sees them. QR and eigenvalues do not compile without these libraries, so the extra `pod` needs them.
@@ -22,19 +23,19 @@ from collections.abc import Iterator
 
 NAMES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-HIDDEN = "hidden by jzero until jzero.pod is called: this machine has no CUDA driver"
+HIDDEN = "hidden by jzero until a topology is asked for: this machine has no CUDA driver"
 
 
 def hide() -> None:
-    """Let JAX find an empty plugin, unless it is loaded already, wanted, or of use here."""
+    """Let JAX find a plugin that starts when it is needed, unless it is loaded already, wanted, or of use here."""
     wanted = os.environ.get("JAX_PLATFORMS", "")
     if "cuda" in wanted or "gpu" in wanted or has_driver():
         return
     for name in NAMES:
         if name not in sys.modules and _installed(name):
-            empty = types.ModuleType(name, HIDDEN)
-            empty.initialize = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-            sys.modules[name] = empty
+            hidden = types.ModuleType(name, HIDDEN)
+            hidden.initialize = _start_when_asked  # pyright: ignore[reportAttributeAccessIssue]
+            sys.modules[name] = hidden
             if "jax" not in sys.modules:
                 with _quiet():
                     importlib.import_module("jax")
@@ -50,6 +51,26 @@ def start() -> bool:
                 importlib.import_module(name).initialize()
             return True
     return False
+
+
+def _start_when_asked() -> None:
+    """What JAX calls in place of the plugin's `initialize`: the first request for a topology starts the plugin."""
+    from jax._src import xla_bridge
+
+    factories: dict = xla_bridge._topology_factories
+
+    def topology(*args, **kwargs):
+        del factories["cuda"]  # replaced by the plugin; if that does not register, JAX says so as it always does
+        xla_bridge._backend_lock.release()  # JAX holds it while it makes a topology; registering a plugin takes it
+        try:
+            start()
+        finally:
+            xla_bridge._backend_lock.acquire()
+        if "cuda" not in factories:
+            raise NotImplementedError("topology not implemented for cuda")
+        return factories["cuda"](*args, **kwargs)
+
+    factories.setdefault("cuda", topology)
 
 
 def has_driver() -> bool:

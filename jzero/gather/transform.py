@@ -16,6 +16,7 @@ import numpy as np
 from jzero.comm import comm_of
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
+from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.core.update_mark import marked_frozen
 from jzero.gather.host_weight import OnHost
@@ -155,6 +156,7 @@ class GatherOnUse:
         is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
         others: list[Any] = []
         out_tree: list[Any] = []
+        stored: list[StoredValues] = []
 
         def on_arrays(*arrays):
             rest = iter(arrays)
@@ -165,14 +167,15 @@ class GatherOnUse:
             others[:] = [None if _is_output(o) else o for o in outs]
             self._check_no_function(others)
             out_tree[:] = [outs_tree]
-            return [o for o in outs if _is_output(o)]
+            stored[:] = left_behind(self.fn)
+            return [*(o for o in outs if _is_output(o)), *(x for place in stored for x in place.values)]
 
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *map(device_type, arrays))
         if not reduces_on_use(self.plan):
             picked = self._reduced_alone(jaxpr, picked)
-            if not any(picked):
+            if not any(picked) and not stored:
                 return fn(params, args, kwargs)
         walk = GatherInterpreter(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
@@ -181,7 +184,10 @@ class GatherOnUse:
         ]
         outs = walk.run(jaxpr, consts, walk.on_shards(values), cast=self.plan.config.compute_dtype)
         outs = iter(walk.plain(outs))
-        return jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
+        filled = jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
+        for place in stored:
+            place.put([next(outs) for _ in place.values])
+        return filled
 
     def _check_no_function(self, outs: Sequence[Any]) -> None:
         """Raises TypeError for a function among the results: weights that it holds are not there any more outside."""

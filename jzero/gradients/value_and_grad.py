@@ -17,6 +17,7 @@ from jzero.core.errors import (
     check_ints,
 )
 from jzero.core.jaxprs import split_arrays
+from jzero.core.left_behind import is_key, left_behind
 from jzero.core.nnx_modules import Apart, has_module, has_node, is_module
 from jzero.gather.transform import gather_on_use
 from jzero.gradients.accumulation import Accumulation, trained_value_and_grad
@@ -246,6 +247,7 @@ class _ValueAndGrad:
 
             def fn(params, args, values):
                 (loss, aux), _, values = call(self._loss, params, args, kwargs, values)
+                self._check_generators()
                 return loss, (aux, values)
 
             state = State() if call is _as_it_is else self._state(call, params, args, kwargs, values, paths)
@@ -259,6 +261,16 @@ class _ValueAndGrad:
         at = numbers(params, self.plan, where=WHERE)
         grads = jax.tree.structure(params).unflatten(with_rest(grads, at, lambda _: None))
         return ((loss, aux) if self.has_aux else loss), grads, values, used.mode
+
+    def _check_generators(self) -> None:
+        """Raises ValueError where the loss advances a random number generator that is none of its arguments."""
+        for stored in left_behind(self.loss_fn):
+            if any(map(is_key, stored.values)):
+                raise ValueError(
+                    f"{WHERE}: the loss draws from {stored.name} and changes it, and micro-batches cannot hand it on. "
+                    "Draw one key before the loss, pass it as an argument of the loss and name its position: "
+                    "rng_argnums=2 for loss(params, batch, key)."
+                )
 
     def _state(self, call, params, args, kwargs, values, paths) -> State:
         """The state of the objects, with what the loss does to it."""

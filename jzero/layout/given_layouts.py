@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero.config import ZeroConfig
 from jzero.core.errors import shown, typed_shape
 from jzero.layout.leaf_rule import as_abstract
 from jzero.layout.specs import (
@@ -24,15 +26,36 @@ from jzero.layout.specs import (
 )
 
 
-def base_specs(params, flat, param_specs, mesh: Mesh, axes: Sequence[str]) -> list[PartitionSpec]:
+def base_specs(params, flat, param_specs, mesh: Mesh, config: ZeroConfig) -> list[PartitionSpec]:
     """The layout that each param brings: `param_specs`, else Flax metadata, else its NamedSharding, else whole."""
+    rules = config.logical_axis_rules
     if param_specs is not None:
         specs = _given_specs(param_specs, params)
     else:
         boxed = jax.tree.leaves(params, is_leaf=lambda x: metadata_spec(x) is not None)
         specs = [s for box in boxed for s in [metadata_spec(box)] for _ in jax.tree.leaves(box)]
-    out = [_array_spec(x, mesh, axes) if s is None else s for (_, x), s in zip(flat, specs, strict=True)]
-    return [_checked_base(k, x, s, mesh) for (k, x), s in zip(flat, out, strict=True)]
+    specs = [None if s is None else _with_rules(s, rules) for s in specs]
+    unknown = dict.fromkeys(a for s in specs if s is not None for a in named_axes(s) if a not in mesh.shape)
+    each = ", ".join(f"({json.dumps(a)}, None)" for a in unknown)
+    remedy = (
+        "For logical names, as in Flax metadata, pass param_specs=jax.P(), which ignores them, or "
+        f"logical_axis_rules=[{each}] with the mesh axis of each."
+    )
+    out = [_array_spec(x, mesh, config.axes) if s is None else s for (_, x), s in zip(flat, specs, strict=True)]
+    return [_checked_base(k, x, s, mesh, remedy) for (k, x), s in zip(flat, out, strict=True)]
+
+
+def _with_rules(spec: PartitionSpec, rules: Sequence[tuple[str, Any]]) -> PartitionSpec:
+    """Mesh axes in place of logical names, in the way of `flax.linen.logical_to_mesh_axes`."""
+    logical = {name for name, _ in rules}
+    todo = {i: e for i, e in enumerate(spec) if e in logical}
+    out = [None if i in todo else e for i, e in enumerate(spec)]
+    for name, axes in rules:
+        for i in [i for i, e in todo.items() if e == name]:
+            if not set(entry_axes(axes)) & set(named_axes(P(*out))):
+                out[i] = axes
+                del todo[i]
+    return P(*out)
 
 
 def _given_specs(param_specs: Any, params: Any) -> list[PartitionSpec | None]:
@@ -89,10 +112,9 @@ def mesh_of(tree: Any) -> Mesh | None:
     return None
 
 
-def _checked_base(path, leaf, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+def _checked_base(path, leaf, spec: PartitionSpec, mesh: Mesh, remedy: str) -> PartitionSpec:
     """The spec in canonical form; names that are not mesh axes and dims that do not divide are refused."""
     where = f"jzero.make_plan: {jax.tree_util.keystr(path)} {typed_shape(as_abstract(leaf))} with {spec}"
-    remedy = "Translate logical names first (flax.linen.logical_to_mesh), or pass param_specs=."
     check_axes(named_axes(spec), mesh, where=where, remedy=remedy)
     if len(spec) > len(np.shape(leaf)):
         raise ValueError(f"{where}: the layout has more dims than the array.")

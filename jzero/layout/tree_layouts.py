@@ -43,7 +43,7 @@ def tree_layouts(
     flat = jax.tree_util.tree_leaves_with_path(params)
     frozen = [None] * len(flat) if frozen is None else frozen
     check_params(params, [f is None for f in frozen])
-    bases = base_specs(params, flat, param_specs, mesh, config.axes)
+    bases = base_specs(params, flat, param_specs, mesh, config)
     dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
     rows = list(zip(flat, bases, frozen, strict=True))
     least = whole_below(config, [(x, shard_factor(b, mesh), f is None) for (_, x), b, f in rows], mesh)

@@ -39,6 +39,26 @@ def bind_again():
     return "" if jnp.allclose(got, wanted) else f"other values: {got.ravel()[:3]}, not {wanted.ravel()[:3]}"
 
 
+@check("core/left_behind.py")
+def trace_of_a_tracer():
+    """Inside of jax.make_jaxpr a new value has the current trace as `_trace`, an argument of an outer trace has not."""
+    import jax
+    from jax._src.core import trace_ctx
+
+    seen: list[bool] = []
+
+    def outer(x):
+        def inner(y):
+            seen[:] = [(v + 1)._trace is trace_ctx.trace for v in (y, x)] + [x._trace is trace_ctx.trace]
+            return y
+
+        jax.make_jaxpr(inner)(x)
+        return x
+
+    jax.make_jaxpr(outer)(matrix())
+    return differences([("of the current trace", seen, [True, True, False])])
+
+
 @check("core/jaxprs.py")
 def trace_classes():
     """The current trace is an EvalTrace outside of traces; in a loop's body one with frame.debug_info.traced_for

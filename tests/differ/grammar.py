@@ -107,7 +107,7 @@ def draw_place(rng, dtype: str, flavour: str, head: str) -> dict[str, Any]:
     tier = "device" if kind == "explicit" or rng.random() < 0.3 else rng.choice(list(TIERS))
     low = {"params": 3, "params and update": 3, "params and disk": 3}.get(tier, 2 if tier in OUTSIDE else 0)
     stage = 3 if kind == "hpz" else max(low, rng.choice((0, 1, 2, 2, 3, 3, 3)))
-    mesh = {"kind": kind, "n": n}
+    mesh = {"kind": kind, "n": n} | ({"logical": rng.random() < 0.5} if kind == "tp" else {})
     return {"mesh": mesh, "config": draw_config(rng, dtype, stage, tier, kind)}
 
 

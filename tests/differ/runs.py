@@ -372,11 +372,15 @@ class PlainRun(LinenRun):
 
     def start(self):
         params = _initial("plain", self.form)[0]
-        specs = None
+        specs, rules = None, ()
         if self.mesh_spec["kind"] == "tp":
-            specs = jax.tree.map(self.tensor_parallel, params)
+            logical = self.mesh_spec.get("logical", False)
+            rules = [("columns", "model")] if logical else ()
+            specs = jax.tree.map(lambda x: self.tensor_parallel(x, "columns" if logical else "model"), params)
         given = {"trainable": is_trained} if self.trainable else {}
-        self.plan_made = jzero.make_plan(params, mesh=self.mesh, param_specs=specs, **given, **self.fields)
+        self.plan_made = jzero.make_plan(
+            params, mesh=self.mesh, param_specs=specs, logical_axis_rules=rules, **given, **self.fields
+        )
         self.tx_wrapped = jzero.zero(self.tx, self.plan_made)
         params = self.plan_made.place(params)
         init = self.tx_wrapped.init if "offload" in self.fields else jax.jit(self.tx_wrapped.init)
@@ -396,9 +400,9 @@ class PlainRun(LinenRun):
         return tree.unflatten([next(news) if t else x for x, t in zip(leaves, flags, strict=True)]), opt_state
 
     @staticmethod
-    def tensor_parallel(x):
+    def tensor_parallel(x, axis):
         split = x.ndim > 1 and x.shape[-1] % 2 == 0
-        return P(*[None] * (x.ndim - 1), "model") if split else P()
+        return P(*[None] * (x.ndim - 1), axis) if split else P()
 
     @property
     def plan(self):

@@ -107,6 +107,21 @@ def test_equals_the_gradient_of_the_whole_batch(stage, reduce, mesh):
     assert any(s != jax.P() for s in wanted) == (stage > 0)
 
 
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_micro_batches_of_optax_equal_the_whole_batch(stage, mesh):
+    """`optax.microbatching.microbatch` cuts the batch so that each micro-batch lies on all devices."""
+    state, plan, placed = sharded(stage, mesh)
+    mean = optax.microbatching.AccumulationType.MEAN
+    vg = jax.value_and_grad(loss_of(state))
+    vg = jax.jit(optax.microbatching.microbatch(vg, argnums=1, microbatch_size=BATCH // K, accumulator=mean))
+    program = vg.lower(state.params, placed).compile()
+    loss, grads = program(state.params, placed)
+    assert float(loss) == pytest.approx(float(reference()[0]), rel=CLOSE)
+    assert models.max_error(grads, reference()[1]) < CLOSE
+    assert "of 8)" not in str(jzero.explain(program, plan))  # no collective among some of the devices
+
+
 @pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_micro_batch_is_the_plain_path(stage, mesh):

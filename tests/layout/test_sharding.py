@@ -226,6 +226,54 @@ def test_nnx_metadata_is_kept(mesh_2x4):
     assert jzero.plan_of(optimizer).layouts[1].used == P(None, "model")
 
 
+LOGICAL = {"scale": ("norm",), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
+
+
+def logical_linen():
+    """Names as MaxText has them, none of them a mesh axis."""
+    shapes = {"scale": (DIM_IN,), "up": (DIM_IN, 64), "down": (64, DIM_IN)}
+    params = {k: nn.LogicallyPartitioned(jnp.ones(s), LOGICAL[k]) for k, s in shapes.items()}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+
+class LogicalNnx(nnx.Module):
+    def __init__(self):
+        for name, shape in {"scale": (DIM_IN,), "up": (DIM_IN, 64), "down": (64, DIM_IN)}.items():
+            setattr(self, name, nnx.Param(jnp.ones(shape), sharding_names=LOGICAL[name], eager_sharding=False))
+
+
+def logical_nnx():
+    model = LogicalNnx()
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("create", [logical_linen, logical_nnx])
+def test_logical_names_are_ignored_or_translated(create, mesh_2x4):
+    """The message names both ways in full, and both work."""
+
+    def used(**given):
+        state = jzero.abstract(create, stage=3, mesh=mesh_2x4, min_shard_bytes=0, **given)
+        plan = jzero.plan_of(state[1] if isinstance(state, tuple) else state)
+        assert all("data" in str(x.stored) for x in plan.layouts)
+        return {x.keys[0]: x.used for x in plan.layouts}
+
+    with pytest.raises(ValueError, match="has no axis 'mlp'") as error:
+        used()
+    offered = re.findall(r"(param_specs|logical_axis_rules)=(jax\.P\(\)|\[.*?\])", str(error.value))
+    assert [name for name, _ in offered] == ["param_specs", "logical_axis_rules"]
+    for name, value in offered:
+        assert used(**{name: eval(value)}) == {"scale": P(), "up": P(), "down": P()}
+    rules = [("mlp", "model"), ("embed", "model"), ("norm", None)]  # the second finds its axis taken
+    for order in (rules, rules[::-1]):
+        flax = {k: tuple(nn.logical_to_mesh_axes(names, order)) for k, names in LOGICAL.items()}
+        got = used(logical_axis_rules=order)
+        assert {k: tuple(got[k]) + (None,) * (len(names) - len(got[k])) for k, names in LOGICAL.items()} == flax
+    assert got["up"] == P("model")
+    with pytest.raises(ValueError, match="no axis 'norm'"):
+        used(logical_axis_rules=rules[:2])
+
+
 # ------------------------------------------------------------------------------------------ axes of a mesh
 
 

@@ -21,6 +21,11 @@ from jzero.core import compile_only, cuda_plugin
 from jzero.proof.pod import gpus, pod
 
 SIZE = 256
+PLAIN_TOPOLOGY = (
+    "import jzero; from importlib.resources import files; from jax.experimental.topologies import get_topology_desc; "
+    "config = files('jzero.proof').joinpath('pods', 'h100.txtpb').read_text(); "
+    "assert len(get_topology_desc(platform='cuda', target_config=config, topology='1x1x4').devices) == 4; "
+)
 
 
 def leaf(mesh, *spec, shape=(SIZE, SIZE), dtype=jnp.float32, kind: str | None = "device"):
@@ -301,9 +306,11 @@ def test_without_ptxas(target, monkeypatch):
 
 
 @pytest.mark.pod
-@pytest.mark.parametrize("before", ["", "import jax; jax.devices(); ", "import jzero, jax; jax.devices(); "])
+@pytest.mark.parametrize(
+    "before", ["", "import jax; jax.devices(); ", "import jzero, jax; jax.devices(); ", PLAIN_TOPOLOGY]
+)
 def test_starts_without_jax_platforms(before):
-    """The plugin refuses to start without cuDNN unless it is told not to ask; `pod` tells it."""
+    """The plugin refuses to start without cuDNN unless it is told not to ask: `pod` tells it, and so does plain JAX."""
     code = before + "from jzero.proof.pod import pod; import os; assert len(pod('h200').devices) == 8; "
     code += "assert 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK' not in os.environ"
     done = subprocess.run(
