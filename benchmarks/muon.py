@@ -6,7 +6,8 @@
 A GPT of 24 layers and width 1024 with its own head, bf16 with fp32 masters, blocks under `nn.remat`, 4 x 128 tokens per
 device. Psi is (N-1)/N times the bytes of all params. FLOPs are those of the matmuls of the update in the compiled
 program, loops times their rounds, of a conditional the dearest branch; `share` is their part of those of all matrices
-together, times N: 1.0 is a perfect balance. `moved` counts collectives of a matrix in the update that are no exchange.
+together, times N: 1.0 is a perfect balance. `moved` counts collectives of a matrix in the update that are not
+part of the exchange.
 """
 
 from __future__ import annotations

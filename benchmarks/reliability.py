@@ -139,7 +139,7 @@ def wrong_arguments(folder: Path, quick: bool) -> Found:
     return Found(tried, times, max(0, raw + accepted - times // 100))
 
 
-@row("A save that is killed is no checkpoint; those before it are whole")
+@row("A save that is killed is not a checkpoint; those before it are whole")
 def kills(folder: Path, quick: bool) -> Found:
     """SIGKILL of a real process, at moments spread over a save."""
     times = 3 if quick else 40

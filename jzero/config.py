@@ -187,7 +187,7 @@ class ZeroConfig:
         params, at stage 2 from 4 to 32 MiB, at stage 3 at most 64 MiB.
       prefetch: stage 3: how many buckets ahead of its use a weight is gathered in unrolled code; at least 1.
       logical_axis_rules: pairs (logical name, mesh axis, tuple of axes or None) for the names in Flax metadata and
-        `param_specs` that are no mesh axes. As in `flax.linen`, earlier rules go first, and a rule counts where its
+        `param_specs` that are not mesh axes. As in `flax.linen`, earlier rules go first, and a rule counts where its
         axes do not split another dim of the param; a dim whose rules do not count is whole. A name without a rule
         must be a mesh axis.
       reshard_after_forward: stage 3: True drops a gathered weight after its use, and the backward pass gathers it
@@ -382,7 +382,7 @@ def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str
     """The config that `config=` or the loose fields of a call mean.
 
     Raises:
-      TypeError: both are given, `config` is no ZeroConfig, or a field has an unknown name.
+      TypeError: both are given, `config` is not a ZeroConfig, or a field has an unknown name.
     """
     known = [f.name for f in dataclasses.fields(ZeroConfig)]
     for name in fields:

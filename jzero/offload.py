@@ -32,7 +32,7 @@ def placements_of(tree: Any, plan: Plan) -> list[Placement]:
 
 
 def where_they_lie(arrays: Sequence[Any], specs: Sequence[Any], plan: Plan) -> list[Placement]:
-    """Where arrays of these layouts lie, traced or not; of what is no array (None) nothing."""
+    """Where arrays of these layouts lie, traced or not; of what is not an array (None) nothing."""
     return [
         Placement(plan.sharding(spec).with_memory_kind(HOST)) if memory_kind(x) == HOST else DEVICE
         for x, spec in zip(arrays, specs, strict=True)
@@ -120,7 +120,7 @@ def mapped(
     """
     if not any(memory_kind(x) == HOST for xs in lists for x in xs):
         return [fn(*scalars, *row) for row in zip(*lists, strict=True)]
-    specs = [x.grad for x in plan.layouts]
+    specs = [x.grad for x in plan.trained.layouts]
     lie = [where_they_lie(xs, specs, plan) for xs in lists]
     of_scalars = [DEVICE] * len(scalars)
 
@@ -140,8 +140,9 @@ def mapped(
 
 def zeros_like_gradients(dtypes: Sequence[Any], plan: Plan) -> list[Any]:
     """Zeros for the sums of gradients; those of params in host memory there."""
-    layout = [plan.sharding(x.grad).with_memory_kind(HOST) if plan.lives_on_host(x) else None for x in plan.layouts]
-    rows = list(zip(plan.layouts, dtypes, strict=True))
+    layouts = plan.trained.layouts
+    layout = [plan.sharding(x.grad).with_memory_kind(HOST) if plan.lives_on_host(x) else None for x in layouts]
+    rows = list(zip(layouts, dtypes, strict=True))
     return stream(
         lambda: [plan.constrain(jax.numpy.zeros(x.shape, dtype), x.grad) for x, dtype in rows], (), (),
         lambda: [Placement(s) for s in layout], in_flight_bytes=plan.in_flight_bytes,
@@ -193,7 +194,7 @@ def select(pred: Any, new: Any, old: Any) -> Any:
       A tree like `old`; leaves in host memory stay there.
 
     Raises:
-      ValueError: the trees differ in structure, or `pred` is no scalar.
+      ValueError: the trees differ in structure, or `pred` is not a scalar.
 
     Cost:
       Leaves in host memory are fetched, both, leaf by leaf, and written: 3 times their bytes over PCIe; and both must
@@ -251,7 +252,7 @@ def host_bytes(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> int:
     """
     rows = zip(jax.tree.leaves(state), plan.state_specs(state), plan.offloaded(state), strict=True)
     of_state = (leaf_bytes(x) // shard_factor(spec, plan.mesh) for x, spec, kept in rows if kept)
-    known = [(m, x.state) for m, x in zip(masters, plan.layouts, strict=bool(masters)) if m is not None]
+    known = [(m, x.state) for m, x in zip(masters, plan.trained.layouts, strict=bool(masters)) if m is not None]
     of_masters = (leaf_bytes(m) // shard_factor(spec, plan.mesh) for m, spec in known)
     return sum(of_state) + sum(of_masters) + param_bytes(plan) + late_bytes(plan)
 
@@ -259,15 +260,17 @@ def host_bytes(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> int:
 def param_bytes(plan: Plan) -> int:
     """Bytes of params and their gradients that one device keeps in host memory; sums over micro-batches are more."""
     hosted = [x for x in plan.layouts if plan.lives_on_host(x)]
-    return sum(x.nbytes // shard_factor(spec, plan.mesh) for x in hosted for spec in (x.stored, x.grad))
+    grads = [x for x in hosted if x.frozen is None]
+    rows = [*((x, x.stored) for x in hosted), *((x, x.grad) for x in grads)]
+    return sum(x.nbytes // shard_factor(spec, plan.mesh) for x, spec in rows)
 
 
 def late_bytes(plan: Plan) -> int:
     """Bytes of the copy of its params that one device keeps in host memory for an update that is one step late."""
     if plan.config.tier is None or not plan.config.tier.delay:
         return 0
-    shards = (math.prod(x.state_shape) * x.dtype.itemsize // shard_factor(x.state, plan.mesh) for x in plan.layouts)
-    return sum(shards)
+    trained = (x for x in plan.layouts if x.frozen is None)
+    return sum(math.prod(x.state_shape) * x.dtype.itemsize // shard_factor(x.state, plan.mesh) for x in trained)
 
 
 _LESS = (
@@ -296,7 +299,7 @@ def check_host_memory(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> No
         return
     hosted = param_bytes(plan) * len(devices)
     if plan.config.in_files and tier is not None:  # masters and moments pass through the buffer
-        grads = [x for x in plan.layouts if not plan.lives_on_host(x)]
+        grads = [x for x in plan.layouts if not plan.lives_on_host(x) and x.frozen is None]
         needed = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in grads) * len(devices)
         needed += hosted + late_bytes(plan) * len(devices) + tier.buffer
     what = f" ({human_bytes(hosted)} of it params and their gradients)" if hosted else ""

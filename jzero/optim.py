@@ -17,24 +17,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jzero.comm import comm_of
 from jzero.comm.traced import update_traced
 from jzero.comm.updates import goes_by_layers, is_copied
-from jzero.core.dependence import constant_zero_outputs
-from jzero.core.errors import check_arrays, check_transformation, counted, listing, typed_shape
-from jzero.core.jaxprs import is_tracer
+from jzero.core.errors import check_transformation
 from jzero.core.update_mark import marked
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.host_mesh import all_moved
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, device_type, memory_kind
 from jzero.layout.specs import P
+from jzero.layout.trainable import numbers, picked, trained_part, with_rest
 from jzero.offload import check_host_memory, placements_of, streamed, where_they_lie
 from jzero.sharding import Plan, check_plan
+from jzero.update.argument_checks import check_count, check_devices, check_dtypes, check_grads
 from jzero.update.deferred_update import deferred
-from jzero.update.extra import with_extra
+from jzero.update.frozen_params import frozen_leaves
 from jzero.update.moment_dtype import ROUNDING_COUNT, needs_count, with_moment_dtype
 from jzero.update.on_host.handles import held_in
 from jzero.update.on_host.initial import Masters, fresh_handles
@@ -60,7 +61,8 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
 
     Args:
       tx: the whole chain. It sees gradients and params in the master dtype, in their logical shapes.
-      plan: from `jzero.make_plan`.
+      plan: from `jzero.make_plan`. With `trainable` the chain takes the trained params alone; `init` and `update` take
+        all of them, or the trained ones.
 
     Returns:
       A transformation. `init(params)` pins the layout of every leaf; without masters its structure is that
@@ -70,7 +72,7 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
       `updates="delta"` plain arrays of the master dtype.
 
     Raises:
-      TypeError: `tx` is no optax transformation, or already wrapped.
+      TypeError: `tx` is not an optax transformation, or already wrapped.
       ValueError: from `init` and `update`: params that the plan was not made for; `update` without params.
 
     Layout:
@@ -124,6 +126,7 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
     Raises:
       ValueError: it trains no param.
     """
+    plan = plan.trained
     wide = widen_abstract(plan.shapes, plan)
     trained = [not f for f in frozen_leaves(tx, wide)]
     if not any(trained):
@@ -162,13 +165,20 @@ def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
     """
     if not is_wrapped(tx) or held_in(opt_state) is None:
         return opt_state, params
-    return resolved(opt_state, params, chain_of(unwrap(tx), tx.init.plan))
+    plan = tx.init.plan
+    if plan.trained is plan:
+        return resolved(opt_state, params, chain_of(unwrap(tx), plan))
+    given, tree = jax.tree.flatten(params)
+    at = numbers(params, plan, where="jzero")
+    whole, own = resolved(opt_state, plan.trained.tree.unflatten(picked(given, at)), chain_of(unwrap(tx), plan))
+    return whole, tree.unflatten(with_rest(jax.tree.leaves(own), at, lambda i: given[i]))
 
 
 def as_held(opt_state: Any, params: Any, tx: Any, *, step: Any = None) -> Any:
     """The reverse: with handles where the plan of `tx` updates outside of the program; `step`: of the train state."""
     if not is_wrapped(tx) or not tx.init.plan.config.updates_outside or held_in(opt_state) is not None:
         return opt_state
+    params = trained_part(params, tx.init.plan, where="jzero")
     return with_handles(opt_state, params, chain_of(unwrap(tx), tx.init.plan), step=step)
 
 
@@ -203,104 +213,147 @@ class _Wrapped:
         return f"<jzero.zero: {type(self).__name__.lstrip('_').lower()}, {self.plan.title}>"
 
     @functools.cached_property
+    def own(self) -> Plan:
+        """The plan of the params that the transformation takes."""
+        return self.plan.trained
+
+    @functools.cached_property
     def stored_tx(self):
         """The transformation with its moments as they are stored."""
-        if self.plan.config.moment_dtype is None:
+        if self.own.config.moment_dtype is None:
             return self.tx
-        return with_moment_dtype(self.tx, self.plan, widen_abstract(self.plan.shapes, self.plan))
+        return with_moment_dtype(self.tx, self.own, widen_abstract(self.own.shapes, self.own))
 
     @functools.cached_property
     def counts(self) -> bool:
         """The state has a count of jzero's own. Under an Explicit mesh to be asked on Auto axes."""
-        return needs_count(self.tx, self.plan, widen_abstract(self.plan.shapes, self.plan))
+        return needs_count(self.tx, self.own, widen_abstract(self.own.shapes, self.own))
 
 
 class _Init(_Wrapped):
     def __call__(self, params):
-        pairs = self.plan.match(params, where="jzero.zero: init")
-        _check_devices([x for x, _ in pairs], self.plan)
-        if self.plan.config.offload is None:
+        params = trained_part(params, self.plan, where="jzero.zero: init")
+        pairs = self.own.match(params, where="jzero.zero: init")
+        check_devices([x for x, _ in pairs], self.own)
+        if self.own.config.offload is None:
             return jax.jit(self.typed)(params)
-        check_explicit(self.plan)
-        check_memory(self.tx, self.plan)
-        if self.plan.config.updates_outside:
-            check_outside(jax.tree.leaves(params), self.plan)
-            chain, placed = chain_of(self.tx, self.plan), jax.tree.leaves(self.plan.place(params))
-            if self.plan.config.in_files:
+        check_explicit(self.own)
+        check_memory(self.tx, self.own)
+        if self.own.config.updates_outside:
+            check_outside(jax.tree.leaves(params), self.own)
+            chain, placed = chain_of(self.tx, self.own), jax.tree.leaves(self.own.place(params))
+            if self.own.config.in_files:
                 return fresh_handles(lambda asked: {i: chain.wide(i, placed[i]) for i in asked}, chain)
-            hosted = self.plan.tree.unflatten(all_moved(placed, self.plan.home.array_mesh))
-            state = jax.jit(_Init(self.tx, self.plan.home).on_device)(hosted)
-            return with_handles(state, self.plan.tree.unflatten(placed), chain)
+            hosted = self.own.tree.unflatten(all_moved(placed, self.own.home.array_mesh))
+            state = jax.jit(_Init(self.tx, self.own.home).on_device)(hosted)
+            return with_handles(state, self.own.tree.unflatten(placed), chain)
         return jax.jit(self.trace)(params)
 
     def typed(self, params):
-        """The state, in the types of an Explicit mesh where there is one."""
-        return in_auto_mode(self.on_device, (params,), lambda state: state_specs(state, self.plan))
+        """The state, in the types of an Explicit mesh where there is one; of all params or of those that it takes."""
+        params = trained_part(params, self.plan, where="jzero.zero: init")
+        return in_auto_mode(self.on_device, (params,), lambda state: state_specs(state, self.own))
 
     def trace(self, params):
         """The state as it is written to host memory, part by part."""
-        stored = [x.stored for x in self.plan.layouts]
+        stored = [x.stored for x in self.own.layouts]
         shapes = self.shapes(params)
         return streamed(
-            self.on_device, (params,), self.plan, where_they_lie(jax.tree.leaves(params), stored, self.plan),
-            lambda _: placements_of(shapes, self.plan),
+            self.on_device, (params,), self.own, where_they_lie(jax.tree.leaves(params), stored, self.own),
+            lambda _: placements_of(shapes, self.own),
         )  # fmt: skip
 
     def shapes(self, params):
         """The state, abstract."""
+        params = trained_part(params, self.plan, where="jzero.zero: init")
         return jax.eval_shape(self.on_device, jax.tree.map(device_type, params))
 
     def on_device(self, params, masters=None):
         """The state in device memory, wherever it is to live; `masters`: better initial values, if they are known."""
-        wide = widen(params if masters is None else masters, params, self.plan)
-        frozen = frozen_leaves(self.tx, widen_abstract(params, self.plan))
-        inner = pin_state(self.stored_tx.init(wide), self.plan)
-        return with_master(inner, wide, params, frozen, self.counts, self.plan)
+        wide = widen(params if masters is None else masters, params, self.own)
+        frozen = frozen_leaves(self.tx, widen_abstract(params, self.own))
+        inner = pin_state(self.stored_tx.init(wide), self.own)
+        return with_master(inner, wide, params, frozen, self.counts, self.own)
 
 
 class _Update(_Wrapped):
     @functools.cached_property
     def logical(self):
         """The shapes of the state as the wrapped transformation sees it; `init` is traced once for them."""
-        return jax.eval_shape(self.stored_tx.init, widen_abstract(self.plan.shapes, self.plan))
+        return jax.eval_shape(self.stored_tx.init, widen_abstract(self.own.shapes, self.own))
 
     def __call__(self, updates, state, params=None, **extra):
         if params is None:
             raise ValueError("jzero.zero: update needs the params: tx.update(grads, state, params).")
-        pairs = self.plan.match(params, where="jzero.zero: update")
-        _check_dtypes(pairs)
-        grads = align(updates, params, where="jzero.zero: update")
-        _check_grads(grads, self.plan)
+        where = "jzero.zero: update"
+        if self.own is self.plan:
+            return self._of_own(align(updates, params, where=where), state, params, extra)
+        at, (given, tree) = numbers(params, self.plan, where=where), jax.tree.flatten(params)
+        own = self.own.tree.unflatten(picked(given, at))
+        try:
+            grads = picked(align(updates, params, where=where), at)
+        except ValueError:  # of the trained params alone, beside all params
+            grads = jax.tree.leaves(trained_part(updates, self.plan, where=where))
+        out, state = self._of_own(grads, state, own, self._extra_of_own(extra, at, tree, given))
+        rest = functools.partial(self._unchanged, given)
+        return tree.unflatten(with_rest(self.own.tree.flatten_up_to(out), at, rest)), state
+
+    def _unchanged(self, given: list, i: int) -> Any:
+        """What is added to a frozen param."""
+        param: Any = given[i]
+        if self.plan.config.updates == "delta":
+            return jnp.zeros(np.shape(param), self.plan.config.master_for(param.dtype) or param.dtype)
+        return deferred(lambda p: p, param)
+
+    def _extra_of_own(self, extra: dict, at: list, tree, given: list) -> dict:
+        """Keyword arguments for the optimizer: of trees like the params its part; `value_fn` gets all params."""
+
+        def part(value):
+            fits = jax.tree.structure(value) == tree
+            return self.own.tree.unflatten(picked(jax.tree.leaves(value), at)) if fits else value
+
+        def on_all(value_fn):
+            return lambda own, *args, **kwargs: value_fn(
+                tree.unflatten(with_rest(jax.tree.leaves(own), at, lambda i: given[i])), *args, **kwargs
+            )
+
+        return {k: on_all(v) if k == "value_fn" else part(v) for k, v in extra.items()}
+
+    def _of_own(self, grads: list, state, params, extra: dict):
+        """The update of the params that the optimizer takes."""
+        pairs = self.own.match(params, where="jzero.zero: update")
+        check_dtypes(pairs)
+        check_grads(grads, self.own)
         values, state = marked([p for p, _ in pairs], state, self.plan, self.tx)
-        if self.plan.config.updates_outside:
+        if self.own.config.updates_outside:
             return self._outside(grads, state, params, values, extra)
         inner, master = split_master(state, params)
         check_state(inner, self.logical, where="jzero.zero: update")
         update_traced(self.plan)
         tree = jax.tree.structure(params)
         if "value_fn" in extra:
-            extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.plan.layouts, tree)}
-        check_explicit(self.plan, extra)
+            extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.own.layouts, tree)}
+        check_explicit(self.own, extra)
         count = state.rounding_count if isinstance(state, ZeroState) else None
         extra = extra if count is None else {**extra, ROUNDING_COUNT: count}
         args = values, grads, inner, master, extra
         run = functools.partial(self._on_shards, tree)
         news, inner, new_master = in_auto_mode(run, args, self._specs_on_shards)
-        with jax.named_scope(comm_of(self.plan).updates.SCOPE):
+        with jax.named_scope(comm_of(self.own).updates.SCOPE):
             out = self._new_params(news, master)
         if not isinstance(state, ZeroState):
             return tree.unflatten(out), inner
-        count = None if count is None else self.plan.constrain(count + 1, P())
+        count = None if count is None else self.own.constrain(count + 1, P())
         return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master), count)
 
     def _outside(self, grads: list, state, params, values: list, extra):
         """The update of a state with handles, `values` the leaves of `params`; see `update.on_host`."""
         leaves = jax.tree.leaves((grads, state, params, extra))
-        check_outside(leaves, self.plan)
-        check_explicit(self.plan, extra)
+        check_outside(leaves, self.own)
+        check_explicit(self.own, extra)
         update_traced(self.plan)
         news, state = update_held(grads, state, values, extra)
-        rows = zip(news, self.plan.layouts, strict=True)
+        rows = zip(news, self.own.layouts, strict=True)
         out = [
             deferred(lambda p: p, x) if new is None else deferred(lambda _, new=new: new, x)
             for new, x in rows
@@ -310,26 +363,26 @@ class _Update(_Wrapped):
     def _specs_on_shards(self, out) -> list:
         """The layouts of what `_on_shards` returns."""
         news, inner, master = out
-        layouts = self.plan.layouts
+        layouts = self.own.layouts
         split = [
             [x.state for v, x in zip(vs, layouts, strict=True) if v is not None] for vs in (news, master)
         ]
-        return [*split[0], *self.plan.state_specs(inner), *split[1]]
+        return [*split[0], *self.own.state_specs(inner), *split[1]]
 
     def _on_shards(self, tree, params: list, grads: list, inner, master: list, extra):
         """What lands on every param, on its shard; the new inner state and the new masters."""
-        _check_count(ROUNDING_COUNT in extra, self.counts)
-        step = ShardedUpdate(self.stored_tx, self.plan, lambda: self.logical, tree, extra)
-        offloaded = self.plan.config.streams
+        check_count(ROUNDING_COUNT in extra, self.counts)
+        step = ShardedUpdate(self.stored_tx, self.own, lambda: self.logical, tree, extra)
+        offloaded = self.own.config.streams
         with jax.named_scope("jzero.master"):
-            shards, stored = on_shards(params, self.plan)
+            shards, stored = on_shards(params, self.own)
             if offloaded:  # the masters take over what is new when they are fetched
                 wide: list[Any] = []
-                shards, grads = read_params_first(shards, stored, grads, self.plan)
+                shards, grads = read_params_first(shards, stored, grads, self.own)
             else:
                 inner, master = step.cut(inner, master)
-                wide, grads = read_params_first(step.masters(shards, master), stored, grads, self.plan)
-        grads = comm_of(self.plan).gradients.at_update(grads)
+                wide, grads = read_params_first(step.masters(shards, master), stored, grads, self.own)
+        grads = comm_of(self.own).gradients.at_update(grads)
         if offloaded:
             return step.streamed(shards, grads, inner, master)
         return step(shards, wide, grads, inner, master)
@@ -339,9 +392,9 @@ class _Update(_Wrapped):
 
         What lands on a param in host memory is its new value, there and as it is stored.
         """
-        gather = comm_of(self.plan).updates
-        rows = list(zip(news, master, self.plan.layouts, strict=True))
-        if self.plan.config.updates == "delta":
+        gather = comm_of(self.own).updates
+        rows = list(zip(news, master, self.own.layouts, strict=True))
+        if self.own.config.updates == "delta":
             return [None if new is None else _stored(gather, x, new) for new, _, x in rows]
         copied = [
             (new, x) for new, m, x in rows
@@ -354,9 +407,11 @@ class _Update(_Wrapped):
         """One of them; `in_turn`: the gathers of copied leaves that are left."""
         if new is None:
             return None
+        if x.frozen is not None:
+            return deferred(lambda param: param, x)
         if memory_kind(new) == HOST:
             return deferred(lambda _: new, x)
-        gather = comm_of(self.plan).updates
+        gather = comm_of(self.own).updates
         if master is None:
             return deferred(lambda param: _stored(self._sum, x, param, new), x)
         if goes_by_layers(x):
@@ -369,7 +424,7 @@ class _Update(_Wrapped):
 
     def _in_turn(self, news, layouts) -> list:
         """Functions that return gathered leaves; under an Explicit mesh they are all there at once."""
-        gather = comm_of(self.plan).updates
+        gather = comm_of(self.own).updates
         if not explicit_axes():
             return gather.in_turn(news, layouts)
         values = in_auto_mode(
@@ -380,7 +435,7 @@ class _Update(_Wrapped):
 
     def _sum(self, param, delta, x: Layout) -> Any:
         """A param without master and the difference to it, added on shards and gathered."""
-        plan, gather = self.plan, comm_of(self.plan).updates
+        plan, gather = self.own, comm_of(self.own).updates
         new = plan.constrain(plan.constrain(param, x.stored), x.state) + delta
         shard = plan.constrain(new.astype(x.dtype), x.state)
         return gather.by_layers(param, shard, x) if goes_by_layers(x) else gather(shard, x)
@@ -390,7 +445,7 @@ class _Update(_Wrapped):
 
         def on_params(wide, *args, **kwargs):
             leaves = zip(jax.tree.leaves(wide), layouts, strict=True)
-            params = [self.plan.constrain(w.astype(x.dtype), x.stored) for w, x in leaves]
+            params = [self.own.constrain(w.astype(x.dtype), x.stored) for w, x in leaves]
             return value_fn(tree.unflatten(params), *args, **kwargs)
 
         return on_params
@@ -434,28 +489,6 @@ def widen_abstract(params, plan: Plan):
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def frozen_leaves(tx, params) -> list[bool]:
-    """For each param, whether `tx.update` answers a constant zero whatever the gradient; read from its jaxpr.
-
-    Where the update cannot be traced, since it wants arguments that nobody knows here, every param counts as trained:
-    a frozen one then has a master and moments, which `estimate` and `describe` count.
-    """
-
-    def zeros(update):
-        def deltas(grads, state, params):
-            return jax.tree.leaves(update(grads, state, params)[0])
-
-        # any state, not the initial one: a delayed or accumulated update starts at zero and is not frozen
-        return constant_zero_outputs(deltas, params, jax.eval_shape(tx.init, params), params)
-
-    count = len(jax.tree.leaves(params))
-    try:
-        found = with_extra(zeros, tx)
-    except Exception:  # of the user's transformation, which wants arguments of its own
-        return [False] * count
-    return found if len(found) == count else [False] * count
-
-
 def with_master(inner, wide, params, frozen, counts: bool, plan: Plan):
     """`ZeroState` where any param needs a master, or the state a count; else `inner`."""
     rows = zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
@@ -474,59 +507,6 @@ def split_master(state, params):
     if isinstance(state, ZeroState):
         return state.inner, align(state.master, params, where="jzero.zero: the master")
     return state, [None] * len(jax.tree.leaves(params))
-
-
-def _check_dtypes(pairs) -> None:
-    """Raises TypeError for params that were replaced by values of another dtype."""
-    bad = [(x.name, typed_shape(x), typed_shape(p)) for p, x in pairs if p.dtype != x.dtype]
-    if bad:
-        raise TypeError(
-            f"jzero.zero: update: {counted(len(bad), 'param has', 'params have')} another dtype than in the plan:\n"
-            f"{listing([('param', 'plan', 'given'), *bad])}\nCast what replaces a param to its dtype, or make a plan "
-            "for the new dtypes: jzero.shard(state, ...) again."
-        )
-
-
-def _check_count(given: bool, wanted: bool) -> None:
-    """Raises ValueError for a state whose moments are rounded by another plan, or with none of this one's counts."""
-    if given != wanted:
-        raise ValueError(
-            f"jzero.zero: update: this optimizer state has {'a' if given else 'no'} rounding_count, and its plan needs "
-            f'{"one" if wanted else "none"}: a state has one where moment_dtype="bfloat16" rounds the moments of a '
-            "chain that counts no step. Pass what tx.init(params) or the last update returned; jzero.shard(state, ...) "
-            "converts a train state of another plan, jzero.checkpoint.restore(path, like) one in a checkpoint."
-        )
-
-
-def _check_grads(grads, plan: Plan) -> None:
-    """Raises for gradients that are no arrays, or have other shapes than the params: per-example ones, say."""
-    check_arrays(grads, "the gradients", where="jzero.zero: update")
-    rows = zip(grads, plan.layouts, strict=True)
-    bad = [
-        (x.name, typed_shape(x), typed_shape(g))
-        for g, x in rows
-        if g is not None and tuple(g.shape) != x.shape
-    ]
-    if bad:
-        raise ValueError(
-            f"jzero.zero: update: {counted(len(bad), 'gradient has', 'gradients have')} another shape than the param:\n"
-            f"{listing([('param', 'its type', 'gradient'), *bad])}\nPer-example gradients (differential privacy) "
-            "cannot be reduced before they are clipped: aggregate them first, and wrap the rest of the chain."
-        )
-
-
-def _check_devices(leaves, plan: Plan) -> None:
-    mesh = set(plan.mesh.devices.flat)
-    bad = [
-        (x.name, typed_shape(a), ", ".join(sorted(map(str, a.sharding.device_set))[:3]))
-        for a, x in zip(leaves, plan.layouts, strict=True)
-        if isinstance(a, jax.Array) and not is_tracer(a) and a.committed and a.sharding.device_set != mesh
-    ]
-    if bad:
-        raise ValueError(
-            f"jzero.zero: init: {counted(len(bad), 'param is', 'params are')} committed to other devices than "
-            f"the plan's mesh of {len(mesh)}:\n{listing(bad)}\nPlace them first: params = plan.place(params)."
-        )
 
 
 __all__ = ["ZeroState", "unwrap", "zero"]

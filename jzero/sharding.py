@@ -37,7 +37,7 @@ from jzero.layout.batches import micro_batches, place_batch
 from jzero.layout.describe import describe_plan
 from jzero.layout.explicit import constrained, typed_mesh
 from jzero.layout.host_mesh import host_mesh
-from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
 from jzero.layout.param_checks import mismatch
 from jzero.layout.placement import HOST, check_same, put
@@ -53,6 +53,7 @@ from jzero.layout.specs import (
     spec_axes,
 )
 from jzero.layout.state_layouts import FEW, copies, named_by, state_form
+from jzero.layout.trainable import trained_by, without
 from jzero.layout.tree_layouts import tree_layouts
 
 LEAST_IN_FLIGHT = 64 * 2**20
@@ -70,6 +71,8 @@ class Plan:
       notes: what a reader should know: a mesh that was converted, an axis of one device.
       tree: the structure of the param tree.
       min_shard_bytes: leaves smaller than this stay whole; the number that "auto" came to.
+      trained_tree: the structure of the params that the optimizer takes, where it does not take all of them.
+      whole: of the plan of these alone (`trained`), the plan that they are a part of.
     """
 
     config: ZeroConfig
@@ -78,6 +81,8 @@ class Plan:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     tree: Any = dataclasses.field(default=None, compare=False, repr=False)
     min_shard_bytes: int = 0
+    trained_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
+    whole: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __hash__(self):
         return hash((self.config, self.mesh, len(self.layouts)))
@@ -103,6 +108,14 @@ class Plan:
     def n(self) -> int:
         """Number of devices that share the optimizer state."""
         return axis_size(self.mesh, self.config.axes)
+
+    @functools.cached_property
+    def trained(self) -> Plan:
+        """The plan of the params that the optimizer takes: this one, unless `trainable` leaves some out."""
+        if self.trained_tree is None:
+            return self
+        layouts = tuple(x for x in self.layouts if x.frozen is not Frozen.APART)
+        return dataclasses.replace(self, layouts=layouts, tree=self.trained_tree, trained_tree=None, whole=self)
 
     @functools.cached_property
     def bucket_bytes(self) -> int:
@@ -201,7 +214,7 @@ class Plan:
     @functools.cached_property
     def array_mesh(self) -> Mesh:
         """The mesh that arrays are laid out on: `mesh`, or a finer one over the same devices ([Note: sub-axes])."""
-        several = any(x.several_dims for x in self.layouts)
+        several = any(x.several_dims for x in (self.whole or self).layouts)
         return finer_mesh(self.mesh, self.config.axes) if several else self.mesh
 
     @property
@@ -292,7 +305,7 @@ class Plan:
           The tree with leaves `[k, B/k, ...]`, dim 1 split over the batch axes: `[k, B/(k N), ...]` per device.
 
         Raises:
-          TypeError: leaves that are no arrays; k is not an integer.
+          TypeError: leaves that are not arrays; k is not an integer.
           ValueError: a leaf whose dim 0 is not a multiple of N x k; lists the leaves.
 
         Cost:
@@ -362,7 +375,7 @@ class Plan:
         if asked is not None:
             return asked
         adam = (math.prod(x.state_shape) * self.config.adam_bytes(x.dtype) // shard_factor(x.state, self.mesh)
-                for x in self.layouts)  # fmt: skip
+                for x in self.trained.layouts)  # fmt: skip
         return min(max(sum(adam) // 64, LEAST_IN_FLIGHT), MOST_IN_FLIGHT)
 
     def state_forms(self, state: Any) -> list[tuple[PartitionSpec, tuple[int, ...]]]:
@@ -398,7 +411,7 @@ class Plan:
         totals and the notes.
 
         Raises:
-          TypeError: `tx` is no optax transformation.
+          TypeError: `tx` is not an optax transformation.
         """
         if tx is not None:
             check_transformation(tx, where="plan.describe")
@@ -412,6 +425,7 @@ def make_plan(
     mesh: Mesh | None = None,
     param_specs: Any = None,
     scan_axes: Mapping[str, int | None] | None = None,
+    trainable: Any = None,
     **fields,
 ) -> Plan:
     """The layout of every param, gradient and optimizer-state leaf, from shapes.
@@ -427,16 +441,20 @@ def make_plan(
       param_specs: a tree of PartitionSpec like `params` (or a prefix of it).
       scan_axes: which dim of which params is a stack of layers that a scan runs over; it is not split. Maps paths
         (`"layers"`, `"layers/mlp/kernel"`, `"*/experts"`: a path or the beginning of one, with `*` for any text) to the
-        dim, None for no stack; of several that match the first decides, and what none matches is no stack. `{}`: there
-        is no stack. None: it is guessed from shapes, and `describe()` names the guesses.
+        dim, None for no stack; of several that match the first decides, and what none matches is not a stack. `{}`:
+        there is no stack. None: it is guessed from shapes, and `describe()` names the guesses.
+      trainable: which params are trained: a function `(path, leaf) -> bool`, path a tuple of strings such as
+        `("layers", "lora_a")`, or a tree of bools like `params` (or a prefix of it). The others are frozen:
+        `jzero.zero` hands the optimizer the trained ones alone. None: all of them.
 
     Returns:
       A `Plan`, hashable, valid for any tree of the same shapes.
 
     Raises:
-      ValueError: an axis that is not in the mesh, empty or integer params, `uneven="error"` and a leaf that no
-        dim divides.
-      TypeError: params that are no arrays, `scan_axes` that is no mapping of paths to dims.
+      ValueError: an axis that is not in the mesh, empty params, integers that are trained, `uneven="error"` and a
+        leaf that no dim divides, `trainable` that names no param or is not a tree like the params.
+      TypeError: params that are not arrays, `scan_axes` that is not a mapping of paths to dims, `trainable` of another
+        kind, or whose answer is not a bool.
 
     Example:
       >>> import jax, jzero
@@ -445,11 +463,18 @@ def make_plan(
       P('data',)
     """
     config = make_config(config, fields, where="jzero.make_plan")
-    return plan_for(params, config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes, stacks={})
+    given: Any = {"mesh": mesh, "param_specs": param_specs, "scan_axes": scan_axes, "stacks": {}}
+    if trainable is None:
+        return plan_for(params, config, **given)
+    trained = trained_by(trainable, params, where="jzero.make_plan")
+    frozen = [None if t else Frozen.APART for t in trained]
+    return plan_for(params, config, trained_tree=without(params, trained), frozen=frozen, **given)
 
 
-def plan_for(params: Any, config: ZeroConfig, **given: Any) -> Plan:
+def plan_for(params: Any, config: ZeroConfig, *, trained_tree: Any = None, **given: Any) -> Plan:
     """`make_plan` for a checked config; `given` are the other arguments of `tree_layouts`.
+
+    `trained_tree`: the structure of the trained params; None where all are, or where the optimizer takes all.
 
     Raises:
       TypeError, ValueError: as `make_plan`.
@@ -459,10 +484,12 @@ def plan_for(params: Any, config: ZeroConfig, **given: Any) -> Plan:
     limit = params_on_host_limit(mesh.devices.flat[0].platform, 'Offload(params="host")')
     if config.params_on_host and limit:
         raise NotImplementedError(f"jzero: {limit}")
-    return Plan(config, mesh, layouts, notes, jax.tree.structure(params), least)
+    if all(x.frozen is not Frozen.APART for x in layouts):
+        trained_tree = None
+    return Plan(config, mesh, layouts, notes, jax.tree.structure(params), least, trained_tree)
 
 
 def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:
-    """Raises TypeError for what is no `Plan`."""
+    """Raises TypeError for what is not a `Plan`."""
     remedy = "Pass jzero.plan_of(state), or what jzero.make_plan(params, ...) returned."
     check_kind(plan, "plan", Plan, "a jzero.Plan", where=where, optional=optional, remedy=remedy)

@@ -377,6 +377,14 @@ def _():
         wrap(owner, "explain", once)
 
 
+@mutation("trainable= is not read", "frozen_params")
+def _():
+    import jzero
+
+    for name in ("shard", "make_plan"):
+        wrap(jzero, name, lambda original, *args, trainable=None, **kw: original(*args, **kw))
+
+
 @mutation("estimate forgets that state is split", "estimate", "gpu_program")
 def _():
     import jzero

@@ -1,4 +1,4 @@
-"""The scripts of docs/, loaded as modules: they are no package."""
+"""The scripts of docs/, loaded as modules: they are not a package."""
 
 from __future__ import annotations
 

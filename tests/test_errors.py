@@ -148,12 +148,12 @@ def test_an_optimizer_state_that_does_not_belong_to_the_params(mesh):
 @pytest.mark.unit
 def test_integer_and_empty_params(mesh):
     with raises(
-        ValueError, "1 of 2 params are not floating-point", "['table']", "i32[8]", "Keep them outside"
+        ValueError, "1 of 2 params are not floating-point", "['table']", "i32[8]", "keep them outside"
     ):
         jzero.make_plan({"w": jnp.ones((8, 8)), "table": jnp.arange(8)}, stage=2, mesh=mesh)
     with raises(ValueError, "the params are empty"):
         jzero.make_plan({}, stage=2, mesh=mesh)
-    with raises(TypeError, "leaves of the params are no arrays", "['act']", "eqx.filter"):
+    with raises(TypeError, "leaves of the params are not arrays", "['act']", "eqx.filter"):
         jzero.make_plan({"w": jnp.ones((8, 8)), "act": jax.nn.relu}, stage=2, mesh=mesh)
 
 
@@ -235,7 +235,7 @@ def test_updates_only_land_on_their_own_params(mesh):
         jnp.ones(3) + leaf
     with raises(TypeError, "stands on the right of the sum"):
         leaf + jnp.ones((24, 40))
-    with raises(AttributeError, "an update is no array, and has no 'real'", 'updates="delta"'):
+    with raises(AttributeError, "an update is not an array, and has no 'real'", 'updates="delta"'):
         optax.global_norm(updates)
     with raises(TypeError, "use_ZeroConfig_updates_delta_for_plain_arrays"):
         jax.jit(state.tx.update)(grads, state.opt_state, state.params)

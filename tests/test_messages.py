@@ -62,7 +62,7 @@ def test_a_model_in_place_of_a_state(door):
     model = Nnx()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
     pair = says(
-        f"{name}: Nnx is no train state", f"{name}((model, optimizer), stage=2)", "nnx.Optimizer(model, tx"
+        f"{name}: Nnx is not a train state", f"{name}((model, optimizer), stage=2)", "nnx.Optimizer(model, tx"
     )
     for args in ((model, optimizer), (model,), (Nnx,)):
         with pytest.raises(TypeError, match=pair):
@@ -167,7 +167,7 @@ def test_arithmetic_on_updates(mesh):
         return tx.update(params, tx.init(params), params)[0]
 
     text = says(
-        "jzero: an update is no array", "optax.global_norm(grads)", "jzero.zero wraps", 'updates="delta"'
+        "jzero: an update is not an array", "optax.global_norm(grads)", "jzero.zero wraps", 'updates="delta"'
     )
     calls = (
         optax.global_norm, lambda u: u["w"] * 2, lambda u: 2 * u["w"], lambda u: X * u["w"], lambda u: -u["w"],

@@ -314,7 +314,7 @@ def test_lookahead(stage, mesh):
     plan = jzero.make_plan(pair.fast, stage=stage, mesh=mesh, min_shard_bytes=0)
     inner = jzero.zero(optax.adam(1e-2), plan)
     placed = optax.LookaheadParams.init_synced(plan.place(pair.fast))
-    with pytest.raises(TypeError, match=r"an update is no array.*ZeroConfig\(updates=.delta.\)"):
+    with pytest.raises(TypeError, match=r"an update is not an array.*ZeroConfig\(updates=.delta.\)"):
         run(placed, optax.lookahead(inner, 3, 0.5), plan.place_batch(batch()))
     plan = jzero.make_plan(pair.fast, stage=stage, mesh=mesh, min_shard_bytes=0, updates="delta")
     got = run(placed, optax.lookahead(jzero.zero(optax.adam(1e-2), plan), 3, 0.5), plan.place_batch(batch()))

@@ -118,7 +118,7 @@ def check_identity(out: Path, step: int, now: dict[str, Any]) -> None:
     except (ValueError, TypeError, KeyError) as error:
         good = last_good(path)
         remedy = f"\nContinue from the last good one: --resume --resume-step {good.name}" if good else ""
-        raise ValueError(f"--resume: step {step} is no checkpoint of a run. {error}{remedy}") from error
+        raise ValueError(f"--resume: step {step} is not a checkpoint of a run. {error}{remedy}") from error
     changed = [name for name in now if saved.get(name) != now[name]]
     if changed:
         lines = [f"  {name}: {saved.get(name)} in the checkpoint, {now[name]} now" for name in changed]

@@ -71,7 +71,7 @@ def remat(
       A Module class or a function that is called like `subject`.
 
     Raises:
-      TypeError: `plan` is no Plan, or an argument is of the wrong kind.
+      TypeError: `plan` is not a Plan, or an argument is of the wrong kind.
       ValueError: an axis that is not in the mesh or that splits the batch; an `offload` that is not "host", or devices
         without pinned host memory. When called: no argument is a floating-point array. When differentiated: a dim that
         is not there or not divisible.

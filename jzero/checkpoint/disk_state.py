@@ -16,6 +16,7 @@ from jzero.flax.adapters import Parts, is_pair
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.placement import put
 from jzero.layout.specs import P
+from jzero.layout.trainable import numbers
 from jzero.optim import is_wrapped, reopened_state
 from jzero.update.on_host.handles import held_in
 
@@ -109,6 +110,8 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
     elsewhere = Path(tier.path).absolute() != path
     opt_state, news, at_step = reopened_state(parts.tx, path if elsewhere else None)
     olds, tree = jax.tree.flatten(parts.params)
+    at = numbers(parts.params, parts.tx.init.plan, where=where)
+    news = [None if i is None else news[i] for i in at]
     frozen = [x.name for n, o, x in zip(news, olds, parts.tx.init.plan.layouts, strict=True)
               if n is None and isinstance(o, jax.ShapeDtypeStruct)]  # fmt: skip
     if frozen:

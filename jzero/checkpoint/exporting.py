@@ -67,7 +67,7 @@ def export(
     Raises:
       ValueError: two tensors of one name, a part that is not there, a dtype that safetensors lacks, a number that
         `dtype` cannot hold.
-      TypeError: `include` is one text, `names` is no function or mapping.
+      TypeError: `include` is one text, `names` is not a function or mapping.
       CheckpointDamaged: as `restore`.
       FileNotFoundError: nothing is at `path`.
 

@@ -36,7 +36,7 @@ from jzero.layout.leaf_rule import path_keys
 from jzero.layout.padding import unpadded
 from jzero.layout.placement import on_device
 from jzero.layout.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
-from jzero.optim import ZeroState, as_held, is_wrapped, whole_state
+from jzero.optim import ZeroState, as_held, is_wrapped
 
 Name = tuple[str, ...]
 MASTER = "master"
@@ -147,8 +147,7 @@ def _mapping_apart(state: Any, tx: Any, where: str) -> Parts:
     if not named:
         return Parts(None, None, None, state, None, None)
     rest = {k: v for k, v in known.items() if k not in ("params", "opt_state")}
-    opt_state, params = whole_state(known["opt_state"], known["params"], tx)
-    return Parts(params, opt_state, None, rest, tx, None)
+    return adapters.whole(Parts(known["params"], known["opt_state"], None, rest, tx, None))
 
 
 def _zero_states(tree: Any) -> list[Any]:
@@ -188,10 +187,10 @@ def _opt_parts(parts: Parts) -> dict[str, Any]:
     found = {"opt_state": _leaves(inner, [x.shape for x in jax.tree.leaves(parts.tx.update.logical)])}
     if not isinstance(state, ZeroState):
         return found
-    tree = jax.tree.structure(parts.params)
+    tree = jax.tree.structure(parts.taken)
     known = tree.flatten_up_to(state.master)
     if any(m is not None for m in known):
-        rows = zip(known, parts.tx.init.plan.layouts, strict=True)
+        rows = zip(known, parts.tx.init.plan.trained.layouts, strict=True)
         found[MASTER] = tree.unflatten([None if m is None else NamedLeaf((), m, x.shape) for m, x in rows])
     return found if state.rounding_count is None else {**found, COUNT: NamedLeaf((), state.rounding_count, ())}
 

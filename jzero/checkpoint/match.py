@@ -33,7 +33,7 @@ def match(
     where: str,
     only: str | None = None,
 ) -> list[Source]:
-    """A source for every leaf; with `only`, stored arrays that are no params are of no interest.
+    """A source for every leaf; with `only`, stored arrays that are not params are of no interest.
 
     With `cast`, dtypes may differ, masters that the checkpoint lacks start as its params, and masters that the target
     lacks are left out: a param that is wider than the stored one is then read from its master.
@@ -114,7 +114,7 @@ def _dtype_of(x):
 
 
 def _of_python(stored: np.dtype, wanted: np.dtype, value: Any) -> bool:
-    """True where one of two single numbers is Python's, which has no dtype: a step, say. A bool is no number."""
+    """True where one of two single numbers is Python's, which has no dtype: a step, say. A bool is not a number."""
     if stored.kind in "iu" and wanted.kind in "iu":
         return np.int64 in (stored, wanted)
     return isinstance(value, float) and jnp.issubdtype(stored, jnp.floating)

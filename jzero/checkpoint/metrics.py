@@ -13,7 +13,7 @@ def numbers_of(metrics: Mapping[str, Any] | None, where: str) -> dict[str, float
     """Metrics as numbers of Python.
 
     Raises:
-      TypeError: no mapping, a name that is no text, a value that is no number.
+      TypeError: no mapping, a name that is not a text, a value that is not a number.
     """
     if metrics is None:
         return {}

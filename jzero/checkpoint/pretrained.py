@@ -57,7 +57,7 @@ def load_safetensors(
     Raises:
       ValueError: params without a tensor, tensors without a param, other shapes, other dtypes without `cast`; all are
         listed, and nothing is changed. A tensor that is in two files, an index that disagrees with its files or names
-        some outside of its folder, what is no regular file; with `cast`, values that the dtype cannot hold.
+        some outside of its folder, what is not a regular file; with `cast`, values that the dtype cannot hold.
       CheckpointDamaged: a file is not what its checksum says.
       FileNotFoundError: no such file.
       TypeError: an abstract state; `ignore` is one text.
@@ -126,7 +126,7 @@ def _check(leaves, wanted, tensors: Mapping[str, Tensor], ignore, cast: bool, wh
         t = tensors[name]
         got = f"{t.dtype}{list(t.shape)}"
         if order is not None and sorted(order) != list(range(len(t.shape))):
-            rows.append((text(leaf.name), want, f"{name} {got}", f"{order} is no order of its dims"))
+            rows.append((text(leaf.name), want, f"{name} {got}", f"{order} is not an order of its dims"))
             only_dtypes = False
         elif (t.shape if order is None else tuple(t.shape[d] for d in order)) != leaf.shape:
             rows.append((text(leaf.name), want, f"{name} {got}", "another shape"))

@@ -85,7 +85,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     Raises:
       ValueError: leaves that are missing, left over, or of another shape or dtype, all of them listed; nothing is read.
         With `cast`, values that the new dtype cannot hold: NaN or 300 as int8, 1e6 as float16.
-      TypeError: `cast` is no bool, `like` is no state.
+      TypeError: `cast` is not a bool, `like` is not a state.
       CheckpointDamaged: a file is not as it was saved; names the leaves and the last good checkpoint.
       FileNotFoundError: nothing is there.
 

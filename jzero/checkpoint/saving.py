@@ -53,7 +53,7 @@ def save(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Path:
       FileExistsError: there is something at `path` already.
       ValueError: two leaves that would be stored under one name: `{"a": {"b": x}, "a.b": y}`.
       NotImplementedError: a `path` that is the address of a bucket.
-      TypeError: `custom` is no JSON, or a state of an unknown kind.
+      TypeError: `custom` is not JSON, or a state of an unknown kind.
       OSError: the disk is full or cannot be written; what was there before is untouched.
 
     Layout:
@@ -96,7 +96,7 @@ def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
 
     Raises:
       ValueError: two leaves of one name.
-      TypeError: abstract or traced leaves, text or other things that are no numbers, or a `custom` that is no JSON.
+      TypeError: abstract or traced leaves, text or other things that are not numbers, or a `custom` that is not JSON.
     """
     try:
         json.dumps(custom)

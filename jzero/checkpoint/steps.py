@@ -38,7 +38,7 @@ class Steps:
 
     Raises:
       ValueError: `keep` below 1, another `mode`.
-      TypeError: `folder` is no path, `keep` no integer, `best` no text.
+      TypeError: `folder` is not a path, `keep` no integer, `best` no text.
       FolderInUse: with `write`, another run writes there.
 
     Example:
@@ -103,9 +103,9 @@ class Steps:
 
         Raises:
           ValueError: a step that is there or behind; `best` is not among the metrics.
-          TypeError: a step that is no integer, a metric that is no number.
+          TypeError: a step that is not an integer, a metric that is not a number.
           FolderInUse: another run writes to this folder.
-          FileExistsError: there is something of that name which is no checkpoint.
+          FileExistsError: there is something of that name which is not a checkpoint.
           OSError: the disk is full, or refuses; also of the save before this one.
         """
         where = "jzero.checkpoint.Steps.save"

@@ -52,11 +52,11 @@ def absolute(path: Any, where: str) -> Path:
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
         raise NotImplementedError(
-            f"{where}: {text} is no path of a file system, and jzero.checkpoint writes and reads nothing else. Pass a "
-            "path that all processes see; a bucket can be mounted as one, or use plain orbax, which knows gs://."
+            f"{where}: {text} is not a path of a file system, and jzero.checkpoint writes and reads nothing else. Pass "
+            "a path that all processes see; a bucket can be mounted as one, or use plain orbax, which knows gs://."
         )
     if not text or "\0" in text:
-        raise ValueError(f"{where}: {text!r} is no path.")
+        raise ValueError(f"{where}: {text!r} is not a path.")
     return Path(os.path.abspath(text))
 
 
@@ -113,7 +113,7 @@ def locate(path: Any, where: str) -> Path:
 
     Raises:
       FileNotFoundError: nothing is there; what lies beside it, or below it, is named.
-      ValueError: it is no checkpoint.
+      ValueError: it is not a checkpoint.
     """
     path = absolute(path, where)
     if not path.exists():
@@ -125,7 +125,7 @@ def locate(path: Any, where: str) -> Path:
                 f"{where}: {path} holds {counted(len(below), 'checkpoint')} and is none itself. Name one: {below[-1]}"
             )
         raise ValueError(
-            f"{where}: {path} is no checkpoint of a state: no folder {STATE!r} in it, as jzero.checkpoint.save and "
+            f"{where}: {path} is not a checkpoint of a state: no folder {STATE!r} in it, as jzero.checkpoint.save and "
             f"orbax (v1) write.{_beside(path)}"
         )
     return path

@@ -46,7 +46,7 @@ def tensors_of(path: Path, ignore: Sequence[str], opened: ExitStack, where: str)
     handles = {file: _opened(file, opened, where) for file in files}
     places: dict[str, list[Path]] = {}
     for file, handle in handles.items():
-        for name in handle.keys():  # noqa: SIM118 (a handle is no dict)
+        for name in handle.keys():  # noqa: SIM118 (a handle is not a dict)
             places.setdefault(name, []).append(file)
     if index is not None:
         _check_index(index, places, ignore, path, where)
@@ -117,7 +117,7 @@ def _files(path: Path, where: str) -> tuple[list[Path], dict[str, Path] | None]:
 def _regular(file: Path, where: str) -> Path:
     """Raises ValueError for a pipe or a device, which would never end."""
     if not file.is_file():
-        raise ValueError(f"{where}: {file} is no regular file.")
+        raise ValueError(f"{where}: {file} is not a regular file.")
     return file
 
 
@@ -130,7 +130,7 @@ def _weight_map(path: Path, where: str) -> dict[str, str]:
     try:
         found = json.loads(path.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{where}: {path} is no index of safetensors files ({error!r}).") from None
+        raise ValueError(f"{where}: {path} is not an index of safetensors files ({error!r}).") from None
     if not isinstance(found, dict) or not found or not all(isinstance(f, str) for f in found.values()):
         raise ValueError(f"{where}: weight_map in {path} must name the file of each tensor.")
     outside = sorted(

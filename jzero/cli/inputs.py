@@ -177,7 +177,7 @@ def parse_batch(text: str) -> list[Any]:
 def _leaf(dtype: str, shape: str, text: str):
     sizes = [s.strip() for s in shape.split(",") if s.strip()]
     if any(not s.isdecimal() for s in sizes):
-        raise InputError(f"--batch {text!r}: [{shape}] is no shape. Write {_EXAMPLE}.")
+        raise InputError(f"--batch {text!r}: [{shape}] is not a shape. Write {_EXAMPLE}.")
     dims = tuple(map(int, sizes))
     if dtype == "key":
         return jax.ShapeDtypeStruct(dims, jax.eval_shape(lambda: jax.random.key(0)).dtype)
@@ -214,12 +214,12 @@ def parse_stages(text: str) -> list[int]:
     """`0,1,2,3` as sorted integers without repeats.
 
     Raises:
-      InputError: none, or one that is no stage.
+      InputError: none, or one that is not a stage.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     bad = [part for part in parts if part not in ("0", "1", "2", "3")]
     if bad or not parts:
         raise InputError(
-            f"--stages {text!r}: {', '.join(bad) or 'nothing'} is no stage. Write --stages 0,1,2,3."
+            f"--stages {text!r}: {', '.join(bad) or 'nothing'} is not a stage. Write --stages 0,1,2,3."
         )
     return sorted({int(part) for part in parts})

@@ -70,7 +70,7 @@ class Subject:
         missing = [a for a in (*config.axes, *config.batch_axes) if a not in mesh.axis_names]
         if missing:
             raise InputError(
-                f"--axis, --batch-axis: {missing[0]!r} is no axis of the mesh {dict(mesh.shape)}."
+                f"--axis, --batch-axis: {missing[0]!r} is not an axis of the mesh {dict(mesh.shape)}."
             )
         if job.preset is not None:
             return cls._of_preset(job, machine, mesh, config)

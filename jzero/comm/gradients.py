@@ -52,8 +52,9 @@ class GradientReduce:
 
     @functools.cached_property
     def has_buckets(self) -> bool:
-        """The gradients that are reduced on use make more than one bucket: their order matters."""
-        return sum(x.nbytes for x in self.plan.layouts if x.grad != x.used) > self.plan.bucket_bytes
+        """What is gathered, or reduced, on use makes more than one bucket: its order matters."""
+        moved = (x.nbytes for x in self.plan.layouts if not x.grad == x.used == x.stored)
+        return sum(moved) > self.plan.bucket_bytes
 
     def by_layout(self, grad: Any, used: PartitionSpec, spec: PartitionSpec, *, whole_first: bool) -> Any:
         """A gradient of the whole batch on its shards, by XLA's own collective.
@@ -142,9 +143,11 @@ class GradientReduce:
           x: the layouts of the param.
           accumulate: micro-batches in a step. Gradients that stay whole (stages 0 and 1) are reduced once, after
             the loop; where they are split, once per micro-batch and use.
-          uses: what the param is used for. Where gradients are reduced by the update, XLA adds those of all matmuls
-            before it reduces them, and those of all lookups; at stage 0 these two apart.
+          uses: what the param is used for; a frozen one has no gradient. Where gradients are reduced by the update, XLA
+            adds those of all matmuls before it reduces them, and those of all lookups; at stage 0 these two apart.
         """
+        if x.frozen is not None:
+            return
         row = self.plan.config.row
         accumulate = accumulate if row.grads else 1
         if not row.grads or not (self.on_use or self.is_scattered(x.shape, x.state)):

@@ -66,8 +66,11 @@ class HostTransfer:
         return fetched + accumulate * (grad + sums) + sums, accumulate * (grad + sums) + 2 * sums
 
     def held(self, x: Layout, accumulate: int = 1) -> tuple[int, int]:
-        """Bytes of one device's shard of a gradient in host memory, and with micro-batches of the sum of them."""
-        if not self.plan.lives_on_host(x):
+        """Bytes of one device's shard of a gradient in host memory, and with micro-batches of the sum of them.
+
+        A frozen param has none.
+        """
+        if not self.plan.lives_on_host(x) or x.frozen is not None:
             return 0, 0
         shape = x.state_shape if x.grad != x.used else x.shape
         size = math.prod(shape) // shard_factor(x.grad, self.plan.mesh)

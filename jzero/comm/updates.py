@@ -85,6 +85,8 @@ class UpdateGather:
 
     def wire(self, x: Layout) -> Iterator[tuple[tuple[str, ...], float]]:
         """(mesh axes, bytes that one device sends) of the gather of a param after the update."""
+        if x.frozen is not None:
+            return
         own = (a for a in named_axes(x.state) if a not in (*named_axes(x.stored), *named_axes(x.used)))
         axes = tuple(dict.fromkeys(map(axis_of, own)))
         state, stored = (shard_factor(spec, self.plan.mesh) for spec in (x.state, x.stored))
@@ -93,7 +95,7 @@ class UpdateGather:
 
 
 def is_copied(x: Layout) -> bool:
-    """A large leaf whose gather is no whole result: split along another dim than the first, several, or padded.
+    """A large leaf whose gather is not a whole result: split along another dim than the first, several, or padded.
 
     Not one that stays split along another dim than the first: flat, it would have to be gathered whole.
     """

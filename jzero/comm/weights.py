@@ -77,9 +77,9 @@ class WeightGather:
         return self.transport.nbytes(shape, dtype)
 
     def dtype(self, x: Layout, use: Use) -> np.dtype:
-        """The dtype in which a param is gathered: that of its use, or its own where that is narrower."""
-        used = use.dtype or self.plan.config.compute_dtype or x.dtype
-        return min(used, x.dtype, key=lambda dtype: dtype.itemsize)
+        """The dtype in which a param is gathered: the narrowest of its own, `compute_dtype` and that of its use."""
+        known = [d for d in (x.dtype, self.plan.config.compute_dtype, use.dtype) if d is not None]
+        return min(known, key=lambda dtype: dtype.itemsize)
 
     def held_bytes(self, x: Layout) -> int:
         """Bytes of a gathered param on one device, of one layer of a stack; 0 for one that is not gathered."""

@@ -52,6 +52,25 @@ def independent_outputs(fn: Callable, *trees) -> list[bool]:
     return [not d for d in _analyzed(fn, trees, rule, start=True, literal=lambda value: False)]
 
 
+def sources_of_outputs(fn: Callable, *trees) -> list[frozenset[int]]:
+    """For each output of `fn` the numbers of the arrays of the first tree that have a part in it.
+
+    Args:
+      fn: a function of trees to a flat list.
+      *trees: arrays or ShapeDtypeStructs.
+    """
+    nothing: frozenset[int] = frozenset()
+    leaves, tree = jax.tree.flatten(trees)
+    jaxpr, consts = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
+
+    def rule(eqn, sources: list[frozenset[int]]) -> list[frozenset[int]]:
+        return [nothing.union(*sources)] * len(eqn.outvars)
+
+    count = len(jax.tree.leaves(trees[0]))
+    start = [frozenset((i,)) if i < count else nothing for i in range(len(leaves))]
+    return traverse(jaxpr, [nothing] * len(consts), start, rule, literal=lambda _: nothing, calls=CALLS)
+
+
 class _Raised(NamedTuple):
     """An integer: an input (None: zero) with a constant added; or whether that input is below the end of its dtype."""
 

@@ -17,7 +17,7 @@ def flush(file: Path) -> None:
     """Flushes a file to the disk; for a folder, the names in it.
 
     Raises:
-      OSError: the disk did not take it. A file system that flushes no folders is no error.
+      OSError: the disk did not take it. A file system that flushes no folders is not an error.
     """
     handle = os.open(file, os.O_RDONLY)
     try:

@@ -78,7 +78,7 @@ def _refuse(kind: type[Exception], value, name: str, rule: str, where: str, reme
 
 
 def check_int(value, name: str, *, where: str, low: int, high: int | None = None, remedy: str = "") -> None:
-    """Raises TypeError for what is no integer (a bool is none), ValueError for one out of its range."""
+    """Raises TypeError for what is not an integer (a bool is none), ValueError for one out of its range."""
     span = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         _refuse(TypeError, value, name, span, where, remedy)
@@ -109,7 +109,7 @@ def check_names(value, name: str, *, where: str) -> tuple[str, ...]:
 
 
 def check_number(value, name: str, rule: str, good: Callable[[Any], bool], *, where: str) -> None:
-    """Raises TypeError for what is no real number, ValueError for one that float32 lacks or that is not `good`."""
+    """Raises TypeError for what is not a real number, ValueError for one that float32 lacks or that is not `good`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         _refuse(TypeError, value, name, rule, where, "")
     if not (abs(value) <= LARGEST and good(value)):
@@ -122,7 +122,7 @@ def check_flag(value, name: str, *, where: str, remedy: str = "") -> None:
 
 
 def check_choice(value, name: str, choices: Sequence[str], *, where: str, optional: bool = False) -> None:
-    """Raises TypeError for what is no string, ValueError for one that is none of the choices."""
+    """Raises TypeError for what is not a string, ValueError for one that is none of the choices."""
     if value is None and optional:
         return
     rule = f"one of {', '.join(map(repr, choices))}{' or None' if optional else ''}"
@@ -145,7 +145,7 @@ def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating
 
     Raises:
       TypeError: it names none; an array does not, nor does None.
-      ValueError: it is no floating dtype, where one is wanted.
+      ValueError: it is not a floating dtype, where one is wanted.
     """
     names = isinstance(value, (str, type, np.dtype)) or (
         hasattr(value, "dtype") and not hasattr(value, "shape")
@@ -167,7 +167,7 @@ def check_function(value, name: str, *, where: str, optional: bool = False, reme
 
 
 def check_transformation(tx: Any, *, where: str) -> None:
-    """Raises TypeError for what is no optax transformation."""
+    """Raises TypeError for what is not an optax transformation."""
     if isinstance(tx, type) or not (
         callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
     ):
@@ -182,7 +182,7 @@ def check_arrays(
     odd = [(jax.tree_util.keystr(k) or name, shown(x)) for k, x in flat if not (good or is_array)(x)]
     if odd:
         count = f"{len(odd)} of {counted(len(flat), 'leaf', 'leaves')} of {name}"
-        raise TypeError(f"{where}: {count} are no arrays:\n{listing(odd)}\n{remedy}".rstrip())
+        raise TypeError(f"{where}: {count} are not arrays:\n{listing(odd)}\n{remedy}".rstrip())
 
 
 def is_array(x: Any) -> bool:

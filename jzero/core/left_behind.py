@@ -3,8 +3,9 @@
 `jax.grad` runs a loss in the trace around it. A key that the loss stores, as in `self.rng, key = split(self.rng)`, is
 good afterwards. jzero traces a function to a jaxpr first, in a trace of its own, and JAX refuses a value of that trace
 outside of it (UnexpectedTracerError). So while the trace is open, jzero looks for keys and integers of it in what the
-function reaches: its variables, attributes of objects, lists and mappings. Globals are left out: what a jitted step
-stores there is lost without jzero, too. So are floats: of params they are of no use after `jax.grad` either.
+function reaches: its variables, attributes of objects, short lists and mappings, `_MOST` of them. Globals are left out:
+what a jitted step stores there is lost without jzero, too. So are floats: of params they are of no use after `jax.grad`
+either.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from jax._src.core import trace_ctx
 from jzero.core.jaxprs import is_tracer
 
 _DEPTH = 6  # from a wrapped loss to the attribute of an object in a variable of it
+_LONG = 100  # a longer list or mapping holds data
+_MOST = 10_000  # places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +48,8 @@ def left_behind(fn: Callable[..., Any]) -> list[StoredValues]:
     found: list[StoredValues] = []
     seen: set[int] = set()
     todo: list[tuple[Any, int]] = [(fn, 0)]
-    while todo:
-        holder, depth = todo.pop()
+    while todo and len(seen) < _MOST:
+        holder, depth = todo.pop(0)
         if id(holder) in seen:
             continue
         seen.add(id(holder))
@@ -77,8 +80,10 @@ def _may_change(x: Any) -> bool:
     """Functions, lists and mappings, and objects with attributes that can be set."""
     if isinstance(x, (jax.Array, type, types.ModuleType)):
         return False
+    if isinstance(x, (list, dict)):
+        return len(x) <= _LONG
     frozen = dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen  # pyright: ignore
-    return callable(x) or isinstance(x, (list, dict)) or (hasattr(x, "__dict__") and not frozen)
+    return callable(x) or (hasattr(x, "__dict__") and not frozen)
 
 
 def _places(holder: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:

@@ -62,7 +62,7 @@ def owned_arrays(tree: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def abstract(tree: Any) -> Any:
-    """The tree with `jax.ShapeDtypeStruct` for arrays, in modules and optimizers too; what is no array stays."""
+    """The tree with `jax.ShapeDtypeStruct` for arrays, in modules and optimizers too; what is not an array stays."""
 
     def leaf(x):
         if not isinstance(x, jax.Array):

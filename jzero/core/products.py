@@ -16,7 +16,7 @@ from jzero.core.jaxprs import bind
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
-    """A matmul or a convolution as a function of the operand that is no weight, and of the weight at `at`."""
+    """A matmul or a convolution as a function of the operand that is not a weight, and of the weight at `at`."""
 
     eqn: Any
     at: int
@@ -30,7 +30,7 @@ def example_dims(eqn, at: int) -> tuple[int, int] | None:
     """Of a product with weight `at`: the dim that examples lie along in the other operand, and in the result.
 
     Of a matmul the first dim of the other operand that is not summed over. None: it has no such dim, or the two share
-    one (experts with their own tokens), so that the first need not be that of the examples; or it is no product.
+    one (experts with their own tokens), so that the first need not be that of the examples; or it is not a product.
     """
     numbers = eqn.params.get("dimension_numbers")
     if eqn.primitive.name == "conv_general_dilated":

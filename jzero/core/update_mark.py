@@ -1,6 +1,7 @@
-"""A mark in the trace of a step: which values are the params and the optimizer state of an update, and by which plan.
+"""Marks in the trace of a step: which values are the params and the optimizer state of an update, and by which plan.
 
-The compiled program does not say it: an average has the names and shapes of the params, an NNX state has no names. The
+And which are the frozen weights of a plan, where a model reads them: an update need not be given these. The compiled
+program does not say it: an average has the names and shapes of the params, an NNX state has no names. A
 mark is an equation of the jaxpr that returns its operands as they are; nothing of it is lowered. `proof.record` reads
 it.
 """
@@ -18,8 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jzero.core.jaxprs import is_tracer
 
 UPDATE = "jzero_update"
-_update_p = Primitive(UPDATE)
-_update_p.multiple_results = True
+FROZEN = "jzero_frozen"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,20 +50,37 @@ def marked(params: Sequence[Any], state: Any, plan: Any, tx: Any) -> tuple[list[
     return outs[: len(params)], tree.unflatten(outs[len(params) :])
 
 
+def marked_frozen(weights: Sequence[Any], at: Sequence[int], plan: Any) -> list[Any]:
+    """The same weights, marked as frozen ones of a plan; untouched outside of a trace. `at`: their numbers in it."""
+    if not any(map(is_tracer, weights)):
+        return list(weights)
+    return _frozen_p.bind(*weights, plan=_Hidden(plan), at=tuple(at))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Hidden:
+    """A plan in an equation, without its text."""
+
+    plan: Any
+
+    def __repr__(self):
+        return f"<{self.plan.title}>"
+
+
 def _same(*values, **_):
     return list(values)
 
 
-def _jvp(primals, tangents, **params):
-    return _update_p.bind(*primals, **params), list(tangents)
+def _identity(name: str) -> Primitive:
+    """A primitive that returns its operands."""
+    p = Primitive(name)
+    p.multiple_results = True
+    p.def_impl(_same)
+    p.def_abstract_eval(_same)
+    ad.primitive_jvps[p] = lambda primals, tangents, **params: (p.bind(*primals, **params), list(tangents))
+    batching.primitive_batchers[p] = lambda values, dims, **params: (p.bind(*values, **params), list(dims))
+    mlir.register_lowering(p, mlir.lower_fun(_same, multiple_results=True))
+    return p
 
 
-def _batch(values, dims, **params):
-    return _update_p.bind(*values, **params), list(dims)
-
-
-_update_p.def_impl(_same)
-_update_p.def_abstract_eval(_same)
-ad.primitive_jvps[_update_p] = _jvp
-batching.primitive_batchers[_update_p] = _batch
-mlir.register_lowering(_update_p, mlir.lower_fun(_same, multiple_results=True))
+_update_p, _frozen_p = _identity(UPDATE), _identity(FROZEN)

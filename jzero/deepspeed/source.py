@@ -52,7 +52,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[
             "no comments, no comma behind the last entry (DeepSpeed reads Hjson, which has both)."
         ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"jzero.deepspeed: {path.name} is no UTF-8 text: {error.reason}.") from None
+        raise ValueError(f"jzero.deepspeed: {path.name} is not UTF-8 text: {error.reason}.") from None
     except ValueError as error:
         raise ValueError(f"jzero.deepspeed: {path.name}: {error}") from None
     except RecursionError:
@@ -81,7 +81,7 @@ def _check_depth(where: str, found: Any) -> None:
 
 
 def _too_deep(where: str) -> ValueError:
-    return ValueError(f"jzero.deepspeed: {where} is nested deeper than {DEEPEST} levels: that is no config.")
+    return ValueError(f"jzero.deepspeed: {where} is nested deeper than {DEEPEST} levels: that is not a config.")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _walk(
     for given, value in section.items():
         if not isinstance(given, str):
             raise TypeError(
-                f"jzero.deepspeed: {where}: the key {given!r} in {prefix or 'the config'} is no string."
+                f"jzero.deepspeed: {where}: the key {given!r} in {prefix or 'the config'} is not a string."
             )
         _check_key(where, given)
         name = ALIASES.get(prefix + given, prefix + given)

@@ -19,14 +19,21 @@ from jax.tree_util import Partial
 from jzero.core.errors import is_array
 from jzero.core.nnx_modules import is_module, is_module_class
 from jzero.layout.given_layouts import metadata_spec
-from jzero.optim import ZeroState, as_held, whole_state
+from jzero.layout.leaf_rule import Frozen
+from jzero.optim import ZeroState, as_held, is_wrapped, whole_state
 from jzero.update.on_host.handles import Handle
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A train state taken apart, its params first. `specs`: a layout per param from NNX metadata, if it has any."""
+    """A train state taken apart, its params first.
+
+    Attributes:
+      specs: a layout per param from NNX metadata, if it has any.
+      trained: for each param whether the optimizer takes it; None: it takes all.
+      trained_tree: the structure in which it does.
+    """
 
     params: Any
     opt_state: Any
@@ -35,6 +42,16 @@ class Parts:
     tx: Any = dataclasses.field(metadata={"static": True})
     apply_fn: Any = dataclasses.field(metadata={"static": True})
     specs: tuple[Any, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    trained: tuple[bool, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    trained_tree: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def taken(self) -> Any:
+        """The params that the optimizer takes, as it does."""
+        if self.trained is None:
+            return self.params
+        rows = zip(jax.tree.leaves(self.params), self.trained, strict=True)
+        return self.trained_tree.unflatten([x for x, t in rows if t])
 
     def replace(self, **changes) -> Parts:
         """A copy with some fields changed."""
@@ -52,8 +69,8 @@ def check_state(state: Any, *, where: str) -> None:
     kind = cls.__name__
     if is_module_class(cls) or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
         raise TypeError(
-            f"{where}: {kind} is no train state. An NNX model goes with its optimizer, as one pair, the model first: "
-            f"{where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            f"{where}: {kind} is not a train state. An NNX model goes with its optimizer, as one pair, the model first:"
+            f" {where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
     if is_module_class(cls, "flax.linen"):
         raise TypeError(
@@ -76,16 +93,21 @@ def take_apart(state: Any, *, where: str) -> Parts:
       TypeError: a kind that jzero does not know.
     """
     if is_train_state(state):
-        return _whole(_train_state_parts(state))
+        return whole(_train_state_parts(state))
     if is_pair(state):
-        return _whole(_pair_parts(*state))
+        return whole(_pair_parts(*state))
     raise _unknown(state, where)
 
 
-def _whole(parts: Parts) -> Parts:
-    """The parts with arrays in place of handles."""
+def whole(parts: Parts) -> Parts:
+    """The parts with arrays in place of handles; what a wrapped optimizer takes is what its plan says."""
     opt_state, params = whole_state(parts.opt_state, parts.params, parts.tx)
-    return parts.replace(opt_state=opt_state, params=params)
+    parts = parts.replace(opt_state=opt_state, params=params)
+    if not is_wrapped(parts.tx):
+        return parts
+    plan = parts.tx.init.plan
+    trained = None if plan.trained_tree is None else tuple(x.frozen is not Frozen.APART for x in plan.layouts)
+    return parts.replace(trained=trained, trained_tree=plan.trained_tree)
 
 
 def _unknown(state: Any, where: str) -> TypeError:
@@ -166,11 +188,18 @@ def is_nnx_optimizer(x: Any) -> bool:
 def _pair_parts(model: Any, optimizer: Any) -> Parts:
     from flax import nnx
 
-    boxed, rest = nnx.state(model, optimizer.wrt, ...)
+    # frozen weights are params too; another Variable that the optimizer does not train is none
+    boxed, rest = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.Param), ...)
+    own = nnx.state(model, optimizer.wrt)
     params, opt_state = nnx.as_pure(boxed), nnx.as_pure(optimizer.opt_state)
-    variables = jax.tree.leaves(boxed, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    specs = tuple(metadata_spec(v) for v in variables)
-    return Parts(params, opt_state, nnx.as_pure(optimizer.step), nnx.as_pure(rest), optimizer.tx, None, specs)
+    flat = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    specs = tuple(metadata_spec(v) for _, v in flat)
+    parts = Parts(params, opt_state, nnx.as_pure(optimizer.step), nnx.as_pure(rest), optimizer.tx, None, specs)
+    names = {k for k, _ in jax.tree_util.tree_leaves_with_path(own, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+    trained = tuple(k in names for k, _ in flat)
+    if all(trained):
+        return parts
+    return parts.replace(trained=trained, trained_tree=jax.tree.structure(nnx.as_pure(own)))
 
 
 def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
@@ -197,6 +226,8 @@ def _opt_variables(old: Any, new: Any) -> Any:
         return isinstance(x, Handle)
 
     def filled(v, value):
+        if value is None:  # a frozen param has no moments
+            return None
         if isinstance(v, nnx.Variable) and not any(map(is_handle, jax.tree.leaves(value, is_leaf=is_handle))):
             return v.replace(value)
         return jax.tree.map(lambda x: x if is_handle(x) else OptArray(x), value, is_leaf=is_handle)

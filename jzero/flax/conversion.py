@@ -21,10 +21,9 @@ from jzero.update.sharded_update import taken_over
 def check_belongs(parts: Parts, tx) -> None:
     """Raises ValueError where the optimizer state is not what `tx.init` gives for these params."""
     state = _inner(parts.opt_state)
-    want = jax.eval_shape(unwrap(tx).init, jax.tree.map(device_type, parts.params))
-    if _outline(want) == _outline(state):
+    got, wanted = outline(state), outline(fresh_shapes(tx, parts.taken))
+    if got == wanted:
         return
-    got, wanted = _outline(state), _outline(want)
     rows = [
         (k, wanted.get(k, "absent"), got.get(k, "absent"))
         for k in {**wanted, **got}
@@ -34,11 +33,17 @@ def check_belongs(parts: Parts, tx) -> None:
         f"jzero: the optimizer state does not belong to the params: "
         f"{counted(len(rows), 'leaf differs', 'leaves differ')} from what tx.init "
         f"gives for them:\n{listing([('leaf', 'tx.init', 'given'), *rows])}\nBuild it with tx.init(params), as "
-        "TrainState.create does."
+        "TrainState.create does; if it is of a part of the params, say of which: trainable=."
     )
 
 
-def _outline(tree) -> dict[str, str]:
+def fresh_shapes(tx, params) -> Any:
+    """The state that a plain or wrapped transformation makes of these params without jzero, abstract."""
+    return jax.eval_shape(unwrap(tx).init, jax.tree.map(device_type, params))
+
+
+def outline(tree) -> dict[str, str]:
+    """The shapes of a tree by the paths of its leaves."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(k): str(tuple(np.shape(x))) for k, x in flat}
 
@@ -52,6 +57,10 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
     """
     parts = parts.replace(opt_state=logical_state(parts))
     check_belongs(parts, tx)
+    if masters is not None and parts.trained is not None:
+        masters = [m for m, t in zip(masters, parts.trained, strict=True) if t]
+    # from here on of what the optimizer takes
+    parts, plan = parts.replace(params=parts.taken, trained=None), plan.trained
     target = init_shapes(tx, parts.params)
     wanted, shardings = jax.tree.leaves(target), iter(plan.state_shardings(target))
 
@@ -131,7 +140,7 @@ def logical_shapes(parts: Parts) -> Any:
 
 def without_padding(opt_state: Any, tx: Any) -> Any:
     """The state of a wrapped transformation in logical shapes: what dims were padded by is cut off."""
-    plan = tx.init.plan
+    plan = tx.init.plan.trained
     if plan.config.uneven != "pad":
         return opt_state
     check_state(_inner(opt_state), tx.update.logical, where="jzero")

@@ -25,9 +25,10 @@ from jzero.flax.state_plan import (
     step_dtype,
     wrapped_apply,
 )
+from jzero.flax.trained import parts_of
 from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 from jzero.layout.layer_stacks import stacked_by_scan
-from jzero.layout.leaf_rule import path_keys
+from jzero.layout.leaf_rule import Frozen, path_keys
 from jzero.layout.placement import check_same_program, put
 from jzero.offload import made_streamed
 from jzero.optim import check_explicit, check_memory, fresh_held, init_shapes, unwrap, zero
@@ -59,10 +60,10 @@ def checked_creator(create: Callable, where: str) -> Callable[[], Any]:
     return create
 
 
-def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes) -> Any:
+def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes, trainable) -> Any:
     """Run a creation function so that each device makes its own shards alone."""
     with auto_context():
-        make, plan, shapes = creation(create, config, mesh, param_specs, scan_axes)
+        make, plan, shapes = creation(create, config, mesh, param_specs, scan_axes, trainable)
         check_real(plan)
     check_explicit(plan)
     expect_gathers(plan)
@@ -81,16 +82,16 @@ def _run(born: Any) -> Any:
 
 
 def creation(
-    create: Callable[[], Any], config: ZeroConfig, mesh=None, param_specs=None, scan_axes=None
+    create: Callable[[], Any], config: ZeroConfig, mesh=None, param_specs=None, scan_axes=None, trainable=None
 ) -> tuple[Callable[[], Any], Plan, Parts]:
     """What makes the state, each leaf born in its layout; the plan and the shapes."""
-    shapes, rebuild, stacks = trace_creator(create)
+    shapes, rebuild, stacks = trace_creator(create, trainable)
     plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
     home = _home(plan)
     tx = zero(unwrap(shapes.tx), home)
     tree, count = jax.tree.structure(shapes), len(plan.layouts)
     flat = wide_sources(
-        lambda: [jnp.asarray(x) for x in jax.tree.leaves(adapters.take_apart(create(), where="jzero"))],
+        lambda: [jnp.asarray(x) for x in jax.tree.leaves(parts_of(create(), trainable, where="jzero"))],
         count, lambda i: config.master_for(plan.layouts[i].dtype),
     )  # fmt: skip
 
@@ -125,6 +126,7 @@ def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[]
     plan, out = out.tx.init.plan, out.replace(opt_state=None)
     layout, target = (jax.tree.leaves(shardings_of(out, p)) for p in (home, plan))
     leaves: dict[int, Any] = {}
+    trained = [i for i, x in enumerate(plan.layouts) if x.frozen is not Frozen.APART]
 
     def born(own: Sequence[int], asked: Sequence[int]):
         known, masters = flat()
@@ -134,13 +136,14 @@ def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[]
         rows = [(known[i] if masters[i] is None else masters[i], home.layouts[i]) for i in asked]
         return [all_leaves[i] for i in own], [pad(m, x.state_shape, x.state, home) for m, x in rows]
 
-    def make(asked: Sequence[int], own: Sequence[int] | None = None) -> dict[int, Any]:
+    def make(taken: Sequence[int], own: Sequence[int] | None = None) -> dict[int, Any]:
+        asked = [trained[i] for i in taken]  # by their numbers among what the optimizer takes
         own = [i for i in asked if i not in leaves] if own is None else own
         shardings = [layout[i] for i in own], [home.sharding(home.layouts[i].state) for i in asked]
         with auto_context():
             new, masters = _run(jax.jit(functools.partial(born, own, asked), out_shardings=shardings))
         leaves.update({i: put(x, target[i]) for i, x in zip(own, new, strict=True)})
-        return dict(zip(asked, masters, strict=True))
+        return dict(zip(taken, masters, strict=True))
 
     numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(layout)))
 
@@ -164,14 +167,14 @@ def _home(plan: Plan) -> Plan:
     return plan.home
 
 
-def trace_creator(create) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]:
+def trace_creator(create, trainable=None) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]:
     """The shapes of what a creation function returns, how to put such a state together, and its stacks of layers."""
     box: list[Any] = []
 
     def run():
         state = create()
-        parts = adapters.take_apart(
-            state, where=f"jzero: the creation function {getattr(create, '__name__', '')}".rstrip()
+        parts = parts_of(
+            state, trainable, where=f"jzero: the creation function {getattr(create, '__name__', '')}".rstrip()
         )
         box[:] = [jax.tree.structure(parts), adapters.rebuilder(state)]
         return jax.tree.leaves(parts)

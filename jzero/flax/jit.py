@@ -47,7 +47,7 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
       A function like `step`, with `lower`, `trace`, `eval_shape` and `describe`.
 
     Raises:
-      TypeError: `step` is no function or jitted already, `plan` no plan; when called, a batch with lists of numbers
+      TypeError: `step` is not a function or jitted already, `plan` no plan; when called, a batch with lists of numbers
         among its arrays.
       ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; an argument
         that may be a batch or params; with several processes, one that is equal on all of them; or a `TrainState` on
@@ -60,7 +60,7 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
       device. Left to `jax.jit` are arrays on the mesh, scalars, random keys, copies of params and whatever a state
       holds. What every device needs whole, such as class weights, is put on the mesh by hand:
       `jax.device_put(x, plan.sharding(jax.P()))`. With several processes the first call refuses arguments that are
-      equal on all of them: they are no rows.
+      equal on all of them: they are not rows.
 
     Cost:
       Unless the options say otherwise, an argument with optimizer state is donated if the step returns it in the
@@ -246,7 +246,7 @@ class Jit:
     def _warn_if_lost(self, out: Any) -> None:
         """Warns of a result of an update that cannot hold the new params: XLA drops the update, and nothing trains."""
         returned = sum(x.size for x in jax.tree.leaves(out) if hasattr(x, "size"))
-        params = sum(x.size for x in self.plan.layouts)
+        params = sum(x.size for x in self.plan.trained.layouts)
         if returned < params:
             warnings.warn(
                 f"jzero.jit: the step updates a state and does not return it: {returned:,} values come back, and the "
@@ -260,7 +260,8 @@ class Jit:
 
     def _is_params(self, arg: Any) -> bool:
         leaves = [(path_keys(k), np.shape(x)) for k, x in jax.tree_util.tree_leaves_with_path(arg)]
-        return leaves == [(x.keys, x.shape) for x in self.plan.layouts]
+        plans = (self.plan, self.plan.trained)
+        return any(leaves == [(x.keys, x.shape) for x in plan.layouts] for plan in plans)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -35,6 +35,7 @@ from jzero.flax.state_plan import (
     step_dtype,
     wrapped_apply,
 )
+from jzero.flax.trained import parts_of
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.explicit import auto_context, explicit_axes, on_auto_mesh, on_context_mesh
 from jzero.layout.placement import check_same, put
@@ -50,6 +51,7 @@ def shard(
     mesh: Mesh | None = None,
     param_specs: Any = None,
     scan_axes: Mapping[str, int | None] | None = None,
+    trainable: Any = None,
     **fields,
 ) -> Any:
     """A train state split over the data axis; the train step stays as it is.
@@ -69,14 +71,20 @@ def shard(
       param_specs: a tree of PartitionSpec for the params (tensor parallelism).
       scan_axes: which dim of which params is a stack of layers, as for `make_plan`. None: what a scan in the creation
         function stacks up is one; of other params it is guessed from shapes, and `plan_of(state).describe()` says so.
+      trainable: which params are trained, as for `make_plan`; for an NNX pair any nnx filter, such as `nnx.LoRAParam`.
+        The others are frozen: they have no gradient, no master and no moments, keep their dtype, and at stage 3 are
+        split and gathered where they are used. None: what the optimizer takes. That is `wrt` of an `nnx.Optimizer`,
+        or the params that the optimizer state is of; what the chain never changes (`optax.set_to_zero`) is frozen too.
 
     Returns:
       The same class. For an existing NNX pair the same two objects, changed in place.
 
     Raises:
-      TypeError: a state of an unknown kind, a creation function that needs arguments, an unknown field.
-      ValueError: an axis that is not in the mesh, optimizer state that does not belong to the params, arrays
-        committed to devices outside of the mesh; an existing state that is not the same on every process.
+      TypeError: a state of an unknown kind, a creation function that needs arguments, an unknown field, a filter of
+        another kind.
+      ValueError: an axis that is not in the mesh, optimizer state that does not belong to the params, a filter that
+        names no param, or one that the optimizer does not train (NNX `wrt`), arrays committed to devices outside of
+        the mesh; an existing state that is not the same on every process.
       NotImplementedError: inside of a `jax.jit`, under an Explicit mesh or with an update outside of the program.
 
     Layout:
@@ -102,11 +110,12 @@ def shard(
     config = make_config(config, fields, where="jzero.shard")
     _check_trace(config, "jzero.shard")
     if in_trace() and not adapters.is_creator(state):  # as what a creation function returns
-        made = born_sharded(lambda: state, config, mesh, param_specs, scan_axes)
+        made = born_sharded(lambda: state, config, mesh, param_specs, scan_axes, trainable)
         return adapters.put_together(state, adapters.take_apart(made, where="jzero.shard"))
     if adapters.is_creator(state):
-        return born_sharded(checked_creator(state, "jzero.shard"), config, mesh, param_specs, scan_axes)
-    parts = on_auto_mesh(adapters.take_apart(state, where="jzero.shard"))
+        create = checked_creator(state, "jzero.shard")
+        return born_sharded(create, config, mesh, param_specs, scan_axes, trainable)
+    parts = on_auto_mesh(parts_of(state, trainable, where="jzero.shard"))
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(parts)):
         raise TypeError(
             "jzero.shard: this state is abstract (jax.ShapeDtypeStruct leaves) and has nothing to place. Use "
@@ -134,6 +143,7 @@ def abstract(
     mesh: Mesh | None = None,
     param_specs: Any = None,
     scan_axes: Mapping[str, int | None] | None = None,
+    trainable: Any = None,
     **fields,
 ) -> Any:
     """The state that `shard` would give, as `jax.ShapeDtypeStruct` leaves that carry their shardings.
@@ -141,7 +151,7 @@ def abstract(
     Nothing is allocated: it is what to compile a step with for a pod, or to restore a checkpoint into.
 
     Args:
-      state, config, mesh, param_specs, scan_axes, **fields: as for `shard`.
+      state, config, mesh, param_specs, scan_axes, trainable, **fields: as for `shard`.
 
     Returns:
       The same class with abstract leaves (for an NNX pair, a new pair).
@@ -154,14 +164,14 @@ def abstract(
     _check_trace(None, "jzero.abstract")
     if adapters.is_creator(state):
         with auto_context():
-            shapes, rebuild, stacks = trace_creator(checked_creator(state, "jzero.abstract"))
+            shapes, rebuild, stacks = trace_creator(checked_creator(state, "jzero.abstract"), trainable)
     else:
-        parts = on_auto_mesh(adapters.take_apart(state, where="jzero.abstract"))
+        parts = on_auto_mesh(parts_of(state, trainable, where="jzero.abstract"))
         shapes, rebuild, stacks = jax.tree.map(_shape, parts), adapters.rebuilder(state), {}
     plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
     check_explicit(plan)
     tx = zero(unwrap(shapes.tx), plan)
-    opt_state = init_shapes(tx, shapes.params)
+    opt_state = init_shapes(tx, shapes.taken)
     check_belongs(shapes.replace(opt_state=logical_shapes(shapes)), tx)
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=wrapped_apply(shapes, plan))
     target = target.replace(
@@ -206,7 +216,7 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
       The same tree, replicated. Across processes all of them must call.
 
     Raises:
-      TypeError: `tx` is no transformation from `jzero.zero`.
+      TypeError: `tx` is not a transformation from `jzero.zero`.
 
     Cost:
       The bytes of the whole tree on every device; an all-gather.

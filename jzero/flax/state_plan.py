@@ -17,10 +17,12 @@ from jzero.flax.adapters import Parts
 from jzero.flax.conversion import as_array
 from jzero.gather.transform import GatherOnUse
 from jzero.layout.describe import leaf_bytes
-from jzero.layout.leaf_rule import path_name
+from jzero.layout.leaf_rule import Frozen, path_name
+from jzero.layout.placement import device_type
 from jzero.layout.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
-from jzero.optim import is_wrapped
+from jzero.optim import is_wrapped, unwrap
 from jzero.sharding import Plan, plan_for
+from jzero.update.frozen_params import kept_leaves
 
 
 def plan_of_parts(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes, stacks=None) -> Plan:
@@ -35,9 +37,17 @@ def plan_of_parts(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes
     if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
     plan = plan_for(
-        parts.params, config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes, stacks=stacks or {}
-    )
+        parts.params, config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes, stacks=stacks or {},
+        frozen=_frozen(parts), trained_tree=parts.trained_tree,
+    )  # fmt: skip
     return dataclasses.replace(plan, notes=(*plan.notes, *_notes_on_rest(parts.rest, plan)))
+
+
+def _frozen(parts: Parts) -> list[Frozen | None]:
+    """For each param why it is not trained."""
+    kept = iter(kept_leaves(unwrap(parts.tx), jax.tree.map(device_type, parts.taken)))
+    trained = parts.trained or [True] * len(jax.tree.leaves(parts.params))
+    return [Frozen.APART if not t else Frozen.KEPT if next(kept) else None for t in trained]
 
 
 def _check_single(parts: Parts) -> None:

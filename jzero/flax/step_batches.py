@@ -107,7 +107,8 @@ def _among_all(arg: Any, plan: Plan) -> list[bool]:
         above.append([keys[: len(keys) - len(name)] for name in found])
         for name, node in zip(found, above[-1], strict=True):
             beside.setdefault(node, set()).add(name)
-    return [any(len(beside[k]) == len(plan.layouts) for k in some) for some in above]
+    every = len(plan.layouts), len(plan.trained.layouts)
+    return [any(len(beside[k]) in every for k in some) for some in above]
 
 
 def _has_params(arg: Any, plan: Plan) -> bool:

@@ -102,7 +102,7 @@ class OnHost:
     @property
     def only_casts(self) -> bool:
         """What was put off can be done to a slice as well."""
-        return all(eqn.primitive.name in ("convert_element_type", "copy") for eqn in self.steps)
+        return all(eqn.primitive.name in ("convert_element_type", "copy", "stop_gradient") for eqn in self.steps)
 
     def after_steps(self, shard: Any) -> Any:
         """What was put off, done."""

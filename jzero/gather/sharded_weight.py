@@ -31,6 +31,7 @@ class Weight:
       at_rest: of a weight that is kept, the array as it is stored.
       narrow: the dtype that it was cast from, where that holds its values too; it travels in that one.
       host: of a weight whose shard lies in host memory.
+      trained: False for a frozen weight: nothing waits for its gradient, which XLA drops if the step does not read it.
     """
 
     shard: Any
@@ -40,6 +41,7 @@ class Weight:
     at_rest: Any = None
     narrow: np.dtype | None = None
     host: OnHost | None = None
+    trained: bool = True
 
     @property
     def aval(self) -> Any:
@@ -103,7 +105,7 @@ class Weight:
     def map(self, shard: Any, change: Callable[[PartitionSpec], PartitionSpec]) -> Weight:
         """Another array in its place, with each layout changed alike."""
         specs = change(self.stored), change(self.used), change(self.grad)
-        return Weight(shard, *specs, narrow=self.narrow, host=self.host)
+        return Weight(shard, *specs, narrow=self.narrow, host=self.host, trained=self.trained)
 
     def sliced(self, layer: Any) -> Weight:
         """One layer of a stack, which has lost its leading dim."""
@@ -218,6 +220,11 @@ def _cast(eqn, weight: Weight):
     return dataclasses.replace(changed, narrow=narrow if widened and floating else None)
 
 
+def _stopped(eqn, weight: Weight):
+    """Frozen from here on."""
+    return dataclasses.replace(_cast(eqn, weight), trained=False, grad=weight.used)
+
+
 def _moved(eqn, weight: Weight):
     """A transpose, or a squeeze."""
     order, ndim = dims_in_order(eqn), len(weight.shape)
@@ -254,6 +261,7 @@ def _padded(spec: PartitionSpec, ndim: int) -> list[Any]:
 ON_SHARD: dict[str, Callable[[Any, Weight], Weight]] = {
     "convert_element_type": _cast,
     "copy": _cast,
+    "stop_gradient": _stopped,
     "transpose": _moved,
     "squeeze": _moved,
 }

@@ -115,20 +115,30 @@ class TieOps(LoopOps, abc.ABC):
 
         activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
         gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
+        reduced = {k: None for k in reduced if env[k].trained}
         late = [k for k in gathered if env[k].moves]
         # a round of a loop fetches what it reads; what a tie makes of it would be kept for the backward loop
         as_they_are = jaxprs.in_differentiated_loop() and not self.in_remat
         values = [] if as_they_are else [k for k in late if env[k].host is not None]
-        weights = {k: (env[k], k in reduced) for k in gathered | reduced if k in late or k in reduced}
+        # a tangent of zeros would be made of a frozen weight, and a gradient of it
+        frozen = [k for k in late if env[k].host is None and not env[k].trained]
+        values += frozen
+        weights = {
+            k: (env[k], k in reduced)
+            for k in gathered | reduced
+            if (k in late or k in reduced) and (env[k].trained or env[k].host is not None)
+        }
         rows = carriers(weights)
         if not activations or not (rows or values):
             return
         waiting = [i for i, (k, _) in enumerate(rows) if k in late and env[k].host is None]
-        run = _Tied(self, {k: env[k] for k in weights}, rows, waiting, frozenset(reduced), len(values))
+        specs = [env[k].stored if k in frozen else None for k in values]
+        run = _Tied(self, {k: env[k] for k in weights}, rows, waiting, frozenset(reduced), specs)
         out = linear(
             run.forward, run.back, [env[k].shard for k in values],
             [c.array for _, c in rows] + [env[k] for k in activations],
-            tangent=run.tangent if any(w.host for w, _ in weights.values()) else None, fixed_outs=len(values),
+            tangent=run.tangent if values or any(w.host for w, _ in weights.values()) else None,
+            fixed_outs=len(values),
         )  # fmt: skip
         for (key, carrier), array in zip(rows, out, strict=False):
             env[key] = carrier.put(env[key], array)
@@ -147,7 +157,8 @@ class _Tied:
       rows: the carriers, each with the key of its weight.
       waiting: positions of the carriers that are gathered late.
       reduced: keys of the weights whose gradients are reduced here.
-      values: how many arrays in host memory are fetched late: the first arguments, and the last results.
+      specs: of the arrays that only wait, the first arguments and the last results: frozen weights, with their layout,
+        and weights in host memory (None), which are fetched late.
     """
 
     ops: TieOps
@@ -155,7 +166,12 @@ class _Tied:
     rows: list[tuple[int, Carrier]]
     waiting: list[int]
     reduced: frozenset[int]
-    values: int
+    specs: list[Any]
+
+    @property
+    def values(self) -> int:
+        """How many arrays only wait."""
+        return len(self.specs)
 
     def forward(self, *flat):
         """The values, the carriers and the activations, tied."""
@@ -171,6 +187,8 @@ class _Tied:
         if values or self.waiting:
             found, (flat[first],) = after([*values, *(flat[i] for i in self.waiting)], [flat[first]])
             values, shards = found[: len(values)], found[len(values) :]
+            rows = zip(values, self.specs, strict=False)
+            values = [x if spec is None else self.ops.plan.constrain(x, spec) for x, spec in rows]
             for i, shard in zip(self.waiting, shards, strict=True):
                 flat[i] = self.ops.plan.constrain(shard, self.weights[self.rows[i][0]].stored)
         return [*flat, *values]

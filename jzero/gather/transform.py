@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jzero.comm import comm_of
@@ -17,12 +18,13 @@ from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
+from jzero.core.update_mark import marked_frozen
 from jzero.gather.host_weight import OnHost
 from jzero.gather.interpreter import GatherInterpreter
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
-from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.mesh import in_shard_map
 from jzero.layout.placement import HOST, device_type, memory_kind
 from jzero.sharding import Plan, check_plan
@@ -63,7 +65,8 @@ class GatherOnUse:
         if not has_module(params):
             return self._on_auto_axes(fn, params, args, kwargs)
         walks = self.plan.config.row.state and not _tracing.value
-        if explicit_axes() or walks or self.plan.config.params_on_host:
+        config, marks = self.plan.config, self.plan.trained is not self.plan
+        if explicit_axes() or walks or marks or config.params_on_host or config.compute_dtype is not None:
             return call(self._on_auto_axes, fn, params, args, kwargs)
         return fn(params, args, kwargs)
 
@@ -112,10 +115,29 @@ class GatherOnUse:
             leaves, tree = jax.tree.flatten(params)
             layouts = self._layouts(params, required=False)
             params = tree.unflatten(comm_of(self.plan).gradients.where_they_leave(leaves, layouts))
+        params = self._marked(params)
         if reads and (self.plan.config.row.params or self._reduces(params)):
             return self.gathering(fn, params, args, kwargs)
-        # as it is written a function takes params in device memory
-        return fn(jax.tree.map(_fetched, params), args, kwargs)
+        # as it is written a function takes params in device memory, and in the dtype in which it computes
+        leaves, tree = jax.tree.flatten(jax.tree.map(_fetched, params))
+        layouts = self._layouts(params, required=False)
+        cast = list(map(self._cast, leaves, layouts))
+        given = {id(c): x for c, x in zip(cast, leaves, strict=True) if c is not x}
+        out = fn(tree.unflatten(cast), args, kwargs)  # a param that comes back is the param, not its cast
+        return jax.tree.map(lambda x: given.get(id(x), x), out) if given else out
+
+    def _marked(self, params) -> Any:
+        """The same params, with a mark in the trace on those that the optimizer does not take."""
+        if self.plan.trained is self.plan:
+            return params
+        leaves, tree = jax.tree.flatten(params)
+        numbers = {x.keys: i for i, x in enumerate(self.plan.layouts) if x.frozen is Frozen.APART}
+        layouts = self._layouts(params, required=False)
+        frozen = {i: numbers[y.keys] for i, y in enumerate(layouts) if y is not None and y.keys in numbers}
+        known = marked_frozen([leaves[i] for i in frozen], list(frozen.values()), self.plan)
+        for i, x in zip(frozen, known, strict=True):
+            leaves[i] = x
+        return tree.unflatten(leaves)
 
     def _reduces(self, params) -> bool:
         """Inside of a trace, with a gradient that is worth a reduction of its own; a `shard_map` has its own ones."""
@@ -157,7 +179,7 @@ class GatherOnUse:
                 return fn(params, args, kwargs)
         walk = GatherInterpreter(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
-            x if y is None else Weight(x, y.stored, y.used, y.grad, host=_on_host(x, y))
+            x if y is None else Weight(x, y.stored, y.used, y.grad, host=_on_host(x, y), trained=y.frozen is None)
             for x, y in zip(arrays, picked, strict=True)
         ]
         outs = walk.run(jaxpr, consts, walk.on_shards(values), cast=self.plan.config.compute_dtype)
@@ -209,7 +231,7 @@ class GatherOnUse:
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
         dtype = self.plan.config.compute_dtype
-        real = layout is not None and np.dtype(layout.dtype).kind != "c"
+        real = layout is not None and jnp.issubdtype(layout.dtype, jnp.floating)
         return value.astype(dtype) if real and dtype is not None else value
 
     def _layouts(self, params, *, required: bool = True) -> list[Layout | None]:
@@ -263,7 +285,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
 
     Raises:
-      TypeError: `fn` is no function, `plan` no plan.
+      TypeError: `fn` is not a function, `plan` no plan.
       ValueError: when called, if the first argument holds none of the plan's params.
 
     Cost:

@@ -112,7 +112,7 @@ class WeightGraph(Graph):
         return [] if self.stays(node) else list(dict.fromkeys(i for i in node.ins if i in self.parent))
 
     def part(self, value: int) -> float:
-        """How much of the weight among the arguments a weight that was made from it is; 1 for what is no weight."""
+        """How much of the weight among the arguments a weight that was made from it is; 1 for what is not a weight."""
         if value not in self.parent:
             return 1.0
         return math.prod(self.avals[value].shape) / max(math.prod(self.avals[self.root(value)].shape), 1)
@@ -133,7 +133,7 @@ class WeightGraph(Graph):
         return used, taken
 
     def data(self) -> set[int]:
-        """What is computed from arguments that are no weights: activations, not masks and constants."""
+        """What is computed from arguments that are not weights: activations, not masks and constants."""
         found = {i for i in self.ins if i not in self.parent}
         for node in self.nodes:
             if any(i in found for i in node.ins):

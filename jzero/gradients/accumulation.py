@@ -30,6 +30,7 @@ from jzero.layout.batches import split_rows
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P
+from jzero.layout.trainable import numbers, picked, with_rest
 from jzero.offload import mapped, zeros_like_gradients
 from jzero.sharding import Plan
 from jzero.update.padded_state import cut, pad
@@ -75,7 +76,7 @@ class Accumulation:
             f"jzero.value_and_grad: {counted(self.plan.batch_parts, 'device')} x "
             f"{counted(self.accumulate, 'micro-batch', 'micro-batches')} cannot split the batch evenly:\n"
             f"{listing(rows)}\nDim 0 of every batch leaf must be the same multiple of {parts}; "
-            "leaves that are no batch belong in an argument that batch_argnums leaves out."
+            "leaves that are not part of the batch belong in an argument that batch_argnums leaves out."
         )
 
     def part(self, args) -> tuple[Any, ...]:
@@ -98,7 +99,10 @@ class Accumulation:
             return loss.check(coupled=coupled)
 
     def __call__(self, fn: Callable[..., Any], params, args, state: State, sums: Sequence[bool]):
-        """(loss, aux, grads, carry of the state) on the whole batch; `sums` is from `check_loss`."""
+        """(loss, aux, grads, carry of the state) on the whole batch; `sums` is from `check_loss`.
+
+        `grads`: a list, of the params that the optimizer takes.
+        """
         reduced = self._reduced_once if self.mode == "step" else self._reduced_in_each
         return reduced(fn, params, args, state, *_means(sums))
 
@@ -111,7 +115,7 @@ class Accumulation:
         specs = tuple(
             [P(axes) if i + 1 in self.batch_argnums else P()] * len(xs) for i, xs in enumerate(arrays)
         )
-        rows = [(x, self._reduced_to(x)) for x in plan.layouts]
+        rows = [(x, self._reduced_to(x)) for x in plan.trained.layouts]
 
         def local(params, arrays, values):
             index = jax.lax.axis_index(axes)
@@ -132,7 +136,7 @@ class Accumulation:
         )  # fmt: skip
         loss, aux, grads, carry = run(params, arrays, list(state.values))
         grads = [cut(g, x.shape, spec, plan) for g, (x, spec) in zip(grads, rows, strict=True)]
-        return loss, aux, jax.tree.structure(params).unflatten(grads), carry
+        return loss, aux, grads, carry
 
     def layout_of(self, x: Layout):
         """The layout of the gradient that it returns, where that is part of its type."""
@@ -164,16 +168,16 @@ class Accumulation:
         parts = self._micro_batches(args)
 
         def pin(grads):  # padded where the pieces of a gradient would be unequal
-            rows = zip(grads, plan.layouts, strict=True)
+            rows = zip(grads, plan.trained.layouts, strict=True)
             return [pad(g, self._sum_shape(x), self._summed(x), plan) for g, x in rows]
 
         total, loss, aux, sums, carry = self._loop(gathered, params, *parts, state, pin=pin)
         if plan.config.params_on_host:
             grads = mapped(lambda total, s: mean(s, total), [sums], plan, scalars=[total], in_place=True)
         else:
-            rows = zip(sums, plan.layouts, strict=True)
+            rows = zip(sums, plan.trained.layouts, strict=True)
             grads = [cut(mean(s, total), x.shape, self._summed(x), plan) for s, x in rows]
-        return mean(loss, total), mean_aux(aux, total), jax.tree.structure(params).unflatten(grads), carry
+        return mean(loss, total), mean_aux(aux, total), grads, carry
 
     def _sum_shape(self, x: Layout) -> tuple[int, ...]:
         return x.state_shape if self.mode == "microbatch" and self._summed(x) != x.used else x.shape
@@ -218,24 +222,25 @@ class Accumulation:
             number, parts = step
             args = complete(parts, number)
             total, loss_sum, grad_sums, carry = sums
-            (loss, (aux, values)), grads = jax.value_and_grad(fn, has_aux=True)(params, args, state.with_carry(carry))
+            run = trained_value_and_grad(fn, self.plan)
+            (loss, (aux, values)), grads = run(params, args, state.with_carry(carry))
             carry = state.replaced(values).carry
             w = jnp.float32(1)
             if self.weight is not None:
                 w = jnp.asarray(self.weight(*(args[i - 1] for i in self.batch_argnums)), jnp.float32)
             if self.plan.config.params_on_host:
                 grad_sums = mapped(
-                    lambda w, s, g: s + _times(w, g, s.dtype), [grad_sums, jax.tree.leaves(grads)], self.plan,
+                    lambda w, s, g: s + _times(w, g, s.dtype), [grad_sums, grads], self.plan,
                     scalars=[w], in_place=True,
                 )  # fmt: skip
                 return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums, carry), _weighted(aux, w)
             grads = pin(
-                [_times(w, g, s.dtype) for g, s in zip(jax.tree.leaves(grads), grad_sums, strict=True)]
+                [_times(w, g, s.dtype) for g, s in zip(grads, grad_sums, strict=True)]
             )
             grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
             return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums, carry), _weighted(aux, w)
 
-        layouts = self.plan.layouts
+        layouts = self.plan.trained.layouts
         dtypes = [jnp.promote_types(x.dtype, jnp.float32) for x in layouts]
         if self.plan.config.params_on_host:
             zeros = zeros_like_gradients(dtypes, self.plan)
@@ -248,6 +253,21 @@ class Accumulation:
         with jax.named_scope("jzero.microbatch" if self.mode == "microbatch" else "jzero.accumulate"):
             (total, loss, sums, carry), aux = jax.lax.scan(one, start, steps)
         return total, loss, jax.tree.map(lambda x: x.sum(0), aux), sums, carry
+
+
+def trained_value_and_grad(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """`jax.value_and_grad(fn, has_aux=True)`, with the gradients of the params that the optimizer takes, a list."""
+
+    def run(params, *args):
+        leaves, tree = jax.tree.flatten(params)
+        at = numbers(params, plan, where="jzero.value_and_grad")
+
+        def of_own(own, *args):
+            return fn(tree.unflatten(with_rest(own, at, lambda i: leaves[i])), *args)
+
+        return jax.value_and_grad(of_own, has_aux=True)(picked(leaves, at), *args)
+
+    return run
 
 
 def _times(w, value, dtype):

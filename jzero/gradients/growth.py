@@ -115,7 +115,7 @@ def _of_indices(eqn, name: str, ins: list[Growth]) -> Growth:
 
 
 def _alike(ins: Sequence[Growth]) -> Growth:
-    """The one growth of all that is no zero."""
+    """The one growth of all that is not a zero."""
     found = {g for g in ins if g != ZERO}
     return ZERO if not found else found.pop() if len(found) == 1 else MIXED
 

@@ -48,7 +48,7 @@ class LossScale:
       overflows: i32 scalar, overflows since it last changed.
 
     Raises:
-      TypeError: a field that is no number, or a count that is no integer.
+      TypeError: a field that is not a number, or a count that is not an integer.
       ValueError: an initial scale outside of minimum and maximum, factors on the wrong side of 1 or not finite, counts
         below 1.
 

@@ -1,4 +1,4 @@
-"""State of NNX objects that is no param, over micro-batches: what a loss does with it.
+"""State of NNX objects that is not a param, over micro-batches: what a loss does with it.
 
 [Note: state is a carry]
 Counts of random keys, batch statistics and whatever else a loss changes in its module go from micro-batch to

@@ -20,11 +20,12 @@ from jzero.core.jaxprs import split_arrays
 from jzero.core.left_behind import is_key, left_behind
 from jzero.core.nnx_modules import Apart, has_module, has_node, is_module
 from jzero.gather.transform import gather_on_use
-from jzero.gradients.accumulation import Accumulation
+from jzero.gradients.accumulation import Accumulation, trained_value_and_grad
 from jzero.gradients.loss_scale import Factor, factor_of
 from jzero.gradients.module_state import State, read_state
 from jzero.layout.explicit import in_auto_mode, result_specs
 from jzero.layout.specs import P
+from jzero.layout.trainable import numbers, with_rest
 from jzero.offload import mapped
 from jzero.sharding import Plan, check_plan
 
@@ -79,7 +80,8 @@ def value_and_grad(
     Returns:
       A function `(params, batch, ...) -> (loss, grads)`, or `((loss, aux), grads)`. Gradients are in the dtype of
       the params for one micro-batch, for "step" in `reduce_dtype` where the plan has one, in fp32 for summed
-      shards and with `scale`, where an overflow leaves inf or nan in them.
+      shards and with `scale`, where an overflow leaves inf or nan in them. Params that the plan says are not trainable
+      have None in the place of a gradient.
 
     Raises:
       TypeError, ValueError: from here: wrong kinds, an unknown `reduce`, "step" at stage 3. From the function:
@@ -199,12 +201,18 @@ class _ValueAndGrad:
         _, args, kwargs = apart.trees
         out, grads, values, _ = self._evaluated(call, apart.params if module else params, args, kwargs, values, paths)
         apart.update(filled(values))
-        return out, apart.as_params(jax.tree.leaves(grads)) if module else grads
+        if not module:
+            return out, grads
+        found = apart.as_params(jax.tree.leaves(grads, is_leaf=lambda x: x is None))
+        if self.plan.trained is self.plan:
+            return out, found
+        own = self.plan.trained.by_keys
+        return out, found.filter(lambda path, _: tuple(map(str, path)) in own)
 
     def _plain_of_objects(self, params, args, kwargs):
         from flax import nnx
 
-        by_path = self.plan.by_keys
+        by_path = self.plan.trained.by_keys
         wanted = nnx.DiffState(0, lambda path, _: tuple(map(str, path)) in by_path) if is_module(params) else 0
         fn = gather_on_use(self._loss, self.plan)
         (loss, aux), grads = nnx.value_and_grad(fn, argnums=wanted, has_aux=True)(params, args, kwargs)
@@ -222,7 +230,7 @@ class _ValueAndGrad:
 
         def specs(out):
             used = dataclasses.replace(self.accumulation, mode=out[3])
-            grads = [used.layout_of(x) for x in self.plan.layouts]
+            grads = [used.layout_of(x) for x in self.plan.trained.layouts]
             own = [jax.typeof(x).sharding.spec for x in values]
             return [*result_specs(trees, out[0], self.plan), *grads, *own, P()]
 
@@ -231,13 +239,9 @@ class _ValueAndGrad:
 
     def _of_batch(self, call, params, args, kwargs, values, paths):
         used = self.accumulation
-        if used.mode == "plain" and self.scale is None:
-            fn = gather_on_use(self.loss_fn, self.plan)
-            return *jax.value_and_grad(fn, has_aux=self.has_aux)(params, *args, **kwargs), values, used.mode
         if used.mode == "plain":
-            (loss, aux), grads = jax.value_and_grad(
-                gather_on_use(lambda p, *a: self._loss(p, a, kwargs), self.plan), has_aux=True
-            )(params, *args)
+            gathering = gather_on_use(lambda p, *a: self._loss(p, a, kwargs), self.plan)
+            (loss, aux), grads = trained_value_and_grad(gathering, self.plan)(params, *args)
         else:
             used.check_batch(args)
 
@@ -254,6 +258,8 @@ class _ValueAndGrad:
             values = state.with_carry(carry)
         if self.scale is not None:
             loss, grads = self._unscaled(loss, grads)
+        at = numbers(params, self.plan, where=WHERE)
+        grads = jax.tree.structure(params).unflatten(with_rest(grads, at, lambda _: None))
         return ((loss, aux) if self.has_aux else loss), grads, values, used.mode
 
     def _check_generators(self) -> None:

@@ -41,7 +41,7 @@ def place_batch(batch: Any, sharding: NamedSharding, *, parts: int, axes: tuple[
         raise ValueError(
             f"{WHERE}: {len(bad)} leaves cannot be split over batch axes {axes} "
             f"({local} parts{' in this process' if local != parts else ''}):\n{listing(bad)}\n"
-            f"Pass a batch whose leading dim is a multiple of {local}. What is no batch (running means that a step "
+            f"Pass a batch whose leading dim is a multiple of {local}. What is not a batch (running means that a step "
             "takes and returns) goes on the mesh whole: jax.device_put(x, plan.sharding(jax.P()))."
         )
     check_rows(batch, where=WHERE)
@@ -58,8 +58,8 @@ def micro_batches(batch: Any, k: int, sharding: NamedSharding, *, parts: int) ->
       parts: into how many parts that is.
 
     Raises:
-      TypeError: a leaf that is no array.
-      ValueError: a leaf whose dim 0 is no multiple of parts x k; lists the leaves.
+      TypeError: a leaf that is not an array.
+      ValueError: a leaf whose dim 0 is not a multiple of parts x k; lists the leaves.
     """
     check_arrays(batch, "the batch", where=MICRO, remedy="Pass arrays with a dim of examples.")
     bad, local = _uneven(batch, sharding, parts, k)
@@ -166,7 +166,7 @@ def _place(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _check_batch(batch: Any) -> None:
-    """Raises TypeError for what is no batch of arrays: traced values, lists of numbers, strings."""
+    """Raises TypeError for what is not a batch of arrays: traced values, lists of numbers, strings."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         name = jax.tree_util.keystr(path) or "batch"
         if is_tracer(leaf):

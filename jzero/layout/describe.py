@@ -18,8 +18,11 @@ def describe_plan(plan: Any, tx: Any) -> str:
     config, mesh = plan.config, plan.mesh
     rows = []
     for x in plan.layouts:
-        held = x.nbytes // shard_factor(x.stored, mesh) + x.nbytes // shard_factor(x.grad, mesh)
-        specs = map(str, (x.stored, x.used, x.grad, x.state))
+        held = x.nbytes // shard_factor(x.stored, mesh)
+        specs = [str(x.stored), str(x.used), "frozen", "frozen"]
+        if x.frozen is None:
+            held += x.nbytes // shard_factor(x.grad, mesh)
+            specs[2:] = str(x.grad), str(x.state)
         rows.append([x.name, typed_shape(x), *specs, human_bytes(held), x.reason])
     header = ["param", "type", "stored", "used", "grad", "state", "bytes/device", "whole because"]
     axes = ", ".join(f"{k}: {v}" for k, v in mesh.shape.items())
@@ -33,9 +36,11 @@ def describe_plan(plan: Any, tx: Any) -> str:
         parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
     bytes_whole = sum(x.nbytes for x in whole)
+    kept = [x for x in plan.layouts if x.frozen is not None]
+    frozen = f"; {len(kept)} frozen ({human_bytes(sum(x.nbytes for x in kept))})" if kept else ""
     parts.append(
         f"{counted(len(plan.layouts), 'param')}, {sum(x.size for x in plan.layouts):,} values, "
-        f"{human_bytes(plan.param_bytes)}; {len(whole)} whole over the ZeRO axis ({human_bytes(bytes_whole)})"
+        f"{human_bytes(plan.param_bytes)}; {len(whole)} whole over the ZeRO axis ({human_bytes(bytes_whole)}){frozen}"
     )
     return "\n".join([*parts, *(f"note: {note}" for note in [*plan.notes, *_guesses(plan)])])
 

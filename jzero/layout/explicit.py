@@ -198,7 +198,7 @@ def _region(
     leaves, tree = jax.tree.flatten(args)
     moves = [isinstance(x, jax.Array) for x in leaves]
     specs: list[PartitionSpec] = []
-    rest: list[Any] = []  # the structure of the result, and its leaves that are no arrays
+    rest: list[Any] = []  # the structure of the result, and its leaves that are not arrays
 
     def region(*arrays):
         inside = iter(arrays)

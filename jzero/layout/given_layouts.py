@@ -74,7 +74,7 @@ def _given_specs(param_specs: Any, params: Any) -> list[PartitionSpec | None]:
         )
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{where}: param_specs is no tree like the params, nor the top of one: {error}"
+            f"{where}: param_specs is not a tree like the params, nor the top of one: {error}"
         ) from None
     return jax.tree.leaves(given, is_leaf=is_spec)
 
@@ -113,7 +113,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def _checked_base(path, leaf, spec: PartitionSpec, mesh: Mesh, remedy: str) -> PartitionSpec:
-    """The spec in canonical form; names that are no mesh axes and dims that do not divide are refused."""
+    """The spec in canonical form; names that are not mesh axes and dims that do not divide are refused."""
     where = f"jzero.make_plan: {jax.tree_util.keystr(path)} {typed_shape(as_abstract(leaf))} with {spec}"
     check_axes(named_axes(spec), mesh, where=where, remedy=remedy)
     if len(spec) > len(np.shape(leaf)):

@@ -37,7 +37,7 @@ def stack_dims(
     Args:
       leaves: path and shape of every param.
       scan_axes: as `make_plan` takes it.
-      known: what is known otherwise, None for a param that is no stack.
+      known: what is known otherwise, None for a param that is not a stack.
 
     Raises:
       TypeError, ValueError: a mapping that does not fit the params.

@@ -50,6 +50,13 @@ class Whole(enum.Enum):
     UNEVEN = "no dim divides by the devices"
 
 
+class Frozen(enum.Enum):
+    """Why a param is not trained."""
+
+    APART = "the optimizer does not take it"
+    KEPT = "the optimizer takes it, reads no gradient of it and leaves it as it is"
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The layouts of one param and of what belongs to it.
@@ -63,10 +70,12 @@ class Layout:
       grad: PartitionSpec of its reduced gradient.
       state: PartitionSpec of its master, its moments and its update.
       state_shape: shape in which master and moments are stored: that of the param, or padded.
-      scan_dim: the dim along which layers are stacked for a scan; None where it is no stack.
+      scan_dim: the dim along which layers are stacked for a scan; None where it is not a stack.
       whole: why it is not split into equal pieces over the ZeRO axis; None where it is.
       reason: the same as text, with numbers; empty where it is split, also where only its state is padded.
       guessed: `scan_dim` was told from shapes alone; see [Note: what is known of stacks] in `layer_stacks.py`.
+      frozen: why it is not trained: it has no master and no moments, and a gradient only if the step reads it. None
+        where it is trained.
     """
 
     name: str
@@ -82,6 +91,7 @@ class Layout:
     whole: Whole | None
     reason: str
     guessed: bool = dataclasses.field(default=False, compare=False)
+    frozen: Frozen | None = None
 
     @property
     def size(self) -> int:
@@ -139,6 +149,7 @@ def make_layout(
     min_shard_bytes: int = 0,
     *,
     guessed: bool = False,
+    frozen: Frozen | None = None,
 ) -> Layout:
     """The layouts of one param, its gradient and its state, from its shape and what it brings along."""
     leaf = as_abstract(leaf)
@@ -148,6 +159,8 @@ def make_layout(
     over, whole, reason = cut_leaf(
         shape, leaf.dtype, base, (*config.param_axes, *rest), config, mesh, min_shard_bytes, skip
     )
+    if frozen is Frozen.APART and over.shape != shape:  # there is no state to pad
+        over, reason = Split(over.even, shape, over.even), reason if over.even == base else ""
     params = over.even
     if rest and over.spec != base:
         if add_axes(shape, base, (*config.param_axes, *rest), mesh, skip=skip) is not None:
@@ -172,6 +185,7 @@ def make_layout(
         state_shape=over.shape if row.state else shape,
         scan_dim=scan_dim, whole=whole if row.state else Whole.STAGE,
         reason=reason if row.state else f"stage {config.stage} splits nothing", guessed=guessed,
+        frozen=frozen,
     )  # fmt: skip
 
 
@@ -205,20 +219,25 @@ def cut_leaf(
     return found, Whole.UNEVEN, reason
 
 
-def whole_below(config: ZeroConfig, leaves: Sequence[tuple[Any, int]], mesh: Mesh) -> int:
+def whole_below(config: ZeroConfig, leaves: Sequence[tuple[Any, int, bool]], mesh: Mesh) -> int:
     """`min_shard_bytes` as a number of bytes: see [Note: small leaves].
 
     Args:
       config: its `min_shard_bytes` is a number, or "auto".
-      leaves: every param, and into how many parts its own layout cuts it.
+      leaves: every param, into how many parts its own layout cuts it, and whether it is trained. A frozen one has no
+        state; where the stage splits params, it counts itself.
       mesh: of the plan.
     """
     if not isinstance(config.min_shard_bytes, str):
         return config.min_shard_bytes
     n = axis_size(mesh, config.axes)
+
+    def held(x, trained: bool) -> int:
+        return config.adam_bytes(x.dtype) if trained else x.dtype.itemsize if config.row.params else 0
+
     sizes = sorted(
-        (math.prod(x.shape) * x.dtype.itemsize, math.prod(x.shape) * config.adam_bytes(x.dtype) / parts)
-        for x, parts in leaves
+        (math.prod(x.shape) * x.dtype.itemsize, math.prod(x.shape) * held(x, trained) / parts)
+        for x, parts, trained in leaves
     )
     left = SHARE_OF_SMALL * sum(state for _, state in sizes) / n
     for own, state in sizes:

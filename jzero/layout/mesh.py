@@ -102,7 +102,7 @@ def _named(axes: Any, sizes: Mapping[str, int | str]) -> dict[str, int | str]:
     for name in sizes:
         if hint := nearest(name, ("devices", "pod", "devices_per_host"), cutoff=0.85):
             raise TypeError(
-                f"jzero.mesh: {name!r} is no option.{hint} An axis goes into the mapping: "
+                f"jzero.mesh: {name!r} is not an option.{hint} An axis goes into the mapping: "
                 f"jzero.mesh({{{name!r}: ...}})."
             )
     named = {**axes, **sizes} or {"data": -1}

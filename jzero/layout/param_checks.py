@@ -19,8 +19,8 @@ from jzero.layout.split import find_split
 WHERE = "jzero.make_plan"
 
 
-def check_params(params: Any) -> None:
-    """Raises TypeError for leaves that are no arrays, ValueError for a tree without leaves and for integers."""
+def check_params(params: Any, trained: Sequence[bool]) -> None:
+    """Raises TypeError for leaves that are not arrays, ValueError for no leaves and for trained integers."""
     flat = jax.tree_util.tree_leaves_with_path(params)
     if not flat:
         raise ValueError(f"{WHERE}: the params are empty. Pass the tree of params, e.g. variables['params'].")
@@ -29,12 +29,15 @@ def check_params(params: Any) -> None:
     )
     check_arrays(params, "the params", where=WHERE, remedy=remedy)
     rows = [
-        (jax.tree_util.keystr(k), typed_shape(x)) for k, x in flat if not jnp.issubdtype(x.dtype, jnp.inexact)
+        (jax.tree_util.keystr(k), typed_shape(x))
+        for (k, x), is_trained in zip(flat, trained, strict=True)
+        if is_trained and not jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     if rows:
         raise ValueError(
             f"{WHERE}: {len(rows)} of {len(flat)} params are not floating-point and have no gradient:\n"
-            f"{listing(rows)}\nKeep them outside of the params (another collection, a field of the state)."
+            f"{listing(rows)}\nFreeze them (trainable=), or keep them outside of the params (another collection, a "
+            "field of the state)."
         )
 
 

@@ -65,7 +65,7 @@ def _size(mesh: Mesh, name: str) -> int:
 
 
 def check_axes(names: Iterable[str], mesh: Mesh, *, where: str, remedy: str = "") -> None:
-    """Raises ValueError for a name that is no axis of the mesh."""
+    """Raises ValueError for a name that is not an axis of the mesh."""
     for name in names:
         if name not in mesh.shape:
             hint = nearest(name, mesh.axis_names)

@@ -1,7 +1,7 @@
 """The layout of every leaf of an optimizer state, and of copies of params such as an average of them.
 
 [Note: few values are whole]
-A leaf of a few values that is no copy of a param lies on every device. Its shards would be single numbers, and of
+A leaf of a few values that is not a copy of a param lies on every device. Its shards would be single numbers, and of
 unequal size where nothing divides it: XLA of jaxlib 0.10 writes `x.at[i].set(v)` (L-BFGS's weights) into such shards at
 the wrong places.
 """
@@ -20,7 +20,7 @@ from jzero.layout.leaf_rule import Layout, cut_leaf, path_keys
 from jzero.layout.specs import P, make_spec, spec_entries
 
 Keys = tuple[str, ...]
-FEW = 16  # values of a state leaf that is no copy of a param: it is whole, and stays in device memory
+FEW = 16  # values of a state leaf that is not a copy of a param: it is whole, and stays in device memory
 
 
 def named_by(keys: Keys, params: Mapping[Keys, Layout]) -> Iterator[Layout]:
@@ -44,7 +44,7 @@ def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[i
 
 
 def _own_form(shape: tuple[int, ...], dtype, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
-    """The layout and the stored shape of a state leaf that is no copy of a param, from its shape alone."""
+    """The layout and the stored shape of a state leaf that is not a copy of a param, from its shape alone."""
     if math.prod(shape) <= FEW or not plan.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return P(), shape
     rules = (plan.config.axes, plan.config, plan.mesh, max(plan.min_shard_bytes, 1))

@@ -36,7 +36,7 @@ def hosts_of(devices: Sequence[Any], *, devices_per_host: int | None = None) -> 
       devices_per_host: consecutive devices that share a host. None: those of one process.
 
     Raises:
-      TypeError, ValueError: `devices_per_host` is no integer, is below 1, or does not divide the devices.
+      TypeError, ValueError: `devices_per_host` is not an integer, is below 1, or does not divide the devices.
     """
     slices = [int(getattr(d, "slice_index", None) or 0) for d in devices]
     if devices_per_host is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jzero.config import ZeroConfig
 from jzero.layout.given_layouts import base_specs, mesh_of
 from jzero.layout.layer_stacks import stack_dims
-from jzero.layout.leaf_rule import Layout, make_layout, path_keys, whole_below
+from jzero.layout.leaf_rule import Frozen, Layout, make_layout, path_keys, whole_below
 from jzero.layout.mesh import resolve_mesh
 from jzero.layout.param_checks import check_params, check_uneven
 from jzero.layout.placement import check_host
@@ -27,27 +27,31 @@ def tree_layouts(
     param_specs: Any,
     scan_axes: Mapping[str, int | None] | None,
     stacks: Mapping[tuple[str, ...], int | None],
+    frozen: Sequence[Frozen | None] | None = None,
 ) -> tuple[tuple[Layout, ...], Mesh, int, tuple[str, ...]]:
     """The layout of every param, the mesh with Auto axes, `min_shard_bytes` as a number, and notes.
 
     Args:
       params, config, mesh, param_specs, scan_axes: as `make_plan` takes them.
       stacks: what else is known of stacks of layers; see [Note: what is known of stacks] in `layer_stacks.py`.
+      frozen: for each param why it is not trained; None: all are.
 
     Raises:
       TypeError, ValueError: as `make_plan`.
     """
     mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
     flat = jax.tree_util.tree_leaves_with_path(params)
-    check_params(params)
+    frozen = [None] * len(flat) if frozen is None else frozen
+    check_params(params, [f is None for f in frozen])
     bases = base_specs(params, flat, param_specs, mesh, config)
     dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
-    least = whole_below(
-        config, [(x, shard_factor(b, mesh)) for (_, x), b in zip(flat, bases, strict=True)], mesh
-    )
+    rows = list(zip(flat, bases, frozen, strict=True))
+    least = whole_below(config, [(x, shard_factor(b, mesh), f is None) for (_, x), b, f in rows], mesh)
     layouts = [
-        make_layout(k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed)
-        for (k, x), b in zip(flat, bases, strict=True)
+        make_layout(
+            k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed, frozen=f
+        )
+        for (k, x), b, f in rows
     ]
     check_uneven(layouts, config, mesh)
     if config.tier is not None and (config.streams or config.params_on_host):

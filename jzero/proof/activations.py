@@ -2,7 +2,7 @@
 
 [Note: saved]
 A value is saved where forward code makes it and backward code reads it. A loop over layers saves stacks: results of the
-forward loop that are not what went in. Tuples, barriers and bitcasts between are no readers. Weights that were cast or
+forward loop that are not what went in. Tuples, barriers and bitcasts between are not readers. Weights that were cast or
 gathered in the forward pass and kept count as well: they take the same memory, and a plan that does not want them finds
 them here.
 """

@@ -30,7 +30,7 @@ def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
     """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is.
 
     Raises:
-      TypeError: `fn` is no function, or `donate_argnums` no integers.
+      TypeError: `fn` is not a function, or `donate_argnums` no integers.
       ValueError: `donate_argnums` for a function that is jitted already.
     """
     check_function(fn, "fn", where=where)
@@ -87,7 +87,7 @@ def fill_shardings(args, plan, *, devices):
 
 
 def _placed(leaf, plan):
-    """The leaf with a sharding; itself if it has one or is no array; None where the plan cannot divide it."""
+    """The leaf with a sharding; itself if it has one or is not an array; None where the plan cannot divide it."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, np.generic):
         return leaf
     if isinstance(getattr(leaf, "sharding", None), NamedSharding):
@@ -117,7 +117,7 @@ def _refuse(elsewhere, uneven, *, count: int) -> None:
         raise ValueError(
             f"pod.compile: {len(uneven)} of {count} leaves have no sharding that plan.batch can give:\n"
             f"{listing(uneven)}\nThe size of a split dim must be a multiple of the devices along its axes. "
-            "Change the batch size, or give a leaf that is no batch a sharding of its own: "
+            "Change the batch size, or give a leaf that is not a batch a sharding of its own: "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))."
         )
 

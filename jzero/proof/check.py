@@ -53,7 +53,7 @@ class Findings(tuple[Finding, ...]):
       looked_for: the kinds that were looked for.
       left_out: the other kinds, and why each was not.
       in_part: of the kinds that were looked for, what was not.
-      notes: what is no fault and worth a look: less is sent than `estimate` says.
+      notes: what is not a fault and worth a look: less is sent than `estimate` says.
     """
 
     looked_for: tuple[str, ...]
@@ -152,7 +152,7 @@ def findings(
       was not checked.
 
     Raises:
-      TypeError: `compiled` has no text of a compiled program, `plan` is no plan, `uses` no mapping, or `ignore` no
+      TypeError: `compiled` has no text of a compiled program, `plan` is not a plan, `uses` no mapping, or `ignore` no
         names.
       ValueError: `uses` of a param that is not in the plan; a plan of other params than the program's, or of another
         number of devices; a program without any of the plan's params.
@@ -184,7 +184,8 @@ def findings(
     left_out, in_part = on_gpus_alone() if evidence.on_cpu else ({}, {})
     left_out |= dict.fromkeys((kind for kind in ignore if kind in KINDS), "by ignore=")
     in_part = {kind: why for kind, why in in_part.items() if kind not in left_out}
-    return Findings(rows, left_out, in_part, less_than_closed_form(evidence))
+    notes = () if "weights_not_gathered_on_use" in found else less_than_closed_form(evidence)
+    return Findings(rows, left_out, in_part, notes)
 
 
 def _uses(compiled, plan: Plan, uses: Any) -> tuple[Mapping[str, Sequence[Use]] | None, str]:

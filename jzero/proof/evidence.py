@@ -89,7 +89,7 @@ class Evidence:
 
     @functools.cached_property
     def batch(self) -> list[Argument]:
-        """Arrays that come in, do not come back, and are no copies of params."""
+        """Arrays that come in, do not come back, and are not copies of params."""
         rest = (x for x in self.leaves if x.returned is None and x.layout is None)
         return [x for x in rest if x.shape and x.itemsize and x.held]
 

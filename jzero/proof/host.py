@@ -75,6 +75,7 @@ def _of_update(plan: Plan, tx: Any, accumulate: int) -> tuple[int, int] | None:
     with contextlib.suppress(Exception):
         tx = zero(unwrap(tx), plan)
         update: Any = tx.update
+        plan = plan.trained
         state = split_master(init_shapes(tx, plan.shapes), plan.shapes)
         step = ShardedUpdate(update.stored_tx, plan, lambda: update.logical, plan.tree, {})
         grads = [_gradient(x, plan, accumulate) for x in plan.layouts]
@@ -85,7 +86,7 @@ def _of_update(plan: Plan, tx: Any, accumulate: int) -> tuple[int, int] | None:
 def _leave(plan: Plan, accumulate: int) -> tuple[int, int]:
     """Of an update outside of the program: gradients that leave device memory for it, and new params that come back."""
     grads = params = 0
-    for x in plan.layouts:
+    for x in (x for x in plan.layouts if x.frozen is None):
         values = math.prod(x.state_shape) // shard_factor(x.state, plan.mesh)
         params += values * x.dtype.itemsize
         grads += 0 if plan.lives_on_host(x) else values * _gradient(x, plan, accumulate).dtype.itemsize

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
 from jzero.proof.arguments import argument_shardings, parameter_numbers
@@ -99,7 +99,7 @@ class Argument:
     number_of_argument: tuple[str, ...] = ()
 
     def planned(self, plan: Plan) -> int | None:
-        """Bytes on one device by the plan, None for a leaf that is no copy of a param."""
+        """Bytes on one device by the plan, None for a leaf that is not a copy of a param."""
         if self.layout is None:
             return None
         spec: PartitionSpec = self.layout.stored if self.is_param else self.layout.state
@@ -133,7 +133,10 @@ def roles_of(rows: Sequence[Any], plan: Plan, record: TraceRecord | None) -> lis
 
 def _recorded(rows: Sequence[Any], plan: Plan, record: TraceRecord) -> list[Role]:
     first, *_ = record.of(plan)
-    known = {i: Role(x, is_param=True) for i, x in zip(first.params, plan.layouts, strict=True)}
+    known: dict[int | None, Role] = {
+        i: Role(x, is_param=True) for i, x in zip(first.params, plan.layouts, strict=True)
+    }
+    known |= {i: Role(plan.layouts[at], is_param=True) for at, i in record.frozen_of(plan).items()}
     for i, path, x in zip(first.state, first.paths, first.copies(plan), strict=True):
         known[i] = Role(x, in_opt_state=True, place=jax.tree_util.keystr(path))
     for update in record.others(plan):
@@ -143,9 +146,12 @@ def _recorded(rows: Sequence[Any], plan: Plan, record: TraceRecord) -> list[Role
     homes = {paths[i][:2] for i in known if i is not None}  # their arguments
     named = layouts_of(paths, [tuple(info.shape) for _, info, _ in rows], plan)
     theirs = trained_beside(rows, {i for i in known if i is not None})
-    found = []
+    own = [(paths[i], role.layout) for i, role in known.items() if i is not None and role.is_param]
+    found, beside = [], {prefix(keys, x) for keys, x in own if x is not None}
     for i, (keys, x) in enumerate(zip(paths, named, strict=True)):
-        if any(is_of(keys, tree) for tree in theirs):
+        if x is not None and x.frozen is Frozen.APART and prefix(keys, x) in beside and NAMELESS not in keys:
+            role = Role(x, is_param=True)  # of a step that has no gather
+        elif any(is_of(keys, tree) for tree in theirs):
             role = Role(is_others_param=any(keys[: len(tree)] == tree for tree in theirs))
         else:
             role = Role(None if NAMELESS in keys and keys[:2] in homes else x)

@@ -43,7 +43,7 @@ class Estimate:
 
     Attributes:
       params: stored params in device memory.
-      grads: reduced gradients there; with accumulation the sum of them, in at least fp32.
+      grads: reduced gradients there, of trained params; with accumulation the sum of them, in at least fp32.
       opt_state: optimizer state and masters in device memory; with `offload` what stays there: single numbers, keys.
       host: of one device in host memory: optimizer state and masters, `host_params` and `host_grads`. It is pinned,
         but for what an update outside of the program keeps there. With `tier="disk"` its part of the buffer stands for
@@ -221,7 +221,7 @@ def estimate(
       An `Estimate`; printing it gives a table.
 
     Raises:
-      TypeError: `plan` is no plan, `model` no `Transformer`, `accumulate` no integer.
+      TypeError: `plan` is not a plan, `model` no `Transformer`, `accumulate` no integer.
       ValueError: `accumulate` below 1; `uses` of a param that is not in the plan, or of another kind.
 
     Cost:
@@ -258,7 +258,7 @@ def estimate(
     host = config.tier.buffer // max(counts.values()) if config.tier is not None and config.in_files else away
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in here),
-        grads=sum(_grad_bytes(x, plan, accumulate) for x in here),
+        grads=sum(_grad_bytes(x, plan, accumulate) for x in here if x.frozen is None),
         opt_state=state,
         host=host + on_host.params + on_host.grads + late_bytes(plan),
         host_params=on_host.params,
@@ -323,10 +323,13 @@ def _reasons(
         return sum(comm_of(plan).wire_by_axes(uses=uses).values())
 
     times = 3 if config.row.params and not config.keeps_gathered else 2
+    spared = sum(x.nbytes for x in plan.layouts if x.frozen is not None)
     plain = {name: [dataclasses.replace(u, dtype=None) for u in some] for name, some in uses.items()}
-    sent = [times * plan.param_bytes * ring(n), wire(), wire(plain), wire(uses)]
+    whole = times * plan.param_bytes * ring(n)
+    sent = [whole, whole - (1 if config.row.params else 2) * spared * ring(n), wire(), wire(plain), wire(uses)]
     sent.append(sent[-1] + sum(extra.values()))
     texts = (
+        "frozen params: no gradient, no update",
         "leaves that stay whole or are padded, dtypes of the config",
         "lookups, and weights used more than once or forward alone",
         "gradients and gathers in the dtype of compute",
@@ -381,6 +384,7 @@ def _exchanged(plan: Plan, tx: Any) -> dict[tuple[str, ...], float]:
         return {}
     update: Any = zero(unwrap(tx), plan).update
     try:
+        plan = plan.trained
         return exchanged(update.stored_tx, plan, widen_abstract(plan.shapes, plan))
     except Exception as error:  # of the user's transformation
         warnings.warn(
@@ -393,7 +397,7 @@ def _exchanged(plan: Plan, tx: Any) -> dict[tuple[str, ...], float]:
 
 def _adam_bytes(plan: Plan) -> tuple[int, int, str]:
     held = {False: 0, True: 0}
-    for x in plan.layouts:
+    for x in (x for x in plan.layouts if x.frozen is None):
         per_value = plan.config.adam_bytes(x.dtype)
         on_host = plan.config.offload is not None and math.prod(x.shape) > 1
         held[on_host] += math.prod(x.state_shape) * per_value // shard_factor(x.state, plan.mesh)

@@ -29,7 +29,7 @@ def describe_mesh(subject: Mesh | Plan, *, accumulate: int = 1, devices_per_host
       once, with the bytes that one device sends.
 
     Raises:
-      TypeError: neither a mesh nor a plan; a number that is no integer.
+      TypeError: neither a mesh nor a plan; a number that is not an integer.
       ValueError: `accumulate` below 1; `devices_per_host` as in `mesh`.
 
     Example:

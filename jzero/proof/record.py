@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,12 @@ from jzero.core.linear import LINEAR
 from jzero.core.primitives import CALLS, ELEMENTWISE, LAYOUT
 from jzero.core.regions import bodies, scan_parts, while_parts
 from jzero.core.traces import trace_of
-from jzero.core.update_mark import UPDATE
-from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.core.update_mark import FROZEN, UPDATE
+from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.state_layouts import named_by
 from jzero.sharding import Plan
 
-STAYS = ELEMENTWISE | {*LAYOUT, "optimization_barrier", "device_put", "reshard", "mesh_cast", UPDATE}
+STAYS = ELEMENTWISE | {*LAYOUT, "optimization_barrier", "device_put", "reshard", "mesh_cast", UPDATE, FROZEN}
 """What changes no more of an array than its values, layout or place."""
 
 
@@ -37,7 +37,8 @@ class Update:
     Attributes:
       plan: of its params.
       tx: the optimizer as the user wrote it.
-      params: for each param of the plan the number of the argument that it is, None where that is not known.
+      params: for each param of the plan the number of the argument that it is, None where that is not known, and for
+        a frozen param that the optimizer does not take.
       state: the same for each leaf of the optimizer state.
       paths: of these, in the state.
       shapes: of these.
@@ -72,11 +73,20 @@ class TraceRecord:
       updates: in the order of the trace.
       has_backward: True where some equation is of a backward pass.
       arguments: how many the jaxpr has.
+      frozen: frozen weights where a model reads them: their plan, and by their number in it the argument.
     """
 
     updates: tuple[Update, ...]
     has_backward: bool
     arguments: int
+    frozen: tuple[tuple[Plan, Mapping[int, int]], ...] = ()
+
+    def frozen_of(self, plan: Plan) -> dict[int, int]:
+        """The arguments that are frozen weights of a plan, by their number in it."""
+        mine = [found for p, found in self.frozen if p == plan] or [
+            found for p, found in self.frozen if _alike(p, plan)
+        ]
+        return {at: i for found in mine for at, i in found.items()}
 
     def of(self, plan: Plan) -> list[Update]:
         """The updates of the params of a plan, or of the same params by another one.
@@ -89,9 +99,11 @@ class TraceRecord:
         return [u for u in equal if u.params == equal[0].params]
 
     def names(self, plan: Plan) -> bool:
-        """True where the trace says of every param which argument it is."""
+        """True where the trace says of every param that the optimizer takes which argument it is."""
         mine = self.of(plan)
-        return bool(mine) and None not in mine[0].params
+        return bool(mine) and all(
+            i is not None or x.frozen is Frozen.APART for i, x in zip(mine[0].params, plan.layouts, strict=True)
+        )
 
     def others(self, plan: Plan) -> list[Update]:
         """The updates of other params."""
@@ -108,15 +120,24 @@ def record_of(compiled: jax.stages.Compiled) -> TraceRecord | None:
 def record(closed: Any) -> TraceRecord:
     """The record of a closed jaxpr."""
     jaxpr, _ = opened(closed)
-    updates: list[Update] = []
-    _follow(jaxpr, list(range(len(jaxpr.invars))), (), updates)
-    return TraceRecord(tuple(updates), any(_is_backward(eqn) for eqn in every_equation(jaxpr)), len(jaxpr.invars))
+    found = _Found()
+    _follow(jaxpr, list(range(len(jaxpr.invars))), (), found)
+    backward = any(_is_backward(eqn) for eqn in every_equation(jaxpr))
+    return TraceRecord(tuple(found.updates), backward, len(jaxpr.invars), tuple(found.frozen))
+
+
+@dataclasses.dataclass
+class _Found:
+    """What marks say, in the order of the trace."""
+
+    updates: list[Update] = dataclasses.field(default_factory=list)
+    frozen: list[tuple[Plan, Mapping[int, int]]] = dataclasses.field(default_factory=list)
 
 
 def _follow(
-    jaxpr, sources: Sequence[int | None], loops: tuple[int, ...], found: list[Update]
+    jaxpr, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found
 ) -> list[int | None]:
-    """The argument that each result is, None for one that is made of several; updates on the way go into `found`."""
+    """The argument that each result is, None for one that is made of several; marks on the way go into `found`."""
     env: dict[Any, int | None] = dict(zip(jaxpr.invars, sources, strict=True))
 
     def read(atom) -> int | None:
@@ -125,7 +146,10 @@ def _follow(
     for eqn in jaxpr.eqns:
         values, name = [read(a) for a in eqn.invars], eqn.primitive.name
         if name == UPDATE:
-            found.append(_update(eqn, values, loops))
+            found.updates.append(_update(eqn, values, loops))
+        elif name == FROZEN:
+            rows = zip(eqn.params["at"], values, strict=True)
+            found.frozen.append((eqn.params["plan"].plan, {at: i for at, i in rows if i is not None}))
         env.update(zip(eqn.outvars, _results(eqn, name, values, loops, found), strict=True))
     return [read(a) for a in jaxpr.outvars]
 
@@ -138,7 +162,7 @@ def _results(eqn, name: str, values: list[int | None], loops, found) -> list[int
         inside = [
             *values[: consts + carry],
             *[None] * (len(values) - consts - carry),
-        ]  # slices are no arguments
+        ]  # slices are not arguments
         outs = _follow(body, inside, (*loops, eqn.params["length"]), found)
         return [*outs[:carry], *[None] * (len(eqn.outvars) - carry)]
     if name == "while":
@@ -166,8 +190,10 @@ def _results(eqn, name: str, values: list[int | None], loops, found) -> list[int
 
 def _update(eqn, values: list[int | None], loops: tuple[int, ...]) -> Update:
     of, count = eqn.params["of"], len(values) - len(eqn.params["of"].paths)
+    own = iter(values[:count])
+    params = tuple(None if x.frozen is Frozen.APART else next(own) for x in of.plan.layouts)
     shapes = tuple(tuple(a.aval.shape) for a in eqn.invars[count:])
-    return Update(of.plan, of.tx, tuple(values[:count]), tuple(values[count:]), of.paths, shapes, loops)
+    return Update(of.plan, of.tx, params, tuple(values[count:]), of.paths, shapes, loops)
 
 
 def _is_backward(eqn) -> bool:

@@ -82,7 +82,7 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
       A `Report`.
 
     Raises:
-      TypeError: `compiled` has no text of a compiled program, or `plan` is no plan.
+      TypeError: `compiled` has no text of a compiled program, or `plan` is not a plan.
       ValueError: a plan of other params than the program's, or of another number of devices.
       ProofError: parts of the program that jzero cannot read, each by name: a collective, a notation of replica groups
         or a memory space that it does not know.

@@ -187,7 +187,7 @@ def _hands_through(body: Computation, at: int) -> bool:
 
 
 def _copied(result: Sequence[Shape], from_host: bool) -> dict[str, int]:
-    """A copy within one memory is no transfer."""
+    """A copy within one memory is not a transfer."""
     target = result[0]
     return {} if target.on_host == from_host else {"host" if target.on_host else "device": target.nbytes}
 

@@ -52,7 +52,7 @@ def endless(sites: Iterable[Site]) -> list[Site]:
 
 
 def _devices(module: Module, sites: Iterable[Site], failed: Collection[tuple[str, str]]) -> Iterator[str]:
-    """Instructions that name devices and are no collective that was looked at."""
+    """Instructions that name devices and are not a collective that was looked at."""
     seen = {(s.computation, s.name) for s in sites}.union(failed)
     for home in module.computations.values():
         for line in home.lines if home.communicates else ():
@@ -60,7 +60,7 @@ def _devices(module: Module, sites: Iterable[Site], failed: Collection[tuple[str
                 i = parse_instruction(line)
                 if i is None or (home.name, i.name) not in seen:
                     what = "an instruction" if i is None else f"%{i.name} ({i.opcode})"
-                    yield f"{what} in %{home.name} names devices and is no known collective: {line.strip()[:160]}"
+                    yield f"{what} in %{home.name} names devices and is not a known collective: {line.strip()[:160]}"
 
 
 def _spaces(module: Module) -> Iterator[str]:

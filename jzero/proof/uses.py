@@ -19,6 +19,7 @@ from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
 from jzero.core.products import gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traces import innermost
+from jzero.core.update_mark import FROZEN
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.batches import MICRO_SCOPE
@@ -37,7 +38,7 @@ LINEAR = frozenset(
 """The derivative reads no operand."""
 STAYS = ELEMENTWISE | REDUCING | {"reshape"}
 """Made from shards where they lie; a reshape as a rule."""
-FETCH = "device_put"
+SAME = ("device_put", FROZEN)
 _CUT = re.compile(rf"{re.escape(MICRO_SCOPE)}(\d+)")
 
 
@@ -60,7 +61,7 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
       computed on shards. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
 
     Raises:
-      TypeError: `step` is no function, `plan` no plan, or there is none among the arguments.
+      TypeError: `step` is not a function, `plan` no plan, or there is none among the arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
@@ -84,8 +85,9 @@ def uses_in(stage: Any, plan: Plan) -> Uses:
     rows = [(path, info, None) for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info)]
     params = _params_of(rows, plan, record(traced.jaxpr))
     weights, found = [x is not None for x in params], Uses()
+    trained = [x is not None and x.frozen is None for x in params]
     split = [None if x is None or plan.lives_on_host(x) else _split_dims(x) for x in params]
-    for at, uses in sorted(_Region().search(traced.jaxpr.jaxpr, weights, weights, split).items()):
+    for at, uses in sorted(_Region().search(traced.jaxpr.jaxpr, weights, trained, split).items()):
         x = params[at]
         assert x is not None
         found[x.name] = found.get(x.name, ()) + tuple(uses)
@@ -128,16 +130,16 @@ def _params_of(rows: Sequence[Any], plan: Plan, known: TraceRecord) -> list[Layo
 
 
 class _Graph(WeightGraph):
-    """A weight that is fetched from host memory is the same one."""
+    """A weight that is fetched from host memory, or marked as frozen, is the same one."""
 
     def added(self, node: Node) -> None:
         super().added(node)
-        if node.name == FETCH:
+        if node.name in SAME:
             pairs = zip(node.outs, node.ins, strict=True)
             self.parent.update((out, i) for out, i in pairs if i in self.parent)
 
     def weights_of(self, node: Node) -> list[int]:
-        return [] if node.name == FETCH else super().weights_of(node)
+        return [] if node.name in SAME else super().weights_of(node)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +161,7 @@ class _Region:
         moving: Sequence[bool],
         split: Sequence[frozenset[int] | None],
     ) -> dict[int, list[Use]]:
-        """The uses of the weights among the arguments, by position; `moving`: what depends on weights."""
+        """The uses of the weights among the arguments, by position; `moving`: what depends on trained weights."""
         graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights, split)
         found: dict[int, list[Use]] = collections.defaultdict(list)
         at = {value: i for i, value in enumerate(graph.ins)}
@@ -175,7 +177,7 @@ class _Region:
             if used and region:
                 for value, uses in inside.entered(graph, node, moves, graph.parent).items():
                     found[at[graph.root(value)]] += uses
-                if not inside.forward:  # the forward pass of a remat region is no region any more
+                if not inside.forward:  # the forward pass of a remat region is not a region any more
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
             elif inside.forward and node not in on_shards:
@@ -279,7 +281,7 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
 
 
 def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
-    """Positions of the weights that remat regions read, in loops too: what they do not need is no argument of them."""
+    """Positions of the weights that remat regions read, in loops too: what they do not need is not an argument."""
     graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()
     for node in graph.nodes:

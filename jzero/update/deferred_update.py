@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jzero.core.errors import typed_shape
@@ -47,8 +48,8 @@ class UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_array
 
 def _no_array(asked: str) -> str:
     return (
-        f"jzero: an update is no array, and has no {asked!r}: it only lands on its param. Take norms of the gradients, "
-        "optax.global_norm(grads), scale inside of the chain that jzero.zero wraps (optax.chain), or pass "
+        f"jzero: an update is not an array, and has no {asked!r}: it only lands on its param. Take norms of the "
+        "gradients, optax.global_norm(grads), scale inside of the chain that jzero.zero wraps (optax.chain), or pass "
         'ZeroConfig(updates="delta") for plain arrays.'
     )
 
@@ -80,6 +81,6 @@ for _name in [
     )  # fmt: skip
 
 
-def deferred(add: Callable[[Any], Any], x: Layout) -> Any:
-    """An update leaf that answers `param + leaf` with `add(param)`."""
+def deferred(add: Callable[[Any], Any], x: Layout | jax.Array) -> Any:
+    """An update leaf that answers `param + leaf` with `add(param)`, for params of the shape and dtype of `x`."""
     return UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_arrays(add, x.shape, x.dtype)

@@ -32,7 +32,7 @@ def check_state(state, logical, *, where: str) -> None:
     if got != want:
         other = "" if len(got) != len(want) else " with other numbers of dims"
         raise ValueError(
-            f"{where}: this is no state of the optimizer: it has {counted(len(got), 'leaf', 'leaves')}, and "
+            f"{where}: this is not a state of the optimizer: it has {counted(len(got), 'leaf', 'leaves')}, and "
             f"tx.init(params) makes {len(want)}{other}. Pass what tx.init(params) or the last update returned."
         )
 
@@ -55,7 +55,7 @@ def align(updates, params, *, where: str) -> list:
     """The leaves of `updates` in the order of `params`; None where a leaf is missing.
 
     Raises:
-      ValueError: the updates are no tree like the params.
+      ValueError: the updates are not a tree like the params.
     """
     tree = jax.tree.structure(params)
     try:

@@ -208,10 +208,10 @@ def test_paths(saved, tmp_path):
         checkpoint.verify(tmp_path / "no" / "where")
     with pytest.raises(ValueError, match=r"holds 1 checkpoint and is none itself. Name one: .*/7"):
         checkpoint.restore(saved, like)
-    with pytest.raises(ValueError, match=r"is no checkpoint of a state: no folder 'state' in it"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of a state: no folder 'state' in it"):
         checkpoint.restore(tmp_path, like)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match=r"is no checkpoint of a state"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of a state"):
         checkpoint.restore(tmp_path / "file", like)
     for there in (tmp_path / "file", saved / "7", saved):
         with pytest.raises(
@@ -224,7 +224,7 @@ def test_paths(saved, tmp_path):
 
 def test_a_parent_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OSError, match=r"save: .*file is no folder|Not a directory|File exists"):
+    with pytest.raises(OSError, match=r"save: .*file is not a folder|Not a directory|File exists"):
         checkpoint.save(tmp_path / "file" / "1", {"w": jnp.ones(3)})
     assert checkpoint.save(tmp_path / "made" / "on" / "the" / "way", {"w": jnp.ones(3)}).is_dir()
     assert not is_key(jnp.ones(1))

@@ -332,7 +332,7 @@ def test_an_address_is_no_path(address, tmp_path, monkeypatch):
     ]
     for call in calls:
         with pytest.raises(
-            NotImplementedError, match=f"{address} is no path of a file system.*can be mounted"
+            NotImplementedError, match=f"{address} is not a path of a file system.*can be mounted"
         ):
             call()
     assert not list(tmp_path.iterdir())

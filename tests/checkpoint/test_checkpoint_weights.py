@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(path, tmp_path):
     (tmp_path / "m.safetensors.xxh3").unlink()
     with pytest.raises(ValueError, match=r"float32\[64, 33\]\s+another shape"):
         checkpoint.load_safetensors(file, state, cast=True)
-    with pytest.raises(ValueError, match="is no order of its dims"):
+    with pytest.raises(ValueError, match="is not an order of its dims"):
         checkpoint.load_safetensors(
             file, state, cast=True, names={"Dense_0.kernel": ("Dense_0.kernel", (1, 1))}
         )
@@ -349,7 +349,7 @@ def test_an_index_that_is_wrong(index, text, tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{", "{}", "null", "[" * 100_000])
 def test_an_index_that_is_none(text, tmp_path):
     (tmp_path / "m.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="is no index of safetensors files"):
+    with pytest.raises(ValueError, match="is not an index of safetensors files"):
         loaded(tmp_path / "m.safetensors.index.json")
 
 
@@ -364,11 +364,11 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.safetensors")
     os.mkfifo(tmp_path / "b.json")
     for path in (tmp_path, tmp_path / "a.safetensors", tmp_path / "b.json"):
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             loaded(path)
     index = pieces(tmp_path / "m", {}, {"w": "p"})
     os.mkfifo(tmp_path / "m" / "p")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         loaded(index)
     (tmp_path / "c.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(ValueError, match="cannot be read as safetensors"):

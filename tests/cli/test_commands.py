@@ -68,7 +68,7 @@ def test_axes_names_and_stages():
     for bad in ("data", "data=x", "data=2,data=4", ""):
         with pytest.raises(InputError, match="--mesh"):
             parse_axes(bad, "--mesh")
-    with pytest.raises(InputError, match="4 is no stage"):
+    with pytest.raises(InputError, match="4 is not a stage"):
         parse_stages("2,4")
 
 
@@ -125,7 +125,7 @@ def test_presets_have_the_published_number_of_params(name, billions):
         (["plan", "--preset", "gpt2-xxl"], "Did you mean 'gpt2-xl'?"),
         (["plan", "--preset", "gpt2-xl", "--gpu", "h20"], "unknown gpu 'h20'. Did you mean 'h200'?"),
         (["plan", "--preset", "gpt2-xl", "--hosts", "0"], "hosts must be an integer from 1 to"),
-        (["plan", "--preset", "gpt2-xl", "--stages", "7"], "7 is no stage"),
+        (["plan", "--preset", "gpt2-xl", "--stages", "7"], "7 is not a stage"),
         (["plan", "--preset", "gpt2-xl", "--step", "a:b"], "leave out --step"),
         (["plan", "--preset", "gpt2-xl", "--mesh", "data"], "write axis=size"),
         (["plan", "--preset", "gpt2-xl", "--memory-fraction", "2"], "must be above 0 and at most 1"),
@@ -159,7 +159,7 @@ def test_flags_are_refused_before_anything_starts(args, message, capsys, monkeyp
         ({"--batch": "x=f32[36,256], y=f32[36,256]"}, "36 = 4 x 8 + 4"),
         ({"--batch": "x=f32[32,256]"}, "failed: KeyError: 'y'"),
         ({"--mesh": "data=7"}, "7 (data) = 7 devices, but this pod has 1 host x 8 h200 = 8"),
-        ({"--axis": "shard", "--mesh": "data=8"}, "'shard' is no axis of the mesh"),
+        ({"--axis": "shard", "--mesh": "data=8"}, "'shard' is not an axis of the mesh"),
     ],
 )
 def test_what_cannot_be_used_is_one_clear_error(change, message, capsys):
@@ -301,7 +301,7 @@ def job(**fields):
 
 
 def test_a_preset_imports_nothing_from_the_current_folder(folder_of_impostors):
-    with pytest.raises(InputError, match="'nowhere' is no axis"):
+    with pytest.raises(InputError, match="'nowhere' is not an axis"):
         run_job(job(preset="gpt2-small", fields={"axis": "nowhere"}, mesh={"data": 8}))
     assert list(folder_of_impostors.glob("*.ran")) == []
 

@@ -74,6 +74,13 @@ def test_a_reduction_in_every_micro_batch(stage, scan):
     assert found == ()
 
 
+def test_a_reduction_in_every_micro_batch_at_stage_1_is_no_fault():
+    """It was asked for: as a module that keeps batch statistics needs it."""
+    _, _, report, found = compiled(1, "microbatch", True)
+    assert report.wire.psi == pytest.approx(K + 1, rel=0.02)
+    assert found == ()
+
+
 @pytest.mark.default_cases("2-1-3")
 @pytest.mark.parametrize(
     ("stage", "accumulate", "psi"),

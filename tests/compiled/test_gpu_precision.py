@@ -33,7 +33,7 @@ def program(name, stage):
 
 
 def sent(name, stage):
-    """Bytes per parameter on the wire by op and dtype, of what is no small leaf; and the plan."""
+    """Bytes per parameter on the wire by op and dtype, of what is not a small leaf; and the plan."""
     compiled, plan = program(name, stage)
     report = jzero.explain(compiled, plan)
     unit = sum(x.size for x in plan.layouts) * 7 / 8

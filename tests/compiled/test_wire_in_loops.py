@@ -90,8 +90,9 @@ def test_a_weight_beyond_the_bound_is_named(stage, monkeypatch):
 
 
 WIDE = functools.partial(wire.gpt, **wire.WIDE)
+WIDE32 = functools.partial(wire.gpt, **{**wire.WIDE, "param_dtype": "float32"})
 CLOSED = {
-    "24 GPUs": (wire.gpt, 24, {"min_shard_bytes": "auto"}),  # 128 is no multiple of 24: split over two dims
+    "24 GPUs": (wire.gpt, 24, {"min_shard_bytes": "auto"}),  # 128 is not a multiple of 24: split over two dims
     "6 GPUs": (wire.gpt, 6, {"min_shard_bytes": "auto"}),  # stored in 2 or 6 parts, the state in 6
     "16-bit params, 32-bit compute": (WIDE, 8, {}),
     "the same, reduce_dtype": (WIDE, 8, {"reduce_dtype": "bfloat16"}),
@@ -103,9 +104,14 @@ CLOSED = {
     "LSTM": (wire.LOOPS["LSTM, 64 steps"], 8, {}),
     "LSTM, 16-bit compute": (wire.LOOPS["the same, bf16 compute"], 8, {}),
     "parts of weights": (wire.gated, 8, {}),
+    "compute_dtype, the model names 32 bits": (WIDE32, 8, {"compute_dtype": "bfloat16"}),
+    "compute_dtype, the model names none": (wire.gated, 8, {"compute_dtype": "bfloat16"}),
     "chunks": (wire.LOOPS["cross-entropy, 8 chunks"], 8, {}),
 }
-SHOWN = ["parts of weights-3", "6 GPUs-3", "tied-3", "chunks-3", "LSTM, 16-bit compute-2", "32-bit results-3"]
+SHOWN = [
+    "parts of weights-3", "compute_dtype, the model names 32 bits-3", "6 GPUs-3", "tied-3", "chunks-3",
+    "LSTM, 16-bit compute-2", "32-bit results-3",
+]  # fmt: skip
 
 
 @pytest.mark.default_cases(*SHOWN)
@@ -113,6 +119,8 @@ SHOWN = ["parts of weights-3", "6 GPUs-3", "tied-3", "chunks-3", "LSTM, 16-bit c
 @pytest.mark.parametrize("name", CLOSED)
 def test_the_wire_is_the_closed_form(name, stage):
     make, n, fields = CLOSED[name]
+    if stage < 3 and "compute_dtype" in fields:
+        pytest.skip("compute_dtype is refused below stage 3")
     if stage == 1 and "reduce_dtype" in fields:
         pytest.skip("reduce_dtype does nothing at stage 1 under plain jax.grad")
     compiled, plan, closed = program(make, stage, n, **fields)

@@ -378,7 +378,7 @@ def test_devices_are_those_of_jax_where_nobody_says():
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, ValueError, "gradient_clipping"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, ValueError, "total_num_steps is None"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, ValueError, "optimizer's lr, and there is none"),
-        ({3: 4}, TypeError, "is no string"),
+        ({3: 4}, TypeError, "is not a string"),
         ([], TypeError, "path of a ds_config.json or a dict"),
     ],
 )  # fmt: skip
@@ -769,7 +769,7 @@ def test_what_it_says_trains_in_fp16(stage):
     assert losses[-1] < 0.9 * losses[0]
 
 
-# --- files that are no configs, or that mean harm -----------------------------------------------------------------
+# --- files that are not configs, or that mean harm -----------------------------------------------------------------
 
 
 def written(tmp_path, text):

@@ -33,6 +33,9 @@ TIERS = {
 OUTSIDE = ("host", "late", "disk", "late disk", "params and update", "params and disk")
 EVENTS = ("jit", "donated jit", "restore", "reshard", "replace", "skip", "pickle", "second", "evaluate")
 STEPS = ("jit", "jzero.jit")
+TRAINABLE = {"linen": ("filter", "part"), "nnx": ("filter", "wrt"), "plain": ("filter", "part")}
+"""How a case says that some params are frozen: `trainable=`; an optimizer state over the others (of a plain pytree, and
+an update of these alone); `wrt=` of an NNX optimizer."""
 
 
 def draw(seed: int, index: int) -> dict[str, Any]:
@@ -71,6 +74,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     parts = [batch_parts(case["mesh"]), *(e["mesh"]["n"] for e in case["events"].values() if "mesh" in e)]
     micro = (case.get("micro") or {"accumulate": 1})["accumulate"]
     case["rows"] = math.lcm(*parts) * micro * (2 if max(parts) < 5 else 1)
+    if head != "bare" and rng.random() < 0.25:  # the last draw: cases without it are what they were
+        case["trainable"] = rng.choice(TRAINABLE[flavour])
     return case
 
 
@@ -216,6 +221,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     for name, value in case["config"].items():
         if name not in ("stage", "tier"):
             yield "field", f"{name}={value}"
+    if case.get("trainable"):
+        yield "trainable", f"{case['trainable']}, {case['flavour']}"
     if case.get("micro"):
         yield "micro-batches", f"{case['micro']['accumulate']} {case['micro']['reduce']}"
         for kind in sorted({*case["blocks"]} & {*STATEFUL}) or ["stateless"]:
@@ -230,6 +237,7 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
 SHARES = {
     "flavour": 0.25, "head": 0.02, "dtype": 0.05, "mesh": 0.02, "devices": 0.03, "stage": 0.05, "tier": 0.03,
     "optimizer": 0.005, "step": 0.01, "compared": 0.01, "layer": 0.015, "wrap": 0.01, "field": 0.01, "event": 0.01,
-    "micro-batches": 0.002, "micro-batches of": 0.002, "tier and event": 0.0005, "tier and flavour": 0.008,
+    "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005,
+    "tier and flavour": 0.008,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

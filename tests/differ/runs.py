@@ -23,7 +23,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh
 
 import jzero
-from differ.chains import chain_of
+from differ.chains import chain_of, is_trained, trained_flags, trained_part
 from differ.grammar import OUTSIDE, TIERS
 from differ.models import form_of, loss_of, model_of, plain_forward
 from jzero.flax.adapters import take_apart
@@ -70,6 +70,13 @@ def fields_of(config: dict, folder: Path) -> dict[str, Any]:
     return fields
 
 
+def names_all(opt_state, params) -> bool:
+    """True for an optimizer state with a copy of each of these params."""
+    paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
+    names = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return all(any(path.endswith(name) for path in paths) for name in names)
+
+
 def host(tree) -> list[np.ndarray]:
     """The leaves on the host; keys as their numbers."""
     def one(x):
@@ -92,6 +99,8 @@ class Run:
         self.mesh_spec = case["mesh"] if mesh is None else mesh
         self.mesh, axes = mesh_of(self.mesh_spec, devices)
         self.fields = fields_of(self.config, folder) | axes
+        self.trainable = case.get("trainable")
+        self.filter = {"trainable": is_trained} if self.trainable == "filter" else {}
         self.form, self.tx = form_of(case), chain_of(case)
         self.model = model_of(case["flavour"], self.form)
         self.outside = self.config["tier"] in OUTSIDE
@@ -191,15 +200,17 @@ class LinenRun(Run):
     """A TrainState."""
 
     def start(self):
-        def create():
-            params, rest = self.model.init()
-            return State.create(apply_fn=self.model.module.apply, params=params, tx=self.tx, rest=rest)
+        def made(params, rest):
+            own = trained_part(params, trained_flags(params)) if self.trainable == "part" else params
+            opt_state = self.tx.init(own)
+            if self.trainable == "part" and not names_all(opt_state, own):  # it does not say of which params it is
+                self.filter = {"trainable": is_trained}
+            return State(0, self.model.module.apply, params, self.tx, opt_state, rest)
 
-        given = create
-        if not self.case["born"]:
-            params, rest = _initial("linen", self.form)
-            given = State.create(apply_fn=self.model.module.apply, params=params, tx=self.tx, rest=rest)
-        self.state = (jzero.abstract if self.abstract else jzero.shard)(given, mesh=self.mesh, **self.fields)
+        jax.eval_shape(lambda: made(*self.model.init()).params)
+        given = (lambda: made(*self.model.init())) if self.case["born"] else made(*_initial("linen", self.form))
+        place = jzero.abstract if self.abstract else jzero.shard
+        self.state = place(given, mesh=self.mesh, **self.filter, **self.fields)
 
     @property
     def plan(self):
@@ -286,10 +297,16 @@ class NnxRun(LinenRun):
     def start(self):
         def create():
             model = self.model.module()
-            return model, nnx.Optimizer(model, self.tx, wrt=nnx.Param)
+            return model, nnx.Optimizer(model, self.tx, wrt=self.wrt)
 
         given = create if self.case["born"] else create()
-        self.state = (jzero.abstract if self.abstract else jzero.shard)(given, mesh=self.mesh, **self.fields)
+        place = jzero.abstract if self.abstract else jzero.shard
+        self.state = place(given, mesh=self.mesh, **self.filter, **self.fields)
+
+    @property
+    def wrt(self):
+        """What the optimizer is given."""
+        return nnx.All(nnx.Param, is_trained) if self.trainable == "wrt" else nnx.Param
 
     @property
     def plan(self):
@@ -303,7 +320,8 @@ class NnxRun(LinenRun):
             micro = self.case.get("micro")
             if micro is not None:
                 return jzero.value_and_grad(loss, self.plan, **micro)(model, batch)
-            return nnx.value_and_grad(self.gathered(loss))(model, batch)
+            diff = nnx.DiffState(0, self.wrt)
+            return nnx.value_and_grad(self.gathered(loss), argnums=diff)(model, batch)
 
         def step(model, optimizer, batch):
             value, grads = gradients(model, batch)
@@ -359,13 +377,27 @@ class PlainRun(LinenRun):
             logical = self.mesh_spec.get("logical", False)
             rules = [("columns", "model")] if logical else ()
             specs = jax.tree.map(lambda x: self.tensor_parallel(x, "columns" if logical else "model"), params)
+        given = {"trainable": is_trained} if self.trainable else {}
         self.plan_made = jzero.make_plan(
-            params, mesh=self.mesh, param_specs=specs, logical_axis_rules=rules, **self.fields
+            params, mesh=self.mesh, param_specs=specs, logical_axis_rules=rules, **given, **self.fields
         )
         self.tx_wrapped = jzero.zero(self.tx, self.plan_made)
         params = self.plan_made.place(params)
         init = self.tx_wrapped.init if "offload" in self.fields else jax.jit(self.tx_wrapped.init)
-        self.state, self.steps = (params, init(params)), 0
+        self.state, self.steps = (params, init(self.own(params))), 0
+
+    def own(self, params):
+        """What the optimizer is handed."""
+        return trained_part(params, trained_flags(params)) if self.trainable == "part" else params
+
+    def changed(self, grads, params, opt_state):
+        """The params and the state after an update."""
+        own = self.own(params)
+        updates, opt_state = self.tx_wrapped.update(self.own(grads), opt_state, own)
+        news = iter(jax.tree.leaves(optax.apply_updates(own, updates)))
+        flags = trained_flags(params) if self.trainable == "part" else [True] * len(jax.tree.leaves(params))
+        leaves, tree = jax.tree.flatten(params)
+        return tree.unflatten([next(news) if t else x for x, t in zip(leaves, flags, strict=True)]), opt_state
 
     @staticmethod
     def tensor_parallel(x, axis):
@@ -387,8 +419,7 @@ class PlainRun(LinenRun):
 
         def step(params, opt_state, batch):
             value, grads = gradients(params, batch)
-            updates, opt_state = self.tx_wrapped.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, value, grads if self.case["fed"] else ()
+            return *self.changed(grads, params, opt_state), value, grads if self.case["fed"] else ()
 
         run = self.jitted(gradients, donate=()) if self.outside else self.jitted(step, donate=(0, 1))
 
@@ -401,8 +432,7 @@ class PlainRun(LinenRun):
                 return value, grads
             value, grads = run(params, batch)
             grads_before = host(grads)
-            updates, opt_state = self.tx_wrapped.update(grads, opt_state, params)
-            self.state = optax.apply_updates(params, updates), opt_state
+            self.state = self.changed(grads, params, opt_state)
             return value, grads_before
 
         self.train = train

@@ -149,7 +149,7 @@ def test_keys_scalars_and_arrays_on_the_mesh_are_left_alone(mesh):
     run = jzero.jit(lambda *args: args, plan)
     given = (params, weights, jax.random.key(0), jax.random.PRNGKey(0), 3, np.float32(2), X, {"mask": None})
     out = run(*given)
-    assert out[0]["w"].sharding.is_fully_replicated  # a copy of the params is no batch
+    assert out[0]["w"].sharding.is_fully_replicated  # a copy of the params is not a batch
     assert out[1].sharding.is_fully_replicated
     assert out[3].sharding.is_fully_replicated
     assert out[6].sharding.spec == P("data")

@@ -246,7 +246,7 @@ def test_one_step_late():
 @pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_one_step_late_where_a_jitted_function_returns_the_state(dtype, donated):
-    """New arrays of equal values are no new params; what the function takes is gone while the update runs."""
+    """New arrays of equal values are not new params; what the function takes is gone while the update runs."""
     late = jzero.shard(create_state(dtype=dtype), stage=2, min_shard_bytes=0, offload=LATE)
     kept = jzero.shard(create_state(dtype=dtype), stage=2, min_shard_bytes=0, offload=LATE)
     plan, grads_fn = jzero.plan_of(late), make_gradients()

@@ -97,7 +97,7 @@ def test_threshold_is_told():
 
 @pytest.mark.unit
 def test_a_stored_shape_is_laid_out_as_the_logical_one():
-    """A state leaf that is no copy of a param is known by its shape alone, the logical or the stored one."""
+    """A state leaf that is not a copy of a param is known by its shape alone, the logical or the stored one."""
     plan = plan_for("resnet50", 1024)
     rng = np.random.default_rng(0)
     for shape in rng.integers(1, 3000, (300, 3)).tolist():

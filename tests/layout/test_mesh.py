@@ -193,7 +193,7 @@ def test_wrong_kinds():
         jzero.mesh(pod="h200")
     with pytest.raises(ValueError, match="axis 'data' is given twice"):
         jzero.mesh({"data": 4}, data=2)
-    with pytest.raises(TypeError, match=r"'device_per_host' is no option\. Did you mean 'devices_per_host'"):
+    with pytest.raises(TypeError, match=r"'device_per_host' is not an option\. Did you mean 'devices_per_host'"):
         jzero.mesh(replica="hosts", data="host", device_per_host=4)
     assert jzero.mesh(model=2, pipe=-1).shape == {"model": 2, "pipe": 4}  # not taken for pod=
     with pytest.raises(ValueError, match="devices_per_host=3"):

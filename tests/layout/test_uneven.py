@@ -97,7 +97,7 @@ OPTIMIZERS = {
 def test_equals_the_plain_run(name, n, stage):
     tx = OPTIMIZERS[name]()
     state, plain, grads = run_both(create(tx), create(tx), stage, n, batch(n))
-    assert set(specs(grads)) == {P()}  # results of the step that are no state stay whole
+    assert set(specs(grads)) == {P()}  # results of the step that are not state stay whole
     if name == "adamw":  # every moment is split, whatever its shape
         assert P() not in specs([x for x in jax.tree.leaves(state.opt_state) if x.ndim])
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.opt_state))

@@ -165,7 +165,7 @@ def test_stack_gathered_before_the_loop():
     found = found_in(state, plan, step, batch=tokens(512))
     finding = found["weights_not_gathered_on_use"]
     stacks = sum(x.nbytes for x in plan.layouts if x.scanned and len(x.shape) == 3)
-    assert "of layers are gathered whole" in finding.text  # and that they are kept is no finding of its own
+    assert "of layers are gathered whole" in finding.text  # and that they are kept is not a finding of its own
     assert finding.bytes >= stacks
 
 

@@ -118,7 +118,7 @@ def test_an_average_that_is_whole(mesh):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_average_of_a_param_whose_state_is_padded(stage, mesh):
-    """The optimizer state alone is padded: `shard` keeps such an average whole, which is no fault."""
+    """The optimizer state alone is padded: `shard` keeps such an average whole, which is not a fault."""
 
     def create(of=lambda params: params):
         params = {"odd": jnp.ones((129, 131)), "even": jnp.ones((131, 256))}

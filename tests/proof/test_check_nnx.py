@@ -307,3 +307,30 @@ def test_a_tied_table_whose_gradients_nobody_adds(stage):
     remedy, *_ = finding.remedy.removeprefix("loss_fn = ").partition(", or ")
     found = findings(program(eval(remedy, {"jzero": jzero, "loss_fn": loss_fn, "plan": plan})), plan)
     assert (found, found.notes) == ((), ())
+
+
+class Average(nnx.Variable):
+    """Of a param; not trained."""
+
+
+def test_a_step_that_never_updates_a_model_with_an_average():
+    """Without an update params are known by their shapes alone, which are those of the average too."""
+    pod = jzero.pod("h200")
+
+    def averaged():
+        model, optimizer = create(False)
+        params = nnx.as_pure(nnx.state(model, nnx.Param))
+        model.average = nnx.data(jax.tree.map(Average, params))
+        return model, optimizer
+
+    pair = jzero.abstract(averaged, stage=2, mesh=pod.mesh({"data": 8}), min_shard_bytes=0)
+    plan = jzero.plan_of(pair)
+
+    def step(model, optimizer, x):
+        return jzero.value_and_grad(loss_of, plan, accumulate=2)(model, x)[0]
+
+    x = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+    program = pod.compile(jzero.jit(step, plan), *pair, x, compiler_options=QUICK)
+    (finding,) = findings(program, plan)
+    assert finding.kind == "not_trained"
+    assert "never updates" in finding.text

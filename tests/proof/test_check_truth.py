@@ -69,7 +69,7 @@ def test_a_step_for_a_pod_that_neither_returns_nor_donates_its_state():
 
 @pytest.mark.pod
 def test_an_optimizer_that_mixes_the_dims_of_a_matrix(monkeypatch):
-    """Muon: its exchange is no fault and in the estimate; what is left to XLA is named, and the remedy helps."""
+    """Muon: its exchange is not a fault and in the estimate; what is left to XLA is named, and the remedy helps."""
 
     def create():
         return TrainState.create(

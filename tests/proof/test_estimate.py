@@ -56,12 +56,14 @@ def test_accumulation(stage, psi):
     ("stage", "uses", "psi"),
     [
         (1, ["lookup", "matmul"], 2),  # one gradient, reduced by the update
-        (2, ["lookup", "matmul"], 3), (2, ["lookup"], 2),
+        (2, ["lookup", "matmul"], 2), (2, ["lookup"], 2),  # the same: all gradients are less than a bucket
         (3, ["matmul"], 3), (3, ["lookup"], 2), (3, ["lookup", "matmul"], 5), (3, ["matmul", "matmul"], 6),
     ],
 )  # fmt: skip
 def test_each_use_is_gathered_and_reduced_by_itself(stage, uses, psi):
     assert jzero.estimate(plan_of(stage), uses={"['w']": uses}).wire_psi == psi
+    if (stage, len(uses)) == (2, 2):  # reduced by each, where they are made
+        assert jzero.estimate(plan_of(stage, bucket_bytes=2**10), uses={"['w']": uses}).wire_psi == psi + 1
 
 
 @pytest.mark.unit

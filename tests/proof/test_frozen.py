@@ -17,7 +17,7 @@ BASE = LAYERS * DIM * DIM * 4
 
 
 def frozen_below(tx):
-    """The remedy: all weights are params, and the optimizer freezes those that are no adapters."""
+    """All weights are params, and the optimizer freezes those that are not adapters."""
 
     def labels(params):
         word = lambda path, _: "trained" if "lora" in jax.tree_util.keystr(path) else "frozen"  # noqa: E731
@@ -57,8 +57,8 @@ def beside_the_state():
     return TrainState.create(apply_fn=apply_fn, params={"lora": adapters()}, tx=TX)
 
 
-def among_the_params():
-    return TrainState.create(apply_fn=apply_fn, params={"lora": adapters(), "base": weights()}, tx=FROZEN)
+def among_the_params(tx=TX):
+    return TrainState.create(apply_fn=apply_fn, params={"lora": adapters(), "base": weights()}, tx=tx)
 
 
 def step(state, batch, base=None):
@@ -70,8 +70,8 @@ def step(state, batch, base=None):
     return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
 
 
-def found_in(create, mesh, stage=3, **arguments):
-    state = jzero.abstract(create, stage=stage, mesh=mesh, min_shard_bytes=0)
+def found_in(create, mesh, stage=3, trainable=None, **arguments):
+    state = jzero.abstract(create, stage=stage, mesh=mesh, min_shard_bytes=0, trainable=trainable)
     plan = jzero.plan_of(state)
     whole = {
         k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(jax.P()))
@@ -91,19 +91,28 @@ def test_a_base_below_adapters(create, arguments, mesh):
         "3 arrays that are not trained, 196.61 kB, lie whole on every device, beside 12.29 kB" in finding.text
     )
     assert "['w0'][128,128]" in finding.text
-    assert "optax.multi_transform" in finding.remedy
+    assert "trainable=lambda path, leaf: 'lora' in path" in finding.remedy
     assert found_in(create, mesh, stage=2, **arguments)[0] == ()  # where all params are whole
 
 
-def test_the_remedy_splits_them(mesh):
-    found, held = found_in(among_the_params, mesh)
+@pytest.mark.parametrize("way", ["the remedy", "by the optimizer"])
+def test_the_remedy_splits_them(way, mesh):
+    filter_ = lambda path, leaf: "lora" in path  # noqa: E731 - as the remedy has it
+    given = (among_the_params, filter_) if way == "the remedy" else (lambda: among_the_params(FROZEN), None)
+    found, held = found_in(given[0], mesh, trainable=given[1])
     assert found == ()
     assert held < BASE // 8 + 3 * (2 * LAYERS * DIM * RANK * 4) // 8 + 8 * DIM * 4 + 64
 
 
+class Buffer(nnx.Variable):
+    """A weight that is not an `nnx.Param`."""
+
+
 class Adapted(nnx.Module):
-    def __init__(self, rngs):
-        layers = (nnx.LoRALinear(DIM, DIM, lora_rank=RANK, use_bias=False, rngs=rngs) for _ in range(LAYERS))
+    def __init__(self, rngs, kind):
+        layers = [nnx.LoRALinear(DIM, DIM, lora_rank=RANK, use_bias=False, rngs=rngs) for _ in range(LAYERS)]
+        for layer in layers:
+            layer.kernel = kind(layer.kernel.get_value())
         self.layers = nnx.List(layers)
 
     def __call__(self, x):
@@ -113,9 +122,9 @@ class Adapted(nnx.Module):
 
 
 def test_nnx(mesh):
-    def found(tx, wrt):
+    def found(tx, wrt, kind=nnx.Param):
         def create():
-            model = Adapted(nnx.Rngs(0))
+            model = Adapted(nnx.Rngs(0), kind)
             return model, nnx.Optimizer(model, tx, wrt=wrt)
 
         pair = jzero.abstract(create, stage=3, mesh=mesh, min_shard_bytes=0)
@@ -128,7 +137,7 @@ def test_nnx(mesh):
         x = jax.ShapeDtypeStruct((64, DIM), jnp.float32, sharding=plan.batch)
         return jzero.findings(nnx.jit(step, donate_argnums=(0, 1)).lower(*pair, x).compile(), plan)
 
-    (finding,) = found(TX, nnx.LoRAParam)
+    (finding,) = found(TX, nnx.LoRAParam, Buffer)
     assert (finding.kind, finding.bytes) == ("state_too_large", BASE)
-    assert "wrt=nnx.Param" in finding.remedy
-    assert found(FROZEN, nnx.Param) == ()
+    assert "an nnx.Param, and wrt=nnx.LoRAParam" in " ".join(finding.remedy.split())
+    assert found(TX, nnx.LoRAParam) == found(FROZEN, nnx.Param) == ()

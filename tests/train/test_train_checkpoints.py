@@ -207,7 +207,7 @@ def test_an_empty_last_step_names_the_good_one(whole, tmp_path):
     config = dataclasses.replace(CONFIG, out=tmp_path / "run", resume=True)
     folder = config.out / "checkpoints"
     (folder / "30").mkdir(parents=True)
-    message = rf"--resume: step 30 is no checkpoint of a run. .*{folder}/30 is no checkpoint of a state"
+    message = rf"--resume: step 30 is not a checkpoint of a run. .*{folder}/30 is not a checkpoint of a state"
     with pytest.raises(ValueError, match=message) as caught:
         gpt.prepare(config)
     assert "--resume-step" not in str(caught.value)  # there is none

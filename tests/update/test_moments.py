@@ -97,7 +97,7 @@ def narrowed(tx):
         (optax.sgd(1e-3), []),
         (optax.adafactor(1e-3), ["[0].v.b", "[0].v.w"]),
         (optax.adagrad(1e-3), ["[0].sum_of_squares.b", "[0].sum_of_squares.w"]),
-        # averages of params are no moments
+        # averages of params are not moments
         (contrib.schedule_free_sgd(1e-3), []),
     ],
 )

@@ -34,7 +34,7 @@ def find(
       coordinator, processes, process_id: the flags; they go before the variables.
 
     Raises:
-      ValueError: a part is missing or is no number, with the flag or the variable that gives it.
+      ValueError: a part is missing or is not a number, with the flag or the variable that gives it.
     """
     mpi, srun = "OMPI_COMM_WORLD_RANK" in os.environ, "SLURM_STEP_NUM_TASKS" in os.environ
     size = "OMPI_COMM_WORLD_SIZE" if mpi else "SLURM_STEP_NUM_TASKS"  # not of a batch script, which is one process

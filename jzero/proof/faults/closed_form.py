@@ -10,6 +10,7 @@ does not split. Micro-batches are counted in the program; a loop that is taken f
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from jzero.comm import comm_of
 from jzero.comm.exchange import MatrixExchange
 from jzero.comm.uses import DEFAULT
 from jzero.core.errors import human_bytes
-from jzero.layout.leaf_rule import Layout
+from jzero.layout.leaf_rule import Frozen, Layout
 from jzero.layout.specs import axis_of
 from jzero.proof.collectives import Site
 from jzero.proof.evidence import REDUCES, Evidence
@@ -59,11 +60,12 @@ def more_than_closed_form(e: Evidence) -> Faults:
     if (bytes_ := _compared(e)) is None:
         return
     rows, planned, sent, closed, psi = bytes_
-    if sent - closed <= SHARE_MORE * max(closed, psi):  # less than one Psi: all is small change
+    extra = _of_kept(e, e.micro_batches)
+    if sent - closed - extra <= SHARE_MORE * max(closed, psi):  # less than one Psi: all is small change
         return
     found = [row for row in _excess(e, rows, planned) if row[-1] > SHARE_ROW * psi]
     rows_moved = any(primitive_of(where) in ROWS for _, where, _ in found)
-    tied = [x for x in e.plan.layouts if is_tied(e, x) and found and x.name in found[0][0]]
+    tied = [x for x in e.plan.layouts if is_tied(e, x) and found and x.name in found[0][0]]  # it is named first
     if tied and not e.plan.config.row.params:
         remedy = (
             "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned: at "
@@ -119,11 +121,21 @@ def _sent(e: Evidence) -> Iterator[tuple[Site, int, float]]:
 def _planned(e: Evidence, times: int) -> Iterator[tuple[Layout, bool, float]]:
     """For each param its gathers, and its reductions (True)."""
     comm, zero = comm_of(e.plan), set(e.plan.config.axes)
+    # at stages 0 and 1 gradients are reduced once, unless `reduce="microbatch"` was asked for
+    asked = not e.plan.config.row.grads and any(s.scope == "microbatch" for s in e.over_zero_axes(*REDUCES))
     for x in e.plan.layouts:
         of = x, times, (e.uses or {}).get(x.name, DEFAULT)
         gathers = itertools.chain(comm.updates.wire(x), comm.weights.wire(*of))
         for reduces, sent in ((True, comm.gradients.wire(*of)), (False, gathers)):
-            yield x, reduces, sum(size for axes, size in sent if zero & set(map(axis_of, axes)))
+            size = sum(size for axes, size in sent if zero & set(map(axis_of, axes)))
+            yield x, reduces, size * (times if reduces and asked else 1)
+
+
+def _of_kept(e: Evidence, times: int) -> float:
+    """Gradients of params that the optimizer leaves as they are: XLA drops them, unless the step reads them."""
+    comm = comm_of(e.plan)
+    kept = (dataclasses.replace(x, frozen=None) for x in e.plan.layouts if x.frozen is Frozen.KEPT)
+    return sum(size for x in kept for _, size in comm.gradients.wire(x, times, (e.uses or {}).get(x.name, DEFAULT)))
 
 
 def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
@@ -141,7 +153,8 @@ def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
     for key in sorted(largest, key=lambda key: -total[key]):
         s = largest[key][1]
         array = f"{s.dtype}[{','.join(map(str, max(e.dims(s), key=len)))}]"
-        what = names_text(groups[key[0]][0]).removesuffix(".") if key[0] in groups else array
+        some = sorted(groups[key[0]][0], key=lambda x: not is_tied(e, x)) if key[0] in groups else []
+        what = names_text(some).removesuffix(".") if some else array
         found.append((f"{what} in {s.op}", equation(e, s), total[key]))
     return found
 

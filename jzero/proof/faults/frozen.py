@@ -29,10 +29,9 @@ def frozen_whole(e: Evidence) -> Faults:
         f"{'lies' if len(found) == 1 else 'lie'} whole on every device, beside {human_bytes(e.plan.param_bytes)} of "
         f"params that are split: {names_text(found)}",
         size,
-        "frozen weights among the params, which are split and gathered on use, and frozen by the optimizer: "
-        'tx = optax.multi_transform({"trained": tx, "frozen": optax.set_to_zero()}, labels), with labels a function '
-        "from the params to a tree of these words (NNX: wrt=nnx.Param). They have no moments, and XLA drops their "
-        "gradients.",
+        "frozen weights among the params, which are split and gathered on use, with a filter that names the trained "
+        "ones: state = jzero.shard(state, ..., trainable=lambda path, leaf: 'lora' in path). NNX: each of them an "
+        "nnx.Param, and wrt=nnx.LoRAParam or whatever is trained. They have no gradient, no master and no moments.",
     )
 
 

@@ -60,7 +60,7 @@ RULES = (
          (*LOST, *WRONG_BATCH, weights.weights_in_loop), wire=True),
     Rule("reduction_per_microbatch", steps.reduction_per_microbatch,
          unless=(*WRONG_BATCH, weights.weights_in_loop), wire=True),
-    Rule("state_too_large", state.state_whole),
+    Rule("state_too_large", state.state_whole, unless=LOST),  # without an update params are known by shapes alone
     Rule("state_too_large", weights.whole_leaves),
     Rule("state_too_large", frozen.frozen_whole),
     Rule("state_too_large", held.more_memory_than_closed_form),

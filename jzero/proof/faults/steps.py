@@ -80,7 +80,7 @@ def batch_not_split(e: Evidence) -> Faults:
 
 def grads_all_reduced(e: Evidence) -> Faults:
     """Gradients that are whole on every device where a reduce-scatter was planned."""
-    if e.split_stacks or not e.plan.config.row.grads or not e.split:
+    if e.split_stacks or not e.plan.config.row.grads or not elements(e):
         return
     sites = [
         s
@@ -90,7 +90,7 @@ def grads_all_reduced(e: Evidence) -> Faults:
     rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
     allowed = sum(e.local(x) * (1 if x.vector else 2) for x in others) + 2 * e.others
-    smallest = min(e.local(x, sliced=True) for x in e.split)
+    smallest = min(e.local(x, sliced=True) for x in e.split if x.frozen is None)
     total = sum(n for _, n in rows) - allowed
     if total > SHARE_GRADS * elements(e) and any(sum(e.parts(s)) >= smallest for s, _ in rows):
         yield (
@@ -132,7 +132,7 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
     )  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
     tied = sum(e.local(x) for x in e.split if is_tied(e, x))  # `more_than_closed_form` names these
-    rounds = sum(n for _, n in rows) / (elements(e) + e.others + tied) if e.split else 0
+    rounds = sum(n for _, n in rows) / (elements(e) + e.others + tied) if elements(e) else 0
     if rounds >= ROUNDS * e.micro_batches and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (

@@ -25,6 +25,7 @@ def _not_returned(e: Evidence) -> Faults:
         yield from _gradients_not_returned(e)
         return
     mine = [x for x in e.leaves if x.is_param or x.in_opt_state or x.layout is not None]
+    mine = [x for x in mine if x.layout is None or x.layout.frozen is None or x.returned is not None]
     here = {x.number_of_argument for x in mine if x.is_param}
     mine = [x for x in mine if x.is_param or x.in_opt_state or x.number_of_argument not in here]
     lost = [x for x in mine if x.returned is None]
@@ -49,7 +50,8 @@ def _unchanged(e: Evidence) -> Faults:
     One that returns gradients leaves the update to another function.
     """
     optimizer = any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in e.leaves)
-    trains = optimizer and (e.module.has_backward or e.uses or (e.record and e.record.updates))
+    known = e.record is not None and (e.record.updates or e.record.has_backward)  # which XLA may have dropped
+    trains = optimizer and (e.module.has_backward or e.uses or known)
     if not trains or e.others or e.plan.config.updates_outside:
         return
     numbers, returned = parameter_numbers(e.compiled), _passed_on(e.module)
@@ -75,7 +77,8 @@ def _gradients_not_returned(e: Evidence) -> Faults:
     """The same for an update outside of the program, which takes the gradients that this one returns."""
     given = collections.Counter(math.prod(x.dims) for x in e.results)
     lost = []
-    for x in sorted(e.plan.layouts, key=lambda x: -x.nbytes):
+    layouts = e.plan.trained.layouts
+    for x in sorted(layouts, key=lambda x: -x.nbytes):
         parts = (shard_factor(x.grad, e.plan.mesh), shard_factor(x.used, e.plan.mesh))
         size = next((x.size // n for n in parts if given[x.size // n]), None)
         if size is None:
@@ -84,7 +87,7 @@ def _gradients_not_returned(e: Evidence) -> Faults:
             given[size] -= 1
     if lost:
         yield (
-            f"the update runs outside of this program, and {len(lost)} of {len(e.plan.layouts)} gradients do not come "
+            f"the update runs outside of this program, and {len(lost)} of {len(layouts)} gradients do not come "
             f"back from it: {names_text(lost)}",
             sum(x.nbytes for x in lost),
             "return the gradients of all params, and call apply_gradients (NNX: optimizer.update) on them outside of "

@@ -80,7 +80,7 @@ def stack_before_loop(e: Evidence) -> Faults:
             round(sum(s.wire_bytes * e.trips(s) for s in sites)),
             "leave that dim of the stack out of its layout (None), and jzero splits another one."
             + (
-                ' Where it is no stack (its shape alone was looked at): scan_axes={"path of the param": None}.'
+                ' Where it is not a stack (its shape alone was looked at): scan_axes={"path of the param": None}.'
                 if any(x.guessed for x in stacks)
                 else ""
             ),
@@ -129,7 +129,7 @@ def _is_slice(e: Evidence, x: Layout, s: Site, dims: tuple[int, ...], n: int) ->
 
 
 def _is_leaf_or_layer(e: Evidence, s: Site, dims: tuple[int, ...], n: int) -> bool:
-    """True for a tensor that may be a param that is no stack, or a layer of a stack, in a loop of as many rounds."""
+    """True for a tensor that may be a param that is not a stack, or a layer of a stack, in a loop of as many rounds."""
     for y in e.split:
         shape = y.layer_shape if y.scanned else y.shape
         if math.prod(shape) == n and _has_dims(s, dims, shape) and (not y.scanned or s.loops[-1:] == (y.layers,)):

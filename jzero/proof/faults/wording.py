@@ -28,8 +28,8 @@ NAMED = (
 
 
 def elements(e: Evidence) -> int:
-    """Elements of all split params as a device uses them."""
-    return sum(e.local(x) for x in e.split)
+    """Elements of all split params that are trained, as a device uses them: of their gradients."""
+    return sum(e.local(x) for x in e.split if x.frozen is None)
 
 
 def axes_text(axes: Iterable[str]) -> str:

@@ -84,7 +84,7 @@ class Chain:
 
     @property
     def placed_leaves(self) -> list[Any]:
-        """All leaves, abstract, with the shardings that they have when they are no handles."""
+        """All leaves, abstract, with the shardings that they have when they are not handles."""
         rows = zip(self.leaves, self.specs, self.kept, strict=True)
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=(self.plan.home if k else self.plan).sharding(spec))

@@ -61,7 +61,7 @@ def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> Z
 
 
 def state_of(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
-    """The user's state: `own` are the leaves that are no handles, None in the place of the others."""
+    """The user's state: `own` are the leaves that are not handles, None in the place of the others."""
     tier = chain.plan.config.tier
     place = "disk" if tier is not None and tier.tier == "disk" else "host"
     rows = zip(chain.leaves, own, chain.kept, strict=True)

@@ -16,7 +16,7 @@ def units_of(units: Sequence[FileUnit], *, where: str) -> tuple[FileUnit, ...]:
     """The units as a tuple, checked.
 
     Raises:
-      TypeError: one of them is no `FileUnit`.
+      TypeError: one of them is not a `FileUnit`.
       ValueError: two of them have the same name.
     """
     for unit in units:
@@ -31,7 +31,7 @@ def units_of(units: Sequence[FileUnit], *, where: str) -> tuple[FileUnit, ...]:
 
 
 def numbers(buffer_bytes: int, requests: int, *, where: str) -> None:
-    """Raises as `check_int` where these are no positive integers."""
+    """Raises as `check_int` where these are not positive integers."""
     check_int(buffer_bytes, "buffer_bytes", where=where, low=1)
     check_int(requests, "requests", where=where, low=1)
 

@@ -176,7 +176,7 @@ def plain(identity: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """An identity as it comes back from JSON.
 
     Raises:
-      TypeError: it is no mapping, or JSON cannot hold it.
+      TypeError: it is not a mapping, or JSON cannot hold it.
     """
     try:
         if not isinstance(identity, Mapping):

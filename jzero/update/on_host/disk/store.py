@@ -100,7 +100,7 @@ class DiskStore:
         Raises:
           ValueError: two units of one name, a unit larger than a quarter of the buffer, folders of another number of
             processes, or a store that is there already: nothing is overwritten.
-          TypeError: an identity that is no JSON.
+          TypeError: an identity that is not JSON.
           StoreInUse: another run has it open.
           OSError: the disk is full (says what is needed and free), or nothing can be written there.
         """

@@ -26,7 +26,7 @@ class FileUnit:
       arrays: a shape and the name of a dtype for each, those of ml_dtypes too: `(((1600, 30), "bfloat16"),)`.
 
     Raises:
-      TypeError, ValueError: a name that is no string, a shape of other than natural numbers, or no dtype.
+      TypeError, ValueError: a name that is not a string, a shape of other than natural numbers, or no dtype.
     """
 
     name: str

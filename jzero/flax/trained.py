@@ -1,0 +1,159 @@
+"""Which params of a state its optimizer takes: by `trainable=`, by `wrt=` of an NNX optimizer, or by its state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.core.dependence import sources_of_outputs
+from jzero.core.errors import counted, listing, typed_shape
+from jzero.flax import adapters
+from jzero.flax.adapters import Parts
+from jzero.flax.conversion import fresh_shapes, outline
+from jzero.layout.leaf_rule import path_keys
+from jzero.layout.placement import device_type
+from jzero.layout.trainable import checked_answers, left_out, trained_by, without
+from jzero.optim import is_wrapped
+
+
+def parts_of(state: Any, trainable: Any, *, where: str) -> Parts:
+    """The parts of a state, with what its optimizer takes.
+
+    Args:
+      state: of a known kind.
+      trainable: as `jzero.shard` takes it.
+      where: the caller, for the texts.
+
+    Raises:
+      TypeError: a kind of state or filter that jzero does not know.
+      ValueError: a filter that names no param, others than the optimizer trains, or others than those by which the
+        state is sharded.
+    """
+    parts = adapters.take_apart(state, where=where)
+    if trainable is None:
+        return parts if is_wrapped(parts.tx) or adapters.is_pair(state) else _by_state(parts)
+    trained = _by_filter(state, parts, trainable, where)
+    if is_wrapped(parts.tx):
+        if parts.trained != trained and not (parts.trained is None and all(trained)):
+            raise ValueError(
+                f"{where}: this state is sharded already, and trainable names other params than it was sharded with. "
+                "Leave trainable out, or shard the plain state."
+            )
+        return parts
+    if all(trained) or trained == parts.trained:
+        return parts
+    taken = parts.taken
+    rows = zip(trained, parts.trained or trained, strict=True)
+    given = [t for t, is_taken in rows if is_taken] if parts.trained else trained
+    return _narrowed(parts, taken, given, trained, where)
+
+
+def _by_filter(state: Any, parts: Parts, trainable: Any, where: str) -> tuple[bool, ...]:
+    """For each param whether the filter names it."""
+    if not adapters.is_pair(state) or isinstance(trainable, (bool, dict)):
+        trained = trained_by(trainable, parts.params, where=where)
+    else:
+        trained = _by_nnx_filter(state, trainable, where)
+    flat = jax.tree_util.tree_leaves_with_path(parts.params)
+    known = parts.trained if parts.trained is not None and not is_wrapped(parts.tx) else [True] * len(flat)
+    beyond = [
+        (jax.tree_util.keystr(k), typed_shape(x))
+        for (k, x), t, is_taken in zip(flat, trained, known, strict=True)
+        if t and not is_taken
+    ]
+    if beyond:
+        raise ValueError(
+            f"{where}: trainable names {counted(len(beyond), 'param')} that the optimizer does not train:\n"
+            f"{listing(beyond)}\nMake the optimizer with the same filter: nnx.Optimizer(model, tx, wrt=...)."
+        )
+    return tuple(trained)
+
+
+def _by_nnx_filter(state: Any, trainable: Any, where: str) -> list[bool]:
+    from flax import nnx
+
+    model, optimizer = state
+    boxed = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.Param))
+    flat = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    try:
+        named = nnx.filterlib.to_predicate(trainable)
+    except Exception:  # flax's own text fails for what is not a filter
+        return trained_by(trainable, nnx.as_pure(boxed), where=where)
+    found = [named(tuple(k.key for k in path), variable) for path, variable in flat]
+    return checked_answers(found, [(jax.tree_util.keystr(k), v.get_value()) for k, v in flat], where=where)
+
+
+def _by_state(parts: Parts) -> Parts:
+    """Those that the optimizer state is of, where it is one of a part of them."""
+    got = outline(parts.opt_state)
+    if got == outline(fresh_shapes(parts.tx, parts.params)):
+        return parts
+    names = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(parts.params)]
+    at = {keys: i for i, keys in enumerate(names)}
+    found = set()
+    for path, _ in jax.tree_util.tree_leaves_with_path(parts.opt_state):
+        keys = path_keys(path)
+        found.add(next((at[keys[i:]] for i in range(len(keys)) if keys[i:] in at), None))
+    trained = tuple(i in found for i in range(len(names)))
+    if all(trained) or not any(trained):
+        return parts
+    narrow = _narrowed(parts, parts.params, trained, trained, "jzero")
+    fits = got == outline(fresh_shapes(parts.tx, narrow.taken))
+    return narrow if fits else parts
+
+
+def _narrowed(parts: Parts, taken: Any, given: Sequence[bool], trained: Sequence[bool], where: str) -> Parts:
+    """The parts with an optimizer that takes some of the params.
+
+    Args:
+      parts: of a plain state.
+      taken: the params that a step hands the optimizer.
+      given: for each of these whether it is trained.
+      trained: the same for each param.
+      where: the caller, for the text.
+
+    Returns:
+      With the structure that the optimizer state is of. Where it is of all params, its leaves of frozen ones are left
+      out.
+
+    Raises:
+      ValueError: leaves of a state of all params that are computed from frozen ones and trained ones.
+    """
+    forms = [parts.replace(trained=tuple(trained), trained_tree=f(taken, given)) for f in (without, left_out)]
+    shapes = [fresh_shapes(parts.tx, form.taken) for form in forms]
+    own = jax.tree.structure(parts.opt_state)
+    for form, fresh in zip(forms, shapes, strict=True):
+        if jax.tree.structure(fresh) == own and outline(fresh) == outline(parts.opt_state):
+            return form
+    flat = jax.tree_util.tree_leaves_with_path(parts.opt_state)
+    by_path = {jax.tree_util.keystr(k): x for k, x in flat}
+    wanted, tree = jax.tree_util.tree_flatten_with_path(shapes[0])
+    found = [by_path.get(jax.tree_util.keystr(k)) for k, _ in wanted]
+    same = [x is not None and np.shape(x) == tuple(w.shape) for x, (_, w) in zip(found, wanted, strict=True)]
+    if not all(same):
+        return forms[0]
+    _check_apart(parts.tx, taken, given, {jax.tree_util.keystr(k) for k, _ in wanted}, where)
+    return forms[0].replace(opt_state=tree.unflatten(found))
+
+
+def _check_apart(tx: Any, params: Any, trained: Sequence[bool], kept: Collection[str], where: str) -> None:
+    """Raises ValueError for leaves of the state of all params that are to be kept and are made of frozen ones too."""
+    shapes = jax.tree.map(device_type, params)
+    flat = jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, shapes))
+    sources = sources_of_outputs(lambda params: jax.tree.leaves(tx.init(params)), shapes)
+    frozen = {i for i, t in enumerate(trained) if not t}
+    mixed = [
+        (jax.tree_util.keystr(k), typed_shape(x))
+        for (k, x), found in zip(flat, sources, strict=True)
+        if jax.tree_util.keystr(k) in kept and found & frozen
+    ]
+    if mixed:
+        raise ValueError(
+            f"{where}: the optimizer state is of all params, and {counted(len(mixed), 'leaf', 'leaves')} of it would "
+            f"not be the same of the trained ones alone, since tx.init computes it from frozen ones too:\n"
+            f"{listing(mixed)}\nMake the state of the trained params: opt_state=tx.init(own), with None in own in "
+            "place of each frozen param."
+        )
