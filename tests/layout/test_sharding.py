@@ -130,7 +130,7 @@ def test_micro_batches_refuse_what_cannot_be_cut(mesh):
     for call in (plan.micro_batches, jax.jit(plan.micro_batches, static_argnums=1)):
         with pytest.raises(ValueError, match=message):
             call(bad, 4)
-    with pytest.raises(TypeError, match="no arrays"):
+    with pytest.raises(TypeError, match="not arrays"):
         plan.micro_batches([1, 2], 4)
     with pytest.raises(ValueError, match="k=0"):
         plan.micro_batches(bad, 0)
