@@ -131,9 +131,11 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
         s for s in e.over_zero_axes(*REDUCES) if s.scope != "microbatch" and not e.is_optimizers(s)
     )  # asked for
     rows = [(s, e.gradients(s) * e.trips(s)) for s in sites]
-    tied = sum(e.local(x) for x in e.split if is_tied(e, x))  # `more_than_closed_form` names these
-    rounds = sum(n for _, n in rows) / (elements(e) + e.others + tied) if elements(e) else 0
-    if rounds >= ROUNDS * e.micro_batches and not e.split_stacks:
+    values, once = sum(n for _, n in rows), elements(e) + e.others
+    tied = sum(e.local(x) for x in e.split if is_tied(e, x))
+    least = values / max(once + tied, 1)  # a tied table that is reduced for each use: `more_than_closed_form`
+    rounds = values / max(once, 1)
+    if least >= ROUNDS * e.micro_batches and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (
             f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch or call of the model, where "
