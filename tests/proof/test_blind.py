@@ -57,7 +57,7 @@ def whole_gradients():
 
 
 ATTACKS = {
-    "an opcode": (r" (all-gather|reduce-scatter)(-start|-done)?\(", r" super-\1\2(", "no known collective"),
+    "an opcode": (r" (all-gather|reduce-scatter)(-start|-done)?\(", r" super-\1\2(", "not a known collective"),
     "a notation": (r"replica_groups=(\[[^ ]*|mesh\[[^ ]* \S+)", "replica_groups=ring(8),", "no replica groups"),
     "trip counts": (r'"known_trip_count":\{"n":"\d+"\}', '"unroll":1', "whose trip count XLA does not know"),
     "a memory space": (r"(f32\[\d+\]\{0)\}", r"\1:S(9)}", "memory space S(9)"),
