@@ -21,10 +21,15 @@ def _reshaped(eqn: Any, dim: int) -> int | None:
 
 
 def dims_in_order(eqn: Any) -> list[int]:
-    """The dims of the operand that a transpose or a squeeze keeps, in the order in which its result has them."""
-    if eqn.primitive.name == "transpose":
-        return list(eqn.params["permutation"])
-    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in eqn.params["dimensions"]]
+    """The dims of the operand that an equation keeps, in the order in which its results have them.
+
+    A transpose puts them in another order, a squeeze and an unstack drop some; any other keeps all of them.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "transpose":
+        return list(params["permutation"])
+    dropped = params["dimensions"] if name == "squeeze" else [params["axis"]] if name == "unstack" else []
+    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in dropped]
 
 
 def _reordered(eqn: Any, dim: int) -> int | None:

@@ -90,13 +90,13 @@ def call(evaluate: Callable[..., Any], fn: Callable[..., Any], *args) -> Any:
     """
     from flax import nnx
 
-    def is_node(x):
-        return isinstance(x, nnx.Variable) or nnx.graphlib.is_graph_node(x)
+    def holds_arrays(x):
+        return is_node(x) or is_variable(x)
 
     def pure(*trees):
         inner = nnx.from_tree(trees, ctxtag=_TAG, is_inner=True)
         out = fn(*inner)
-        nodes = jax.tree.map(lambda x: x if is_node(x) else None, inner, is_leaf=is_node)
+        nodes = jax.tree.map(lambda x: x if holds_arrays(x) else None, inner, is_leaf=holds_arrays)
         return nnx.to_tree((nodes, out), ctxtag=_TAG)
 
     with nnx.update_context(_TAG):
@@ -190,7 +190,7 @@ class Apart:
         after = [k for k, _ in jax.tree_util.tree_flatten_with_path(new)[0]]
         before, now = ({jax.tree_util.keystr(k[1:]).split(".value")[0] for k in some} for some in (self.paths, after))
         names = sorted(before ^ now)
-        what = f"the Variables {', '.join(names[:8])}" if names else "attributes that are no Variables"
+        what = f"the Variables {', '.join(names[:8])}" if names else "attributes that are not Variables"
         return (
             f"{self._where}: the loss adds, removes or replaces {what} of an NNX object. From micro-batch to "
             "micro-batch its structure must stay the same: return such values as aux (has_aux=True), or create the "

@@ -45,10 +45,8 @@ def parts_of(state: Any, trainable: Any, *, where: str) -> Parts:
         return parts
     if all(trained) or trained == parts.trained:
         return parts
-    taken = parts.taken
-    rows = zip(trained, parts.trained or trained, strict=True)
-    given = [t for t, is_taken in rows if is_taken] if parts.trained else trained
-    return _narrowed(parts, taken, given, trained, where)
+    given = [t for t, is_taken in zip(trained, parts.trained or [True] * len(trained), strict=True) if is_taken]
+    return _narrowed(parts, parts.taken, given, trained, where)
 
 
 def _by_filter(state: Any, parts: Parts, trainable: Any, where: str) -> tuple[bool, ...]:

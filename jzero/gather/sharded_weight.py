@@ -18,7 +18,7 @@ from jzero.core.carriers import carried, value_of
 from jzero.core.dims import dims_in_order
 from jzero.core.linear import linear
 from jzero.gather.host_weight import Entry, OnHost
-from jzero.layout.specs import P
+from jzero.layout.specs import P, split_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Weight:
     @property
     def split_dims(self) -> frozenset[int] | None:
         """The dims that a layout of it splits; None for one in host memory, which is fetched before it is cut."""
-        layouts = (self.stored, self.used, self.grad)
-        return None if self.host else frozenset(i for spec in layouts for i, entry in enumerate(spec) if entry)
+        return None if self.host else split_dims(self.stored, self.used, self.grad)
 
     @property
     def nbytes(self) -> int:
@@ -227,20 +226,13 @@ def _stopped(eqn, weight: Weight):
 
 def _moved(eqn, weight: Weight):
     """A transpose, or a squeeze."""
-    order, ndim = dims_in_order(eqn), len(weight.shape)
     shard, host = weight.through(eqn)
-    moved = weight.map(shard, lambda spec: P(*(_padded(spec, ndim)[i] for i in order)))
-    return dataclasses.replace(moved, host=host)
+    return dataclasses.replace(weight.map(shard, _layout_after(eqn, weight)), host=host)
 
 
 def pieces(eqn, weight: Weight) -> list[Weight]:
     """Parts of a weight that an equation of `PIECES` cuts out of its shard."""
-    drop = eqn.params["axis"] if eqn.primitive.name == "unstack" else None
-
-    def change(spec: PartitionSpec) -> PartitionSpec:
-        return P(*(entry for i, entry in enumerate(spec) if i != drop))
-
-    return [weight.map(shard, change) for shard in jaxprs.bind(eqn, [weight.shard])]
+    return [weight.map(shard, _layout_after(eqn, weight)) for shard in jaxprs.bind(eqn, [weight.shard])]
 
 
 def is_cut_on_shard(eqn, split: frozenset[int] | None) -> bool:
@@ -252,6 +244,12 @@ def is_cut_on_shard(eqn, split: frozenset[int] | None) -> bool:
         return eqn.params["axis"] not in split
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     return all(before[i] == after[i] for i in split)
+
+
+def _layout_after(eqn, weight: Weight) -> Callable[[PartitionSpec], PartitionSpec]:
+    """What an equation makes of a layout of the weight: its dims in their new order."""
+    order, ndim = dims_in_order(eqn), len(weight.shape)
+    return lambda spec: P(*(_padded(spec, ndim)[i] for i in order))
 
 
 def _padded(spec: PartitionSpec, ndim: int) -> list[Any]:

@@ -68,7 +68,9 @@ class WeightGraph(Graph):
         if weights and self.stays(node):
             self.parent.update(dict.fromkeys(node.outs, weights[0]))
             if weights[0] in self.split:
-                self.split.update(dict.fromkeys(node.outs, _split_after(node.eqn, self.split[weights[0]])))
+                split = self.split[weights[0]]
+                after = frozenset(i for i, dim in enumerate(dims_in_order(node.eqn)) if dim in split)
+                self.split.update(dict.fromkeys(node.outs, after))
         if weights and node.name in (*REMAT, "cond", "scan"):
             operands = node.ins[bodies(node.eqn)[1] :]
             find = handed_by_scan if node.name == "scan" else handed_through
@@ -166,16 +168,6 @@ class WeightGraph(Graph):
         """True for an array of floating numbers."""
         aval = self.avals[value]
         return bool(np.ndim(aval)) and issubdtype(aval.dtype, np.inexact)
-
-
-def _split_after(eqn: Any, split: frozenset[int]) -> frozenset[int]:
-    """The split dims of a weight after an equation on its shard."""
-    name = eqn.primitive.name
-    if name in ("transpose", "squeeze"):
-        return frozenset(i for i, dim in enumerate(dims_in_order(eqn)) if dim in split)
-    if name == "unstack":
-        return frozenset(dim - (dim > eqn.params["axis"]) for dim in split)
-    return split
 
 
 def handed_by_scan(eqn: Any, weights: Sequence[bool]) -> list[int | None]:

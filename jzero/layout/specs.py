@@ -43,6 +43,11 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis_of(a) for a in named_axes(spec)))
 
 
+def split_dims(*specs: PartitionSpec) -> frozenset[int]:
+    """The dims that any of these layouts splits."""
+    return frozenset(i for spec in specs for i, entry in enumerate(spec) if entry)
+
+
 def axis_of(name: str) -> str:
     """The mesh axis that a sub-axis is a part of; the name itself for a mesh axis."""
     found = _SUB.fullmatch(name)

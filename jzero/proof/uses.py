@@ -24,6 +24,7 @@ from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.batches import MICRO_SCOPE
 from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.specs import split_dims
 from jzero.proof.arguments import find_plan, jitted_fn
 from jzero.proof.leaves import home_of_params, layouts_of, roles_of
 from jzero.proof.record import TraceRecord, record
@@ -61,7 +62,7 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
       computed on shards. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
 
     Raises:
-      TypeError: `step` is not a function, `plan` no plan, or there is none among the arguments.
+      TypeError: `step` is not a function, `plan` not a plan, or there is none among the arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
@@ -86,17 +87,13 @@ def uses_in(stage: Any, plan: Plan) -> Uses:
     params = _params_of(rows, plan, record(traced.jaxpr))
     weights, found = [x is not None for x in params], Uses()
     trained = [x is not None and x.frozen is None for x in params]
-    split = [None if x is None or plan.lives_on_host(x) else _split_dims(x) for x in params]
+    split = [None if x is None or plan.lives_on_host(x) else split_dims(x.stored, x.used, x.grad) for x in params]
     for at, uses in sorted(_Region().search(traced.jaxpr.jaxpr, weights, trained, split).items()):
         x = params[at]
         assert x is not None
         found[x.name] = found.get(x.name, ()) + tuple(uses)
     found.micro_batches = _micro_batches(traced.jaxpr.jaxpr)
     return found
-
-
-def _split_dims(x: Layout) -> frozenset[int]:
-    return frozenset(i for spec in (x.stored, x.used, x.grad) for i, entry in enumerate(spec) if entry)
 
 
 def _without_leading(dims: frozenset[int] | None) -> frozenset[int] | None:

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jzero.comm import comm_of
 from jzero.comm.exchange import MatrixExchange
@@ -63,9 +63,9 @@ def more_than_closed_form(e: Evidence) -> Faults:
     extra = _of_kept(e, e.micro_batches)
     if sent - closed - extra <= SHARE_MORE * max(closed, psi):  # less than one Psi: all is small change
         return
-    found = [row for row in _excess(e, rows, planned) if row[-1] > SHARE_ROW * psi]
-    rows_moved = any(primitive_of(where) in ROWS for _, where, _ in found)
-    tied = [x for x in e.plan.layouts if is_tied(e, x) and found and x.name in found[0][0]]  # it is named first
+    found = [row for row in _excess(e, rows, planned) if row.bytes > SHARE_ROW * psi]
+    rows_moved = any(primitive_of(row.where) in ROWS for row in found)
+    tied = [x for row in found[:1] for x in row.params if is_tied(e, x)]
     if tied and not e.plan.config.row.params:
         remedy = (
             "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned: at "
@@ -74,7 +74,7 @@ def more_than_closed_form(e: Evidence) -> Faults:
         )
     else:
         remedy = REMEDY + (f" {ACROSS}" if rows_moved else "")
-    listed = "; ".join(f"{what}: {human_bytes(size)} ({where})" for what, where, size in found[:MOST_NAMES])
+    listed = "; ".join(f"{row.what}: {human_bytes(row.bytes)} ({row.where})" for row in found[:MOST_NAMES])
     yield (
         f"{sent / psi:.2f} Psi are sent over {axes_text(e.plan.config.axes)} in a step, and the closed form says "
         f"{closed / psi:.2f}. Not in it: {listed or 'nothing large by itself'}{more_text(found)}.",
@@ -138,8 +138,17 @@ def _of_kept(e: Evidence, times: int) -> float:
     return sum(size for x in kept for _, size in comm.gradients.wire(x, times, (e.uses or {}).get(x.name, DEFAULT)))
 
 
-def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
-    """What is sent and not planned, by param (those of one size together) or array: what, where, bytes."""
+class _More(NamedTuple):
+    """What is sent and not planned: of which params (those of one size, tied tables first), in words, and where."""
+
+    params: list[Layout]
+    what: str
+    where: str
+    bytes: float
+
+
+def _excess(e: Evidence, rows, planned) -> list[_More]:
+    """What is sent and not planned, by param (those of one size together) or array; the largest first."""
     groups = _by_size(e)
     total: dict[tuple[int, bool], float] = collections.defaultdict(float)
     largest: dict[tuple[int, bool], tuple[float, Site]] = {}
@@ -155,7 +164,7 @@ def _excess(e: Evidence, rows, planned) -> list[tuple[str, str, float]]:
         array = f"{s.dtype}[{','.join(map(str, max(e.dims(s), key=len)))}]"
         some = sorted(groups[key[0]][0], key=lambda x: not is_tied(e, x)) if key[0] in groups else []
         what = names_text(some).removesuffix(".") if some else array
-        found.append((f"{what} in {s.op}", equation(e, s), total[key]))
+        found.append(_More(some, f"{what} in {s.op}", equation(e, s), total[key]))
     return found
 
 

@@ -53,6 +53,6 @@ def _is_frozen(e: Evidence, x: Argument) -> bool:
 def _other_trains(e: Evidence) -> bool:
     """True for a step of two models, the other one's plan not known."""
     if e.record is not None and e.record.updates:
-        return len(e.record.of(e.plan)) < len(e.record.updates)
+        return bool(e.record.others(e.plan))
     results = [path for path, _ in jax.tree_util.tree_leaves_with_path(e.compiled.output_shardings)]
     return bool(other_trained_params(argument_shardings(e.compiled), results, e.plan))
