@@ -41,7 +41,7 @@ from gpu_parts.process import append, command, driver_of, end_group
 
 RESERVE = 5.0  # seconds for the last page
 LEAST = 3.0  # seconds in which no case is begun
-SPEAKS = re.compile(r"^(?![IW]\d{4} |WARNING: All log).*\S")  # a line that is none of XLA's own log
+SPEAKS = re.compile(r"^(?![IW]\d{4} |WARNING: All log).*\S")  # a line that is not from XLA's own log
 SHOWN = ("XLA_", "JAX_", "NCCL_", "CUDA_VISIBLE", "NPROC")
 
 

@@ -279,8 +279,8 @@ class ZeroConfig:
             )
         elif self.updates == "delta":
             why = (
-                'and updates="delta" exclude each other: the sum of a param in host memory and a difference in device '
-                "memory is none in JAX. Leave updates out"
+                'and updates="delta" exclude each other: JAX has no sum of a param in host memory and a difference in '
+                "device memory. Leave updates out"
             )
         if why:
             raise ValueError(f"{where} {why}.")

@@ -170,7 +170,8 @@ class Plan:
     def kind_of(self, path: str, shape: tuple[int, ...] | None = None) -> str:
         """What an argument of a step is: "params", "opt_state" or "rest", from its path (`[0][0].params['w']`).
 
-        Params that are a bare array have no name; with `shape` what has another one is none of them, nor its state.
+        Params that are a bare array have no name; with `shape`, an argument of another shape is neither a param nor
+        its state.
         """
         check_kind(path, "path", str, "the path of a leaf, a string", where="plan.kind_of")
         names = [x.name for x in self.layouts if x.keys or shape in (None, x.shape, x.state_shape)]

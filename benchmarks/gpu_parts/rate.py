@@ -77,7 +77,7 @@ def run(case: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def installed(name: str) -> bool:
-    """True for a package that can be imported; a mere folder of that name on the path is none."""
+    """True for a package that can be imported, not for a mere folder of that name on the path."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
 

@@ -53,7 +53,7 @@ def converted(value: np.ndarray, wanted: np.dtype, where: str) -> np.ndarray:
 
 
 def _lost(value: np.ndarray, made: np.ndarray) -> np.ndarray:
-    """Where another number came out; fractions that integers drop are none."""
+    """Where the number changed; a fraction that an integer drops does not count."""
     if made.dtype == bool:
         return (value != 0) & (value != 1)
     if _whole(made.dtype):

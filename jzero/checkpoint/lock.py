@@ -152,7 +152,7 @@ class WriterLock:
         return self._mine.stat().st_mtime
 
     def _link(self) -> bool:
-        """Makes the lock, whole, where there is none."""
+        """Makes the lock, with its contents, unless there is one."""
         try:
             os.link(self._mine, self.file)
         except FileExistsError:

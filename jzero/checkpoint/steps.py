@@ -38,7 +38,7 @@ class Steps:
 
     Raises:
       ValueError: `keep` below 1, another `mode`.
-      TypeError: `folder` is not a path, `keep` no integer, `best` no text.
+      TypeError: `folder` is not a path, `keep` not an integer, `best` not a text.
       FolderInUse: with `write`, another run writes there.
 
     Example:

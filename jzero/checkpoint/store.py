@@ -93,7 +93,7 @@ def clean(path: Path, *, failed: bool = False) -> None:
 
 
 def _remove(folder: Path, pattern: str) -> bool:
-    """Removes folders by their names; False where there are none."""
+    """Removes the folders that match a pattern; False if none does."""
     found = list(folder.glob(pattern))
     for left in found:
         shutil.rmtree(left, ignore_errors=True)

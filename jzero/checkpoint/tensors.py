@@ -29,7 +29,7 @@ def renamed(name: str, names: Any) -> Any:
 
 
 def check_names(names: Any, where: str) -> None:
-    """Raises TypeError for what is neither a function, nor a mapping, nor None."""
+    """Raises TypeError unless this is a function, a mapping or None."""
     if names is not None and not callable(names) and not isinstance(names, Mapping):
         raise TypeError(f"{where}: names is a function or a mapping of names, not {type(names).__name__}.")
 

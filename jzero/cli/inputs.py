@@ -139,7 +139,7 @@ def parse_batch(text: str) -> list[Any]:
       `jax.ShapeDtypeStruct` leaves without shardings.
 
     Raises:
-      InputError: what is no such text, or an unknown dtype.
+      InputError: text of another form, or an unknown dtype.
 
     Example:
       >>> {name: x.shape for name, x in parse_batch("x=f32[8,3], y=int32[8]")[0].items()}

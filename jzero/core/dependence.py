@@ -83,7 +83,7 @@ def raised_inputs(fn: Callable, *trees) -> list[int | None]:
     """For each output of `fn` the input that it is with a constant added, whatever the inputs are; else None.
 
     Integer scalars of at least 32 bits. A count that stays at the end of its dtype once it is there, as optax's do, is
-    one; one that is raised in some cases only (a `cond`, a product) is none.
+    one; one that is raised in some cases only (a `cond`, a product) is not.
 
     Args:
       fn: a function of trees to a flat list.
@@ -133,7 +133,7 @@ def data_sources(
 ) -> list[frozenset[Any]]:
     """For each result of a jaxpr the sources of all arguments whose values may be in it.
 
-    What only decides between values is none of them: the predicate of a select or a `cond`, the condition of a loop.
+    What only decides between values is not one of them: the predicate of a select or a `cond`, the condition of a loop.
 
     Args:
       jaxpr, consts: a traced function.

@@ -78,7 +78,7 @@ def _refuse(kind: type[Exception], value, name: str, rule: str, where: str, reme
 
 
 def check_int(value, name: str, *, where: str, low: int, high: int | None = None, remedy: str = "") -> None:
-    """Raises TypeError for what is not an integer (a bool is none), ValueError for one out of its range."""
+    """Raises TypeError for what is not an integer (a bool is not), ValueError for one out of its range."""
     span = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         _refuse(TypeError, value, name, span, where, remedy)
@@ -101,7 +101,7 @@ def check_names(value, name: str, *, where: str) -> tuple[str, ...]:
     """Names as a tuple.
 
     Raises:
-      TypeError: no sequence of strings; a single string is none.
+      TypeError: not a sequence of strings; a single string is not one.
     """
     if isinstance(value, str) or not all(isinstance(x, str) for x in (value if isinstance(value, Sequence) else [0])):
         raise TypeError(f"{where}: {name} must be a sequence of names, such as ('a_name',), got {value!r}.")
@@ -122,7 +122,7 @@ def check_flag(value, name: str, *, where: str, remedy: str = "") -> None:
 
 
 def check_choice(value, name: str, choices: Sequence[str], *, where: str, optional: bool = False) -> None:
-    """Raises TypeError for what is not a string, ValueError for one that is none of the choices."""
+    """Raises TypeError for what is not a string, ValueError for one that is not among the choices."""
     if value is None and optional:
         return
     rule = f"one of {', '.join(map(repr, choices))}{' or None' if optional else ''}"

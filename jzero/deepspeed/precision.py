@@ -20,7 +20,7 @@ def map_precision(draft: Draft) -> None:
     """fp16, bf16, data_types, torch_autocast, communication_data_type.
 
     Raises:
-      ValueError: fp16 and bf16 at once; a dtype that is none.
+      ValueError: fp16 and bf16 at once; an unknown dtype.
     """
     fp16, bf16 = draft.get("fp16.enabled", False), draft.get("bf16.enabled", False)
     if fp16 and bf16:

@@ -223,6 +223,6 @@ def _checked(where: str, key: Key, value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number; a bool is none, nor is an integer beyond what a float holds."""
+    """True for a finite number; not for a bool, nor for an integer beyond what a float holds."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and abs(value) <= sys.float_info.max

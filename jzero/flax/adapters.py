@@ -64,7 +64,7 @@ def is_creator(state: Any) -> bool:
 
 
 def check_state(state: Any, *, where: str) -> None:
-    """Raises TypeError for what is neither a state nor a function that may create one, with what to pass instead."""
+    """Raises TypeError unless this is a state or a function that may create one, and says what to pass instead."""
     cls = state if isinstance(state, type) else type(state)
     kind = cls.__name__
     if is_module_class(cls) or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
@@ -188,7 +188,7 @@ def is_nnx_optimizer(x: Any) -> bool:
 def _pair_parts(model: Any, optimizer: Any) -> Parts:
     from flax import nnx
 
-    # frozen weights are params too; another Variable that the optimizer does not train is none
+    # frozen weights are params too; other Variables that the optimizer does not train are not
     boxed, rest = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.Param), ...)
     own = nnx.state(model, optimizer.wrt)
     params, opt_state = nnx.as_pure(boxed), nnx.as_pure(optimizer.opt_state)

@@ -178,7 +178,7 @@ def _parts(out: Any) -> Sequence[Any]:
 
 
 def _returned(out: Any, forms: set[Form]) -> dict[Form, list[list[int]]]:
-    """The results of these forms, each as the numbers of its leaves; what is part of such a result is none itself."""
+    """The results of these forms, each as the numbers of its leaves; parts of such a result do not count."""
     found: dict[Form, list[list[int]]] = {}
     leaves, tree = jax.tree.flatten(out)
 

@@ -47,8 +47,8 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
       A function like `step`, with `lower`, `trace`, `eval_shape` and `describe`.
 
     Raises:
-      TypeError: `step` is not a function or jitted already, `plan` no plan; when called, a batch with lists of numbers
-        among its arrays.
+      TypeError: `step` is not a function or jitted already, `plan` not a plan; when called, a batch with lists of
+        numbers among its arrays.
       ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; an argument
         that may be a batch or params; with several processes, one that is equal on all of them; or a `TrainState` on
         one device that the step would train.

@@ -285,7 +285,7 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
 
     Raises:
-      TypeError: `fn` is not a function, `plan` no plan.
+      TypeError: `fn` is not a function, `plan` not a plan.
       ValueError: when called, if the first argument holds none of the plan's params.
 
     Cost:

@@ -263,7 +263,7 @@ class _ValueAndGrad:
         return ((loss, aux) if self.has_aux else loss), grads, values, used.mode
 
     def _check_generators(self) -> None:
-        """Raises ValueError where the loss advances a random number generator that is none of its arguments."""
+        """Raises ValueError where the loss advances a random number generator that is not an argument."""
         for stored in left_behind(self.loss_fn):
             if any(map(is_key, stored.values)):
                 raise ValueError(

@@ -125,12 +125,12 @@ class Layout:
 
     @property
     def layers(self) -> int:
-        """How many layers a stack has; 1 for what is none."""
+        """How many layers a stack has; 1 for a param that is not a stack."""
         return 1 if self.scan_dim is None else self.shape[self.scan_dim]
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """The shape of one layer of a stack; its own for what is none."""
+        """The shape of one layer of a stack; its own for a param that is not a stack."""
         return tuple(n for dim, n in enumerate(self.shape) if dim != self.scan_dim)
 
     @property

@@ -30,7 +30,7 @@ def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
     """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is.
 
     Raises:
-      TypeError: `fn` is not a function, or `donate_argnums` no integers.
+      TypeError: `fn` is not a function, or `donate_argnums` not integers.
       ValueError: `donate_argnums` for a function that is jitted already.
     """
     check_function(fn, "fn", where=where)

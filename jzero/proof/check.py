@@ -152,8 +152,8 @@ def findings(
       was not checked.
 
     Raises:
-      TypeError: `compiled` has no text of a compiled program, `plan` is not a plan, `uses` no mapping, or `ignore` no
-        names.
+      TypeError: `compiled` has no text of a compiled program, `plan` is not a plan, `uses` not a mapping, or `ignore`
+        not names.
       ValueError: `uses` of a param that is not in the plan; a plan of other params than the program's, or of another
         number of devices; a program without any of the plan's params.
 

@@ -39,7 +39,7 @@ def parse_groups(notation: str, devices: int) -> Groups:
       One tuple per group.
 
     Raises:
-      ProofError: a notation that is none of the three.
+      ProofError: another notation than these three.
 
     Example:
       >>> parse_groups("[2,2]<=[2,2]T(1,0)", 4)

@@ -221,7 +221,7 @@ def estimate(
       An `Estimate`; printing it gives a table.
 
     Raises:
-      TypeError: `plan` is not a plan, `model` no `Transformer`, `accumulate` no integer.
+      TypeError: `plan` is not a plan, `model` not a `Transformer`, `accumulate` not an integer.
       ValueError: `accumulate` below 1; `uses` of a param that is not in the plan, or of another kind.
 
     Cost:

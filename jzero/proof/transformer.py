@@ -31,7 +31,7 @@ class Transformer:
         on its way out or in and one at work.
 
     Raises:
-      TypeError: a size is not an integer, a flag no bool, `dtype` no dtype.
+      TypeError: a size is not an integer, a flag not a bool, `dtype` not a dtype.
       ValueError: a size below 1 (`vocab`: below 0); `partition` or `offload` without `remat`.
 
     Example:

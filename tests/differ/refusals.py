@@ -23,7 +23,7 @@ EAGER = {"gradients of padded leaves outside of jit": r"implies that array axis 
 
 
 def refusal(error: BaseException, case: dict) -> str | None:
-    """The name of the refusal that an error is, None where it is none."""
+    """The name of the refusal that an error is; None for any other error."""
     known = REFUSALS | (EAGER if case["step"] == "eager" else {})
     text = re.sub(r"\s+", " ", str(error))
     if "median" in case["wraps"] and isinstance(error, RuntimeError):

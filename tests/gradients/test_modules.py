@@ -260,7 +260,7 @@ def test_arguments_of_the_wrong_kind(mesh):
 
 
 def test_results_that_are_arguments():
-    """Through remat, branches and loops; a value that changes once is none."""
+    """Through remat, branches and loops; a value that changes once is not passed on."""
 
     def fn(a, b, c):
         def body(carry, x):

@@ -82,7 +82,7 @@ def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
     missing = len(e.plan.layouts) - sum(x.is_param for x in e.leaves)
     if e.record is not None and e.record.of(e.plan) and missing:
         yield (
-            f"{missing} of {len(e.plan.layouts)} params of the update are none of the arguments as they are, and "
+            f"{missing} of {len(e.plan.layouts)} params of the update do not come in as arguments, and "
             "neither names nor shapes say which: what is held and returned is not known of them."
         )
     unnamed = [s for s, _ in e.sites if not s.phase]
