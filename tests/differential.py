@@ -27,7 +27,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 BATCH = 25
-SECONDS = 240  # for one case
+SECONDS = 600  # for one case, so that a hang is a failure and a busy machine is not
 
 
 def environment(default_xla: bool) -> dict[str, str]:

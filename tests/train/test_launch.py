@@ -23,29 +23,38 @@ def kubernetes():
     return service, job, job["spec"]["template"]["spec"]
 
 
-@pytest.mark.parametrize("name", ["slurm.sbatch", "mpirun.sh"])
-def test_the_shell_files_parse(name):
-    subprocess.run(["bash", "-n", LAUNCH / name], check=True)
+@pytest.fixture
+def started(tmp_path):
+    """What a template would start, as a list of words: the launchers and Python print their arguments."""
+    for name in ("srun", "mpirun", ".venv/bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('#!/bin/bash\nprintf "%s\\n" "$0" "$@"\n')
+        (tmp_path / name).chmod(0o755)
 
+    def run(template, command=()):
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": "runs/x", "JOB_COMPLETION_INDEX": "0"}
+        if template == "kubernetes.yaml":
+            (script,) = kubernetes()[2]["containers"][0]["args"]
+            words, env["COMMAND"] = ["-c", script], shlex.join(command)
+        else:
+            words = [LAUNCH / template, *command]
+        done = subprocess.run(["bash", *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
 
-def test_the_pods_script_parses():
-    (script,) = kubernetes()[2]["containers"][0]["args"]
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    return run
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "mpirun.sh", "kubernetes.yaml"])
-def test_the_flags_are_known(name):
-    """With the shell's variables as a run and a restart have them."""
-    (command,) = re.findall(r"-m train\.gpt (.*)", (LAUNCH / name).read_text())
-    for resume in ("", "--resume"):
-        values = {"$resume": resume, '"$out"': "/runs/x", '"$OUT"': "/runs/x", '"$@"': ""}
-        text = command
-        for variable, value in values.items():
-            text = text.replace(variable, value)
-        config = flags.parse(shlex.split(text))
-        assert config.preset == "gpt2-xl"
-        assert config.out == Path("/runs/x")
-        assert config.resume == bool(resume)
+def test_a_template_starts_train_gpt_or_your_script(name, started, tmp_path):
+    for saved in (False, True):
+        if saved:
+            (tmp_path / "runs/x/checkpoints/20").mkdir(parents=True)
+        words = started(name)
+        config = flags.parse(words[words.index("train.gpt") + 1 :])
+        assert (config.preset, config.out, config.resume) == ("gpt2-xl", Path("runs/x"), saved)
+    own = [".venv/bin/python", "own.py", "--name", "two words"]
+    assert started(name, own)[-3:] == own[1:]
 
 
 def test_the_kubernetes_job_fits_together(monkeypatch):
@@ -76,11 +85,13 @@ def own_script(folder, code, counts):
     found = []
     folder.mkdir()
     for count in counts:
-        (folder / "own.py").write_text(code.replace("localhost:12345", f"localhost:{free_port()}"))
-        env = dict(os.environ, COUNT=str(count), JAX_PLATFORMS="cpu", PYTHONPATH=str(LAUNCH.parents[1]))
+        (folder / "own.py").write_text(code)
+        env = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(LAUNCH.parents[1]))
+        env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+        env |= {"JAX_NUM_CPU_DEVICES": str(8 // count)}
         workers = [
             subprocess.Popen(
-                [sys.executable, "own.py"], cwd=folder, env=env | {"RANK": str(rank)},
+                [sys.executable, "own.py"], cwd=folder, env=env | {"JAX_PROCESS_ID": str(rank)},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
             for rank in range(count)
