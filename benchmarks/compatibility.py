@@ -4,6 +4,10 @@
     python benchmarks/compatibility.py                    # all rows: what the file of results lacks
     python benchmarks/compatibility.py --rows gpt2 resnet # some of them
     python benchmarks/compatibility.py --print            # the table of what is there
+    python benchmarks/compatibility.py --rows easylm big_vision gemma tunix --checkouts FOLDER
+
+The last rows need `pip install mlxu einops ml_collections google-tunix` and FOLDER with checkouts of
+github.com/young-geng/EasyLM, google-research/big_vision and google/flax; without it they are left out.
 
 Each row is a process of its own, takes half a minute to two, and becomes a line of `--out`; a stopped run goes on. Its
 script lies in `benchmarks/compatibility_scripts/`: lines that end in `# -` are those of the plain script alone, `# +`
@@ -43,7 +47,12 @@ ROWS = {  # by name: the script, and the packages that its code is from
     **dict.fromkeys(
         ("lm1b", "seq2seq", "batchnorm", "gan", "dpo", "graph", "experts"), ("architectures", "flax")
     ),
+    "easylm": ("checkouts", "EasyLM"),
+    "big_vision": ("checkouts", "big_vision"),
+    "gemma": ("checkouts", "flax/examples/gemma"),
+    "tunix": ("checkouts", "google-tunix"),
 }
+CHECKOUTS = "JZERO_CHECKOUTS"  # the folder of checkouts, for the process of a row
 
 
 def source(row: str, sharded: bool) -> tuple[str, int]:
@@ -61,7 +70,7 @@ def source(row: str, sharded: bool) -> tuple[str, int]:
 def executed(row: str, stage: int | None) -> dict[str, Any]:
     """The globals that a script leaves: with jzero at this stage, or plain."""
     text, _ = source(row, stage is not None)
-    names = {"ROW": row, "STAGE": stage, "__name__": row}
+    names = {"ROW": row, "STAGE": stage, "FOLDER": os.environ.get(CHECKOUTS), "__name__": row}
     exec(compile(text, str(SCRIPTS / ROWS[row][0]), "exec", dont_inherit=True), names)
     return names
 
@@ -164,13 +173,22 @@ def shortly(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
 
 
+def version(code: str) -> str:
+    """The code's name with its version on PyPI or the commit of its checkout."""
+    folder = Path(os.environ.get(CHECKOUTS, os.devnull)) / code
+    if not folder.is_dir():
+        return f"{code} {importlib.metadata.version(code)}"
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return f"{code} {subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}"
+
+
 def measure(row: str, verbose: bool = False) -> dict[str, Any]:
     """One row, in this process."""
     import jax
     import numpy as np
 
     found: dict[str, Any] = {"lines": source(row, True)[1], "errors": {}, "wire": {}, "difference": {}}
-    found["version"] = f"{ROWS[row][1]} {importlib.metadata.version(ROWS[row][1])}"
+    found["version"] = version(ROWS[row][1])
     with jax.default_device(jax.devices()[0]):
         plain, _ = losses(executed(row, None))
     found["losses"] = plain
@@ -251,6 +269,7 @@ def main() -> None:
         "--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="NAME", help="all"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compatibility.jsonl")
+    parser.add_argument("--checkouts", type=Path, metavar="FOLDER", help="where the checkouts lie")
     parser.add_argument("--print", action="store_true", help="only the table of what --out holds")
     parser.add_argument("--one", choices=list(ROWS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -260,6 +279,8 @@ def main() -> None:
     there = {}
     if args.out.exists():
         there = {name: found for (name,), found in map(json.loads, args.out.read_text().splitlines())}
+    if args.checkouts:
+        os.environ[CHECKOUTS] = str(args.checkouts.resolve())
     if not args.print:
         measured = resumed(args.out, in_a_process)
         for row in args.rows:

@@ -70,8 +70,8 @@ SMOOTH = ("sgd", "momentum", "nesterov", "optimistic_sgd", "fromage", "lars", "n
 SIGNS = ("lion", "signum", "sign_sgd", "rprop")
 """Updates that are a sign: rounding of what the sign is taken of may turn it."""
 
-LOOSE = {"muon": 30, "galore": 100, "adabelief": 10, "acprop": 10, "rmsprop_centered": 100}
-"""By how much more rounding shows: iterations, decompositions, differences of nearly equal numbers."""
+AMPLIFY = ("muon", "galore", "adabelief", "acprop", "rmsprop_centered", "mechanize")
+"""Iterations, decompositions, differences of nearly equal numbers: each case measures how much rounding grows."""
 
 
 def clip_to_median(factor: float = 3.0) -> optax.GradientTransformation:

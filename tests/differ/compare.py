@@ -9,7 +9,9 @@ follows its own gradients and the step returns none, use optimizers that amplify
 
 [Note: tolerances]
 Gradients: relative to the leaf's largest value, for the narrowest dtype that they went through. Updates (fed): relative
-to how far the leaf has moved, plus rounding of its values. State: relative to the leaf's largest value.
+to how far the leaf has moved, plus rounding of its values. State: relative to the leaf's largest value. Where a chain
+amplifies rounding, a second plain run is fed the same gradients, each a rounding off: what lies between the two plain
+runs is allowed eight times over, up to a twentieth of the movement.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from differ.chains import LOOSE, chain_of, trained_flags, trained_part
+from differ.chains import AMPLIFY, chain_of, trained_flags, trained_part
 from differ.grammar import OUTSIDE, batch_parts
 from differ.models import batch_of, form_of, model_of
 from differ.refusals import refusal
@@ -65,12 +67,28 @@ class Plain:
         self.handed = self.params  # as the last update returned them
         self.start = [np.asarray(x, np.float32) for x in jax.tree.leaves(self.params)]
         self.replaced = False
+        self.beside: Plain | None = None  # the run whose gradients are a rounding off, by `self.rounding`
+        self.rounding = 0.0
         self.place(config, case["mesh"])
+
+    def measure(self, rounding: float) -> None:
+        """Start a second run whose gradients are off by `rounding`, relative to each of their values."""
+        self.beside, self.rounding = Plain(self.case), rounding
+
+    def apart(self, tree_of) -> list[float]:
+        """By leaf of `tree_of(run)`: how far rounding alone has moved it."""
+        if self.beside is None:
+            return [0.0] * len(jax.tree.leaves(tree_of(self)))
+        rows = zip(jax.tree.leaves(tree_of(self)), jax.tree.leaves(tree_of(self.beside)), strict=True)
+        found = [np.abs(np.float64(_number(x)) - np.float64(_number(y))) for x, y in rows]
+        return [float(np.nanmax(x, initial=0)) for x in found]
 
     def place(self, config: dict, mesh: dict) -> None:
         """Where the sharded run is now: that says when an update is late, and what an NNX model draws."""
         self.delay, self.devices = config["tier"].startswith("late"), batch_parts(mesh)
         self.once = reduced_once(self.case, config)
+        if self.beside is not None:
+            self.beside.place(config, mesh)
 
     def take_masters(self, params: list, masters: list) -> None:
         """The masters that the sharded run starts from: what its params were before they were rounded."""
@@ -86,6 +104,8 @@ class Plain:
         own = [own if m is None else jnp.asarray(m) for m, own in rows]
         self.master = tree.unflatten(map(_taken, own, jax.tree.leaves(self.params)))
         self.opt_state = jax.jit(self.tx.init)(self.own(self.master))
+        if self.beside is not None:
+            self.beside.take_masters(params, masters)
 
     def own(self, tree):
         """What the optimizer takes of a tree like the params."""
@@ -110,6 +130,10 @@ class Plain:
 
     def update(self, grads: list):
         """One step of the optimizer; with a delay the one before it."""
+        if self.beside is not None:
+            signs = np.random.default_rng(len(grads))
+            arrays = [np.asarray(g, np.float32) for g in grads]
+            self.beside.update([g * (1 + self.rounding * signs.choice([-1.0, 1.0], g.shape)) for g in arrays])
         wide = self.own(self.master if self.wide else self.params)
         rows = zip(grads, jax.tree.leaves(wide), strict=True)
         grads = jax.tree.structure(wide).unflatten([jnp.asarray(g).astype(p.dtype) for g, p in rows])
@@ -134,9 +158,13 @@ class Plain:
                 new = jax.tree.map(lambda m, p: m.astype(p.dtype), new, self.params)
             self.params = self.handed = new
         self.pending = []
+        if self.beside is not None:
+            self.beside.flush()
 
     def replace(self, change):
         """Params that the user replaced: the masters take what differs."""
+        if self.beside is not None:
+            self.beside.replace(change)
         self.params = change(self.params)
         if self.wide and not self.pending:
             self.master = jax.tree.map(
@@ -230,6 +258,8 @@ def _plain_too(error: Exception, case: dict) -> str | None:
 
 def _run(case: dict, folder: Path) -> None:
     run, plain, tolerances = RUNS[case["flavour"]](case, folder), Plain(case), Tolerances(case)
+    if case["optimizer"] in AMPLIFY:
+        plain.measure(max(tolerances.excess(), EPS["float32"]))
     _check_bytes(run, case)
     if plain.wide:
         params, _, masters = run.parts()
@@ -301,7 +331,6 @@ class Tolerances:
         dtypes = [case["dtype"], case["compute"] or "float32"]
         self.grads, self.rounded_state = 0.0, 0.0
         self.replaced = False
-        self.factor = max([1, LOOSE.get(case["optimizer"], 1)])
         self.dtypes = dtypes
         self.widen(case["config"])
 
@@ -347,8 +376,8 @@ class Tolerances:
                 raise Differs(f"{where}: gradient {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, largest "
                               f"value {np.max(np.abs(w)):.3g}")  # fmt: skip
 
-    def values(self, got: list, want: list, where: str) -> None:
-        """Params or masters: by how far they have moved, and by their rounding."""
+    def values(self, got: list, want: list, where: str, apart: list[float]) -> None:
+        """Params or masters: by how far they have moved, by their rounding, and by what rounding alone has moved."""
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             if g is None:
                 continue
@@ -364,17 +393,18 @@ class Tolerances:
                 continue
             moved = float(np.max(np.abs(w - self.started[i]), initial=0))
             free = 2e-3 if not self.case["fed"] else 0.0
-            part = max(1e-4 * self.factor, free, self.rounded_state * 1.5, 3 * self.excess())
+            part = max(1e-4, free, self.rounded_state * 1.5, 3 * self.excess())
             error = float(np.max(np.abs(g - w), initial=0))
-            allowed = part * moved + 4 * rounding * float(np.max(np.abs(w), initial=0)) + least + 1e-9
+            allowed = part * moved + min(8 * apart[i], 0.05 * moved)
+            allowed += 4 * rounding * float(np.max(np.abs(w), initial=0)) + least + 1e-9
             if not error <= allowed:
                 raise Differs(
                     f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, it has moved by "
                     f"{moved:.3g}"
                 )
 
-    def state(self, got: list, want: list, where: str) -> None:
-        """Optimizer state: counts equal, the rest by each leaf's largest value."""
+    def state(self, got: list, want: list, where: str, apart: list[float]) -> None:
+        """Optimizer state: counts equal, the rest by each leaf's largest value and by what rounding has moved."""
         if len(got) != len(want):
             raise Differs(f"{where}: {len(got)} leaves, plain {len(want)}")
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -386,16 +416,17 @@ class Tolerances:
             narrow = 8 * EPS["bfloat16"] if w.dtype in (jnp.bfloat16, np.float16) else 0.0
             g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
             free = 5e-3 if not self.case["fed"] else 0.0
-            part = max(2e-4 * self.factor, narrow, free, self.rounded_state * 1.5, 6 * self.excess())
+            part = max(2e-4, narrow, free, self.rounded_state * 1.5, 6 * self.excess())
             error = float(np.max(np.abs(g - w), initial=0))
             least = 1e-6 if self.rounded_state else 1e-9  # differences that cancel in 16 bits, not quite in 32
-            allowed = part * float(np.max(np.abs(w), initial=0)) + least
+            largest = float(np.max(np.abs(w), initial=0))
+            allowed = part * largest + least + min(8 * apart[i], 0.05 * largest)
             if not error <= allowed and not (np.isnan(g) == np.isnan(w)).all():
                 raise Differs(f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}")
             if not error <= allowed and not np.isnan(w).any():
                 raise Differs(
                     f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, largest value "
-                    f"{np.max(np.abs(w), initial=0):.3g}"
+                    f"{largest:.3g}"
                 )
 
 
@@ -408,7 +439,8 @@ def _check_params(run, plain: Plain, tolerances: Tolerances, where: str) -> None
     from differ.runs import host
 
     tolerances.started = plain.start
-    tolerances.values(host(run.visible()), jax.tree.leaves(plain.params), f"{where}: params")
+    apart = plain.apart(lambda x: x.params)
+    tolerances.values(host(run.visible()), jax.tree.leaves(plain.params), f"{where}: params", apart)
 
 
 def _check_end(run, plain: Plain, tolerances: Tolerances, case: dict) -> None:
@@ -417,15 +449,18 @@ def _check_end(run, plain: Plain, tolerances: Tolerances, case: dict) -> None:
         raise Differs(f"the step count is {run.count()} after {case['steps']} steps")
     plain.flush()
     _, inner, masters = run.parts()
-    tolerances.state(inner, [_number(x) for x in jax.tree.leaves(plain.opt_state)], "optimizer state")
+    want = [_number(x) for x in jax.tree.leaves(plain.opt_state)]
+    tolerances.state(inner, want, "optimizer state", plain.apart(lambda x: x.opt_state))
     if case["flavour"] == "nnx":
         from differ.runs import host
 
-        tolerances.state(host(run.rest()), host(plain.rest), "statistics and counts")
+        own = host(plain.rest)
+        tolerances.state(host(run.rest()), own, "statistics and counts", [0.0] * len(own))
     if masters is not None:
         want = jax.tree.leaves(plain.master if plain.wide else plain.params)
         masters = _of_all(masters, plain.flags)
-        tolerances.values(masters, want, "masters")
+        apart = plain.apart(lambda x: x.master if x.wide else x.params)
+        tolerances.values(masters, want, "masters", apart)
     if masters is None and plain.wide and run.config.get("master_dtype", "auto") is not None:
         raise Differs("16-bit params without masters")
 
