@@ -1,13 +1,13 @@
 """Code that was not written for jzero, run with it: docs/compatibility.md.
 
-    pip install -e ".[pod]" "transformers<5" equinox dm-haiku rollfast psgd-jax==0.2.8
+    pip install -e ".[pod]" "transformers<5" equinox dm-haiku rollfast psgd-jax==0.2.8 numpyro
     python benchmarks/compatibility.py                    # all rows: what the file of results lacks
     python benchmarks/compatibility.py --rows gpt2 resnet # some of them
     python benchmarks/compatibility.py --print            # the table of what is there
-    python benchmarks/compatibility.py --rows easylm big_vision gemma tunix --checkouts FOLDER
+    python benchmarks/compatibility.py --checkouts FOLDER # with the rows that need checkouts (`IN_CHECKOUTS`)
 
-The last rows need `pip install mlxu einops ml_collections google-tunix` and FOLDER with checkouts of
-github.com/young-geng/EasyLM, google-research/big_vision and google/flax; without it they are left out.
+FOLDER holds checkouts from github.com: young-geng/EasyLM, google-research/big_vision, google/flax and
+luchris429/purejaxrl. They and Tunix need `pip install mlxu einops ml_collections google-tunix distrax gymnax==0.0.9`.
 
 Each row is a process of its own, takes half a minute to two, and becomes a line of `--out`; a stopped run goes on. Its
 script lies in `benchmarks/compatibility_scripts/`: lines that end in `# -` are those of the plain script alone, `# +`
@@ -34,6 +34,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks" / "compatibility_scripts"
 N, STAGES, WIRE = 8, (1, 2, 3), (2, 3)
+SIMULATED = ("filter", "ppo")  # `eqx.is_array` drops what is abstract; a run that shards inside of its program
 ROWS = {  # by name: the script, and the packages that its code is from
     **dict.fromkeys(("gpt2", "bert", "t5", "llama", "whisper", "vit"), ("hugging_face", "transformers")),
     **dict.fromkeys(("partition", "filter"), ("equinox_model", "equinox")),
@@ -44,14 +45,17 @@ ROWS = {  # by name: the script, and the packages that its code is from
     ),
     **dict.fromkeys(("kron", "prism"), ("optimizers", "rollfast")),
     "psgd": ("optimizers", "psgd-jax"),
+    "svi": ("numpyro_svi", "numpyro"),
     **dict.fromkeys(
         ("lm1b", "seq2seq", "batchnorm", "gan", "dpo", "graph", "experts"), ("architectures", "flax")
     ),
     "easylm": ("checkouts", "EasyLM"),
     "big_vision": ("checkouts", "big_vision"),
     "gemma": ("checkouts", "flax/examples/gemma"),
+    "ppo": ("purejaxrl_ppo", "purejaxrl"),
     "tunix": ("checkouts", "google-tunix"),
 }
+IN_CHECKOUTS = ("easylm", "big_vision", "gemma", "ppo")
 CHECKOUTS = "JZERO_CHECKOUTS"  # the folder of checkouts, for the process of a row
 
 
@@ -202,7 +206,7 @@ def measure(row: str, verbose: bool = False) -> dict[str, Any]:
             found["errors"][str(stage)] = shortly(error)
             if verbose:
                 traceback.print_exc()
-    for stage in () if row == "filter" else WIRE:  # `eqx.is_array` drops what is abstract
+    for stage in () if row in SIMULATED else WIRE:
         try:
             found["wire"][stage] = compiled(row, stage)
         except Exception as error:
@@ -283,7 +287,7 @@ def main() -> None:
         os.environ[CHECKOUTS] = str(args.checkouts.resolve())
     if not args.print:
         measured = resumed(args.out, in_a_process)
-        for row in args.rows:
+        for row in args.rows if CHECKOUTS in os.environ else [x for x in args.rows if x not in IN_CHECKOUTS]:
             there[row] = measured(row)
             print(row, json.dumps(there[row])[:400], file=sys.stderr, flush=True)
     for line in table({row: there[row] for row in args.rows if row in there}):

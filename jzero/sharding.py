@@ -170,15 +170,17 @@ class Plan:
     def kind_of(self, path: str, shape: tuple[int, ...] | None = None) -> str:
         """What an argument of a step is: "params", "opt_state" or "rest", from its path (`[0][0].params['w']`).
 
+        By words: what is called `params` or `opt_state`, as an attribute or a key, else by the names of the params.
+
         Params that are a bare array have no name; with `shape`, an argument of another shape is neither a param nor
         its state.
         """
         check_kind(path, "path", str, "the path of a leaf, a string", where="plan.kind_of")
         names = [x.name for x in self.layouts if x.keys or shape in (None, x.shape, x.state_shape)]
         inner = re.sub(r"^\[\d+\]\[[^\]]+\]", "", path)
-        if ".opt_state" in path:
+        if re.search(r"(\.|\[')opt_state\b", path):
             return "opt_state"
-        if ".params" in inner or inner in names:
+        if re.search(r"(\.|\[')params\b", inner) or inner in names:
             return "params"
         return "opt_state" if any(inner.endswith(name) for name in names) else "rest"
 
@@ -436,10 +438,12 @@ def make_plan(
         metadata round it, or `param_specs` give a layout to keep (tensor parallelism); the ZeRO axis is
         added on a free dim, or shares one.
       config: a `ZeroConfig`; or pass its fields as keywords.
-      mesh: the devices. None: the mesh that the params are split on, else that of `jax.set_mesh` if it has the
-        config's axes, else all devices on one axis with the name of `config.axis`. Without `jax.set_mesh` Explicit
-        axes are laid out on an Auto mesh over the same devices.
-      param_specs: a tree of PartitionSpec like `params` (or a prefix of it).
+      mesh: the devices. None: the mesh that `param_specs` or the params are split on, else that of `jax.set_mesh` if it
+        has the config's axes, else all devices on one axis with the name of `config.axis`. Without `jax.set_mesh`
+        Explicit axes are laid out on an Auto mesh over the same devices.
+      param_specs: a tree of PartitionSpec or NamedSharding like `params` (or a prefix of it); or one of NNX Variables
+        that hold them, what `nnx.get_partition_spec` and `nnx.get_named_sharding` give for a model, its state, or the
+        pair of model and optimizer. What it says of other things than params is not read.
       scan_axes: which dim of which params is a stack of layers that a scan runs over; it is not split. Maps paths
         (`"layers"`, `"layers/mlp/kernel"`, `"*/experts"`: a path or the beginning of one, with `*` for any text) to the
         dim, None for no stack; of several that match the first decides, and what none matches is not a stack. `{}`:

@@ -377,6 +377,31 @@ def _():
         wrap(owner, "explain", once)
 
 
+@mutation("explain counts params as optimizer state", "states")
+def _():
+    import jzero
+
+    def moved(original, *args, **kw):
+        found = original(*args, **kw)
+        if found.memory is None or found.memory.params is None:
+            return found
+        memory = dataclasses.replace(found.memory, params=0, opt_state=found.memory.params + found.memory.opt_state)
+        return dataclasses.replace(found, memory=memory)
+
+    wrap(jzero, "explain", moved)
+
+
+@mutation("optimizer_sharding is not read", "sharding")
+def _():
+    from flax import nnx
+
+    def without(original, self, *args, **kw):
+        found = original(self, *args, **kw)
+        return {k: v for k, v in found.items() if k != "optimizer_sharding"} if isinstance(found, dict) else found
+
+    wrap_method(nnx.Variable, "get_metadata", without)
+
+
 @mutation("trainable= is not read", "frozen_params")
 def _():
     import jzero

@@ -28,8 +28,8 @@ def easylm():
 
     sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "residue_dropout": 0.1, "scan_attention": False}
-    clip = jnp.clip  # jax 0.10 has no `a_min`, which EasyLM's code names
-    jnp.clip = lambda x, *bounds, a_min=None, **more: clip(x, *bounds, **({"min": a_min} if a_min is not None else more))
+    clip = jnp.clip  # of jax 0.10, without `a_min`, which EasyLM's code names
+    jnp.clip = lambda x, *bounds, a_min=None: clip(x, *bounds, min=a_min)
     config = LLaMAConfigurator.finalize_config(LLaMAConfigurator.get_default_config(sizes | {"scan_mlp": False}))
     model = FlaxLLaMAForCausalLMModule(config, dtype=jnp.float32, param_dtype=jnp.float32)
     tx, _ = OptimizerFactory.get_optimizer(OptimizerFactory.get_default_config())
@@ -68,10 +68,10 @@ def big_vision():
     from ml_collections import ConfigDict
 
     model = vit.Model(num_classes=16, width=WIDTH, depth=2, num_heads=4, patch_size=(8, 8), dropout=0.1, scan=True)
-    config = ConfigDict(dict(optax_name="scale_by_adam", optax={"mu_dtype": "bfloat16"}, lr=1e-3, wd=1e-4))
+    config = ConfigDict({"optax_name": "scale_by_adam", "optax": {"mu_dtype": "bfloat16"}, "lr": 1e-3, "wd": 1e-4})
     config.grad_clip_norm, config.schedule = 1.0, {"decay_type": "cosine", "warmup_steps": 2}
     params = model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))["params"]
-    times = dict(total_steps=100, batch_size=16, data_size=1600)
+    times = {"total_steps": 100, "batch_size": 16, "data_size": 1600}
     tx, _ = big_vision.optax.make(config, params, sched_kw=times)
     plan = jzero.make_plan(params, stage=STAGE)  # +big_vision
     tx, params = jzero.zero(tx, plan), plan.place(params)  # +big_vision

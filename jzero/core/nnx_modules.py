@@ -67,7 +67,8 @@ def abstract(tree: Any) -> Any:
     def leaf(x):
         if not isinstance(x, jax.Array):
             return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+        weak = getattr(x, "weak_type", False)  # a random key has none
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=weak)
 
     if not has_node(tree):
         return jax.tree.map(leaf, tree)

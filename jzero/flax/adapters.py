@@ -18,7 +18,7 @@ from jax.tree_util import Partial
 
 from jzero.core.errors import is_array
 from jzero.core.nnx_modules import is_module, is_module_class
-from jzero.layout.given_layouts import metadata_spec
+from jzero.layout.given_layouts import Given, metadata_layout
 from jzero.layout.leaf_rule import Frozen
 from jzero.optim import ZeroState, as_held, is_wrapped, whole_state
 from jzero.update.on_host.handles import Handle
@@ -30,7 +30,7 @@ class Parts:
     """A train state taken apart, its params first.
 
     Attributes:
-      specs: a layout per param from NNX metadata, if it has any.
+      specs: for each param what NNX metadata says of its layout, None where that is nothing.
       trained: for each param whether the optimizer takes it; None: it takes all.
       trained_tree: the structure in which it does.
     """
@@ -41,7 +41,7 @@ class Parts:
     rest: Any
     tx: Any = dataclasses.field(metadata={"static": True})
     apply_fn: Any = dataclasses.field(metadata={"static": True})
-    specs: tuple[Any, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    specs: tuple[Given | None, ...] | None = dataclasses.field(default=None, metadata={"static": True})
     trained: tuple[bool, ...] | None = dataclasses.field(default=None, metadata={"static": True})
     trained_tree: Any = dataclasses.field(default=None, metadata={"static": True})
 
@@ -193,7 +193,7 @@ def _pair_parts(model: Any, optimizer: Any) -> Parts:
     own = nnx.state(model, optimizer.wrt)
     params, opt_state = nnx.as_pure(boxed), nnx.as_pure(optimizer.opt_state)
     flat = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    specs = tuple(metadata_spec(v) for _, v in flat)
+    specs = tuple(metadata_layout(v) for _, v in flat)
     parts = Parts(params, opt_state, nnx.as_pure(optimizer.step), nnx.as_pure(rest), optimizer.tx, None, specs)
     names = {k for k, _ in jax.tree_util.tree_leaves_with_path(own, is_leaf=lambda x: isinstance(x, nnx.Variable))}
     trained = tuple(k in names for k, _ in flat)

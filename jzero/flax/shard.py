@@ -68,7 +68,8 @@ def shard(
         function without arguments that returns one of them.
       config: a `ZeroConfig`; or pass its fields as keywords (`stage=2`).
       mesh: the devices; None: those of `jax.set_mesh`, else all of them on one axis named as `config.axis`.
-      param_specs: a tree of PartitionSpec for the params (tensor parallelism).
+      param_specs: the layouts of the params (tensor parallelism), as for `make_plan`; or a TrainState of layouts, of
+        which `params` is read.
       scan_axes: which dim of which params is a stack of layers, as for `make_plan`. None: what a scan in the creation
         function stacks up is one; of other params it is guessed from shapes, and `plan_of(state).describe()` says so.
       trainable: which params are trained, as for `make_plan`; for an NNX pair any nnx filter, such as `nnx.LoRAParam`.

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import human_bytes, listing, typed_shape
-from jzero.flax.adapters import Parts
+from jzero.flax.adapters import Parts, is_train_state
 from jzero.flax.conversion import as_array
 from jzero.gather.transform import GatherOnUse
 from jzero.layout.describe import leaf_bytes
+from jzero.layout.given_layouts import Given
 from jzero.layout.leaf_rule import Frozen, path_name
 from jzero.layout.placement import device_type
 from jzero.layout.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
@@ -30,9 +31,13 @@ def plan_of_parts(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes
     _check_single(parts)
     if is_wrapped(parts.tx):
         stacks = {x.keys: x.scan_dim for x in parts.tx.init.plan.layouts if not x.guessed}
+    if is_train_state(param_specs):
+        param_specs = param_specs.params
     if param_specs is None and is_wrapped(parts.tx):
         old = parts.tx.init.plan
-        param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), [x.used for x in old.layouts])
+        apart = [s and s.state for s in parts.specs or [None] * len(old.layouts)]
+        given = [Given(x.used, state) for x, state in zip(old.layouts, apart, strict=True)]
+        param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), given)
         mesh = old.mesh if mesh is None else mesh
     if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
         param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)

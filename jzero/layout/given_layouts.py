@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config import ZeroConfig
-from jzero.core.errors import shown, typed_shape
-from jzero.layout.leaf_rule import as_abstract
+from jzero.core.errors import listing, shown, typed_shape
+from jzero.core.nnx_modules import has_variable, is_variable
+from jzero.layout.leaf_rule import as_abstract, path_keys
 from jzero.layout.specs import (
     P,
     axis_size,
@@ -22,27 +24,78 @@ from jzero.layout.specs import (
     make_spec,
     named_axes,
     spec_axes,
+    spec_entries,
     whole_mesh,
 )
 
 
-def base_specs(params, flat, param_specs, mesh: Mesh, config: ZeroConfig) -> list[PartitionSpec]:
-    """The layout that each param brings: `param_specs`, else Flax metadata, else its NamedSharding, else whole."""
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The layouts that a param brings along, without the ZeRO axes unless the user named them.
+
+    Attributes:
+      spec: of the param; None where nothing says it.
+      state: of its optimizer state, where metadata says that apart: `optimizer_sharding` of an NNX Variable.
+    """
+
+    spec: PartitionSpec | None
+    state: PartitionSpec | None = None
+
+    def map(self, change: Callable[[PartitionSpec], PartitionSpec]) -> Given:
+        """Both layouts changed, where they are known."""
+        return Given(*(None if s is None else change(s) for s in (self.spec, self.state)))
+
+
+def base_layouts(params, flat, param_specs, mesh: Mesh, config: ZeroConfig) -> list[tuple[PartitionSpec, Any]]:
+    """The layout that each param brings, and that of its state or None.
+
+    From `param_specs`, else Flax metadata, else its NamedSharding; else whole.
+    """
     rules = config.logical_axis_rules
     if param_specs is not None:
-        specs = _given_specs(param_specs, params)
+        given = _given_specs(param_specs, params)
     else:
-        boxed = jax.tree.leaves(params, is_leaf=lambda x: metadata_spec(x) is not None)
-        specs = [s for box in boxed for s in [metadata_spec(box)] for _ in jax.tree.leaves(box)]
-    specs = [None if s is None else _with_rules(s, rules) for s in specs]
-    unknown = dict.fromkeys(a for s in specs if s is not None for a in named_axes(s) if a not in mesh.shape)
-    each = ", ".join(f"({json.dumps(a)}, None)" for a in unknown)
+        boxed = jax.tree.leaves(params, is_leaf=lambda x: metadata_layout(x) is not None)
+        given = [s for box in boxed for s in [metadata_layout(box)] for _ in jax.tree.leaves(box)]
+    given = [(s or Given(None)).map(lambda spec: _with_rules(spec, rules)) for s in given]
+    names = [a for s in given for spec in (s.spec, s.state) if spec is not None for a in named_axes(spec)]
+    each = ", ".join(f"({json.dumps(a)}, None)" for a in dict.fromkeys(names) if a not in mesh.shape)
     remedy = (
         "For logical names, as in Flax metadata, pass param_specs=jax.P(), which ignores them, or "
         f"logical_axis_rules=[{each}] with the mesh axis of each."
     )
-    out = [_array_spec(x, mesh, config.axes) if s is None else s for (_, x), s in zip(flat, specs, strict=True)]
-    return [_checked_base(k, x, s, mesh, remedy) for (k, x), s in zip(flat, out, strict=True)]
+    out = []
+    for (k, x), s in zip(flat, given, strict=True):
+        spec = _array_spec(x, mesh, config.axes) if s.spec is None else s.spec
+        out.append(Given(spec, s.state).map(lambda spec, k=k, x=x: _checked_base(k, x, spec, mesh, remedy)))
+    return [(s.spec, s.state) for s in out]
+
+
+def state_dim(path, spec, state, scan_dim: int | None, config: ZeroConfig) -> int | None:
+    """The dim over which metadata splits the optimizer state of a param; None where it leaves that to jzero.
+
+    Args:
+      path: of the param.
+      spec, state: its layout and that of its state, or None.
+      scan_dim: the dim of a stack of layers.
+      config: its axes are what the state may be split over.
+
+    Raises:
+      ValueError: the layout is not that of the param with all ZeRO axes on one dim that is not a stack.
+    """
+    if state in (None, spec) or not config.row.state:
+        return None
+    ndim = max(len(spec), len(state))
+    rows = zip(spec_entries(spec, ndim), spec_entries(state, ndim), strict=True)
+    changed = [(dim, sorted(old), sorted(new)) for dim, (old, new) in enumerate(rows) if sorted(old) != sorted(new)]
+    if len(changed) == 1 and changed[0][0] != scan_dim and changed[0][2] == sorted([*changed[0][1], *config.axes]):
+        return changed[0][0]
+    raise ValueError(
+        f"jzero.make_plan: {jax.tree_util.keystr(path)} with {spec} has optimizer_sharding={state}. jzero lays the "
+        f"optimizer state out as the param, with {', '.join(map(repr, config.axes))} added to one dim"
+        + (f", which is not {scan_dim}, a stack of layers" if scan_dim is not None else "")
+        + ". Leave optimizer_sharding out, and jzero chooses that dim."
+    )
 
 
 def _with_rules(spec: PartitionSpec, rules: Sequence[tuple[str, Any]]) -> PartitionSpec:
@@ -58,36 +111,76 @@ def _with_rules(spec: PartitionSpec, rules: Sequence[tuple[str, Any]]) -> Partit
     return P(*out)
 
 
-def _given_specs(param_specs: Any, params: Any) -> list[PartitionSpec | None]:
+def _given_specs(param_specs: Any, params: Any) -> list[Given | None]:
     """What `param_specs=` says for every param."""
 
     def is_spec(x):
-        return isinstance(x, PartitionSpec) or x is None
+        return isinstance(x, (PartitionSpec, NamedSharding, Given)) or x is None
 
     where = "jzero.make_plan"
-    odd = [x for x in jax.tree.leaves(param_specs, is_leaf=is_spec) if not is_spec(x)]
+    given = metadata_tree(param_specs, params) if has_variable(param_specs) else param_specs
+    odd = [x for x in jax.tree.leaves(given, is_leaf=is_spec) if not is_spec(x)]
     if odd:
-        raise TypeError(f"{where}: param_specs must be a tree of PartitionSpec, not {shown(odd[0])}.")
-    try:
-        given = jax.tree.map(
-            lambda spec, sub: jax.tree.map(lambda _: spec, sub), param_specs, params, is_leaf=is_spec
+        raise TypeError(
+            f"{where}: param_specs must be a tree of PartitionSpec or NamedSharding, not {shown(odd[0])}."
         )
+    try:
+        given = jax.tree.map(lambda spec, sub: jax.tree.map(lambda _: spec, sub), given, params, is_leaf=is_spec)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{where}: param_specs is not a tree like the params, nor the top of one: {error}"
         ) from None
-    return jax.tree.leaves(given, is_leaf=is_spec)
+    return [x if isinstance(x, Given) else Given(_as_spec(x)) for x in jax.tree.leaves(given, is_leaf=is_spec)]
 
 
-def metadata_spec(box) -> PartitionSpec | None:
-    """What Flax partitioning metadata says: a linen box (`get_partition_spec`) or an NNX Variable (`sharding`)."""
+def metadata_tree(specs: Any, params: Any) -> Any:
+    """A tree like `params` of what the Variables of another tree hold, found by their paths.
+
+    Args:
+      specs: an `nnx.State` or a module with layouts in its Variables, of the whole model, or of the pair of it and its
+        optimizer. What it says of anything but params is not read.
+      params: the params, in Variables or not.
+
+    Raises:
+      ValueError: params that it says nothing of.
+    """
+    found = {path_keys(k): v for k, v in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_variable)}
+    flat, tree = jax.tree_util.tree_flatten_with_path(params)
+    below: tuple[str, ...] = () if any(path_keys(k) in found for k, _ in flat) else ("0",)
+    missing = [(jax.tree_util.keystr(k),) for k, _ in flat if (*below, *path_keys(k)) not in found]
+    if missing:
+        raise ValueError(
+            f"jzero.make_plan: param_specs, a tree of NNX Variables, has no layout for {len(missing)} of {len(flat)} "
+            f"params:\n{listing(missing)}\nPass that of the whole model, nnx.get_partition_spec(nnx.state(model))."
+        )
+    rows = [found[(*below, *path_keys(k))] for k, _ in flat]
+    return tree.unflatten([_held(v) if is_variable(v) else v for v in rows])
+
+
+def _held(variable: Any) -> Any:
+    """The layout that a Variable holds as its value, with that of the optimizer state in its metadata."""
+    value, state = variable.get_value(), variable.get_metadata().get("optimizer_sharding")
+    known = isinstance(value, (PartitionSpec, NamedSharding))
+    return Given(_as_spec(value), _as_spec(state)) if known else value
+
+
+def metadata_layout(box) -> Given | None:
+    """What Flax partitioning metadata says: a linen box (`get_partition_spec`) or an NNX Variable (`out_sharding`)."""
     if hasattr(box, "get_partition_spec"):
-        return box.get_partition_spec()
+        return Given(box.get_partition_spec())
     if hasattr(box, "get_metadata"):
         names = [box.get_metadata().get(k) for k in ("out_sharding", "sharding", "sharding_names")]
-        names = [n for n in names if n]
-        return None if not names else names[0] if isinstance(names[0], PartitionSpec) else P(*names[0])
+        state = box.get_metadata().get("optimizer_sharding")
+        found = Given(_as_spec(next(filter(None, names), None)), _as_spec(state))
+        return None if found == Given(None) else found
     return None
+
+
+def _as_spec(given: Any) -> PartitionSpec | None:
+    """A layout in one of the forms of JAX and Flax as a PartitionSpec."""
+    if isinstance(given, NamedSharding):
+        return given.spec
+    return given if given is None or isinstance(given, PartitionSpec) else P(*given)
 
 
 def _array_spec(leaf, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
@@ -100,9 +193,9 @@ def _array_spec(leaf, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays of a tree are laid out on, if any of them is split."""
+    """The mesh that the arrays or NamedShardings of a tree are laid out on, if any of them is split."""
     for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
+        sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
         if (
             isinstance(sharding, NamedSharding)
             and spec_axes(sharding.spec)

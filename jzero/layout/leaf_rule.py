@@ -150,10 +150,16 @@ def make_layout(
     *,
     guessed: bool = False,
     frozen: Frozen | None = None,
+    state_dim: int | None = None,
 ) -> Layout:
-    """The layouts of one param, its gradient and its state, from its shape and what it brings along."""
+    """The layouts of one param, its gradient and its state, from its shape and what it brings along.
+
+    `state_dim`: the dim that the user has cut, however small the param is; None: the leaf rule chooses.
+    """
     leaf = as_abstract(leaf)
-    shape, row, skip = tuple(leaf.shape), config.row, () if scan_dim is None else (scan_dim,)
+    shape, row = tuple(leaf.shape), config.row
+    skip = tuple(d for d in range(len(shape)) if d == scan_dim or state_dim not in (None, d))
+    min_shard_bytes = min_shard_bytes if state_dim is None else 0
     # the axes that share params first: a shard of the state is then a part of the shard of the param
     rest = tuple(a for a in config.axes if a not in config.param_axes)
     over, whole, reason = cut_leaf(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jzero.config import ZeroConfig
-from jzero.layout.given_layouts import base_specs, mesh_of
+from jzero.layout.given_layouts import base_layouts, mesh_of, state_dim
 from jzero.layout.layer_stacks import stack_dims
 from jzero.layout.leaf_rule import Frozen, Layout, make_layout, path_keys, whole_below
 from jzero.layout.mesh import resolve_mesh
@@ -39,26 +39,33 @@ def tree_layouts(
     Raises:
       TypeError, ValueError: as `make_plan`.
     """
-    mesh, notes = resolve_mesh(mesh_of(params) if mesh is None else mesh, config)
+    mesh, notes = resolve_mesh(mesh_of((param_specs, params)) if mesh is None else mesh, config)
     flat = jax.tree_util.tree_leaves_with_path(params)
     frozen = [None] * len(flat) if frozen is None else frozen
     check_params(params, [f is None for f in frozen])
-    bases = base_specs(params, flat, param_specs, mesh, config)
+    given = base_layouts(params, flat, param_specs, mesh, config)
     dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
-    rows = list(zip(flat, bases, frozen, strict=True))
-    least = whole_below(config, [(x, shard_factor(b, mesh), f is None) for (_, x), b, f in rows], mesh)
+    rows = list(zip(flat, given, frozen, strict=True))
+    least = whole_below(config, [(x, shard_factor(b, mesh), f is None) for (_, x), (b, _), f in rows], mesh)
     layouts = [
         make_layout(
-            k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed, frozen=f
+            k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed, frozen=f,
+            state_dim=state_dim(k, b, state, dims.get(path_keys(k)), config),
         )
-        for (k, x), b, f in rows
-    ]
+        for (k, x), (b, state), f in rows
+    ]  # fmt: skip
     check_uneven(layouts, config, mesh)
     if config.tier is not None and (config.streams or config.params_on_host):
         check_host(mesh, f"ZeroConfig(offload={config.tier.tier!r})")
     if axis_size(mesh, config.axes) == 1:
         notes.append(
             f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."
+        )
+    apart = [x.name for x, (b, state) in zip(layouts, given, strict=True) if state not in (None, b)]
+    if apart and not config.row.state:
+        notes.append(
+            f"optimizer_sharding of {len(apart)} params has no effect: stage {config.stage} splits no optimizer state "
+            f"({apart[0]}, ...)."
         )
     several = [x for x in layouts if x.several_dims]
     if several:

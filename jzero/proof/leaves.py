@@ -27,7 +27,7 @@ from jzero.proof.models import is_of, other_params, trained_beside
 from jzero.proof.record import TraceRecord
 from jzero.sharding import Plan
 
-STATE = ".opt_state"
+STATE = "opt_state"
 NAMELESS = "states"
 """In the path of what `nnx.jit` makes of a module."""
 Keys = tuple[str, ...]
@@ -125,10 +125,21 @@ def roles_of(rows: Sequence[Any], plan: Plan, record: TraceRecord | None) -> lis
     home, found = home_of_params(paths, layouts, plan), []
     for (path, *_), keys, x, mine in zip(rows, paths, layouts, own, strict=True):
         is_param = x is not None and prefix(keys, x) == home
-        text = jax.tree_util.keystr(path)
+        at = keys.index(STATE) + 1 if STATE in keys else len(keys)
         theirs = any(keys[: len(tree)] == tree for tree in others)
-        found.append(Role(x, is_param, mine and STATE in text, theirs, text.partition(STATE)[2]))
+        found.append(Role(x, is_param, mine and STATE in keys, theirs, jax.tree_util.keystr(path[at:])))
     return found
+
+
+def kinds_of(rows: Sequence[Any], plan: Plan, record: TraceRecord | None) -> list[str]:
+    """What each row is, as a field of `records.Memory`.
+
+    Without a record, and where nothing is called the optimizer state, every copy of a param counts as one.
+    """
+    roles = roles_of(rows, plan, record)
+    if (record is not None and record.names(plan)) or any(role.in_opt_state for role in roles):
+        return [role.kind for role in roles]
+    return ["opt_state" if role.kind == "rest" and role.layout is not None else role.kind for role in roles]
 
 
 def _recorded(rows: Sequence[Any], plan: Plan, record: TraceRecord) -> list[Role]:
@@ -188,7 +199,7 @@ def _name(path, keys: Keys, role: Role) -> str:
     if NAMELESS in keys and role.is_param and role.layout is not None:
         return role.layout.name
     if NAMELESS in keys and role.in_opt_state:
-        return f"{STATE}{role.place}"
+        return f".{STATE}{role.place}"
     return jax.tree_util.keystr(path[2:]) or f"argument {keys[-1]}"
 
 

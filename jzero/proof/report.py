@@ -19,7 +19,7 @@ from jzero.proof.arguments import argument_bytes, argument_shardings
 from jzero.proof.collectives import Site
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
-from jzero.proof.leaves import Role, roles_of
+from jzero.proof.leaves import Role, kinds_of, roles_of
 from jzero.proof.models import check_plan_fits, other_trained_params
 from jzero.proof.record import record_of
 from jzero.proof.records import Collective, Memory, Wire
@@ -99,12 +99,13 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     check_plan(plan, where="jzero.explain", optional=True)
     compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
-    rows, roles = argument_shardings(compiled), None
+    rows, roles, kinds = argument_shardings(compiled), None, None
     if plan is not None:
         trains = module.has_backward
         check_plan_fits(rows, plan, devices=module.partitions, trains=trains, where="jzero.explain")
         known = record_of(compiled)
         roles = roles_of(rows, plan, known) if known is not None and known.names(plan) else None
+        kinds = kinds_of(rows, plan, known)
     mesh_shape = _mesh_shape(compiled, plan)
     sites, failed = read(module)
     if failed:
@@ -117,7 +118,7 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     return Report(
         collectives=collectives,
         transfers=transfers,
-        memory=_memory(compiled, plan, rows, roles),
+        memory=_memory(compiled, rows, kinds),
         wire=_wire(collectives, _psi_bytes(plan, compiled, rows, roles)),
         devices=module.partitions,
         mesh_shape=mesh_shape,
@@ -205,17 +206,14 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
     return Wire(by_op, by_axis, by_phase, psi_bytes)
 
 
-def _memory(compiled, plan, rows: Sequence[Any], roles: Sequence[Role] | None) -> Memory | None:
+def _memory(compiled, rows: Sequence[Any], kinds: Sequence[str] | None) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None
     names = ("argument", "output", "alias", "temp")
     device = [getattr(stats, f"{n}_size_in_bytes", 0) for n in names]
     host = [getattr(stats, f"host_{n}_size_in_bytes", 0) for n in names]
-    split: dict[str, int | None] = {}
-    if plan is not None:
-        by_path = (plan.kind_of(jax.tree_util.keystr(path), tuple(info.shape)) for path, info, _ in rows)
-        split = dict(argument_bytes(compiled, [role.kind for role in roles] if roles is not None else [*by_path]))
+    split: dict[str, int | None] = {} if kinds is None else dict(argument_bytes(compiled, kinds))
     on_cpu = any(d.platform == "cpu" for *_, s in rows if s is not None for d in s.device_set)
     return Memory(
         arguments=device[0], outputs=device[1], aliased=device[2], temp=device[3],

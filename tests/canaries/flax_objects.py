@@ -92,7 +92,7 @@ def nnx_states():
 @check("layout/given_layouts.py")
 def partition_metadata():
     """Layouts in Flax metadata: nn.Partitioned has get_partition_spec; an nnx Variable has get_metadata() with one of
-    out_sharding, sharding and sharding_names."""
+    out_sharding, sharding and sharding_names, and optimizer_sharding, which get_partition_spec of a state keeps."""
     import jax
     from flax import linen as nn
     from flax import nnx
@@ -100,12 +100,15 @@ def partition_metadata():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     boxed = nn.Partitioned(matrix(), names=("data", None))
     with jax.set_mesh(mesh):
-        init = nnx.with_partitioning(nnx.initializers.ones, ("data", None))
-        kernel = nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0)).kernel
+        init = nnx.with_partitioning(nnx.initializers.ones, ("data", None), optimizer_sharding=(None, "data"))
+        layer = nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
+    kernel, spec = layer.kernel, nnx.get_partition_spec(nnx.state(layer))["kernel"]
     held = kernel.get_metadata()
     found = [held.get(k) for k in ("out_sharding", "sharding", "sharding_names") if held.get(k)]
     rows = [("linen", boxed.get_partition_spec(), jax.P("data", None)),
-            ("nnx", [tuple(x) for x in found[:1]], [("data", None)])]  # fmt: skip
+            ("nnx", [tuple(x) for x in found[:1]], [("data", None)]),
+            ("a state of layouts", spec.get_value(), jax.P("data", None)),
+            ("optimizer_sharding", spec.get_metadata().get("optimizer_sharding"), (None, "data"))]  # fmt: skip
     return differences(rows)
 
 

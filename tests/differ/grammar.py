@@ -74,8 +74,11 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     parts = [batch_parts(case["mesh"]), *(e["mesh"]["n"] for e in case["events"].values() if "mesh" in e)]
     micro = (case.get("micro") or {"accumulate": 1})["accumulate"]
     case["rows"] = math.lcm(*parts) * micro * (2 if max(parts) < 5 else 1)
-    if head != "bare" and rng.random() < 0.25:  # the last draw: cases without it are what they were
+    # the last draws: cases without them are what they were
+    if head != "bare" and rng.random() < 0.25:
         case["trainable"] = rng.choice(TRAINABLE[flavour])
+    if flavour == "nnx" and can_be_split(case) and rng.random() < 0.5:
+        case["mesh"] |= {"kind": "tp", "logical": rng.random() < 0.5, "apart": rng.random() < 0.5}
     return case
 
 
@@ -186,6 +189,12 @@ def draw_events(rng, case: dict) -> dict[str, dict]:
 def can_be_eager(case: dict) -> bool:
     """A step outside of jit: not with layouts that JAX knows inside of one alone."""
     return case["mesh"]["kind"] == "flat" and not case["config"]["tier"].startswith("params")
+
+
+def can_be_split(case: dict) -> bool:
+    """Half of the devices for an axis of the model: not on to a mesh without one, nor outside of jit."""
+    moved = any(e["kind"] in ("reshard", "restore") for e in case["events"].values())
+    return case["mesh"]["kind"] == "flat" and case["mesh"]["n"] in (4, 6, 8) and case["step"] != "eager" and not moved
 
 
 def can_skip(case: dict) -> bool:

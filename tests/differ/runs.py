@@ -55,6 +55,12 @@ def mesh_of(spec: dict, devices: Sequence[Any] | None = None) -> tuple[Mesh, dic
     return mesh, fields[kind]
 
 
+def tensor_parallel(x: Any, axis: str) -> P:
+    """The last dim of a matrix over an axis."""
+    split = x.ndim > 1 and x.shape[-1] % 2 == 0
+    return P(*[None] * (x.ndim - 1), axis) if split else P()
+
+
 def fields_of(config: dict, folder: Path) -> dict[str, Any]:
     """The fields of `ZeroConfig`; `folder`: for a state on disk, a name in it that is new."""
     fields = {k: v for k, v in config.items() if k not in ("tier", "in_flight_bytes", "buffer_bytes", "prefetch_state")}
@@ -301,7 +307,24 @@ class NnxRun(LinenRun):
 
         given = create if self.case["born"] else create()
         place = jzero.abstract if self.abstract else jzero.shard
-        self.state = place(given, mesh=self.mesh, **self.filter, **self.fields)
+        specs = self.layouts(*create()) if self.mesh_spec["kind"] == "tp" else {}
+        self.state = place(given, mesh=self.mesh, **specs, **self.filter, **self.fields)
+
+    def layouts(self, model, optimizer):
+        """As Flax gives those of a model or of the pair: shardings, or logical names with rules."""
+        logical, apart = (self.mesh_spec[k] for k in ("logical", "apart"))
+        state = jax.tree.map(lambda x: x, nnx.state(model if apart else (model, optimizer)))
+        for _, variable in nnx.to_flat_state(state):
+            if not isinstance(variable, nnx.Param):
+                continue
+            value = variable.get_value()
+            spec = tensor_parallel(value, "columns" if logical else "model")
+            variable.set_metadata(out_sharding=tuple(spec))
+            if apart and len(spec) and value.shape[-1] % self.mesh.size == 0:
+                variable.set_metadata(optimizer_sharding=(*spec[:-1], ("model", "data")))
+        if logical:
+            return {"param_specs": nnx.get_partition_spec(state), "logical_axis_rules": [("columns", "model")]}
+        return {"param_specs": nnx.get_named_sharding(state, self.mesh)}
 
     @property
     def wrt(self):
@@ -376,7 +399,7 @@ class PlainRun(LinenRun):
         if self.mesh_spec["kind"] == "tp":
             logical = self.mesh_spec.get("logical", False)
             rules = [("columns", "model")] if logical else ()
-            specs = jax.tree.map(lambda x: self.tensor_parallel(x, "columns" if logical else "model"), params)
+            specs = jax.tree.map(lambda x: tensor_parallel(x, "columns" if logical else "model"), params)
         given = {"trainable": is_trained} if self.trainable else {}
         self.plan_made = jzero.make_plan(
             params, mesh=self.mesh, param_specs=specs, logical_axis_rules=rules, **given, **self.fields
@@ -398,11 +421,6 @@ class PlainRun(LinenRun):
         flags = trained_flags(params) if self.trainable == "part" else [True] * len(jax.tree.leaves(params))
         leaves, tree = jax.tree.flatten(params)
         return tree.unflatten([next(news) if t else x for x, t in zip(leaves, flags, strict=True)]), opt_state
-
-    @staticmethod
-    def tensor_parallel(x, axis):
-        split = x.ndim > 1 and x.shape[-1] % 2 == 0
-        return P(*[None] * (x.ndim - 1), axis) if split else P()
 
     @property
     def plan(self):

@@ -274,6 +274,110 @@ def test_logical_names_are_ignored_or_translated(create, mesh_2x4):
         used(logical_axis_rules=rules[:2])
 
 
+class Apart(nnx.Module):
+    """Metadata for the moments alone, on a dim that jzero would not choose; statistics and keys beside the params."""
+
+    def __init__(self, optimizer_sharding):
+        names = {"optimizer_sharding": optimizer_sharding, "eager_sharding": False}
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"), **names)
+        rngs = nnx.Rngs(0, dropout=1)
+        self.up = nnx.Linear(DIM_IN, 64, use_bias=False, kernel_init=init, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(64, rngs=rngs), nnx.Dropout(0.0, rngs=rngs)
+        self.down = nnx.List([nnx.Linear(64, DIM_OUT, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.down[0](self.dropout(self.norm(jnp.tanh(self.up(x)))))
+
+
+def create_apart(optimizer_sharding=(None, ("model", "data"))):
+    model = Apart(optimizer_sharding)
+    return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+
+FORMS = {  # what Flax gives for a model, and for the pair
+    "specs of the model": lambda model, optimizer, mesh: nnx.get_partition_spec(nnx.state(model)),
+    "specs of the params": lambda model, optimizer, mesh: nnx.get_partition_spec(nnx.state(model, nnx.Param)),
+    "shardings of the model": lambda model, optimizer, mesh: nnx.get_named_sharding(nnx.state(model), mesh),
+    "specs of the pair": lambda model, optimizer, mesh: nnx.get_partition_spec(nnx.state((model, optimizer))),
+    "shardings of the pair": lambda model, optimizer, mesh: nnx.get_named_sharding((model, optimizer), mesh),
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("form", FORMS)
+def test_nnx_states_and_modules_give_layouts(form, mesh_2x4):
+    pair = create_apart()
+    given = FORMS[form](*pair, mesh_2x4)
+    mesh = None if "shardings" in form else mesh_2x4  # shardings have one
+    fields = {"stage": 3, "mesh": mesh, "param_specs": given, "min_shard_bytes": 0}
+    params = nnx.state(pair[0], nnx.Param)
+    for plan in jzero.plan_of(jzero.abstract(create_apart, **fields)), jzero.make_plan(params, **fields):
+        assert plan.mesh == mesh_2x4
+        up = plan.by_keys["up", "kernel"]
+        assert (up.used, up.stored, up.state) == (P(None, "model"), *[P(None, ("model", "data"))] * 2)
+        assert plan.by_keys["down", "0", "kernel"].stored == P("data")
+    whole = jzero.abstract(create_apart, stage=3, mesh=mesh_2x4, param_specs=P(), min_shard_bytes=0)
+    assert jzero.plan_of(whole).by_keys["up", "kernel"].state == P("data")  # the metadata ignored
+
+
+@pytest.mark.unit
+def test_a_train_state_of_layouts_gives_those_of_its_params(mesh_2x4):
+    specs = nn.get_sharding(jax.eval_shape(create_tensor), mesh_2x4)
+    state = jzero.abstract(lambda: create_tensor(False), stage=3, param_specs=specs, min_shard_bytes=256)
+    by_name = jzero.plan_of(state).by_keys
+    assert [by_name[name, "kernel"].stored for name in ("Dense_0", "Dense_1")] == WANT[3]
+
+
+@pytest.mark.unit
+def test_nnx_specs_of_other_things_are_refused(mesh_2x4):
+    model, _ = create_apart()
+    some = [nnx.get_partition_spec(nnx.state(model, f)) for f in (nnx.BatchStat, nnx.PathContains("up"))]
+    for given, error, text in [
+        (nnx.state(model), TypeError, "must be a tree of PartitionSpec or NamedSharding, not ArrayImpl"),
+        (some[0], ValueError, r"has no layout for 5 of 5 params:\n.*down"),
+        (some[1], ValueError, "has no layout for 4 of 5"),
+    ]:
+        with pytest.raises(error, match=text):
+            jzero.abstract(create_apart, stage=2, mesh=mesh_2x4, param_specs=given)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("bad", [("data", None), (("model", "data"), None), ("data", ("model", "data")), (None, None)])
+def test_optimizer_sharding_that_is_no_zero_layout_is_refused(bad, mesh_2x4):
+    """Over the axis "model" the moments would lie otherwise than their param."""
+    with pytest.raises(ValueError, match=r"\['up'\]\['kernel'\] .*optimizer_sharding=P\(.*jzero chooses"):
+        jzero.abstract(lambda: create_apart(bad), stage=1, mesh=mesh_2x4)
+
+
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_optimizer_sharding_names_the_dim_of_the_state(stage, mesh_2x4):
+    """Small as the param is; at stage 3 it is stored so, too. Trained, and laid out again at another stage."""
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        def loss(model):
+            return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    model, optimizer = jzero.shard(create_apart, stage=stage, mesh=mesh_2x4)
+    plan = jzero.plan_of(optimizer)
+    base, apart = P(None, "model"), P(None, ("model", "data"))
+    moment = optimizer.opt_state[0].mu["up"]["kernel"]
+    assert ("optimizer_sharding" in str(plan.notes)) == (stage == 0)
+    plain = create_apart()
+    for i in range(3):
+        assert moment.get_value().sharding.spec == (apart if stage else base)
+        assert model.up.kernel.get_value().sharding.spec == (apart if stage == 3 else base)
+        loss = step(model, optimizer, plan.place_batch(batch(i)))
+        np.testing.assert_allclose(loss, step(*plain, batch(i)), rtol=1e-5)
+    other = jzero.plan_of(jzero.shard((model, optimizer), stage=3 - stage))
+    assert other.by_keys["up", "kernel"].state == (apart if stage < 3 else base)
+
+
 # ------------------------------------------------------------------------------------------ axes of a mesh
 
 
