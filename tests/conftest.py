@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -84,6 +85,24 @@ def pytest_collection_modifyitems(config, items):
         left = [item for item in items if item.get_closest_marker("pod")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker("pod")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test marked `remedy` finds it, and in the program that it checks last no fault of that kind."""
+    marks, found = [marker.args for marker in item.iter_markers("remedy")], []
+    with pytest.MonkeyPatch.context() as patch:
+        if marks:
+            module = sys.modules["jzero.proof.check"]
+            kept = module.Findings
+            patch.setattr(module, "Findings", lambda *args: found.append(kept(*args)) or found[-1])
+        result = yield
+    for _, words in marks:
+        kinds = {f.kind for some in found for f in some if words in f.remedy}
+        assert kinds, f"no finding has the remedy {words!r}"
+        left = [f for f in found[-1] if f.kind in kinds]
+        assert not left, f"the remedy {words!r} was applied, and there is still {left}"
+    return result
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -61,6 +61,24 @@ def owned_arrays(tree: Any) -> list[tuple[Any, Any, Any]]:
     return found
 
 
+def variable_paths(trees: Any) -> dict[int, Any]:
+    """By number of a leaf: the path of its Variable in its object, for trees of objects or as `nnx.jit` makes of them.
+
+    A Variable of several objects has the path in the first of them; leaves outside of objects have none.
+    """
+    if "flax.nnx" not in sys.modules:
+        return {}
+    from flax import nnx
+
+    leaves, tree = jax.tree.flatten(trees)
+    numbered = nnx.from_tree(
+        tree.unflatten(range(len(leaves))),
+        merge_fn=lambda context, path, prefix, leaf: context.unflatten(leaf.graphdef, *leaf.states),
+    )
+    _, state = nnx.split([x for x in jax.tree.leaves(numbered, is_leaf=is_node) if is_node(x)])
+    return {number: path[1:] for path, number in jax.tree_util.tree_leaves_with_path(state)}
+
+
 def abstract(tree: Any) -> Any:
     """The tree with `jax.ShapeDtypeStruct` for arrays, in modules and optimizers too; what is not an array stays."""
 

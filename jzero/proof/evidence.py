@@ -250,8 +250,11 @@ class Evidence:
     def trains(self) -> bool:
         """True for a program that is to return a new state, also where it does not.
 
-        It has a backward pass, or an update was traced for it, or it takes optimizer state beside params or donated.
+        An update of its params was traced; or it takes optimizer state, and has a backward pass, or an update was
+        traced for it, or that state stands beside params or is donated.
         """
+        if self.record is not None and self.record.of(self.plan):
+            return True  # `optax.sgd` has no state
         mine = [x for x in self.leaves if x.is_param or x.layout is not None or x.in_opt_state]
         params = {x.number_of_argument for x in mine if x.is_param}
         state = [x for x in mine if x.in_opt_state or not x.is_param]

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jzero.layout.leaf_rule import Frozen, Layout, path_keys
+from jzero.core.nnx_modules import variable_paths
+from jzero.layout.leaf_rule import Frozen, Layout, path_keys, path_name
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
 from jzero.proof.arguments import argument_shardings, parameter_numbers
@@ -64,7 +65,7 @@ class Argument:
     """An argument of a step.
 
     Attributes:
-      name: its path in the arguments.
+      name: its path in the argument; of a Variable the path in its NNX object.
       shape, itemsize: of the whole array.
       held: bytes on one device; 0 where the program does not use it.
       local: its shape on one device.
@@ -177,14 +178,15 @@ def arguments_of(
     rows = argument_shardings(compiled)
     paths, found = [path_keys(path) for path, *_ in rows], []
     returned = _returned(paths, compiled, plan, results)
-    numbers = parameter_numbers(compiled)
-    for (path, info, sharding), keys, role, number in zip(rows, paths, roles, numbers, strict=True):
+    numbers, variables = parameter_numbers(compiled), variable_paths(compiled.args_info)
+    for i, ((path, info, sharding), keys, role, number) in enumerate(zip(rows, paths, roles, numbers, strict=True)):
         itemsize = 0 if jax.dtypes.issubdtype(info.dtype, jax.dtypes.prng_key) else info.dtype.itemsize
         local = info.shape if sharding is None else sharding.shard_shape(info.shape)
         back, back_on_host = returned.get(keys, (None, False))
         found.append(
             Argument(
-                name=_name(path, keys, role), shape=tuple(info.shape), itemsize=itemsize,
+                name=path_name(variables.get(i, path[2:])) or f"argument {keys[-1]}",
+                shape=tuple(info.shape), itemsize=itemsize,
                 held=0 if sharding is None else math.prod(local) * itemsize, donated=info.donated,
                 on_host=getattr(sharding, "memory_kind", None) == "pinned_host",
                 layout=role.layout, is_param=role.is_param, returned=back, returned_on_host=back_on_host,
@@ -193,14 +195,6 @@ def arguments_of(
             )
         )  # fmt: skip
     return found
-
-
-def _name(path, keys: Keys, role: Role) -> str:
-    if NAMELESS in keys and role.is_param and role.layout is not None:
-        return role.layout.name
-    if NAMELESS in keys and role.in_opt_state:
-        return f".{STATE}{role.place}"
-    return jax.tree_util.keystr(path[2:]) or f"argument {keys[-1]}"
 
 
 def _returned(

@@ -54,6 +54,23 @@ def nnx_trees():
     return differences(rows)
 
 
+@check("core/nnx_modules.py")
+def nnx_jit_arguments():
+    """The arguments of a program of nnx.jit hold the graph of each object and its leaves as a list; from_tree with
+    merge_fn makes the objects of them, in the order of the leaves."""
+    import jax
+    from flax import nnx
+
+    from jzero.core.nnx_modules import variable_paths
+
+    program = nnx.jit(lambda model, x: model(x)).lower(small_model(), matrix(3, 4)).compile().compiled
+    shapes = [x.shape for x in jax.tree.leaves(program.args_info)]
+    found = {jax.tree_util.keystr(path): shapes[i] for i, path in variable_paths(program.args_info).items()}
+    rows = [("kernel", found.get("['first']['kernel'].value"), (4, 4)),
+            ("statistics", found.get("['norm']['mean'].value"), (4,)), ("Variables", len(found), 6)]  # fmt: skip
+    return differences(rows)
+
+
 @check("flax/adapters.py")
 def nnx_states():
     """nnx.state, as_pure, split, merge and update take a model and its optimizer apart and put them together; the

@@ -43,6 +43,7 @@ def test_a_weight_of_a_loop_moves_as_often_as_one_outside(case, stage):
     assert not jzero.findings(compiled, plan)
 
 
+@pytest.mark.remedy("weights_in_loop", "one loop in place of a loop in a loop")
 def test_nested_loops_reduce_once_per_round_of_the_outer_one():
     """One matrix of two is reduced in each of three rounds, whole: 3 x 2 halves in place of one."""
     assert sent(wire.nested, 3) == pytest.approx(5.5, rel=0.01)
@@ -54,8 +55,10 @@ def test_nested_loops_reduce_once_per_round_of_the_outer_one():
     assert "jnp.where" in found.remedy
     assert sent(wire.flat, 3) == pytest.approx(3, rel=0.01)  # which works
     assert found.bytes == pytest.approx(2 * plan.param_bytes * 7 / 8, rel=0.01)
+    assert not jzero.findings(*program(wire.flat, 3)[:2])
 
 
+@pytest.mark.remedy("weights_in_loop", "rows looked up before the loop")
 def test_a_table_looked_up_in_a_loop_is_named_and_both_remedies_help():
     """Moved in every round: in one reduction XLA adds the gradients of such a table wrongly (openxla/xla 49143)."""
     make = {way: functools.partial(wire.table, way) for way in ("in", "before", "one-hot")}
@@ -78,15 +81,17 @@ def test_a_table_looked_up_in_a_loop_is_named_and_both_remedies_help():
     )  # rows of all rounds
 
 
+@pytest.mark.remedy("weights_in_loop", "a larger bucket_bytes (")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_weight_beyond_the_bound_is_named(stage, monkeypatch):
     monkeypatch.setattr(weights, "LOOP_BYTES", 0)
-    monkeypatch.setattr(weights, "LOOP_BUCKETS", 0)
-    compiled, plan, _ = wire.compiled(wire.recurrent(), stage)
+    compiled, plan, _ = wire.compiled(wire.recurrent(), stage, bucket_bytes=2**16)
+    assert plan.param_bytes > weights.LOOP_BUCKETS * 2**16
     (found,) = jzero.findings(compiled, plan)
     assert found.kind == "weights_not_gathered_on_use"
     assert "['w'][512,512]" in found.text
     assert "a loop of 32 rounds" in found.text
+    assert not jzero.findings(*wire.compiled(wire.recurrent(), stage, bucket_bytes=2**18)[:2])
 
 
 WIDE = functools.partial(wire.gpt, **wire.WIDE)

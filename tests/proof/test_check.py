@@ -16,7 +16,19 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
-from programs import QUICK, SEQ, Block, Gpt, gpt_loss, gpt_step, small_gpt, small_state, tokens
+from programs import (
+    QUICK,
+    SEQ,
+    Block,
+    Gpt,
+    MlpBlock,
+    Stack,
+    gpt_loss,
+    gpt_step,
+    small_gpt,
+    small_state,
+    tokens,
+)
 
 import jzero
 from jzero.proof.check import CheckError, Finding, check, findings
@@ -58,6 +70,7 @@ def test_batch_not_split(stage, scan):
     assert "plan.place_batch(batch)" in finding.remedy
 
 
+@pytest.mark.remedy("gradients_zero", "let the loss read its own argument")
 def test_a_loss_that_does_not_read_its_argument():
     """The loss and all layouts are right, and nothing is trained."""
 
@@ -69,6 +82,7 @@ def test_a_loss_that_does_not_read_its_argument():
     found = found_in(state, plan, step)
     assert set(found) == {"not_trained"}
     assert "every gradient is zero" in found["not_trained"].text
+    assert found_in(state, plan) == {}
 
 
 def naive(state):
@@ -85,6 +99,8 @@ def naive_program(scan):
     ), plan
 
 
+@pytest.mark.remedy("gather_on_use", "or the apply_fn of the state that jzero.shard returned")
+@pytest.mark.remedy("activations_moved", "loss_fn = jzero.gather_on_use(loss_fn, plan), with ")
 @pytest.mark.default_cases("scan")
 @BOTH
 def test_no_gather_on_use_and_activations_moved(scan):
@@ -95,8 +111,28 @@ def test_no_gather_on_use_and_activations_moved(scan):
     assert found["weights_not_gathered_on_use"].bytes == pytest.approx(plan.param_bytes, rel=0.01)
     assert "all-to-all" in found["activations_moved"].text
     assert found["activations_moved"].bytes > 0.05 * plan.param_bytes
+    assert found_in(*small_state(3, scan=scan)) == {}
 
 
+@pytest.mark.remedy("activations_moved", "params as the plan stores them, with no constraint on them in the loss")
+def test_params_that_the_loss_splits():
+    """At stage 2, where they are whole."""
+    state, plan = small_state(2, scan=True)
+
+    def split(params):
+        leaves, tree = jax.tree.flatten(params)
+        pairs = zip(leaves, plan.layouts, strict=True)
+        return jax.tree.unflatten(tree, [plan.constrain(x, layout.state) for x, layout in pairs])
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda p: gpt_loss(state, split(p), batch))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    assert "where nothing should" in found_in(state, plan, step)["activations_moved"].text
+    assert found_in(state, plan) == {}
+
+
+@pytest.mark.remedy("grads_all_reduced", "hand the gradients to tx.update as jax.grad gives them")
 @pytest.mark.default_cases("scan")
 @BOTH
 def test_gradients_all_reduced(scan):
@@ -113,6 +149,7 @@ def test_gradients_all_reduced(scan):
     found = found_in(state, plan, step)
     assert set(found) == {"gradients_all_reduced"}
     assert found["gradients_all_reduced"].bytes >= 0.9 * plan.param_bytes
+    assert found_in(state, plan) == {}
 
 
 @pytest.mark.default_cases("scan-3")
@@ -189,6 +226,7 @@ def test_stack_split_along_its_scanned_dim(stage, axis, axes):
     assert finding.bytes >= 4 * stacks * 3 // 4  # once for each layer, forward alone
 
 
+@pytest.mark.remedy("weights_kept", "loss_fn = jzero.gather_on_use(loss_fn, plan); for blocks of your own")
 @pytest.mark.default_cases("scan")
 @BOTH
 def test_gathered_weights_kept(scan):
@@ -209,6 +247,7 @@ def test_gathered_weights_kept(scan):
     assert "no weight is gathered where it is used" in first.text
     assert "still there in the backward pass" in kept.text
     assert kept.bytes >= 0.5 * plan.param_bytes
+    assert found_in(state, plan, batch=tokens(512)) == {}
 
 
 def naive_gathering(state, plan):
@@ -315,6 +354,7 @@ def test_cpu_programs():
     assert {"batch_not_split", "state_not_donated"} <= found(tokens(8, plan.sharding(P())))
 
 
+@pytest.mark.remedy("batch_not_split", "plan.place_batch(batch)")
 @pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_array_without_a_layout_that_xla_splits_along_another_dim(stage):
@@ -351,6 +391,7 @@ def logs_medians(state, batch):
     return state.apply_gradients(grads=grads), (loss, medians)
 
 
+@pytest.mark.remedy("more_than_closed_form", "goes into a function of its own, called when it is wanted")
 @pytest.mark.default_cases("scan")
 @BOTH
 def test_more_than_the_closed_form(scan):
@@ -363,6 +404,68 @@ def test_more_than_the_closed_form(scan):
     assert finding.bytes == pytest.approx(psi, rel=0.1)
     assert "['kernel']" in finding.text
     assert "jit(median)" in finding.text
+    assert found_in(state, plan) == {}
+
+
+def scan_over_layers(rounds=None):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    def apply(variables, x):
+        return jax.lax.scan(layer, x, variables["params"]["layers"])[0]
+
+    def in_a_loop(variables, x):
+        return jax.lax.scan(lambda x, _: (apply(variables, x), None), x, length=rounds)[0]
+
+    params = {"layers": {"up": jnp.ones((4, 256, 512)), "down": jnp.ones((4, 512, 256))}}
+    return TrainState.create(apply_fn=in_a_loop if rounds else apply, params=params, tx=optax.adam(1e-3))
+
+
+def linen_scan():
+    model = Stack(functools.partial(MlpBlock, 256), 4, scan=True)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 256)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+
+def found_of_calls(create, calls, ignore=()):
+    """Kinds in a step at stage 3 whose loss calls the model several times."""
+    pod = jzero.pod("h100")
+    state = jzero.abstract(create, stage=3, mesh=pod.mesh({"data": 8}), min_shard_bytes=0)
+    batch = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+    def step(state, x, y):
+        def loss(params):
+            x_out, y_out = calls(lambda x: state.apply_fn({"params": params}, x), x, y)
+            return jnp.mean(x_out * y_out)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    program = pod.compile(step, state, batch, batch, donate_argnums=0, compiler_options=QUICK)
+    return [f.kind for f in findings(program, jzero.plan_of(state), ignore=ignore)]
+
+
+@pytest.mark.remedy("reduction_per_microbatch", "one call on all of them, jnp.stack([x, y], 1)")
+@pytest.mark.default_cases("scan_over_layers")
+@pytest.mark.parametrize("create", [scan_over_layers, linen_scan])
+def test_a_scan_that_is_called_twice(create):
+    """Its weights move in the loop over the layers, and are not constant over it."""
+
+    def once(f, x, y):
+        both = f(jnp.stack([x, y], 1).reshape(-1, *x.shape[1:])).reshape(-1, 2, *x.shape[1:])
+        return both[:, 0], both[:, 1]
+
+    assert found_of_calls(create, lambda f, x, y: (f(x), f(y))) == ["reduction_per_microbatch"]
+    needs_another = lambda f, x, y: (f(f(x)), y)  # noqa: E731
+    assert found_of_calls(create, needs_another, ignore=("reduction_per_microbatch",)) == []
+    assert found_of_calls(create, once) == []
+
+
+@pytest.mark.remedy("stack_before_loop", "where the scan stands in another loop, that one in Python")
+def test_a_scan_in_another_loop():
+    looped = functools.partial(scan_over_layers, rounds=2)
+    kinds = found_of_calls(looped, lambda f, x, y: (f(x), y))
+    assert kinds == ["weights_not_gathered_on_use", "reduction_per_microbatch"]
+    assert found_of_calls(scan_over_layers, lambda f, x, y: (f(f(x)), y)) == ["reduction_per_microbatch"]
 
 
 class Messages(nn.Module):
@@ -377,6 +480,7 @@ class Messages(nn.Module):
         return x
 
 
+@pytest.mark.remedy("activations_moved", "Rows looked up or summed across the batch")
 def test_rows_across_the_batch_are_named_and_the_remedy_helps():
     """A graph network whose edges may point anywhere in the batch; with an entry of the batch for each device."""
     pod, model = jzero.pod("h200"), Messages()
@@ -403,6 +507,7 @@ def test_rows_across_the_batch_are_named_and_the_remedy_helps():
 
     (across, sent), (clean, least) = found(8 * 64), found(8, 64)
     assert "jvp(Messages)" in across["activations_moved"].text
+    assert "gradients_all_reduced" not in across  # what is all-reduced in the backward pass are rows
     assert "segment_sum" in across["activations_moved"].remedy
     assert "jax.vmap" in across["activations_moved"].remedy
     assert clean == {}
@@ -410,3 +515,29 @@ def test_rows_across_the_batch_are_named_and_the_remedy_helps():
     assert least == pytest.approx(
         2.8, rel=0.01
     )  # the batch has no gradient: one gather fewer of the first weight
+
+
+@pytest.mark.remedy("more_than_closed_form", "Rows looked up or summed across the batch")
+def test_rows_that_are_gathered_across_the_batch():
+    """With an optimizer that has no state."""
+    pod = jzero.pod("h200")
+    params = {"in": jnp.ones((256, 256)), "out": jnp.ones((256, 256))}
+    create = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))  # noqa: E731
+    state = jzero.abstract(create, stage=2, mesh=pod.mesh({"data": 8}), min_shard_bytes=0)
+    plan = jzero.plan_of(state)
+
+    def found(*dims):
+        def step(state, x, rows):
+            def loss(params):
+                model = lambda x, rows: jnp.tanh((x @ params["in"])[rows]) @ params["out"]  # noqa: E731
+                return ((jax.vmap(model) if x.ndim == 3 else model)(x, rows) ** 2).mean()
+
+            return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+        batch = jax.ShapeDtypeStruct((*dims, 256), jnp.float32), jax.ShapeDtypeStruct(dims, jnp.int32)
+        program = pod.compile(step, state, *batch, donate_argnums=0, compiler_options=QUICK)
+        return findings(program, plan)
+
+    (finding,) = found(8 * 64)
+    assert "f32[64,256] in all-gather" in finding.text
+    assert found(8, 64) == ()

@@ -65,6 +65,7 @@ def held(tree) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.remedy("more_memory_than_closed_form", "state = jzero.shard(state, plan.config, mesh=mesh)")
 @pytest.mark.parametrize("tx", [HISTORY, optax.flatten(ADAM)], ids=["history", "one vector"])
 def test_state_that_has_no_shape_of_a_param(tx, mesh):
     """By a chain whose init was called outside of jzero, or a restore: no leaf for `state.state_whole`, or not all."""
@@ -91,6 +92,8 @@ def test_moments_in_a_wider_dtype_than_planned(stage, mesh):
     assert found_in(again(wrong, plan), plan) == {}
 
 
+@pytest.mark.remedy("more_memory_than_closed_form", "Copies of the params as a tree with their names")
+@pytest.mark.remedy("more_memory_than_closed_form", "A layout on the mesh that an average")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_average_as_a_list(stage, mesh):
     """Nothing says whose copies its leaves are, so `shard` keeps them whole; vectors are passed over."""
@@ -104,6 +107,7 @@ def test_an_average_as_a_list(stage, mesh):
     assert found_in(again(state.replace(average=scope["copy"]), plan), plan, averages) == {}
 
 
+@pytest.mark.remedy("state_whole", "A layout on the mesh that an average")
 def test_an_average_that_is_whole(mesh):
     """`state.state_whole` names it, alone; jzero keeps a layout on the mesh, so the remedy lays it out first."""
     state, plan = sharded(mesh, 2, averaged)

@@ -277,6 +277,7 @@ class Tied(nnx.Module):
         return self.table.attend(nnx.relu(self.hidden(self.table(tokens))))
 
 
+@pytest.mark.remedy("more_than_closed_form", "at every stage it adds the gradients of a lookup")
 @pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_tied_table_whose_gradients_nobody_adds(stage):

@@ -57,6 +57,10 @@ def beside_the_state():
     return TrainState.create(apply_fn=apply_fn, params={"lora": adapters()}, tx=TX)
 
 
+def trained_ones(path, leaf):  # as the remedy has it
+    return "lora" in path
+
+
 def among_the_params(tx=TX):
     return TrainState.create(apply_fn=apply_fn, params={"lora": adapters(), "base": weights()}, tx=tx)
 
@@ -83,6 +87,7 @@ def found_in(create, mesh, stage=3, trainable=None, **arguments):
     return jzero.findings(program, plan), jzero.explain(program, plan).memory.arguments
 
 
+@pytest.mark.remedy("frozen_whole", "trainable=lambda path, leaf: 'lora' in path")
 @pytest.mark.parametrize(("create", "arguments"), [(in_the_state, {}), (beside_the_state, weights())])
 def test_a_base_below_adapters(create, arguments, mesh):
     (finding,), _ = found_in(create, mesh, **arguments)
@@ -93,12 +98,12 @@ def test_a_base_below_adapters(create, arguments, mesh):
     assert "['w0'][128,128]" in finding.text
     assert "trainable=lambda path, leaf: 'lora' in path" in finding.remedy
     assert found_in(create, mesh, stage=2, **arguments)[0] == ()  # where all params are whole
+    assert found_in(among_the_params, mesh, trainable=trained_ones)[0] == ()
 
 
 @pytest.mark.parametrize("way", ["the remedy", "by the optimizer"])
 def test_the_remedy_splits_them(way, mesh):
-    filter_ = lambda path, leaf: "lora" in path  # noqa: E731 - as the remedy has it
-    given = (among_the_params, filter_) if way == "the remedy" else (lambda: among_the_params(FROZEN), None)
+    given = (among_the_params, trained_ones) if way == "the remedy" else (lambda: among_the_params(FROZEN), None)
     found, held = found_in(given[0], mesh, trainable=given[1])
     assert found == ()
     assert held < BASE // 8 + 3 * (2 * LAYERS * DIM * RANK * 4) // 8 + 8 * DIM * 4 + 64
@@ -121,6 +126,7 @@ class Adapted(nnx.Module):
         return x
 
 
+@pytest.mark.remedy("frozen_whole", "an nnx.Param, and wrt=nnx.LoRAParam")
 def test_nnx(mesh):
     def found(tx, wrt, kind=nnx.Param):
         def create():

@@ -69,6 +69,7 @@ def setting(mesh, stage=2):
     return state, plan, {"x": x, "y": x}
 
 
+@pytest.mark.remedy("cut_across_devices", "batch = plan.micro_batches(batch, k)")
 @pytest.mark.pod
 def test_a_reshape_and_its_remedy_on_16_gpus():
     pod = jzero.pod("h100", hosts=2)
@@ -107,6 +108,35 @@ def test_programs_of_the_cpu(cut, loop, mesh):
 
     assert found(cut) == ["batch_not_split"]
     assert found(by_plan) == []
+
+
+def by_hand(batch, plan):
+    """Micro-batches of rows that lie together on a device, which jzero does not know of."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, K, *x.shape[1:]), 0, 1), batch)
+
+
+def accumulating(plan):
+    def step(state, batch):
+        loss = lambda p, part: jnp.mean((state.apply_fn({"params": p}, part["x"]) - part["y"]) ** 2)  # noqa: E731
+        grads = jzero.value_and_grad(loss, plan, accumulate=K, reduce="step")(state.params, batch)[1]
+        return state.apply_gradients(grads=grads)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(2, marks=pytest.mark.remedy("reduction_per_microbatch", "local gradients are summed")),
+        pytest.param(3, marks=pytest.mark.remedy("reduction_per_microbatch", "or a loop over plan.micro_batches")),
+    ],
+)
+def test_reductions_per_micro_batch(stage, mesh):
+    state, plan, batch = setting(mesh, stage)
+    once = accumulating(plan) if stage == 2 else step_of(plan, by_plan, in_scan)
+    for step, expected in ((step_of(plan, by_hand, in_scan), ["reduction_per_microbatch"]), (once, [])):
+        program = jzero.jit(step, plan).lower(state, batch).compile()
+        assert [f.kind for f in jzero.findings(program, plan)] == expected
 
 
 @pytest.mark.parametrize("loop", [in_scan, in_python])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 
 import jax
 import jaxlib.version
 import optax
 import pytest
 from programs import QUICK, cached, gpt_loss, gpt_state, gpt_step, tokens
+from test_blind import with_text
 from test_check_offload import on_device
 from test_commands import SUBJECT
 
@@ -130,6 +132,7 @@ def whole(state, batch):
     return state.apply_gradients(grads=grads), value
 
 
+@pytest.mark.remedy("weights_on_device", "which fetch each weight where it is used")
 def test_params_that_are_all_on_the_device():
     state, plan, pod = made(True, layers=12)
     program = pod.compile(whole, state, tokens(), donate_argnums=0, plan=plan, compiler_options=QUICK)
@@ -139,6 +142,30 @@ def test_params_that_are_all_on_the_device():
     assert found["state_not_offloaded"].bytes > plan.param_bytes // 8 // 2
     own, *_ = compiled(True, layers=12)
     assert findings(own, plan) == ()
+
+
+def without_asynchronous_copies(text):
+    """Each `copy-done(%start)` becomes a `copy` of what its `copy-start` has read."""
+    lines, sources = [], {}
+    for line in text.splitlines():
+        call = re.search(r" copy-(start|done)\(.*?%([\w.-]+)\)", line)
+        if call and call[1] == "start":
+            sources[re.match(r" *%([\w.-]+) = ", line)[1]] = call[2]
+            continue
+        if call:
+            line = line.replace(call[0], f" copy(%{sources[call[2]]})")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+@pytest.mark.remedy("transfers_waited_for", "leave XLA's asynchronous copies on")
+def test_copies_that_are_waited_for():
+    """The text of a program, as if XLA wrote plain copies."""
+    program, plan, *_ = compiled(False, layers=2)
+    attacked = with_text(program, without_asynchronous_copies(program.as_text()))
+    found = {f.kind: f for f in findings(attacked, plan)}
+    assert "fetches of weights and writes of gradients" in found["host_transfers_waited_for"].text
+    assert findings(program, plan) == ()
 
 
 def test_a_copy_that_is_waited_for():

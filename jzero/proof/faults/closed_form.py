@@ -65,7 +65,7 @@ def more_than_closed_form(e: Evidence) -> Faults:
         return
     found = [row for row in _excess(e, rows, planned) if row.bytes > SHARE_ROW * psi]
     rows_moved = any(primitive_of(row.where) in ROWS for row in found)
-    tied = [x for row in found[:1] for x in row.params if is_tied(e, x)]
+    tied = [x for row in found[:1] if row.op in REDUCES for x in row.params if is_tied(e, x)]
     if tied and not e.plan.config.row.params:
         remedy = (
             "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned: at "
@@ -74,7 +74,7 @@ def more_than_closed_form(e: Evidence) -> Faults:
         )
     else:
         remedy = REMEDY + (f" {ACROSS}" if rows_moved else "")
-    listed = "; ".join(f"{row.what}: {human_bytes(row.bytes)} ({row.where})" for row in found[:MOST_NAMES])
+    listed = "; ".join(f"{row.what} in {row.op}: {human_bytes(row.bytes)} ({row.where})" for row in found[:MOST_NAMES])
     yield (
         f"{sent / psi:.2f} Psi are sent over {axes_text(e.plan.config.axes)} in a step, and the closed form says "
         f"{closed / psi:.2f}. Not in it: {listed or 'nothing large by itself'}{more_text(found)}.",
@@ -139,10 +139,11 @@ def _of_kept(e: Evidence, times: int) -> float:
 
 
 class _More(NamedTuple):
-    """What is sent and not planned: of which params (those of one size, tied tables first), in words, and where."""
+    """What is sent and not planned: of which params (those of one size, tied tables first), in words, how and where."""
 
     params: list[Layout]
     what: str
+    op: str
     where: str
     bytes: float
 
@@ -164,7 +165,7 @@ def _excess(e: Evidence, rows, planned) -> list[_More]:
         array = f"{s.dtype}[{','.join(map(str, max(e.dims(s), key=len)))}]"
         some = sorted(groups[key[0]][0], key=lambda x: not is_tied(e, x)) if key[0] in groups else []
         what = names_text(some).removesuffix(".") if some else array
-        found.append(_More(some, f"{what} in {s.op}", equation(e, s), total[key]))
+        found.append(_More(some, what, s.op, equation(e, s), total[key]))
     return found
 
 

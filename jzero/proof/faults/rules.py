@@ -57,7 +57,7 @@ RULES = (
     Rule("weights_not_gathered_on_use", weights.weights_in_loop, "weights that every round of a loop gathers",
          (weights.gather_on_use, *WRONG_BATCH), wire=True),
     Rule("gradients_all_reduced", steps.grads_all_reduced, "all-reduces of gradients",
-         (*LOST, *WRONG_BATCH, weights.weights_in_loop), wire=True),
+         (*LOST, *WRONG_BATCH, weights.stack_before_loop, weights.weights_in_loop), wire=True),
     Rule("reduction_per_microbatch", steps.reduction_per_microbatch,
          unless=(*WRONG_BATCH, weights.weights_in_loop), wire=True),
     Rule("state_too_large", state.state_whole, unless=LOST),  # without an update params are known by shapes alone

@@ -87,17 +87,22 @@ def grads_all_reduced(e: Evidence) -> Faults:
         for s in e.over_zero_axes("all-reduce")
         if not (s.sliced or s.phase == "forward" or e.is_optimizers(s))
     ]
-    rows = [(s, sum(e.parts(s)) * e.trips(s)) for s in sites]
+    sizes = {e.local(x, sliced=some) for x in e.plan.layouts for some in (False, True)}
+
+    def values(s) -> int:  # of gradients: alone, or joined to one flat array; rows of a batch are reduced too
+        return sum(n for n, dims in zip(e.parts(s), e.dims(s), strict=True) if e.others or len(dims) < 2 or n in sizes)
+
+    rows = [(s, values(s) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
     allowed = sum(e.local(x) * (1 if x.vector else 2) for x in others) + 2 * e.others
     smallest = min(e.local(x, sliced=True) for x in e.split if x.frozen is None)
     total = sum(n for _, n in rows) - allowed
-    if total > SHARE_GRADS * elements(e) and any(sum(e.parts(s)) >= smallest for s, _ in rows):
+    if total > SHARE_GRADS * elements(e) and any(values(s) >= smallest for s, _ in rows):
         yield (
             f"gradients are all-reduced over {axes_text(e.plan.config.axes)} where a reduce-scatter was planned: "
             f"{100 * total / elements(e):.0f} % of the values of {len(e.split)} split params, whole on every device "
             "and sent twice.",
-            round(sum(s.bytes * e.trips(s) for s in sites)),
+            round(sum(s.bytes * e.trips(s) for s, n in rows if n)),
             "hand the gradients to tx.update as jax.grad gives them: no with_sharding_constraint, pmean or output of "
             "the whole gradient (return optax.global_norm(grads) instead).",
         )
@@ -120,7 +125,8 @@ def activations_moved(e: Evidence) -> Faults:
             f"{equation(e, largest)}.",
             moved,
             ("loss_fn = jzero.gather_on_use(loss_fn, plan), with " if e.plan.config.row.params else "")
-            + "a batch from plan.place_batch(batch), and params held by plan.constrain(param, layout.stored)."
+            + "a batch from plan.place_batch(batch), and params as the plan stores them, with no constraint on them in "
+            "the loss."
             + (f" {ACROSS}" if forward else ""),
         )
 
@@ -149,7 +155,9 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
                 else 'jzero.value_and_grad(loss_fn, plan, accumulate=k, reduce="step"): local gradients are summed, '
                 "and reduced once after the loop."
             )
-            + " Where a loss calls the model on several batches: one call on all of them.",
+            + " Where a loss calls the model on several batches: one call on all of them, "
+            "jnp.stack([x, y], 1).reshape(-1, *x.shape[1:]), since jnp.concatenate moves rows between devices; where a "
+            'call needs the result of another one: ignore=("reduction_per_microbatch",).',
         )
 
 

@@ -51,14 +51,11 @@ def whole_leaves(e: Evidence) -> Faults:
         return
     rows = [(x.name, typed_shape(x), x.reason) for x in sorted(whole, key=lambda x: -x.nbytes)]
     n, padded = axis_size(e.plan.mesh, e.plan.config.axes), all(x.padded for x in whole)
+    pad = ', or share its state alone with ZeroConfig(uneven="pad").'  # at stage 3 the param is to be split, too
     ways = {
         Whole.SMALL: "pass ZeroConfig(min_shard_bytes=0).",
         Whole.UNEVEN: f"make a dim of the leaf a multiple of {n} (pad the vocabulary), or share over fewer devices"
-        + (
-            ". Their state is shared."
-            if padded
-            else ', or share its state alone with ZeroConfig(uneven="pad").'
-        ),
+        + (". Their state is shared." if padded else "." if e.plan.config.row.params else pad),
         Whole.ONE_DEVICE: "pass a mesh with more than one device on the axis.",
     }
     yield (
@@ -99,7 +96,8 @@ def stack_before_loop(e: Evidence) -> Faults:
             f"{counted(len(names), 'stack of layers is', 'stacks of layers are')} gathered whole, not one layer at a "
             f"time inside the loop: {names_text(list(names.values()))}",
             sum(x.nbytes for x in found),
-            "loss_fn = jzero.gather_on_use(loss_fn, plan), and no constraint on the stacked params before the scan.",
+            "loss_fn = jzero.gather_on_use(loss_fn, plan), and no constraint on the stacked params before the scan; "
+            "where the scan stands in another loop, that one in Python.",
         )
 
 
