@@ -29,7 +29,7 @@ def easylm():
     sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "residue_dropout": 0.1, "scan_attention": False}
     clip = jnp.clip  # of jax 0.10, without `a_min`, which EasyLM's code names
-    jnp.clip = lambda x, *bounds, a_min=None: clip(x, *bounds, min=a_min)
+    jnp.clip = lambda x, *bounds, a_min=None, **more: clip(x, *bounds, **(more if a_min is None else {"min": a_min}))
     config = LLaMAConfigurator.finalize_config(LLaMAConfigurator.get_default_config(sizes | {"scan_mlp": False}))
     model = FlaxLLaMAForCausalLMModule(config, dtype=jnp.float32, param_dtype=jnp.float32)
     tx, _ = OptimizerFactory.get_optimizer(OptimizerFactory.get_default_config())
