@@ -97,7 +97,7 @@ def test_what_the_comparison_lets_pass_and_what_not():
     near.state([one, compare.np.int32(3)], [one, compare.np.int32(3)], "state", [0.0, 0.0])
     for wrong in (
         lambda: near.values([one * 1.001], [one], "params", [0.0]),
-        lambda: near.values([one * 1.1], [one], "params", [1.0]),  # more than a twentieth of the movement
+        lambda: near.values([one * 1.1], [one], "params", [1.0]),  # far more than rounding may
         lambda: near.values([one * float("nan")], [one], "params", [0.0]),
         lambda: near.gradients([one * 1.01], [one], "gradients"),
         lambda: near.gradients([one[:2]], [one], "gradients"),

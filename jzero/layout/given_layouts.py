@@ -118,7 +118,7 @@ def _given_specs(param_specs: Any, params: Any) -> list[Given | None]:
         return isinstance(x, (PartitionSpec, NamedSharding, Given)) or x is None
 
     where = "jzero.make_plan"
-    given = metadata_tree(param_specs, params) if has_variable(param_specs) else param_specs
+    given = _metadata_tree(param_specs, params) if has_variable(param_specs) else param_specs
     odd = [x for x in jax.tree.leaves(given, is_leaf=is_spec) if not is_spec(x)]
     if odd:
         raise TypeError(
@@ -133,7 +133,7 @@ def _given_specs(param_specs: Any, params: Any) -> list[Given | None]:
     return [x if isinstance(x, Given) else Given(_as_spec(x)) for x in jax.tree.leaves(given, is_leaf=is_spec)]
 
 
-def metadata_tree(specs: Any, params: Any) -> Any:
+def _metadata_tree(specs: Any, params: Any) -> Any:
     """A tree like `params` of what the Variables of another tree hold, found by their paths.
 
     Args:

@@ -132,13 +132,12 @@ def roles_of(rows: Sequence[Any], plan: Plan, record: TraceRecord | None) -> lis
     return found
 
 
-def kinds_of(rows: Sequence[Any], plan: Plan, record: TraceRecord | None) -> list[str]:
-    """What each row is, as a field of `records.Memory`.
+def kinds_of(roles: Sequence[Role], *, recorded: bool) -> list[str]:
+    """What each argument is, as a field of `records.Memory`.
 
     Without a record, and where nothing is called the optimizer state, every copy of a param counts as one.
     """
-    roles = roles_of(rows, plan, record)
-    if (record is not None and record.names(plan)) or any(role.in_opt_state for role in roles):
+    if recorded or any(role.in_opt_state for role in roles):
         return [role.kind for role in roles]
     return ["opt_state" if role.kind == "rest" and role.layout is not None else role.kind for role in roles]
 

@@ -104,8 +104,9 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
         trains = module.has_backward
         check_plan_fits(rows, plan, devices=module.partitions, trains=trains, where="jzero.explain")
         known = record_of(compiled)
-        roles = roles_of(rows, plan, known) if known is not None and known.names(plan) else None
-        kinds = kinds_of(rows, plan, known)
+        recorded = known is not None and known.names(plan)
+        found = roles_of(rows, plan, known)
+        roles, kinds = found if recorded else None, kinds_of(found, recorded=recorded)
     mesh_shape = _mesh_shape(compiled, plan)
     sites, failed = read(module)
     if failed:
