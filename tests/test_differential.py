@@ -93,14 +93,14 @@ def test_what_the_comparison_lets_pass_and_what_not():
     one = compare.np.ones(4, "float32")
     near.values([one * (1 + 1e-6)], [one], "params", [0.0])
     near.values([one * 1.001], [one], "params", [2e-4])  # rounding alone moves it as far
-    near.gradients([one * (1 + 1e-6)], [one], "gradients")
+    near.gradients([one * (1 + 1e-6)], [one], "gradients", [one])
     near.state([one, compare.np.int32(3)], [one, compare.np.int32(3)], "state", [0.0, 0.0])
     for wrong in (
         lambda: near.values([one * 1.001], [one], "params", [0.0]),
         lambda: near.values([one * 1.1], [one], "params", [1.0]),  # far more than rounding may
         lambda: near.values([one * float("nan")], [one], "params", [0.0]),
-        lambda: near.gradients([one * 1.01], [one], "gradients"),
-        lambda: near.gradients([one[:2]], [one], "gradients"),
+        lambda: near.gradients([one * 1.01], [one], "gradients", [one]),
+        lambda: near.gradients([one[:2]], [one], "gradients", [one]),
         lambda: near.state([one * 1.01], [one], "state", [0.0]),
         lambda: near.state([compare.np.int32(2)], [compare.np.int32(3)], "state", [0.0]),
         lambda: near.state([], [one], "state", [0.0]),

@@ -83,6 +83,8 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
         count = kwargs.pop(ROUNDING_COUNT, None)
         leaves, tree = jax.tree.flatten(state)
         seen = [x if d is None else x.astype(d) for x, d in zip(leaves, dtypes(), strict=True)]
+        # a condition of the chain wants updates of one dtype, whether they come from moments or not
+        updates = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, dtype)), updates)
         updates, new = extra.update(updates, tree.unflatten(seen), params, **kwargs)
         return updates, stored(new, count)
 

@@ -33,12 +33,13 @@ OPTIMIZERS: dict[str, Any] = {
     "dog": lambda: contrib.dog(1.0, ("heuristic", 1e-3)),  # from 1e-6 on its first steps are rounding
     "dowg": lambda: contrib.dowg(1.0),
     "fromage": lambda: optax.fromage(RATE),
-    "galore": lambda: contrib.galore(RATE, rank=2, update_proj_gap=3),
+    "galore": lambda: contrib.galore(RATE, rank=1, update_proj_gap=3),  # of a gradient of rank 1 a second is rounding
     "lamb": lambda: optax.lamb(RATE),
     "lars": lambda: optax.lars(RATE),
     "lion": lambda: optax.lion(RATE),
     "madgrad": lambda: contrib.madgrad(RATE),
-    "mechanize": lambda: contrib.mechanize(optax.adam(RATE)),
+    # its first step is `s_init` long: a millionth is a rounding of the params, and is divided by a millionth again
+    "mechanize": lambda: contrib.mechanize(optax.adam(RATE), s_init=0.5),
     "momentum": lambda: optax.sgd(RATE, momentum=0.9),
     "muon": lambda: contrib.muon(RATE),
     "nadam": lambda: optax.nadam(RATE),
@@ -70,7 +71,7 @@ SMOOTH = ("sgd", "momentum", "nesterov", "optimistic_sgd", "fromage", "lars", "n
 SIGNS = ("lion", "signum", "sign_sgd", "rprop")
 """Updates that are a sign: rounding of what the sign is taken of may turn it."""
 
-AMPLIFY = ("muon", "galore", "adabelief", "acprop", "rmsprop_centered", "mechanize")
+AMPLIFY = ("muon", "galore", "adabelief", "acprop", "rmsprop_centered")
 """Iterations, decompositions, differences of nearly equal numbers: each case measures how much rounding grows."""
 
 

@@ -294,6 +294,22 @@ def test_wider_moments_than_the_params(mesh):
     assert np.isfinite(losses).all()
 
 
+def test_wider_moments_under_a_condition(mesh):
+    """The branches of `apply_if_finite` must agree in dtype: updates made of fp32 moments, and zeros like gradients."""
+    tx = optax.apply_if_finite(contrib.adopt(1e-2), 5)
+    params = {"w": jnp.ones((8, 8), BF16)}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, master_dtype=None, moment_dtype="float32")
+    wrapped = jzero.zero(tx, plan)
+    grads = jax.tree.map(lambda p: p / 3, params)
+    placed = plan.place(params)
+    state = jax.jit(lambda *args: wrapped.update(*args)[1])(grads, wrapped.init(placed), placed)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == BF16 else x, (grads, tx.init(params)))
+    _, want = tx.update(*wide, params)
+    for got, plain in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
+        assert got.dtype == plain.dtype
+        np.testing.assert_allclose(got, plain, rtol=1e-6)
+
+
 # --- chains that count no steps ----------------------------------------------------------------------------------
 
 RMSPROP = optax.rmsprop(1e-3, decay=0.999)
