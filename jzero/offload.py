@@ -32,7 +32,7 @@ def placements_of(tree: Any, plan: Plan) -> list[Placement]:
 
 
 def where_they_lie(arrays: Sequence[Any], specs: Sequence[Any], plan: Plan) -> list[Placement]:
-    """Where arrays of these layouts lie, traced or not; of what is not an array (None) nothing."""
+    """Where arrays of these layouts lie, traced or not; leaves that are None are left out."""
     return [
         Placement(plan.sharding(spec).with_memory_kind(HOST)) if memory_kind(x) == HOST else DEVICE
         for x, spec in zip(arrays, specs, strict=True)

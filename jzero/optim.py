@@ -102,7 +102,7 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
 
 
 def is_wrapped(tx: Any) -> bool:
-    """True for what `zero` returns."""
+    """Whether `tx` was made by `zero`."""
     return isinstance(getattr(tx, "init", None), _Init)
 
 
@@ -466,7 +466,7 @@ def state_specs(state, plan: Plan) -> list:
 
 
 def check_explicit(plan: Plan, extra: Any = ()) -> None:
-    """Raises NotImplementedError for what has no types under an Explicit mesh, ValueError for another mesh."""
+    """Raises NotImplementedError if something has no types under an Explicit mesh, ValueError for another mesh."""
     if not explicit_axes():
         return
     if plan.config.offload is not None:

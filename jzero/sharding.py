@@ -495,6 +495,6 @@ def plan_for(params: Any, config: ZeroConfig, *, trained_tree: Any = None, **giv
 
 
 def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:
-    """Raises TypeError for what is not a `Plan`."""
+    """Raises TypeError unless the value is a `Plan`."""
     remedy = "Pass jzero.plan_of(state), or what jzero.make_plan(params, ...) returned."
     check_kind(plan, "plan", Plan, "a jzero.Plan", where=where, optional=optional, remedy=remedy)

@@ -4,7 +4,7 @@
 Orbax writes into a directory beside the final one and commits it there. Then each process hashes its share of the files
 (`checksums.py`) and flushes it to the disk; after a barrier process 0 flushes the folders and renames the directory
 (`core/durable.py`). So a directory with the final name is whole, has its checksums and survives a power failure; plain
-orbax reads it without jzero. Until then its name has orbax's mark of what is temporary.
+orbax reads it without jzero. Until then its name has orbax's suffix for temporary folders.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class NamedLeaf:
 def is_of_model(
     name: Name, shape: tuple[int, ...], dtype: Any, params: Mapping[Name, tuple[int, ...]], least: int = 2
 ) -> bool:
-    """True for what a model needs besides its params; see [Note: what a model needs].
+    """Whether a model needs it besides its params; see [Note: what a model needs].
 
     Args:
       name, shape, dtype: of a leaf.

@@ -167,7 +167,7 @@ def custom(path: Any) -> Any:
     """
     path = store.locate(path, "jzero.checkpoint.custom")
     if not store.is_sealed(path):
-        raise ValueError(f"jzero.checkpoint.custom: {path} is none of jzero's: plain orbax wrote it.")
+        raise ValueError(f"jzero.checkpoint.custom: {path} is not jzero's: plain orbax wrote it.")
     checks = Seal(path)
     refuse(path, checks.damage)
     return checks.custom

@@ -26,7 +26,7 @@ from jzero.layout.leaf_rule import path_keys
 
 STATE = "state"  # orbax's name for the tree of a checkpoint
 NAME = "jzero.checkpoint"
-TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what is not, or no longer, a checkpoint
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that is not yet, or no longer, a checkpoint
 STAGING, DELETED = "-whole", "-deleted"
 RETRIES, RETRY_SECONDS = 50, 0.1
 LEAST_READ_BYTES = 64 * 2**20  # that are read at once, of one process
@@ -122,7 +122,8 @@ def locate(path: Any, where: str) -> Path:
         below = steps(path) if path.is_dir() else []
         if below:
             raise ValueError(
-                f"{where}: {path} holds {counted(len(below), 'checkpoint')} and is none itself. Name one: {below[-1]}"
+                f"{where}: {path} is not a checkpoint but holds {counted(len(below), 'checkpoint')}. "
+                f"Name one: {below[-1]}"
             )
         raise ValueError(
             f"{where}: {path} is not a checkpoint of a state: no folder {STATE!r} in it, as jzero.checkpoint.save and "

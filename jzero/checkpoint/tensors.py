@@ -38,7 +38,7 @@ def check_texts(value: Any, name: str, where: str) -> tuple[str, ...]:
     """Several texts; one text is refused, whose letters would be taken for texts.
 
     Raises:
-      TypeError: one text, or what is not a sequence of texts.
+      TypeError: the value is a single string, or not a sequence of strings.
     """
     if isinstance(value, str):
         raise TypeError(f"{where}({name}={value!r}): {name} is a list. Pass {name}=[{value!r}].")

@@ -1,9 +1,9 @@
 """A value and what stands for its gradient, apart and together again.
 
 [Note: no equation]
-The derivative of what is here has no equation for the value: what a scan keeps of it for the backward pass is the slice
-of a stack that it was given, which is there already, and not a copy. (`jax.lax.stop_gradient` and `jax.custom_jvp` have
-one.)
+The derivatives of these functions have no equation for the value: a scan keeps for the backward pass the slice of the
+stack that it was given, which is there already, and not a copy. (`jax.lax.stop_gradient` and `jax.custom_jvp` have an
+equation.)
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _refuse(kind: type[Exception], value, name: str, rule: str, where: str, reme
 
 
 def check_int(value, name: str, *, where: str, low: int, high: int | None = None, remedy: str = "") -> None:
-    """Raises TypeError for what is not an integer (a bool is not), ValueError for one out of its range."""
+    """Raises TypeError unless the value is an integer (bools are rejected), ValueError if it is out of range."""
     span = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         _refuse(TypeError, value, name, span, where, remedy)
@@ -101,7 +101,7 @@ def check_names(value, name: str, *, where: str) -> tuple[str, ...]:
     """Names as a tuple.
 
     Raises:
-      TypeError: not a sequence of strings; a single string is not one.
+      TypeError: the value is not a sequence of strings, or is a single string.
     """
     if isinstance(value, str) or not all(isinstance(x, str) for x in (value if isinstance(value, Sequence) else [0])):
         raise TypeError(f"{where}: {name} must be a sequence of names, such as ('a_name',), got {value!r}.")
@@ -109,7 +109,7 @@ def check_names(value, name: str, *, where: str) -> tuple[str, ...]:
 
 
 def check_number(value, name: str, rule: str, good: Callable[[Any], bool], *, where: str) -> None:
-    """Raises TypeError for what is not a real number, ValueError for one that float32 lacks or that is not `good`."""
+    """Raises TypeError unless the value is a real number, ValueError if it exceeds float32 or is not `good`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         _refuse(TypeError, value, name, rule, where, "")
     if not (abs(value) <= LARGEST and good(value)):
@@ -117,12 +117,12 @@ def check_number(value, name: str, rule: str, good: Callable[[Any], bool], *, wh
 
 
 def check_flag(value, name: str, *, where: str, remedy: str = "") -> None:
-    """Raises TypeError for what is neither True nor False."""
+    """Raises TypeError unless the value is True or False."""
     check_kind(value, name, bool, "True or False", where=where, remedy=remedy)
 
 
 def check_choice(value, name: str, choices: Sequence[str], *, where: str, optional: bool = False) -> None:
-    """Raises TypeError for what is not a string, ValueError for one that is not among the choices."""
+    """Raises TypeError unless the value is a string, ValueError unless it is among the choices."""
     if value is None and optional:
         return
     rule = f"one of {', '.join(map(repr, choices))}{' or None' if optional else ''}"
@@ -135,7 +135,7 @@ def check_choice(value, name: str, choices: Sequence[str], *, where: str, option
 def check_kind(
     value, name: str, kinds: Any, rule: str, *, where: str, optional: bool = False, remedy: str = ""
 ) -> None:
-    """Raises TypeError for what is an instance of none of the classes; `rule` says in words what it must be."""
+    """Raises TypeError unless the value is an instance of one of the classes; `rule` says in words what it must be."""
     if not (isinstance(value, kinds) or (optional and value is None)):
         _refuse(TypeError, value, name, rule + (" or None" if optional else ""), where, remedy)
 
@@ -144,8 +144,8 @@ def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating
     """The dtype that a value names.
 
     Raises:
-      TypeError: it names none; an array does not, nor does None.
-      ValueError: it is not a floating dtype, where one is wanted.
+      TypeError: it does not name a dtype. Arrays and None do not.
+      ValueError: it is not a floating dtype, and `floating` asks for one.
     """
     names = isinstance(value, (str, type, np.dtype)) or (
         hasattr(value, "dtype") and not hasattr(value, "shape")
@@ -161,13 +161,13 @@ def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating
 
 
 def check_function(value, name: str, *, where: str, optional: bool = False, remedy: str = "") -> None:
-    """Raises TypeError for what cannot be called."""
+    """Raises TypeError unless the value can be called."""
     if not (callable(value) or (optional and value is None)):
         _refuse(TypeError, value, name, f"a function{' or None' if optional else ''}", where, remedy)
 
 
 def check_transformation(tx: Any, *, where: str) -> None:
-    """Raises TypeError for what is not an optax transformation."""
+    """Raises TypeError unless `tx` is an optax transformation."""
     if isinstance(tx, type) or not (
         callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
     ):
@@ -177,7 +177,7 @@ def check_transformation(tx: Any, *, where: str) -> None:
 def check_arrays(
     tree: Any, name: str, *, where: str, good: Callable[[Any], bool] | None = None, remedy: str = ""
 ) -> None:
-    """Raises TypeError for a tree with leaves that are not `good`: no arrays nor `jax.ShapeDtypeStruct`; lists them."""
+    """Raises TypeError and lists the leaves that are not `good` (by default: arrays or `jax.ShapeDtypeStruct`)."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     odd = [(jax.tree_util.keystr(k) or name, shown(x)) for k, x in flat if not (good or is_array)(x)]
     if odd:
@@ -186,7 +186,7 @@ def check_arrays(
 
 
 def is_array(x: Any) -> bool:
-    """True for what has a shape and a dtype of its own: an array, a traced one, a `jax.ShapeDtypeStruct`."""
+    """Whether `x` has a shape and a dtype of its own: an array, a traced one, a `jax.ShapeDtypeStruct`."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
@@ -200,7 +200,7 @@ def is_numeric(x: Any) -> bool:
 
 
 def is_argument(x: Any) -> bool:
-    """True for what a jitted function takes: an array, abstract or real, or a number."""
+    """Whether a jitted function takes `x`: an array, abstract or real, or a number."""
     return is_numeric(x) or (is_array(x) and not isinstance(x, (np.ndarray, np.generic)))
 
 

@@ -98,7 +98,7 @@ def scope_of(eqn) -> Iterator[None]:
 
 @contextlib.contextmanager
 def names_of(eqn) -> Iterator[None]:
-    """Its name stack alone: for what is bound again in another context, as inside of a `jax.shard_map`."""
+    """Its name stack alone, for equations that are bound again in another context, such as inside a `jax.shard_map`."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
         yield

@@ -36,7 +36,7 @@ def linear(
       back: `back(*fixed, *cotangents)` returns a list with one cotangent per arg.
       fixed: arrays whose derivative is that of `fn`.
       args: arrays whose transpose is `back`.
-      tangent: the derivative of `fn` in `args`, where it is not `fn` itself: of what is rounded on the way.
+      tangent: the derivative of `fn` in `args`, where it is not `fn` itself, because values are rounded on the way.
       fixed_outs: how many of its last results are the first of `fixed`, unchanged: their derivative passes through, and
         `fn` has none in them. It takes a `tangent` that returns the other results alone.
 

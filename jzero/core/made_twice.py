@@ -79,7 +79,7 @@ class _Linearized:
 
     Attributes:
       outs: its results.
-      kept: what its derivative reads of them, but for what is computed from the first `count` arguments alone.
+      kept: the values that its derivative reads, except those computed from the first `count` arguments alone.
       moving: the shapes of the arguments in which it is linearized.
     """
 

@@ -80,7 +80,7 @@ def variable_paths(trees: Any) -> dict[int, Any]:
 
 
 def abstract(tree: Any) -> Any:
-    """The tree with `jax.ShapeDtypeStruct` for arrays, in modules and optimizers too; what is not an array stays."""
+    """The tree with `jax.ShapeDtypeStruct` for arrays, in modules and optimizers too; other leaves stay."""
 
     def leaf(x):
         if not isinstance(x, jax.Array):

@@ -42,7 +42,7 @@ def mixing(eqn: Any) -> bool:
 def followed(eqn: Any, splits: Sequence[Split]) -> list[Split] | None:
     """How the results of an equation are split where each device computes them from its shards; None where it cannot.
 
-    A reduction over a split dim counts as such: a sum over devices follows it, of what is left.
+    A reduction over a split dim counts as split: a sum over devices follows it, of the result.
     """
     shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
     name = eqn.primitive.name

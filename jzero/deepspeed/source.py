@@ -66,7 +66,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[
 
 
 def _check_depth(where: str, found: Any) -> None:
-    """Raises ValueError for what is nested deeper than any config."""
+    """Raises ValueError for values that are nested deeper than any config."""
     level: list[Any] = [found]
     for _ in range(DEEPEST):
         inner = [

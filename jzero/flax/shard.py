@@ -242,7 +242,7 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
 
 
 def _check_trace(config: ZeroConfig | None, where: str) -> None:
-    """Raises NotImplementedError inside of a trace for what needs arrays, or another mesh as the context."""
+    """Raises NotImplementedError inside of a trace if arrays are needed, or another mesh is the context."""
     if not in_trace():
         return
     what = "under an Explicit mesh" if explicit_axes() else None

@@ -78,7 +78,7 @@ def _by_nnx_filter(state: Any, trainable: Any, where: str) -> list[bool]:
     flat = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nnx.Variable))
     try:
         named = nnx.filterlib.to_predicate(trainable)
-    except Exception:  # flax's own text fails for what is not a filter
+    except Exception:  # flax's own message fails for values that are not filters
         return trained_by(trainable, nnx.as_pure(boxed), where=where)
     found = [named(tuple(k.key for k in path), variable) for path, variable in flat]
     return checked_answers(found, [(jax.tree_util.keystr(k), v.get_value()) for k, v in flat], where=where)

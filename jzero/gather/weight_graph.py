@@ -114,7 +114,7 @@ class WeightGraph(Graph):
         return [] if self.stays(node) else list(dict.fromkeys(i for i in node.ins if i in self.parent))
 
     def part(self, value: int) -> float:
-        """How much of the weight among the arguments a weight that was made from it is; 1 for what is not a weight."""
+        """How much of the weight among the arguments a weight that was made from it is; 1 for other values."""
         if value not in self.parent:
             return 1.0
         return math.prod(self.avals[value].shape) / max(math.prod(self.avals[self.root(value)].shape), 1)
@@ -159,7 +159,7 @@ class WeightGraph(Graph):
         return found
 
     def narrow(self, value: int) -> np.dtype | None:
-        """The narrower dtype in which a weight is read everywhere; None where there is no such one."""
+        """The narrower dtype in which a weight is read everywhere; None if there is none."""
         (dtype, *others), own = self.dtypes(value) or {self.avals[value].dtype}, self.avals[value].dtype
         alike = issubdtype(dtype, np.floating) and issubdtype(own, np.floating)
         return dtype if alike and not others and dtype.itemsize < own.itemsize else None

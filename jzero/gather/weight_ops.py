@@ -283,7 +283,7 @@ class WeightOps:
         return [pinned(v) if isinstance(v, Weight) and v.split and v.host is None else v for v in values]
 
     def on_device(self, values: Sequence[Any]) -> list[Any]:
-        """Weights with their shards in device memory, for what takes none from host memory; anything else as it is."""
+        """Weights with their shards in device memory, for operations that do not read host memory; others unchanged."""
         return [v.fetched(self.comm) if isinstance(v, Weight) else v for v in values]
 
     def gathered(self, value: Any, *, reduces: bool = True) -> Any:

@@ -27,7 +27,7 @@ ZERO = "zero"
 NUMBERS = "numbers of the examples"
 """Of `arange(batch)` and what is computed from it: good to look something up, and nothing else."""
 MIXED = "mixed"
-"""Of a sum of values that grow differently, and of what is made of it."""
+"""Sums of values that grow differently, and values made from them."""
 Growth = float | str | None
 Traced = tuple[Any, Sequence[Any]]
 

@@ -71,7 +71,7 @@ def value_and_grad(
         "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" then hands over the
         sums in it, "microbatch" (stages 2 and 3) reduces bucket by bucket and rounds the sums to the params' dtype.
         With a module that keeps batch statistics "auto" is always "microbatch", and "step" is refused.
-      coupled: a loss that couples examples (BatchNorm, contrastive) is another one on micro-batches. "refuse" it,
+      coupled: a loss that couples examples (BatchNorm, contrastive) has other values on micro-batches. "refuse" it,
         found by tracing it, or "allow" the loss of each micro-batch (with reduce="step": of each device's part).
         "auto": "allow" for a module that keeps batch statistics, which are of whole micro-batches; else "refuse".
       scale: a `jzero.LossScale` (or a number) for fp16: the loss is multiplied by it and the gradients are divided by

@@ -166,7 +166,7 @@ def _place(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _check_batch(batch: Any) -> None:
-    """Raises TypeError for what is not a batch of arrays: traced values, lists of numbers, strings."""
+    """Raises TypeError unless the batch is made of arrays; traced values, lists of numbers and strings are rejected."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         name = jax.tree_util.keystr(path) or "batch"
         if is_tracer(leaf):

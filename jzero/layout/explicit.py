@@ -224,7 +224,7 @@ def _with_own(spec: PartitionSpec, x: Any) -> PartitionSpec:
 
 
 def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
-    """A sentence for what JAX says of a function that does not fit into a region."""
+    """Says in one sentence what JAX's error means for a function that does not fit into a region."""
     if any(text in str(error) for text in _FOREIGN):
         return ValueError(
             f"jzero: under an Explicit mesh {list(axes)} this function uses arrays that are none of its arguments (it "

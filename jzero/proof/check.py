@@ -53,7 +53,7 @@ class Findings(tuple[Finding, ...]):
       looked_for: the kinds that were looked for.
       left_out: the other kinds, and why each was not.
       in_part: of the kinds that were looked for, what was not.
-      notes: what is not a fault and worth a look: less is sent than `estimate` says.
+      notes: not faults, but worth a look: less is sent than `estimate` says.
     """
 
     looked_for: tuple[str, ...]

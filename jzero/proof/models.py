@@ -4,8 +4,8 @@
 A leaf is recognized by its path. What is named `params` are params; the state around them, with moments and masters, is
 theirs. So in `step(generator, discriminator, batch)` there are two states, though many of their leaves have equal names
 and shapes. The plan's own params are those with the most of its names and shapes, among equals those that are laid out
-as it says. A copy within the same state, such as an EMA, is no other model. An NNX state has no names: there a tree is
-an argument, one with a scalar (a count) is an optimizer, and shapes decide.
+as it says. A copy within the same state, such as an EMA, is not another model. An NNX state has no names: there a tree
+is an argument, one with a scalar (a count) is an optimizer, and shapes decide.
 """
 
 from __future__ import annotations

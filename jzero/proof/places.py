@@ -88,7 +88,7 @@ def touches_host(home: Computation, i: Instruction) -> bool:
 
 
 def output_bytes(home: Computation, i: Instruction) -> int:
-    """Bytes an instruction writes, 0 for scalars, for what only waits, and for loops (theirs are state)."""
+    """Bytes an instruction writes; 0 for scalars, for instructions that only wait, and for loops (theirs are state)."""
     if i.opcode.endswith("-done") or i.opcode == "while":
         return 0
     if i.opcode.endswith("-start"):

@@ -70,7 +70,7 @@ def _names_inside(module: Module, i: Instruction) -> Iterator[str]:
 
 
 def _after(number: int, names: Iterable[str], has_backward: bool) -> int:
-    """The number of what is computed, under these names, from values of this number."""
+    """The number of a value that is computed, under these names, from values with this number."""
     if number % 2 == 0:
         return number + any(UPDATE in name for name in names)
     return number + any(phase_of(name, has_backward) in ("forward", "backward") for name in names)

@@ -136,7 +136,7 @@ def _purpose(module: Module, place: Place, i: Instruction, to: str, held: str) -
 
 
 def _read_as(home: Computation, i: Instruction) -> str:
-    """The name stack of what is fetched: its own, else that of the nearest readers; empty where they have none."""
+    """The name stack of a fetched value: its own, else that of the nearest readers; empty where they have none."""
     level, seen = [i], {i.name}
     while level:
         found = next((x.op_name for x in level if "/" in x.op_name and not x.op_name.endswith(BARRIER)), "")

@@ -2,7 +2,7 @@
 
 [Note: padded chunks]
 Chunks are taken of the array as it is stored. What the function knows is shorter: its values are computed for the
-padding as well, where they mean nothing. So a chunk of a number's reduction, and of what is stored again, takes
+padding as well, where they mean nothing. So a chunk of a number's reduction, and of a value that is stored again, takes
 a neutral value there: zero, or what changes no sum, maximum or minimum.
 """
 

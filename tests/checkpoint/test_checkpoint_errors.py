@@ -206,7 +206,7 @@ def test_paths(saved, tmp_path):
         checkpoint.restore(saved / "8", like)
     with pytest.raises(FileNotFoundError, match=r"there is nothing at .*/no/where\.$"):
         checkpoint.verify(tmp_path / "no" / "where")
-    with pytest.raises(ValueError, match=r"holds 1 checkpoint and is none itself. Name one: .*/7"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint but holds 1 checkpoint. Name one: .*/7"):
         checkpoint.restore(saved, like)
     with pytest.raises(ValueError, match=r"is not a checkpoint of a state: no folder 'state' in it"):
         checkpoint.restore(tmp_path, like)

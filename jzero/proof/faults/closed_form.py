@@ -2,7 +2,7 @@
 
 [Note: what is compared]
 The closed form is `estimate`'s: from the plan and from what the step does with each param (`uses_of`), not from the
-compiled program. What it does not know is left out of what is sent: the optimizer's own arithmetic
+compiled program. Collectives that it does not know are left out of the sum: the optimizer's own arithmetic
 (`optimizer_moves`) and its exchange of matrices, the user's collectives in a `jax.shard_map`, and axes over which ZeRO
 does not split. Micro-batches are counted in the program; a loop that is taken for one makes the closed form larger.
 """

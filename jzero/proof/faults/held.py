@@ -2,7 +2,7 @@
 
 [Note: what is compared]
 Arguments of the program with what `estimate` adds up from the plan: params as stored, optimizer state as the `tx` of
-the state makes it, in its dtypes and its memory. Other copies of params (an average) are no part of the estimate: they
+the state makes it, in its dtypes and its memory. Other copies of params (an average) are not in the estimate: they
 are compared with the layout of the moments. What `state_whole` names already is left out, and so is a step that takes
 its optimizer state without a `tx` beside it, and one with two models.
 """

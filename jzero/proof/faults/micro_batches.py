@@ -3,7 +3,7 @@
 [Note: how a cut shows]
 A batch `[B, ...]` is split over N devices along dim 0. `x.reshape(k, B // k, ...)`, or rows from `i * B // k` on, take
 a micro-batch from N/k of them. XLA then moves rows of the batch itself between devices, on GPUs and on the CPU: a
-collective over the batch axes, named after a slice that is no part of the backward pass, whose operand is made from
+collective over the batch axes, named after a slice outside of the backward pass, whose operand is made from
 arguments of the batch alone. What is sent on top, activations and whole gradients, depends on the model and on XLA.
 """
 

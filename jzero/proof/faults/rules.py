@@ -72,7 +72,7 @@ RULES = (
     Rule("host_transfers_waited_for", host.transfers_waited_for, "copies to and from host memory"),
     Rule("activations_moved", steps.activations_moved, "activations on the wire", WRONG_BATCH, wire=True),
     Rule("optimizer_moves", state.optimizer_moves, "the optimizer's arithmetic on the wire", wire=True),
-    Rule("more_than_closed_form", closed_form.more_than_closed_form, "the sum of what is sent",
+    Rule("more_than_closed_form", closed_form.more_than_closed_form, "all bytes sent",
          (*LOST, *WRONG_BATCH)),
 )  # fmt: skip
 """In the order of the report: wrong values first, then what wastes most."""

@@ -11,7 +11,7 @@ import numpy as np
 from jzero.core.errors import human_bytes
 from jzero.update.on_host.disk.units import PAGE, FileUnit
 
-LEAST = 4  # frames: one is read ahead, one updated, one written behind, and one is free for what comes next
+LEAST = 4  # frames: one is read ahead, one updated, one written behind, and one is free for the next
 
 
 class Frames:
