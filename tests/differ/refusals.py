@@ -26,8 +26,6 @@ def refusal(error: BaseException, case: dict) -> str | None:
     """The name of the refusal that an error is; None for any other error."""
     known = REFUSALS | (EAGER if case["step"] == "eager" else {})
     text = re.sub(r"\s+", " ", str(error))
-    if "median" in case["wraps"] and isinstance(error, RuntimeError):
-        return next((name for name, pattern in SORTS.items() if re.search(pattern, text)), None)
     if not isinstance(error, (ValueError, TypeError, NotImplementedError)):
-        return None
+        known = SORTS if "median" in case["wraps"] and isinstance(error, RuntimeError) else {}
     return next((name for name, pattern in known.items() if re.search(pattern, text)), None)
