@@ -114,8 +114,7 @@ CLOSED = {
     "chunks": (wire.LOOPS["cross-entropy, 8 chunks"], 8, {}),
 }
 SHOWN = [
-    "parts of weights-3", "compute_dtype, the model names 32 bits-3", "6 GPUs-3", "tied-3", "chunks-3",
-    "LSTM, 16-bit compute-2", "32-bit results-3",
+    "parts of weights-3", "tied-3", "chunks-3", "LSTM, 16-bit compute-2", "32-bit results-3",
 ]  # fmt: skip
 
 

@@ -381,6 +381,7 @@ def momentum(dtype=jnp.float32):
     return create_state(optax.sgd(1e-2, momentum=0.99), dtype)
 
 
+@pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16])
 def test_a_count_stays_through_layouts_and_checkpoints(dtype, mesh, tmp_path):
     def made(stage, moments="bfloat16", **fields):

@@ -159,7 +159,7 @@ def assert_matrices_have_owners(compiled, plan, piece=None):
     assert all(max(sizes, default=0) <= SMALL for sizes in found.values()), found
 
 
-DEFAULT = ("muon-2", "muon-3", "MultiSteps-3", "apply_if_finite-2", "multi_transform-3")
+DEFAULT = ("muon-2", "apply_if_finite-2", "multi_transform-3")
 
 
 @pytest.mark.default_cases(*DEFAULT)
