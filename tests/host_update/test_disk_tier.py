@@ -47,7 +47,7 @@ def dropped(state):
     gc.collect()
 
 
-@pytest.mark.default_cases("bf16")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_bitwise_the_numbers_of_the_host(tmp_path, dtype):
     """In one unit, of the same gradients; nothing stays in memory between steps.
@@ -87,7 +87,7 @@ def test_masters_are_born_a_few_at_a_time(tmp_path, monkeypatch):
     assert all(jnp.any(m != p) for m, p in zip(masters, jax.tree.leaves(got.params), strict=True))  # wider
 
 
-@pytest.mark.default_cases("5-clip", "8-muon", "8-columns")
+@pytest.mark.default_cases("5-clip", "8-columns")
 @pytest.mark.filterwarnings("ignore:(?s)jzero. Offload.*cannot be added up part by part:UserWarning")
 @pytest.mark.parametrize("name", host.CHAINS)
 @pytest.mark.parametrize("devices", [8, 5])

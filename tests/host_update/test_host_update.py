@@ -165,7 +165,7 @@ def test_a_few_values_are_whole():
     assert max_error(state.inner[0].weights_memory[:3], want[0].weights_memory) < 1e-3
 
 
-@pytest.mark.default_cases("bf16-3")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_a_train_state_as_in_the_program(stage, dtype):
@@ -402,7 +402,7 @@ def test_plain_orbax_refuses_and_names_the_remedy(tmp_path):
     assert not (tmp_path / "plain").exists()
 
 
-@pytest.mark.default_cases("f32")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_checkpoints_from_and_to_other_tiers(tmp_path, dtype):
     """Also on fewer devices; what is stored does not tell the tier."""

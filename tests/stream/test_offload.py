@@ -223,7 +223,7 @@ def run_odd(state, data, steps=4):
     return state, losses
 
 
-@pytest.mark.default_cases("False-2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("born", [True, False])
 def test_a_train_state_with_shapes_that_nothing_divides(stage, born, mesh):
