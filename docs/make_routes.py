@@ -37,7 +37,7 @@ class Row(NamedTuple):
     kind: str
     shape: tuple[int, ...] = (64, 64)
     alone: bool = False
-    fields: dict[str, Any] = {}
+    reduce_dtype: str | None = None
     dtype: Any = jnp.float32
 
 
@@ -50,9 +50,9 @@ ROWS = (
     Row("a bias or a scale", SPREAD, (64,)),
     Row("a weight that every round of a loop uses", ROUNDS, alone=True),
     Row("any other use", OTHER),
-    Row("bf16 weight, `reduce_dtype=\"float32\"`: a matmul", MATMUL, fields={"reduce_dtype": "float32"}, dtype=jnp.bfloat16),
-    Row("the same: a bias or a scale", SPREAD, (64,), fields={"reduce_dtype": "float32"}, dtype=jnp.bfloat16),
-    Row("fp32 weight, `reduce_dtype=\"bfloat16\"`: a matmul", MATMUL, fields={"reduce_dtype": "bfloat16"}),
+    Row("bf16 weight, `reduce_dtype` fp32: a matmul", MATMUL, reduce_dtype="float32", dtype=jnp.bfloat16),
+    Row("the same: a bias or a scale", SPREAD, (64,), reduce_dtype="float32", dtype=jnp.bfloat16),
+    Row("fp32 weight, `reduce_dtype` bf16: a matmul", MATMUL, reduce_dtype="bfloat16"),
 )  # fmt: skip
 COLUMNS = {"stage 1": (1, False), "stage 2, one bucket": (2, False), "stage 2": (2, True), "stage 3": (3, True)}
 
@@ -63,7 +63,8 @@ def cell(row: Row, stage: int, several: bool) -> str:
     others = {f"w{i}": jax.ShapeDtypeStruct((64, 64), row.dtype) for i in range(2)}
     params = {"w": jax.ShapeDtypeStruct(row.shape, row.dtype), **others}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    plan = jzero.make_plan(params, mesh=mesh, stage=stage, min_shard_bytes=0, bucket_bytes=bucket, **row.fields)
+    plan = jzero.make_plan(params, mesh=mesh, stage=stage, min_shard_bytes=0, bucket_bytes=bucket,
+                           reduce_dtype=row.reduce_dtype)  # fmt: skip
     gradients, layout = comm_of(plan).gradients, plan.layouts[0]
     if gradients.where(layout, alone=row.alone) != USE:
         return f"update, {gradients.by_update(layout)}"
