@@ -424,7 +424,7 @@ def test_the_plan_is_that_of_the_state(mesh):
     train, batch = jzero.jit(train_step), make_batch()
     four = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     assert repr(train) == "<jzero.jit: train_step, the plan of its state>"
-    state, loss = train(state, batch)
+    state, _ = train(state, batch)
     again, _ = train(jzero.shard(state, stage=3, mesh=four, min_shard_bytes=0), batch)
     assert jzero.plan_of(again).n == 4
     assert "donated" in train.describe(again, batch)
