@@ -172,8 +172,8 @@ class ZeroConfig:
         also for convolutions (other gradients are reduced in the dtype in which they are made).
       moment_dtype: dtype in which the optimizer's moments are stored: bfloat16 (rounded so that the mean is right),
         float32 or float64. They are computed in the wider of it and their own. None: their own.
-      updates: what the wrapped `update` returns: "land", leaves that land on the new param when they are
-        added to the old one; "delta", plain arrays to add.
+      updates: what the wrapped `update` returns: "deferred", objects that become the new param when they are added to
+        the old one; "delta", plain arrays to add.
       offload: "host" or a `jzero.Offload`: optimizer state and masters live in pinned host memory, split as the stage
         says, and are streamed through the device. None: in device memory.
       uneven: a leaf that no dim divides, nor several together: "pad" (its optimizer state is stored padded by zeros,
@@ -207,7 +207,7 @@ class ZeroConfig:
     compute_dtype: Any = None
     reduce_dtype: Any = None
     moment_dtype: Any = None
-    updates: str = "land"
+    updates: str = "deferred"
     offload: str | Offload | None = None
     uneven: str = "pad"
     min_shard_bytes: int | str = "auto"
@@ -222,7 +222,9 @@ class ZeroConfig:
             object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
         for name in ("master_dtype", "compute_dtype", "reduce_dtype", "moment_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
-        check_choice(self.updates, "updates", ("land", "delta"), where="ZeroConfig")
+        if self.updates == "land":
+            raise ValueError("ZeroConfig(updates='land'): it is called 'deferred' now, and is the default.")
+        check_choice(self.updates, "updates", ("deferred", "delta"), where="ZeroConfig")
         check_choice(self.uneven, "uneven", ("pad", "replicate", "error"), where="ZeroConfig")
         if isinstance(self.min_shard_bytes, str):
             check_choice(self.min_shard_bytes, "min_shard_bytes", ("auto",), where="ZeroConfig")

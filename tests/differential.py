@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -212,6 +213,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--first", type=int, default=0, help="index of the first case")
+    parser.add_argument("--only", help='cases that draw a kind of the coverage table: "scan_axes"')
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, help="begin no case after this time")
     parser.add_argument("--xla", choices=("mixed", "default", "light"), default="mixed")
@@ -223,13 +225,15 @@ def main() -> int:
         work()
         return 0
     sys.path.insert(0, str(TESTS))
-    from differ.grammar import draw
+    from differ.grammar import draw, features
 
     if args.case:
         cases = [json.loads(c) if c.startswith("{") else draw(*map(int, c.split("/"))) for c in args.case]
         args.xla = "light" if args.xla == "mixed" else args.xla
     else:
-        cases = [draw(args.seed, i) for i in range(args.first, args.first + args.cases)]
+        drawn = (draw(args.seed, i) for i in itertools.count(args.first))
+        wanted = (c for c in drawn if args.only is None or args.only in {kind for kind, _ in features(c)})
+        cases = list(itertools.islice(wanted, args.cases))
     started, done, failed, refused = time.monotonic(), [], [], collections.Counter()
     print(f"{len(cases)} cases, seed {args.seed}", flush=True)
     for case, kind, why in run(cases, args.jobs, args.xla):
@@ -248,7 +252,7 @@ def main() -> int:
     text, missed = table(done)
     if not args.case:
         print(f"\n{text}\n\nrefused: {dict(refused)}")
-    missed = missed if len(done) >= 500 else []
+    missed = missed if len(done) >= 500 and not args.only else []
     print("".join(f"share missed: {m}\n" for m in missed), end="")
     print(f"{len(done)} cases of seed {args.seed}: {len(failed)} failed {failed}, {sum(refused.values())} refused, "
           f"{time.monotonic() - started:.0f} s")  # fmt: skip

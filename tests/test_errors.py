@@ -72,8 +72,11 @@ def test_a_config_of_another_kind():
 
 @pytest.mark.unit
 def test_choices_and_dtypes():
-    with raises(ValueError, "updates must be one of 'land', 'delta'", "Did you mean 'delta'?"):
+    with raises(ValueError, "updates must be one of 'deferred', 'delta'", "Did you mean 'delta'?"):
         jzero.ZeroConfig(updates="deltas")
+    with raises(ValueError, "it is called 'deferred' now"):
+        jzero.ZeroConfig(updates="land")
+    assert jzero.ZeroConfig(updates="deferred") == jzero.ZeroConfig()  # the remedy
     with raises(ValueError, "min_shard_bytes must be an integer of at least 0"):
         jzero.ZeroConfig(min_shard_bytes=-1)
     for size in (0, -1):

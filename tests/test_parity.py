@@ -209,18 +209,18 @@ def plain_runs(name):
     return fed_gradients(name, make()), *end_to_end(name, make())
 
 
-# One optimizer of each kind runs at every stage: elementwise, factored, of a matrix, masked, several transformations,
-# accumulating, injected hyper-parameters. (Masters: tests/test_optim.py.) The others at stage 1, and all nightly.
-KINDS = ("adam", "adafactor", "muon", "masked", "multi_transform", "multi_steps", "inject_hyperparams")
+# By day what tests/differential.py does not draw, optimizers that take the loss, and one of each kind: elementwise,
+# factored, of a matrix, masked, several transformations, accumulating. (Masters: tests/test_optim.py.)
+BY_DAY = (
+    "0-adam", "1-adam", "2-adam", "3-adam", "1-lbfgs", "1-momo_adam", "2-adafactor", "3-muon", "1-masked",
+    "2-multi_transform", "3-multi_steps",
+)  # fmt: skip
 CASES = [
-    pytest.param(
-        stage, name, marks=[] if stage == 1 or name in KINDS else [pytest.mark.nightly], id=f"{stage}-{name}"
-    )
-    for stage in (0, 1, 2, 3)
-    for name in OPTIMIZERS
+    pytest.param(stage, name, id=f"{stage}-{name}") for stage in (0, 1, 2, 3) for name in OPTIMIZERS
 ]
 
 
+@pytest.mark.default_cases(*BY_DAY)
 @pytest.mark.parametrize(("stage", "name"), CASES)
 def test_ten_steps_equal_the_plain_run(name, stage, mesh):
     fed, ended, losses = plain_runs(name)
@@ -288,21 +288,15 @@ def nnx_fed(name, pair, dtype, *, split=False, place=lambda g: g):
     return nnx.as_pure((nnx.state(pair[0], nnx.Param), pair[1].opt_state))
 
 
-# those whose state holds no array, or several, for a param: a variable of NNX is then no leaf of the state
-ODD = ("muon", "multi_transform", "partition_frozen", "sm3")
 NNX_CASES = [
-    pytest.param(
-        name,
-        dtype,
-        1 + i % 3,
-        marks=[] if name in ODD else [pytest.mark.nightly],
-        id=f"{name}-{dtype.__name__}",
-    )
+    pytest.param(name, dtype, 1 + i % 3, id=f"{name}-{dtype.__name__}")
     for i, name in enumerate(OPTIMIZERS)
     for dtype in (jnp.float32, jnp.bfloat16)
 ]
 
 
+# by day those whose state holds no array, or several, for a param: a variable of NNX is then no leaf of the state
+@pytest.mark.default_cases("muon-float32", "sm3-float32", "multi_transform-bfloat16", "partition_frozen-float32")
 @pytest.mark.parametrize(("name", "dtype", "stage"), NNX_CASES)
 def test_an_nnx_pair_equals_plain_nnx(name, dtype, stage, mesh):
     """With 16-bit params the masters are compared, to a plain run in fp32 from the same values.

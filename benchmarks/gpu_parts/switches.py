@@ -77,7 +77,7 @@ SWITCHES = (
     ),
     Switch(
         "gradients of large weights in parts",
-        patches=(("jzero.gather.weight_ops:WeightOps.is_cut", always(False)),),
+        patches=(("jzero.comm.gradients:CUT_BUCKETS", lambda _: NO_LIMIT),),
         stages=(2, 3),
     ),
     Switch(

@@ -21,17 +21,38 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm.reduce_scatter import SCOPE, is_of_batch, needs_scatter, reduce_scatter, scatter_steps, summed
+from jzero.comm.routes import (
+    CONVOLUTION,
+    EXAMPLES,
+    LOOKUP,
+    LOOP,
+    MATMUL,
+    ROUNDS,
+    SHARD,
+    SPREAD,
+    UPDATE,
+    USE,
+    WHOLE,
+    WHOLE_FIRST,
+    Reduced,
+    Route,
+    Source,
+    equal_parts,
+)
 from jzero.comm.uses import Use
 from jzero.comm.weights import ring
 from jzero.core.jaxprs import is_tracer
 from jzero.core.linear import linear
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
-from jzero.layout.specs import axis_of, axis_size, named_axes, shard_factor, spec_axes
+from jzero.layout.specs import P, axis_of, axis_size, named_axes, shard_factor, spec_axes
 from jzero.sharding import Plan
+
+CUT_BUCKETS = 8  # times `bucket_bytes`: a gradient is made in parts from there on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +67,7 @@ class GradientReduce:
 
     @property
     def on_use(self) -> bool:
-        """Gradients are reduced where they are made, bucket by bucket or in another dtype; else by the update."""
+        """Every gradient is reduced where it is made, bucket by bucket or in another dtype."""
         config = self.plan.config
         return config.row.params or self.has_buckets or (config.row.grads and config.reduce_dtype is not None)
 
@@ -56,16 +77,93 @@ class GradientReduce:
         moved = (x.nbytes for x in self.plan.layouts if not x.grad == x.used == x.stored)
         return sum(moved) > self.plan.bucket_bytes
 
-    def by_layout(self, grad: Any, used: PartitionSpec, spec: PartitionSpec, *, whole_first: bool) -> Any:
-        """A gradient of the whole batch on its shards, by XLA's own collective.
+    def where(self, x: Layout, *, alone: bool = False, in_loop: bool = False) -> str:
+        """`USE` or `UPDATE`: where the gradient of a param is reduced.
+
+        Args:
+          x: its layouts.
+          alone: XLA would reduce it badly by itself: a tied table, or a weight that every round of a loop uses.
+          in_loop: in the loop over micro-batches, which at stage 1 sums whole gradients first.
+        """
+        scattered = not x.vector and not (in_loop and not self.plan.config.row.grads)
+        scattered = scattered and self.is_scattered(x.shape, x.state)
+        return USE if self.on_use or scattered or (alone and x.state_shape == x.shape) else UPDATE
+
+    def route(self, w: Reduced, use: Source, *, ordered: bool) -> Route:
+        """How the gradient of a weight that is reduced `on_use`, or alone, comes to its shard: see `routes.py`.
+
+        Args:
+          w: the weight.
+          use: what makes the gradient.
+          ordered: the function has several buckets.
+        """
+        every, reduced = ordered or self.plan.config.row.params, w.grad != w.used
+        made, sent = self.dtypes(w, use.dtype)
+        if use.kind == ROUNDS and made is None:  # a loop would sum it in its own dtype
+            return Route(LOOP, WHOLE_FIRST, sent=sent)
+        cut = ordered and w.nbytes > CUT_BUCKETS * self.plan.bucket_bytes
+        scattered = reduced and self.is_scattered(w.shape, w.grad)
+        if use.kind == LOOKUP and reduced:
+            examples = sent is not None or self.lookup_is_scattered(w.shape, w.stored, w.grad)
+            if not every or cut or made is not None or examples:
+                whole_columns = cut and not spec_axes(P(*w.grad[1:]))
+                dim, parts = self._cut(w, [1]) if whole_columns else (1, 1)
+                return Route(USE, EXAMPLES if examples else SHARD, True, made, sent, dim, parts)
+        examples = use.examples and (scattered or sent is not None)
+        by = EXAMPLES if examples else SHARD
+        if use.kind == MATMUL and use.sole and reduced:
+            free = [d for d in range(len(w.shape)) if d >= len(w.grad) or not w.grad[d]]
+            dim, parts = self._cut(w, free) if cut else (0, 1)
+            if parts > 1 or made is not None or scattered or examples:
+                return Route(USE, by, True, made, sent, dim, parts)
+        if use.kind == CONVOLUTION and use.sole and examples and made is None:
+            return Route(USE, by, True, sent=sent)
+        if use.kind == SPREAD and made is not None:
+            return Route(USE, self.by_jzero(w), True, made)
+        if w.stored == w.used and not (ordered and reduced):
+            return Route(UPDATE, WHOLE, sent=sent)
+        return Route(USE, self.by_xla(w), sent=sent)
+
+    def dtypes(self, w: Reduced, made: np.dtype) -> tuple[np.dtype | None, np.dtype | None]:
+        """(made, sent) of a `Route` for a gradient that a use makes in the dtype `made`."""
+        asked = self.plan.config.reduce_dtype
+        wide = asked or made
+        matrix = len(w.shape) > 1 and w.grad != w.used
+        narrower = asked is not None and asked.itemsize < made.itemsize and matrix
+        return wide if wide.itemsize > w.dtype.itemsize else None, asked if narrower else None
+
+    def by_xla(self, w: Reduced) -> str:
+        """How a gradient is reduced that XLA makes at the use: see [Note: by way of the used layout]."""
+        split = w.stored != w.used
+        return WHOLE_FIRST if split and (len(w.shape) <= 1 or self.is_shared(w.stored, w.grad)) else self.by_jzero(w)
+
+    def by_jzero(self, w: Reduced) -> str:
+        """How a gradient is reduced that is there already: that of a vector stays whole where its weight is."""
+        return WHOLE if len(w.shape) <= 1 and w.stored == w.used else SHARD
+
+    def by_update(self, x: Layout) -> str:
+        """How the update reduces a gradient that has stayed whole: see [Note: vectors first whole]."""
+        return WHOLE_FIRST if x.vector else SHARD
+
+    def _cut(self, w: Reduced, dims: Sequence[int]) -> tuple[int, int]:
+        """(dim, parts): the dim of these whose parts, two of which are about a bucket, are the fewest; else one."""
+        wanted = -(-2 * w.nbytes // self.plan.bucket_bytes)
+        found = [(n, d) for d in dims if (n := equal_parts(w.shape[d], wanted)) > 1]
+        parts, dim = min(found, default=(1, dims[0] if dims else 0))
+        return dim, parts
+
+    def by_layout(self, grad: Any, used: PartitionSpec, spec: PartitionSpec, by: str) -> Any:
+        """A gradient of the whole batch, reduced by XLA's own collective.
 
         Args:
           grad: the gradient.
           used: layout of its weight in the arithmetic.
-          spec: layout of the result.
-          whole_first: by way of `used`: see [Note: by way of the used layout] and [Note: vectors first whole].
+          spec: layout of its shards.
+          by: `SHARD`, `WHOLE_FIRST` or `WHOLE`.
         """
-        return self.plan.constrain(self.plan.constrain(grad, used if whole_first else spec), spec)
+        if by != SHARD:
+            grad = self.plan.constrain(grad, used)
+        return grad if by == WHOLE else self.plan.constrain(grad, spec)
 
     def by_examples(
         self, make: Callable[..., Any], rows: Sequence[Any], dims: Sequence[int] | None, spec: PartitionSpec
@@ -113,7 +211,7 @@ class GradientReduce:
 
     def one_at_update(self, grad: Any, x: Layout) -> Any:
         """One of them."""
-        return self.by_layout(grad, x.used, x.state, whole_first=x.vector)
+        return self.by_layout(grad, x.used, x.state, self.by_update(x))
 
     def is_shared(self, stored: PartitionSpec, grad: PartitionSpec) -> bool:
         """All devices of the batch share the gradient of a stored weight: [Note: by way of the used layout]."""
@@ -150,7 +248,7 @@ class GradientReduce:
             return
         row = self.plan.config.row
         accumulate = accumulate if row.grads else 1
-        if not row.grads or not (self.on_use or self.is_scattered(x.shape, x.state)):
+        if not row.grads or self.where(x) == UPDATE:
             parts = [uses] if row.state else _by_lookup(uses)
             whole = ([dataclasses.replace(use, part=1.0) for use in some] for some in parts)
             uses = [max(some, key=lambda use: self._bytes_of(x, use)) for some in whole]

@@ -33,7 +33,7 @@ class WeightGather:
     """
 
     plan: Plan
-    transport: Transport = dataclasses.field(default_factory=lambda: TRANSPORTS["weights"])
+    transport: type[Transport] = dataclasses.field(default_factory=lambda: TRANSPORTS["weights"])
 
     SCOPE = "jzero.gather_weight"
     """`named_scope` of its operations, by which `explain` and `check` know them."""
@@ -52,15 +52,16 @@ class WeightGather:
         if narrow is not None:
             return self(shard.astype(narrow), stored, used).astype(shard.dtype)
         constrain = self.plan.constrain
+        transport = self.form(shard.shape, shard.dtype, stored, used)
         gather_traced(self.plan)
         with jax.named_scope(self.SCOPE):
             shard = constrain(shard, stored)
             # pinned behind the encoding too, or the partitioner would gather first
             parts = [
-                part if part is shard else constrain(part, stored) for part in self.transport.encode(shard)
+                part if part is shard else constrain(part, stored) for part in transport.encode(shard)
             ]
             whole = [constrain(part, used) for part in parts]
-            found = self.transport.decode(whole, shard.dtype)
+            found = transport.decode(whole, shard.dtype)
             return found if found is whole[0] else constrain(found, used)
 
     @property
@@ -70,11 +71,12 @@ class WeightGather:
 
     def tangent(self, shard: Any, stored: PartitionSpec, used: PartitionSpec) -> Any:
         """The same for a tangent of the weight, which travels as it is: the gather is linear, an encoding is not."""
-        return dataclasses.replace(self, transport=AsIs())(shard, stored, used)
+        return dataclasses.replace(self, transport=AsIs)(shard, stored, used)
 
-    def wire_bytes(self, shape: Sequence[int], dtype: np.dtype) -> int:
-        """Bytes that the whole weight has on the wire."""
-        return self.transport.nbytes(shape, dtype)
+    def form(self, shape: Sequence[int], dtype: np.dtype, stored: PartitionSpec, used: PartitionSpec) -> Transport:
+        """The form in which a whole weight travels from its stored to its used layout."""
+        split, taken = (shard_factor(spec, self.plan.mesh) for spec in (stored, used))
+        return self.transport(tuple(shape), np.dtype(dtype), split // taken)
 
     def dtype(self, x: Layout, use: Use) -> np.dtype:
         """The dtype in which a param is gathered: the narrowest of its own, `compute_dtype` and that of its use."""
@@ -85,8 +87,8 @@ class WeightGather:
         """Bytes of a gathered param on one device, of one layer of a stack; 0 for one that is not gathered."""
         if x.stored == x.used:
             return 0
-        dtype = self.plan.config.compute_dtype or x.dtype
-        return x.size * dtype.itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
+        form = self.form(x.shape, self.plan.config.compute_dtype or x.dtype, x.stored, x.used)
+        return form.held_bytes // shard_factor(x.used, self.plan.mesh) // x.layers
 
     def wire(
         self, x: Layout, accumulate: int, uses: Sequence[Use]
@@ -101,7 +103,8 @@ class WeightGather:
         axes = tuple(a for a in spec_axes(x.stored) if a not in spec_axes(x.used))
         once = self.plan.config.keeps_gathered
         whole = sum(
-            (1 if once else GATHERS[use.kind] * use.part) * self.wire_bytes(x.shape, self.dtype(x, use))
+            (1 if once else GATHERS[use.kind] * use.part)
+            * self.form(x.shape, self.dtype(x, use), x.stored, x.used).sent_bytes
             for use in (uses[:1] if once else uses)
         )
         stored, used = (shard_factor(spec, self.plan.mesh) for spec in (x.stored, x.used))

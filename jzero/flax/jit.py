@@ -27,10 +27,11 @@ from jzero.flax.donation import (
 from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
 from jzero.layout.batches import abstract_batch
 from jzero.layout.leaf_rule import path_keys
+from jzero.optim import is_wrapped
 from jzero.sharding import Plan, check_plan
 
 
-def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
+def jit(step: Callable[..., Any], plan: Plan | None = None, **options) -> Jit:
     """`jax.jit` for a train step: batches are split by the plan, the state is donated, XLA gets the plan's options.
 
     A batch that is not split over the batch axes is computed whole on every device: the loss is right and the work N
@@ -39,7 +40,8 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
     Args:
       step: a function of a `TrainState`, of an NNX model and its optimizer, or of params and optimizer state; and of
         batches. Not jitted yet.
-      plan: from `jzero.plan_of(state)` or `jzero.make_plan`.
+      plan: from `jzero.plan_of(state)` or `jzero.make_plan`. None: that of the state among the arguments of a call,
+        which `jzero.shard` returned; params and optimizer state by themselves do not know theirs.
       **options: of `jax.jit` (of `nnx.jit` where an argument is an NNX module). `donate_argnums` or `donate_argnames`
         replace the choice described below; `compiler_options` are added to those of the plan.
 
@@ -50,8 +52,8 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
       TypeError: `step` is not a function or jitted already, `plan` not a plan; when called, a batch with lists of
         numbers among its arrays.
       ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; an argument
-        that may be a batch or params; with several processes, one that is equal on all of them; or a `TrainState` on
-        one device that the step would train.
+        that may be a batch or params; with several processes, one that is equal on all of them; a `TrainState` on
+        one device that the step would train; without `plan`, no state among the arguments, or states of two plans.
       RuntimeError: when called, a state that was donated to an earlier step; one that shares arrays with another
         argument.
 
@@ -80,7 +82,8 @@ def jit(step: Callable[..., Any], plan: Plan, **options) -> Jit:
       ()
     """
     check_function(step, "step", where="jzero.jit")
-    check_plan(plan, where="jzero.jit")
+    if plan is not None:
+        check_plan(plan, where="jzero.jit")
     if hasattr(step, "lower"):
         raise TypeError(
             "jzero.jit: the step is jitted already, and its batches would be placed too late. Pass the function "
@@ -94,50 +97,76 @@ class Jit:
     """What `jit` returns."""
 
     step: Callable[..., Any]
-    plan: Plan
+    known: Plan | None
     options: dict[str, Any]
     _jitted: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _compared: set[Any] = dataclasses.field(default_factory=set)
+    _by_plan: dict[Plan, Jit] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "__wrapped__", self.step)
         object.__setattr__(self, "__doc__", self.step.__doc__)
 
     def __repr__(self):
-        return (
-            f"<jzero.jit: {getattr(self.step, '__qualname__', type(self.step).__name__)}, {self.plan.title}>"
-        )
+        of = self.known.title if self.known is not None else "the plan of its state"
+        return f"<jzero.jit: {getattr(self.step, '__qualname__', type(self.step).__name__)}, {of}>"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it was given, or has found among the arguments."""
+        assert self.known is not None
+        return self.known
+
+    def _planned(self, args: tuple, kwargs: Mapping[str, Any]) -> Jit:
+        """Itself, or where it was given no plan, the one for that of the state among the arguments."""
+        if self.known is not None:
+            return self
+        found = {x.tx.init.plan for x in (*args, *kwargs.values()) if is_wrapped(getattr(x, "tx", None))}
+        if len(found) != 1:
+            raise ValueError(
+                f"jzero.jit: {'arguments of several plans say' if found else 'no argument says'} how to split "
+                "the batch. Shard the state by jzero.shard, or pass the plan: jzero.jit(step, plan)."
+            )
+        (plan,) = found
+        if plan not in self._by_plan:
+            self._by_plan[plan] = dataclasses.replace(self, known=plan, _jitted={}, _compared=set(), _by_plan={})
+        return self._by_plan[plan]
 
     def __call__(self, *args, **kwargs):
         """Place what is on the host, and run the step."""
         _check_alive((args, kwargs))
-        args, kwargs = self._placed(args, kwargs)
-        jitted, donated = self._jit(args, kwargs)
+        own = self._planned(args, kwargs)
+        args, kwargs = own._placed(args, kwargs)
+        jitted, donated = own._jit(args, kwargs)
         check_unshared({**dict(enumerate(args)), **kwargs}, donated)
         return jitted(*args, **kwargs)
 
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).lower`; abstract batches are split as real ones are."""
-        args, kwargs = self._placed(args, kwargs)
-        stage, trace = traced(self._jit(args, kwargs)[0], *args, **kwargs)
+        own = self._planned(args, kwargs)
+        args, kwargs = own._placed(args, kwargs)
+        stage, trace = traced(own._jit(args, kwargs)[0], *args, **kwargs)
         return keeping(stage.lower(), trace)
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).trace`; abstract batches are split as real ones are."""
-        args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs)[0].trace(*args, **kwargs)
+        own = self._planned(args, kwargs)
+        args, kwargs = own._placed(args, kwargs)
+        return own._jit(args, kwargs)[0].trace(*args, **kwargs)
 
     def eval_shape(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).eval_shape`."""
-        args, kwargs = self._placed(args, kwargs)
-        return self._jit(args, kwargs)[0].eval_shape(*args, **kwargs)
+        own = self._planned(args, kwargs)
+        args, kwargs = own._placed(args, kwargs)
+        return own._jit(args, kwargs)[0].eval_shape(*args, **kwargs)
 
     def describe(self, *args, **kwargs) -> str:
         """Which arguments a call donates, and why, as a table. The step is traced and does not run."""
+        own = self._planned(args, kwargs)
         given = {**dict(enumerate(args)), **kwargs}
-        rows = [k for k in given if any(rows_of(k, given, self.plan))]
-        donated = self._jit(*self._placed(args, kwargs))[1]
-        if self._chosen:
+        rows = [k for k in given if any(rows_of(k, given, own.plan))]
+        donated = own._jit(*own._placed(args, kwargs))[1]
+        if own._chosen:
             why = {k: "changed in place" if is_object(given[k]) else "the step returns a new one" for k in donated}
         else:
             why = dict.fromkeys(named_arguments(self.step, self.options, "donate", len(args)), "an option says so")

@@ -19,7 +19,8 @@ From there on it is a weight of stage 2, with the same order of reductions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero.core import jaxprs
@@ -29,122 +30,122 @@ from jzero.core.linear import LINEAR
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
+from jzero.gather import loops
 from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, is_cut_on_shard, merged, pieces, unwrap
-from jzero.gather.ties import TieOps
-from jzero.gather.weight_graph import CLOSED, WeightGraph
+from jzero.gather.ties import find_ties, tie
+from jzero.gather.walk import Walk, kept, on_device, on_shards, plain
+from jzero.gather.weight_graph import WeightGraph
+from jzero.gather.weight_ops import use
+
+Rule = Callable[[Any, list[Any], Walk], list[Any]]
 
 
-class GatherInterpreter(TieOps):
-    """One evaluation of a jaxpr with the gather rule.
+def evaluate(
+    walk: Walk, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], *, cast: Any = None
+) -> list[Any]:
+    """Outputs of the jaxpr; a weight that is passed through stays a weight.
 
-    Attributes:
-      plan: gives the mesh, the bytes of a bucket and the prefetch distance.
-      in_remat: inside a region that is computed again as a whole.
-      ordered: weights are tied to their place in the program; not where all of them make one bucket.
+    `cast`: the dtype to which it casts its weights first (`compute_dtype`); one that is passed through is not cast.
     """
+    split = [a.split_dims if isinstance(a, Weight) else None for a in args]
+    graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args], split)
+    env: dict[int, Any] = {**graph.known, **dict(zip(graph.ins, args, strict=True))}
+    env.update(_entered(graph, env, walk))
+    ties = find_ties(graph, env, walk)
+    for number, node in enumerate(graph.nodes):
+        for found in ties.get((number, False), ()):
+            tie(found, graph, env, walk)
+        with node.scope():
+            if walk.plan.config.keeps_gathered:
+                env.update({i: kept(env[i], walk) for i in _to_keep(node, env)})
+            outs = equation(node.eqn, [env[i] for i in node.ins], walk)
+        env.update(zip(node.outs, outs, strict=True))
+        for found in ties.get((number, True), ()):
+            tie(found, graph, env, walk)
+    return [env[graph.as_given(i, cast) if cast else i] for i in graph.outs]
 
-    def run(self, jaxpr, consts: Sequence[Any], args: Sequence[Any], *, cast: Any = None) -> list[Any]:
-        """Outputs of the jaxpr; a weight that is passed through stays a weight.
 
-        `cast`: the dtype to which it casts its weights first (`compute_dtype`); one that is passed through is not cast.
-        """
-        split = [a.split_dims if isinstance(a, Weight) else None for a in args]
-        graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args], split)
-        env: dict[int, Any] = {**graph.known, **dict(zip(graph.ins, args, strict=True))}
-        env.update(self.entered(graph, env))
-        ties = self.ties(graph, env)
-        for number, node in enumerate(graph.nodes):
-            for tie in ties.get((number, False), ()):
-                self.tie(tie, graph, env)
-            with node.scope():
-                if self.plan.config.keeps_gathered:
-                    env.update({i: self.kept(env[i]) for i in self.to_keep(node, env)})
-                outs = self.equation(node.eqn, [env[i] for i in node.ins])
-            env.update(zip(node.outs, outs, strict=True))
-            for tie in ties.get((number, True), ()):
-                self.tie(tie, graph, env)
-        return [env[graph.as_given(i, cast) if cast else i] for i in graph.outs]
+def _entered(graph: WeightGraph, env, walk: Walk) -> dict[int, Weight]:
+    """The weights in host memory among the arguments; see [Note: a weight in host memory]."""
+    used, regions = graph.uses_by_root((*REMAT, "scan"))
+    return {
+        k: env[k].entered(walk.comm, used=k in used, regions=regions[k])
+        for k in graph.ins
+        if isinstance(env[k], Weight) and env[k].host is not None
+    }
 
-    def entered(self, graph: WeightGraph, env) -> dict[int, Weight]:
-        """The weights in host memory among the arguments; see [Note: a weight in host memory]."""
-        used, regions = graph.uses_by_root((*REMAT, "scan"))
-        return {
-            k: env[k].entered(self.comm, used=k in used, regions=regions[k])
-            for k in graph.ins
-            if isinstance(env[k], Weight) and env[k].host is not None
-        }
 
-    def to_keep(self, node: Node, env) -> list[int]:
-        """The weights that a node is the first to read whole; see [Note: kept].
+def _to_keep(node: Node, env) -> list[int]:
+    """The weights that a node is the first to read whole; see [Note: kept].
 
-        Not a stack that a scan takes layer by layer, nor what a loop or a branch may not read. A cast stays on the
-        shard; a transpose does not, since the weight may have been read without it.
-        """
-        name = node.name
-        if name in ("convert_element_type", "while", "cond"):
-            return []
-        ins = node.ins[: loop_consts(node.eqn)] if name == "scan" else node.ins
-        return [a for a in dict.fromkeys(ins) if isinstance(env[a], Weight) and env[a].split]
+    Not a stack that a scan takes layer by layer, nor what a loop or a branch may not read. A cast stays on the
+    shard; a transpose does not, since the weight may have been read without it.
+    """
+    name = node.name
+    if name in ("convert_element_type", "while", "cond"):
+        return []
+    ins = node.ins[: loop_consts(node.eqn)] if name == "scan" else node.ins
+    return [a for a in dict.fromkeys(ins) if isinstance(env[a], Weight) and env[a].split]
 
-    def equation(self, eqn, values: list[Any]) -> list[Any]:
-        """One equation: kept on the shard, walked into, or a use."""
-        name = eqn.primitive.name
-        if not any(isinstance(v, Weight) for v in values):
-            return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)
-        if name == BEGIN:
-            raise ValueError(
-                f"jzero.remat: a param of shape {values[0].shape} is taken for the block's input. Pass argnums=, "
-                "the position of the activations; `self` counts as 0."
-            )
-        if name in ON_SHARD:
-            changed = [ON_SHARD[name](eqn, values[0])]
-            # pinned: the gathered layout would spread back over a cast before a remat region (`compute_dtype`)
-            return changed if self.in_remat else self.on_shards(changed)
-        if is_cut_on_shard(eqn, values[0].split_dims if isinstance(values[0], Weight) else None):
-            parts = pieces(eqn, values[0])
-            return parts if self.in_remat else self.on_shards(parts)
-        if name in REMAT:
-            return self.remat(eqn, values)
-        if name in CLOSED:
-            return getattr(self, f"{name}_")(eqn, values)
-        return self.use(eqn, values)
 
-    def remat(self, eqn, values: list[Any]) -> list[Any]:
-        """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
-        flat, rewrap = unwrap(for_region(values))
-        size = sum(v.message_bytes(self.comm) for v in values if isinstance(v, Weight))
-        inner = GatherInterpreter(
-            self.plan, in_remat=True, ordered=self.ordered and size >= self.plan.bucket_bytes
+def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:
+    """One equation: kept on the shard, walked into, or a use."""
+    name = eqn.primitive.name
+    if not any(isinstance(v, Weight) for v in values):
+        return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)
+    if name == BEGIN:
+        raise ValueError(
+            f"jzero.remat: a param of shape {values[0].shape} is taken for the block's input. Pass argnums=, "
+            "the position of the activations; `self` counts as 0."
         )
-        handed = handed_through(eqn, [isinstance(v, Weight) for v in values])
-        ((jaxpr, consts),), _ = bodies(eqn)
+    changed = None
+    if name in ON_SHARD:
+        changed = [ON_SHARD[name](eqn, values[0])]
+    elif is_cut_on_shard(eqn, values[0].split_dims if isinstance(values[0], Weight) else None):
+        changed = pieces(eqn, values[0])
+    if changed is not None:
+        # pinned: the gathered layout would spread back over a cast before a remat region (`compute_dtype`)
+        return changed if walk.in_remat else on_shards(changed, walk)
+    return RULES.get(name, use)(eqn, values, walk)
 
-        def region(*flat):
-            outs = inner.run(jaxpr, consts, rewrap(flat))
-            return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
-        outs = remat_with(eqn, region, flat, lambda policy: policy_of(policy, drops=self.drops))
-        return merged(outs, handed, values)
+def remat(eqn, values: list[Any], walk: Walk) -> list[Any]:
+    """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
+    flat, rewrap = unwrap(for_region(values))
+    size = sum(v.held_bytes(walk.comm) for v in values if isinstance(v, Weight))
+    inner = dataclasses.replace(walk, in_remat=True, ordered=walk.ordered and size >= walk.plan.bucket_bytes)
+    handed = handed_through(eqn, [isinstance(v, Weight) for v in values])
+    ((jaxpr, consts),), _ = bodies(eqn)
 
-    def inner(self) -> GatherInterpreter:
-        """A walk for the body of a loop or a branch."""
-        return GatherInterpreter(self.plan, in_remat=self.in_remat, ordered=self.ordered)
+    def region(*flat):
+        outs = inner.run(jaxpr, consts, rewrap(flat))
+        return plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
-    def cond_(self, eqn, values: list[Any]) -> list[Any]:
-        """Branches: each gathers what it uses, when it is taken."""
-        given, values = values, [values[0], *self.on_device(values[1:])]
-        flat, rewrap = unwrap(values[1:])
-        handed = handed_through(eqn, [isinstance(v, Weight) for v in values[1:]])
+    outs = remat_with(eqn, region, flat, lambda policy: policy_of(policy, drops=walk.drops))
+    return merged(outs, handed, values)
 
-        def branch(jaxpr, consts):
-            def run(*flat):
-                outs = self.inner().run(jaxpr, consts, rewrap(flat))
-                return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
-            return run
+def cond(eqn, values: list[Any], walk: Walk) -> list[Any]:
+    """Branches: each gathers what it uses, when it is taken."""
+    given, values = values, [values[0], *on_device(values[1:], walk)]
+    flat, rewrap = unwrap(values[1:])
+    handed = handed_through(eqn, [isinstance(v, Weight) for v in values[1:]])
 
-        outs = switch_with(eqn, [branch(*body) for body in bodies(eqn)[0]], values[0], flat)
-        return merged(outs, handed, given[1:])
+    def branch(jaxpr, consts):
+        def run(*flat):
+            outs = walk.run(jaxpr, consts, rewrap(flat))
+            return plain(o for o, i in zip(outs, handed, strict=True) if i is None)
+
+        return run
+
+    outs = switch_with(eqn, [branch(*body) for body in bodies(eqn)[0]], values[0], flat)
+    return merged(outs, handed, given[1:])
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(REMAT, remat), "scan": loops.scan, "while": loops.while_loop, "cond": cond,
+}  # fmt: skip
+"""By primitive, what becomes of an equation that reads weights; of all others `use`."""
 
 
 def policy_of(policy, *, drops: bool):

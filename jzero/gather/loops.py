@@ -22,135 +22,107 @@ are tables whose rows are looked up in the loop: the pass added their gradients 
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from jzero.core.linear import linear
+from jzero.comm.routes import LOOP, ROUNDS, Source
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
 from jzero.core.regions import bodies, loop_consts, rounds, scan_parts, scan_with, while_with
 from jzero.gather.sharded_weight import Weight, for_region, merged, unwrap
+from jzero.gather.walk import Walk, before_loop, gathered, on_device, on_shards, plain
 from jzero.gather.weight_graph import handed_by_scan, looked_up, read_narrow
-from jzero.gather.weight_ops import WeightOps
 
 
-class LoopOps(WeightOps, abc.ABC):
-    """How weights are used in the loops of a function."""
+def scan(eqn, values: list[Any], walk: Walk) -> list[Any]:
+    """A scan: stacked weights stay stored; those in the carry and constant ones are gathered before it."""
+    body, consts, carry = scan_parts(eqn)
+    is_weight = [isinstance(v, Weight) for v in values]
+    given, values = values, for_region(values)
+    handed = handed_by_scan(eqn, is_weight)
+    values[consts : consts + carry] = [gathered(v, walk) for v in values[consts : consts + carry]]
+    is_weight = [isinstance(v, Weight) for v in values]
+    several = rounds(eqn) > 1
+    chosen = constants(values[:consts], walk, but=looked_up(body, is_weight)) if several else []
+    values = _for_body(values, consts, chosen, walk)
+    weights, dtypes = [values[i] for i in chosen], _cast_dtypes(eqn, values, chosen, walk)
+    flat, rewrap = unwrap([v for i, v in enumerate(values) if i not in chosen])
 
-    @abc.abstractmethod
-    def inner(self) -> Any:
-        """An interpreter for the body of a loop or a branch."""
+    def run(wholes: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        rest, found = iter(rewrap(others)), dict(zip(chosen, wholes, strict=True))
+        return _scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))], handed, walk)
 
-    def plain(self, outs: Iterable[Any]) -> list[Any]:
-        """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
-        return [o.leaving if isinstance(o, Weight) else o for o in outs]
+    if not (walk.drops and any(w.moves for w in weights)) or walk.in_remat:
+        wholes = [before_loop(w, walk, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+        return merged(run(wholes, flat), handed, given)
+    outs = made_twice(
+        run,
+        lambda i, shard: before_loop(dataclasses.replace(weights[i], shard=shard), walk, dtypes[i]),
+        lambda shards, cotangents: _late(shards, cotangents, weights, walk),
+        [w.shard for w in on_shards(weights, walk)],
+        flat,
+    )
+    return merged(outs, handed, given)
 
-    def scan_(self, eqn, values: list[Any]) -> list[Any]:
-        """A scan: stacked weights stay stored; those in the carry and constant ones are gathered before it."""
-        _, consts, carry = scan_parts(eqn)
-        given, values = values, for_region(values)
-        handed = handed_by_scan(eqn, [isinstance(v, Weight) for v in values])
-        values[consts : consts + carry] = map(self.gathered, values[consts : consts + carry])
-        several = rounds(eqn) > 1
-        chosen = self.before_loop(values[:consts], but=self._tables(eqn, values)) if several else []
-        values = self._for_body(values, consts, chosen)
-        weights, narrow = [values[i] for i in chosen], self._narrow(eqn, values)
-        dtypes = [narrow.get(i) for i in chosen]
-        flat, rewrap = unwrap([v for i, v in enumerate(values) if i not in chosen])
 
-        def run(wholes: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-            rest, found = iter(rewrap(others)), dict(zip(chosen, wholes, strict=True))
-            return self._scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))], handed)
+def _for_body(values: Sequence[Any], consts: int, but: Collection[int], walk: Walk) -> list[Any]:
+    """What the body of a scan reads: of weights in host memory only stacks, which it takes layer by layer."""
 
-        if not (self.drops and any(w.moves for w in weights)) or self.in_remat:
-            return merged(run(list(map(self.whole, weights, dtypes)), flat), handed, given)
-        outs = made_twice(
-            run,
-            lambda i, shard: self.whole(dataclasses.replace(weights[i], shard=shard), dtypes[i]),
-            lambda shards, cotangents: self._late(shards, cotangents, weights),
-            [w.shard for w in self.on_shards(weights)],
-            flat,
-        )
-        return merged(outs, handed, given)
+    def stays(i: int, value: Any) -> bool:
+        if not isinstance(value, Weight) or value.host is None or i in but:
+            return True
+        return i >= consts and value.host.only_casts
 
-    def _for_body(self, values: Sequence[Any], consts: int, but: Collection[int]) -> list[Any]:
-        """What the body of a scan reads: of weights in host memory only stacks, which it takes layer by layer."""
+    return [v if stays(i, v) else on_device([v], walk)[0] for i, v in enumerate(values)]
 
-        def stays(i: int, value: Any) -> bool:
-            if not isinstance(value, Weight) or value.host is None or i in but:
-                return True
-            return i >= consts and value.host.only_casts
 
-        return [v if stays(i, v) else self.on_device([v])[0] for i, v in enumerate(values)]
+def _cast_dtypes(eqn, values: Sequence[Any], chosen: Sequence[int], walk: Walk) -> list[Any]:
+    """Of the chosen weights, the narrower dtype that the loop casts them to, or None; see [Note: a cast in a loop]."""
+    if walk.plan.config.reduce_dtype is not None:
+        return [None] * len(chosen)
+    narrow = read_narrow(scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
+    return [narrow.get(i) for i in chosen]
 
-    def _tables(self, eqn, values: Sequence[Any]) -> set[int]:
-        """Positions of the weights whose rows are looked up in the loop."""
-        return looked_up(scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
 
-    def _narrow(self, eqn, values: Sequence[Any]) -> dict[int, Any]:
-        """By position of a weight, the narrower dtype that the loop casts it to; see [Note: a cast in a loop]."""
-        if self.plan.config.reduce_dtype is not None:
-            return {}
-        return read_narrow(scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
+def _scan(eqn, values: list[Any], handed: Sequence[int | None], walk: Walk) -> list[Any]:
+    """A scan of arrays, and of weights that are gathered in it; without what it hands back as it came."""
+    _, consts, carry = scan_parts(eqn)
+    ((jaxpr, known),), _ = bodies(eqn)
+    flat, rewrap = unwrap(values)
 
-    def _scan(self, eqn, values: list[Any], handed: Sequence[int | None]) -> list[Any]:
-        """A scan of arrays, and of weights that are gathered in it; without what it hands back as it came."""
-        _, consts, carry = scan_parts(eqn)
-        ((jaxpr, known),), _ = bodies(eqn)
-        flat, rewrap = unwrap(values)
+    def body(args):
+        outs = walk.run(jaxpr, known, rewrap(args, sliced_from=consts + carry))
+        return plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
-        def body(args):
-            outs = self.inner().run(jaxpr, known, rewrap(args, sliced_from=consts + carry))
-            return self.plain(o for o, i in zip(outs, handed, strict=True) if i is None)
+    return scan_with(eqn, body, flat)
 
-        return scan_with(eqn, body, flat)
 
-    def while_(self, eqn, values: list[Any]) -> list[Any]:
-        """A while loop: the carry and constant weights are gathered before it. It has no backward pass."""
-        consts = loop_consts(eqn)
-        chosen = set(self.before_loop(values[:consts]))
-        values = [self.gathered(v) if i in chosen or i >= consts else v for i, v in enumerate(values)]
-        values = self.on_device(values)
-        return while_with(eqn, lambda *part: self.plain(self.inner().run(*part)), values)
+def while_loop(eqn, values: list[Any], walk: Walk) -> list[Any]:
+    """A while loop: the carry and constant weights are gathered before it. It has no backward pass."""
+    consts = loop_consts(eqn)
+    chosen = set(constants(values[:consts], walk))
+    values = [gathered(v, walk) if i in chosen or i >= consts else v for i, v in enumerate(values)]
+    return while_with(eqn, lambda *part: plain(walk.run(*part)), on_device(values, walk))
 
-    def before_loop(self, consts: Sequence[Any], but: Collection[int] = ()) -> list[int]:
-        """Positions of the constant weights to gather before a loop, the smallest first, within `loop_bytes`.
 
-        One whose gradient is to be made in a wider dtype (`reduce_dtype`) is not: the loop sums it in its own.
-        """
-        weights = {i: v for i, v in enumerate(consts) if isinstance(v, Weight) and (v.moves or v.is_reduced)}
-        left, found = self.comm.weights.loop_bytes, []
-        for i, weight in sorted(weights.items(), key=lambda row: row[1].nbytes):
-            if i not in but and self.wide(weight) is None:
-                left -= weight.nbytes
-                if left >= 0:
-                    found.append(i)
-        return sorted(found)
+def constants(consts: Sequence[Any], walk: Walk, but: Collection[int] = ()) -> list[int]:
+    """Positions of the constant weights to gather before a loop, the smallest first, within `loop_bytes`.
 
-    def whole(self, weight: Weight, dtype: Any = None) -> Any:
-        """A weight for all rounds of a loop, the sum of whose gradients is reduced once; `dtype`: that of a cast."""
-        if dtype is not None:
-            weight = weight.fetched(self.comm)
-            shard = weight.shard.astype(dtype)
-            return self.whole(dataclasses.replace(weight, shard=shard, narrow=None)).astype(weight.shard.dtype)
-        weight = weight.fetched(self.comm)
-        gather, used = self.comm.weights, weight.used
-        self.warn_of_dtype(weight)
+    One whose gradient is to be made in a wider dtype (`reduce_dtype`) is not: the loop sums it in its own.
+    """
+    weights = {i: v for i, v in enumerate(consts) if isinstance(v, Weight) and (v.moves or v.is_reduced)}
+    left, found = walk.comm.weights.loop_bytes, []
+    for i, weight in sorted(weights.items(), key=lambda row: row[1].nbytes):
+        if i not in but and walk.route(weight, Source(ROUNDS, weight.dtype)).where == LOOP:
+            left -= weight.nbytes
+            if left >= 0:
+                found.append(i)
+    return sorted(found)
 
-        def reduce(grad):
-            return [self.comm.gradients.by_layout(grad, used, weight.grad, whole_first=True)]
 
-        if not weight.split:
-            return linear(lambda x: [x], reduce, [], [weight.shard])[0]
-        return linear(
-            lambda x: [gather(x, weight.stored, used, weight.narrow)], reduce, [], [weight.shard],
-            tangent=lambda x: [gather.tangent(x, weight.stored, used)],
-        )[0]  # fmt: skip
-
-    def _late(self, shards, cotangents, weights: Sequence[Weight]):
-        """Shards that are there only when the backward pass has come to the loop."""
-        shards, cotangents = after(shards, cotangents)
-        pairs = zip(shards, weights, strict=True)
-        return [x if w.host else self.plan.constrain(x, w.stored) for x, w in pairs], cotangents
+def _late(shards, cotangents, weights: Sequence[Weight], walk: Walk):
+    """Shards that are there only when the backward pass has come to the loop."""
+    shards, cotangents = after(shards, cotangents)
+    pairs = zip(shards, weights, strict=True)
+    return [x if w.host else walk.plan.constrain(x, w.stored) for x, w in pairs], cotangents

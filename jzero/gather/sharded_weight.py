@@ -86,11 +86,11 @@ class Weight:
         """Bytes of the whole weight in the dtype that the model computes with: those of its gradient, too."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def message_bytes(self, comm: Comm) -> int:
-        """Bytes of the whole weight as it travels: when it is gathered, else when its gradient is reduced."""
+    def held_bytes(self, comm: Comm) -> int:
+        """Bytes of the whole weight once it is gathered; of one that is not gathered, those of its gradient."""
         if not self.split:
             return self.nbytes
-        return comm.weights.wire_bytes(self.shape, self.narrow or self.dtype)
+        return comm.weights.form(self.shape, self.narrow or self.dtype, self.stored, self.used).held_bytes
 
     @property
     def is_reduced(self) -> bool:

@@ -16,7 +16,6 @@ A tie must be between values: XLA sees through a barrier with a constant in it.
 
 from __future__ import annotations
 
-import abc
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,8 @@ from jzero.core.linear import linear
 from jzero.core.ordering import after
 from jzero.gather import buckets
 from jzero.gather.host_weight import Entry
-from jzero.gather.loops import LoopOps
 from jzero.gather.sharded_weight import Weight
+from jzero.gather.walk import Walk, reduced
 from jzero.gather.weight_graph import WeightGraph
 from jzero.layout.placement import HOST, memory_kind
 
@@ -91,68 +90,66 @@ def _carrier_of(entry: Entry, is_reduced: bool) -> Carrier | None:
     return Carrier(entry.array, put_back, back=entry.write)
 
 
-class TieOps(LoopOps, abc.ABC):
-    """The ties of a function."""
+def find_ties(graph: WeightGraph, env, walk: Walk) -> dict[tuple[int, bool], list[buckets.Tie]]:
+    """The ties of a function by the number of their step, and whether they come after it."""
+    found: dict[tuple[int, bool], list[buckets.Tie]] = collections.defaultdict(list)
+    if walk.ordered:
+        config, limit = walk.plan.config, walk.plan.bucket_bytes
+        sizes = {k: env[k].held_bytes(walk.comm) for k in graph.ins if isinstance(env[k], Weight)}
+        rows = buckets.find_buckets(graph, sizes, limit, config.prefetch)
+        written = {k for k in sizes if env[k].host is not None}
+        for tie in buckets.find_ties(graph, rows, config.prefetch, written):
+            found[tie.at, tie.after].append(tie)
+    return found
 
-    def ties(self, graph: WeightGraph, env) -> dict[tuple[int, bool], list[buckets.Tie]]:
-        """The ties by the number of their step, and whether they come after it."""
-        found: dict[tuple[int, bool], list[buckets.Tie]] = collections.defaultdict(list)
-        if self.ordered:
-            sizes = {k: env[k].message_bytes(self.comm) for k in graph.ins if isinstance(env[k], Weight)}
-            rows = buckets.find_buckets(graph, sizes, self.plan.bucket_bytes, self.plan.config.prefetch)
-            written = {k for k in sizes if env[k].host is not None}
-            for tie in buckets.find_ties(graph, rows, self.plan.config.prefetch, written):
-                found[tie.at, tie.after].append(tie)
-        return found
 
-    def tie(self, tie: buckets.Tie, graph: WeightGraph, env) -> None:
-        """See [Note: ties]: weights and activations in `env` are replaced by tied ones."""
+def tie(found: buckets.Tie, graph: WeightGraph, env, walk: Walk) -> None:
+    """See [Note: ties]: weights and activations in `env` are replaced by tied ones."""
 
-        def here(key):  # a weight under the name that it has by now
-            while key not in env:
-                key = graph.parent[key]
-            return key
+    def here(key):  # a weight under the name that it has by now
+        while key not in env:
+            key = graph.parent[key]
+        return key
 
-        activations = [k for k in tie.activations if not isinstance(env[k], Weight)]
-        gathered, reduced = (dict.fromkeys(map(here, keys)) for keys in (tie.gather, tie.reduce))
-        reduced = {k: None for k in reduced if env[k].trained}
-        late = [k for k in gathered if env[k].moves]
-        # a round of a loop fetches what it reads; what a tie makes of it would be kept for the backward loop
-        as_they_are = jaxprs.in_differentiated_loop() and not self.in_remat
-        values = [] if as_they_are else [k for k in late if env[k].host is not None]
-        # a tangent of zeros would be made of a frozen weight, and a gradient of it
-        frozen = [k for k in late if env[k].host is None and not env[k].trained]
-        values += frozen
-        weights = {
-            k: (env[k], k in reduced)
-            for k in gathered | reduced
-            if (k in late or k in reduced) and (env[k].trained or env[k].host is not None)
-        }
-        rows = carriers(weights)
-        if not activations or not (rows or values):
-            return
-        waiting = [i for i, (k, _) in enumerate(rows) if k in late and env[k].host is None]
-        specs = [env[k].stored if k in frozen else None for k in values]
-        run = _Tied(self, {k: env[k] for k in weights}, rows, waiting, frozenset(reduced), specs)
-        out = linear(
-            run.forward, run.back, [env[k].shard for k in values],
-            [c.array for _, c in rows] + [env[k] for k in activations],
-            tangent=run.tangent if values or any(w.host for w, _ in weights.values()) else None,
-            fixed_outs=len(values),
-        )  # fmt: skip
-        for (key, carrier), array in zip(rows, out, strict=False):
-            env[key] = carrier.put(env[key], array)
-        env.update(zip(activations, out[len(rows) :], strict=False))
-        for key, value in zip(values, out[len(out) - len(values) :], strict=True):
-            env[key] = dataclasses.replace(env[key], shard=value)
-
+    activations = [k for k in found.activations if not isinstance(env[k], Weight)]
+    gather, reduce = (dict.fromkeys(map(here, keys)) for keys in (found.gather, found.reduce))
+    reduce = {k: None for k in reduce if env[k].trained}
+    late = [k for k in gather if env[k].moves]
+    # a round of a loop fetches what it reads; what a tie makes of it would be kept for the backward loop
+    as_they_are = jaxprs.in_differentiated_loop() and not walk.in_remat
+    values = [] if as_they_are else [k for k in late if env[k].host is not None]
+    # a tangent of zeros would be made of a frozen weight, and a gradient of it
+    frozen = [k for k in late if env[k].host is None and not env[k].trained]
+    values += frozen
+    weights = {
+        k: (env[k], k in reduce)
+        for k in gather | reduce
+        if (k in late or k in reduce) and (env[k].trained or env[k].host is not None)
+    }
+    rows = carriers(weights)
+    if not activations or not (rows or values):
+        return
+    waiting = [i for i, (k, _) in enumerate(rows) if k in late and env[k].host is None]
+    specs = [env[k].stored if k in frozen else None for k in values]
+    run = _Tied(walk, {k: env[k] for k in weights}, rows, waiting, frozenset(reduce), specs)
+    out = linear(
+        run.forward, run.back, [env[k].shard for k in values],
+        [c.array for _, c in rows] + [env[k] for k in activations],
+        tangent=run.tangent if values or any(w.host for w, _ in weights.values()) else None,
+        fixed_outs=len(values),
+    )  # fmt: skip
+    for (key, carrier), array in zip(rows, out, strict=False):
+        env[key] = carrier.put(env[key], array)
+    env.update(zip(activations, out[len(rows) :], strict=False))
+    for key, value in zip(values, out[len(out) - len(values) :], strict=True):
+        env[key] = dataclasses.replace(env[key], shard=value)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Tied:
     """What a tie does, forward and on the way back.
 
     Attributes:
-      ops: gives the plan and the reduction.
+      walk: gives the plan and the reduction.
       weights: by key, as they come to the tie.
       rows: the carriers, each with the key of its weight.
       waiting: positions of the carriers that are gathered late.
@@ -161,7 +158,7 @@ class _Tied:
         and weights in host memory (None), which are fetched late.
     """
 
-    ops: TieOps
+    walk: Walk
     weights: dict[int, Weight]
     rows: list[tuple[int, Carrier]]
     waiting: list[int]
@@ -188,9 +185,9 @@ class _Tied:
             found, (flat[first],) = after([*values, *(flat[i] for i in self.waiting)], [flat[first]])
             values, shards = found[: len(values)], found[len(values) :]
             rows = zip(values, self.specs, strict=False)
-            values = [x if spec is None else self.ops.plan.constrain(x, spec) for x, spec in rows]
+            values = [x if spec is None else self.walk.plan.constrain(x, spec) for x, spec in rows]
             for i, shard in zip(self.waiting, shards, strict=True):
-                flat[i] = self.ops.plan.constrain(shard, self.weights[self.rows[i][0]].stored)
+                flat[i] = self.walk.plan.constrain(shard, self.weights[self.rows[i][0]].stored)
         return [*flat, *values]
 
     def back(self, *flat):
@@ -206,4 +203,5 @@ class _Tied:
 
     def _reduced(self, key: int, grad: Any) -> Any:
         in_device_memory = memory_kind(grad) != HOST
-        return self.ops.reduced(grad, self.weights[key]) if key in self.reduced and in_device_memory else grad
+        here = key in self.reduced and in_device_memory
+        return reduced(grad, self.weights[key], self.walk) if here else grad

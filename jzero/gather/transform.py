@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.comm import comm_of
+from jzero.comm.routes import USE
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.core.update_mark import marked_frozen
 from jzero.gather.host_weight import OnHost
-from jzero.gather.interpreter import GatherInterpreter
+from jzero.gather.interpreter import evaluate
 from jzero.gather.sharded_weight import Weight
+from jzero.gather.walk import Walk, on_shards, plain
 from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
@@ -173,17 +176,17 @@ class GatherOnUse:
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *map(device_type, arrays))
-        if not reduces_on_use(self.plan):
+        if not comm_of(self.plan).gradients.on_use:
             picked = self._reduced_alone(jaxpr, picked)
             if not any(picked) and not stored:
                 return fn(params, args, kwargs)
-        walk = GatherInterpreter(self.plan, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
+        walk = Walk(self.plan, evaluate, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
             x if y is None else Weight(x, y.stored, y.used, y.grad, host=_on_host(x, y), trained=y.frozen is None)
             for x, y in zip(arrays, picked, strict=True)
         ]
-        outs = walk.run(jaxpr, consts, walk.on_shards(values), cast=self.plan.config.compute_dtype)
-        outs = iter(walk.plain(outs))
+        outs = evaluate(walk, jaxpr, consts, on_shards(values, walk), cast=self.plan.config.compute_dtype)
+        outs = iter(plain(outs))
         filled = jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
         for place in stored:
             place.put([next(outs) for _ in place.values])
@@ -212,21 +215,11 @@ class GatherOnUse:
         """
         weights = [y is not None for y in layouts]
         alone = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights)
+        where = functools.partial(comm_of(self.plan).gradients.where, in_loop=jaxprs.in_loop())
         return [
-            dataclasses.replace(y, grad=y.state)
-            if y is not None and (self._is_scattered(y) or (i in alone and y.state_shape == y.shape))
-            else None
+            dataclasses.replace(y, grad=y.state) if y is not None and where(y, alone=i in alone) == USE else None
             for i, y in enumerate(layouts)
         ]
-
-    def _is_scattered(self, x: Layout) -> bool:
-        """XLA would all-reduce its gradient whole: [Note: pieces along several dims] in `comm/reduce_scatter.py`.
-
-        Not at stage 1 in a loop: over micro-batches whole gradients are summed first, and reduced once.
-        """
-        if x.vector or (jaxprs.in_loop() and not self.plan.config.row.grads):
-            return False
-        return comm_of(self.plan).gradients.is_scattered(x.shape, x.state)
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
@@ -250,11 +243,6 @@ class GatherOnUse:
                 "params, Flax variables {'params': params} or the nnx.Module first."
             )
         return found
-
-
-def reduces_on_use(plan: Plan) -> bool:
-    """True where every weight is gathered or reduced where it is used; else only those that `_reduced_alone` names."""
-    return comm_of(plan).gradients.on_use
 
 
 def _on_host(x, layout: Layout) -> OnHost | None:

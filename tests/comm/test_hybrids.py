@@ -88,7 +88,7 @@ def test_wire_bytes_per_axis_are_the_closed_form(kind):
     assert found == ()
 
 
-@pytest.mark.default_cases("HSDP, stage 2")
+@pytest.mark.nightly
 @pytest.mark.pod
 @pytest.mark.parametrize("kind", ["HSDP, stage 2", "HSDP or MiCS, stage 3"])
 def test_with_tensor_parallelism(kind):

@@ -30,13 +30,14 @@ class Float8(AsIs):
     def decode(self, parts, dtype):
         return parts[0].astype(dtype)
 
-    def nbytes(self, shape, dtype):
-        return super().nbytes(shape, FLOAT8)
+    @property
+    def sent_bytes(self):
+        return self.held_bytes // self.dtype.itemsize
 
 
 @pytest.fixture
 def float8(monkeypatch):
-    monkeypatch.setitem(TRANSPORTS, "weights", Float8())
+    monkeypatch.setitem(TRANSPORTS, "weights", Float8)
 
 
 def rounded(tree):
@@ -164,13 +165,15 @@ def test_a_weight_that_is_kept_behind_the_cast_is_found():
 
 
 @pytest.mark.usefixtures("float8")
-def test_buckets_count_what_travels(mesh):
+def test_the_wire_counts_what_travels_and_buckets_what_is_held(mesh):
     params = {f"w{i}": jnp.zeros((64, 64), jnp.bfloat16) for i in range(4)}
     plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0)
     x = plan.layouts[0]
     weight = Weight(params["w0"], x.stored, x.used, x.grad)
-    assert weight.message_bytes(comm_of(plan)) == 64 * 64
-    assert weight.as_whole(params["w0"]).message_bytes(comm_of(plan)) == 2 * 64 * 64  # its gradient
+    form = comm_of(plan).weights.form(x.shape, x.dtype, x.stored, x.used)
+    assert (form.parts, form.sent_bytes, form.held_bytes) == (8, 64 * 64, 2 * 64 * 64)
+    assert weight.held_bytes(comm_of(plan)) == 2 * 64 * 64  # decoded
+    assert weight.as_whole(params["w0"]).held_bytes(comm_of(plan)) == 2 * 64 * 64  # its gradient
     wire = jzero.estimate(plan).wire
     assert wire == pytest.approx(
         7 / 8 * 4 * 64 * 64 * (2 * 1 + 2)

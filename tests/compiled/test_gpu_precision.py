@@ -94,6 +94,7 @@ def test_moments_in_bf16_are_what_the_estimate_says():
     assert jzero.findings(compiled, plan) == ()
 
 
+@pytest.mark.nightly
 def test_moments_in_bf16_stream_within_the_bound():
     """Host state of 2 + 2 + 4 bytes: the units count what is stored, and what is widened is never whole."""
     pod, bound = jzero.pod("h200"), 16 * 2**20

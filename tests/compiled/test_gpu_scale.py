@@ -54,7 +54,7 @@ def compiled(stage):
     return pod.compile(jax.jit(step, donate_argnums=0), state, x), plan
 
 
-@pytest.mark.default_cases("2-2")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "psi"), [(1, 2), (2, 2), (3, 3)])
 def test_gradients_cross_the_wire_in_fp16(stage, psi):
     program, plan = compiled(stage)

@@ -40,6 +40,7 @@ def step(state, x):
 
 
 # parts of a param at stage 3: 1000 = 8 x 125 is cut 8 x 8; 1001 is odd, its state is padded and the param whole
+@pytest.mark.default_cases("2-1001-1", "3-1000-64", "1-1000-64")
 @pytest.mark.parametrize(("width", "parts"), [(1000, 64), (1001, 1)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_are_reduced_once_and_params_gathered(stage, width, parts):

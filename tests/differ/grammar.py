@@ -14,6 +14,7 @@ from typing import Any
 from differ.blocks import BLOCKS, FLAX, STATEFUL
 from differ.chains import HYPERPARAMS, OPTIMIZERS, SIGNS, SMOOTH, WRAPS
 
+STACKED = ("scan", "scan_remat", "nested", "Scan")
 FLAVOURS = ("linen", "nnx", "plain")
 WIDTHS = (8, 8, 16, 24, 7, 12, 13)
 HEADS = ("mse", "own", "tied", "mse", "bare")
@@ -79,6 +80,10 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["trainable"] = rng.choice(TRAINABLE[flavour])
     if flavour == "nnx" and can_be_split(case) and rng.random() < 0.5:
         case["mesh"] |= {"kind": "tp", "logical": rng.random() < 0.5, "apart": rng.random() < 0.5}
+    if case["step"] == "jzero.jit" and flavour != "plain" and rng.random() < 0.5:
+        case["plan"] = "found"
+    if head != "bare" and rng.random() < 0.2:
+        case["scan_axes"] = rng.choice(("named", "none"))
     return case
 
 
@@ -202,6 +207,12 @@ def can_skip(case: dict) -> bool:
     return case["wraps"][-1:] == ["apply_if_finite"] and not set(case["blocks"]) & set(STATEFUL)
 
 
+def stacks_of(case: dict) -> dict[str, int]:
+    """The layers whose params are stacks for a scan, as `scan_axes=` names them."""
+    prefix = "b" if case["flavour"] == "linen" else "blocks/"
+    return {f"{prefix}{i}": 0 for i, kind in enumerate(case["blocks"]) if kind in STACKED}
+
+
 def batch_parts(mesh: dict) -> int:
     """Into how many parts a batch is split."""
     return mesh["n"] // 2 if mesh["kind"] == "tp" else mesh["n"]
@@ -221,6 +232,10 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     yield "tier", case["config"]["tier"]
     yield "optimizer", case["optimizer"] + (" injected" if case["inject"] else "")
     yield "step", case["step"] + (" donated" if case["donate"] else "")
+    if case.get("plan"):
+        yield "plan of jzero.jit", case["flavour"]
+    if case.get("scan_axes"):
+        yield "scan_axes", f"{case['scan_axes']}, {'stacks' if stacks_of(case) else 'no stack'}"
     yield "compared", "fed" if case["fed"] else "free"
     yield "tier and flavour", f"{case['config']['tier']}, {case['flavour']}"
     for kind in sorted(set(case["blocks"])):
@@ -246,7 +261,7 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
 SHARES = {
     "flavour": 0.25, "head": 0.02, "dtype": 0.05, "mesh": 0.02, "devices": 0.03, "stage": 0.05, "tier": 0.03,
     "optimizer": 0.005, "step": 0.01, "compared": 0.01, "layer": 0.015, "wrap": 0.01, "field": 0.01, "event": 0.01,
-    "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005,
-    "tier and flavour": 0.008,
+    "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005, "scan_axes": 0.01,
+    "tier and flavour": 0.008, "plan of jzero.jit": 0.02,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

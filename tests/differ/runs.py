@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh
 
 import jzero
 from differ.chains import chain_of, is_trained, trained_flags, trained_part
-from differ.grammar import OUTSIDE, TIERS
+from differ.grammar import OUTSIDE, TIERS, stacks_of
 from differ.models import form_of, loss_of, model_of, plain_forward
 from jzero.flax.adapters import take_apart
 from jzero.optim import ZeroState, whole_state
@@ -107,6 +107,8 @@ class Run:
         self.fields = fields_of(self.config, folder) | axes
         self.trainable = case.get("trainable")
         self.filter = {"trainable": is_trained} if self.trainable == "filter" else {}
+        if "scan_axes" in case:
+            self.filter["scan_axes"] = stacks_of(case) if case["scan_axes"] == "named" else {}
         self.form, self.tx = form_of(case), chain_of(case)
         self.model = model_of(case["flavour"], self.form)
         self.outside = self.config["tier"] in OUTSIDE
@@ -124,7 +126,8 @@ class Run:
         if self.case["step"] == "eager":
             return step
         if self.case["step"] == "jzero.jit":
-            return jzero.jit(step, self.plan)
+            found = "plan" in self.case and not self.outside  # or there is no optimizer among the arguments
+            return jzero.jit(step) if found else jzero.jit(step, self.plan)
         return jit(step, donate_argnums=donate) if self.case["donate"] else jit(step)
 
     def placed(self, batch):
@@ -210,7 +213,7 @@ class LinenRun(Run):
             own = trained_part(params, trained_flags(params)) if self.trainable == "part" else params
             opt_state = self.tx.init(own)
             if self.trainable == "part" and not names_all(opt_state, own):  # it does not say of which params it is
-                self.filter = {"trainable": is_trained}
+                self.filter |= {"trainable": is_trained}
             return State(0, self.model.module.apply, params, self.tx, opt_state, rest)
 
         jax.eval_shape(lambda: made(*self.model.init()).params)
@@ -400,7 +403,7 @@ class PlainRun(LinenRun):
             logical = self.mesh_spec.get("logical", False)
             rules = [("columns", "model")] if logical else ()
             specs = jax.tree.map(lambda x: tensor_parallel(x, "columns" if logical else "model"), params)
-        given = {"trainable": is_trained} if self.trainable else {}
+        given = self.filter | ({"trainable": is_trained} if self.trainable else {})
         self.plan_made = jzero.make_plan(
             params, mesh=self.mesh, param_specs=specs, logical_axis_rules=rules, **given, **self.fields
         )

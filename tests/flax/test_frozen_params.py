@@ -284,10 +284,10 @@ def test_a_state_like_that_of_openpi(mesh):
 WAYS = {"all": lambda params: params, "a part": lambda params: {"lora": params["lora"]}}
 
 
-@pytest.mark.default_cases("land-1-all", "land-3-a part", "delta-3-all")
+@pytest.mark.default_cases("deferred-1-all", "deferred-3-a part", "delta-3-all")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("updates", ["land", "delta"])
+@pytest.mark.parametrize("updates", ["deferred", "delta"])
 def test_an_optax_loop(updates, way, stage, mesh):
     plan = jzero.make_plan(plain_params(), stage=stage, mesh=mesh, min_shard_bytes=0, trainable=names, updates=updates)
     tx, losses = jzero.zero(TX, plan), []

@@ -40,7 +40,7 @@ def test_a_host_batch_is_split_and_the_state_donated(stage, kind, mesh):
         return train_step(state, batch)
 
     state = jzero.shard(create_small(TX), stage=stage, mesh=mesh, min_shard_bytes=0)
-    train = jzero.jit(counted, jzero.plan_of(state))
+    train = jzero.jit(counted)
     batch = jax.tree.map(kind, make_batch())
     plain, want = jax.jit(train_step)(create_small(TX), batch)
     compiled = train.lower(state, batch).compile()
@@ -302,7 +302,7 @@ def nnx_step(model, optimizer, batch):
 def test_an_nnx_pair(options, mesh):
     model, optimizer = pair(mesh)
     plan = jzero.plan_of(optimizer)
-    train = jzero.jit(nnx_step, plan, **options)
+    train = jzero.jit(nnx_step, **options)
     old = model.kernel.get_value(), optimizer.opt_state[0].mu["kernel"].get_value()
     losses = [float(train(model, optimizer, X)) for _ in range(3)]
     assert gone(old)
@@ -419,12 +419,29 @@ def test_as_a_decorator(mesh):
     assert repr(forward).startswith("<jzero.jit: test_as_a_decorator")
 
 
+def test_the_plan_is_that_of_the_state(mesh):
+    state = jzero.shard(create_small(TX), stage=1, mesh=mesh)
+    train, batch = jzero.jit(train_step), make_batch()
+    four = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    assert repr(train) == "<jzero.jit: train_step, the plan of its state>"
+    state, _ = train(state, batch)
+    again, _ = train(jzero.shard(state, stage=3, mesh=four, min_shard_bytes=0), batch)
+    assert jzero.plan_of(again).n == 4
+    assert "donated" in train.describe(again, batch)
+    with pytest.raises(ValueError, match="no argument says how to split"):
+        train(create_small(TX), batch)
+    other = jzero.shard(create_small(TX), stage=2, mesh=mesh)
+    with pytest.raises(ValueError, match="arguments of several plans say"):
+        jzero.jit(lambda a, b, x: x)(again, other, batch)
+    state, _ = jzero.jit(train_step, jzero.plan_of(other))(other, batch)  # the remedy
+
+
 def test_bad_input(mesh):
     plan = jzero.make_plan({"w": jnp.ones((64, 8))}, stage=2, mesh=mesh)
     with pytest.raises(TypeError, match="jitted already"):
         jzero.jit(jax.jit(train_step), plan)
     with pytest.raises(TypeError, match=r"plan must be a jzero\.Plan"):
-        jzero.jit(train_step, None)
+        jzero.jit(train_step, 3)
     with pytest.raises(TypeError, match="step must be a function"):
         jzero.jit(3, plan)
     with pytest.raises(

@@ -135,6 +135,7 @@ def whole_run(existing, mesh, **fields):
     return jax.jit(run)(3, jax.tree.map(lambda *x: np.stack(x), *map(batch, range(3))))
 
 
+@pytest.mark.default_cases("True-device", "False-host")
 @pytest.mark.parametrize("fields", [{}, {"offload": "host"}], ids=["device", "host"])
 @pytest.mark.parametrize("existing", [True, False])
 def test_inside_of_a_jit(existing, fields, mesh):

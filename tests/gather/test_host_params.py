@@ -171,7 +171,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.default_cases("adamw-f32", "adamw-bf16", "steps-bf16", "muon-f32")
+@pytest.mark.default_cases("muon-f32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_steps_are_those_of_the_run_without_it(chain, dtype, mesh):

@@ -103,6 +103,7 @@ def made(fn, stage, mesh, **fields):
     return plan, jzero.gather_on_use(fn, plan), plan.place(params()), plan.place_batch(data())
 
 
+@pytest.mark.default_cases("keys-2", "nested-3", "scan-1", "lookup-2", "remat inside-3", "while-1", "cast-2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients(case, stage, mesh):

@@ -47,7 +47,7 @@ def dropped(state):
     gc.collect()
 
 
-@pytest.mark.default_cases("bf16")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_bitwise_the_numbers_of_the_host(tmp_path, dtype):
     """In one unit, of the same gradients; nothing stays in memory between steps.
@@ -87,10 +87,7 @@ def test_masters_are_born_a_few_at_a_time(tmp_path, monkeypatch):
     assert all(jnp.any(m != p) for m, p in zip(masters, jax.tree.leaves(got.params), strict=True))  # wider
 
 
-@pytest.mark.default_cases(
-    "8-clip", "8-muon", "5-clip", "8-if finite", "8-frozen", "8-sm3", "8-dog", "8-dowg", "8-mechanize", "5-numbers",
-    "8-columns",
-)  # fmt: skip
+@pytest.mark.default_cases("5-clip", "8-columns")
 @pytest.mark.filterwarnings("ignore:(?s)jzero. Offload.*cannot be added up part by part:UserWarning")
 @pytest.mark.parametrize("name", host.CHAINS)
 @pytest.mark.parametrize("devices", [8, 5])
@@ -215,6 +212,7 @@ def test_a_run_goes_on_from_its_folder(tmp_path):
     assert max_error(again.params, reference.params) < 1e-2
 
 
+@pytest.mark.default_cases("restored")
 @pytest.mark.parametrize("began", ["born", "placed", "restored"])
 def test_a_run_that_began_later_resumes_at_its_step(tmp_path, began):
     """Its folder, and a snapshot of it."""

@@ -223,6 +223,7 @@ def test_nnx_layers_stacked_by_vmap_are_a_guess_and_by_scan_are_known(mesh):
         assert bool(guesses(plan)) != known
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_step_with_layers_along_any_dim(axis, mesh):
     """The values are those without jzero, along whichever dim the layers are stacked."""

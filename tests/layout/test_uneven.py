@@ -85,7 +85,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.default_cases("adamw-8-2")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "n", "stage"),
     [
@@ -105,7 +105,7 @@ def test_equals_the_plain_run(name, n, stage):
         assert held <= 1.02 * total / n + 8
 
 
-@pytest.mark.default_cases("factored-3")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
@@ -167,7 +167,7 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.default_cases("params within the node")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_hybrids_over_several_dims(kind):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"))
@@ -190,7 +190,7 @@ def within(inner, outer, shape):
     return all(b[0] <= a[0] and a[1] <= b[1] for a, b in spans)
 
 
-@pytest.mark.default_cases("step")
+@pytest.mark.nightly
 @pytest.mark.parametrize("reduce", ["step", "microbatch"])
 def test_micro_batches_over_several_dims(reduce):
     mine = create_several(optax.sgd(0.1))

@@ -15,7 +15,7 @@ import jzero
 pytestmark = pytest.mark.pod
 
 
-@pytest.mark.default_cases("scan-0", "scan-2", "scan-3", "unrolled-3")
+@pytest.mark.default_cases("scan-0", "scan-3", "unrolled-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @BOTH
 def test_clean(stage, scan):
@@ -57,7 +57,7 @@ def test_clean_with_tensor_parallelism(stage, scan):
     assert found_in(*small_state(stage, scan=scan, mesh=mesh, param_specs=specs)) == {}
 
 
-@pytest.mark.default_cases("scan")
+@pytest.mark.nightly
 @BOTH
 def test_clean_with_replicas(scan):
     mesh = jzero.pod("h200").mesh({"replica": 2, "data": 4})

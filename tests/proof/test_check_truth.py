@@ -264,6 +264,7 @@ def another(tx=TX, width=40):
     return TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
 
 
+@pytest.mark.default_cases("3-another")
 @pytest.mark.parametrize("second", [create_state, another])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_models_in_a_step(stage, second, mesh):

@@ -99,7 +99,7 @@ def assert_at_home(state, plan):
         assert x.sharding.memory_kind == (HOST if x.size > 1 else "device")
 
 
-@pytest.mark.default_cases("clip-3", "if finite-1", "steps-3", "hyperparams-1", "several-3", "adafactor-1")
+@pytest.mark.default_cases("clip-3", "several-3")
 @pytest.mark.filterwarnings("ignore:jzero. offload:UserWarning")  # adafactor and lamb cannot be cut so small
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", CHAINS)
@@ -223,7 +223,7 @@ def run_odd(state, data, steps=4):
     return state, losses
 
 
-@pytest.mark.default_cases("True-3", "False-2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("born", [True, False])
 def test_a_train_state_with_shapes_that_nothing_divides(stage, born, mesh):

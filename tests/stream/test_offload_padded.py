@@ -132,6 +132,7 @@ def test_a_large_padded_leaf_is_within_the_bound(large):
     assert ops == {"all-gather"}  # whole gradients came in; nothing moves between devices to be padded
 
 
+@pytest.mark.nightly
 @pytest.mark.pod
 def test_a_large_padded_leaf_is_born_within_the_bound(large):
     plan, tx = large

@@ -129,6 +129,7 @@ def test_training_waits_rather_than_lose_more_steps(lose, tmp_path, monkeypatch)
     assert max(behind) <= lose
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_bitwise(whole, tmp_path):
     """SIGKILL of a real process while it trains; the checkpoint of the step before is there, whole."""
     out = tmp_path / "run"

@@ -381,6 +381,7 @@ def momentum(dtype=jnp.float32):
     return create_state(optax.sgd(1e-2, momentum=0.99), dtype)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16])
 def test_a_count_stays_through_layouts_and_checkpoints(dtype, mesh, tmp_path):
     def made(stage, moments="bfloat16", **fields):
@@ -413,6 +414,7 @@ def test_a_count_stays_through_layouts_and_checkpoints(dtype, mesh, tmp_path):
         run(counted.replace(tx=plain.tx), steps=1)
 
 
+@pytest.mark.nightly
 def test_a_count_of_an_nnx_pair_and_of_state_elsewhere(mesh, tmp_path):
     """In host memory it is a leaf in device memory; of an update outside of the program it is the generation."""
 
@@ -455,6 +457,7 @@ def test_a_count_of_an_nnx_pair_and_of_state_elsewhere(mesh, tmp_path):
     np.testing.assert_array_equal(trace(restored), trace(host))  # the same random bits wherever it was
 
 
+@pytest.mark.nightly
 def test_a_count_under_an_explicit_mesh():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):

@@ -159,7 +159,7 @@ def assert_matrices_have_owners(compiled, plan, piece=None):
     assert all(max(sizes, default=0) <= SMALL for sizes in found.values()), found
 
 
-DEFAULT = ("muon-2", "muon-3", "MultiSteps-3", "apply_if_finite-2", "multi_transform-3")
+DEFAULT = ("muon-2", "apply_if_finite-2", "multi_transform-3")
 
 
 @pytest.mark.default_cases(*DEFAULT)
@@ -235,7 +235,7 @@ def test_a_matrix_that_no_device_has_room_for(monkeypatch):
         jax.eval_shape(step, arrays(0), state)
 
 
-@pytest.mark.default_cases("2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_moments_in_16_bits(stage):
     fields = {"moment_dtype": "bfloat16"}
@@ -247,7 +247,7 @@ def test_moments_in_16_bits(stage):
     assert_matrices_have_owners(compiled, plan)
 
 
-@pytest.mark.default_cases("2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_params_in_16_bits_with_masters(stage):
     half = {"params": arrays(0, dtype=jnp.bfloat16), "grads": gradients(dtype=jnp.bfloat16)}

@@ -1,0 +1,160 @@
+"""A walk through a function of stored weights: what its rules share, and how a weight becomes an array.
+
+A rule is a function of (equation, values, walk) that returns the equation's results; `interpreter.py` has their table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jzero.comm import Comm, comm_of
+from jzero.comm.routes import ROUNDS, SHARD, USE, Route, Source
+from jzero.core.linear import linear
+from jzero.gather.sharded_weight import Weight
+from jzero.sharding import Plan
+
+SHARE_SAID = 20  # one of so many parts of the params: a smaller weight's wider gradient is not worth a warning
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """How one part of a function is evaluated again.
+
+    Attributes:
+      plan: gives the mesh, the bytes of a bucket and the prefetch distance.
+      evaluate: the function of that name in `interpreter.py`, for the bodies of loops, regions and branches.
+      in_remat: inside a region that is computed again as a whole.
+      ordered: weights are tied to their place in the program; not where all of them make one bucket.
+    """
+
+    plan: Plan
+    evaluate: Callable[..., list[Any]]
+    in_remat: bool = False
+    ordered: bool = True
+
+    @functools.cached_property
+    def comm(self) -> Comm:
+        """The collectives."""
+        return comm_of(self.plan)
+
+    @property
+    def drops(self) -> bool:
+        """A gathered weight is gone after its use."""
+        return self.plan.config.row.params and not self.plan.config.keeps_gathered
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The results of a body, evaluated in the same way."""
+        return self.evaluate(self, jaxpr, consts, args)
+
+    def route(self, weight: Weight, use: Source) -> Route:
+        """How the gradient of a weight comes to its shard."""
+        return self.comm.gradients.route(weight, use, ordered=self.ordered)
+
+
+def plain(outs: Iterable[Any]) -> list[Any]:
+    """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
+    return [o.leaving if isinstance(o, Weight) else o for o in outs]
+
+
+def on_shards(values: Sequence[Any], walk: Walk) -> list[Any]:
+    """Weights pinned to their stored layout: what a region keeps of one is its shard, not a slice of the whole.
+
+    Without it the layout of the gathered weight spreads back over a cast or a transpose, and the whole one is alive
+    until the backward pass cuts the shard out of it. Its gradient is not: it may be split over more devices (hpZ).
+    """
+
+    def pinned(weight: Weight) -> Weight:
+        (shard,) = linear(lambda x: [walk.plan.constrain(x, weight.stored)], lambda g: [g], [], [weight.shard])
+        return dataclasses.replace(weight, shard=shard)
+
+    return [pinned(v) if isinstance(v, Weight) and v.split and v.host is None else v for v in values]
+
+
+def on_device(values: Sequence[Any], walk: Walk) -> list[Any]:
+    """Weights with their shards in device memory, for operations that do not read host memory; others unchanged."""
+    return [v.fetched(walk.comm) if isinstance(v, Weight) else v for v in values]
+
+
+def gathered(value: Any, walk: Walk, route: Route | None = None) -> Any:
+    """The used layout of a weight; other values unchanged.
+
+    Args:
+      value: a weight, or anything else.
+      walk: gives the collectives.
+      route: of its gradient, which is reduced here unless jzero makes it; None: that of a use that XLA differentiates.
+    """
+    if not isinstance(value, Weight):
+        return value
+    value, gradients = value.fetched(walk.comm), walk.comm.gradients
+    made_here = route is not None and route.made_here
+    by = SHARD if made_here else gradients.by_xla(value)
+
+    def reduce(grad):
+        return [gradients.by_layout(grad, value.used, value.grad, by)]
+
+    if value.split:
+        return _gathered(value, walk, reduce)
+    if made_here or not (walk.ordered and value.is_reduced):
+        return value.shard
+    # reduced in the dtype in which it is made, before what casts it
+    return linear(lambda x: [x], reduce, [], [value.shard])[0]
+
+
+def _gathered(weight: Weight, walk: Walk, reduce: Callable[[Any], list[Any]]) -> Any:
+    gather, layouts = walk.comm.weights, (weight.stored, weight.used)
+    return linear(
+        lambda shard: [gather(shard, *layouts, weight.narrow)], reduce, [], [weight.shard],
+        tangent=lambda shard: [gather.tangent(shard, *layouts)],
+    )[0]  # fmt: skip
+
+
+def kept(weight: Weight, walk: Walk) -> Weight:
+    """Gathered for all its uses; where these reduce its gradient themselves, what comes back is reduced."""
+    made, _ = walk.comm.gradients.dtypes(weight, weight.dtype)
+    by_uses = Route(USE, SHARD, made_here=walk.ordered or made is not None)
+    return weight.as_whole(gathered(weight, walk, by_uses))
+
+
+def before_loop(weight: Weight, walk: Walk, dtype: Any = None) -> Any:
+    """A weight for all rounds of a loop, the sum of whose gradients is reduced once; `dtype`: that of a cast."""
+    weight = weight.fetched(walk.comm)
+    if dtype is not None:
+        shard = weight.shard.astype(dtype)
+        narrow = dataclasses.replace(weight, shard=shard, narrow=None)
+        return before_loop(narrow, walk).astype(weight.shard.dtype)
+    warn_of_dtype(weight, weight.dtype, walk)
+    by = walk.route(weight, Source(ROUNDS, weight.dtype)).by
+
+    def reduce(grad):
+        return [walk.comm.gradients.by_layout(grad, weight.used, weight.grad, by)]
+
+    if not weight.split:
+        return linear(lambda x: [x], reduce, [], [weight.shard])[0]
+    return _gathered(weight, walk, reduce)
+
+
+def reduced(grad: Any, weight: Weight, walk: Walk) -> Any:
+    """The gradient of a weight that is there already, reduced by XLA."""
+    gradients = walk.comm.gradients
+    return gradients.by_layout(grad, weight.used, weight.grad, gradients.by_jzero(weight))
+
+
+def warn_of_dtype(weight: Weight, made: np.dtype, walk: Walk) -> None:
+    """Of a large weight whose gradient XLA makes, and reduces in a wider dtype than was asked for."""
+    _, dtype = walk.comm.gradients.dtypes(weight, made)
+    if dtype is not None and math.prod(weight.shape) * SHARE_SAID > sum(x.size for x in walk.plan.layouts):
+        warnings.warn(
+            f"jzero: reduce_dtype={dtype.name} is narrower than the {made.name} in which the model computes, and XLA "
+            f"reduces the gradient of a weight {weight.shape} in the dtype in which it is made: jzero makes "
+            f"those of plain matmuls, convolutions and lookups itself, and no others. Compute in {dtype.name} "
+            f"(Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}), or take "
+            'jzero.value_and_grad(reduce="step") at stage 1 or 2.',
+            stacklevel=2,
+        )
