@@ -22,7 +22,7 @@ import numpy as np
 
 import jzero
 from jzero.comm import comm_of
-from jzero.comm.routes import LOOKUP, MATMUL, OTHER, ROUNDS, SPREAD, USE, Source
+from jzero.comm.routes import LOOKUP, MATMUL, OTHER, ROUNDS, SPREAD, USE, Maker
 from jzero.gather.sharded_weight import Weight
 
 PAGE = Path(__file__).resolve().parent / "design.md"
@@ -70,7 +70,7 @@ def cell(row: Row, stage: int, several: bool) -> str:
         return f"update, {gradients.by_update(layout)}"
     grad = layout.grad if gradients.on_use else layout.state
     weight = Weight(params["w"], layout.stored, layout.used, grad)
-    route = gradients.route(weight, Source(row.kind, np.dtype(row.dtype), examples=row.kind == MATMUL), ordered=several)
+    route = gradients.route(weight, Maker(row.kind, np.dtype(row.dtype), examples=row.kind == MATMUL), ordered=several)
     parts = f", in {route.parts} parts" if route.parts > 1 else ""
     return f"{route.where}, {route.by}{parts}{' *' if route.made_here else ''}"
 

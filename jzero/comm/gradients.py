@@ -38,9 +38,9 @@ from jzero.comm.routes import (
     USE,
     WHOLE,
     WHOLE_FIRST,
+    Maker,
     Reduced,
     Route,
-    Source,
     equal_parts,
 )
 from jzero.comm.uses import Use
@@ -89,7 +89,7 @@ class GradientReduce:
         scattered = scattered and self.is_scattered(x.shape, x.state)
         return USE if self.on_use or scattered or (alone and x.state_shape == x.shape) else UPDATE
 
-    def route(self, w: Reduced, use: Source, *, ordered: bool) -> Route:
+    def route(self, w: Reduced, use: Maker, *, ordered: bool) -> Route:
         """How the gradient of a weight that is reduced `on_use`, or alone, comes to its shard: see `routes.py`.
 
         Args:

@@ -71,7 +71,7 @@ class Reduced(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class Maker:
     """The use that makes a gradient.
 
     Attributes:

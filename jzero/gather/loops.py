@@ -26,7 +26,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jzero.comm.routes import LOOP, ROUNDS, Source
+from jzero.comm.routes import LOOP, ROUNDS, Maker
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
 from jzero.core.regions import bodies, loop_consts, rounds, scan_parts, scan_with, while_with
@@ -114,7 +114,7 @@ def constants(consts: Sequence[Any], walk: Walk, but: Collection[int] = ()) -> l
     weights = {i: v for i, v in enumerate(consts) if isinstance(v, Weight) and (v.moves or v.is_reduced)}
     left, found = walk.comm.weights.loop_bytes, []
     for i, weight in sorted(weights.items(), key=lambda row: row[1].nbytes):
-        if i not in but and walk.route(weight, Source(ROUNDS, weight.dtype)).where == LOOP:
+        if i not in but and walk.route(weight, Maker(ROUNDS, weight.dtype)).where == LOOP:
             left -= weight.nbytes
             if left >= 0:
                 found.append(i)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jzero.comm import Comm, comm_of
-from jzero.comm.routes import ROUNDS, SHARD, USE, Route, Source
+from jzero.comm.routes import ROUNDS, SHARD, USE, Maker, Route
 from jzero.core.linear import linear
 from jzero.gather.sharded_weight import Weight
 from jzero.sharding import Plan
@@ -53,7 +53,7 @@ class Walk:
         """The results of a body, evaluated in the same way."""
         return self.evaluate(self, jaxpr, consts, args)
 
-    def route(self, weight: Weight, use: Source) -> Route:
+    def route(self, weight: Weight, use: Maker) -> Route:
         """How the gradient of a weight comes to its shard."""
         return self.comm.gradients.route(weight, use, ordered=self.ordered)
 
@@ -130,7 +130,7 @@ def before_loop(weight: Weight, walk: Walk, dtype: Any = None) -> Any:
         narrow = dataclasses.replace(weight, shard=shard, narrow=None)
         return before_loop(narrow, walk).astype(weight.shard.dtype)
     warn_of_dtype(weight, weight.dtype, walk)
-    by = walk.route(weight, Source(ROUNDS, weight.dtype)).by
+    by = walk.route(weight, Maker(ROUNDS, weight.dtype)).by
 
     def reduce(grad):
         return [walk.comm.gradients.by_layout(grad, weight.used, weight.grad, by)]

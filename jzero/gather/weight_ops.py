@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 
-from jzero.comm.routes import CONVOLUTION, EXAMPLES, LOOKUP, MATMUL, OTHER, SPREAD, Route, Source
+from jzero.comm.routes import CONVOLUTION, EXAMPLES, LOOKUP, MATMUL, OTHER, SPREAD, Maker, Route
 from jzero.core import jaxprs
 from jzero.core.linear import linear
 from jzero.core.ordering import tied
@@ -52,11 +52,11 @@ SPREADS = ("broadcast_in_dim", "reshape")
 def use(eqn, values: list[Any], walk: Walk) -> list[Any]:
     """Gather the weights that the equation reads, bind it, and let go of them."""
     at = [i for i, v in enumerate(values) if isinstance(v, Weight)]
-    source = source_of(eqn, at[0], values)
-    route = walk.route(values[at[0]], source)
-    if route.made_here and source.kind == LOOKUP:
+    maker = maker_of(eqn, at[0], values)
+    route = walk.route(values[at[0]], maker)
+    if route.made_here and maker.kind == LOOKUP:
         return lookup(eqn, values, route, walk)
-    if not route.made_here or source.kind == SPREAD:
+    if not route.made_here or maker.kind == SPREAD:
         for i in at:
             warn_of_dtype(values[i], gradient_dtype(eqn, values[i].dtype), walk)
     flat, rewrap = unwrap(on_shards(values, walk))
@@ -65,13 +65,13 @@ def use(eqn, values: list[Any], walk: Walk) -> list[Any]:
         values = rewrap(flat)
         if not route.made_here:
             return jaxprs.bind(eqn, [gathered(v, walk) for v in values])
-        return (unary if source.kind == SPREAD else product)(eqn, values, at[0], route, walk)
+        return (unary if maker.kind == SPREAD else product)(eqn, values, at[0], route, walk)
 
     plain = walk.in_remat or not walk.drops
     return list(on_gathered(*flat) if plain else jax.checkpoint(on_gathered)(*flat))
 
 
-def source_of(eqn, at: int, values: Sequence[Any]) -> Source:
+def maker_of(eqn, at: int, values: Sequence[Any]) -> Maker:
     """What an equation is to the gradient of the weight at position `at` of its operands."""
     name, weight = eqn.primitive.name, values[at]
     sole = sum(isinstance(v, Weight) for v in values) == 1
@@ -81,7 +81,7 @@ def source_of(eqn, at: int, values: Sequence[Any]) -> Source:
     elif name in SPREADS and len(values) == 1:
         kind = SPREAD
     known = kind in (MATMUL, CONVOLUTION) and example_dims(eqn, at) is not None
-    return Source(kind, gradient_dtype(eqn, weight.dtype), known, sole)
+    return Maker(kind, gradient_dtype(eqn, weight.dtype), known, sole)
 
 
 def lookup(eqn, values: Sequence[Any], route: Route, walk: Walk) -> list[Any]:
