@@ -42,19 +42,18 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("a matmul", MATMUL),
-    Row("a matmul by a weight larger than 8 buckets", MATMUL, (64, 1024)),
-    Row("a matmul by a weight that no dim divides", MATMUL, (63, 65)),
-    Row("a lookup of rows", LOOKUP),
-    Row("a lookup in a table with other uses (tied)", LOOKUP, alone=True),
+    Row("a matmul, a lookup of rows", MATMUL),
+    Row("a matmul, weight larger than 8 buckets", MATMUL, (64, 1024)),
+    Row("a matmul, no dim divides", MATMUL, (63, 65)),
+    Row("a lookup in a tied table", LOOKUP, alone=True),
     Row("a bias or a scale", SPREAD, (64,)),
     Row("a weight that every round of a loop uses", ROUNDS, alone=True),
-    Row("any other use", OTHER),
+    Row("another use", OTHER),
     Row("bf16 weight, `reduce_dtype` fp32: a matmul", MATMUL, reduce_dtype="float32", dtype=jnp.bfloat16),
     Row("the same: a bias or a scale", SPREAD, (64,), reduce_dtype="float32", dtype=jnp.bfloat16),
     Row("fp32 weight, `reduce_dtype` bf16: a matmul", MATMUL, reduce_dtype="bfloat16"),
 )  # fmt: skip
-COLUMNS = {"stage 1": (1, False), "stage 2, one bucket": (2, False), "stage 2": (2, True), "stage 3": (3, True)}
+COLUMNS = {"stage 1": (1, False), "2, one bucket": (2, False), "2": (2, True), "3": (3, True)}
 
 
 def cell(row: Row, stage: int, several: bool) -> str:
@@ -67,19 +66,19 @@ def cell(row: Row, stage: int, several: bool) -> str:
                            reduce_dtype=row.reduce_dtype)  # fmt: skip
     gradients, layout = comm_of(plan).gradients, plan.layouts[0]
     if gradients.where(layout, alone=row.alone) != USE:
-        return f"update, {gradients.by_update(layout)}"
+        return f"update/{gradients.by_update(layout)}"
     grad = layout.grad if gradients.on_use else layout.state
     weight = Weight(params["w"], layout.stored, layout.used, grad)
     route = gradients.route(weight, Maker(row.kind, np.dtype(row.dtype), examples=row.kind == MATMUL), ordered=several)
     parts = f", in {route.parts} parts" if route.parts > 1 else ""
-    return f"{route.where}, {route.by}{parts}{' *' if route.made_here else ''}"
+    return f"{route.where}/{route.by}{'*' if route.made_here else ''}{parts}"
 
 
 def table() -> str:
     """The table, in Markdown."""
     rows = [[row.title, *(cell(row, *column) for column in COLUMNS.values())] for row in ROWS]
     lines = [["the gradient of", *COLUMNS], ["---"] * (1 + len(COLUMNS)), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines) + "\n"
 
 
 def page() -> str:

@@ -36,7 +36,7 @@ from jzero.gather.weight_graph import CLOSED, LOOPS, WeightGraph
 
 @dataclasses.dataclass
 class Bucket:
-    """WeightOps that follow each other.
+    """Uses of weights that follow each other.
 
     Attributes:
       steps: positions of its uses.
