@@ -1,4 +1,4 @@
-"""What becomes of every key of a DeepSpeed config, as Markdown, from jzero/deepspeed/keys.py.
+"""What becomes of every key of a DeepSpeed config, as Markdown, from jzero/deepspeed/keys.toml.
 
     python docs/deepspeed_keys.py
 
@@ -22,7 +22,7 @@ def table() -> str:
         others = [
             a.rpartition(".")[2] for a, k in ALIASES.items() if k == name and a.rpartition(".")[0] == section
         ]
-        fate = key.fate + " where false" * any(off is True for off in key.off)
+        fate = key.fate + " where false" * any(off is True for off in key["off"])
         rows.setdefault((section, fate, key.text), []).append(
             f"`{last}`" + (f" (`{'`, `'.join(others)}`)" if others else "")
         )

@@ -1,9 +1,12 @@
 """From DeepSpeed: `read("ds_config.json")` says what every key of it becomes. Nothing of DeepSpeed is imported.
 
 Vocabulary
-  fate         what becomes of a key: mapped, not needed, or not supported (`keys.py`)
-  source       the file as it is read and checked (`source.py`)
-  translation  a config in the making, with a row for every key that has been looked at (`translation.py`)
+  table        what becomes of every key, and what is said of it: `keys.toml`, a row per key (`keys.py` loads it)
+  fate         mapped, not needed, or not supported
+  source       the file as it is read, and its values as they are checked (`source.py`)
+  translation  a config in the making: what the table says of each key that has an effect (`translation.py`)
+  derived      what follows from several keys together: mesh, loss scale, batch, optimizer (`derived.py`)
+  fact         what a sentence or a line of the table names in braces: `{batch}`
   result       what `read` returns: the config, lines of code for the rest, and the rows (`result.py`)
 
 What always holds
@@ -17,13 +20,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jzero.core.errors import check_int, check_kind
+from jzero.deepspeed.derived import derive_batch, derive_loss_scale, derive_mesh, derive_optimizer
 from jzero.deepspeed.keys import KEYS, SOURCE, Key
-from jzero.deepspeed.precision import map_precision
 from jzero.deepspeed.result import FromDeepSpeed, Row
-from jzero.deepspeed.source import load, values_of
-from jzero.deepspeed.training import map_batch, map_rest
+from jzero.deepspeed.source import load
 from jzero.deepspeed.translation import Draft
-from jzero.deepspeed.zero import map_zero
 
 __all__ = ["KEYS", "SOURCE", "FromDeepSpeed", "Key", "Row", "read"]
 
@@ -65,13 +66,14 @@ def read(
     """
     if world is not None:
         check_int(world, "world", where="jzero.deepspeed.read", low=1)
-    check_kind(
-        auto, "auto", Mapping, "a mapping of values by key", where="jzero.deepspeed.read", optional=True
-    )
+    check_kind(auto, "auto", Mapping, "a mapping of values by key", where="jzero.deepspeed.read", optional=True)
     where, config = load(source)
-    draft = Draft(where, values_of(where, config, auto or {}), world)
-    map_precision(draft)
-    map_zero(draft)
-    map_batch(draft)
-    map_rest(draft)
-    return draft.finish()
+    try:
+        draft = Draft(config, auto or {}, world)
+        draft.settle()
+        for derive in (derive_mesh, derive_loss_scale, derive_batch, derive_optimizer):
+            derive(draft)
+        return draft.finish()
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"jzero.deepspeed: {where}: {error}") from error

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
-from jzero.config import Offload, ZeroConfig
+from jzero.config import ZeroConfig
+from jzero.deepspeed.keys import TABLE
 from jzero.gradients.loss_scale import LossScale
-
-IMPORTS = (
-    "import jax, jax.numpy as jnp, jzero, optax",
-    "from flax.training.train_state import TrainState",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,54 +47,46 @@ class FromDeepSpeed:
     """
 
     config: ZeroConfig
-    world: int | None
-    mesh_axes: dict[str, int] | None
-    train_batch_size: int | None
-    micro_batch_size: int | None
-    accumulate: int
-    loss_scale: LossScale | float | None
-    clip: float | None
-    param_dtype: str | None
-    remat: dict[str, str]
-    code: tuple[str, ...]
-    mapped: tuple[Row, ...]
-    not_needed: tuple[Row, ...]
-    not_supported: tuple[Row, ...]
-    notes: tuple[str, ...]
+    world: int | None = None
+    mesh_axes: dict[str, int] | None = None
+    train_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulate: int = 1
+    loss_scale: LossScale | float | None = None
+    clip: float | None = None
+    param_dtype: str | None = None
+    remat: dict[str, str] = dataclasses.field(default_factory=dict)
+    code: tuple[str, ...] = ()
+    mapped: tuple[Row, ...] = ()
+    not_needed: tuple[Row, ...] = ()
+    not_supported: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parts = []
-        for title in ("mapped", "not_supported", "not_needed"):
-            rows = getattr(self, title)
-            if rows:
-                parts.append(f"{title.replace('_', ' ')} ({len(rows)})\n{_listing(rows)}")
+        lists = {"mapped": self.mapped, "not supported": self.not_supported, "not needed": self.not_needed}
+        parts = [f"{fate} ({len(rows)})\n{_listing(rows)}" for fate, rows in lists.items() if rows]
         if self.notes:
-            parts.append("notes\n" + "\n".join(_wrapped(f"- {note}", "  ", "    ") for note in self.notes))
-        parts.append("write\n" + textwrap.indent("\n".join([*IMPORTS, "", *self.code]), "  "))
-        return "\n\n".join(parts)
+            notes = (textwrap.fill(f"- {x}", 118, initial_indent="  ", subsequent_indent="    ") for x in self.notes)
+            parts.append("\n".join(["notes", *notes]))
+        lines = "\n".join([*TABLE["script"]["imports"], "", *self.code])
+        return "\n\n".join([*parts, "write\n" + textwrap.indent(lines, "  ")])
 
 
-def config_line(config: ZeroConfig) -> str:
-    """`jzero.ZeroConfig(stage=3, ...)`, with the fields that are not the default."""
-    given = [
-        f"{field.name}={_literal(getattr(config, field.name))}"
-        for field in dataclasses.fields(config)
-        if field.name == "stage" or getattr(config, field.name) != field.default
-    ]
-    return f"jzero.ZeroConfig({', '.join(given)})"
+def call(name: str, keywords: Mapping[str, Any]) -> str:
+    """The call of `jzero.name` as code."""
+    return f"jzero.{name}({', '.join(f'{keyword}={literal(value)}' for keyword, value in keywords.items())})"
 
 
-def _literal(value: Any) -> str:
-    if value == Offload():
-        return '"host"'
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_literal, value))})"
-    if hasattr(value, "itemsize"):
-        value = value.name
+def literal(value: Any) -> str:
+    """A value as code; a dict has the keywords of a `jzero.Offload`."""
+    if isinstance(value, dict):
+        return call("Offload", value)
+    if isinstance(value, list):
+        return f"({', '.join(map(literal, value))})"
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A value as the file has it, on one short line."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 28 else text[:25] + "..."
@@ -105,27 +94,13 @@ def shown(value: Any) -> str:
 
 def _listing(rows: tuple[Row, ...]) -> str:
     """Rows as lines: a key stands below its section, which is named once."""
-    split = [row.key.rsplit(".", 1) for row in rows]
-    names = [("  " if len(parts) > 1 else "") + parts[-1] for parts in split]
-    first, second = max(map(len, names)), max(len(shown(row.value)) for row in rows)
-    lines, section = [], ""
-    order = {parts[0]: i for i, parts in reversed(list(enumerate(split))) if len(parts) > 1}  # of sections
-    table = zip(split, names, rows, strict=True)
-    for parts, name, row in sorted(table, key=lambda x: order[x[0][0]] if len(x[0]) > 1 else -1):
-        if len(parts) > 1 and parts[0] != section:
-            section = parts[0]
-            lines.append(f"  {section}")
-        head = f"  {name.ljust(first)}  {shown(row.value).ljust(second)}  "
-        lines.append(_wrapped(row.text, head, " " * len(head)))
+    named = [(*row.key.rpartition("."), row) for row in rows]
+    first = max(len(name) + 2 * bool(section) for section, _, name, _ in named)
+    second = max(len(_shown(row.value)) for row in rows)
+    order, lines, last = ["", *(section for section, *_ in named)], [], ""
+    for section, _, name, row in sorted(named, key=lambda x: order.index(x[0])):
+        lines += [f"  {section}"] if section != last else []
+        last = section
+        head = f"  {('  ' * bool(section) + name).ljust(first)}  {_shown(row.value).ljust(second)}  "
+        lines.append(textwrap.fill(row.text, 118, initial_indent=head, subsequent_indent=" " * len(head)))
     return "\n".join(lines)
-
-
-def _wrapped(text: str, first: str, rest: str) -> str:
-    return textwrap.fill(
-        text,
-        118,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -1,135 +1,149 @@
-"""`Draft`: a `FromDeepSpeed` in the making. What is said about a key, and the lines of the train script."""
+"""`Draft`: a `FromDeepSpeed` in the making. It does what the table says of each key, and says what became of it.
+
+[Note: units]
+DeepSpeed counts buckets and thresholds in elements, jzero in bytes. A param has 2 bytes under fp16 and bf16 (and
+`data_types.param_dtype`), else 4.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 
-from jzero.config import ZeroConfig
-from jzero.deepspeed.keys import FATES, KEYS, MAPPED, NOT_NEEDED, NOT_SUPPORTED, ZERO, key_of
-from jzero.deepspeed.result import FromDeepSpeed, Row, config_line
-from jzero.deepspeed.source import AUTO
-from jzero.gradients.loss_scale import LossScale
-
-AUTO_TEXT = {
-    "train_batch_size": "the batch is what `plan.place_batch` gets",
-    "train_micro_batch_size_per_gpu": "the batch is what `plan.place_batch` gets",
-    "gradient_accumulation_steps": "taken as 1, the Trainer's default",
-    "gradient_clipping": "taken as 1.0, the Trainer's max_grad_norm",
-    "fp16.enabled": "taken as false: params keep their dtype",
-    "bf16.enabled": "taken as false: params keep their dtype",
-    ZERO + "reduce_bucket_size": "jzero's own default: a sixteenth of the params, within bounds",
-    ZERO + "stage3_prefetch_bucket_size": "jzero's own default: a sixteenth of the params, within bounds",
-    ZERO
-    + "stage3_param_persistence_threshold": "jzero's own default: small leaves add at most 1 % to the state",
-}
+from jzero.config import Offload, ZeroConfig
+from jzero.core.errors import counted, nearest
+from jzero.deepspeed.keys import FATES, MAPPED, NOT_NEEDED, NOT_SUPPORTED, TABLE, keys_of, nearest_key
+from jzero.deepspeed.result import FromDeepSpeed, Row, call, literal
+from jzero.deepspeed.source import AUTO, checked, is_number, leaves
 
 
 class Draft:
-    """A FromDeepSpeed in the making."""
+    """A FromDeepSpeed in the making.
 
-    def __init__(self, where: str, values: dict[str, Any], world: int | None):
-        self.where, self.values, self._world = where, values, world
-        self.told = world is not None
-        self.fields: dict[str, Any] = {}
-        self.rows: dict[str, tuple[str, str]] = {}  # what is said about a key: its fate and a text
+    Args:
+      config: what the file holds.
+      auto: values by dotted key, in the place of "auto".
+      world: devices that share the batch, or None where the caller does not say.
+
+    Attributes:
+      values: by dotted key, in the order of the config.
+      keys: those that there can be, with the arguments of the optimizer and the schedule.
+      made: what is set: a field with its group, `config.stage`, and facts, which sentences and lines of the table name.
+
+    Raises:
+      TypeError: a value of the wrong kind.
+      ValueError: unknown keys, a value that is not allowed, one key under two names, values that do not go together.
+    """
+
+    def __init__(self, config: Mapping[str, Any], auto: Mapping[str, Any], world: int | None):
+        values: dict[str, Any] = {}
+        for given, name, value in leaves(config):
+            if name in values:
+                raise ValueError(f"{given} and {name} are one key. Keep {name}.")
+            values[name] = value
+        for name in auto:
+            if name not in values:
+                raise ValueError(f"auto={{{name!r}: ...}}, and there is no such key.{nearest(name, values)}")
+            if values[name] != AUTO:
+                raise ValueError(f'auto={{{name!r}: ...}}, and the file says {values[name]!r} there, not "auto".')
+        values |= auto
+        self.keys = keys_of(values)
+        unknown = [f"  {name}{nearest_key(name, self.keys)}\n" for name in values if name not in self.keys]
+        if unknown:
+            raise ValueError(
+                f"the config has {counted(len(unknown), 'unknown key')}:\n{''.join(unknown)}A key that is not "
+                "understood could be one that matters. Correct it, or take it out."
+            )
+        self.values = {name: checked(self.keys[name], value) for name, value in values.items()}
+        self.made: dict[str, Any] = dict(TABLE["script"]["facts"])
         self.notes: list[str] = []
-        self.lines: dict[str, list[str]] = {}
-        self.mesh_axes: dict[str, int] | None = None
-        self.train_batch_size: int | None = None
-        self.micro_batch_size: int | None = None
-        self.accumulate = 1
-        self.loss_scale: LossScale | float | None = None
-        self.clip: float | None = None
-        self.param_dtype: str | None = None
-        self.remat: dict[str, str] = {}
+        self.world = world
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a key; the default where it is not there, null or "auto"."""
-        assert name in KEYS, name
-        value = self.values.get(name)
-        return default if value is None or value == AUTO else value
+    def get(self, name: str) -> Any:
+        """The value of a key in jzero's terms; its default, or None, where the file has none."""
+        key = self.keys[name]
+        value: Any = self.values.get(name)
+        value = TABLE["trainer"].get(name) if value == AUTO else value
+        value = key.columns.get("default") if value is None else value
+        if isinstance(value, str) and key["translate"]:
+            return TABLE["translate"][key["translate"]][value.lower()]
+        return float(value) if is_number(value) and key.kind == "number" else value
 
-    def say(self, name: str, text: str, fate: str = MAPPED) -> None:
-        """What became of a key, if the file has it with a value."""
-        if self.values.get(name) not in (None, AUTO):
-            self.rows[name] = (fate, text)
+    def idle(self, name: str) -> tuple[str, str] | None:
+        """What becomes of a key that has no effect, and why; None where it has one."""
+        key = self.keys[name]
+        if key.is_off(self.get(name)):
+            return NOT_NEEDED, key["when_off"]
+        for other, values, fate, text in map(TABLE["conditions"].get, key["needs"]):
+            if self.get(other) not in values:
+                return fate, text
+        return None
 
-    def world(self) -> int:
-        """Devices that share the batch: as told, else all that JAX has."""
-        if self._world is None:
-            self._world = jax.device_count()
-        return self._world
+    def active(self, name: str) -> Any:
+        """The value of a key that has an effect, else None."""
+        return None if self.idle(name) else self.get(name)
 
-    def refuse(self, name: str, text: str) -> ValueError:
-        """The error for a key's value."""
-        shown = json.dumps(self.values.get(name), default=str)
-        return ValueError(f"jzero.deepspeed: {self.where}: {name} is {shown}: {text}")
+    def part(self, group: str) -> dict[str, Any]:
+        """What is set in a group, by field; the group "" has the facts."""
+        return {k.rpartition(".")[2]: value for k, value in self.made.items() if k.rpartition(".")[0] == group}
+
+    def settle(self) -> None:
+        """Sets what the table says for each key that has an effect.
+
+        Raises:
+          ValueError: values that do not go together.
+        """
+        for wanted, text in TABLE["conflicts"]:
+            found = [(self.active(name), value) for name, value in wanted.items()]
+            if all(bool(x) is value if isinstance(value, bool) else x == value for x, value in found):
+                raise ValueError(text)
+        for name, key in self.keys.items():
+            if key.fate != MAPPED or self.idle(name):
+                continue
+            value, field = self.get(name), key["field"]
+            if key["note"] and not (key["only_absent"] and self.values.get(name) is not None):
+                self.notes.append(key["note"])
+            if value is None:
+                continue
+            self.made |= {k: None if v == "None" else v for k, v in key["sets"].items()}
+            if field and not (field.endswith("_bytes") and self.made.get(field, value) < value):
+                self.made[field] = value
 
     def finish(self) -> FromDeepSpeed:
         """The result: every key in exactly one list."""
-        told: dict[str, list[Row]] = {fate: [] for fate in FATES}
+        dtype = self.made.get("result.param_dtype", "float32")
+        size = jnp.dtype(dtype).itemsize
+        given = {k: v * size if k.endswith("_bytes") else v for k, v in self.part("config").items()}
+        offload, remat = self.part("offload"), self.part("remat")
+        config = ZeroConfig(**given, offload=Offload(**offload) if offload else None)
+        facts = self.part("") | vars(config) | self.part("result") | {
+            "size": size, "dtype": dtype, "remat": remat,
+            "config": call("ZeroConfig", given | ({"offload": offload} if offload else {})),
+            "keywords": "".join(f", {k}={literal(v)}" for k, v in remat.items()),
+        }  # fmt: skip
+        lists: dict[str, list[Row]] = {fate: [] for fate in FATES}
         for name, value in self.values.items():
-            fate, text = self._fate(name, value)
-            told[fate].append(Row(name, value, text))
-        config = ZeroConfig(**self.fields)
-        code = self._code(config)
+            fate, text = self._said(name, value)
+            lists[fate].append(Row(name, value, text.format(value=self.get(name), **facts)))
+        lines = "\n".join(line.format(**facts) for fact, line in TABLE["script"]["lines"] if facts.get(fact))
+        notes = tuple(note.format(**facts) for note in self.notes)
         return FromDeepSpeed(
-            config=config, world=self._world, mesh_axes=self.mesh_axes, train_batch_size=self.train_batch_size,
-            micro_batch_size=self.micro_batch_size, accumulate=self.accumulate, loss_scale=self.loss_scale,
-            clip=self.clip, param_dtype=self.param_dtype, remat=self.remat, code=tuple(code),
-            mapped=tuple(told[MAPPED]), not_needed=tuple(told[NOT_NEEDED]),
-            not_supported=tuple(told[NOT_SUPPORTED]), notes=tuple(self.notes),
+            config=config, world=self.world, remat=remat, code=tuple(lines.split("\n")), notes=notes,
+            mapped=tuple(lists[MAPPED]), not_needed=tuple(lists[NOT_NEEDED]),
+            not_supported=tuple(lists[NOT_SUPPORTED]), **self.part("result"),
         )  # fmt: skip
 
-    def _fate(self, name: str, value: Any) -> tuple[str, str]:
-        if name in self.rows:
-            return self.rows[name]
-        key = key_of(name)
+    def _said(self, name: str, value: Any) -> tuple[str, str]:
+        """What became of a key: its fate, and the sentence."""
+        key, taken = self.keys[name], self.get(name)
         if value is None:
             return NOT_NEEDED, "null: as if it were not there"
         if value == AUTO:
-            fate = MAPPED if key.fate == MAPPED else NOT_NEEDED
-            return fate, f'"auto": {AUTO_TEXT.get(name, "the default of DeepSpeed")}'
-        if key.fate == MAPPED:
-            return NOT_NEEDED, "switched off" if value is False else "of what is switched off"
-        if key.fate != NOT_NEEDED and _off(value, key.off):
-            return NOT_NEEDED, key.text if value is True else "asks for nothing"
-        return key.fate, key.text
-
-    def _code(self, config: ZeroConfig) -> list[str]:
-        """The lines of a train script, in their order."""
-        lines, mesh = [], ""
-        if self.mesh_axes:
-            model = "  # model: devices of your tensor parallelism" if "model" in self.mesh_axes else ""
-            lines.append(f"mesh = jzero.mesh({json.dumps(self.mesh_axes)}){model}")
-            mesh = ", mesh=mesh"
-        lines.append(f"config = {config_line(config)}")
-        if self.remat:
-            keywords = "".join(f', {k}="{v}"' for k, v in self.remat.items())
-            lines += [
-                "# where the model is built; shapes: jax.eval_shape of its init",
-                f"Block = jzero.remat(Block, jzero.make_plan(shapes, config{mesh}){keywords})",
-            ]
-        default = {"tx": ["tx = ...  # your optax chain: the file has no optimizer"]}
-        for part in ("params", "schedule", "tx", "clip", "skip"):
-            lines += self.lines.get(part, default.get(part, []))
-        create = "state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)"
-        lines += [*self.lines.get("state", [create]), f"state = jzero.shard(state, config=config{mesh})"]
-        lines.append("plan = jzero.plan_of(state)")
-        keywords = f", accumulate={self.accumulate}" if self.accumulate > 1 else ""
-        if self.loss_scale is not None:
-            number = isinstance(self.loss_scale, float)
-            keywords += f", scale={self.loss_scale}" if number else ", scale=state.scale"
-        if keywords:
-            step = f"loss, grads = jzero.value_and_grad(loss_fn, plan{keywords})(state.params, batch)"
-            lines += ["# in the train step:", step, *self.lines.get("after", [])]
-        return lines
-
-
-def _off(value: Any, off: tuple) -> bool:
-    if isinstance(value, dict):
-        return not value or value.get("enabled") is False
-    return any(value == o and isinstance(value, bool) == isinstance(o, bool) for o in off)
+            return MAPPED if key.fate == MAPPED else NOT_NEEDED, f'"auto": {key["auto"]}'
+        if key.fate != NOT_NEEDED and (idle := self.idle(name)):
+            return idle
+        if key["field"].endswith("_bytes") and self.made[key["field"]] != taken:
+            return NOT_NEEDED, "{value} elements: one bucket size for both, the smaller of the two"
+        return key.fate, next((text for case, text in key["cases"] if case == taken), key["says"] or key.text)

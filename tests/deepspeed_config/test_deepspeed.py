@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
+import string
 import textwrap
 
 import jax
@@ -17,8 +19,8 @@ from models import BATCH, Small, batch, create_small, loss_of, max_error
 
 import jzero
 from jzero.__main__ import main
-from jzero.deepspeed import KEYS, read
-from jzero.deepspeed.keys import ALIASES, MAPPED, SECTIONS
+from jzero.deepspeed import KEYS, FromDeepSpeed, read
+from jzero.deepspeed.keys import ALIASES, FATES, MAPPED, SECTIONS, TABLE, keys_of
 
 # All names that DeepSpeed 0.19.6 (commit edaa722, 2026-08-22) reads from a ds_config.json, written down from the
 # fields (with their aliases) of runtime/zero/config.py, runtime/zero/offload_config.py and runtime/precision_config.py,
@@ -118,6 +120,54 @@ def test_every_name_of_deepspeed_is_known_and_no_other():
     assert ALIASES["bfloat16"] == "bf16"
 
 
+ARGUMENTS = {
+    name: key
+    for section, types in TABLE["types"].items()
+    for kind in types
+    for name, key in keys_of({f"{section}.type": kind}).items()
+    if name not in KEYS
+}
+FIELDS = {
+    "config": jzero.ZeroConfig, "offload": jzero.Offload, "scale": jzero.LossScale, "result": FromDeepSpeed,
+}  # fmt: skip
+FACTS = {  # what a sentence or a line of the table may name
+    *(field.name for kind in (jzero.ZeroConfig, FromDeepSpeed) for field in dataclasses.fields(kind)),
+    *TABLE["script"]["facts"], "value", "size", "dtype", "axes",
+}  # fmt: skip
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("key", [*KEYS.values(), *ARGUMENTS.values()], ids=lambda key: key.name)
+def test_a_row_of_the_table_names_what_there_is(key):
+    """Kinds, columns, conditions, fields and facts: a misspelt one would be found when a file has the key."""
+    assert key.kind in {*SAMPLES, "betas"}
+    assert key.fate in FATES
+    assert set(key.columns) <= {*TABLE["columns"], "default"}
+    assert set(key["needs"]) <= set(TABLE["conditions"])
+    assert key["translate"] in {"", *TABLE["translate"]}
+    for target in (key["field"], *(name for name in key["sets"] if name not in TABLE["script"]["facts"])):
+        group, _, field = target.rpartition(".")
+        assert not target or group == "remat" or hasattr(FIELDS[group], field), target
+    for text in (key["says"], key["when_off"], key["auto"], key["note"], *(text for _, text in key["cases"])):
+        assert {re.split(r"\W", name)[0] for _, name, _, _ in string.Formatter().parse(text) if name} <= FACTS, text
+
+
+@pytest.mark.unit
+def test_the_rules_of_the_table_name_keys():
+    for other, values, fate, text in TABLE["conditions"].values():
+        assert other in KEYS
+        assert values
+        assert fate in FATES
+        assert text
+    for wanted, text in TABLE["conflicts"]:
+        assert set(wanted) <= set(KEYS)
+        assert text
+    assert set(TABLE["trainer"]) <= {*KEYS, *ARGUMENTS}
+    for fact, line in TABLE["script"]["lines"]:
+        assert fact in FACTS | {"config"}
+        assert {name for _, name, _, _ in string.Formatter().parse(line) if name} <= FACTS
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_in_one_list_with_a_reason(name):
@@ -213,6 +263,8 @@ def test_offload():
     on_host = jzero.Offload(params="host")
     assert zero(stage=3, offload_param={"device": "cpu"}).config.offload == on_host
     assert zero(stage=3, cpu_offload_param=True).config.offload == on_host
+    line = 'config = jzero.ZeroConfig(stage=3, offload=jzero.Offload(params="host"))'
+    assert line in zero(stage=3, offload_param={"device": "cpu"}).code
     assert zero(stage=2, offload_param={"device": "cpu"}).config.offload is None
     nvme = {"device": "nvme", "nvme_path": "/local"}
     found = zero(stage=3, offload_optimizer=nvme, offload_param={"device": "cpu"})
@@ -466,6 +518,10 @@ def test_optimizers_and_arguments_that_optax_has_not():
     assert {r.key: r.text for r in found.not_supported} == {
         "optimizer.params.amsgrad": "optax.amsgrad, without decoupled weight decay",
     }
+    params = {"lr": 0.1, "amsgrad": False, "foreach": True, "adam_w_mode": False}
+    found = read({"optimizer": {"type": "Adam", "params": params}})
+    assert {r.key.split(".")[-1] for r in found.mapped} == {"type", "lr", "adam_w_mode"}
+    assert {r.key.split(".")[-1] for r in found.not_needed} == {"amsgrad", "foreach"}
 
 
 @pytest.mark.unit
@@ -523,6 +579,7 @@ PARTITIONED = {"activation_checkpointing": {"partition_activations": True}}
             for name in ("WarmupDecayLR", "WarmupCosineLR") for steps in (2, "auto") for kind in ("log", "linear")
         ),
         {"fp16": {"enabled": True}, "gradient_accumulation_steps": 2}, {"bf16": {"enabled": True}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     ],
 )  # fmt: skip
 def test_the_printed_lines_run(config):
