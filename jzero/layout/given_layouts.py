@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -159,9 +159,8 @@ def _metadata_tree(specs: Any, params: Any) -> Any:
 
 def _held(variable: Any) -> Any:
     """The layout that a Variable holds as its value, with that of the optimizer state in its metadata."""
-    value, state = variable.get_value(), variable.get_metadata().get("optimizer_sharding")
-    known = isinstance(value, (PartitionSpec, NamedSharding))
-    return Given(_as_spec(value), _as_spec(state)) if known else value
+    value = variable.get_value()
+    return _named(value, variable.get_metadata()) if isinstance(value, (PartitionSpec, NamedSharding)) else value
 
 
 def metadata_layout(box) -> Given | None:
@@ -169,11 +168,18 @@ def metadata_layout(box) -> Given | None:
     if hasattr(box, "get_partition_spec"):
         return Given(box.get_partition_spec())
     if hasattr(box, "get_metadata"):
-        names = [box.get_metadata().get(k) for k in ("out_sharding", "sharding", "sharding_names")]
-        state = box.get_metadata().get("optimizer_sharding")
-        found = Given(_as_spec(next(filter(None, names), None)), _as_spec(state))
+        metadata = box.get_metadata()
+        names = map(metadata.get, ("out_sharding", "sharding", "sharding_names"))
+        found = _named(next(filter(None, names), None), metadata)
         return None if found == Given(None) else found
     return None
+
+
+def _named(spec: Any, metadata: Mapping[str, Any]) -> Given:
+    """A layout and that of the optimizer state in the metadata of a Variable, by its own `sharding_rules`."""
+    rules = metadata.get("sharding_rules") or ()
+    given = Given(_as_spec(spec), _as_spec(metadata.get("optimizer_sharding")))
+    return given.map(lambda found: _with_rules(found, rules))
 
 
 def _as_spec(given: Any) -> PartitionSpec | None:

@@ -274,6 +274,24 @@ def test_logical_names_are_ignored_or_translated(create, mesh_2x4):
         used(logical_axis_rules=rules[:2])
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("form", ["state", "param_specs"])
+def test_a_variable_has_rules_of_its_own(form, mesh_2x4):
+    """`sharding_rules`, as `nnx.with_partitioning(..., sharding_rules=)` puts them into the metadata."""
+    own = {"up": {"mlp": "model", "embed": None}, "down": {"embed": "model", "mlp": None}, "scale": {"norm": None}}
+
+    def create():
+        model = LogicalNnx()
+        for name, rules in own.items():
+            getattr(model, name).set_metadata(sharding_rules=list(rules.items()))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    given = {"param_specs": nnx.get_partition_spec(nnx.state(create()[0]))} if form == "param_specs" else {}
+    pair = jzero.abstract(create, stage=3, mesh=mesh_2x4, min_shard_bytes=0, **given)
+    used = {x.keys[0]: x.used for x in jzero.plan_of(pair).layouts}
+    assert used == {"scale": P(), "up": P(None, "model"), "down": P(None, "model")}
+
+
 class Apart(nnx.Module):
     """Metadata for the moments alone, on a dim that jzero would not choose; statistics and keys beside the params."""
 
