@@ -180,7 +180,12 @@ class Mixing:
         return list(groups.values())
 
     def _grown(self, nodes: set[Node]) -> set[Node]:
-        """The nodes with what [Note: what a region takes in] says."""
+        """The nodes with what [Note: what a region takes in] says; each pass establishes something for the inputs.
+
+        `_from_known`, after each of the others again: their layouts are known. `_reduced_from_one`: none is made of one
+        array and a number that is reduced from it. `_from_the_same`: no two are made of one array. Then `_to_known`
+        does the same as the first for the results.
+        """
         nodes |= self._from_known(nodes)
         for i in self._inputs(nodes):
             nodes |= self._reduced_from_one(i, nodes)
