@@ -5,6 +5,11 @@ The gradient of an embedding lookup is added into zeros of the size of the whole
 before. Here a loop makes it some columns at a time, and reduces these: in straight-line code the zeros of all parts
 would still be made early, and nothing can tie a constant to its place.
 
+[Note: a lookup and what reads its rows]
+XLA joins a lookup to what reads its rows, once for each reader. Where a norm's backward pass reads them, the gathered
+table is alive until then, 2 GB for a vocabulary of 256000 (Flax's gemma), in place of the rows. A barrier keeps the
+rows as an array of their own.
+
 [Note: a tied embedding]
 Its gradient is the sum of two, and XLA adds the lookup's rows into that of the output head: this one, reduced
 already, is gathered again to take them, and all is reduced once more (2 Psi more for such a table, 64 H200). Where
@@ -68,7 +73,8 @@ def use(eqn, values: list[Any], walk: Walk) -> list[Any]:
         return (unary if maker.kind == SPREAD else product)(eqn, values, at[0], route, walk)
 
     plain = walk.in_remat or not walk.drops
-    return list(on_gathered(*flat) if plain else jax.checkpoint(on_gathered)(*flat))
+    outs = list(on_gathered(*flat) if plain else jax.checkpoint(on_gathered)(*flat))
+    return apart(outs, values[0]) if maker.kind == LOOKUP else outs
 
 
 def maker_of(eqn, at: int, values: Sequence[Any]) -> Maker:
@@ -90,7 +96,8 @@ def lookup(eqn, values: Sequence[Any], route: Route, walk: Walk) -> list[Any]:
     (rows, width), parts = table.shape, route.parts
 
     def fn(index, shard):
-        return jaxprs.bind(eqn, [gathered(dataclasses.replace(table, shard=shard), walk), index])
+        outs = jaxprs.bind(eqn, [gathered(dataclasses.replace(table, shard=shard), walk), index])
+        return apart(outs, table)
 
     def tangent(index, shard):
         whole = walk.comm.weights.tangent(shard, table.stored, table.used) if table.split else shard
@@ -111,6 +118,11 @@ def lookup(eqn, values: Sequence[Any], route: Route, walk: Walk) -> list[Any]:
         return [walk.plan.constrain(jax.lax.fori_loop(0, parts, part, zeros), table.grad)]
 
     return linear(fn, back, [index], [table.shard], tangent=tangent)
+
+
+def apart(rows: list[Any], table: Weight) -> list[Any]:
+    """Rows that were looked up in a gathered table: see [Note: a lookup and what reads its rows]."""
+    return list(tied(*rows)) if table.split else rows
 
 
 def product(eqn, values: Sequence[Any], at: int, route: Route, walk: Walk) -> list[Any]:

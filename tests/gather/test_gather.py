@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import flax.linen as nn
@@ -216,6 +217,25 @@ def is_gather(eqn) -> bool:
         return False
     last = inner[-1]
     return last.primitive.name == "sharding_constraint" and not last.params["sharding"].spec
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 64], ids=["one bucket", "cut"])
+def test_rows_of_a_gathered_table_are_arrays_of_their_own(bucket_bytes, mesh):
+    """Else XLA looks them up again in the backward pass of a norm that reads them: the table is alive until then."""
+    params = {"table": jnp.ones((64, 16)), "w": jnp.ones((16, 16))}
+
+    def loss_of(params, index):
+        return jnp.sum((params["table"][index] @ params["w"]) ** 2)
+
+    def barriers(stage):
+        plan = jzero.make_plan(params, stage=stage, mesh=mesh, min_shard_bytes=0, bucket_bytes=bucket_bytes)
+        rows = jax.ShapeDtypeStruct((8,), jnp.int32)
+        text = jax.jit(jax.grad(jzero.gather_on_use(loss_of, plan))).lower(params, rows).as_text()
+        return len(re.findall(r"optimization_barrier %\w+ : tensor<8x16xf32>", text))
+
+    assert barriers(3) >= 1
+    assert barriers(2) == 0
+
 
 
 def test_the_gathered_weight_is_never_kept_for_the_backward_pass(mesh):
