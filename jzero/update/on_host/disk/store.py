@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from jzero.core.errors import counted
+from jzero.core.folder_lock import FolderLock
 from jzero.update.on_host.disk import checks, folders, snapshots
 from jzero.update.on_host.disk import record as records
 from jzero.update.on_host.disk.frames import Frames, check_room
-from jzero.update.on_host.disk.lock import FolderLock
 from jzero.update.on_host.disk.record import Record
 from jzero.update.on_host.disk.slots import Slots
 from jzero.update.on_host.disk.step import DiskStep
@@ -101,7 +101,7 @@ class DiskStore:
           ValueError: two units of one name, a unit larger than a quarter of the buffer, folders of another number of
             processes, or a store that is there already: nothing is overwritten.
           TypeError: an identity that is not JSON.
-          StoreInUse: another run has it open.
+          FolderInUse: another run has it open.
           OSError: the disk is full (says what is needed and free), or nothing can be written there.
         """
         where = f"{WHERE}: create"
@@ -110,14 +110,11 @@ class DiskStore:
         check_room(units, buffer_bytes, where=where)
         record = Record.first(units, records.plain(identity, where=where))
         folder = folders.of(Path(path), process, where=where)
-        if folder.is_dir():
-            FolderLock(folder, shared=True, where=where).release()  # in use is said first
-        checks.nothing_there(folder, where=where)
         folders.make(folder.parent, folder, where=where)
-        lock = FolderLock(folder, where=where)
+        lock = _locked(folder, where=where)  # in use is said first
         store, mine = None, False
         try:
-            checks.nothing_there(folder, where=where)  # made since the last look
+            checks.nothing_there(folder, where=where)
             mine = True
             for file in folder.glob("unit-*"):  # of a creation that did not end
                 file.unlink()
@@ -155,7 +152,7 @@ class DiskStore:
           FileNotFoundError: there is no store.
           ValueError: other units, another identity or another number of processes than the store was created with; a
             unit larger than a quarter of the buffer; a store of another version.
-          StoreInUse: another run has it open.
+          FolderInUse: another run has it open.
           DamagedStore: no record is whole.
           OSError: a missing slot cannot be allocated, or a file cannot be read.
         """
@@ -164,7 +161,7 @@ class DiskStore:
         folder = folders.of(Path(path), process, where=where)
         if not folder.is_dir():
             raise FileNotFoundError(f"{where}: there is no optimizer state in {folder}.")
-        lock = FolderLock(folder, shared=read_only, where=where)
+        lock = _locked(folder, shared=read_only, where=where)
         store = None
         try:
             record = records.load(folder)
@@ -323,3 +320,12 @@ def _end(store: DiskStore | None, lock: FolderLock) -> None:
     if store is not None:
         store._slots.close()
     lock.release()
+
+
+def _locked(folder: Path, *, shared: bool = False, where: str) -> FolderLock:
+    lock = FolderLock(
+        folder, where=where, keeps="state", own="delete the state that uses it",
+        advice="To read a state while a run goes on, take a snapshot of it.",
+    )  # fmt: skip
+    lock.acquire(shared=shared)
+    return lock
