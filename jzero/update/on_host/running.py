@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,8 @@ from jzero.update.on_host.store import RESTORE, Chain, on_devices, on_host, para
 from jzero.update.on_host.units import joined
 from jzero.update.zero_state import ZeroState
 
+_numbers = itertools.count(1)  # of stores; processes make them in the same order
+
 
 class Running:
     """A store in use: its updates in order, each at its generation, at most one of them under way."""
@@ -44,7 +47,7 @@ class Running:
 
     def __init__(self, store: Any, updates: int = 0):
         """`updates`: how many the state has had."""
-        self.store = store
+        self.store, self.number = store, next(_numbers)
         self._before = updates - store.generation
         self.chain: Chain = store.chain
         self.generation = store.generation  # of what the user holds
@@ -62,9 +65,13 @@ class Running:
         """How many updates the state has had, those before it came into this store too."""
         return self._before + self.generation
 
+    def stamp(self) -> jax.Array:
+        """What the state of this generation knows of it, on the devices."""
+        return jax.device_put(np.array([self.number, self.generation], np.int32), self.chain.plan.sharding(P()))
+
     def check(self, held: Held) -> None:
         """Raises ValueError for a state that is not the last one: its arrays were updated in place."""
-        at = int(np.asarray(held.generation))
+        at = held.generation
         if at != self.generation:
             raise ValueError(
                 f"jzero: this optimizer state is of generation {at}, and its masters and moments are of generation "
@@ -94,8 +101,7 @@ class Running:
         mine = iter(self._small_on_devices(small))
         handles = jax.tree.leaves(state.inner, is_leaf=lambda x: isinstance(x, Handle))
         inner = tree.unflatten([x if isinstance(x, Handle) else next(mine) for x in handles])
-        number = jax.device_put(jnp.int32(self.generation), self.chain.plan.sharding(P()))
-        return news, ZeroState(inner, Held(number, held.masters, held.total, self))
+        return news, ZeroState(inner, Held(self.stamp(), held.masters, held.total, self))
 
     def snapshot(self, path: Any) -> str:
         """A copy of the files, once the update that is under way is in them; how it was made."""

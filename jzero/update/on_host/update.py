@@ -70,12 +70,10 @@ def state_of(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
     masters = iter(handles[tree.num_leaves :])
     named = [None if m is None else next(masters) for m in chain.masters]
     total = sum(h.nbytes for h in handles if isinstance(h, Handle))
-    where = chain.plan.sharding(P())
-    if running is None:
-        number: Any = jax.ShapeDtypeStruct((), np.int32, sharding=where)
-    else:
-        number = jax.device_put(jnp.int32(running.generation), where)
-    return ZeroState(tree.unflatten(handles[: tree.num_leaves]), Held(number, named, total, running))
+    stamp: Any = jax.ShapeDtypeStruct((2,), np.int32, sharding=chain.plan.sharding(P()))
+    if running is not None:
+        stamp = running.stamp()
+    return ZeroState(tree.unflatten(handles[: tree.num_leaves]), Held(stamp, named, total, running))
 
 
 def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, list[Any], int]:
@@ -110,7 +108,7 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
     """
     held = held_in(state)
     assert held is not None
-    running = _running(held)
+    running = held.store
     tree = jax.tree.structure(chain.inner)
     if running is None:
         leaves = chain.placed_leaves
@@ -133,16 +131,6 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
     return ZeroState(inner, chain.plan.tree.unflatten(wide), count), params
 
 
-def _running(held: Held) -> Any:
-    if held.is_lost:
-        raise RuntimeError(
-            "jzero: the masters and moments of this state are gone, or not known: for a while no state that held them "
-            "was alive, or a program compiled for an abstract state returned it, and there are several states of its "
-            "kind. Keep the state itself, and not only its leaves and their structure."
-        )
-    return held.store
-
-
 def update_held(grads: Sequence[Any], state: Any, params: Sequence[Any], extra: Any) -> tuple[list, ZeroState]:
     """The new params, None where they stay, and the new state of one with handles.
 
@@ -151,7 +139,7 @@ def update_held(grads: Sequence[Any], state: Any, params: Sequence[Any], extra: 
       ValueError: an older state.
     """
     held = held_in(state)
-    running = None if held is None else _running(held)
+    running = None if held is None else held.store
     if running is None:
         raise TypeError(
             "jzero.zero: update: this optimizer state has no handles to arrays on the host. Pass what tx.init(params), "
