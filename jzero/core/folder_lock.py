@@ -222,8 +222,8 @@ class FolderLock:
 
     def _close(self) -> None:
         if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+            handle, self._handle = self._handle, -1
+            os.close(handle)
 
     def _now(self) -> float:
         """What time the file system has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,9 @@ from jzero.update.on_host.disk import record as records
 from jzero.update.on_host.disk.frames import Frames, check_room
 from jzero.update.on_host.disk.record import Record
 from jzero.update.on_host.disk.slots import Slots
-from jzero.update.on_host.disk.step import DiskStep
+from jzero.update.on_host.disk.step import WHERE, DiskStep
 from jzero.update.on_host.disk.transfers import DamagedStore
 from jzero.update.on_host.disk.units import FileUnit
-
-WHERE = 'jzero: Offload(tier="disk")'
 
 
 class DiskStore:
@@ -111,22 +110,19 @@ class DiskStore:
         record = Record.first(units, records.plain(identity, where=where))
         folder = folders.of(Path(path), process, where=where)
         folders.make(folder.parent, folder, where=where)
-        lock = _locked(folder, where=where)  # in use is said first
-        store, mine = None, False
-        try:
+        with contextlib.ExitStack() as undo:
+            lock = _locked(folder, where=where)  # in use is said first
+            undo.callback(lock.release)
             checks.nothing_there(folder, where=where)
-            mine = True
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
             for file in folder.glob("unit-*"):  # of a creation that did not end
                 file.unlink()
             store = cls(folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=False)
+            undo.callback(store._slots.close)
             store._slots.preallocate(((i, s) for i in range(len(units)) for s in (0, 1)), where=where)
             store._slots.probe([0] * len(units))
             records.write_first(folder, record)
-        except BaseException:
-            if mine:
-                shutil.rmtree(folder, ignore_errors=True)
-            _end(store, lock)
-            raise
+            undo.pop_all()
         return store
 
     @classmethod
@@ -161,9 +157,9 @@ class DiskStore:
         folder = folders.of(Path(path), process, where=where)
         if not folder.is_dir():
             raise FileNotFoundError(f"{where}: there is no optimizer state in {folder}.")
-        lock = _locked(folder, shared=read_only, where=where)
-        store = None
-        try:
+        with contextlib.ExitStack() as undo:
+            lock = _locked(folder, shared=read_only, where=where)
+            undo.callback(lock.release)
             record = records.load(folder)
             if record is None:
                 raise FileNotFoundError(
@@ -171,17 +167,14 @@ class DiskStore:
                 )
             checks.same(record, units, identity, folder, where=where)
             check_room(record.units, buffer_bytes, where=where)
-            store = cls(
-                folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=read_only
-            )
+            store = cls(folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=read_only)
+            undo.callback(store._slots.close)
             if not read_only:
                 records.settle(folder)
                 free = ((i, record.other(i)) for i in range(len(record.units)))
                 store._slots.preallocate(free, where=where)
             store._slots.probe([max(s, 0) for s in record.slots])
-        except BaseException:
-            _end(store, lock)
-            raise
+            undo.pop_all()
         return store
 
     @property
@@ -276,7 +269,8 @@ class DiskStore:
             if self._step is not None:
                 self._step.abandon()
             self._closed = True
-            _end(self, self._lock)
+            self._slots.close()
+            self._lock.release()
 
     def __enter__(self) -> DiskStore:
         return self
@@ -294,9 +288,7 @@ class DiskStore:
         try:
             records.write(self.folder, record)
         except BaseException:
-            self._unsure = (
-                True  # the record may be on the disk: no slot of either generation may be written now
-            )
+            self._unsure = True  # the record may be on the disk: no slot of either generation may be written now
             records.invalidate(self.folder, record.generation)
             self._unsure = False
             raise
@@ -314,12 +306,6 @@ class DiskStore:
             )
         if self._step is not None:
             raise RuntimeError(f"{WHERE}: {verb}: a step is open; commit or abandon it first.")
-
-
-def _end(store: DiskStore | None, lock: FolderLock) -> None:
-    if store is not None:
-        store._slots.close()
-    lock.release()
 
 
 def _locked(folder: Path, *, shared: bool = False, where: str) -> FolderLock:
