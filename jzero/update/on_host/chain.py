@@ -103,19 +103,16 @@ class Chain:
           extra: keyword arguments of the update, abstract.
           most: bytes of a unit.
         """
-        home, layouts = self.plan.home, self.plan.layouts
-        count = len(layouts)
+        layouts = self.plan.layouts
         params = [
             None if m is not None else jax.ShapeDtypeStruct(x.state_shape, x.dtype)
             for m, x in zip(self.masters, layouts, strict=True)
         ]
         args, tree = jax.tree.flatten((params, list(grads), self.leaves, extra))
-        lies = [self._lies(x, layout.state) for x, layout in zip(params, layouts, strict=True) if x is not None]
         wide = jnp.dtype("float32").itemsize  # sums of micro-batches are cut as gradients of the params' dtype are
-        lies += [self._lies(g, x.state, wide) for g, x in zip(grads, layouts, strict=True) if g is not None]
+        lies = self._places(params) + self._places(grads, wide)
         before = len(lies)
-        rows = zip(self.leaves, self.specs, self.kept, strict=True)
-        lies += [self._lies(x, spec) if kept else DEVICE for x, spec, kept in rows]
+        lies += self._state_places
         lies += [DEVICE] * (len(args) - len(lies))
         rows = enumerate(zip(self.leaves, self.kept, strict=True))
         kept = {before + i: i for i, (x, k) in rows if k and x.size > 1}
@@ -125,20 +122,13 @@ class Chain:
             news, leaves = self._updated(params, grads, leaves, extra)
             return [n for n in news if n is not None] + leaves
 
-        def out_lies():
-            news = [self._lies(m, x.state) for m, x in zip(self.masters, layouts, strict=True) if m is not None]
-            state = [
-                Placement(h.sharding, before + i) if h.sharding is not None else DEVICE
-                for i, h in enumerate(lies[before : before + len(self.leaves)])
-            ]
-            return [*news, *state]
-
-        assert len(grads) == count
+        own = enumerate(self._state_places, before)
+        out_lies = self._places(self.masters) + [p if p is DEVICE else Placement(p.sharding, i) for i, p in own]
         types = [
             x if h.sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h.sharding)
             for x, h in zip(args, lies, strict=True)
         ]
-        return Units(fn, types, lies, out_lies, kept, home.sharding(P()), most=most)
+        return Units(fn, types, lies, out_lies, kept, self.plan.home.sharding(P()), most=most)
 
     def wide(self, i: int, param: Any) -> jax.Array:
         """The initial master of a param that lies in its stored layout, for `initial`."""
@@ -153,7 +143,6 @@ class Chain:
             jax.ShapeDtypeStruct(x.state_shape, x.dtype if m is None else m.dtype)
             for m, x in zip(self.masters, layouts, strict=True)
         ]
-        lies = [self._lies(w, x.state) for w, x in zip(wide, layouts, strict=True)]
 
         def fn(*wide):
             tx, _ = self.make()
@@ -162,11 +151,20 @@ class Chain:
             masters = [w for w, m in zip(wide, self.masters, strict=True) if m is not None]
             return [*jax.tree.leaves(inner), *masters]
 
-        rows = zip(self.leaves, self.specs, self.kept, strict=True)
-        out_lies = [self._lies(x, spec) if kept else DEVICE for x, spec, kept in rows]
-        return Units(fn, wide, lies, lambda: out_lies, {}, home.sharding(P()))
+        return Units(fn, wide, self._places(wide), self._state_places, {}, home.sharding(P()))
 
-    def _lies(self, x: Any, spec, itemsize: int = 0) -> Placement:
+    @functools.cached_property
+    def _state_places(self) -> list[Placement]:
+        """Where the leaves of the state lie: what is kept outside, unless it is a single value, on its shards."""
+        rows = zip(self.leaves, self.specs, self.kept, strict=True)
+        return [self._place(x, spec) if kept else DEVICE for x, spec, kept in rows]
+
+    def _places(self, arrays: Sequence[Any], itemsize: int = 0) -> list[Placement]:
+        """Where arrays of the params lie, None left out."""
+        rows = zip(arrays, self.plan.layouts, strict=True)
+        return [self._place(a, x.state, itemsize) for a, x in rows if a is not None]
+
+    def _place(self, x: Any, spec, itemsize: int = 0) -> Placement:
         return DEVICE if x.size <= 1 else Placement(self.plan.home.sharding(spec), itemsize=itemsize)
 
     def _updated(self, params: list, grads: list, leaves: list, extra) -> tuple[list, list]:

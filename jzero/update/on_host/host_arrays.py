@@ -19,14 +19,18 @@ from jzero.stream.chunks import Chunk, whole_of
 from jzero.update.padded_state import pad
 
 
+def to_host(x: jax.Array, spec: PartitionSpec, plan: Plan) -> jax.Array:
+    """An array that lies in a layout, on the host mesh in memory of its own."""
+    return moved(x, plan.home.sharding(spec), copy=plan.home.mesh == plan.mesh)
+
+
 def on_host(x: Any, plan: Plan) -> Any:
     """A small array on every device of the host mesh, in memory of its own."""
-    target = plan.home.sharding(P())
     if is_key(x):
         return by_data(lambda x: on_host(x, plan), x)
     if isinstance(x, jax.Array) and x.sharding.device_set == set(plan.mesh.devices.flat):
-        return moved(put(x, plan.sharding(P())), target, copy=plan.home.mesh == plan.mesh)
-    return put(np.array(x), target)
+        return to_host(put(x, plan.sharding(P())), P(), plan)
+    return put(np.array(x), plan.home.sharding(P()))
 
 
 def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
@@ -38,7 +42,7 @@ def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
 
 def param_on_host(param: Any, x: Layout, plan: Plan) -> jax.Array:
     """A param on the shards of its state on the host, in memory of its own."""
-    return moved(_shard_of(plan, x)(param), plan.home.sharding(x.state), copy=plan.home.mesh == plan.mesh)
+    return to_host(_shard_of(plan, x)(param), x.state, plan)
 
 
 @functools.lru_cache(maxsize=1024)

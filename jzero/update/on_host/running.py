@@ -34,7 +34,7 @@ from jzero.layout.placement import by_data
 from jzero.layout.specs import P
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.handles import Held, held_in
-from jzero.update.on_host.host_arrays import joined, on_devices, on_host, on_plan, param_on_host
+from jzero.update.on_host.host_arrays import joined, on_devices, on_host, on_plan, param_on_host, to_host
 from jzero.update.on_host.landing import landed, on_shards, whole_once_complete
 from jzero.update.on_host.store import RESTORE
 from jzero.update.zero_state import ZeroState
@@ -226,9 +226,8 @@ class Running:
     def _on_host(self, grads: Sequence[Any]) -> list:
         """Gradients on their shards on the host, in memory of their own."""
         plan = self.chain.plan
-        copy = plan.home.mesh == plan.mesh
         rows = zip(on_shards(grads, plan), plan.layouts, strict=True)
-        return [None if g is None else moved(g, plan.home.sharding(x.state), copy=copy) for g, x in rows]
+        return [None if g is None else to_host(g, x.state, plan) for g, x in rows]
 
     def _small_on_host(self, leaves: Sequence[Any]) -> list:
         """The leaves that the user holds; None in the place of those that are kept."""

@@ -58,7 +58,7 @@ class Units:
       fn: flat arrays to a flat list.
       args: abstract.
       placements: of each of them; a single number, or few, lies on every device.
-      out_placements: of the results, asked for once `fn` has been traced.
+      out_placements: of the results.
       kept: the positions of the arguments that the store keeps, and which leaf of the state each of them is.
       everywhere: the sharding of what is on every device.
       most: bytes that a unit may have; None: arrays are not cut.
@@ -69,7 +69,7 @@ class Units:
         fn: Callable[..., Sequence[Any]],
         args: Sequence[Any],
         placements: Sequence[Placement],
-        out_placements: Callable[[], Sequence[Placement]],
+        out_placements: Sequence[Placement],
         kept: Mapping[int, int],
         everywhere: Any,
         *,
@@ -77,7 +77,7 @@ class Units:
     ):
         self.graph = UpdateGraph(fn, args)
         self.args, self.everywhere = args, everywhere
-        self.placements, self.out_placements = placements, out_placements()
+        self.placements, self.out_placements = placements, out_placements
         self.kept = {self.graph.ins[i]: leaf for i, leaf in kept.items()}
         bound = ALIVE * most if most is not None else ALIVE * max(self._largest(), TOGETHER)
         self.schedule = Schedule(self.graph, placements, self.out_placements, bound, most=None)
