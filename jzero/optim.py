@@ -37,9 +37,9 @@ from jzero.update.argument_checks import check_count, check_devices, check_dtype
 from jzero.update.deferred_update import deferred
 from jzero.update.frozen_params import frozen_leaves
 from jzero.update.moment_dtype import ROUNDING_COUNT, needs_count, with_moment_dtype
+from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.handles import held_in
 from jzero.update.on_host.initial import Masters, fresh_handles
-from jzero.update.on_host.store import Chain
 from jzero.update.on_host.update import (
     check_outside,
     reopened,

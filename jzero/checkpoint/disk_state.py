@@ -54,7 +54,7 @@ def snapshot(path: Any, state: Any) -> Path:
     opt_state = state[1].opt_state if is_pair(state) else getattr(state, "opt_state", None)
     held = held_in(opt_state)
     running = None if held is None else held.store
-    if held is None or running is None or running.place != "disk":
+    if held is None or running is None or not running.chain.plan.config.in_files:
         raise TypeError(
             f'{where}: {type(state).__name__} has no files: its plan has no Offload(tier="disk"). Save it with '
             "jzero.checkpoint.save(path, state)."

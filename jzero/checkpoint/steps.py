@@ -14,12 +14,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jzero.checkpoint import commit, lock, pending, store
+from jzero.checkpoint import commit, pending, store
 from jzero.checkpoint.checksums import Seal
 from jzero.checkpoint.metrics import numbers_of
 from jzero.checkpoint.restoring import custom, restore
 from jzero.checkpoint.saving import to_write
 from jzero.core.errors import check_choice, check_flag, check_int, check_kind
+from jzero.core.folder_lock import NAME, FolderInUse, FolderLock
 
 
 class Steps:
@@ -70,7 +71,7 @@ class Steps:
         self._metrics: dict[int, Mapping[str, float]] = {}  # those that are certain
         self._doubts: dict[int, str] = {}
         self._told: set[int] = set()
-        self._lock: lock.WriterLock | None = None
+        self._lock: FolderLock | None = None
         self._future: Future | None = None
         self._last = -1
         if write:
@@ -219,10 +220,15 @@ class Steps:
         check_int(step, "step", where=where, low=0)
         return self.folder / str(step)
 
-    def _become_writer(self) -> lock.WriterLock:
+    def _become_writer(self) -> FolderLock:
         if self._lock is None:
-            writer = lock.WriterLock(self.folder)
-            lock.everywhere(writer)
+            writer = FolderLock(
+                self.folder, where="jzero.checkpoint.Steps", keeps="checkpoints",
+                own="close the Steps that wrote there",
+                advice="To read, open the folder without saving; if you are certain that it is gone, remove "
+                f"{self.folder / NAME}.",
+            )  # fmt: skip
+            _acquire_everywhere(writer)
             weakref.finalize(self, writer.release)
             self._lock = writer
             store.clean_steps(self.folder)
@@ -273,3 +279,24 @@ class Steps:
                 f"({self._doubts[step]}). It is not compared with the others, and not deleted.",
                 stacklevel=3,
             )
+
+
+def _acquire_everywhere(lock: FolderLock) -> None:
+    """Process 0 takes the lock for all; where it cannot, all raise.
+
+    Raises:
+      FolderInUse: another run has it.
+    """
+    error: FolderInUse | OSError | None = None
+    if jax.process_index() == 0:
+        try:
+            lock.acquire()
+        except (FolderInUse, OSError) as found:
+            error = found
+    failed = error is not None
+    if jax.process_count() > 1:
+        failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failed)))
+    if failed and error is None:
+        error = FolderInUse(f"{lock.file.parent}: process 0 could not lock the folder; its error says why.")
+    if error is not None:
+        raise error

@@ -54,13 +54,13 @@ def moved(x: jax.Array, target: NamedSharding, *, copy: bool = False) -> jax.Arr
     by_index: dict[Any, list[Any]] = {}
     for d, index in sources.items():
         if d in pieces:
-            by_index.setdefault(_bounds(index, x.shape), []).append(d)
+            by_index.setdefault(bounds_of(index, x.shape), []).append(d)
     turns: dict[Any, int] = {}
     placed = []
     for d, index in wanted.items():
         if d.process_index != jax.process_index():
             continue
-        key = _bounds(index, x.shape)
+        key = bounds_of(index, x.shape)
         holders = by_index[key]
         turn = turns.get(key, 0)
         turns[key] = turn + 1
@@ -76,5 +76,6 @@ def all_moved(xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
     return [moved(x, NamedSharding(mesh, s.spec)) for x, s in zip(xs, layouts, strict=True)]
 
 
-def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[Any, ...]:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+def bounds_of(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where a piece of an array begins and ends, dim by dim; can be compared and hashed."""
+    return tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index, shape, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,9 +28,8 @@ def put(leaf, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(leaf, sharding)
     if is_global(leaf):
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = put(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if is_key(leaf):
+        return by_data(lambda x: put(x, sharding), leaf)
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -67,6 +66,18 @@ def device_type(x) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if memory_kind(x) == HOST else x
 
 
+def is_key(leaf) -> bool:
+    """True for an array of random keys."""
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def by_data(act: Callable[..., Any], *arrays: Any) -> Any:
+    """What a function makes of arrays; of random keys by way of their data."""
+    if not is_key(arrays[0]):
+        return act(*arrays)
+    return jax.random.wrap_key_data(act(*map(jax.random.key_data, arrays)), impl=jax.random.key_impl(arrays[0]))
+
+
 def is_global(leaf) -> bool:
     """True for an array that spans several processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
@@ -87,7 +98,7 @@ def check_same(tree: Any, *, where: str) -> None:
     if jax.process_count() == 1:
         return
     named = [(jax.tree_util.keystr(k), x) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
-    named = [(name, _data(x)) for name, x in named if not is_global(x)]
+    named = [(name, host_data(x)) for name, x in named if not is_global(x)]
     outline = "\n".join(f"{name} {typed_shape(x)}" for name, x in named)
     if len(set(_gathered([zlib.crc32(outline.encode())])[:, 0].tolist())) > 1:
         raise ValueError(
@@ -114,7 +125,7 @@ def same_values(groups: Sequence[Sequence[Any]]) -> list[bool]:
     for group in groups:
         total = 0
         for x in group:
-            total = _checksum(_data(x), total)
+            total = _checksum(host_data(x), total)
         sums.append(total)
     return [bool(np.all(column == column[0])) for column in _gathered(sums).T] if groups else []
 
@@ -192,10 +203,9 @@ def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
     _rows_agreed.add(rows)
 
 
-def _data(leaf) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
+def host_data(leaf) -> np.ndarray:
+    """The values of a leaf; of keys their data."""
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 def _checksum(x: np.ndarray, start: int = 0) -> int:

@@ -17,11 +17,12 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jzero.core.compile_only import MemoryStats, Program
+from jzero.core.folder_lock import FolderLock
 
 ENVIRONMENT = "JZERO_POD_CACHE"
 MOST_BYTES = 1_000_000_000
@@ -64,7 +65,10 @@ def get_or_compile(key: str, compile_program: Callable[[], Program]) -> Program:
     found = _read(entry)
     if found is not None:
         return found
-    with _locked(where / f"{key}.lock"):
+    lock = FolderLock(where, f"{key}.lock", where="jzero.pod")
+    try:
+        with contextlib.suppress(OSError):
+            lock.acquire(wait=True)
         found = _read(entry)  # by another process, while this one waited
         if found is None:
             found = compile_program()
@@ -72,6 +76,8 @@ def get_or_compile(key: str, compile_program: Callable[[], Program]) -> Program:
                 _write(entry, found)
                 _drop_oldest(where)
         return found
+    finally:
+        lock.release()
 
 
 def _read(entry: Path) -> Program | None:
@@ -114,23 +120,3 @@ def _drop_oldest(where: Path) -> None:
             break
         entry.unlink(missing_ok=True)
         excess -= size
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file, where the file system has locks; the system frees it when this process dies."""
-    try:
-        import fcntl
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except (ImportError, OSError):
-        yield
-        return
-    with file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,14 @@ class Chunk:
         """What a dim of the view adds to the index along its dim of the array."""
         steps = math.prod(self.view[d] for d in dims if d > at)
         return steps * (self.start[at] + jax.lax.broadcasted_iota(np.int32, self.shape, at))
+
+
+def whole_of(chunks: Sequence[Chunk], values: Sequence[Any]):
+    """An array in its stored shape from all of its chunks."""
+    whole = jnp.zeros(chunks[0].view, values[0].dtype)
+    for x, chunk in zip(values, chunks, strict=True):
+        whole = jax.lax.dynamic_update_slice(whole, x, chunk.start)
+    return jnp.reshape(whole, chunks[0].form.stored)
 
 
 def chunks_of(form: Form, size: int, limit: int) -> list[Chunk]:

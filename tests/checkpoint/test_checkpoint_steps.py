@@ -21,9 +21,10 @@ from orbax.checkpoint import v1 as ocp
 from saver import state_of
 
 from jzero import checkpoint
-from jzero.checkpoint import checksums, lock, pending, store
-from jzero.checkpoint.lock import Holder, WriterLock
+from jzero.checkpoint import checksums, pending, store
 from jzero.checkpoint.store import TEMPORARY
+from jzero.core import folder_lock as lock
+from jzero.core.folder_lock import FolderLock, Holder
 
 
 def tree(step=0):
@@ -112,9 +113,13 @@ def test_a_step_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def other():
-    """Another live process, which does nothing."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+def other(tmp_path):
+    """Another live process, which holds the lock of the folder, whatever the file says."""
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
+    there = [sys.executable, "-c", code, str(tmp_path / lock.NAME)]
+    with subprocess.Popen(there, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline()
         yield process
         process.kill()
 
@@ -128,24 +133,23 @@ def locked_by(folder, **fields):
     return lock_file
 
 
-def test_a_second_live_writer_is_refused(tmp_path, other):
+def test_a_second_live_writer_is_refused(tmp_path, request):
     fill(tmp_path, [3.0])
-    locked_by(tmp_path, pid=other.pid, started=lock._started(other.pid))
+    other = request.getfixturevalue("other")
+    os.utime(locked_by(tmp_path, pid=other.pid), (0, 0))  # live is live, however long it stands still
     before = everything(tmp_path)
     text = (
-        rf"{tmp_path} is being written to by process {other.pid} on .*overwrite each other's checkpoints.*"
+        rf"{tmp_path} is in use by process {other.pid} on .*overwrite each other's checkpoints.*"
         rf"Pass another folder, or end that process.*remove {tmp_path}/writer.lock"
     )
     with pytest.raises(checkpoint.FolderInUse, match=text):
         checkpoint.Steps(tmp_path).save(2, tree(2))
-    with pytest.raises(checkpoint.FolderInUse, match="is being written to"):
+    with pytest.raises(checkpoint.FolderInUse, match="is in use by"):
         checkpoint.Steps(tmp_path, write=True)
     assert checkpoint.Steps(tmp_path).steps == [1]  # reading is free
     assert everything(tmp_path) == before
     other.kill()  # not yet waited for: a zombie holds no lock
-    deadline = time.monotonic() + 10
-    while lock._started(other.pid):
-        assert time.monotonic() < deadline
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     with checkpoint.Steps(tmp_path) as steps:
         steps.save(2, tree(2))
     assert steps.steps == [1, 2]
@@ -163,8 +167,8 @@ def test_two_writers_in_one_process(tmp_path):
         steps.save(1, tree())
 
 
-def test_a_number_that_another_process_has_now(tmp_path, other):
-    locked_by(tmp_path, pid=other.pid, started="1")
+def test_a_number_that_another_process_has_now(tmp_path):
+    locked_by(tmp_path, pid=os.getppid())  # which lives, and holds nothing
     with checkpoint.Steps(tmp_path, write=True):
         pass
     assert not list(tmp_path.iterdir())
@@ -172,7 +176,7 @@ def test_a_number_that_another_process_has_now(tmp_path, other):
 
 def test_a_lock_of_another_host(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "LOOK", 0.01)
-    file = locked_by(tmp_path, host="elsewhere", pid=7)
+    file = locked_by(tmp_path, host="elsewhere", machine="another", pid=7)
     stop = threading.Event()
 
     def renew():
@@ -183,17 +187,17 @@ def test_a_lock_of_another_host(tmp_path, monkeypatch, capsys):
     thread = threading.Thread(target=renew)
     thread.start()
     with pytest.raises(checkpoint.FolderInUse, match="by process 7 on elsewhere"):
-        WriterLock(tmp_path, stale=30.0).acquire()
+        FolderLock(tmp_path, stale=30.0).acquire()
     stop.set()
     thread.join()
     assert "is locked by process 7 on elsewhere. Waiting up to 30 s" in capsys.readouterr().err
-    mine = WriterLock(tmp_path, stale=0.2)  # nobody renews it any more: waits so long, and takes it
+    mine = FolderLock(tmp_path, stale=0.2)  # nobody renews it any more: waits so long, and takes it
     mine.acquire()
     mine.check()
     mine.release()
-    os.utime(locked_by(tmp_path, host="elsewhere"), (time.time() - 61,) * 2)
+    os.utime(locked_by(tmp_path, host="elsewhere", machine="another"), (time.time() - 61,) * 2)
     start = time.monotonic()
-    mine = WriterLock(tmp_path)  # the real bound: at once
+    mine = FolderLock(tmp_path)  # the real bound: at once
     mine.acquire()
     assert time.monotonic() - start < 5
     mine.release()
@@ -201,16 +205,54 @@ def test_a_lock_of_another_host(tmp_path, monkeypatch, capsys):
 
 
 def test_a_lock_that_cannot_be_read_counts_as_one_of_another_host(tmp_path):
-    (tmp_path / lock.NAME).write_text("{")
+    (tmp_path / lock.NAME).write_text("{}")
     os.utime(tmp_path / lock.NAME, (time.time() - 61,) * 2)
-    mine = WriterLock(tmp_path)
+    mine = FolderLock(tmp_path)
     mine.acquire()
     mine.release()
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("text", "waits"), [("{", False), ('{"of": "another version"}', True)])
+def test_a_lock_that_was_torn_is_free_and_one_of_another_version_is_not(tmp_path, monkeypatch, capsys, text, waits):
+    monkeypatch.setattr(lock, "LOOK", 0.01)
+    (tmp_path / lock.NAME).write_text(text)
+    mine = FolderLock(tmp_path, stale=0.2)
+    mine.acquire()
+    mine.release()
+    assert ("by another process. Waiting" in capsys.readouterr().err) == waits
+
+
+def test_what_a_file_server_keeps_for_a_host_that_is_gone(tmp_path, other):
+    os.utime(locked_by(tmp_path, host="elsewhere", machine="another"), (time.time() - 61,) * 2)
+    mine = FolderLock(tmp_path)
+    mine.acquire()  # a new file, since the old one stays locked
+    mine.check()
+    with pytest.raises(checkpoint.FolderInUse, match="in use by"):
+        FolderLock(tmp_path).acquire()
+    mine.release()
+    assert other.poll() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "_flock", lambda *args, **fields: None)
+    monkeypatch.setattr(lock, "LOOK", 0.05)
+    first = FolderLock(tmp_path, renewed=0.02)
+    first.acquire()
+    with pytest.raises(checkpoint.FolderInUse, match=f"in use by process {os.getpid()} "):
+        FolderLock(tmp_path).acquire()
+    first.release()
+    locked_by(tmp_path, pid=2**22 + 1)  # of this host; whether it lives only the file's time tells
+    mine = FolderLock(tmp_path, stale=0.2)
+    mine.acquire()
+    mine.release()
+    assert capsys.readouterr().err.count("Waiting up to") == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_it_is_renewed(tmp_path):
-    mine = WriterLock(tmp_path, renewed=0.02)
+    mine = FolderLock(tmp_path, renewed=0.02)
     mine.acquire()
     os.utime(mine.file, (0, 0))
     deadline = time.monotonic() + 10
@@ -224,10 +266,10 @@ def test_an_observer_that_comes_late_does_not_touch_the_new_lock(tmp_path):
     locked_by(tmp_path, pid=2**22 + 1)
     file = tmp_path / lock.NAME
     stale, seen = Holder.read(file), file.stat().st_mtime
-    winner = WriterLock(tmp_path)
+    winner = FolderLock(tmp_path)
     winner.acquire()
     before = file.stat()
-    WriterLock(tmp_path)._remove(stale, seen)
+    FolderLock(tmp_path)._remove(stale, seen)
     assert file.stat().st_ctime_ns == before.st_ctime_ns  # not even moved away and back
     winner.release()
 
@@ -238,7 +280,7 @@ def test_of_many_that_find_a_stale_lock_one_takes_it(tmp_path):
         found = []
 
         def take(found=found):
-            mine = WriterLock(tmp_path)
+            mine = FolderLock(tmp_path)
             try:
                 mine.acquire()
                 found.append(mine)
@@ -259,7 +301,7 @@ def test_of_many_that_find_a_stale_lock_one_takes_it(tmp_path):
 def test_a_writer_that_lost_its_lock_commits_nothing(tmp_path, held):
     steps = checkpoint.Steps(tmp_path)
     steps.save(1, tree())
-    locked_by(tmp_path, host="elsewhere")
+    locked_by(tmp_path, host="elsewhere", machine="another")
     held.set()
     with pytest.raises(checkpoint.FolderInUse, match="this run has lost its lock on"):
         steps.wait()
@@ -268,7 +310,7 @@ def test_a_writer_that_lost_its_lock_commits_nothing(tmp_path, held):
 
 
 def test_a_forked_process_leaves_the_lock_alone(tmp_path):
-    mine = WriterLock(tmp_path)
+    mine = FolderLock(tmp_path)
     mine.acquire()
     mine.me = type(mine.me)(**(vars(mine.me) | {"pid": os.getpid() + 1}))
     mine.release()

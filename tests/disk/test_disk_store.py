@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from disk_units import UNITS, advance, check_whole, same, values
 
-from jzero.update.on_host.disk import DamagedStore, DiskStore, FileUnit, StoreInUse, slots, transfers
+from jzero.core.folder_lock import FolderInUse
+from jzero.update.on_host.disk import DamagedStore, DiskStore, FileUnit, slots, transfers
 
 pytestmark = pytest.mark.unit
 BUFFER = 4 * max(u.nbytes for u in UNITS)
@@ -387,18 +388,18 @@ def test_what_create_refuses(path):
 def test_one_run_per_folder(path):
     store = create(path, steps=1)
     with pytest.raises(
-        StoreInUse, match=rf"in use by process {os.getpid()} on .*That is this process: delete"
+        FolderInUse, match=rf"in use by process {os.getpid()} on .*That is this process: delete"
     ):
         DiskStore.open(path)
-    with pytest.raises(StoreInUse, match="in use by"):
+    with pytest.raises(FolderInUse, match="in use by"):
         DiskStore.open(path, read_only=True)
-    with pytest.raises(StoreInUse, match="in use by"):  # and not that it may be removed
+    with pytest.raises(FolderInUse, match="in use by"):  # and not that it may be removed
         create(path)
     store.close()
     with (
         DiskStore.open(path, read_only=True),
         DiskStore.open(path, read_only=True),
-        pytest.raises(StoreInUse, match="another process, which reads it"),
+        pytest.raises(FolderInUse, match="another process, which reads it"),
     ):
         DiskStore.open(path)
     DiskStore.open(path).close()
@@ -417,7 +418,7 @@ def test_the_lock_of_a_killed_run_is_taken_over_even_if_its_child_lives(path):
     assert owner.stdout
     child = int(owner.stdout.readline())  # printed by the child: its copy of the lock is closed by then
     try:
-        with pytest.raises(StoreInUse, match=rf"process {owner.pid} on "):
+        with pytest.raises(FolderInUse, match=rf"process {owner.pid} on "):
             DiskStore.open(path)
         owner.kill()
         owner.wait()

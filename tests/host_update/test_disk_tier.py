@@ -22,7 +22,7 @@ from models import batch, create_state, max_error
 
 import jzero
 from jzero.flax import creation
-from jzero.update.on_host import disk_tier
+from jzero.update.on_host import file_layout
 from jzero.update.on_host.disk import transfers
 from jzero.update.on_host.disk.step import DiskStep
 from jzero.update.on_host.disk_tier import DiskTier
@@ -146,7 +146,7 @@ def test_numbers_that_need_whole_arrays_are_named(tmp_path, monkeypatch):
     tx = jzero.zero(host.numbers(), plan)
     text = r"(?s)numbers of the update .*up to 524.29 kB .*\n +\['large'\], \['large'\] +524.29 kB +dot_general"
     with monkeypatch.context() as patched:
-        patched.setattr(disk_tier, "available_memory", lambda: 500_000)
+        patched.setattr(file_layout, "available_memory", lambda: 500_000)
         with pytest.raises(MemoryError, match=text):
             tx.init(params)
     assert not (tmp_path / "s").exists()

@@ -450,7 +450,7 @@ def test_a_dropped_state_gives_its_memory_back():
 
 
 def test_a_program_compiled_for_an_abstract_state_runs_on_every_one():
-    """It may return the state, whose store it does not know, as long as there is one of its kind."""
+    """It may return the state, also beside the state of another run."""
     fields = {"stage": 2, "min_shard_bytes": 0, "offload": HOST}
     like = jzero.abstract(create_state, **fields)
     plan = jzero.plan_of(like)
@@ -462,9 +462,47 @@ def test_a_program_compiled_for_an_abstract_state_runs_on_every_one():
     state = state.apply_gradients(grads=grads)
     want = steps(jzero.shard(create_state, **fields), 1)
     assert max_error(state.params, want.params) < 1e-6
-    other, grads = program(want, data)  # beside the state of another run
-    with pytest.raises(RuntimeError, match=r"several states of its"):
-        other.apply_gradients(grads=grads)
+    two = steps(want, 1)
+    with pytest.raises(ValueError, match=r"is of generation 1, and its masters .* generation 2"):
+        program(want, data)[0].apply_gradients(grads=grads)
+    for _ in range(2):
+        one, grads = program(state, data)
+        two, more = program(two, data)  # interleaved
+        state, two = one.apply_gradients(grads=grads), two.apply_gradients(grads=more)
+    assert [x.opt_state.master.generation for x in (state, two)] == [3, 4]
+    alone = jzero.shard(create_state, **fields)
+    for _ in range(3):
+        alone = alone.apply_gradients(grads=program(alone, data)[1])
+    assert max_error(state.params, alone.params) == 0
+
+
+def test_states_of_one_form_share_their_programs():
+    """What a program returns has the store of what it was given, be it traced for another state; donated or not."""
+    fields, found = {"stage": 2, "min_shard_bytes": 0, "offload": HOST}, []
+    for donated in ((), (0,)):
+        traces = []
+
+        def both(s, b, traces=traces):
+            traces.append(1)
+            return s, jax.grad(lambda p: loss_of(s.apply_fn, p, b))(s.params)
+
+        program, found = jax.jit(both, donate_argnums=donated), []
+        for count in (1, 3):
+            state = jzero.shard(create_state, **fields)
+            data = jzero.plan_of(state).place_batch(batch())
+            for _ in range(count):
+                state, grads = program(state, data)
+                state = state.apply_gradients(grads=grads)
+            found.append(state)
+        assert [x.opt_state.master.generation for x in found] == [1, 3]
+        assert found[0].opt_state.master.store is not found[1].opt_state.master.store
+        assert len(traces) == 1
+    dropped = weakref.ref(found[0].opt_state.master.store)
+    state, _ = program(found.pop(), data)  # keeps both until its stamp is read
+    found.clear()
+    state.opt_state.master.store.check(state.opt_state.master)
+    gc.collect()
+    assert dropped() is None
 
 
 def test_a_broken_update_is_never_gone_on_with(monkeypatch):

@@ -233,7 +233,7 @@ def test_two_runs_cannot_have_one_folder(whole, tmp_path, monkeypatch, capsys):
                 gpt.train(config, corpus())
         monkeypatch.setattr(gpt.flags, "parse", lambda args: dataclasses.replace(CONFIG, out=out, overwrite=True))
         monkeypatch.setattr(gpt, "prepare", lambda *_: corpus())
-        with pytest.raises(SystemExit, match=rf"error: --out {out} is in use\. .* is being written to by process"):
+        with pytest.raises(SystemExit, match=rf"error: --out {out} is in use\. .* is in use by process"):
             gpt.main([])
         assert files() == before
     assert not (out / "checkpoints" / "writer.lock").exists()

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import io
-import json
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +19,27 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jzero.core.errors import counted, human_bytes, listing
-from jzero.offload import available_memory
 from jzero.stream.schedule import Group
-from jzero.update.on_host.disk import DiskStore, FileUnit
-from jzero.update.on_host.store import Chain, Store, on_host
-from jzero.update.on_host.units import Unit, Units, joined
+from jzero.update.on_host.chain import Chain
+from jzero.update.on_host.disk import DiskStore
+from jzero.update.on_host.file_layout import FileLayout
+from jzero.update.on_host.host_arrays import joined, on_host
+from jzero.update.on_host.small_leaves import first_step, packed, unpacked
+from jzero.update.on_host.store import Store
+from jzero.update.on_host.units import Unit, Units
 from jzero.update.sharded_update import taken_over
 
-FRAMES = 8  # units that the buffer holds
+_follow = jax.jit(taken_over)  # what it replaces lies in a frame of the buffer
 
 
 class DiskTier(Store):
     """Masters and moments in the files of a `DiskStore`."""
 
-    place = "disk"
     gives_memory = False  # what is read lies in the frames of the buffer
 
     def __init__(self, chain: Chain, disk: DiskStore, layout: FileLayout, small: Sequence[Any]):
-        super().__init__(chain, [None] * len(chain.leaves))
+        super().__init__(chain, [None] * len(chain.leaves), layout.most)
+        self.cut_as(layout.units, layout.types, layout.extra)
         self.generation, self.first_step = disk.generation - 1, first_step(disk.extra)
         self.disk, self.layout = disk, layout
         for at in layout.tiny:
@@ -126,10 +125,10 @@ class DiskTier(Store):
         found: dict[int, list[tuple[Any, Any]]] = {}
         for at, x, chunk in self.every(range(len(self.chain.leaves))):
             found.setdefault(at, []).append((x, chunk))
-        out: list[Any] = [None] * len(self.chain.leaves)
-        for at, pieces in found.items():
-            out[at] = joined(pieces, self.chain.leaves[at], self.chain.plan.home.sharding(self.chain.specs[at]))
-        return out
+        return [self._whole(at, found[at]) if at in found else None for at in range(len(self.chain.leaves))]
+
+    def _whole(self, at: int, pieces: list[tuple[Any, Any]]) -> Any:
+        return joined(pieces, self.chain.plan.home.sharding(self.chain.specs[at]))
 
     def every(self, leaves: Collection[int]) -> Iterator[tuple[int, Any, Any]]:
         """(leaf, array, chunk) of all that is kept of some leaves, in memory of its own."""
@@ -172,18 +171,6 @@ class DiskTier(Store):
             step.commit(packed(small, self.first_step))
         return out
 
-    def units_for(self, grads, extra) -> Units:
-        """Those of the files; others are cut as they are, or refused."""
-        types = [None if g is None else jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
-        if len(jax.tree.leaves(extra)) == len(self.chain.count(0)) and self.layout.fits(types):
-            return self.layout.units
-        return super().units_for(grads, extra)
-
-    @property
-    def most(self) -> int | None:
-        """Bytes that a unit may have."""
-        return self.layout.most
-
     def before_units(self, units: Units) -> None:
         """Norms of the state have read units, which are read again."""
         self._read, self._in_norms = {}, False
@@ -200,11 +187,7 @@ class DiskTier(Store):
             return self._read[file][source]
         asked = [u for u in owners if group.chunk in (None, u.group.chunk)]
         pieces = [(self._copied(units, u)[source], u.group.chunk) for u in asked]
-        return pieces[0][0] if group.chunk is not None else joined(pieces, *self._whole(units, source))
-
-    def _whole(self, units: Units, source: int) -> tuple[Any, Any]:
-        at = units.kept[source]
-        return self.chain.leaves[at], self.chain.plan.home.sharding(self.chain.specs[at])
+        return pieces[0][0] if group.chunk is not None else self._whole(units.kept[source], pieces)
 
     def _copied(self, units: Units, unit: Unit) -> dict[int, Any]:
         """The arrays of a unit, which keep no frame of the buffer; those that were read last stay for the next call."""
@@ -265,139 +248,6 @@ def _agree(disk: DiskStore) -> None:
         disk.step_back()
 
 
-@jax.jit
-def _follow(param, master):
-    return taken_over(param, master)
-
-
-class FileLayout:
-    """Which arrays are in which file."""
-
-    def __init__(self, chain: Chain):
-        self.chain, plan = chain, chain.plan
-        tier = plan.config.tier
-        assert tier is not None
-        assert tier.path is not None
-        mine = [d for d in plan.home.mesh.devices.flat if d.process_index == jax.process_index()]
-        buffer = tier.buffer
-        self.path, self.buffer, self.most = tier.path, buffer, max(1, buffer // FRAMES // max(len(mine), 1))
-        self.options = {"process": (jax.process_index(), jax.process_count()), "buffer_bytes": buffer}
-        self.types = [jax.ShapeDtypeStruct(x.state_shape, x.dtype) for x in plan.layouts]
-        try:
-            self.units = chain.units(self.types, chain.count(jax.ShapeDtypeStruct((), np.int32)), self.most)
-        except TypeError as error:
-            raise TypeError(
-                f'jzero: Offload(tier="disk"): the update of this optimizer cannot be traced from gradients, state and '
-                f"params alone: {error}. Files are laid out before the first update, so an optimizer that must have "
-                'keyword arguments (value=) cannot run from them. Pass Offload(update="host").'
-            ) from error
-        self.held = [u for u in self.units.units if u.kept]
-        self.files = [FileUnit(self._name(k, u), self._file_arrays(u)) for k, u in enumerate(self.held)]
-        self._numbers = {self._key(self.units, u): k for k, u in enumerate(self.held)}
-        self.filed = set(self.units.kept.values())  # the leaves that are in units
-        self.tiny = [at for at, k in enumerate(chain.kept) if k and at not in self.filed]  # single values
-        self.identity = {
-            "devices": {k: int(v) for k, v in plan.mesh.shape.items()},
-            "params": [[x.name, list(x.shape), x.dtype.name] for x in plan.layouts],
-            "state": [[list(x.shape), x.dtype.name, str(s)] for x, s in zip(chain.leaves, chain.specs, strict=True)],
-        }
-
-    def fits(self, types: Sequence[Any]) -> bool:
-        """True for gradients of the types that the units were made for."""
-        return all(
-            (a is None) == (b is None) and (a is None or b is None or (a.shape, a.dtype) == (b.shape, b.dtype))
-            for a, b in zip(types, self.types, strict=True)
-        )
-
-    def check(self, units: Units) -> None:
-        """Raises ValueError where gradients of other dtypes, or keyword arguments, cut the state differently."""
-        def cuts(units):
-            return [([units.kept[s] for s, _ in u.kept], u.group.chunk) for u in units.units if u.kept]
-
-        if cuts(units) != cuts(self.units):
-            raise ValueError(
-                "jzero: with these gradients the update is cut into other units than the files hold. Pass gradients of "
-                "all params, of at most 32 bits, and no keyword arguments that change what is computed together."
-            )
-
-    def _name(self, k: int, unit: Unit) -> str:
-        names = [self.chain.names[self.units.kept[s]] for s, _ in unit.kept]
-        return f"{k}: {names[0]}" + (f" and {counted(len(names) - 1, 'array')} with it" if names[1:] else "")
-
-    def report(self) -> None:
-        """Warns of numbers that need arrays whole, which the buffer does not hold; names them.
-
-        Raises:
-          MemoryError: the memory of the host does not hold them either.
-        """
-        rows = [(group, size) for group, size in self.units.whole_for_numbers() if size > self.buffer // FRAMES]
-        if not rows:
-            return
-        worst, free = max(size for _, size in rows), available_memory()
-        text = (
-            f'jzero: Offload(tier="disk"): {counted(len(rows), "number")} of the update (norms, products of arrays) '
-            f"cannot be added up part by part: up to {human_bytes(worst)} of state are in host memory at once, besides "
-            f"the buffer of {human_bytes(self.buffer)}:\n"
-            + listing([("arrays", "bytes", "made by"), *map(self._row, rows)])
-        )
-        if free is not None and worst + self.buffer > free:
-            raise MemoryError(f"{text}\n{human_bytes(free)} are free.")
-        warnings.warn(f"{text}\nThe update is correct.", stacklevel=2)
-
-    def _row(self, row: tuple[Group, int]) -> tuple[str, str, str]:
-        group, size = row
-        names = [self.chain.names[self.units.kept[s]] for s in group.sources if s in self.units.kept]
-        more = f" and {len(names) - 3} more" if names[3:] else ""
-        return ", ".join(names[:3]) + more, human_bytes(size), self.units.graph.makers[group.values[0]].name
-
-    def _forms(self, unit: Unit) -> list[Any]:
-        """Of a unit of `held`: other units number their arrays in another way."""
-        return [self.units.form(s, unit.group.chunk) for s, _ in unit.kept]
-
-    def _file_arrays(self, unit: Unit) -> tuple[Any, ...]:
-        return tuple(
-            (tuple(b - a for a, b in bounds), form.dtype.name) for form in self._forms(unit) for bounds in _local(form)
-        )
-
-    def arrays(self, unit: Unit, pieces: Sequence[np.ndarray], *, copy: bool = False) -> list[jax.Array]:
-        """Arrays on the host mesh from the pieces of a file; they alias these unless told to copy."""
-        rest, out = iter(pieces), []
-        for form in self._forms(unit):
-            local = {bounds: next(rest) for bounds in _local(form)}
-            devices = form.sharding.addressable_devices_indices_map(form.shape)
-            placed = [
-                jax.device_put(np.array(x) if copy else x, d)
-                for d, x in ((d, local[_bounds(index, form.shape)]) for d, index in devices.items())
-            ]
-            out.append(jax.make_array_from_single_device_arrays(form.shape, form.sharding, placed))
-        return out
-
-    def pieces(self, unit: Unit, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
-        """The reverse."""
-        out = []
-        for form, x in zip(self._forms(unit), arrays, strict=True):
-            by_bounds = {_bounds(s.index, form.shape): s.data for s in x.addressable_shards}
-            out += [np.asarray(by_bounds[bounds]) for bounds in _local(form)]
-        return out
-
-    def number(self, units: Units, unit: Unit) -> int:
-        """Which file has a unit of these units."""
-        return self._numbers[self._key(units, unit)]
-
-    def _key(self, units: Units, unit: Unit) -> Any:
-        return tuple(units.kept[s] for s, _ in unit.kept), unit.group.chunk
-
-
-def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index, shape, strict=True))
-
-
-def _local(form: Any) -> list[tuple[tuple[int, int], ...]]:
-    """The bounds of this process's pieces of an array, each once."""
-    devices = form.sharding.addressable_devices_indices_map(form.shape)
-    return list(dict.fromkeys(_bounds(index, form.shape) for index in devices.values()))
-
-
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -411,51 +261,3 @@ def trim() -> None:
     """
     if (give := _malloc_trim()) is not None:
         give(0)
-
-
-def packed(small: Sequence[Any], first: int = 0) -> bytes:
-    """The leaves that the user holds, as bytes, keys as their data; and the step that the first generation is of."""
-    arrays = {str(i): _data(x) for i, x in enumerate(small) if x is not None}
-    file = io.BytesIO()
-    types = {k: x.dtype.name for k, x in arrays.items()}
-    columns: dict[str, Any] = {k: _plain(x) for k, x in arrays.items()}
-    types_text = np.frombuffer(json.dumps(types).encode(), np.uint8)
-    np.savez(file, types=types_text, first_step=np.int64(first), **columns)
-    return file.getvalue()
-
-
-def _data(x) -> np.ndarray:
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
-
-
-def _plain(x: np.ndarray) -> np.ndarray:
-    return x if x.dtype.kind in "biufc" else np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-
-def first_step(data: bytes) -> int:
-    """The step that the first generation is of; 0 in files that do not say."""
-    with np.load(io.BytesIO(data)) as file:
-        return int(file["first_step"]) if "first_step" in file else 0
-
-
-def unpacked(data: bytes, chain: Chain) -> list[Any]:
-    """The reverse, on the devices of the plan."""
-    out: list[Any] = [None] * len(chain.leaves)
-    with np.load(io.BytesIO(data)) as file:
-        types: Mapping[str, str] = json.loads(bytes(file["types"]).decode())
-        for k, name in types.items():
-            leaf, x = chain.leaves[int(k)], file[k]
-            x = x if x.dtype.name == name else x.view(jax.numpy.dtype(name)).reshape(leaf.shape)
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf))
-            out[int(k)] = x
-    return [None if x is None else _placed(x, spec, chain) for x, spec in zip(out, chain.specs, strict=True)]
-
-
-def _placed(x, spec, chain: Chain):
-    return jax.device_put(x, chain.plan.sharding(spec))
-
-
-__all__ = ["DiskTier", "FileLayout", "packed", "unpacked"]

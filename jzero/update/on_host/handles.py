@@ -2,23 +2,19 @@
 
 [Note: the store lives as long as a state]
 A handle has no leaves, so that `jit` and tree functions pass it on; what it says is the same from step to step. The one
-leaf is the generation, a number that each update raises by one. The tree's structure knows the store by its number
-alone: jit keeps structures for as long as the process lives, and would keep the arrays with them. Nodes, which users
-hold, keep the store itself.
-
-[Note: programs compiled for an abstract state]
-The structure of an abstract state equals that of every state of its kind, or no program compiled for it could be run.
-What such a program returns says nothing of its store: it is the only one of its kind, or unknown.
+leaf, the stamp, has the number of the store and of the updates. It goes through programs as data: the structure of a
+tree knows no store, so that all states of a kind, abstract ones too, share their programs, and jit, which keeps
+structures for as long as the process lives, keeps no arrays with them. Nodes, which users hold, keep the store itself.
+A node that JAX has made keeps all stores of its kind until its stamp is read, which may not be there yet.
 
 [Note: plain orbax]
-Orbax would save the generation, and nothing of what the handles stand for, without a word. It names leaves by the keys
-on their path and refuses a key of a kind that it does not know; the generation has one, whose text is the remedy.
+Orbax would save the stamp, and nothing of what the handles stand for, without a word. It names leaves by the keys on
+their path and refuses a key of a kind that it does not know; the stamp has one, whose text is the remedy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -29,29 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.errors import human_bytes, short_dtype
-from jzero.core.jaxprs import is_tracer
 
-_stores: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count(1)
-ABSTRACT = 0  # the number of no store: of a state that was never allocated
-
-
-class StoreNumber:
-    """A store in the structure of a tree; see [Note: programs compiled for an abstract state]."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: int):
-        self.value = value
-
-    def __eq__(self, other):
-        return isinstance(other, StoreNumber) and (self.value == other.value or ABSTRACT in (self.value, other.value))
-
-    def __hash__(self):
-        return hash(StoreNumber)
-
-    def __repr__(self):
-        return f"<store {self.value}>"
+_stores: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @jax.tree_util.register_static
@@ -78,94 +53,88 @@ class Handle:
         return f"<{short_dtype(jnp.dtype(self.dtype))}{list(self.shape)} on the {self.place}>"
 
 
-class GenerationKey:
-    """The key of the generation's path: see [Note: plain orbax]."""
+class StampKey:
+    """The key of the stamp's path: see [Note: plain orbax]."""
 
     def __str__(self):
         return (
-            ".generation: this optimizer state holds handles, and its arrays live outside of the device. Save it with "
+            ".stamp: this optimizer state holds handles, and its arrays live outside of the device. Save it with "
             "jzero.checkpoint.save(path, state)"
         )
 
     def __eq__(self, other):
-        return isinstance(other, GenerationKey)
+        return isinstance(other, StampKey)
 
     def __hash__(self):
-        return hash(GenerationKey)
+        return hash(StampKey)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Held:
-    """The masters of a state with handles: one leaf, the generation, for masters and moments together.
+    """The masters of a state with handles: one leaf, the stamp, for masters and moments together.
 
     Attributes:
-      generation: int32 scalar: how many updates the state has had.
+      stamp: `int32[2]`: the number of the store, and how many updates the state has had.
       masters: a `Handle` for each param, None where it has no master.
       total: bytes of all that the store keeps.
     """
 
-    def __init__(self, generation: Any, masters: Sequence[Handle | None], total: int, store: Any = None):
-        self.generation, self.masters, self.total = generation, tuple(masters), total
-        self._store = store
-        self._number = StoreNumber(ABSTRACT if store is None else _number_of(store, (self.masters, total)))
+    def __init__(self, stamp: Any, masters: Sequence[Handle | None], total: int, store: Any = None):
+        self.stamp, self.masters, self.total = stamp, tuple(masters), total
+        self._stores = () if store is None else (store,)
+        if store is not None:
+            store.kind = self.masters, total
+            _stores.add(store)
+
+    @property
+    def generation(self) -> int:
+        """How many updates the state has had."""
+        return int(np.asarray(self.stamp)[1])
 
     @property
     def store(self) -> Any:
-        """Who keeps the arrays; None for an abstract state."""
-        return self._store
+        """Who keeps the arrays; None for an abstract state.
+
+        Raises:
+          RuntimeError: it is gone.
+        """
+        if isinstance(self.stamp, jax.ShapeDtypeStruct):
+            return None
+        number = int(np.asarray(self.stamp)[0])
+        self._stores = tuple(s for s in self._stores if s.number == number)
+        if not self._stores:
+            raise RuntimeError(
+                "jzero: the masters and moments of this state are gone: for a while no state that held them was alive. "
+                "Keep the state itself, and not only its leaves and their structure."
+            )
+        return self._stores[0]
 
     def tree_flatten_with_keys(self):
         """For JAX."""
-        return ((GenerationKey(), self.generation),), (self.masters, self.total, self._number)
+        return ((StampKey(), self.stamp),), (self.masters, self.total)
 
     def tree_flatten(self):
         """For JAX."""
-        return (self.generation,), (self.masters, self.total, self._number)
+        return (self.stamp,), (self.masters, self.total)
 
     @classmethod
     def tree_unflatten(cls, structure, children):
         """For JAX: see [Note: the store lives as long as a state]."""
-        masters, total, number = structure
-        held = object.__new__(cls)
-        held.generation, held.masters, held.total = children[0], masters, total
-        value = number.value
-        if isinstance(held.generation, jax.ShapeDtypeStruct):
-            value = ABSTRACT
-        elif value == ABSTRACT and isinstance(held.generation, jax.Array) and not is_tracer(held.generation):
-            value = _only_one((masters, total))
-        held._store, held._number = _stores.get(value), StoreNumber(value)
+        held = cls(children[0], *structure)
+        if not isinstance(held.stamp, jax.ShapeDtypeStruct):
+            held._stores = tuple(s for s in _stores if s.kind == structure)
         return held
-
-    @property
-    def is_lost(self) -> bool:
-        """True where the store is gone (no state that held it was alive for a while), or one of several."""
-        return self._store is None and not isinstance(self.generation, jax.ShapeDtypeStruct)
 
     def __repr__(self):
         count = sum(m is not None for m in self.masters)
         try:
-            at = int(self.generation)
-        except Exception:  # abstract, or traced
             at = self.generation
+        except Exception:  # abstract, or traced
+            at = "unknown"
         return f"<masters of {count} params and their moments: {human_bytes(self.total)}, generation {at}>"
 
 
-def _number_of(store: Any, kind: Any) -> int:
-    number = getattr(store, "number", None)
-    if number is None:
-        number, store.kind = next(_numbers), kind
-        store.number = number
-    _stores[number] = store
-    return number
-
-
-def _only_one(kind: Any) -> int:
-    """The number of the store of this kind, if there is one and no other."""
-    found = [number for number, store in _stores.items() if store.kind == kind]
-    return found[0] if len(found) == 1 else ABSTRACT
-
-
 def held_in(opt_state: Any) -> Held | None:
-    """The node with the generation of a state with handles, else None."""
+    """The node with the stamp of a state with handles, else None."""
     found = getattr(opt_state, "master", None)
     return found if isinstance(found, Held) else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.disk_tier import DiskTier
+from jzero.update.on_host.host_arrays import on_devices
 from jzero.update.on_host.running import Running
-from jzero.update.on_host.store import Chain, on_devices
 from jzero.update.on_host.units import Unit, Units
 from jzero.update.on_host.update import state_of
 
@@ -25,9 +26,9 @@ def fresh_handles(masters: Masters, chain: Chain, *, step: Any = None) -> Any:
     """
     start = _Start(masters, chain)
     tier = DiskTier.create(chain, start.contents, start.small, step=step)
-    own = [None if k else x for k, x in zip(chain.kept, start.small, strict=True)]
-    specs = zip(own, chain.specs, strict=True)
-    return state_of(chain, [None if x is None else on_devices(x, s, chain.plan) for x, s in specs], Running(tier))
+    rows = zip(start.small, chain.kept, chain.specs, strict=True)
+    own = [None if k else on_devices(x, spec, chain.plan) for x, k, spec in rows]
+    return state_of(chain, own, Running(tier))
 
 
 class _Start:
@@ -58,42 +59,32 @@ class _Start:
     def _array(self, source: int, order: Sequence[int]) -> Any:
         """A master, and while the buffer could hold them those that are asked for after it in this order."""
         if source not in self._arrays:
-            batch = {source}
-            for other in order[order.index(source) :] if source in order else ():
-                if sum(map(self.initial.local_bytes, batch | {other})) > self._buffer:
-                    break
-                batch.add(other)
+            rest = order[order.index(source) :] if source in order else ()
             self._arrays = {}  # the earlier ones have been used
-            self._arrays = self._made(sorted(batch))
+            self._arrays = self._made(self._batch({source}, ({n} for n in rest)))
         return self._arrays[source]
 
-    @property
-    def _buffer(self) -> int:
-        tier = self.chain.plan.config.tier
-        assert tier is not None
-        return tier.buffer
+    def _batch(self, needed: set[int], more: Iterable[set[int]]) -> list[int]:
+        """What is needed, and what is needed next while the buffer could hold it."""
+        for other in more:
+            if sum(map(self.initial.local_bytes, needed | other)) > self.chain.tier.buffer:
+                break
+            needed = needed | other
+        return sorted(needed)
 
     def contents(self, units: Units, unit: Unit) -> list[Any]:
         """The arrays of a unit; units come in their order."""
-        if not self._needed(units, unit) <= self._arrays.keys():
+        needed = self._needed(units, unit)
+        if not needed <= self._arrays.keys():
+            held = [u for u in units.units if u.kept]
             self._arrays = {}  # the earlier ones are in their files
-            self._arrays = self._made(self._next(units, unit))
+            rest = (self._needed(units, other) for other in held[held.index(unit) + 1 :])
+            self._arrays = self._made(self._batch(needed, rest))
         arrays = self._single | self._arrays
         return [self.initial.made(units.kept[s], unit.group.chunk, arrays) for s, _ in unit.kept]
 
     def _needed(self, units: Units, unit: Unit) -> set[int]:
         return {n for s, _ in unit.kept for n in self.initial.sources_of(units.kept[s])}
-
-    def _next(self, units: Units, unit: Unit) -> list[int]:
-        """What the next units are made from: of this one, and of others while the buffer could hold it."""
-        held = [u for u in units.units if u.kept]
-        needed = self._needed(units, unit)
-        for other in held[held.index(unit) + 1 :]:
-            more = needed | self._needed(units, other)
-            if sum(map(self.initial.local_bytes, more)) > self._buffer:
-                break
-            needed = more
-        return sorted(needed)
 
     def _made(self, sources: Sequence[int]) -> dict[int, Any]:
         params = [self._params[n] for n in sources]

@@ -8,21 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jzero.comm import comm_of
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import memory_kind, on_device
 from jzero.sharding import Plan
-from jzero.update.on_host.units import joined
+from jzero.stream.chunks import whole_of
+from jzero.update.on_host.host_arrays import joined
 from jzero.update.padded_state import cut, pad
-
-
-def on_plan(value: jax.Array, plan: Plan):
-    """The layout of an array of the host mesh on the plan's."""
-    sharding: Any = value.sharding
-    split = len(sharding.mesh.shape) == len(plan.array_mesh.shape)
-    return jax.sharding.NamedSharding(plan.array_mesh if split else plan.mesh, sharding.spec)
 
 
 def on_shards(grads: Sequence[Any], plan: Plan) -> list[Any]:
@@ -57,8 +50,7 @@ def whole_once_complete(pieces: list[Any], x: Layout, plan: Plan) -> list[Any]:
     """The chunks of a param, or all of it once they are there: both of all params at once would be twice as much."""
     if sum(math.prod(chunk.shape) for _, chunk in pieces) < math.prod(pieces[0][1].view):
         return pieces
-    leaf = jax.ShapeDtypeStruct(x.state_shape, x.dtype)
-    return [(joined(pieces, leaf, plan.sharding(x.state)), None)]
+    return [(joined(pieces, plan.sharding(x.state)), None)]
 
 
 def landed(found: dict[int, list[Any]], plan: Plan) -> list[Any]:
@@ -95,11 +87,8 @@ def _land(plan: Plan, rows: tuple[Any, ...]):
 
 
 def _stored(gather, values: list, chunks: tuple[Any, ...], x: Layout, plan: Plan):
-    if len(values) == 1 and chunks[0] is None:
+    if chunks[0] is None:
         (whole,) = values
     else:
-        whole = jnp.zeros(chunks[0].view, x.dtype)
-        for value, chunk in zip(values, chunks, strict=True):
-            whole = jax.lax.dynamic_update_slice(whole, value, chunk.start)
-        whole = plan.constrain(jnp.reshape(whole, x.state_shape), x.state)
+        whole = plan.constrain(whole_of(chunks, values), x.state)
     return plan.constrain(gather(cut(whole, x.shape, x.state, plan), x), x.stored)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,27 +30,28 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jzero.layout.host_mesh import moved
+from jzero.layout.placement import by_data
 from jzero.layout.specs import P
-from jzero.update.on_host.handles import Handle, Held, held_in
-from jzero.update.on_host.landing import landed, on_plan, on_shards, whole_once_complete
-from jzero.update.on_host.store import RESTORE, Chain, on_devices, on_host, param_on_host
-from jzero.update.on_host.units import joined
+from jzero.update.on_host.chain import Chain
+from jzero.update.on_host.handles import Held, held_in
+from jzero.update.on_host.host_arrays import joined, on_devices, on_host, on_plan, param_on_host, to_host
+from jzero.update.on_host.landing import landed, on_shards, whole_once_complete
+from jzero.update.on_host.store import RESTORE
 from jzero.update.zero_state import ZeroState
+
+_numbers = itertools.count(1)  # of stores; processes make them in the same order
 
 
 class Running:
     """A store in use: its updates in order, each at its generation, at most one of them under way."""
 
-    place = property(lambda self: self.store.place)
-
     def __init__(self, store: Any, updates: int = 0):
         """`updates`: how many the state has had."""
-        self.store = store
+        self.store, self.number = store, next(_numbers)
         self._before = updates - store.generation
         self.chain: Chain = store.chain
         self.generation = store.generation  # of what the user holds
-        tier = self.chain.plan.config.tier
-        self.delay = 0 if tier is None else tier.delay
+        self.delay = self.chain.tier.delay
         self._last: list[Any] = []  # weak references to the params that the last update returned
         self._handed: dict[int, Any] = {}  # with `delay`: params with masters as the user has them, on the host
         self._handed_small: list[Any] = []  # likewise the small leaves
@@ -62,9 +64,13 @@ class Running:
         """How many updates the state has had, those before it came into this store too."""
         return self._before + self.generation
 
+    def stamp(self) -> jax.Array:
+        """What the state of this generation knows of it, on the devices."""
+        return jax.device_put(np.array([self.number, self.generation], np.int32), self.chain.plan.sharding(P()))
+
     def check(self, held: Held) -> None:
         """Raises ValueError for a state that is not the last one: its arrays were updated in place."""
-        at = int(np.asarray(held.generation))
+        at = held.generation
         if at != self.generation:
             raise ValueError(
                 f"jzero: this optimizer state is of generation {at}, and its masters and moments are of generation "
@@ -90,12 +96,8 @@ class Running:
             news = landed(found, self.chain.plan)
         self.generation += 1
         self._last = [_weak(n if n is not None else p) for n, p in zip(news, params, strict=True)]
-        tree = jax.tree.structure(self.chain.inner)
-        mine = iter(self._small_on_devices(small))
-        handles = jax.tree.leaves(state.inner, is_leaf=lambda x: isinstance(x, Handle))
-        inner = tree.unflatten([x if isinstance(x, Handle) else next(mine) for x in handles])
-        number = jax.device_put(jnp.int32(self.generation), self.chain.plan.sharding(P()))
-        return news, ZeroState(inner, Held(number, held.masters, held.total, self))
+        inner = jax.tree.structure(state.inner).unflatten(self._small_on_devices(small))
+        return news, ZeroState(inner, Held(self.stamp(), held.masters, held.total, self))
 
     def snapshot(self, path: Any) -> str:
         """A copy of the files, once the update that is under way is in them; how it was made."""
@@ -141,10 +143,8 @@ class Running:
         news = landed(found, plan)
         hosted, more = self._on_host(grads), self._extra_on_host(extra)
         read = self.store.frozen_reads(hosted, more)
-        asked = [
-            functools.partial(_same, taken[i] if i in taken else self._param(i, p) if i in read else None)
-            for i, p in enumerate(params)
-        ]
+        own = [taken[i] if i in taken else self._param(i, p) if i in read else None for i, p in enumerate(params)]
+        asked = [lambda x=x: x for x in own]
         self._handed, self._handed_small = values, small
         changed = [i in taken for i in range(len(params))]
         self._pending = self._thread.submit(self._step, hosted, list(small), asked, changed, more)
@@ -220,15 +220,14 @@ class Running:
 
     def _whole(self, i: int, pieces: list) -> Any:
         """A new param on the host, from its chunks."""
-        x, plan = self.chain.plan.layouts[i], self.chain.plan
-        return joined(pieces, jax.ShapeDtypeStruct(x.state_shape, x.dtype), plan.home.sharding(x.state))
+        plan = self.chain.plan
+        return joined(pieces, plan.home.sharding(plan.layouts[i].state))
 
     def _on_host(self, grads: Sequence[Any]) -> list:
         """Gradients on their shards on the host, in memory of their own."""
         plan = self.chain.plan
-        copy = plan.home.mesh == plan.mesh
         rows = zip(on_shards(grads, plan), plan.layouts, strict=True)
-        return [None if g is None else moved(g, plan.home.sharding(x.state), copy=copy) for g, x in rows]
+        return [None if g is None else to_host(g, x.state, plan) for g, x in rows]
 
     def _small_on_host(self, leaves: Sequence[Any]) -> list:
         """The leaves that the user holds; None in the place of those that are kept."""
@@ -262,10 +261,6 @@ class Running:
         return param_on_host(param, self.chain.plan.layouts[i], self.chain.plan)
 
 
-def _same(x):
-    return x
-
-
 @jax.jit
 def _differ(a, b):
     return jnp.any(_other(a, b))
@@ -273,10 +268,7 @@ def _differ(a, b):
 
 def _theirs_or(mine: Any, handed: Any, new: Any) -> Any:
     """`new`, but where `mine` is other than what was handed out; keys too."""
-    if jax.dtypes.issubdtype(new.dtype, jax.dtypes.prng_key):
-        data = [jax.random.key_data(x) for x in (mine, handed, new)]
-        return jax.random.wrap_key_data(_merged(*data), impl=jax.random.key_impl(new))
-    return _merged(mine, handed, new)
+    return by_data(_merged, mine, handed, new)
 
 
 @jax.jit

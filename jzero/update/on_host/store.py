@@ -3,186 +3,22 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 
-from jzero.layout.host_mesh import moved
-from jzero.layout.leaf_rule import Layout, path_name
-from jzero.layout.placement import put
-from jzero.layout.specs import P
-from jzero.sharding import Plan
-from jzero.stream.placement import DEVICE, Placement
 from jzero.stream.schedule import Group
-from jzero.update.moment_dtype import ROUNDING_COUNT
-from jzero.update.on_host.units import Unit, Units, joined
-from jzero.update.padded_state import cut, pad, pin_state
-from jzero.update.sharded_update import ShardedUpdate, taken_over
+from jzero.update.on_host.chain import Chain
+from jzero.update.on_host.host_arrays import joined
+from jzero.update.on_host.units import Unit, Units
+from jzero.update.sharded_update import taken_over
 
 RESTORE = "jzero.checkpoint.restore(path, jzero.abstract(create, ...))"
 AHEAD = 2  # units that are dispatched before the new params of the first of them go to the device
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Chain:
-    """The transformation as the host runs it.
-
-    Attributes:
-      plan: the user's; `plan.home` is the one on the host mesh.
-      make: gives the transformation with its moments as they are stored, and the inner state as it knows it, abstract.
-      inner: the inner state as it is stored, abstract.
-      masters: the stored masters, abstract; None for a param that has none.
-      counts: the update takes the number of updates as well: [Note: a count of steps] in `moment_dtype.py`.
-    """
-
-    plan: Plan
-    make: Callable[[], tuple[Any, Any]]
-    inner: Any
-    masters: tuple[Any, ...]
-    counts: bool = False
-
-    def count(self, number: Any) -> dict[str, Any]:
-        """The keyword argument with the number of updates, where the update takes it."""
-        return {ROUNDING_COUNT: number} if self.counts else {}
-
-    @functools.cached_property
-    def leaves(self) -> list[Any]:
-        """All leaves, abstract: those of the inner state, then the masters."""
-        return [*jax.tree.leaves(self.inner), *(m for m in self.masters if m is not None)]
-
-    @functools.cached_property
-    def kept(self) -> list[bool]:
-        """Which of the leaves are kept outside: small ones of the inner state stay with the user."""
-        masters = sum(m is not None for m in self.masters)
-        return [*self.plan.offloaded(self.inner), *[True] * masters]
-
-    @functools.cached_property
-    def names(self) -> list[str]:
-        """The paths of the leaves; of a master that of its param."""
-        inner = [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(self.inner)]
-        return [*inner, *(x.name for x, m in zip(self.plan.layouts, self.masters, strict=True) if m is not None)]
-
-    @functools.cached_property
-    def specs(self) -> list[Any]:
-        """The layouts of the leaves."""
-        masters = [x.state for m, x in zip(self.masters, self.plan.layouts, strict=True) if m is not None]
-        return [*self.plan.state_specs(self.inner), *masters]
-
-    @functools.cached_property
-    def master_leaves(self) -> dict[int, int]:
-        """For each param with a master, which leaf that is."""
-        having = [i for i, m in enumerate(self.masters) if m is not None]
-        first = len(jax.tree.leaves(self.inner))
-        return {i: first + at for at, i in enumerate(having)}
-
-    @property
-    def placed_leaves(self) -> list[Any]:
-        """All leaves, abstract, with the shardings that they have when they are not handles."""
-        rows = zip(self.leaves, self.specs, self.kept, strict=True)
-        return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=(self.plan.home if k else self.plan).sharding(spec))
-            for x, spec, k in rows
-        ]
-
-    def units(self, grads: Sequence[Any], extra: Any, most: int | None = None) -> Units:
-        """The update cut into units.
-
-        Args:
-          grads: their types, None where a param has no gradient.
-          extra: keyword arguments of the update, abstract.
-          most: bytes of a unit.
-        """
-        home, layouts = self.plan.home, self.plan.layouts
-        count = len(layouts)
-        params = [
-            None if m is not None else jax.ShapeDtypeStruct(x.state_shape, x.dtype)
-            for m, x in zip(self.masters, layouts, strict=True)
-        ]
-        args, tree = jax.tree.flatten((params, list(grads), self.leaves, extra))
-        lies = [self._lies(x, layout.state) for x, layout in zip(params, layouts, strict=True) if x is not None]
-        wide = jnp.dtype("float32").itemsize  # sums of micro-batches are cut as gradients of the params' dtype are
-        lies += [self._lies(g, x.state, wide) for g, x in zip(grads, layouts, strict=True) if g is not None]
-        before = len(lies)
-        rows = zip(self.leaves, self.specs, self.kept, strict=True)
-        lies += [self._lies(x, spec) if kept else DEVICE for x, spec, kept in rows]
-        lies += [DEVICE] * (len(args) - len(lies))
-        rows = enumerate(zip(self.leaves, self.kept, strict=True))
-        kept = {before + i: i for i, (x, k) in rows if k and x.size > 1}
-
-        def fn(*flat):
-            params, grads, leaves, extra = tree.unflatten(flat)
-            news, leaves = self._updated(params, grads, leaves, extra)
-            return [n for n in news if n is not None] + leaves
-
-        def out_lies():
-            news = [self._lies(m, x.state) for m, x in zip(self.masters, layouts, strict=True) if m is not None]
-            state = [
-                Placement(h.sharding, before + i) if h.sharding is not None else DEVICE
-                for i, h in enumerate(lies[before : before + len(self.leaves)])
-            ]
-            return [*news, *state]
-
-        assert len(grads) == count
-        types = [
-            x if h.sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h.sharding)
-            for x, h in zip(args, lies, strict=True)
-        ]
-        return Units(fn, types, lies, out_lies, kept, home.sharding(P()), most=most)
-
-    def wide(self, i: int, param: Any) -> jax.Array:
-        """The initial master of a param that lies in its stored layout, for `initial`."""
-        m, x = self.masters[i], self.plan.layouts[i]
-        return param_on_host(param, x, self.plan).astype(x.dtype if m is None else m.dtype)
-
-    @functools.cached_property
-    def initial(self) -> Units:
-        """What makes a new state of masters (of params, where a param has none), each in its stored shape."""
-        home, layouts = self.plan.home, self.plan.layouts
-        wide = [
-            jax.ShapeDtypeStruct(x.state_shape, x.dtype if m is None else m.dtype)
-            for m, x in zip(self.masters, layouts, strict=True)
-        ]
-        lies = [self._lies(w, x.state) for w, x in zip(wide, layouts, strict=True)]
-
-        def fn(*wide):
-            tx, _ = self.make()
-            logical = [cut(w, x.shape, x.state, home) for w, x in zip(wide, layouts, strict=True)]
-            inner = pin_state(tx.init(self.plan.tree.unflatten(logical)), home)
-            masters = [w for w, m in zip(wide, self.masters, strict=True) if m is not None]
-            return [*jax.tree.leaves(inner), *masters]
-
-        rows = zip(self.leaves, self.specs, self.kept, strict=True)
-        out_lies = [self._lies(x, spec) if kept else DEVICE for x, spec, kept in rows]
-        return Units(fn, wide, lies, lambda: out_lies, {}, home.sharding(P()))
-
-    def _lies(self, x: Any, spec, itemsize: int = 0) -> Placement:
-        return DEVICE if x.size <= 1 else Placement(self.plan.home.sharding(spec), itemsize=itemsize)
-
-    def _updated(self, params: list, grads: list, leaves: list, extra) -> tuple[list, list]:
-        """New params as they are stored on shards, and the new leaves of the state."""
-        home, layouts = self.plan.home, self.plan.layouts
-        tree = jax.tree.structure(self.inner)
-        inner, flat = tree.unflatten(leaves[: tree.num_leaves]), iter(leaves[tree.num_leaves :])
-        masters = [None if m is None else next(flat) for m in self.masters]
-        tx, logical = self.make()
-        step = ShardedUpdate(tx, home, lambda: logical, self.plan.tree, extra)
-        inner, masters = step.cut(inner, masters)
-        rows = list(zip(params, masters, grads, layouts, strict=True))
-        wide = [cut(p, x.shape, x.state, home) if m is None else m for p, m, _, x in rows]
-        grads = [g if g is None else cut(g, x.shape, x.state, home) for _, _, g, x in rows]
-        news, inner, masters = step([None] * len(wide), wide, grads, inner, masters)
-        landed = [
-            None if m is None else pad(m if n is None else n, x.state_shape, x.state, home).astype(x.dtype)
-            for n, m, x in zip(news, masters, layouts, strict=True)
-        ]
-        return landed, [*jax.tree.leaves(inner), *(m for m in masters if m is not None)]
+_follow = jax.jit(taken_over, donate_argnums=1)
 
 
 class Store:
@@ -191,20 +27,17 @@ class Store:
     Attributes:
       chain: the transformation.
       generation: how many updates they have had.
+      most: bytes that a unit may have; None: arrays are not cut.
     """
 
-    place = "host"
+    gives_memory = True
+    """New state takes the memory of the old."""
 
-    def __init__(self, chain: Chain, leaves: Sequence[Any]):
-        self.chain, self.generation = chain, 0
+    def __init__(self, chain: Chain, leaves: Sequence[Any], most: int | None = None):
+        self.chain, self.generation, self.most = chain, 0, most
         self.arrays = [x if k else None for x, k in zip(leaves, chain.kept, strict=True)]
         self.broken = ""
         self._units: dict[Any, Units] = {}
-
-    @property
-    def most(self) -> int | None:
-        """Bytes that a unit may have; None: arrays are not cut."""
-        return None
 
     def leaves(self) -> list[Any]:
         """The arrays that are kept, whole; None in the place of a leaf that is not."""
@@ -276,17 +109,19 @@ class Store:
                 yield from waiting.popleft()
         while waiting:
             yield from waiting.popleft()
-        small_outs |= {v: joined(some, units.graph.avals[v], units.everywhere) for v, some in pieces.items()}
+        small_outs |= {v: joined(some, units.everywhere) for v, some in pieces.items()}
         return self._small_results(units, numbers, small_outs)
 
     def units_for(self, grads: Sequence[Any], extra: Any) -> Units:
         """The units for gradients and keyword arguments of these types."""
-        types = [None if g is None else jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
-        extra = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), extra)
-        key = str((types, extra))
-        if key not in self._units:
-            self._units[key] = self.chain.units(types, extra, self.most)
-        return self._units[key]
+        types = _types(grads, extra)
+        if str(types) not in self._units:
+            self._units[str(types)] = self.chain.units(*types, self.most)
+        return self._units[str(types)]
+
+    def cut_as(self, units: Units, grads: Sequence[Any], extra: Any) -> None:
+        """Has the units for gradients and keyword arguments of these types."""
+        self._units[str(_types(grads, extra))] = units
 
     def frozen_reads(self, grads: Sequence[Any], extra: Any) -> set[int]:
         """Which of the params without a master an update of these types reads."""
@@ -318,9 +153,6 @@ class Store:
         news = dict(zip(group.values, outs, strict=True))
         self.write(units, unit, news)
         return news
-
-    gives_memory = True
-    """New state takes the memory of the old."""
 
     def _own(self, units: Units, unit: Unit, given) -> list[int]:
         """The sources whose memory a result takes: state what replaces it, and gradients what replaces nothing."""
@@ -354,7 +186,7 @@ class Store:
                 add(param, math.prod(x.state_shape))
         for g in grads:
             if g is not None:
-                add(functools.partial(_same, g), g.size)
+                add(lambda g=g: g, g.size)
         for x, mine, k, array in zip(chain.leaves, small, chain.kept, self.arrays, strict=True):
             number = next(numbers)
             if not k or x.size <= 1:
@@ -377,42 +209,8 @@ class Store:
         """Masters of params that the user has replaced: see [Note: the master follows the param]."""
         for i, at in self.chain.master_leaves.items():
             if changed[i] and self.arrays[at] is not None:
-                self.arrays[at] = _taken_over(params[i](), self.arrays[at])
+                self.arrays[at] = _follow(params[i](), self.arrays[at])
 
 
-def _same(x):
-    return x
-
-
-@functools.partial(jax.jit, donate_argnums=1)
-def _taken_over(param, master):
-    return taken_over(param, master)
-
-
-def on_host(x: Any, plan: Plan) -> Any:
-    """A small array on every device of the host mesh, in memory of its own."""
-    target = plan.home.sharding(P())
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(on_host(jax.random.key_data(x), plan), impl=jax.random.key_impl(x))
-    if isinstance(x, jax.Array) and x.sharding.device_set == set(plan.mesh.devices.flat):
-        return moved(put(x, plan.sharding(P())), target, copy=plan.home.mesh == plan.mesh)
-    return put(np.array(x), target)
-
-
-def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
-    """The reverse, in a layout, in memory of its own too."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(on_devices(jax.random.key_data(x), P(), plan), impl=jax.random.key_impl(x))
-    return put(moved(x, plan.sharding(P()), copy=plan.home.mesh == plan.mesh), plan.sharding(spec))
-
-
-def param_on_host(param: Any, x: Layout, plan: Plan) -> jax.Array:
-    """A param on the shards of its state on the host, in memory of its own."""
-    return moved(_shard_of(plan, x)(param), plan.home.sharding(x.state), copy=plan.home.mesh == plan.mesh)
-
-
-@functools.lru_cache(maxsize=1024)
-def _shard_of(plan: Plan, x: Layout):
-    return jax.jit(
-        lambda p: pad(plan.constrain(p, x.state), x.state_shape, x.state, plan), out_shardings=plan.sharding(x.state)
-    )
+def _types(grads: Sequence[Any], extra: Any) -> tuple[list[Any], Any]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (list(grads), extra))

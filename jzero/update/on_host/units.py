@@ -9,12 +9,6 @@ A fresh result costs more than the arithmetic: the system maps and zeroes its pa
 AdamW with bf16 params updates 0.22 G params/s, against 0.55 where nothing is fresh). New state takes the buffers of the
 old, and a new param that of its gradient.
 
-[Note: a division is a product]
-XLA:CPU does not repeat a division in each loop that reads its result: it writes the result to memory, fresh each time.
-After `clip_by_global_norm` that is a gradient in fp32, and costs more than the rest of AdamW (0.20 G params/s with it,
-0.60 without). So what is divided by a single number is multiplied by its inverse, in 32 bits or more; the last bit may
-differ.
-
 [Note: numbers before units]
 A number that is made from large arrays (a norm, an inner product) is there before any unit runs. It is added up chunk
 by chunk where a reduction of elementwise values makes it and all that the store keeps of it is cut alike. Any other is
@@ -33,12 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.core.graph import FlatFunction, Node
 from jzero.core.primitives import REDUCTIONS
 from jzero.stream.chunks import Chunk
 from jzero.stream.placement import Placement
 from jzero.stream.schedule import ALIVE, Group, Schedule
 from jzero.stream.streaming import computed
+from jzero.update.on_host.update_graph import UpdateGraph
 
 WHOLE = 2**62  # a bound that cuts nothing
 TOGETHER = 64 * 2**20  # bytes of small arrays that one unit updates, at least
@@ -57,31 +51,6 @@ class Unit:
     kept: tuple[tuple[int, int], ...]
 
 
-class _Product(Node):
-    """A division by a single number: see [Note: a division is a product]."""
-
-    def run(self, values: Sequence[Any]) -> list[Any]:
-        with self.scope():
-            return [values[0] * (1 / values[1])]
-
-
-class _Update(FlatFunction):
-    """An update as a graph."""
-
-    def _node(self, node: Node) -> None:
-        if node.name == "div" and self._is_number(node.ins[1]) and not self.is_small(node.ins[0]):
-            dtype = self.avals[node.outs[0]].dtype
-            if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4:
-                node = _Product(node.eqn, node.ins, node.outs, node.outer)
-        super()._node(node)
-
-    def _is_number(self, value: int) -> bool:
-        """True for one, or for an array of copies of one."""
-        maker = self.makers.get(value)
-        copied = maker is not None and maker.name == "broadcast_in_dim" and self.is_small(maker.ins[0])
-        return copied or self.is_small(value)
-
-
 class Units:
     """An update as programs.
 
@@ -89,7 +58,7 @@ class Units:
       fn: flat arrays to a flat list.
       args: abstract.
       placements: of each of them; a single number, or few, lies on every device.
-      out_placements: of the results, asked for once `fn` has been traced.
+      out_placements: of the results.
       kept: the positions of the arguments that the store keeps, and which leaf of the state each of them is.
       everywhere: the sharding of what is on every device.
       most: bytes that a unit may have; None: arrays are not cut.
@@ -100,15 +69,15 @@ class Units:
         fn: Callable[..., Sequence[Any]],
         args: Sequence[Any],
         placements: Sequence[Placement],
-        out_placements: Callable[[], Sequence[Placement]],
+        out_placements: Sequence[Placement],
         kept: Mapping[int, int],
         everywhere: Any,
         *,
         most: int | None = None,
     ):
-        self.graph = _Update(fn, args)
+        self.graph = UpdateGraph(fn, args)
         self.args, self.everywhere = args, everywhere
-        self.placements, self.out_placements = placements, out_placements()
+        self.placements, self.out_placements = placements, out_placements
         self.kept = {self.graph.ins[i]: leaf for i, leaf in kept.items()}
         bound = ALIVE * most if most is not None else ALIVE * max(self._largest(), TOGETHER)
         self.schedule = Schedule(self.graph, placements, self.out_placements, bound, most=None)
@@ -343,22 +312,3 @@ class Units:
             key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
             return x if key else jax.lax.with_sharding_constraint(x, self.everywhere)
         return jax.lax.with_sharding_constraint(x, placement.sharding if chunk is None else chunk.layout)
-
-
-def joined(pieces: Sequence[tuple[Any, Any]], leaf: Any, sharding) -> Any:
-    """A whole array from its chunks."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
-    chunks = tuple(c for _, c in pieces)
-    return _join(chunks, tuple(leaf.shape), sharding)([x for x, _ in pieces])
-
-
-@functools.lru_cache(maxsize=256)
-def _join(chunks: tuple[Any, ...], shape: tuple[int, ...], sharding):
-    def join(pieces):
-        whole = jax.numpy.zeros(chunks[0].view, pieces[0].dtype)
-        for x, chunk in zip(pieces, chunks, strict=True):
-            whole = jax.lax.dynamic_update_slice(whole, x, chunk.start)
-        return jax.numpy.reshape(whole, shape)
-
-    return jax.jit(join, out_shardings=sharding)

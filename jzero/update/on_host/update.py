@@ -14,11 +14,13 @@ from jzero.core.jaxprs import is_tracer
 from jzero.layout.host_mesh import moved
 from jzero.layout.specs import P
 from jzero.sharding import Plan
+from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.disk_tier import DiskTier
 from jzero.update.on_host.handles import Handle, Held, held_in
-from jzero.update.on_host.landing import landed, on_plan
+from jzero.update.on_host.host_arrays import on_plan, param_on_host
+from jzero.update.on_host.landing import landed
 from jzero.update.on_host.running import Running
-from jzero.update.on_host.store import Chain, Store, param_on_host
+from jzero.update.on_host.store import Store
 from jzero.update.zero_state import ZeroState
 
 MOVE = (
@@ -31,8 +33,7 @@ MOVE = (
 def check_outside(leaves: Sequence[Any], plan: Plan) -> None:
     """Raises TypeError where an update outside of the program is traced, with the two lines to move."""
     if any(is_tracer(x) for x in leaves):
-        tier = plan.config.tier
-        option = 'Offload(tier="disk")' if tier is not None and tier.tier == "disk" else 'Offload(update="host")'
+        option = 'Offload(tier="disk")' if plan.config.in_files else 'Offload(update="host")'
         raise TypeError(f"jzero.zero: {MOVE.format(option=option)}")
 
 
@@ -57,25 +58,20 @@ def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> Z
         leaves = [*jax.tree.leaves(inner), *own]
     updates = 0 if count is None or abstract else int(count)
     store = None if abstract else _new_store(chain, leaves, step, updates)
-    return state_of(chain, [None if k else x for x, k in zip(leaves, chain.kept, strict=True)], store)
+    return state_of(chain, leaves, store)
 
 
 def state_of(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
-    """The user's state: `own` are the leaves that are not handles, None in the place of the others."""
-    tier = chain.plan.config.tier
-    place = "disk" if tier is not None and tier.tier == "disk" else "host"
+    """The user's state: of `own` those leaves that are not handles."""
+    place = "disk" if chain.plan.config.in_files else "host"
     rows = zip(chain.leaves, own, chain.kept, strict=True)
     handles = [Handle(tuple(x.shape), x.dtype.name, place) if k else mine for x, mine, k in rows]
-    tree = jax.tree.structure(chain.inner)
-    masters = iter(handles[tree.num_leaves :])
-    named = [None if m is None else next(masters) for m in chain.masters]
+    inner, masters = chain.parts(handles)
     total = sum(h.nbytes for h in handles if isinstance(h, Handle))
-    where = chain.plan.sharding(P())
-    if running is None:
-        number: Any = jax.ShapeDtypeStruct((), np.int32, sharding=where)
-    else:
-        number = jax.device_put(jnp.int32(running.generation), where)
-    return ZeroState(tree.unflatten(handles[: tree.num_leaves]), Held(number, named, total, running))
+    stamp: Any = jax.ShapeDtypeStruct((2,), np.int32, sharding=chain.plan.sharding(P()))
+    if running is not None:
+        stamp = running.stamp()
+    return ZeroState(inner, Held(stamp, masters, total, running))
 
 
 def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, list[Any], int]:
@@ -83,18 +79,16 @@ def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, lis
     if snapshot is not None:
         DiskTier.copy(chain, snapshot)
     tier, small = DiskTier.open(chain)
-    own = [None if k else x for k, x in zip(chain.kept, small, strict=True)]
     found: dict[int, list[Any]] = {}
     plan, at = chain.plan, {leaf: i for i, leaf in chain.master_leaves.items()}
     for leaf, x, chunk in tier.every(set(at)):
         value = x.astype(plan.layouts[at[leaf]].dtype)
         found.setdefault(at[leaf], []).append((moved(value, on_plan(value, plan), copy=True), chunk))
-    return state_of(chain, own, Running(tier, tier.train_step)), landed(found, plan), tier.train_step
+    return state_of(chain, small, Running(tier, tier.train_step)), landed(found, plan), tier.train_step
 
 
 def _new_store(chain: Chain, leaves: Sequence[Any], step: Any, updates: int) -> Any:
-    tier = chain.plan.config.tier
-    if tier is None or tier.tier != "disk":
+    if not chain.plan.config.in_files:
         return Running(Store(chain, leaves), updates)
 
     def contents(units, unit):
@@ -110,8 +104,7 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
     """
     held = held_in(state)
     assert held is not None
-    running = _running(held)
-    tree = jax.tree.structure(chain.inner)
+    running = held.store
     if running is None:
         leaves = chain.placed_leaves
     else:
@@ -119,10 +112,8 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
         params, own = running.settled(params, jax.tree.leaves(state.inner))
         mine = iter(own)
         leaves = [next(mine) if x is None else x for x in running.store.leaves()]
-    masters = iter(leaves[tree.num_leaves :])
-    found = [None if m is None else next(masters) for m in chain.masters]
-    inner = tree.unflatten(leaves[: tree.num_leaves])
-    rows = zip(found, chain.plan.layouts, strict=True)
+    inner, masters = chain.parts(leaves)
+    rows = zip(masters, chain.plan.layouts, strict=True)
     wide = [m if m is not None and m.dtype != x.dtype else None for m, x in rows]  # others are their params
     if all(m is None for m in wide) and not chain.counts:
         return inner, params
@@ -133,16 +124,6 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
     return ZeroState(inner, chain.plan.tree.unflatten(wide), count), params
 
 
-def _running(held: Held) -> Any:
-    if held.is_lost:
-        raise RuntimeError(
-            "jzero: the masters and moments of this state are gone, or not known: for a while no state that held them "
-            "was alive, or a program compiled for an abstract state returned it, and there are several states of its "
-            "kind. Keep the state itself, and not only its leaves and their structure."
-        )
-    return held.store
-
-
 def update_held(grads: Sequence[Any], state: Any, params: Sequence[Any], extra: Any) -> tuple[list, ZeroState]:
     """The new params, None where they stay, and the new state of one with handles.
 
@@ -151,7 +132,7 @@ def update_held(grads: Sequence[Any], state: Any, params: Sequence[Any], extra: 
       ValueError: an older state.
     """
     held = held_in(state)
-    running = None if held is None else _running(held)
+    running = None if held is None else held.store
     if running is None:
         raise TypeError(
             "jzero.zero: update: this optimizer state has no handles to arrays on the host. Pass what tx.init(params), "

@@ -13,10 +13,9 @@ What always holds
   `buffer_bytes`, and what an interpreter and its threads take. Nothing here knows of JAX arrays or plans.
 """
 
-from jzero.update.on_host.disk.lock import StoreInUse
 from jzero.update.on_host.disk.step import DiskStep
 from jzero.update.on_host.disk.store import DiskStore
 from jzero.update.on_host.disk.transfers import DamagedStore
 from jzero.update.on_host.disk.units import FileUnit
 
-__all__ = ["DiskStore", "DiskStep", "FileUnit", "DamagedStore", "StoreInUse"]
+__all__ = ["DiskStore", "DiskStep", "FileUnit", "DamagedStore"]

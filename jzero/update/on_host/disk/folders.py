@@ -50,10 +50,7 @@ def make(*folders: Path, where: str) -> None:
         what = f"{where}: there is no folder to make {first.name!r} in. Is the disk mounted?"
         raise FileNotFoundError(errno.ENOENT, what, str(first.parent))
     try:
-        for new in folders:
-            if not new.is_dir():
-                new.mkdir(exist_ok=True)
-                durable.flush(new.parent)
+        durable.make_folder(folders[-1])
     except OSError as error:
         what = f"{error.strerror}: {where} cannot make its folder"
         raise type(error)(error.errno, what, str(error.filename)) from error

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jzero.core import durable
+from jzero.core.folder_lock import NAME as LOCK
 from jzero.update.on_host.disk import record as records
-from jzero.update.on_host.disk.lock import NAME as LOCK
 
 _FICLONE = 0x40049409  # linux/fs.h; Python has no name for it
 _CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM,
@@ -34,7 +34,7 @@ def take(record: records.Record, files: Iterable[Path], dest: Path) -> str:
     temporary.mkdir()
     try:
         ways = [_duplicate(file, temporary / file.name) for file in files]
-        (temporary / LOCK).touch()
+        (temporary / LOCK).touch()  # for readers who may not write there
         records.write(temporary, record)
         durable.flush(temporary)
         durable.rename(temporary, dest)

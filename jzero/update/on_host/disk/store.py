@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -11,17 +12,15 @@ from typing import Any
 import numpy as np
 
 from jzero.core.errors import counted
+from jzero.core.folder_lock import FolderLock
 from jzero.update.on_host.disk import checks, folders, snapshots
 from jzero.update.on_host.disk import record as records
 from jzero.update.on_host.disk.frames import Frames, check_room
-from jzero.update.on_host.disk.lock import FolderLock
 from jzero.update.on_host.disk.record import Record
 from jzero.update.on_host.disk.slots import Slots
-from jzero.update.on_host.disk.step import DiskStep
+from jzero.update.on_host.disk.step import WHERE, DiskStep
 from jzero.update.on_host.disk.transfers import DamagedStore
 from jzero.update.on_host.disk.units import FileUnit
-
-WHERE = 'jzero: Offload(tier="disk")'
 
 
 class DiskStore:
@@ -101,7 +100,7 @@ class DiskStore:
           ValueError: two units of one name, a unit larger than a quarter of the buffer, folders of another number of
             processes, or a store that is there already: nothing is overwritten.
           TypeError: an identity that is not JSON.
-          StoreInUse: another run has it open.
+          FolderInUse: another run has it open.
           OSError: the disk is full (says what is needed and free), or nothing can be written there.
         """
         where = f"{WHERE}: create"
@@ -110,26 +109,20 @@ class DiskStore:
         check_room(units, buffer_bytes, where=where)
         record = Record.first(units, records.plain(identity, where=where))
         folder = folders.of(Path(path), process, where=where)
-        if folder.is_dir():
-            FolderLock(folder, shared=True, where=where).release()  # in use is said first
-        checks.nothing_there(folder, where=where)
         folders.make(folder.parent, folder, where=where)
-        lock = FolderLock(folder, where=where)
-        store, mine = None, False
-        try:
-            checks.nothing_there(folder, where=where)  # made since the last look
-            mine = True
+        with contextlib.ExitStack() as undo:
+            lock = _locked(folder, where=where)  # in use is said first
+            undo.callback(lock.release)
+            checks.nothing_there(folder, where=where)
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
             for file in folder.glob("unit-*"):  # of a creation that did not end
                 file.unlink()
             store = cls(folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=False)
+            undo.callback(store._slots.close)
             store._slots.preallocate(((i, s) for i in range(len(units)) for s in (0, 1)), where=where)
             store._slots.probe([0] * len(units))
             records.write_first(folder, record)
-        except BaseException:
-            if mine:
-                shutil.rmtree(folder, ignore_errors=True)
-            _end(store, lock)
-            raise
+            undo.pop_all()
         return store
 
     @classmethod
@@ -155,7 +148,7 @@ class DiskStore:
           FileNotFoundError: there is no store.
           ValueError: other units, another identity or another number of processes than the store was created with; a
             unit larger than a quarter of the buffer; a store of another version.
-          StoreInUse: another run has it open.
+          FolderInUse: another run has it open.
           DamagedStore: no record is whole.
           OSError: a missing slot cannot be allocated, or a file cannot be read.
         """
@@ -164,9 +157,9 @@ class DiskStore:
         folder = folders.of(Path(path), process, where=where)
         if not folder.is_dir():
             raise FileNotFoundError(f"{where}: there is no optimizer state in {folder}.")
-        lock = FolderLock(folder, shared=read_only, where=where)
-        store = None
-        try:
+        with contextlib.ExitStack() as undo:
+            lock = _locked(folder, shared=read_only, where=where)
+            undo.callback(lock.release)
             record = records.load(folder)
             if record is None:
                 raise FileNotFoundError(
@@ -174,17 +167,14 @@ class DiskStore:
                 )
             checks.same(record, units, identity, folder, where=where)
             check_room(record.units, buffer_bytes, where=where)
-            store = cls(
-                folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=read_only
-            )
+            store = cls(folder, record, lock, buffer_bytes=buffer_bytes, requests=requests, read_only=read_only)
+            undo.callback(store._slots.close)
             if not read_only:
                 records.settle(folder)
                 free = ((i, record.other(i)) for i in range(len(record.units)))
                 store._slots.preallocate(free, where=where)
             store._slots.probe([max(s, 0) for s in record.slots])
-        except BaseException:
-            _end(store, lock)
-            raise
+            undo.pop_all()
         return store
 
     @property
@@ -279,7 +269,8 @@ class DiskStore:
             if self._step is not None:
                 self._step.abandon()
             self._closed = True
-            _end(self, self._lock)
+            self._slots.close()
+            self._lock.release()
 
     def __enter__(self) -> DiskStore:
         return self
@@ -297,9 +288,7 @@ class DiskStore:
         try:
             records.write(self.folder, record)
         except BaseException:
-            self._unsure = (
-                True  # the record may be on the disk: no slot of either generation may be written now
-            )
+            self._unsure = True  # the record may be on the disk: no slot of either generation may be written now
             records.invalidate(self.folder, record.generation)
             self._unsure = False
             raise
@@ -319,7 +308,10 @@ class DiskStore:
             raise RuntimeError(f"{WHERE}: {verb}: a step is open; commit or abandon it first.")
 
 
-def _end(store: DiskStore | None, lock: FolderLock) -> None:
-    if store is not None:
-        store._slots.close()
-    lock.release()
+def _locked(folder: Path, *, shared: bool = False, where: str) -> FolderLock:
+    lock = FolderLock(
+        folder, where=where, keeps="state", own="delete the state that uses it",
+        advice="To read a state while a run goes on, take a snapshot of it.",
+    )  # fmt: skip
+    lock.acquire(shared=shared)
+    return lock

@@ -1,0 +1,71 @@
+"""Small leaves and params on their way between the devices of the plan and the host mesh; arrays from their chunks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.layout.host_mesh import moved
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.placement import by_data, is_key, put
+from jzero.layout.specs import P
+from jzero.sharding import Plan
+from jzero.stream.chunks import Chunk, whole_of
+from jzero.update.padded_state import pad
+
+
+def to_host(x: jax.Array, spec: PartitionSpec, plan: Plan) -> jax.Array:
+    """An array that lies in a layout, on the host mesh in memory of its own."""
+    return moved(x, plan.home.sharding(spec), copy=plan.home.mesh == plan.mesh)
+
+
+def on_host(x: Any, plan: Plan) -> Any:
+    """A small array on every device of the host mesh, in memory of its own."""
+    if is_key(x):
+        return by_data(lambda x: on_host(x, plan), x)
+    if isinstance(x, jax.Array) and x.sharding.device_set == set(plan.mesh.devices.flat):
+        return to_host(put(x, plan.sharding(P())), P(), plan)
+    return put(np.array(x), plan.home.sharding(P()))
+
+
+def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
+    """The reverse, in a layout, in memory of its own too."""
+    if is_key(x):
+        return by_data(lambda x: on_devices(x, P(), plan), x)
+    return put(moved(x, plan.sharding(P()), copy=plan.home.mesh == plan.mesh), plan.sharding(spec))
+
+
+def param_on_host(param: Any, x: Layout, plan: Plan) -> jax.Array:
+    """A param on the shards of its state on the host, in memory of its own."""
+    return to_host(_shard_of(plan, x)(param), x.state, plan)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shard_of(plan: Plan, x: Layout):
+    return jax.jit(
+        lambda p: pad(plan.constrain(p, x.state), x.state_shape, x.state, plan), out_shardings=plan.sharding(x.state)
+    )
+
+
+def on_plan(value: jax.Array, plan: Plan) -> NamedSharding:
+    """The layout of an array of the host mesh on the plan's."""
+    sharding: Any = value.sharding
+    split = len(sharding.mesh.shape) == len(plan.array_mesh.shape)
+    return NamedSharding(plan.array_mesh if split else plan.mesh, sharding.spec)
+
+
+def joined(pieces: Sequence[tuple[Any, Chunk | None]], sharding) -> Any:
+    """A whole array in its stored shape from its chunks."""
+    if len(pieces) == 1 and pieces[0][1] is None:
+        return pieces[0][0]
+    return _join(tuple(c for _, c in pieces), sharding)([x for x, _ in pieces])
+
+
+@functools.lru_cache(maxsize=256)
+def _join(chunks: tuple[Any, ...], sharding):
+    return jax.jit(functools.partial(whole_of, chunks), out_shardings=sharding)
