@@ -211,7 +211,7 @@ def test_zero_refuses_what_is_no_transformation(mesh):
         tx.update({"w": jnp.ones((64, 64))}, tx.init({"w": jnp.ones((64, 64))}))
     with raises(ValueError, "not the one that the plan was made for", "['w']", "[64,64]", "[8,8]"):
         tx.init({"w": jnp.ones((8, 8))})
-    with raises(TypeError, "this TrainState was not sharded by jzero"):
+    with raises(TypeError, "this TrainState has no plan. Pass a TrainState from jzero.shard"):
         jzero.plan_of(create_state())
 
 

@@ -193,7 +193,13 @@ def _tensors(
         out = wanted if wanted is not None and given and floating else stored[1]
         if out.name not in DTYPES:
             raise ValueError(f"{where}: {text(name)} has dtype {out.name}, which safetensors does not have.")
-        found.append(_Tensor(renamed(".".join(plain), names), source, stored, out))
+        given_name = renamed(".".join(plain), names)
+        if not isinstance(given_name, str):
+            raise TypeError(
+                f"{where}: names gives {given_name!r} for {'.'.join(plain)!r}, and every tensor needs a name. To "
+                "export some params, save them alone: jzero.checkpoint.save(path, some_params)."
+            )
+        found.append(_Tensor(given_name, source, stored, out))
     double = sorted(name for name, count in Counter(t.name for t in found).items() if count > 1)
     if double:
         raise ValueError(

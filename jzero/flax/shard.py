@@ -191,7 +191,7 @@ def plan_of(state: Any) -> Plan:
       state: a TrainState, an nnx optimizer, a pair of model and optimizer, or a wrapped transformation.
 
     Raises:
-      TypeError: it was not sharded by jzero.
+      TypeError: it has no plan.
     """
     candidates = [state, getattr(state, "tx", None)]
     if isinstance(state, (tuple, list)) and not is_wrapped(state):
@@ -200,8 +200,8 @@ def plan_of(state: Any) -> Plan:
         if is_wrapped(tx):
             return tx.init.plan
     raise TypeError(
-        f"jzero.plan_of: this {type(state).__name__} was not sharded by jzero. Pass what jzero.shard returned, or "
-        "a transformation from jzero.zero."
+        f"jzero.plan_of: this {type(state).__name__} has no plan. Pass a TrainState from jzero.shard, of an "
+        "NNX pair the optimizer or both (a model does not know its plan), or a transformation from jzero.zero."
     )
 
 

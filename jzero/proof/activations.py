@@ -4,7 +4,7 @@
 A value is saved where forward code makes it and backward code reads it. A loop over layers saves stacks: results of the
 forward loop that are not what went in. Tuples, barriers and bitcasts between are not readers. Weights that were cast or
 gathered in the forward pass and kept count as well: they take the same memory, and a plan that does not want them finds
-them here.
+them here. In the body of a loop over micro-batches each round saves its own, in the same memory: it counts once.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ def find_activations(module: Module, transfers: tuple[Transfer, ...]) -> Activat
     if not module.has_backward:
         return None
     places = list(walk(module))
-    entry = Place(module.computations[module.entry])
     moved = {
         to: sum(t.total_bytes for t in transfers if (t.to, t.phase, t.scope) == (to, phase, ""))
         for to, phase in (("host", "forward"), ("device", "backward"))
     }
     return Activations(
-        saved=sum(_saved(module, entry)),
+        saved=sum(size for p in places for size in _saved(module, p)),
         host=min(moved.values()),
         recomputed=sum(_again(p) for p in places),
     )

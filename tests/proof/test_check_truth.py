@@ -174,6 +174,11 @@ def test_a_step_that_never_updates(stage, donated, mesh):
         loss, grads = grads_of(state, data)
         return state.apply_gradients(grads=grads), loss
 
+    program = lowered(forgets_to_update, state, data, donate_argnums=(0,))
+    (finding,) = jzero.findings(program, plan)  # nobody says what it reads
+    assert finding.kind == "not_trained"
+    assert finding.text.endswith("if it is not to train, pass uses=jzero.uses_of(step, ...).")
+
     assert found(updates) == []
     for_another = lambda state, data: (state, *grads_of(state, data))  # noqa: E731 - gradients to add up
     assert found(for_another) == []

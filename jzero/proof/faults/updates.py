@@ -45,13 +45,15 @@ def _not_returned(e: Evidence) -> Faults:
 
 
 def _unchanged(e: Evidence) -> Faults:
-    """A step that takes optimizer state and gradients, and gives every param back as it came.
+    """A step that takes optimizer state, and gives every param back as it came.
 
-    One that returns gradients leaves the update to another function.
+    One that returns gradients leaves the update to another function. XLA drops a backward pass that nothing reads: what
+    the program takes says that it is to train.
     """
     optimizer = any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in e.leaves)
     known = e.record is not None and (e.record.updates or e.record.has_backward)  # which XLA may have dropped
-    trains = optimizer and (e.module.has_backward or e.uses or known)
+    guessed = e.uses is None and not known and not e.module.has_backward
+    trains = optimizer and (e.trains if guessed else e.module.has_backward or e.uses or known)
     if not trains or e.others or e.plan.config.updates_outside:
         return
     numbers, returned = parameter_numbers(e.compiled), _passed_on(e.module)
@@ -65,8 +67,9 @@ def _unchanged(e: Evidence) -> Faults:
         return
     leaves = [x for x, _ in params]
     yield (
-        f"the step takes gradients and never updates: {counted(len(leaves), 'param comes', 'params come')} back as "
-        f"{'it' if len(leaves) == 1 else 'they'} went in. {names_text(leaves)}",
+        f"the step takes optimizer state and never updates: {counted(len(leaves), 'param comes', 'params come')} back "
+        f"as {'it' if len(leaves) == 1 else 'they'} went in. {names_text(leaves)}"
+        + (" It has no backward pass; if it is not to train, pass uses=jzero.uses_of(step, ...)." if guessed else ""),
         sum(x.held for x in leaves),
         "linen: return state.apply_gradients(grads=grads); NNX: optimizer.update(model, grads); optax: params = "
         "optax.apply_updates(params, updates), with updates from tx.update(grads, opt_state, params).",
