@@ -425,6 +425,8 @@ def test_one_text_is_no_list(path, tmp_path):
         loaded(tmp_path / "m.safetensors", ignore=["*.attn.bias"])
     with pytest.raises(TypeError, match="include is a list"):
         checkpoint.export(path, tmp_path / "e.safetensors", include="batch_stats")
+    with pytest.raises(TypeError, match=r"names gives None for .*every tensor needs a name"):
+        checkpoint.export(path, tmp_path / "e.safetensors", names=lambda name: None)
     with pytest.raises(TypeError, match="ignore is a list of texts"):
         loaded(tmp_path / "m.safetensors", ignore=[3])
     with pytest.raises(TypeError, match="names is a function or a mapping"):
