@@ -57,7 +57,7 @@ COLUMNS = {"stage 1": (1, False), "2, one bucket": (2, False), "2": (2, True), "
 
 
 def cell(row: Row, stage: int, several: bool) -> str:
-    """Where and by what the gradient of this use is reduced; * where jzero makes it."""
+    """Where the gradient of this use is reduced, and how; a star if jzero makes the gradient itself."""
     bucket = BUCKET if several else 10**9
     others = {f"w{i}": jax.ShapeDtypeStruct((64, 64), row.dtype) for i in range(2)}
     params = {"w": jax.ShapeDtypeStruct(row.shape, row.dtype), **others}

@@ -95,7 +95,7 @@ def _watch_main_thread() -> None:
     monitoring.register_callback(tool, events.PY_RETURN, left)
     monitoring.register_callback(tool, events.PY_UNWIND, left)
     monitoring.set_local_events(tool, outermost, events.PY_RETURN)
-    monitoring.set_events(tool, events.PY_UNWIND)  # of all frames: there is no such event of one
+    monitoring.set_events(tool, events.PY_UNWIND)  # of all frames: there is no such event for one frame
 
 
 def _at_exit() -> None:

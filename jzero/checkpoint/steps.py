@@ -251,7 +251,7 @@ class Steps:
         return max(ranks, key=lambda step: ranks[step], default=None)
 
     def _rank(self, step: int) -> float:
-        """Larger is better; nan where there is no such metric, or it is in doubt."""
+        """Larger is better; nan if the step lacks that metric, or it is in doubt."""
         if step not in self._metrics and step not in self._doubts:
             self._read_metrics(step)
         value = self._metrics.get(step, {}).get(str(self._metric), math.nan)

@@ -18,9 +18,9 @@ By
   dims] in `reduce_scatter.py`.
 
 Dtypes
-  A gradient is *made* (and summed) in one dtype and *sent* in another. `reduce_dtype` asks for both: a wider one than
-  the weight's for what it is made in, since XLA reduces in the dtype of the matmul that makes a gradient, whatever is
-  cast afterwards; a narrower one for what is sent.
+  A gradient is *made* (and summed) in one dtype and may be *sent* in another. A `reduce_dtype` that is wider than the
+  weight's dtype is the one in which it is made: XLA reduces in the dtype of the matmul that makes a gradient, and
+  ignores a later cast. A narrower `reduce_dtype` is the one in which it is sent.
 """
 
 from __future__ import annotations
@@ -111,5 +111,5 @@ class Route:
 
 
 def equal_parts(size: int, wanted: int) -> int:
-    """The smallest divisor of `size` that is at least `wanted`; 1 where there is none up to 1024."""
+    """The smallest divisor of `size` that is at least `wanted`; 1 if no divisor up to 1024 is."""
     return next((n for n in range(max(wanted, 1), min(size, 1024) + 1) if size % n == 0), 1)

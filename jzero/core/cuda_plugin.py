@@ -42,7 +42,7 @@ def hide() -> None:
 
 
 def start() -> bool:
-    """Register the plugin with JAX, without the CUDA libraries (compiling needs none); False if there is no plugin."""
+    """Register the plugin with JAX, without CUDA libraries, which compiling does not need; False without a plugin."""
     for name in NAMES:
         if getattr(sys.modules.get(name), "__doc__", None) == HIDDEN:
             del sys.modules[name]

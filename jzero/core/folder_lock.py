@@ -11,10 +11,10 @@ that is queued again on another host starts by itself.
 [Note: one observer at a time]
 Several observers may find the same stale lock. Who gets the `flock` takes it over in place. One that a file server
 keeps for a dead host is removed instead, and observers that looked at it long ago must not remove what another has put
-in its place since: each looks again while it alone holds the folder. On the file that it has locked each looks whether
-it is still the one of that name, and one that it has not made, and in which nobody is named, it looks at twice. Where
-nothing can be locked, who takes over a stale one looks after a moment whether what it wrote is there still; two hosts
-that look within the same millisecond may both win, and `check` tells one of them.
+in its place since: each looks again while it alone holds the folder. After locking a file, an observer checks that the
+name still refers to that file. It looks twice at a file that another process made and that names no holder yet. Where
+nothing can be locked, the process that takes over a stale lock checks after a moment that the file still holds what it
+wrote. Two hosts that look within the same millisecond may both win; `check` then tells one of them.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _schedule(draft: Draft, name: str, rate: float | None) -> str:
     left = "1" if done else f"{total} - {warmup}"  # DeepSpeed divides by at least 1 too
     high = rate if draft.values.get("scheduler.params.warmup_max_lr") == AUTO else given.get("warmup_max_lr", rate)
     if high is None:
-        raise ValueError(f"{name} rises to the optimizer's lr, and there is none.")
+        raise ValueError(f"{name} rises to the optimizer's lr, which the file does not set.")
     low = given.get("warmup_min_lr", given.get("warmup_min_ratio", 0.0) * (rate or 0.0))
     rise = f"optax.linear_schedule({low}, {high}, {warmup})"
     if given.get("warmup_type") != "linear":

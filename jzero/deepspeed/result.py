@@ -42,8 +42,8 @@ class FromDeepSpeed:
         `loss_fn`, `Block`, `shapes` and `model` of yours; `...` stands where you fill something in.
       mapped: keys that became a part of the above.
       not_needed: keys without a counterpart, each with the reason; also those that switch something off.
-      not_supported: keys that ask for what is not there, each with what to do in its place.
-      notes: where a default is another one than DeepSpeed's.
+      not_supported: keys for features that jzero lacks, each with what to do instead.
+      notes: defaults that differ from DeepSpeed's.
     """
 
     config: ZeroConfig

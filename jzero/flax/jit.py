@@ -24,10 +24,11 @@ from jzero.flax.donation import (
     replaced,
     subtrees,
 )
+from jzero.flax.nnx_jit import NnxJit
+from jzero.flax.shard import plans_in
 from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
 from jzero.layout.batches import abstract_batch
 from jzero.layout.leaf_rule import path_keys
-from jzero.optim import is_wrapped
 from jzero.sharding import Plan, check_plan
 
 
@@ -121,7 +122,7 @@ class Jit:
         """Itself, or where it was given no plan, the one for that of the state among the arguments."""
         if self.known is not None:
             return self
-        found = {x.tx.init.plan for x in (*args, *kwargs.values()) if is_wrapped(getattr(x, "tx", None))}
+        found = set(plans_in((*args, *kwargs.values())))
         if len(found) != 1:
             raise ValueError(
                 f"jzero.jit: {'arguments of several plans say' if found else 'no argument says'} how to split "
@@ -129,7 +130,7 @@ class Jit:
             )
         (plan,) = found
         if plan not in self._by_plan:
-            self._by_plan[plan] = dataclasses.replace(self, known=plan, _jitted={}, _compared=set(), _by_plan={})
+            self._by_plan[plan] = Jit(self.step, plan, self.options)
         return self._by_plan[plan]
 
     def __call__(self, *args, **kwargs):
@@ -291,34 +292,6 @@ class Jit:
         leaves = [(path_keys(k), np.shape(x)) for k, x in jax.tree_util.tree_leaves_with_path(arg)]
         plans = (self.plan, self.plan.trained)
         return any(leaves == [(x.keys, x.shape) for x in plan.layouts] for plan in plans)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class NnxJit:
-    """An `nnx.jit` with compiler options, which it has no argument for: compiled ahead for every type of arguments."""
-
-    jitted: Any
-    compiler_options: dict[str, Any]
-    _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
-
-    def __call__(self, *args, **kwargs):
-        from flax import nnx
-
-        graph, arrays = nnx.split((args, kwargs))
-        leaves = jax.tree.leaves(arrays)
-        key = (
-            graph,
-            tuple((np.shape(x), jax.dtypes.result_type(x), getattr(x, "sharding", None)) for x in leaves),
-        )
-        if key not in self._compiled:
-            lowered = self.jitted.lower(*args, **kwargs)
-            self._compiled[key] = lowered.compile(compiler_options=self.compiler_options)
-        return self._compiled[key](*args, **kwargs)
-
-    def __getattr__(self, name: str):
-        if name in ("jitted", "compiler_options"):  # not set yet: copying
-            raise AttributeError(name)
-        return getattr(self.jitted, name)
 
 
 def _donating(keys: Sequence[Key]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ A state goes one way: taken apart (`adapters.py`), planned (`state_plan.py`), pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -203,6 +204,13 @@ def plan_of(state: Any) -> Plan:
         f"jzero.plan_of: this {type(state).__name__} has no plan. Pass a TrainState from jzero.shard, of an "
         "NNX pair the optimizer or both (a model does not know its plan), or a transformation from jzero.zero."
     )
+
+
+def plans_in(values: Iterable[Any]) -> Iterator[Plan]:
+    """The plans of those values that have one, as `plan_of` tells it."""
+    for value in values:
+        with contextlib.suppress(TypeError):
+            yield plan_of(value)
 
 
 def unshard(tree: Any, *, tx: Any = None) -> Any:

@@ -89,7 +89,11 @@ def _to_keep(node: Node, env) -> list[int]:
 
 
 def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:
-    """One equation: kept on the shard, walked into, or a use."""
+    """One equation: kept on the shard, walked into, or a use.
+
+    Raises:
+      ValueError: a param where `jzero.remat` takes the activations.
+    """
     name = eqn.primitive.name
     if not any(isinstance(v, Weight) for v in values):
         return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)

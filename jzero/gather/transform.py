@@ -88,7 +88,7 @@ class GatherOnUse:
         something else first, as `__call__` of a Hugging Face model does.
 
         Raises:
-          TypeError: there are none.
+          TypeError: the call has no params.
         """
         try:
             names = list(inspect.signature(self.fn).parameters)

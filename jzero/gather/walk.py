@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jzero.comm import Comm, comm_of
-from jzero.comm.routes import ROUNDS, SHARD, USE, Maker, Route
+from jzero.comm.routes import ROUNDS, SHARD, Maker, Route
 from jzero.core.linear import linear
 from jzero.gather.sharded_weight import Weight
 from jzero.sharding import Plan
@@ -82,26 +82,25 @@ def on_device(values: Sequence[Any], walk: Walk) -> list[Any]:
     return [v.fetched(walk.comm) if isinstance(v, Weight) else v for v in values]
 
 
-def gathered(value: Any, walk: Walk, route: Route | None = None) -> Any:
+def gathered(value: Any, walk: Walk, *, reduces: bool = True) -> Any:
     """The used layout of a weight; other values unchanged.
 
     Args:
       value: a weight, or anything else.
       walk: gives the collectives.
-      route: of its gradient, which is reduced here unless jzero makes it; None: that of a use that XLA differentiates.
+      reduces: its gradient comes back whole, and is reduced here; False: the use has reduced it.
     """
     if not isinstance(value, Weight):
         return value
     value, gradients = value.fetched(walk.comm), walk.comm.gradients
-    made_here = route is not None and route.made_here
-    by = SHARD if made_here else gradients.by_xla(value)
+    by = gradients.by_xla(value) if reduces else SHARD
 
     def reduce(grad):
         return [gradients.by_layout(grad, value.used, value.grad, by)]
 
     if value.split:
         return _gathered(value, walk, reduce)
-    if made_here or not (walk.ordered and value.is_reduced):
+    if not (reduces and walk.ordered and value.is_reduced):
         return value.shard
     # reduced in the dtype in which it is made, before what casts it
     return linear(lambda x: [x], reduce, [], [value.shard])[0]
@@ -118,8 +117,7 @@ def _gathered(weight: Weight, walk: Walk, reduce: Callable[[Any], list[Any]]) ->
 def kept(weight: Weight, walk: Walk) -> Weight:
     """Gathered for all its uses; where these reduce its gradient themselves, what comes back is reduced."""
     made, _ = walk.comm.gradients.dtypes(weight, weight.dtype)
-    by_uses = Route(USE, SHARD, made_here=walk.ordered or made is not None)
-    return weight.as_whole(gathered(weight, walk, by_uses))
+    return weight.as_whole(gathered(weight, walk, reduces=not walk.ordered and made is None))
 
 
 def before_loop(weight: Weight, walk: Walk, dtype: Any = None) -> Any:

@@ -159,7 +159,7 @@ class WeightGraph(Graph):
         return found
 
     def narrow(self, value: int) -> np.dtype | None:
-        """The narrower dtype in which a weight is read everywhere; None if there is none."""
+        """The narrower dtype in which a weight is read everywhere, or None."""
         (dtype, *others), own = self.dtypes(value) or {self.avals[value].dtype}, self.avals[value].dtype
         alike = issubdtype(dtype, np.floating) and issubdtype(own, np.floating)
         return dtype if alike and not others and dtype.itemsize < own.itemsize else None

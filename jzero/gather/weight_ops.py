@@ -144,7 +144,7 @@ def product(eqn, values: Sequence[Any], at: int, route: Route, walk: Walk) -> li
 
         return [walk.plan.constrain(joined(part, cotangent, route), weight.grad)]
 
-    return linear(Product(eqn, at), back, [other], [gathered(weight, walk, route)])
+    return linear(Product(eqn, at), back, [other], [gathered(weight, walk, reduces=False)])
 
 
 def as_sent(grad: Any, route: Route) -> Any:
@@ -164,7 +164,7 @@ def unary(eqn, values: Sequence[Any], at: int, route: Route, walk: Walk) -> list
         (grad,) = jax.linear_transpose(fn, made)(cotangent.astype(route.made))
         return [reduced(grad, weight, walk).astype(weight.dtype)]
 
-    return linear(lambda x: jaxprs.bind(eqn, [x]), back, [], [gathered(weight, walk, route)])
+    return linear(lambda x: jaxprs.bind(eqn, [x]), back, [], [gathered(weight, walk, reduces=False)])
 
 
 def joined(part: Callable[[int, Any], Any], cotangent: Any, route: Route) -> Any:

@@ -56,7 +56,7 @@ def _guesses(plan: Any) -> list[str]:
     )
     return [
         f"dim 0 of {counted(len(guessed), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
-        f"{shown}{f' and {len(guessed) - SHOWN} more' if len(guessed) > SHOWN else ''}. If it is one, or if it is none "
+        f"{shown}{f' and {len(guessed) - SHOWN} more' if len(guessed) > SHOWN else ''}. If it is one, or if it is not "
         f'(experts), say so: scan_axes={{"{paths[0].partition("/")[0]}": 0}}, or scan_axes={{}}.'
     ]
 

@@ -227,8 +227,8 @@ def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
     """Says in one sentence what JAX's error means for a function that does not fit into a region."""
     if any(text in str(error) for text in _FOREIGN):
         return ValueError(
-            f"jzero: under an Explicit mesh {list(axes)} this function uses arrays that are none of its arguments (it "
-            "closes over them). Pass them as arguments: loss_fn(params, batch), functools.partial(create, key)."
+            f"jzero: under an Explicit mesh {list(axes)} this function uses arrays that are not among its arguments "
+            "(it closes over them). Pass them as arguments: loss_fn(params, batch), functools.partial(create, key)."
         )
     if _NAMED in str(error):
         return ValueError(

@@ -165,7 +165,7 @@ def make_layout(
     over, whole, reason = cut_leaf(
         shape, leaf.dtype, base, (*config.param_axes, *rest), config, mesh, min_shard_bytes, skip
     )
-    if frozen is Frozen.APART and over.shape != shape:  # there is no state to pad
+    if frozen is Frozen.APART and over.shape != shape:  # it has no state to pad
         over, reason = Split(over.even, shape, over.even), reason if over.even == base else ""
     params = over.even
     if rest and over.spec != base:

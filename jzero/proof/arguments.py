@@ -12,18 +12,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import check_function, check_ints, listing, typed_shape
-from jzero.flax.shard import plan_of
+from jzero.flax.shard import plans_in
 from jzero.layout.batches import abstract_batch
 
 
 def find_plan(args: tuple[Any, ...]) -> Any:
     """The plan of the first argument that jzero has sharded, or None."""
-    for arg in args:
-        try:
-            return plan_of(arg)
-        except TypeError:
-            continue
-    return None
+    return next(plans_in(args), None)
 
 
 def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:

@@ -29,7 +29,7 @@ def step_of(module: Module) -> Place | None:
 
 
 def updates_in(module: Module, home: Computation) -> int:
-    """The number of updates that follow one another in a computation; 1 where there is none."""
+    """The number of updates that follow one another in a computation; 1 without any."""
     values = _numbered(module, home, ())
     return max((max(_flat(values.values()), default=0) + 1) // 2, 1)
 

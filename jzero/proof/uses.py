@@ -62,7 +62,7 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
       computed on shards. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
 
     Raises:
-      TypeError: `step` is not a function, `plan` not a plan, or there is none among the arguments.
+      TypeError: `step` is not a function, `plan` is not a plan, or no argument has a plan.
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
@@ -178,7 +178,7 @@ class _Region:
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
             elif inside.forward and node not in on_shards:
-                for value in {(graph.root(i), graph.part(i)): i for i in used}.values():  # a transpose is no other
+                for value in {(graph.root(i), graph.part(i)): i for i in used}.values():  # a transpose: the same
                     found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
         return {i: [_read(use) if i in again else use for use in uses] for i, uses in found.items()}
 

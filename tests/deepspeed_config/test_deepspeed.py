@@ -429,7 +429,7 @@ def test_devices_are_those_of_jax_where_nobody_says():
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, ValueError, "-1; it must be at"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, ValueError, "gradient_clipping"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, ValueError, "total_num_steps is None"),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, ValueError, "optimizer's lr, and there is none"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, ValueError, "optimizer's lr, which the file does not set"),
         ({3: 4}, TypeError, "is not a string"),
         ([], TypeError, "path of a ds_config.json or a dict"),
     ],

@@ -106,9 +106,9 @@ class Run:
         self.mesh, axes = mesh_of(self.mesh_spec, devices)
         self.fields = fields_of(self.config, folder) | axes
         self.trainable = case.get("trainable")
-        self.filter = {"trainable": is_trained} if self.trainable == "filter" else {}
+        self.asked = {"trainable": is_trained} if self.trainable == "filter" else {}
         if "scan_axes" in case:
-            self.filter["scan_axes"] = stacks_of(case) if case["scan_axes"] == "named" else {}
+            self.asked["scan_axes"] = stacks_of(case) if case["scan_axes"] == "named" else {}
         self.form, self.tx = form_of(case), chain_of(case)
         self.model = model_of(case["flavour"], self.form)
         self.outside = self.config["tier"] in OUTSIDE
@@ -213,13 +213,13 @@ class LinenRun(Run):
             own = trained_part(params, trained_flags(params)) if self.trainable == "part" else params
             opt_state = self.tx.init(own)
             if self.trainable == "part" and not names_all(opt_state, own):  # it does not say of which params it is
-                self.filter |= {"trainable": is_trained}
+                self.asked |= {"trainable": is_trained}
             return State(0, self.model.module.apply, params, self.tx, opt_state, rest)
 
         jax.eval_shape(lambda: made(*self.model.init()).params)
         given = (lambda: made(*self.model.init())) if self.case["born"] else made(*_initial("linen", self.form))
         place = jzero.abstract if self.abstract else jzero.shard
-        self.state = place(given, mesh=self.mesh, **self.filter, **self.fields)
+        self.state = place(given, mesh=self.mesh, **self.asked, **self.fields)
 
     @property
     def plan(self):
@@ -311,7 +311,7 @@ class NnxRun(LinenRun):
         given = create if self.case["born"] else create()
         place = jzero.abstract if self.abstract else jzero.shard
         specs = self.layouts(*create()) if self.mesh_spec["kind"] == "tp" else {}
-        self.state = place(given, mesh=self.mesh, **specs, **self.filter, **self.fields)
+        self.state = place(given, mesh=self.mesh, **specs, **self.asked, **self.fields)
 
     def layouts(self, model, optimizer):
         """As Flax gives those of a model or of the pair: shardings, or logical names with rules."""
@@ -403,7 +403,7 @@ class PlainRun(LinenRun):
             logical = self.mesh_spec.get("logical", False)
             rules = [("columns", "model")] if logical else ()
             specs = jax.tree.map(lambda x: tensor_parallel(x, "columns" if logical else "model"), params)
-        given = self.filter | ({"trainable": is_trained} if self.trainable else {})
+        given = self.asked | ({"trainable": is_trained} if self.trainable else {})
         self.plan_made = jzero.make_plan(
             params, mesh=self.mesh, param_specs=specs, logical_axis_rules=rules, **given, **self.fields
         )

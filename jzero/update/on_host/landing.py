@@ -54,7 +54,7 @@ def whole_once_complete(pieces: list[Any], x: Layout, plan: Plan) -> list[Any]:
 
 
 def landed(found: dict[int, list[Any]], plan: Plan) -> list[Any]:
-    """New params in their stored layouts, from their shards, which may be in chunks; None where there are none."""
+    """New params in their stored layouts, from their shards, which may be in chunks; None if unchanged."""
     out: list[Any] = [None] * len(plan.layouts)
     rest = {}
     for i, pieces in found.items():
