@@ -128,8 +128,8 @@ def find_ties(
 ) -> Iterator[Tie]:
     """The ties of a jaxpr; see [Note: buckets].
 
-    `written`: weights (of the arguments) whose gradients go to host memory: also from regions, the cotangents wait
-    for that.
+    `written`: weights (of the arguments) whose gradients are written away (`Source`): also from regions, the
+    cotangents wait for that.
     """
     data = graph.data()
     gather: dict[tuple[int, bool], list[int]] = collections.defaultdict(list)

@@ -66,13 +66,10 @@ def evaluate(
 
 
 def _entered(graph: WeightGraph, env, walk: Walk) -> dict[int, Weight]:
-    """The weights in host memory among the arguments; see [Note: a weight in host memory]."""
+    """The weights among the arguments, as they enter here: see `Source.entered`."""
     used, regions = graph.uses_by_root((*REMAT, "scan"))
-    return {
-        k: env[k].entered(walk.comm, used=k in used, regions=regions[k])
-        for k in graph.ins
-        if isinstance(env[k], Weight) and env[k].host is not None
-    }
+    weights = {k: env[k] for k in graph.ins if isinstance(env[k], Weight)}
+    return {k: w.entered(walk.comm, used=k in used, regions=regions[k]) for k, w in weights.items()}
 
 
 def _to_keep(node: Node, env) -> list[int]:

@@ -67,12 +67,12 @@ def scan(eqn, values: list[Any], walk: Walk) -> list[Any]:
 
 
 def _for_body(values: Sequence[Any], consts: int, but: Collection[int], walk: Walk) -> list[Any]:
-    """What the body of a scan reads: of weights in host memory only stacks, which it takes layer by layer."""
+    """What the body of a scan reads: of weights that are fetched only stacks, which it takes layer by layer."""
 
     def stays(i: int, value: Any) -> bool:
-        if not isinstance(value, Weight) or value.host is None or i in but:
+        if not isinstance(value, Weight) or value.source.direct or i in but:
             return True
-        return i >= consts and value.host.only_casts
+        return i >= consts and value.source.sliceable
 
     return [v if stays(i, v) else on_device([v], walk)[0] for i, v in enumerate(values)]
 
@@ -125,4 +125,4 @@ def _late(shards, cotangents, weights: Sequence[Weight], walk: Walk):
     """Shards that are there only when the backward pass has come to the loop."""
     shards, cotangents = after(shards, cotangents)
     pairs = zip(shards, weights, strict=True)
-    return [x if w.host else walk.plan.constrain(x, w.stored) for x, w in pairs], cotangents
+    return [walk.plan.constrain(x, w.stored) if w.source.direct else x for x, w in pairs], cotangents

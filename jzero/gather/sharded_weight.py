@@ -14,10 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jzero.comm import Comm
 from jzero.core import jaxprs
-from jzero.core.carriers import carried, value_of
 from jzero.core.dims import dims_in_order
-from jzero.core.linear import linear
-from jzero.gather.host_weight import Entry, OnHost
+from jzero.gather.source import DEVICE, Source
 from jzero.layout.specs import P, split_dims
 
 
@@ -30,7 +28,7 @@ class Weight:
       stored, used, grad: its layout now, that of the arithmetic, and that of its gradient.
       at_rest: of a weight that is kept, the array as it is stored.
       narrow: the dtype that it was cast from, where that holds its values too; it travels in that one.
-      host: of a weight whose shard lies in host memory.
+      source: where the shard lies.
       trained: False for a frozen weight: nothing waits for its gradient, which XLA drops if the step does not read it.
     """
 
@@ -40,14 +38,13 @@ class Weight:
     grad: PartitionSpec
     at_rest: Any = None
     narrow: np.dtype | None = None
-    host: OnHost | None = None
+    source: Source = DEVICE
     trained: bool = True
 
     @property
     def aval(self) -> Any:
         """Its shape and dtype, whole."""
-        aval = jax.ShapeDtypeStruct(np.shape(self.shard), self.shard.dtype)
-        return jax.eval_shape(self.host.after_steps, aval) if self.host and self.host.steps else aval
+        return self.source.after_steps(jax.ShapeDtypeStruct(np.shape(self.shard), self.shard.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,14 +59,12 @@ class Weight:
     @property
     def leaving(self) -> Any:
         """What a function returns for it: the stored array."""
-        if self.host is not None:
-            return self.handed()
-        return self.shard if self.at_rest is None else self.at_rest
+        return self.handed().shard if self.at_rest is None else self.at_rest
 
     @property
     def moves(self) -> bool:
         """It has to be fetched or gathered before it is used."""
-        return self.split or self.host is not None
+        return self.split or not self.source.direct
 
     @property
     def split(self) -> bool:
@@ -78,8 +73,8 @@ class Weight:
 
     @property
     def split_dims(self) -> frozenset[int] | None:
-        """The dims that a layout of it splits; None for one in host memory, which is fetched before it is cut."""
-        return None if self.host else split_dims(self.stored, self.used, self.grad)
+        """The dims that a layout of it splits; None for one that is fetched before it is cut."""
+        return split_dims(self.stored, self.used, self.grad) if self.source.direct else None
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +99,7 @@ class Weight:
     def map(self, shard: Any, change: Callable[[PartitionSpec], PartitionSpec]) -> Weight:
         """Another array in its place, with each layout changed alike."""
         specs = change(self.stored), change(self.used), change(self.grad)
-        return Weight(shard, *specs, narrow=self.narrow, host=self.host, trained=self.trained)
+        return Weight(shard, *specs, narrow=self.narrow, source=self.source, trained=self.trained)
 
     def sliced(self, layer: Any) -> Weight:
         """One layer of a stack, which has lost its leading dim."""
@@ -112,96 +107,53 @@ class Weight:
         def rest(spec: PartitionSpec) -> PartitionSpec:
             return P(*spec[1:])
 
-        host = self.host
-        if host is not None:
-            host = dataclasses.replace(host, stored=rest(host.stored), grad=rest(host.grad))
-        return dataclasses.replace(self.map(layer, rest), host=host)
+        return dataclasses.replace(self.map(layer, rest), source=self.source.map(rest))
 
-    def through(self, eqn) -> tuple[Any, OnHost | None]:
-        """The shard after an equation, or what is put off; see [Note: a weight in host memory]."""
-        if self.host is None:
-            return jaxprs.bind(eqn, [self.shard])[0], None
-        return self.shard, dataclasses.replace(self.host, steps=(*self.host.steps, eqn))
+    def through(self, eqn) -> Weight:
+        """The weight after an equation that only changes its shard, which may be put off."""
+        return self._lying(self.source.through(eqn, self.shard))
 
     def entered(self, comm: Comm, *, used: bool, regions: int) -> Weight:
-        """The same weight at the entry of a function or a region: see [Note: a weight in host memory].
+        """The same weight at the entry of a function or a region: see `Source.entered`."""
+        return self._lying(self.source.entered(self.shard, comm, used=used, regions=regions))
 
-        Args:
-          comm: the collectives.
-          used: an equation uses it here.
-          regions: how many regions and scans take it from here, each once.
-        """
-        assert self.host is not None
-        entry = Entry(self.shard, self.host, comm, used, regions + used)
-        if used and jaxprs.in_differentiated_loop():
-            entry.ready()  # a tie, whose barrier hides the stack from XLA, would make it else
-        host = dataclasses.replace(self.host, entry=entry)
-        return dataclasses.replace(self, shard=value_of(self.shard), host=host)
-
-    def handed(self) -> Any:
-        """For a region: the array in host memory, with its gradient."""
-        host = self.host
-        assert host is not None
-        assert host.entry is not None
-        return carried(self.shard, host.entry.take())
+    def handed(self) -> Weight:
+        """For a region or a scan, which it enters anew."""
+        return self._lying(self.source.handed(self.shard))
 
     def fetched(self, comm: Comm) -> Weight:
         """The same weight with its shard in device memory."""
-        if self.host is None:
-            return self
-        if self.host.entry is None:
-            return self.entered(comm, used=True, regions=0).fetched(comm)
-        host, variable = self.host, self.host.of_use()
-        (shard,) = linear(
-            lambda value, x: [comm.host.fetch(jax.lax.stop_gradient(value), host.stored)],
-            lambda value, g: [comm.plan.constrain(g, host.grad)], [self.shard], [variable],
-            tangent=lambda value, dot: [dot],
-        )  # fmt: skip
-        return dataclasses.replace(self, shard=host.after_steps(shard), host=None)
+        return self._lying(self.source.fetched(self.shard, comm))
+
+    def _lying(self, place: tuple[Any, Source]) -> Weight:
+        shard, source = place
+        return dataclasses.replace(self, shard=shard, source=source)
 
 
 def unwrap(values: Sequence[Any]):
-    """Arrays for values, and a function that makes weights of them again.
-
-    For a weight in host memory that is used here it is a pair: its value, and what stands for its gradient.
+    """Arrays for values (or tuples, see `Source.flat`), and a function that makes weights of them again.
 
     `rewrap(flat, sliced_from=i)`: from position i on, the arrays have lost their leading (scanned) dim.
     """
 
     def rewrap(flat, sliced_from: int | None = None):
-        out = []
-        for i, (new, old) in enumerate(zip(flat, values, strict=True)):
-            if isinstance(old, Weight):
-                is_slice = sliced_from is not None and i >= sliced_from
-                if isinstance(new, tuple):
-                    assert old.host is not None
-                    host = dataclasses.replace(old.host, variable=new[1])
-                    new = dataclasses.replace(old, shard=new[0], host=host)
-                else:
-                    new = old.sliced(new) if is_slice else dataclasses.replace(old, shard=new, at_rest=None)
-            out.append(new)
-        return out
+        def one(i: int, new: Any, old: Any) -> Any:
+            if not isinstance(old, Weight):
+                return new
+            shard, source = old.source.given(new)
+            weight = dataclasses.replace(old, source=source)
+            if sliced_from is not None and i >= sliced_from:
+                return weight.sliced(shard)
+            return dataclasses.replace(weight, shard=shard, at_rest=None)
 
-    def flat(value):
-        if not isinstance(value, Weight):
-            return value
-        if value.host is None or value.host.entry is None:
-            return value.shard
-        return value.shard, value.host.of_use()
+        return [one(i, new, old) for i, (new, old) in enumerate(zip(flat, values, strict=True))]
 
-    return [flat(v) for v in values], rewrap
+    return [v.source.flat(v.shard) if isinstance(v, Weight) else v for v in values], rewrap
 
 
 def for_region(values: Sequence[Any]) -> list[Any]:
-    """Values for a region or a scan, which enters weights in host memory itself."""
-
-    def handed(value):
-        if not isinstance(value, Weight) or value.host is None:
-            return value
-        host = dataclasses.replace(value.host, entry=None, variable=None)
-        return dataclasses.replace(value, shard=value.handed(), host=host)
-
-    return [handed(v) for v in values]
+    """Values for a region or a scan, which weights enter anew."""
+    return [v.handed() if isinstance(v, Weight) else v for v in values]
 
 
 def merged(outs: Sequence[Any], handed: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
@@ -211,8 +163,7 @@ def merged(outs: Sequence[Any], handed: Sequence[int | None], values: Sequence[A
 
 
 def _cast(eqn, weight: Weight):
-    shard, host = weight.through(eqn)
-    changed = dataclasses.replace(weight, shard=shard, host=host)
+    changed = weight.through(eqn)
     narrow, dtype = np.dtype(weight.narrow or weight.dtype), changed.dtype
     widened = jnp.promote_types(narrow, dtype) == dtype != narrow
     floating = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
@@ -226,8 +177,8 @@ def _stopped(eqn, weight: Weight):
 
 def _moved(eqn, weight: Weight):
     """A transpose, or a squeeze."""
-    shard, host = weight.through(eqn)
-    return dataclasses.replace(weight.map(shard, _layout_after(eqn, weight)), host=host)
+    changed = weight.through(eqn)
+    return changed.map(changed.shard, _layout_after(eqn, weight))
 
 
 def pieces(eqn, weight: Weight) -> list[Weight]:

@@ -25,69 +25,25 @@ from jzero.core import jaxprs
 from jzero.core.linear import linear
 from jzero.core.ordering import after
 from jzero.gather import buckets
-from jzero.gather.host_weight import Entry
 from jzero.gather.sharded_weight import Weight
+from jzero.gather.source import Carrier
 from jzero.gather.walk import Walk, reduced
 from jzero.gather.weight_graph import WeightGraph
-from jzero.layout.placement import HOST, memory_kind
-
-
-@dataclasses.dataclass(frozen=True)
-class Carrier:
-    """What of a weight goes through a tie: the array that its gradient comes back to.
-
-    Attributes:
-      array: goes in.
-      forward: what comes out of the tie for it; `tangent` for a tangent of it.
-      back: the cotangent that goes back for that of what came out.
-      put: the weight with what came out.
-    """
-
-    array: Any
-    put: Callable[[Weight, Any], Weight]
-    forward: Callable[[Any], Any] = lambda x: x
-    tangent: Callable[[Any], Any] = lambda x: x
-    back: Callable[[Any], Any] = lambda g: g
 
 
 def carriers(weights: Mapping[int, tuple[Weight, bool]]) -> list[tuple[int, Carrier]]:
-    """The carriers of weights, by their keys; each with whether its gradient is reduced in the tie.
-
-    None for a weight in host memory whose gradient does not come to the tie, and one for several of one entry. What an
-    equation uses becomes a variable here, so that its gradient is written in the tie on the way back.
-    """
+    """The carriers of weights, by their keys; each with whether its gradient is reduced in the tie."""
     found: list[tuple[int, Carrier]] = []
-    entries: list[Entry] = []
+    origins: list[Any] = []
     for key, (weight, is_reduced) in weights.items():
-        if weight.host is None:
-            found.append((key, Carrier(weight.shard, lambda w, x: dataclasses.replace(w, shard=x))))
+        origin = weight.source.origin
+        if any(origin is o for o in origins):
             continue
-        entry = weight.host.entry
-        if entry is None or any(entry is e for e in entries):
-            continue
-        carrier = _carrier_of(entry, is_reduced)
+        carrier = weight.source.carrier(weight.shard, is_reduced)
         if carrier is not None:
-            entries.append(entry)
             found.append((key, carrier))
+            origins += [] if origin is None else [origin]
     return found
-
-
-def _carrier_of(entry: Entry, is_reduced: bool) -> Carrier | None:
-    def put(weight: Weight, variable: Any) -> Weight:
-        entry.variable = variable
-        return weight
-
-    def put_back(weight: Weight, array: Any) -> Weight:
-        entry.array = array
-        return weight
-
-    if entry.variable is not None:
-        return Carrier(entry.variable, put)
-    if not is_reduced or jaxprs.in_differentiated_loop() or not entry.left:
-        return None
-    if entry.used:
-        return Carrier(entry.take(), put, lambda _: entry.zeros(), entry.fetch, entry.write)
-    return Carrier(entry.array, put_back, back=entry.write)
 
 
 def find_ties(graph: WeightGraph, env, walk: Walk) -> dict[tuple[int, bool], list[buckets.Tie]]:
@@ -97,7 +53,7 @@ def find_ties(graph: WeightGraph, env, walk: Walk) -> dict[tuple[int, bool], lis
         config, limit = walk.plan.config, walk.plan.bucket_bytes
         sizes = {k: env[k].held_bytes(walk.comm) for k in graph.ins if isinstance(env[k], Weight)}
         rows = buckets.find_buckets(graph, sizes, limit, config.prefetch)
-        written = {k for k in sizes if env[k].host is not None}
+        written = {k for k in sizes if not env[k].source.direct}
         for tie in buckets.find_ties(graph, rows, config.prefetch, written):
             found[tie.at, tie.after].append(tie)
     return found
@@ -117,25 +73,25 @@ def tie(found: buckets.Tie, graph: WeightGraph, env, walk: Walk) -> None:
     late = [k for k in gather if env[k].moves]
     # a round of a loop fetches what it reads; what a tie makes of it would be kept for the backward loop
     as_they_are = jaxprs.in_differentiated_loop() and not walk.in_remat
-    values = [] if as_they_are else [k for k in late if env[k].host is not None]
+    values = [] if as_they_are else [k for k in late if not env[k].source.direct]
     # a tangent of zeros would be made of a frozen weight, and a gradient of it
-    frozen = [k for k in late if env[k].host is None and not env[k].trained]
+    frozen = [k for k in late if env[k].source.direct and not env[k].trained]
     values += frozen
     weights = {
         k: (env[k], k in reduce)
         for k in gather | reduce
-        if (k in late or k in reduce) and (env[k].trained or env[k].host is not None)
+        if (k in late or k in reduce) and (env[k].trained or not env[k].source.direct)
     }
     rows = carriers(weights)
     if not activations or not (rows or values):
         return
-    waiting = [i for i, (k, _) in enumerate(rows) if k in late and env[k].host is None]
+    waiting = [i for i, (k, _) in enumerate(rows) if k in late and env[k].source.direct]
     specs = [env[k].stored if k in frozen else None for k in values]
     run = _Tied(walk, {k: env[k] for k in weights}, rows, waiting, frozenset(reduce), specs)
     out = linear(
         run.forward, run.back, [env[k].shard for k in values],
         [c.array for _, c in rows] + [env[k] for k in activations],
-        tangent=run.tangent if values or any(w.host for w, _ in weights.values()) else None,
+        tangent=run.tangent if values or not all(w.source.direct for w, _ in weights.values()) else None,
         fixed_outs=len(values),
     )  # fmt: skip
     for (key, carrier), array in zip(rows, out, strict=False):
@@ -155,7 +111,7 @@ class _Tied:
       waiting: positions of the carriers that are gathered late.
       reduced: keys of the weights whose gradients are reduced here.
       specs: of the arrays that only wait, the first arguments and the last results: frozen weights, with their layout,
-        and weights in host memory (None), which are fetched late.
+        and weights that are fetched late (None).
     """
 
     walk: Walk
@@ -193,7 +149,7 @@ class _Tied:
     def back(self, *flat):
         """The cotangents of the activations, only when the gradients of the weights are reduced."""
         cotangents, first = flat[self.values :], len(self.rows)
-        grads = [c.back(self._reduced(k, g)) for (k, c), g in zip(self.rows, cotangents, strict=False)]
+        grads = [c.back(g, self._reduction(k)) for (k, c), g in zip(self.rows, cotangents, strict=False)]
         is_done = [k in self.reduced for k, _ in self.rows]
         if not any(is_done):
             return [*grads, *cotangents[first:]]
@@ -201,7 +157,7 @@ class _Tied:
         own = iter(done)
         return [next(own) if d else g for g, d in zip(grads, is_done, strict=True)] + waited
 
-    def _reduced(self, key: int, grad: Any) -> Any:
-        in_device_memory = memory_kind(grad) != HOST
-        here = key in self.reduced and in_device_memory
-        return reduced(grad, self.weights[key], self.walk) if here else grad
+    def _reduction(self, key: int) -> Callable[[Any], Any]:
+        if key not in self.reduced:
+            return lambda grad: grad
+        return lambda grad: reduced(grad, self.weights[key], self.walk)

@@ -21,7 +21,7 @@ from jzero.core.errors import check_function
 from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.core.update_mark import marked_frozen
-from jzero.gather.host_weight import OnHost
+from jzero.gather.host_source import in_device_memory, source_of
 from jzero.gather.interpreter import evaluate
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.walk import Walk, on_shards, plain
@@ -29,7 +29,7 @@ from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tab
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.mesh import in_shard_map
-from jzero.layout.placement import HOST, device_type, memory_kind
+from jzero.layout.placement import device_type
 from jzero.sharding import Plan, check_plan
 
 # Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
@@ -122,7 +122,7 @@ class GatherOnUse:
         if reads and (self.plan.config.row.params or self._reduces(params)):
             return self.gathering(fn, params, args, kwargs)
         # as it is written a function takes params in device memory, and in the dtype in which it computes
-        leaves, tree = jax.tree.flatten(jax.tree.map(_fetched, params))
+        leaves, tree = jax.tree.flatten(jax.tree.map(in_device_memory, params))
         layouts = self._layouts(params, required=False)
         cast = list(map(self._cast, leaves, layouts))
         given = {id(c): x for c, x in zip(cast, leaves, strict=True) if c is not x}
@@ -182,7 +182,7 @@ class GatherOnUse:
                 return fn(params, args, kwargs)
         walk = Walk(self.plan, evaluate, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
-            x if y is None else Weight(x, y.stored, y.used, y.grad, host=_on_host(x, y), trained=y.frozen is None)
+            x if y is None else Weight(x, y.stored, y.used, y.grad, source=source_of(x, y), trained=y.frozen is None)
             for x, y in zip(arrays, picked, strict=True)
         ]
         outs = evaluate(walk, jaxpr, consts, on_shards(values, walk), cast=self.plan.config.compute_dtype)
@@ -243,14 +243,6 @@ class GatherOnUse:
                 "params, Flax variables {'params': params} or the nnx.Module first."
             )
         return found
-
-
-def _on_host(x, layout: Layout) -> OnHost | None:
-    return OnHost(layout.stored, layout.grad) if memory_kind(x) == HOST else None
-
-
-def _fetched(x) -> Any:
-    return jax.device_put(x, jax.memory.Space.Device) if jaxprs.is_tracer(x) and memory_kind(x) == HOST else x
 
 
 def _is_output(x) -> bool:

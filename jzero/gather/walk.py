@@ -74,11 +74,11 @@ def on_shards(values: Sequence[Any], walk: Walk) -> list[Any]:
         (shard,) = linear(lambda x: [walk.plan.constrain(x, weight.stored)], lambda g: [g], [], [weight.shard])
         return dataclasses.replace(weight, shard=shard)
 
-    return [pinned(v) if isinstance(v, Weight) and v.split and v.host is None else v for v in values]
+    return [pinned(v) if isinstance(v, Weight) and v.split and v.source.direct else v for v in values]
 
 
 def on_device(values: Sequence[Any], walk: Walk) -> list[Any]:
-    """Weights with their shards in device memory, for operations that do not read host memory; others unchanged."""
+    """Weights with their shards in device memory, for operations that read no other memory; others unchanged."""
     return [v.fetched(walk.comm) if isinstance(v, Weight) else v for v in values]
 
 
