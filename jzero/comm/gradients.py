@@ -246,12 +246,12 @@ class GradientReduce:
         """
         if x.frozen is not None:
             return
-        row = self.plan.config.row
+        row, uses = self.plan.config.row, [use for use in uses if use.has_gradient]
         accumulate = accumulate if row.grads else 1
         if not row.grads or self.where(x) == UPDATE:
             parts = [uses] if row.state else _by_lookup(uses)
             whole = ([dataclasses.replace(use, part=1.0) for use in some] for some in parts)
-            uses = [max(some, key=lambda use: self._bytes_of(x, use)) for some in whole]
+            uses = [max(some, key=lambda use: self._bytes_of(x, use)) for some in map(list, whole) if some]
         for use in uses:
             for axes, size in self._wire_of(x, use):
                 yield axes, accumulate * size

@@ -6,10 +6,11 @@ import dataclasses
 
 import numpy as np
 
-GATHERS = {"matmul": 2, "lookup": 1, "kept": 1}
+EVALUATED = "evaluated"
+GATHERS = {"matmul": 2, "lookup": 1, "kept": 1, EVALUATED: 1}
 """By use, how often a weight is gathered for it: forward and backward. The gradient of a lookup needs none. "kept": the
 backward pass reads none either. The weight is reshaped or broadcast, and the result is kept; or it multiplies the
-batch, of which no gradient is taken."""
+batch, of which no gradient is taken. "evaluated": by a forward pass outside of `jax.grad`, for a metric."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Use:
     dtype: np.dtype | None = None
     rows: int = 0
     part: float = dataclasses.field(default=1.0, kw_only=True)
+
+    @property
+    def has_gradient(self) -> bool:
+        """It makes a gradient, unless the param is frozen."""
+        return self.kind != EVALUATED
 
     def __repr__(self):
         rows = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)]

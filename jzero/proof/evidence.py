@@ -272,6 +272,11 @@ class Evidence:
         """Into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not, or is not known."""
         return getattr(self.uses, "micro_batches", 1)
 
+    @property
+    def under_grad(self) -> int:
+        """How many params the step reads under `jax.grad`, by its uses."""
+        return sum(any(use.has_gradient for use in uses) for uses in (self.uses or {}).values())
+
     @functools.cached_property
     def has_gathers(self) -> bool:
         """True where gather on use was traced into the program."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.comm.uses import GATHERS, Use, Uses
+from jzero.comm.uses import EVALUATED, GATHERS, Use, Uses
 from jzero.core.errors import check_arrays, is_argument
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
@@ -39,7 +39,10 @@ LINEAR = frozenset(
 """The derivative reads no operand."""
 STAYS = ELEMENTWISE | REDUCING | {"reshape"}
 """Made from shards where they lie; a reshape as a rule."""
+PRODUCTS = ("dot_general", "conv_general_dilated")
+"""What a forward pass outside of `jax.grad` is known by, beside lookups: its vectors are too small to count."""
 SAME = ("device_put", FROZEN)
+_GRAD = re.compile(r"jvp\(|transpose\(|jzero\.")
 _CUT = re.compile(rf"{re.escape(MICRO_SCOPE)}(\d+)")
 
 
@@ -55,11 +58,12 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
       **kwargs: keyword arguments of the step.
 
     Returns:
-      By name of a param, a `Use` for each place where the forward pass reads it: its `kind` (`"matmul"`, `"lookup"`, or
-      `"kept"` where the backward pass does not read it), the `dtype` in which its gradient is made, and of a lookup the
-      `rows` of all devices. A weight that is constant over a loop has one use in it. What the forward pass does not
-      read, or reads in a `jax.shard_map`, is left out; so is an L2 term, or another that meets no batch and is
-      computed on shards. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
+      By name of a param, a `Use` for each place where the forward pass reads it: its `kind` (`"matmul"`, `"lookup"`,
+      `"kept"` where the backward pass does not read it, or `"evaluated"` in a forward pass outside of `jax.grad`), the
+      `dtype` in which its gradient is made, and of a lookup the `rows` of all devices. A weight that is constant over a
+      loop has one use in it. What no forward pass reads, or reads in a `jax.shard_map`, is left out; so is an L2 term,
+      or another that meets no batch and is computed on shards, and what reads params that the step has updated.
+      `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
 
     Raises:
       TypeError: `step` is not a function, `plan` is not a plan, or no argument has a plan.
@@ -105,7 +109,7 @@ def _micro_batches(jaxpr: Any) -> int:
     """The k of `plan.micro_batches`, the largest; 1 where the step does not call it."""
     found, graph = 1, Graph(jaxpr, [None] * len(jaxpr.constvars))
     for node in graph.nodes:
-        names = " ".join(str(e.source_info.name_stack) for e in (*node.outer, node.eqn))
+        names = _names(node)
         inside = [_micro_batches(body) for body, _ in bodies(node.eqn)[0]]
         found = max(found, *inside, *(int(k) for k in _CUT.findall(names)), 1)
     return found
@@ -146,10 +150,12 @@ class _Region:
     Attributes:
       forward: it is a part of the forward pass; else such parts are looked for, by the names that `jax.grad` gives.
       again: the backward pass computes it again, and gathers again for it.
+      outside: it is no part of a backward pass: what is not of a forward pass under `jax.grad` evaluates the weights.
     """
 
     forward: bool = False
     again: bool = False
+    outside: bool = True
 
     def search(
         self,
@@ -169,17 +175,23 @@ class _Region:
         forward, again = set(graph.nodes) if self.forward else _forward(graph, data), set[int]()
         on_shards = _on_shards(graph, forward, data)
         for node in graph.nodes:
-            inside = dataclasses.replace(self, forward=node in forward)
+            inside = dataclasses.replace(
+                self, forward=node in forward, outside=self.outside and not _GRAD.search(_names(node))
+            )
             used, region = graph.weights_of(node), bool(bodies(node.eqn)[0])
             if used and region:
                 for value, uses in inside.entered(graph, node, moves, graph.parent).items():
                     found[at[graph.root(value)]] += uses
-                if not inside.forward:  # the forward pass of a remat region is not a region any more
+                if not (inside.forward or inside.outside):  # of a remat region, whose forward pass is none any more
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
             elif inside.forward and node not in on_shards:
                 for value in {(graph.root(i), graph.part(i)): i for i in used}.values():  # a transpose: the same
                     found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
+            elif inside.outside and not inside.forward and _evaluates(graph, node, data):
+                for value in {graph.root(i): i for i in used}.values():
+                    use = Use(EVALUATED, _dtype(graph, node, value), part=graph.part(value))
+                    found[at[graph.root(value)]].append(use)
         return {i: [_read(use) if i in again else use for use in uses] for i, uses in found.items()}
 
     def entered(
@@ -215,8 +227,7 @@ class _Region:
 
     def use(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> Use:
         """One use, by an equation without a body."""
-        moved = graph.narrow(node.outs[0]) if node.name in MOVES else None
-        dtype, eqn = np.dtype(moved or graph.avals[value].dtype), node.eqn
+        dtype, eqn = _dtype(graph, node, value), node.eqn
         if row_lookup(eqn):
             return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]), part=graph.part(value))
         kind = "matmul" if self.is_read(graph, node, value, moves) else "kept"
@@ -236,6 +247,21 @@ class _Region:
         return any(u.kind == "matmul" for u in found)
 
 
+def _names(node: Node) -> str:
+    return " ".join(str(e.source_info.name_stack) for e in (*node.outer, node.eqn))
+
+
+def _evaluates(graph: WeightGraph, node: Node, data: set[int]) -> bool:
+    """True for an equation that a forward pass outside of `jax.grad` is known by."""
+    return row_lookup(node.eqn) or (node.name in PRODUCTS and bool(graph.activations(node, data)))
+
+
+def _dtype(graph: WeightGraph, node: Node, value: int) -> np.dtype:
+    """In which an equation uses a weight."""
+    moved = graph.narrow(node.outs[0]) if node.name in MOVES else None
+    return np.dtype(moved or graph.avals[value].dtype)
+
+
 def _forward(graph: WeightGraph, data: set[int]) -> set[Node]:
     """The nodes of the forward pass, by the names that `jax.grad` gives.
 
@@ -243,7 +269,7 @@ def _forward(graph: WeightGraph, data: set[int]) -> set[Node]:
     """
     found = set[Node]()
     readers: dict[int, list[Node]] = collections.defaultdict(list)
-    named = {n: " ".join(str(e.source_info.name_stack) for e in (*n.outer, n.eqn)) for n in graph.nodes}
+    named = {n: _names(n) for n in graph.nodes}
     for node in reversed(graph.nodes):
         some = [n for out in node.outs for n in readers[out]]
         if "jvp(" in named[node]:

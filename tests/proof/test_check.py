@@ -407,6 +407,14 @@ def test_more_than_the_closed_form(scan):
     assert found_in(state, plan) == {}
 
 
+def test_a_metric_with_a_forward_pass_of_its_own_is_in_the_closed_form():
+    def step(state, batch):
+        return gpt_step(state, batch), gpt_loss(state, state.params, batch)
+
+    state, plan = small_state(3, scan=True)
+    assert found_in(state, plan, step) == {}
+
+
 def scan_over_layers(rounds=None):
     def layer(x, w):
         return x + jnp.tanh(x @ w["up"]) @ w["down"], None

@@ -18,15 +18,17 @@ from benchmarks import wire
 F32, BF16 = np.dtype("float32"), jnp.dtype("bfloat16")
 
 
-def uses(case, stage, mesh):
+def uses(case, stage, mesh, metric=None):
     """Of a case of `benchmarks/wire.py`, by the last name of a param: its kinds, and all dtypes."""
+    plain = wire.step_of(case)
+    step = plain if metric is None else lambda state, batch: (plain(state, batch), metric(state, batch))
 
     def create():
         return TrainState.create(apply_fn=case.apply, params=case.init(), tx=optax.adamw(1e-3))
 
     state = jzero.abstract(create, stage=stage, mesh=mesh, min_shard_bytes=0)
     batch = jax.ShapeDtypeStruct((8, *case.example.shape), case.example.dtype)
-    found = jzero.uses_of(wire.step_of(case), state, batch)
+    found = jzero.uses_of(step, state, batch)
     return {k.removesuffix("']").split("['", 1)[1]: v for k, v in found.items()}
 
 
@@ -59,6 +61,21 @@ def test_a_weight_of_a_loop_is_used_once_and_one_of_the_batch_is_read_forward_al
         **{f"params']['cell']['i{i}']['kernel": "kept" for i in "fgio"},
     }
     assert all(len(v) == 1 for v in found.values())
+
+
+@pytest.mark.parametrize("form", ["", "scan", "remat"])
+def test_a_forward_pass_outside_of_grad_gathers_and_makes_no_gradient(form, mesh):
+    case = wire.gpt(32, 2, 2, dtype="float32", param_dtype="float32", tied=True, **dict.fromkeys(form.split(), True))
+    found = uses(case, 3, mesh, lambda state, batch: jnp.mean(state.apply_fn(state.params, batch)))
+    assert kinds(found, "qkv']['kernel") == ("matmul", "evaluated")
+    assert kinds(found, "embedding") == ("lookup", "matmul", "evaluated", "evaluated")
+    assert uses(case, 3, mesh, lambda state, batch: optax.global_norm(state.params)) == uses(case, 3, mesh)
+
+
+def test_what_is_evaluated_is_gathered_once_more_and_not_reduced(mesh):
+    plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), F32)}, stage=3, mesh=mesh, min_shard_bytes=0)
+    psi = [jzero.estimate(plan, uses={"['w']": words}).wire_psi for words in (["matmul"], ["matmul", "evaluated"])]
+    assert psi == pytest.approx([3, 4])
 
 
 @pytest.mark.parametrize("jit", [nnx.jit, jax.jit, lambda fn: fn])

@@ -46,10 +46,10 @@ def slices_wrong(e: Evidence) -> Faults:
 
 def gradients_zero(e: Evidence) -> Faults:
     """A step that trains and reads params under `jax.grad`, with no backward pass: its loss reads other params."""
-    if not e.uses or not e.trains or e.module.has_backward or (e.record is not None and e.record.has_backward):
+    if not e.under_grad or not e.trains or e.module.has_backward or (e.record is not None and e.record.has_backward):
         return
     yield (
-        f"{len(e.uses)} of {len(e.plan.layouts)} params are read under jax.grad, and there is no backward pass: every "
+        f"{e.under_grad} of {len(e.plan.layouts)} params are read under jax.grad, and there is no backward pass: every "
         "gradient is zero, and the optimizer changes the params by weight decay and momentum alone.",
         e.plan.param_bytes,
         "let the loss read its own argument: in loss_fn(params), state.apply_fn({'params': params}, x) and not "

@@ -53,7 +53,7 @@ def _unchanged(e: Evidence) -> Faults:
     optimizer = any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in e.leaves)
     known = e.record is not None and (e.record.updates or e.record.has_backward)  # which XLA may have dropped
     guessed = e.uses is None and not known and not e.module.has_backward
-    trains = optimizer and (e.trains if guessed else e.module.has_backward or e.uses or known)
+    trains = optimizer and (e.trains if guessed else e.module.has_backward or e.under_grad or known)
     if not trains or e.others or e.plan.config.updates_outside:
         return
     numbers, returned = parameter_numbers(e.compiled), _passed_on(e.module)
