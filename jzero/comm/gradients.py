@@ -139,11 +139,13 @@ class GradientReduce:
 
     def by_jzero(self, w: Reduced) -> str:
         """How a gradient is reduced that is there already: that of a vector stays whole where its weight is."""
-        return WHOLE if len(w.shape) <= 1 and w.stored == w.used else SHARD
+        if len(w.shape) <= 1 and w.stored == w.used:
+            return WHOLE
+        return WHOLE_FIRST if self.is_scattered(w.shape, w.grad) else SHARD
 
     def by_update(self, x: Layout) -> str:
-        """How the update reduces a gradient that has stayed whole: see [Note: vectors first whole]."""
-        return WHOLE_FIRST if x.vector else SHARD
+        """How the update reduces a gradient that has stayed whole; see [Note: vectors first whole]."""
+        return WHOLE_FIRST if x.vector or self.is_scattered(x.shape, x.state) else SHARD
 
     def _cut(self, w: Reduced, dims: Sequence[int]) -> tuple[int, int]:
         """(dim, parts): the dim of these whose parts, two of which are about a bucket, are the fewest; else one."""

@@ -42,6 +42,12 @@ def has_node(tree: Any) -> bool:
     return "flax.nnx" in sys.modules and any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
 
 
+def jit_of(args: Any) -> Callable[..., Any]:
+    """`nnx.jit` for a function of such objects, `jax.jit` for any other."""
+    flax: Any = sys.modules.get("flax.nnx")
+    return flax.jit if has_node(args) else jax.jit
+
+
 def is_variable(x: Any) -> bool:
     """True for an `nnx.Variable`."""
     flax: Any = sys.modules.get("flax.nnx")

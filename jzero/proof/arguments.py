@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import check_function, check_ints, listing, typed_shape
+from jzero.core.nnx_modules import jit_of
 from jzero.flax.shard import plans_in
 from jzero.layout.batches import abstract_batch
 
@@ -21,8 +22,10 @@ def find_plan(args: tuple[Any, ...]) -> Any:
     return next(plans_in(args), None)
 
 
-def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
+def jitted_fn(fn, donate_argnums, args: Sequence[Any], where: str = "pod.compile") -> Any:
     """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is.
+
+    With NNX objects among `args` it is jitted by `nnx.jit`: `jax.jit` would drop what it changes in them.
 
     Raises:
       TypeError: `fn` is not a function, or `donate_argnums` not integers.
@@ -33,7 +36,7 @@ def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
         () if donate_argnums is None else donate_argnums, "donate_argnums", where="pod.compile"
     )
     if not (hasattr(fn, "trace") or hasattr(fn, "lower")):
-        return jax.jit(fn, donate_argnums=donate_argnums)
+        return jit_of(args)(fn, donate_argnums=donate_argnums)
     if donate_argnums:
         raise ValueError(
             "pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile."

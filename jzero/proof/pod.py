@@ -89,7 +89,8 @@ class Pod:
         """The program XLA makes of `fn` for this pod: its text and memory as on the GPUs, without running it.
 
         Args:
-          fn: a function, or one that is jitted already (`jax.jit`, `nnx.jit`) and keeps its own options.
+          fn: a function, or one that is jitted already (`jax.jit`, `nnx.jit`) and keeps its own options. A plain
+            function of NNX objects is jitted by `nnx.jit`, any other by `jax.jit`.
           *args: its arguments, as `jax.ShapeDtypeStruct` leaves with shardings on a mesh of this pod.
           donate_argnums: as in `jax.jit`, for a plain function.
           compiler_options: XLA options by name, as in `jax.jit`.
@@ -119,7 +120,7 @@ class Pod:
             compiler_options, "compiler_options", Mapping, "a mapping", where="pod.compile", optional=True
         )
         plan = find_plan((*args, *kwargs.values())) if plan is None else plan
-        jitted, trace = jitted_fn(fn, donate_argnums), None
+        jitted, trace = jitted_fn(fn, donate_argnums, (args, kwargs)), None
         args, kwargs = fill_shardings((args, kwargs), plan, devices=self.devices)
         try:
             if hasattr(jitted, "trace"):

@@ -77,7 +77,7 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
     """
     known: Any = find_plan((*args, *kwargs.values())) if plan is None else plan
     check_plan(known, where="jzero.uses_of")
-    jitted = jitted_fn(step, (), where="jzero.uses_of")
+    jitted = jitted_fn(step, (), (args, kwargs), where="jzero.uses_of")
     if jitted is not step:  # one that the user jitted may have static arguments
         check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.uses_of")
     with as_written():

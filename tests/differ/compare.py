@@ -523,8 +523,8 @@ def _check_bytes(run, case: dict) -> None:
     if run.outside or not plan.config.stage or whole:
         return
     leaves = [x for x in jax.tree.leaves(run.opt_state()) if hasattr(x, "dtype") and hasattr(x, "nbytes")]
-    parts = len(run.mesh.devices.flat) if run.mesh_spec["kind"] != "hsdp" else run.mesh_spec["n"] // 2
-    parts = parts // 2 if run.mesh_spec["kind"] == "tp" else parts
+    split = "hsdp" in (run.mesh_spec["kind"], run.mesh_spec.get("levels")), run.mesh_spec["kind"] == "tp"
+    parts = len(run.mesh.devices.flat) // 2 ** sum(split)
     padded = {x.shape for x in plan.layouts}  # other leaves are split where a dim divides, and else whole
     split = [x.size > 2 * parts and (x.shape in padded or any(d % parts == 0 for d in x.shape)) for x in leaves]
     few = sum(x.nbytes for x, s in zip(leaves, split, strict=True) if not s)

@@ -84,6 +84,9 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["plan"] = "found"
     if head != "bare" and rng.random() < 0.2:
         case["scan_axes"] = rng.choice(("named", "none"))
+    if case["mesh"]["kind"] == "tp" and case["mesh"]["n"] == 8 and rng.random() < 0.6:
+        levels = ("two", "hsdp", "hpz") if case["config"]["stage"] == 3 else ("two", "hsdp")
+        case["mesh"] |= {"levels": rng.choice(levels), "apart": False}
     return case
 
 
@@ -227,6 +230,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     yield "head", case["head"]
     yield "dtype", case["dtype"] + (f" in {case['compute']}" if case["compute"] else "")
     yield "mesh", case["mesh"]["kind"]
+    if case["mesh"].get("levels"):
+        yield "levels beside tensor parallelism", case["mesh"]["levels"]
     yield "devices", str(case["mesh"]["n"])
     yield "stage", str(case["config"]["stage"])
     yield "tier", case["config"]["tier"]

@@ -46,13 +46,16 @@ def mesh_of(spec: dict, devices: Sequence[Any] | None = None) -> tuple[Mesh, dic
         return Mesh(devices, ("data",), axis_types=(AxisType.Explicit,)), {}
     if kind == "flat":
         return Mesh(devices, ("data",)), {}
-    if kind == "tp":
+    levels = spec.get("levels")
+    if kind == "tp" and levels is None:
         return Mesh(devices.reshape(n // 2, 2), ("data", "model")), {}
-    mesh, axes = Mesh(devices.reshape(2, n // 2), ("host", "gpu")), ("host", "gpu")
+    axes = ("host", "gpu")
     fields = {
         "two": {"axis": axes}, "hpz": {"axis": axes, "param_axis": "gpu"}, "hsdp": {"axis": "gpu", "batch_axis": axes}
     }  # fmt: skip
-    return mesh, fields[kind]
+    if levels:
+        return Mesh(devices.reshape(2, n // 4, 2), (*axes, "model")), fields[levels]
+    return Mesh(devices.reshape(2, n // 2), axes), fields[kind]
 
 
 def tensor_parallel(x: Any, axis: str) -> P:
