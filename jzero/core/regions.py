@@ -5,16 +5,19 @@ A body is (jaxpr, consts). What takes other bodies calls them with the arguments
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jzero.core.jaxprs import is_literal, opened
-from jzero.core.primitives import REMAT
 
-Body = tuple[Any, list[Any]]
+from jzero.core.jaxprs import is_literal, opened
+from jzero.core.primitives import LOOPS, REMAT
+from jzero.core.types import Jaxpr, JaxprEqn
+
+Body = tuple[Jaxpr, list[Any]]
 
 
 def bodies(eqn) -> tuple[list[Body], int]:
@@ -42,6 +45,47 @@ def while_parts(eqn) -> tuple[tuple[Any, int], tuple[Any, int]]:
     """The condition and the body of a while loop, each with the number of arguments that it has for itself."""
     cond, body = (opened(eqn.params[f"{name}_jaxpr"])[0] for name in ("cond", "body"))
     return (cond, eqn.params["cond_nconsts"]), (body, eqn.params["body_nconsts"])
+
+
+def through_bodies(
+    eqn: JaxprEqn,
+    values: Sequence[Any],
+    run: Callable[[Body, list[Any]], list[Any]],
+    join: Callable[[Any, Any], Any],
+    *,
+    sliced: Callable[[Any], Any] = lambda value: value,
+    stacked: Callable[[Any], Any] = lambda value: value,
+) -> list[Any] | None:
+    """What is known of the results of an equation with bodies, from what is known of its operands.
+
+    The condition of a while loop and the index of a `cond` are not looked at.
+
+    Args:
+      eqn: the equation.
+      values: of its operands.
+      run: `run(body, values)` gives the values of the results of a body.
+      join: one value for two: of the results of two branches, of a carry before and after a round. A loop is run until
+        a round changes no carry.
+      sliced, stacked: the value of a slice from that of the stack that a scan reads, and the reverse for one that it
+        makes.
+
+    Returns:
+      None for an equation without bodies.
+    """
+    some, skipped = bodies(eqn)
+    values, name = list(values[skipped:]), eqn.primitive.name
+    if name not in LOOPS:
+        outs = [run(body, values) for body in some]
+        return [functools.reduce(join, row) for row in zip(*outs, strict=True)] if some else None
+    first = loop_consts(eqn) - skipped
+    last = first + scan_parts(eqn)[2] if name == "scan" else len(values)
+    consts, carry, slices = values[:first], values[first:last], list(map(sliced, values[last:]))
+    while True:
+        outs = run(some[0], [*consts, *carry, *slices])
+        joined = [join(a, b) for a, b in zip(carry, outs, strict=False)]
+        if joined == carry:
+            return [*carry, *map(stacked, outs[len(carry) :])]
+        carry = joined
 
 
 def loop_consts(eqn) -> int:
