@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-
 from jzero.core.jaxprs import is_literal, opened
 from jzero.core.primitives import LOOPS, REMAT
 from jzero.core.types import Jaxpr, JaxprEqn

@@ -1,8 +1,8 @@
 """Names of types that every package uses.
 
-JAX's own classes promise less than every jaxpr has: the `AbstractValue` of a variable is without shape and dtype. So
-what jzero reads of jaxprs is written down here, under the names that JAX's classes have. These are protocols: nothing is
-an instance of them.
+JAX's own classes promise less than every jaxpr has: the `AbstractValue` of a variable has no shape and no dtype. What
+jzero reads of jaxprs is written down here instead, under the names of JAX's classes. These are protocols: for
+annotations, not for `isinstance`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from jax.extend.core import Primitive
 
 PyTree: TypeAlias = Any
 """A tree of JAX: any nesting of registered containers. Its leaves are arrays unless a docstring says otherwise."""
@@ -20,60 +21,51 @@ class Shaped(Protocol):
     """What has the type of an array: an array of JAX or numpy, traced or not, or a `jax.ShapeDtypeStruct`."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The size of every dim."""
+        ...
+
     @property
-    def dtype(self) -> np.dtype: ...
+    def dtype(self) -> np.dtype:
+        """The dtype, or that of random keys."""
+        ...
 
 
 class Aval(Shaped, Protocol):
-    """The type of a value in a jaxpr: a `ShapedArray`."""
+    """The type of a value in a jaxpr, a `ShapedArray`."""
 
-    @property
-    def ndim(self) -> int: ...
+    ndim: int
 
 
 class Var(Protocol):
     """A variable of a jaxpr."""
 
-    @property
-    def aval(self) -> Aval: ...
+    aval: Aval
 
 
 Atom: TypeAlias = Var
 """A variable or a literal."""
 
 
-class Primitive(Protocol):
-    """An operation of JAX."""
-
-    name: str
-    multiple_results: bool
-
-    def bind(self, *args: Any, **params: Any) -> Any: ...
-    def get_bind_params(self, params: dict[str, Any]) -> dict[str, Any]: ...
-
-
 class JaxprEqn(Protocol):
     """An equation of a jaxpr."""
 
-    invars: Sequence[Atom]
-    outvars: Sequence[Var]
     primitive: Primitive
     params: dict[str, Any]
+    invars: Sequence[Atom]
+    outvars: Sequence[Var]
     effects: Any
     source_info: Any
     ctx: Any
-
-    def replace(self, **changes: Any) -> JaxprEqn: ...
 
 
 class Jaxpr(Protocol):
     """A traced function, open: its constants are arguments of their own."""
 
-    eqns: Sequence[JaxprEqn]
+    constvars: Sequence[Var]
     invars: Sequence[Var]
     outvars: Sequence[Atom]
-    constvars: Sequence[Var]
+    eqns: Sequence[JaxprEqn]
 
 
 class ClosedJaxpr(Protocol):
