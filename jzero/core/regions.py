@@ -16,7 +16,7 @@ from jzero.core.jaxprs import is_literal, opened
 from jzero.core.primitives import LOOPS, REMAT
 from jzero.core.types import Jaxpr, JaxprEqn
 
-Body = tuple[Jaxpr, list[Any]]
+Body = tuple[Jaxpr, Sequence[Any]]
 
 
 def bodies(eqn) -> tuple[list[Body], int]:
