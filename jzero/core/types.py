@@ -35,6 +35,7 @@ class Aval(Shaped, Protocol):
     """The type of a value in a jaxpr, a `ShapedArray`."""
 
     ndim: int
+    size: int
 
 
 class Var(Protocol):

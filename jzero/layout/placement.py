@@ -168,6 +168,7 @@ def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
     if not rows or rows in _rows_agreed:
         return
     client, me, wait = key_value_client(), jax.process_index(), round(seconds * 1000)
+    assert client is not None
     where_to = f"jzero/rows/{next(_asked)}"
     numbers = sorted({n for _, n in rows})
     mine = (
