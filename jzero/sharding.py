@@ -31,6 +31,7 @@ from jzero.core.errors import (
     typed_shape,
 )
 from jzero.core.jaxprs import is_tracer
+from jzero.core.random_keys import is_key
 from jzero.core.xla_options import compiler_options, params_on_host_limit
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import micro_batches, place_batch
@@ -359,10 +360,10 @@ class Plan:
         return [self.config.tier is not None and self._is_large(path_keys(k), x) for k, x in leaves]
 
     def _is_large(self, keys: tuple[str, ...], leaf) -> bool:
-        key, size = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key), math.prod(np.shape(leaf))
+        size = math.prod(np.shape(leaf))
         own = (x for x in named_by(keys, self.by_keys) if x.keys or x.shape == np.shape(leaf))
         few = size <= FEW and next(own, None) is None
-        return not (size <= 1 or few or key)
+        return size > 1 and not few and not is_key(leaf)
 
     def _in_its_memory(self, keys: tuple[str, ...], leaf, sharding: NamedSharding) -> NamedSharding:
         if self.config.tier is None or not self._is_large(keys, leaf):

@@ -19,7 +19,17 @@ import jax.numpy as jnp
 from jzero.core.dims import dim_in_result
 from jzero.core.graph import Graph, Node
 from jzero.core.jaxprs import bind, names_of, opened
-from jzero.core.regions import bodies, scan_parts, scan_with, switch_with, while_parts, while_with
+from jzero.core.primitives import CONTROL_FLOW
+from jzero.core.regions import (
+    Body,
+    loop_consts,
+    scan_with,
+    switch_with,
+    through_bodies,
+    while_parts,
+    while_with,
+)
+from jzero.core.types import JaxprEqn
 
 Cells = list[int]
 """Of one value: a number for each of its dims; see `Classes`."""
@@ -75,91 +85,81 @@ class Classes:
         self._leader += range(start, start + len(shape))
         return list(range(start, start + len(shape)))
 
-    def _join(self, a: int, b: int) -> None:
-        self._leader[self.class_of(a)] = self.class_of(b)
-
-    def _mix(self, cells: Sequence[int]) -> None:
-        self._mixed.update(cells)
-
     def _program(self, graph: Graph, nodes, ins, outs, cells: dict[int, Cells]) -> StepList:
         def of(value: int) -> Cells:
             if value not in cells:  # a constant
                 cells[value] = self._fresh(graph.avals[value].shape)
-                self._mix(cells[value])
+                self._mixed.update(cells[value])
             return cells[value]
 
         steps = []
         for node in nodes:
-            made = [self._fresh(graph.avals[o].shape) for o in node.outs]
-            inner = self._follow(node, [of(i) for i in node.ins], made)
-            steps.append(Step(node, made, inner))
-            cells.update(zip(node.outs, made, strict=True))
+            found, inner = self._follow(node, [of(i) for i in node.ins])
+            steps.append(Step(node, found, inner))
+            cells.update(zip(node.outs, found, strict=True))
         for value in outs:
             of(value)
         known = {v: graph.known[v] for node in nodes for v in node.ins if v in graph.known}
         return StepList(ins, outs, known | {v: graph.known[v] for v in outs if v in graph.known}, steps)
 
-    def _body(self, jaxpr, consts, args: Sequence[Cells], outs: Sequence[Cells | None]) -> StepList:
-        """A body on arguments with these cells, its results joined with `outs`."""
-        graph = Graph(jaxpr, consts)
+    def _body(self, body: Body, args: Sequence[Cells]) -> tuple[StepList, list[Cells]]:
+        """A body on arguments with these cells, and the cells of its results."""
+        graph = Graph(*body)
         cells = {i: list(c) for i, c in zip(graph.ins, args, strict=True)}
         program = self._program(graph, graph.nodes, graph.ins, graph.outs, cells)
-        for value, out in zip(graph.outs, outs, strict=True):
-            self._join_all(cells[value], out or [])
-        return program
+        return program, [cells[o] for o in graph.outs]
 
-    def _join_all(self, a: Cells, b: Cells) -> None:
-        for x, y in zip(a, b, strict=False):
-            self._join(x, y)
+    def _joined(self, a: Cells, b: Cells) -> Cells:
+        for x, y in zip(a, b, strict=True):
+            self._leader[self.class_of(x)] = self.class_of(y)
+        return a
 
-    def _follow(self, node: Node, ins: list[Cells], outs: list[Cells]) -> list[StepList]:
-        """Join the cells of a node's operands and results; the programs of its bodies."""
-        if node.name in ("scan", "while", "cond"):
-            return getattr(self, f"_{node.name}")(node.eqn, ins, outs)
-        reached: set[int] = set()
+    def _follow(self, node: Node, ins: list[Cells]) -> tuple[list[Cells], list[StepList]]:
+        """The cells of a node's results, joined with those of its operands; the programs of its bodies."""
         if node.name == "optimization_barrier":
-            for a, b in zip(ins, outs, strict=True):
-                self._join_all(a, b)
-            return []
+            return ins, []
+        if node.name in CONTROL_FLOW:
+            return self._of_bodies(node.eqn, ins)
+        reached: set[int] = set()
+        avals = [v.aval for v in node.eqn.outvars]
+        outs = [self._fresh(aval.shape) for aval in avals]
         for at, operand in enumerate(ins):
             shape = node.eqn.invars[at].aval.shape
             for dim, cell in enumerate(operand):
                 to = dim_in_result(node.eqn, at, dim)
-                for aval, made in zip((v.aval for v in node.eqn.outvars), outs, strict=True):
+                for aval, made in zip(avals, outs, strict=True):
                     if to is not None and to < len(made) and aval.shape[to] == shape[dim]:
-                        self._join(cell, made[to])
+                        self._joined([cell], [made[to]])
                         reached.add(made[to])
                     elif node.name != "broadcast_in_dim" or shape[dim] != 1:
-                        self._mix([cell])
+                        self._mixed.add(cell)
         if node.name != "broadcast_in_dim":  # what it adds is the same for every entry
-            self._mix([c for made in outs for c in made if c not in reached])
-        return []
+            self._mixed.update(c for made in outs for c in made if c not in reached)
+        return outs, []
 
-    def _scan(self, eqn, ins, outs) -> list[StepList]:
-        _, consts, carry = scan_parts(eqn)
-        state, stacks = ins[consts : consts + carry], ins[consts + carry :]
-        for stack in (*stacks, *outs[carry:]):
-            self._mix(stack[:1])
-        for before, after in zip(state, outs[:carry], strict=True):
-            self._join_all(before, after)
-        args = [*ins[:consts], *state, *(s[1:] for s in stacks)]
-        return [
-            self._body(*opened(eqn.params["jaxpr"]), args, [*outs[:carry], *(o[1:] for o in outs[carry:])])
-        ]
+    def _of_bodies(self, eqn: JaxprEqn, ins: list[Cells]) -> tuple[list[Cells], list[StepList]]:
+        programs: list[StepList] = []
 
-    def _while(self, eqn, ins, outs) -> list[StepList]:
-        (_, a), (_, count) = while_parts(eqn)
-        own, state = [ins[:a], ins[a : a + count]], ins[a + count :]
-        for before, after in zip(state, outs, strict=True):
-            self._join_all(before, after)
-        cond, body = (opened(eqn.params[f"{name}_jaxpr"]) for name in ("cond", "body"))
-        return [
-            self._body(*cond, [*own[0], *state], [None]),
-            self._body(*body, [*own[1], *state], outs),
-        ]
+        def run(body: Body, args: Sequence[Cells]) -> list[Cells]:
+            program, outs = self._body(body, args)
+            programs.append(program)
+            return outs
 
-    def _cond(self, eqn, ins, outs) -> list[StepList]:
-        return [self._body(*branch, ins[1:], outs) for branch in bodies(eqn)[0]]
+        def sliced(stack: Cells) -> Cells:
+            self._mixed.update(stack[:1])
+            return stack[1:]
+
+        def stacked(cells: Cells) -> Cells:
+            (rounds,) = self._fresh((1,))
+            self._mixed.add(rounds)
+            return [rounds, *cells]
+
+        if eqn.primitive.name == "while":
+            own = while_parts(eqn)[0][1]
+            run(opened(eqn.params["cond_jaxpr"]), [*ins[:own], *ins[loop_consts(eqn) :]])
+        outs = through_bodies(eqn, ins, run, self._joined, sliced=sliced, stacked=stacked)
+        assert outs is not None
+        return outs, programs
 
     def run(self, single: Collection[int], values: Sequence[Any]) -> list[Any]:
         """The results of the program, for operands that have size 1 along every dim of the classes `single`.

@@ -29,12 +29,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive, Var
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import Var
+from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jzero.core.custom_primitive import custom_primitive
 from jzero.core.jaxprs import in_differentiated_loop, is_literal
 
 BEGIN, END = "jzero_block_input", "jzero_block_output"
@@ -116,11 +117,6 @@ def end(y: Any, tokens: Sequence[Any]) -> Any:
     return _end_p.bind(y, *tokens, tied=False)
 
 
-_begin_p = Primitive(BEGIN)
-_begin_p.multiple_results = True
-_end_p = Primitive(END)
-
-
 def _begin_jvp(primals, tangents, *, kept):
     outs = _begin_p.bind(*primals, kept=kept)
     return outs, [tangents[0], *(ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs[1:])]
@@ -129,6 +125,15 @@ def _begin_jvp(primals, tangents, *, kept):
 def _begin_batch(args, dims, *, kept):
     x = args[0] if dims[0] == 0 else jax.numpy.moveaxis(args[0], dims[0], 0)
     return _begin_p.bind(x, kept=kept.batched()), [0, 0, 0]
+
+
+def _begin_avals(x, *, kept):
+    copy = x.update(memory_space=jax.memory.Space.Host) if kept.host else x
+    return [x, copy, copy]
+
+
+def _end(y, *tokens, tied):
+    return jax.lax.optimization_barrier((y, *tokens))[0] if tied else y
 
 
 def _end_jvp(primals, tangents, *, tied):
@@ -184,30 +189,11 @@ def _equation(fn: Callable, *avals):
     return jax.make_jaxpr(jax.jit(fn))(*avals).eqns[0]
 
 
-def _lower_begin(ctx, x, *, kept):
-    return [x, x, x]
-
-
-def _lower_end(ctx, y, *tokens, tied):
-    if not tied:
-        return [y]
-    return mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values)[0], multiple_results=False)(
-        ctx, y, *tokens
-    )
-
-
-_begin_p.def_impl(lambda x, *, kept: [x, x, x])
-_begin_p.def_abstract_eval(
-    lambda x, *, kept: [x, *[x.update(memory_space=jax.memory.Space.Host) if kept.host else x] * 2]
+_begin_p = custom_primitive(
+    BEGIN, lambda x, *, kept: [x, x, x], out_avals=_begin_avals, jvp=_begin_jvp, batch=_begin_batch
 )
-ad.primitive_jvps[_begin_p] = _begin_jvp
-batching.primitive_batchers[_begin_p] = _begin_batch
+_end_p = custom_primitive(
+    END, _end, out_avals=lambda y, *tokens, tied: y, jvp=_end_jvp, batch=_end_batch, several=False
+)
 pe.partial_eval_jaxpr_custom_rules[_begin_p] = _begin_rule
-mlir.register_lowering(_begin_p, _lower_begin)
-
-_end_p.def_impl(lambda y, *tokens, tied: y)
-_end_p.def_abstract_eval(lambda y, *tokens, tied: y)
-ad.primitive_jvps[_end_p] = _end_jvp
-batching.primitive_batchers[_end_p] = _end_batch
 pe.partial_eval_jaxpr_custom_rules[_end_p] = _end_rule
-mlir.register_lowering(_end_p, _lower_end)

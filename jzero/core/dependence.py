@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.jaxprs import bind, is_tracer, opened, trace
-from jzero.core.primitives import CALLS, KEEPS_ZERO
-from jzero.core.regions import bodies, loop_consts, scan_parts
+from jzero.core.primitives import CALLS, INLINE, KEEPS_ZERO
+from jzero.core.random_keys import is_key
+from jzero.core.regions import Body, through_bodies
 from jzero.core.traversal import Rule, traverse
+from jzero.core.types import Aval, Jaxpr, JaxprEqn, PyTree
+
+Sources = frozenset[Any]
+NOTHING: Sources = frozenset()
 
 
-def constant_zero_outputs(fn: Callable, *trees) -> list[bool]:
+def constant_zero_outputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[bool]:
     """For each output of `fn`, whether it is zero whatever the inputs are.
 
     Args:
@@ -23,11 +28,10 @@ def constant_zero_outputs(fn: Callable, *trees) -> list[bool]:
       *trees: arrays or ShapeDtypeStructs.
     """
 
-    def is_zero(value) -> bool:
-        key = hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-        return not key and not np.any(np.asarray(value))
+    def is_zero(value: Any) -> bool:
+        return not is_key(value) and not np.any(np.asarray(value))
 
-    def rule(eqn, zeros: list[bool]) -> list[bool]:
+    def rule(eqn: JaxprEqn, zeros: list[bool]) -> list[bool]:
         name = eqn.primitive.name
         if name in KEEPS_ZERO:
             return [zeros[0]]
@@ -35,40 +39,30 @@ def constant_zero_outputs(fn: Callable, *trees) -> list[bool]:
             return [all(zeros[1:] if name == "select_n" else zeros)]
         return [False] * len(eqn.outvars)
 
-    return _analyzed(fn, trees, rule, start=False, literal=is_zero)
+    return _analyzed(fn, trees, rule, lambda i, x: False, literal=is_zero, const=False)
 
 
-def independent_outputs(fn: Callable, *trees) -> list[bool]:
-    """For each output of `fn`, whether no input has any part in it.
-
-    Args:
-      fn: a function of trees to a flat list.
-      *trees: arrays or ShapeDtypeStructs.
-    """
-
-    def rule(eqn, depend: list[bool]) -> list[bool]:
-        return [any(depend)] * len(eqn.outvars)
-
-    return [not d for d in _analyzed(fn, trees, rule, start=True, literal=lambda value: False)]
+def independent_outputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[bool]:
+    """For each output of `fn`, whether no array of the first tree has a part in it; see `sources_of_outputs`."""
+    return [not sources for sources in sources_of_outputs(fn, *trees)]
 
 
-def sources_of_outputs(fn: Callable, *trees) -> list[frozenset[int]]:
+def sources_of_outputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[frozenset[int]]:
     """For each output of `fn` the numbers of the arrays of the first tree that have a part in it.
 
     Args:
       fn: a function of trees to a flat list.
       *trees: arrays or ShapeDtypeStructs.
     """
-    nothing: frozenset[int] = frozenset()
-    leaves, tree = jax.tree.flatten(trees)
-    jaxpr, consts = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
-
-    def rule(eqn, sources: list[frozenset[int]]) -> list[frozenset[int]]:
-        return [nothing.union(*sources)] * len(eqn.outvars)
-
     count = len(jax.tree.leaves(trees[0]))
-    start = [frozenset((i,)) if i < count else nothing for i in range(len(leaves))]
-    return traverse(jaxpr, [nothing] * len(consts), start, rule, literal=lambda _: nothing, calls=CALLS)
+
+    def rule(eqn: JaxprEqn, sources: list[Sources]) -> list[Sources]:
+        return [NOTHING.union(*sources)] * len(eqn.outvars)
+
+    def start(i: int, _: Any) -> Sources:
+        return frozenset((i,)) if i < count else NOTHING
+
+    return _analyzed(fn, trees, rule, start, literal=lambda _: NOTHING, const=NOTHING, calls=CALLS)
 
 
 class _Raised(NamedTuple):
@@ -79,7 +73,7 @@ class _Raised(NamedTuple):
     is_below: bool = False
 
 
-def raised_inputs(fn: Callable, *trees) -> list[int | None]:
+def raised_inputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[int | None]:
     """For each output of `fn` the input that it is with a constant added, whatever the inputs are; else None.
 
     Integer scalars of at least 32 bits. A count that stays at the end of its dtype once it is there, as optax's do, is
@@ -90,19 +84,19 @@ def raised_inputs(fn: Callable, *trees) -> list[int | None]:
       *trees: arrays or ShapeDtypeStructs.
     """
 
-    def is_count(x) -> bool:
+    def is_count(x: Any) -> bool:
         return np.shape(x) == () and jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4
 
-    def constant(value) -> _Raised | None:
+    def constant(value: Any) -> _Raised | None:
         return _Raised(None, int(value)) if not is_tracer(value) and is_count(np.asarray(value)) else None
 
-    def end(x) -> _Raised:
+    def end(x: Aval) -> _Raised:
         return _Raised(None, int(jnp.iinfo(x.dtype).max))
 
-    def rule(eqn, values: list[Any]) -> list[Any]:
+    def rule(eqn: JaxprEqn, values: list[Any]) -> list[_Raised | None]:
         return [None if None in values else result(eqn, values), *[None] * (len(eqn.outvars) - 1)]
 
-    def result(eqn, values: list[_Raised]) -> _Raised | None:
+    def result(eqn: JaxprEqn, values: list[_Raised]) -> _Raised | None:
         name, first, out = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
         a, b = values[0], values[-1]
         if name in ("convert_element_type", "copy") and is_count(first) and is_count(out):
@@ -115,22 +109,31 @@ def raised_inputs(fn: Callable, *trees) -> list[int | None]:
             return b if a == _Raised(b.of, 0, is_below=True) and b.by == 1 else None
         return None
 
-    leaves, tree = jax.tree.flatten(trees)
-    jaxpr, consts = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
-    start = [_Raised(i, 0) if is_count(x) else None for i, x in enumerate(leaves)]
-    found = traverse(jaxpr, [None] * len(consts), start, rule, literal=constant)
+    def start(i: int, x: Any) -> _Raised | None:
+        return _Raised(i, 0) if is_count(x) else None
+
+    found = _analyzed(fn, trees, rule, start, literal=constant, const=None)
     return [None if x is None or x.by == 0 else x.of for x in found]
 
 
-def _analyzed(fn: Callable, trees, rule: Rule, *, start: bool, literal: Callable[[Any], bool]) -> list[bool]:
+def _analyzed(
+    fn: Callable[..., list[Any]],
+    trees: Sequence[PyTree],
+    rule: Rule,
+    start: Callable[[int, Any], Any],
+    *,
+    literal: Callable[[Any], Any],
+    const: Any,
+    calls: Collection[str] = INLINE,
+) -> list[Any]:
+    """What a rule says of the outputs of a function of trees; `start(i, x)` is what is known of its i-th array."""
     leaves, tree = jax.tree.flatten(trees)
     jaxpr, consts = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
-    return traverse(jaxpr, [False] * len(consts), [start] * len(leaves), rule, literal=literal)
+    known = [start(i, x) for i, x in enumerate(leaves)]
+    return traverse(jaxpr, [const] * len(consts), known, rule, literal=literal, calls=calls)
 
 
-def data_sources(
-    jaxpr: Any, consts: Sequence[Any], sources: Sequence[frozenset[Any]]
-) -> list[frozenset[Any]]:
+def data_sources(jaxpr: Jaxpr, consts: Sequence[Any], sources: Sequence[Sources]) -> list[Sources]:
     """For each result of a jaxpr the sources of all arguments whose values may be in it.
 
     What only decides between values is not one of them: the predicate of a select or a `cond`, the condition of a loop.
@@ -139,73 +142,54 @@ def data_sources(
       jaxpr, consts: a traced function.
       sources: of each argument.
     """
-    nothing: frozenset[Any] = frozenset()
 
-    def inside(body, values):
-        inner, own = body
-        return traverse(inner, [nothing] * len(own), values, rule, literal=lambda _: nothing, calls=CALLS)
-
-    def rule(eqn, values: list[frozenset[Any]]) -> list[frozenset[Any]]:
+    def rule(eqn: JaxprEqn, values: list[Sources], inside: Callable[..., list[Sources]]) -> list[Sources]:
         name = eqn.primitive.name
         if name == "select_n":
-            return [nothing.union(*values[1:])]
-        if name == "cond":
-            branches, skipped = bodies(eqn)
-            outs = [inside(body, values[skipped:]) for body in branches]
-            return [nothing.union(*some) for some in zip(*outs, strict=True)]
-        if name in ("scan", "while"):
-            (body,), skipped = bodies(eqn)
-            first = loop_consts(eqn)
-            carried = scan_parts(eqn)[2] if name == "scan" else len(values) - first
-            while True:  # until a further round adds nothing
-                outs = inside(body, values[skipped:])
-                carry = [a | b for a, b in zip(values[first:], outs[:carried], strict=False)][:carried]
-                if carry == values[first : first + carried]:
-                    return [*carry, *outs[carried:]]
-                values = [*values[:first], *carry, *values[first + carried :]]
+            return [NOTHING.union(*values[1:])]
         if name == "shard_map":
             return inside(opened(eqn.params["jaxpr"]), values)
-        return [nothing.union(*values)] * len(eqn.outvars)
+        found = through_bodies(eqn, values, inside, frozenset.union)
+        return [NOTHING.union(*values)] * len(eqn.outvars) if found is None else found
 
-    return inside((jaxpr, consts), sources)
+    return _through((jaxpr, consts), sources, rule, NOTHING)
 
 
-def passed_on(jaxpr: Any, consts: Sequence[Any]) -> list[int | None]:
+def passed_on(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[int | None]:
     """For each result of a jaxpr the number of the argument that it is, unchanged; None where it is another value.
 
     NNX returns a module's whole state from each of its transforms, also what they only read.
     """
 
-    def inside(body, values):
-        inner, own = body
-        return traverse(inner, [None] * len(own), values, rule, literal=lambda _: None, calls=CALLS)
+    def same(a: Any, b: Any) -> Any:
+        return a if a == b else None
 
-    def rule(eqn, values: list[int | None]) -> list[int | None]:
-        name = eqn.primitive.name
-        if name == "optimization_barrier":
+    def rule(eqn: JaxprEqn, values: list[Any], inside: Callable[..., list[Any]]) -> list[Any]:
+        if eqn.primitive.name == "optimization_barrier":
             return values
-        if name == "shard_map":
-            return [None] * len(eqn.outvars)
-        if name == "cond":
-            branches, skipped = bodies(eqn)
-            outs = [inside(body, values[skipped:]) for body in branches]
-            return [some[0] if len(set(some)) == 1 else None for some in zip(*outs, strict=True)]
-        if name in ("scan", "while"):
-            (body,), skipped = bodies(eqn)
-            first = loop_consts(eqn) - skipped
-            values = values[skipped:]
-            carried = scan_parts(eqn)[2] if name == "scan" else len(values) - first
-            outs = inside(body, list(range(len(values))))  # a carry that each round hands on, a stack that comes back
-            kept = [o == first + i for i, o in enumerate(outs[:carried])]
-            stacks = [o is not None and o >= first + carried for o in outs[carried:]]
-            return [values[o] if k and o is not None else None for o, k in zip(outs, kept + stacks, strict=True)]
-        return [None] * len(eqn.outvars)
 
-    return inside((jaxpr, consts), list(range(len(jaxpr.invars))))
+        def stacked(x: Any) -> Any:
+            return x[1] if isinstance(x, tuple) and x[0] == id(eqn) else None
+
+        found = through_bodies(eqn, values, inside, same, sliced=lambda x: (id(eqn), x), stacked=stacked)
+        return [None] * len(eqn.outvars) if found is None else found
+
+    return _through((jaxpr, consts), range(len(jaxpr.invars)), rule, None)
+
+
+def _through(body: Body, values: Sequence[Any], rule: Callable[..., list[Any]], const: Any) -> list[Any]:
+    """What `rule(eqn, values, inside)` says of the results; `inside(body, values)` is the same for a body."""
+
+    def inside(body: Body, values: Sequence[Any]) -> list[Any]:
+        jaxpr, consts = body
+        known = [const] * len(consts)
+        return traverse(jaxpr, known, values, lambda *row: rule(*row, inside), literal=lambda _: const, calls=CALLS)
+
+    return inside(body, values)
 
 
 def wide_sources(
-    fn: Callable[[], Sequence[Any]], count: int, dtype_of: Callable[[int], Any]
+    fn: Callable[[], Sequence[Any]], count: int, dtype_of: Callable[[int], np.dtype | None]
 ) -> Callable[[], tuple[list[Any], list[Any]]]:
     """A function like `fn` that returns, besides its outputs, the wider values that its first `count` were cast from.
 
@@ -215,7 +199,7 @@ def wide_sources(
     """
     jaxpr, consts = trace(lambda: list(fn()))
 
-    def rule(eqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    def rule(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Each value comes with the operand of the cast that made it, or None."""
         values = [value for value, _ in pairs]
         outs = bind(eqn, values)
@@ -225,13 +209,11 @@ def wide_sources(
 
     def both():
         pairs = traverse(jaxpr, [(c, None) for c in consts], [], rule, literal=lambda value: (value, None))
-        firsts = enumerate(wide for _, wide in pairs[:count])
-        return [v for v, _ in pairs], [
-            w if w is not None and dtype_of(i) == w.dtype else None for i, w in firsts
-        ]
+        wide = [w if w is not None and dtype_of(i) == w.dtype else None for i, (_, w) in enumerate(pairs[:count])]
+        return [v for v, _ in pairs], wide
 
     return both
 
 
-def _narrows(old, new) -> bool:
+def _narrows(old: jax.Array, new: jax.Array) -> bool:
     return old.dtype.itemsize > new.dtype.itemsize and jnp.issubdtype(old.dtype, jnp.floating)

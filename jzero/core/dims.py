@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jzero.core.primitives import ELEMENTWISE, LAYOUT, MATRIX_OPS, REDUCING
+from jzero.core.types import JaxprEqn
+
+Rule = Callable[[JaxprEqn, int], int | None]
 
 
-def _reshaped(eqn: Any, dim: int) -> int | None:
-    """What lies along a dim stays the major part of one where the dims in front keep their product."""
+def _reshaped(eqn: JaxprEqn, dim: int) -> int | None:
+    """A dim stays the major part of one dim of the result if the dims before it keep their product."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])
     for j, size in enumerate(new):
@@ -20,10 +23,10 @@ def _reshaped(eqn: Any, dim: int) -> int | None:
     return None
 
 
-def dims_in_order(eqn: Any) -> list[int]:
-    """The dims of the operand that an equation keeps, in the order in which its results have them.
+def dims_in_order(eqn: JaxprEqn) -> list[int]:
+    """The dims of the operand that an equation keeps, in the order of its result.
 
-    A transpose puts them in another order, a squeeze and an unstack drop some; any other keeps all of them.
+    A transpose reorders them, a squeeze and an unstack drop some, any other equation keeps all.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "transpose":
@@ -32,25 +35,25 @@ def dims_in_order(eqn: Any) -> list[int]:
     return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in dropped]
 
 
-def _reordered(eqn: Any, dim: int) -> int | None:
+def _reordered(eqn: JaxprEqn, dim: int) -> int | None:
     order = dims_in_order(eqn)
     return order.index(dim) if dim in order else None
 
 
-def _if_whole(sizes: Callable[[Any], Sequence[int]]):
-    """Keeps the dim where the operation takes all of it."""
+def _if_whole(sizes: Callable[[JaxprEqn], Sequence[int]]) -> Rule:
+    """Keeps the dim if the operation takes all of it."""
     return lambda eqn, dim: dim if sizes(eqn)[dim] == eqn.invars[0].aval.shape[dim] else None
 
 
-def _if_equal(key: str, value: Any):
-    """Keeps the dim where a parameter of the operation has this value for it."""
+def _if_equal(key: str, value: Any) -> Rule:
+    """Keeps the dim if a parameter of the operation has this value for it."""
     return lambda eqn, dim: dim if eqn.params[key][dim] == value else None
 
 
-def _if_not_in(key: str):
-    """Keeps the dim where the operation works along others."""
+def _if_not_in(key: str) -> Rule:
+    """Keeps the dim if the operation works along others."""
 
-    def moved(eqn: Any, dim: int) -> int | None:
+    def moved(eqn: JaxprEqn, dim: int) -> int | None:
         along = eqn.params[key]
         return None if dim in (along if isinstance(along, (tuple, list)) else (along,)) else dim
 
@@ -58,7 +61,7 @@ def _if_not_in(key: str):
 
 
 _one_window = _if_equal("window_dimensions", 1)
-MOVED_DIMS: dict[str, Callable[[Any, int], int | None]] = {
+MOVED_DIMS: dict[str, Rule] = {
     **{f"cum{op}": _if_not_in("axis") for op in ("sum", "max", "min", "prod", "logsumexp")},
     **{f"reduce_window{op}": _one_window for op in ("", "_sum", "_max", "_min")},
     **dict.fromkeys(LAYOUT, lambda eqn, dim: dim),
@@ -77,23 +80,23 @@ MOVED_DIMS: dict[str, Callable[[Any, int], int | None]] = {
 }  # fmt: skip
 """For an equation and a dim of its operands: the dim of the result along which the same values lie, index by index.
 
-None where the operation combines values along the dim, or leaves some out.
+None if the operation combines values along the dim, or leaves some out.
 """
 
 
-def reduced_dims(eqn: Any) -> tuple[int, ...]:
-    """The dims over which a reduction goes."""
+def reduced_dims(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The dims that a reduction sums, multiplies or compares over."""
     return tuple(eqn.params["axes"])
 
 
 class DotDims(NamedTuple):
-    """The dims of the two operands of a matmul that go together: those that are summed over, and batch dims."""
+    """The pairs of dims of a matmul's two operands: those that are summed over, and batch dims."""
 
     contract: tuple[Sequence[int], Sequence[int]]
     batch: tuple[Sequence[int], Sequence[int]]
 
 
-def dot_dims(eqn: Any) -> DotDims:
+def dot_dims(eqn: JaxprEqn) -> DotDims:
     """The dims of a `dot_general`."""
     return DotDims(*eqn.params["dimension_numbers"])
 
@@ -103,7 +106,7 @@ class LookupDims(NamedTuple):
 
     Attributes:
       of_index: by dim of the index, the dim of the result.
-      paired: by dim of the operand for whose every entry there is an index of its own, the dim of the index.
+      paired: by batching dim of the operand, the dim of the index: every entry has indices of its own.
       whole: by dim of the operand that is taken whole, the dim of the result.
     """
 
@@ -112,7 +115,7 @@ class LookupDims(NamedTuple):
     whole: dict[int, int]
 
 
-def lookup_dims(eqn: Any) -> LookupDims:
+def lookup_dims(eqn: JaxprEqn) -> LookupDims:
     """The dims of a `gather`."""
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     of_index = [d for d in range(eqn.outvars[0].aval.ndim) if d not in numbers.offset_dims]
@@ -124,11 +127,11 @@ def lookup_dims(eqn: Any) -> LookupDims:
     )
 
 
-def dim_in_result(eqn: Any, at: int, dim: int) -> int | None:
+def dim_in_result(eqn: JaxprEqn, at: int, dim: int) -> int | None:
     """The dim of the result along which the same values lie, index by index, as along a dim of operand `at`.
 
-    None where the operation combines values along the dim, or leaves some out, or is not known. A matmul keeps the dims
-    that it does not sum over, each computed from all of the other operand.
+    None if the operation combines values along the dim, leaves some out, or is not known. A matmul keeps the dims that
+    it does not sum over; each entry is computed from all of the other operand.
     """
     name = eqn.primitive.name
     if name in ELEMENTWISE or name == "dynamic_update_slice":
@@ -144,7 +147,7 @@ def dim_in_result(eqn: Any, at: int, dim: int) -> int | None:
     return MOVED_DIMS[name](eqn, dim) if name in MOVED_DIMS else None
 
 
-def _kept_by_dot(eqn: Any, at: int, dim: int) -> int | None:
+def _kept_by_dot(eqn: JaxprEqn, at: int, dim: int) -> int | None:
     dims = dot_dims(eqn)
     if dim in dims.batch[at]:
         return list(dims.batch[at]).index(dim)

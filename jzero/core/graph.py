@@ -1,9 +1,9 @@
 """A function as a flat list of equations, of which any part can be evaluated on its own, on other shapes too.
 
 [Note: flat]
-Calls are inlined where the builder of a graph says so. Where a whole state is streamed, all are (optax wraps whole
-trees in them), and a `cond` becomes both of its branches and a choice for each of its results: one equation that reads
-a whole optimizer state would need all of it at once.
+The class of a graph says which calls are inlined. Where a whole state is streamed, all are (optax wraps whole trees in
+them), and a `cond` becomes both of its branches and a choice for each of its results: one equation that reads a whole
+optimizer state would need all of it at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,33 +22,33 @@ from jzero.core import jaxprs
 from jzero.core.dims import reduced_dims
 from jzero.core.primitives import CALLS, LAYOUT, REDUCTIONS
 from jzero.core.regions import bodies
+from jzero.core.types import Aval, Jaxpr, JaxprEqn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """One equation, its operands and results as numbers of values.
+    """One equation; its operands and results are numbers of values.
 
     Attributes:
-      eqn: None for a copy that gives a result a number of its own.
       ins, outs: the numbers.
-      outer: the equations of the calls that it was inlined from, from the outermost.
-      choice: one result of a `cond`, as `select_n`.
+      outer: the calls that it was inlined from, the outermost first.
+      choice: it is one result of a `cond`, as `select_n`.
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     ins: tuple[int, ...]
     outs: tuple[int, ...]
-    outer: tuple[Any, ...] = ()
+    outer: tuple[JaxprEqn, ...] = ()
     choice: bool = False
 
     @property
     def name(self) -> str:
         """The primitive."""
-        return "select_n" if self.choice else "copy" if self.eqn is None else self.eqn.primitive.name
+        return "select_n" if self.choice else self.eqn.primitive.name
 
     @property
     def cuts_end(self) -> bool:
-        """True for a slice that leaves out the end of dims alone."""
+        """True for a slice that only leaves out the end of dims."""
         if self.name != "slice":
             return False
         params = self.eqn.params
@@ -56,21 +56,23 @@ class Node:
 
     @property
     def pads_end(self) -> bool:
-        """True for padding at the end of dims alone."""
+        """True for padding at the end of dims only."""
         return self.name == "pad" and all(
             not low and high >= 0 and not between for low, high, between in self.eqn.params["padding_config"]
         )
 
     @property
     def reduces_all(self) -> bool:
-        """True for a reduction of all dims of one array to a number, by an operation that REDUCTIONS has."""
+        """True for a reduction of all dims of one array to a number, by an operation of REDUCTIONS."""
         if self.name not in REDUCTIONS or len(self.ins) != 1:
             return False
         return len(reduced_dims(self.eqn)) == self.eqn.invars[0].aval.ndim
 
     @contextlib.contextmanager
-    def scope(self, of: Callable[[Any], Any] = jaxprs.scope_of):
-        """The names and contexts that the equation was traced under, those of its calls included; or `of` each."""
+    def scope(
+        self, of: Callable[[JaxprEqn], contextlib.AbstractContextManager[None]] = jaxprs.scope_of
+    ) -> Iterator[None]:
+        """The names and contexts of the equation and of the calls around it; `of` gives those of one equation."""
         with contextlib.ExitStack() as scopes:
             for eqn in (*self.outer, self.eqn):
                 scopes.enter_context(of(eqn))
@@ -78,8 +80,6 @@ class Node:
 
     def run(self, values: Sequence[Any]) -> list[Any]:
         """The results, for these operands."""
-        if self.eqn is None:
-            return [jnp.copy(values[0])]
         with self.scope():
             if self.choice:
                 return [jax.lax.select_n(*values)]
@@ -97,8 +97,8 @@ class Graph:
       avals: the abstract value of each number.
     """
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any]):
-        self.avals: list[Any] = []
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]):
+        self.avals: list[Aval] = []
         self.known: dict[int, Any] = {}
         self.nodes: list[Node] = []
         self.makers: dict[int, Node] = {}
@@ -109,7 +109,7 @@ class Graph:
     def begin(self) -> None:
         """Called once the arguments have their numbers, before the first equation."""
 
-    def inlines(self, eqn: Any, ins: Sequence[int]) -> bool:
+    def inlines(self, eqn: JaxprEqn, ins: Sequence[int]) -> bool:
         """True for a call whose body is to be inlined."""
         return True
 
@@ -119,21 +119,23 @@ class Graph:
     chooses = False
     """A `cond` becomes both of its branches and a choice."""
 
-    def _new(self, aval) -> int:
+    def _new(self, aval: Aval) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def _constant(self, value, aval) -> int:
+    def _constant(self, value: Any, aval: Aval) -> int:
         number = self._new(aval)
         self.known[number] = value
         return number
 
-    def _add(self, jaxpr, consts, ins: Sequence[int], outer: tuple[Any, ...]) -> list[int]:
+    def _add(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[int], outer: tuple[JaxprEqn, ...]
+    ) -> list[int]:
         """All equations of a jaxpr on these values; returns its results."""
         env = dict(zip(jaxpr.invars, ins, strict=True))
         env.update((v, self._constant(c, v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True))
 
-        def read(atom) -> int:
+        def read(atom: Any) -> int:
             return self._constant(atom.val, atom.aval) if jaxprs.is_literal(atom) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -149,7 +151,7 @@ class Graph:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    def _choice(self, eqn, index: int, options: Sequence[int]) -> int:
+    def _choice(self, eqn: JaxprEqn, index: int, options: Sequence[int]) -> int:
         if len(set(options)) == 1:
             return options[0]
         out = self._new(self.avals[options[0]])
@@ -162,11 +164,11 @@ class Graph:
         self.added(node)
 
     def is_small(self, value: int) -> bool:
-        """True for a single number, or key: what may be kept for the whole step."""
+        """True for a single number or key, which may stay on the device for the whole step."""
         return math.prod(self.avals[value].shape) == 1
 
     def reads(self, sources: Sequence[int]) -> dict[int, frozenset[int]]:
-        """For every value the `sources` that it is computed from, other than through single numbers."""
+        """For every value the `sources` that it is computed from, except through single numbers."""
         found: dict[int, frozenset[int]] = {s: frozenset((s,)) for s in sources}
         for node in self.nodes:
             through = frozenset().union(*(found.get(i, frozenset()) for i in node.ins))
@@ -174,7 +176,7 @@ class Graph:
         return found
 
     def needed(self, value: int, is_known: Callable[[int], bool]) -> list[Node]:
-        """The nodes that a value takes, each after those that it reads, down to values that are known."""
+        """The nodes that compute a value from values that are known, each after those that it reads."""
         order: list[Node] = []
         seen: set[int] = set()
         pending: list[tuple[int, bool]] = [(value, False)]
@@ -191,7 +193,7 @@ class Graph:
 
 
 class FlatFunction(Graph):
-    """A function of flat arrays, all calls inlined; each of its results has a number of its own."""
+    """A function of flat arrays with all calls inlined; each result has a number of its own."""
 
     chooses = True
 
@@ -203,8 +205,10 @@ class FlatFunction(Graph):
             self.outs.append(self._copy(value) if value in self.outs else value)
 
     def _copy(self, value: int) -> int:
-        out = self._new(self.avals[value])
-        self._node(Node(None, (value,), (out,)))
+        aval = self.avals[value]
+        jaxpr, _ = jaxprs.trace(lambda x: [jnp.copy(x)], jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        out = self._new(aval)
+        self._node(Node(jaxpr.eqns[-1], (value,), (out,)))
         return out
 
 

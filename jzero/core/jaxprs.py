@@ -1,4 +1,4 @@
-"""All that touches JAX's jaxpr API, which moves between versions: open one, bind one equation, read its parts.
+"""Reads and evaluates jaxprs: everything that touches JAX's API for them, which changes between versions.
 
 Tested on the oldest and the newest supported jax. From 0.11 on an open and a closed jaxpr are one class, and
 `scan` carries trees of counts instead of `num_consts` and `num_carry`.
@@ -16,32 +16,33 @@ from jax._src.core import EvalTrace, Tracer, trace_ctx
 from jax.extend.core import Literal
 
 from jzero.core.errors import is_array
+from jzero.core.types import Jaxpr, JaxprEqn, PyTree
 
 
-def trace(fn: Callable, *args) -> tuple[Any, list[Any]]:
-    """The closed jaxpr of a function of flat arrays to a flat list of arrays, and its consts."""
-    closed = jax.make_jaxpr(fn)(*args)
+def trace(fn: Callable[..., Sequence[Any]], *args: Any) -> tuple[Jaxpr, list[Any]]:
+    """The jaxpr of a function of flat arrays to a flat list of arrays, and its constants."""
+    closed: Any = jax.make_jaxpr(fn)(*args)
     return closed.jaxpr, list(closed.consts)
 
 
-def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+def split_arrays(tree: PyTree) -> tuple[list[Any], Callable[[Iterable[Any]], PyTree]]:
     """The leaves of a tree that are arrays, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
 
-    def merged(arrays: Iterable[Any]) -> Any:
+    def merged(arrays: Iterable[Any]) -> PyTree:
         arrays = iter(arrays)
         return structure.unflatten([next(arrays) if is_array(x) else x for x in leaves])
 
     return [x for x in leaves if is_array(x)], merged
 
 
-def opened(closed) -> tuple[Any, list[Any]]:
+def opened(closed: Any) -> tuple[Jaxpr, list[Any]]:
     """A jaxpr in an equation's params, open or closed, as (jaxpr, consts)."""
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
 
 
-def every_equation(jaxpr: Any) -> Iterator[Any]:
-    """The equations of an open jaxpr, those of bodies included."""
+def every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of an open jaxpr, including those of bodies."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():
@@ -51,7 +52,7 @@ def every_equation(jaxpr: Any) -> Iterator[Any]:
                     yield from every_equation(body)
 
 
-def is_tracer(value) -> bool:
+def is_tracer(value: Any) -> bool:
     """True for an abstract value inside of a trace."""
     return isinstance(value, Tracer)
 
@@ -75,7 +76,7 @@ def in_loop() -> bool:
 
 
 def _in_loop(until: Sequence[str]) -> bool:
-    trace: Any = trace_ctx.trace
+    trace: Any = trace_ctx.trace  # of private classes
     while trace is not None and type(trace).__name__ not in until:
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         if info is not None and info.traced_for in ("scan", "fori_loop", "while_body"):
@@ -84,36 +85,36 @@ def _in_loop(until: Sequence[str]) -> bool:
     return False
 
 
-def is_literal(atom) -> bool:
+def is_literal(atom: Any) -> bool:
     """True for a constant written into the jaxpr."""
     return isinstance(atom, Literal)
 
 
 @contextlib.contextmanager
-def scope_of(eqn) -> Iterator[None]:
+def scope_of(eqn: JaxprEqn) -> Iterator[None]:
     """The name stack and context of an equation, so that what is bound again keeps its names in a profile."""
     with names_of(eqn), eqn.ctx.manager:
         yield
 
 
 @contextlib.contextmanager
-def names_of(eqn) -> Iterator[None]:
+def names_of(eqn: JaxprEqn) -> Iterator[None]:
     """Its name stack alone, for equations that are bound again in another context, such as inside a `jax.shard_map`."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
         yield
 
 
-def place_of(eqn) -> str:
+def place_of(eqn: JaxprEqn) -> str:
     """`model.py:31 (loss)`: the user's line that an equation comes from."""
     return source_info_util.summarize(eqn.source_info)
 
 
-def bind(eqn, args: Sequence[Any], *, anywhere: bool = False) -> list[Any]:
+def bind(eqn: JaxprEqn, args: Sequence[Any], *, anywhere: bool = False) -> list[Any]:
     """The equation's primitive on other arguments; always a list of results.
 
-    `anywhere`: in any context, as inside of a `jax.shard_map`. A layout on Auto axes that the equation names (jnp.where
-    does so of what it broadcasts) says nothing, and is of the mesh that it was traced under: it is left out.
+    `anywhere`: in any context, such as inside of a `jax.shard_map`. An equation may name a layout on Auto axes, as
+    jnp.where does of what it broadcasts. It says nothing and belongs to the mesh of the trace, so it is left out.
     """
     params = eqn.params
     if anywhere:

@@ -101,9 +101,3 @@ def _places(holder: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
         yield name, getattr(holder, name, None), lambda _: None  # these cannot be set, what they hold can
     for name, value in list(getattr(holder, "__dict__", {}).items()):
         yield f"{type(holder).__name__}.{name}", value, functools.partial(vars(holder).__setitem__, name)
-
-
-def is_key(x: Any) -> bool:
-    """True for a random key, typed or in the old form of two numbers."""
-    old = x.dtype == "uint32" and x.shape[-1:] == (2,)
-    return old or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

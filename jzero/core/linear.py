@@ -12,23 +12,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
+
+from jzero.core.custom_primitive import custom_primitive
 
 LINEAR = "jzero_linear"
-_linear_p = Primitive(LINEAR)
-_linear_p.multiple_results = True
 
 
 def linear(
-    fn: Callable,
-    back: Callable,
-    fixed: Sequence[Any],
-    args: Sequence[Any],
+    fn: Callable[..., list[jax.Array]],
+    back: Callable[..., list[jax.Array]],
+    fixed: Sequence[jax.Array],
+    args: Sequence[jax.Array],
     *,
-    tangent: Callable | None = None,
+    tangent: Callable[..., list[jax.Array]] | None = None,
     fixed_outs: int = 0,
-) -> list[Any]:
+) -> list[jax.Array]:
     """`fn(*fixed, *args)` with a transpose of our own; unlike a `custom_vjp` it has a forward derivative too.
 
     Args:
@@ -46,33 +45,32 @@ def linear(
     return _linear_p.bind(*fixed, *args, **given)
 
 
-def _linear_jvp(primals, tangents, *, fn, back, count, tangent, fixed_outs):
-    given: Any = {"fn": fn, "back": back, "count": count, "tangent": tangent, "fixed_outs": fixed_outs}
-    outs = _linear_p.bind(*primals, **given)
-    fixed = list(tangents[:fixed_outs])
+def _jvp(primals, tangents, **params):
+    count, fixed_outs = params["count"], params["fixed_outs"]
+    outs = _linear_p.bind(*primals, **params)
     moves = [i for i, t in enumerate(tangents[:count]) if type(t) is not ad.Zero and i >= fixed_outs]
     found = []
     if any(type(t) is not ad.Zero for t in tangents[count:]):
         moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
-        params: Any = {"fn": tangent, "back": back, "count": count, "tangent": tangent, "fixed_outs": 0}
-        found.append(_linear_p.bind(*primals[:count], *moved, **params))
+        of_args = {**params, "fn": params["tangent"], "fixed_outs": 0}
+        found.append(_linear_p.bind(*primals[:count], *moved, **of_args))
     if moves:
 
         def of_fixed(*some):
             new = dict(zip(moves, some, strict=True))
-            return fn(*(new.get(i, x) for i, x in enumerate(primals)))
+            return params["fn"](*(new.get(i, x) for i, x in enumerate(primals)))
 
         found.append(jax.jvp(of_fixed, [primals[i] for i in moves], [tangents[i] for i in moves])[1])
-    return outs, [sum(ts[1:], ts[0]) for ts in zip(*found, strict=True)] + fixed
+    return outs, [sum(ts[1:], ts[0]) for ts in zip(*found, strict=True)] + list(tangents[:fixed_outs])
 
 
-def _linear_transpose(cotangents, *args, fn, back, count, tangent, fixed_outs):
+def _transpose(cotangents, *args, back, count, **_):
     found = back(*args[:count], *(ad.instantiate_zeros(c) for c in cotangents))
     wanted = [ad.is_undefined_primal(a) for a in args[count:]]
     return [None] * count + [c if w else None for c, w in zip(found, wanted, strict=True)]
 
 
-def _linear_batch(args, dims, *, fn, back, count, tangent, fixed_outs):
+def _batch(args, dims, *, fn, back, count, tangent, fixed_outs):
     def batched(fn):
         return lambda *values: jax.vmap(fn, in_axes=tuple(dims))(*values)
 
@@ -91,13 +89,8 @@ def _linear_batch(args, dims, *, fn, back, count, tangent, fixed_outs):
     return outs, [0] * len(outs)
 
 
-def _linear_lowering(ctx, *args, fn, **_):
-    return mlir.lower_fun(fn, multiple_results=True)(ctx, *args)
-
-
-_linear_p.def_impl(lambda *args, fn, **_: fn(*args))
-_linear_p.def_abstract_eval(lambda *args, fn, **_: jax.make_jaxpr(fn)(*args).out_avals)
-ad.primitive_jvps[_linear_p] = _linear_jvp
-ad.primitive_transposes[_linear_p] = _linear_transpose
-batching.primitive_batchers[_linear_p] = _linear_batch
-mlir.register_lowering(_linear_p, _linear_lowering)
+_linear_p = custom_primitive(
+    LINEAR, lambda *args, fn, **_: fn(*args), jvp=_jvp, batch=_batch,
+    out_avals=lambda *args, fn, **_: jax.make_jaxpr(fn)(*args).out_avals,
+)  # fmt: skip
+ad.primitive_transposes[_linear_p] = _transpose

@@ -14,6 +14,8 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
 }
 """Equations that compute what their body computes, and the parameter that holds it."""
+LOOPS = ("scan", "while")
+CONTROL_FLOW = (*LOOPS, "cond")
 LAYOUT = ("sharding_constraint", "layout_constraint")
 LINEAR_ELEMENTWISE = (
     "neg", "convert_element_type", "copy", "copy_p", "name", "reduce_precision", "real", "imag", "stop_gradient",

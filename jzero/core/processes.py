@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import jax
 from jax._src import distributed
 
 
-def key_value_client() -> Any:
-    """The client of the store; None for processes that do not know each other by `jax.distributed`."""
+class KeyValueClient(Protocol):
+    """JAX's client of the store."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Write a value, which no key may have yet."""
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Wait for a value."""
+        ...
+
+
+def key_value_client() -> KeyValueClient | None:
+    """The client of the store; None where `jax.distributed` was not started."""
     return distributed.global_state.client
 
 
-def wait_for(client: Any, key: str, milliseconds: int) -> str | None:
-    """What another process writes under a key, or None after that time."""
+def wait_for(client: KeyValueClient, key: str, milliseconds: int) -> str | None:
+    """What another process writes under a key; None if it has not by then."""
     try:
         return client.blocking_key_value_get(key, milliseconds)
     except jax.errors.JaxRuntimeError:

@@ -1,10 +1,11 @@
 """Equations with bodies (remat regions, loops, branches): their bodies, and the same equation with other bodies.
 
-A body is (jaxpr, consts). What takes other bodies calls them with the arguments that the equation's own would get.
+A body is (jaxpr, consts). Other bodies are called with the arguments that the equation's own bodies would get.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +13,14 @@ import jax
 import numpy as np
 
 from jzero.core.jaxprs import is_literal, opened
-from jzero.core.primitives import REMAT
+from jzero.core.primitives import LOOPS, REMAT
+from jzero.core.types import Jaxpr, JaxprEqn
 
-Body = tuple[Any, list[Any]]
+Body = tuple[Jaxpr, Sequence[Any]]
 
 
-def bodies(eqn) -> tuple[list[Body], int]:
-    """The bodies, and how many leading operands they do not get; none for an equation without. Of a while loop one."""
+def bodies(eqn: JaxprEqn) -> tuple[list[Body], int]:
+    """The bodies, if any, and how many leading operands they do not get. A while loop's condition is not among them."""
     params, name = eqn.params, eqn.primitive.name
     if name == "while":
         return [opened(params["body_jaxpr"])], params["cond_nconsts"]
@@ -27,8 +29,8 @@ def bodies(eqn) -> tuple[list[Body], int]:
     return ([opened(params["jaxpr"])], 0) if name == "scan" or name in REMAT else ([], 0)
 
 
-def scan_parts(eqn) -> tuple[Any, int, int]:
-    """The body of a scan, and how many of its arguments are loop constants and carries."""
+def scan_parts(eqn: JaxprEqn) -> tuple[Jaxpr, int, int]:
+    """The body of a scan, and how many of its arguments are loop constants and how many are carries."""
     p = eqn.params
     if "num_consts" in p:
         consts, carry = p["num_consts"], p["num_carry"]
@@ -38,21 +40,62 @@ def scan_parts(eqn) -> tuple[Any, int, int]:
     return opened(p["jaxpr"])[0], consts, carry
 
 
-def while_parts(eqn) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """The condition and the body of a while loop, each with the number of arguments that it has for itself."""
+def while_parts(eqn: JaxprEqn) -> tuple[tuple[Jaxpr, int], tuple[Jaxpr, int]]:
+    """The condition and the body of a while loop, each with the number of its own constants."""
     cond, body = (opened(eqn.params[f"{name}_jaxpr"])[0] for name in ("cond", "body"))
     return (cond, eqn.params["cond_nconsts"]), (body, eqn.params["body_nconsts"])
 
 
-def loop_consts(eqn) -> int:
+def through_bodies(
+    eqn: JaxprEqn,
+    values: Sequence[Any],
+    run: Callable[[Body, list[Any]], list[Any]],
+    join: Callable[[Any, Any], Any],
+    *,
+    sliced: Callable[[Any], Any] = lambda value: value,
+    stacked: Callable[[Any], Any] = lambda value: value,
+) -> list[Any] | None:
+    """What is known of the results of an equation with bodies, from what is known of its operands.
+
+    The condition of a while loop and the index of a `cond` are not looked at.
+
+    Args:
+      eqn: the equation.
+      values: of its operands.
+      run: `run(body, values)` gives the values of the results of a body.
+      join: one value for two: of the results of two branches, of a carry before and after a round. A loop is run until
+        a round changes no carry.
+      sliced, stacked: the value of a slice from that of the stack that a scan reads, and the reverse for one that it
+        makes.
+
+    Returns:
+      None for an equation without bodies.
+    """
+    some, skipped = bodies(eqn)
+    values, name = list(values[skipped:]), eqn.primitive.name
+    if name not in LOOPS:
+        outs = [run(body, values) for body in some]
+        return [functools.reduce(join, row) for row in zip(*outs, strict=True)] if some else None
+    first = loop_consts(eqn) - skipped
+    last = first + scan_parts(eqn)[2] if name == "scan" else len(values)
+    consts, carry, slices = values[:first], values[first:last], list(map(sliced, values[last:]))
+    while True:
+        outs = run(some[0], [*consts, *carry, *slices])
+        joined = [join(a, b) for a, b in zip(carry, outs, strict=False)]
+        if joined == carry:
+            return [*carry, *map(stacked, outs[len(carry) :])]
+        carry = joined
+
+
+def loop_consts(eqn: JaxprEqn) -> int:
     """Number of leading operands of a loop that are the same in every round."""
     if eqn.primitive.name == "while":
         return sum(own for _, own in while_parts(eqn))
     return scan_parts(eqn)[1]
 
 
-def handed_through(eqn, marked: Sequence[bool]) -> list[int | None]:
-    """For each result of a remat region or of branches: which marked operand all bodies return as it came, or None.
+def handed_through(eqn: JaxprEqn, marked: Sequence[bool]) -> list[int | None]:
+    """For each result of a remat region or of branches: which marked operand all bodies return unchanged, or None.
 
     NNX returns a module's whole state from each of its transforms.
 
@@ -68,23 +111,23 @@ def handed_through(eqn, marked: Sequence[bool]) -> list[int | None]:
 
 
 def remat_with(
-    eqn, body: Callable[..., list[Any]], operands: Sequence[Any], policy: Callable[[Any], Any]
+    eqn: JaxprEqn, body: Callable[..., list[Any]], operands: Sequence[Any], policy: Callable[[Any], Any]
 ) -> list[Any]:
-    """A remat region with another body; `policy` gets its checkpoint policy (or None) and gives the new one."""
+    """A remat region with another body; `policy` maps its checkpoint policy (or None) to the new one."""
     region = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=policy(eqn.params["policy"]))
     return region(*operands)
 
 
 def switch_with(
-    eqn, branches: Sequence[Callable[..., list[Any]]], index: Any, operands: Sequence[Any]
+    eqn: JaxprEqn, branches: Sequence[Callable[..., list[Any]]], index: jax.Array, operands: Sequence[Any]
 ) -> list[Any]:
     """A `cond` or `switch` with other branches."""
     index = index.astype(np.int32) if np.dtype(index.dtype) == bool else index
     return jax.lax.switch(index, list(branches), *operands)
 
 
-def scan_with(eqn, body: Callable[[Sequence[Any]], list[Any]], operands: Sequence[Any]) -> list[Any]:
-    """A scan with another body, which gets constants, carry and one slice of each stack, all in one list."""
+def scan_with(eqn: JaxprEqn, body: Callable[[Sequence[Any]], list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """A scan with another body. It gets one list: the constants, the carry and one slice of each stack."""
     p = eqn.params
     _, consts, carry = scan_parts(eqn)
 
@@ -100,8 +143,8 @@ def scan_with(eqn, body: Callable[[Sequence[Any]], list[Any]], operands: Sequenc
 
 
 def while_with(
-    eqn, evaluate: Callable[[Any, list[Any], list[Any]], list[Any]], operands: Sequence[Any]
-) -> Any:
+    eqn: JaxprEqn, evaluate: Callable[[Jaxpr, list[Any], list[Any]], list[Any]], operands: Sequence[Any]
+) -> list[Any]:
     """A while loop whose condition and body are run by `evaluate(jaxpr, consts, arguments)`."""
     a, b = while_parts(eqn)[0][1], loop_consts(eqn)
 
@@ -113,6 +156,6 @@ def while_with(
     return jax.lax.while_loop(lambda state: condition(state)[0], body, list(operands[b:]))
 
 
-def rounds(eqn) -> int:
+def rounds(eqn: JaxprEqn) -> int:
     """How many rounds a scan has."""
     return eqn.params["length"]

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jzero.core.dims import dim_in_result
 from jzero.core.graph import Graph
-from jzero.core.primitives import MIXES, REDUCING
-from jzero.core.regions import bodies, scan_parts, while_parts
+from jzero.core.primitives import CONTROL_FLOW, MIXES, REDUCING
+from jzero.core.regions import Body, bodies, through_bodies
+from jzero.core.types import JaxprEqn
 
 Split = tuple[tuple[str, ...], ...]
 """The mesh axes that each dim of a value is split over."""
-LOOPS = ("scan", "while", "cond")
 
 
 class NotFollowed(Exception):
-    """A body combines values along a split dim."""
+    """A body combines values along a split dim, or a value is split in two ways."""
 
 
 def whole(shape: Sequence[int]) -> Split:
@@ -31,15 +30,14 @@ def whole(shape: Sequence[int]) -> Split:
     return ((),) * len(shape)
 
 
-def mixing(eqn: Any) -> bool:
+def mixing(eqn: JaxprEqn) -> bool:
     """True for an equation that combines values of its operands along their dims, or has such ones in its bodies."""
     if eqn.primitive.name in MIXES:
         return True
-    inner = list(bodies(eqn)[0])
-    return any(mixing(node.eqn) for jaxpr, consts in inner for node in Graph(jaxpr, consts).nodes)
+    return any(mixing(node.eqn) for body in bodies(eqn)[0] for node in Graph(*body).nodes)
 
 
-def followed(eqn: Any, splits: Sequence[Split]) -> list[Split] | None:
+def followed(eqn: JaxprEqn, splits: Sequence[Split]) -> list[Split] | None:
     """How the results of an equation are split where each device computes them from its shards; None where it cannot.
 
     A reduction over a split dim counts as split: a sum over devices follows it, of the result.
@@ -50,9 +48,9 @@ def followed(eqn: Any, splits: Sequence[Split]) -> list[Split] | None:
         return [whole(s) for s in shapes]
     if name == "optimization_barrier":
         return list(splits)
-    if name in LOOPS:
+    if name in CONTROL_FLOW:
         try:
-            return {"scan": _scan, "while": _while, "cond": _cond}[name](eqn, splits)
+            return through_bodies(eqn, splits, _program, _joined, sliced=_sliced, stacked=lambda s: ((), *s))
         except NotFollowed:
             return None
     found: list[list[tuple[str, ...]]] = [[()] * len(s) for s in shapes]
@@ -73,8 +71,8 @@ def followed(eqn: Any, splits: Sequence[Split]) -> list[Split] | None:
     return [tuple(f) for f in found]
 
 
-def _program(jaxpr: Any, consts: Sequence[Any], splits: Sequence[Split]) -> list[Split]:
-    graph = Graph(jaxpr, consts)
+def _program(body: Body, splits: Sequence[Split]) -> list[Split]:
+    graph = Graph(*body)
     known = dict(zip(graph.ins, splits, strict=True))
     known.update((v, whole(graph.avals[v].shape)) for v in graph.known)
     for node in graph.nodes:
@@ -85,40 +83,14 @@ def _program(jaxpr: Any, consts: Sequence[Any], splits: Sequence[Split]) -> list
     return [known[o] for o in graph.outs]
 
 
-def _fixed(body, carry: Sequence[Split]) -> list[Split]:
-    """The carry of a loop; NotFollowed where a round leaves it split otherwise."""
-    carry = list(carry)
-    for _ in range(4):
-        new = body(carry)
-        joined = [a if any(a) else b for a, b in zip(carry, new, strict=True)]
-        if any(any(b) and a != b for a, b in zip(joined, new, strict=True)):
-            raise NotFollowed
-        if joined == carry:
-            return carry
-        carry = joined
-    raise NotFollowed
-
-
-def _scan(eqn: Any, splits: Sequence[Split]) -> list[Split]:
-    _, consts, count = scan_parts(eqn)
-    stacks = splits[consts + count :]
-    if any(s[0] for s in stacks):
+def _joined(a: Split, b: Split) -> Split:
+    """The split of one value that comes from two places, which may be whole in one of them."""
+    if any(a) and any(b) and a != b:
         raise NotFollowed
-    inner = bodies(eqn)[0][0]
-
-    def run(carry):
-        return _program(*inner, [*splits[:consts], *carry, *(s[1:] for s in stacks)])
-
-    carry = _fixed(lambda c: run(c)[:count], splits[consts : consts + count])
-    return [*carry, *(((), *s) for s in run(carry)[count:])]
+    return a if any(a) else b
 
 
-def _while(eqn: Any, splits: Sequence[Split]) -> list[Split]:
-    (_, a), (_, count) = while_parts(eqn)
-    own, inner = splits[a : a + count], bodies(eqn)[0][0]
-    return _fixed(lambda c: _program(*inner, [*own, *c]), splits[a + count :])
-
-
-def _cond(eqn: Any, splits: Sequence[Split]) -> list[Split]:
-    outs = [_program(*branch, splits[1:]) for branch in bodies(eqn)[0]]
-    return [next((s for s in some if any(s)), some[0]) for some in zip(*outs, strict=True)]
+def _sliced(stack: Split) -> Split:
+    if stack[0]:
+        raise NotFollowed
+    return stack[1:]

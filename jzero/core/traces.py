@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import jax
 
 from jzero.core.nnx_modules import abstract
+from jzero.core.types import ClosedJaxpr
+
+Stage = TypeVar("Stage")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,40 +20,35 @@ class Trace:
     """How a program was traced.
 
     Attributes:
-      jaxpr: closed; its arguments are the flat arguments of the program, those that it does not use included.
+      jaxpr: its arguments are the flat arguments of the program, including those that it does not use.
       again: traces the same function once more, as `jax.jit(fn).trace` does.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     again: Callable[[], Any]
 
 
-_kept: WeakKeyDictionary[jax.stages.Compiled, Trace] = WeakKeyDictionary()
+_traces: WeakKeyDictionary[jax.stages.Compiled, Trace] = WeakKeyDictionary()
 
 
 def trace_of(compiled: jax.stages.Compiled) -> Trace | None:
     """The trace of a program of `pod.compile` or of `jzero.jit(...).lower(...).compile()`; None for any other."""
-    return _kept.get(compiled)
+    return _traces.get(compiled)
 
 
 def keep_trace(compiled: jax.stages.Compiled, trace: Trace) -> None:
     """Makes `trace_of` know the program."""
-    _kept[compiled] = trace
+    _traces[compiled] = trace
 
 
-def traced(jitted: Any, *args, **kwargs) -> tuple[Any, Trace]:
-    """What `jitted.trace` returns for these arguments, and the trace to keep; the arrays among them are not kept."""
-    stage = jitted.trace(*args, **kwargs)
-    again = functools.partial(_again, jitted, abstract((args, kwargs)))
-    return stage, Trace(innermost(stage, jax.stages.Traced).jaxpr, again)
+def traced(jitted: Any, *args: Any, **kwargs: Any) -> tuple[Any, Trace]:
+    """What `jitted.trace` returns for these arguments, and the trace to keep, which holds none of their arrays."""
+    stage: Any = jitted.trace(*args, **kwargs)
+    shapes, named = abstract((args, kwargs))
+    return stage, Trace(innermost(stage, jax.stages.Traced).jaxpr, lambda: jitted.trace(*shapes, **named))
 
 
-def _again(jitted, given) -> Any:
-    args, kwargs = given
-    return jitted.trace(*args, **kwargs)
-
-
-def innermost(stage: Any, kind: type) -> Any:
+def innermost(stage: Any, kind: type[Stage]) -> Stage:
     """The `jax.stages` object of a kind that others wrap (flax.nnx and equinox have stages of their own)."""
     name = kind.__name__.lower()
     while not isinstance(stage, kind) and hasattr(stage, name):
@@ -60,7 +57,7 @@ def innermost(stage: Any, kind: type) -> Any:
 
 
 def keeping(lowered: Any, trace: Trace) -> Any:
-    """The same lowered program; what it is compiled to keeps the trace."""
+    """The same lowered program; `trace_of` knows what it is compiled to."""
     inner = innermost(lowered, jax.stages.Lowered)
     compile_lowered = inner.compile
 

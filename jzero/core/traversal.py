@@ -1,4 +1,4 @@
-"""One pass over a jaxpr: every equation is given the values of its operands, and a rule says those of its results.
+"""One pass over a jaxpr: for each equation a rule computes the values of its results from those of its operands.
 
 The values may be arrays (an evaluation) or what is known of arrays (an analysis): the rule decides.
 """
@@ -10,12 +10,13 @@ from typing import Any
 
 from jzero.core.jaxprs import is_literal, opened, scope_of
 from jzero.core.primitives import CALLS, INLINE
+from jzero.core.types import Jaxpr, JaxprEqn, Var
 
-Rule = Callable[[Any, list[Any]], list[Any]]
+Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 
 def traverse(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     consts: Sequence[Any],
     args: Sequence[Any],
     rule: Rule,
@@ -29,13 +30,13 @@ def traverse(
       jaxpr: open.
       consts, args: the values of its constants and arguments.
       rule: `rule(eqn, values)` gives the values of an equation's results.
-      literal: the value of a constant that is written into the jaxpr.
-      calls: names of the calls whose body is entered, the rule applied inside of it; other calls are the rule's.
+      literal: gives the value of a constant that is written into the jaxpr.
+      calls: names of the calls whose body is entered; the rule sees its equations. Other calls are left to the rule.
     """
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom):
+    def read(atom: Any) -> Any:
         return literal(atom.val) if is_literal(atom) else env[atom]
 
     for eqn in jaxpr.eqns:

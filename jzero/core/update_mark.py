@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
+from jzero.core.custom_primitive import custom_primitive
 from jzero.core.jaxprs import is_tracer
 
 UPDATE = "jzero_update"
@@ -67,19 +67,13 @@ class _Hidden:
         return f"<{self.plan.title}>"
 
 
-def _same(*values, **_):
-    return list(values)
-
-
 def _identity(name: str) -> Primitive:
     """A primitive that returns its operands."""
-    p = Primitive(name)
-    p.multiple_results = True
-    p.def_impl(_same)
-    p.def_abstract_eval(_same)
-    ad.primitive_jvps[p] = lambda primals, tangents, **params: (p.bind(*primals, **params), list(tangents))
-    batching.primitive_batchers[p] = lambda values, dims, **params: (p.bind(*values, **params), list(dims))
-    mlir.register_lowering(p, mlir.lower_fun(_same, multiple_results=True))
+
+    def both(values, others, **params):
+        return p.bind(*values, **params), list(others)
+
+    p = custom_primitive(name, lambda *values, **_: list(values), jvp=both, batch=both)
     return p
 
 

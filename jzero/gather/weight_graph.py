@@ -167,7 +167,7 @@ class WeightGraph(Graph):
     def is_floating(self, value: int) -> bool:
         """True for an array of floating numbers."""
         aval = self.avals[value]
-        return bool(np.ndim(aval)) and issubdtype(aval.dtype, np.inexact)
+        return bool(aval.ndim) and issubdtype(aval.dtype, np.inexact)
 
 
 def handed_by_scan(eqn: Any, weights: Sequence[bool]) -> list[int | None]:

@@ -17,8 +17,9 @@ from jzero.core.errors import (
     check_ints,
 )
 from jzero.core.jaxprs import split_arrays
-from jzero.core.left_behind import is_key, left_behind
+from jzero.core.left_behind import left_behind
 from jzero.core.nnx_modules import Apart, has_module, has_node, is_module
+from jzero.core.random_keys import may_be_keys
 from jzero.gather.transform import gather_on_use
 from jzero.gradients.accumulation import Accumulation, trained_value_and_grad
 from jzero.gradients.loss_scale import Factor, factor_of
@@ -265,7 +266,7 @@ class _ValueAndGrad:
     def _check_generators(self) -> None:
         """Raises ValueError where the loss advances a random number generator that is not an argument."""
         for stored in left_behind(self.loss_fn):
-            if any(map(is_key, stored.values)):
+            if any(map(may_be_keys, stored.values)):
                 raise ValueError(
                     f"{WHERE}: the loss draws from {stored.name} and changes it, and micro-batches cannot hand it on. "
                     "Draw one key before the loss, pass it as an argument of the loss and name its position: "

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero.core.random_keys import by_data, is_key
+
 
 class HeldMemory:
     """The memory of the arrays of a tree: those of JAX, and of numpy."""
@@ -28,9 +30,7 @@ class HeldMemory:
         """The array itself where it lies elsewhere, else a copy of it in the same layout."""
         if not self.shares(x):
             return x
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(self.apart(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        return jax.device_put(x, x.sharding, may_alias=False)
+        return by_data(lambda x: jax.device_put(x, x.sharding, may_alias=False), x)
 
     def taken(self, x: jax.Array) -> jax.Array:
         """The array as `apart` gives it, which is held from then on too: no two of a state lie in one memory."""
@@ -59,7 +59,7 @@ def _spans(leaf: Any) -> list[tuple[int | None, int]]:
         return [(low, high - low)]
     if not isinstance(leaf, jax.Array):
         return []
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     return [(_start(shard.data), shard.data.nbytes) for shard in leaf.addressable_shards]
 

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from jzero.core.errors import check_arrays, counted, division, is_numeric, listing, shown, typed_shape
 from jzero.core.jaxprs import in_trace, is_tracer
+from jzero.core.random_keys import is_key
 from jzero.layout.explicit import constrained
 from jzero.layout.leaf_rule import as_abstract
 from jzero.layout.placement import check_rows, is_global
@@ -108,9 +109,7 @@ def is_abstract(leaf: Any) -> bool:
 
 def is_random_key(leaf: Any) -> bool:
     """True for a random key, typed or as the two or four uint32 words of the older kind."""
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return True
-    return leaf.dtype == np.uint32 and tuple(leaf.shape) in ((2,), (4,))
+    return is_key(leaf) or (leaf.dtype == np.uint32 and tuple(leaf.shape) in ((2,), (4,)))
 
 
 def _local_parts(sharding: NamedSharding, parts: int) -> int:

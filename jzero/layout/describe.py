@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jzero.core.errors import counted, human_bytes, table, typed_shape
+from jzero.core.random_keys import is_key
 from jzero.layout.specs import shard_factor
 
 SHOWN = 3
@@ -93,6 +94,6 @@ def _host_line(plan: Any, leaves: list[tuple[str, int]]) -> str:
 
 def leaf_bytes(leaf: Any) -> int:
     """Bytes of a whole array or ShapeDtypeStruct; a PRNG key counts its data."""
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return math.prod(leaf.shape) * leaf.dtype.itemsize

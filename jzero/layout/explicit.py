@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero.core.jaxprs import is_tracer
+from jzero.core.random_keys import by_data, is_key
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.specs import P, axis_size, entry_axes, is_sub_axis, make_spec
 
@@ -131,9 +132,8 @@ def _retyped(x: Any, change: Callable[[Mesh], Mesh]) -> Any:
     new = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=new, weak_type=x.weak_type)
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = _retyped(jax.random.key_data(x), change)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if is_key(x):
+        return by_data(lambda data: _retyped(data, change), x)
     return jax.make_array_from_single_device_arrays(x.shape, new, [s.data for s in x.addressable_shards])
 
 

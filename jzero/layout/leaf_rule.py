@@ -33,7 +33,7 @@ from jzero.layout.specs import (
     shard_factor,
     spec_axes,
 )
-from jzero.layout.split import Split, add_axes, find_split
+from jzero.layout.split import PaddedSplit, add_axes, find_split
 
 KeyPath = tuple[Any, ...]
 MAX_WHOLE_BYTES = 64 * 1024
@@ -166,7 +166,7 @@ def make_layout(
         shape, leaf.dtype, base, (*config.param_axes, *rest), config, mesh, min_shard_bytes, skip
     )
     if frozen is Frozen.APART and over.shape != shape:  # it has no state to pad
-        over, reason = Split(over.even, shape, over.even), reason if over.even == base else ""
+        over, reason = PaddedSplit(over.even, shape, over.even), reason if over.even == base else ""
     params = over.even
     if rest and over.spec != base:
         if add_axes(shape, base, (*config.param_axes, *rest), mesh, skip=skip) is not None:
@@ -205,11 +205,11 @@ def cut_leaf(
     min_shard_bytes: int,
     skip=(),
     several=True,
-) -> tuple[Split, Whole | None, str]:
+) -> tuple[PaddedSplit, Whole | None, str]:
     """How a leaf is cut over `axes` by the rules of a config, and why it is not cut into equal pieces."""
     n, nbytes = axis_size(mesh, axes), math.prod(shape) * jnp.dtype(dtype).itemsize
     taken = [a for a in axes if a in spec_axes(base)]
-    whole = Split(base, shape, base)
+    whole = PaddedSplit(base, shape, base)
     if n == 1:
         return whole, Whole.ONE_DEVICE, f"axis {'x'.join(axes)} has one device"
     if taken:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jzero.core.errors import listing, typed_shape
 from jzero.core.jaxprs import is_tracer
 from jzero.core.processes import key_value_client, wait_for
+from jzero.core.random_keys import by_data, is_key
 
 HOST = "pinned_host"
 
@@ -64,18 +65,6 @@ def memory_kind(x) -> str:
 def device_type(x) -> Any:
     """The type of an array as a function is traced with it that knows nothing of host memory."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if memory_kind(x) == HOST else x
-
-
-def is_key(leaf) -> bool:
-    """True for an array of random keys."""
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def by_data(act: Callable[..., Any], *arrays: Any) -> Any:
-    """What a function makes of arrays; of random keys by way of their data."""
-    if not is_key(arrays[0]):
-        return act(*arrays)
-    return jax.random.wrap_key_data(act(*map(jax.random.key_data, arrays)), impl=jax.random.key_impl(arrays[0]))
 
 
 def is_global(leaf) -> bool:
@@ -179,6 +168,7 @@ def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
     if not rows or rows in _rows_agreed:
         return
     client, me, wait = key_value_client(), jax.process_index(), round(seconds * 1000)
+    assert client is not None
     where_to = f"jzero/rows/{next(_asked)}"
     numbers = sorted({n for _, n in rows})
     mine = (

@@ -36,7 +36,7 @@ SLACK = 0.005  # of an array: so much padding is as good as none
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class PaddedSplit:
     """How an array is cut.
 
     Attributes:
@@ -58,7 +58,7 @@ def find_split(
     *,
     skip: Sequence[int] = (),
     several: bool = True,
-) -> Split | None:
+) -> PaddedSplit | None:
     """The best way to cut an array over `axes`, added to the layout that it has.
 
     Args:
@@ -70,12 +70,12 @@ def find_split(
       several: more than one dim may be cut.
 
     Returns:
-      A `Split`; None where cutting saves nothing: scalars, and arrays of as many values as their dims.
+      A `PaddedSplit`; None where cutting saves nothing: scalars, and arrays of as many values as their dims.
     """
     shape = tuple(shape)
     single = add_axes(shape, base, axes, mesh, skip=skip)
     if single is not None:
-        return Split(single, shape, single)
+        return PaddedSplit(single, shape, single)
     entries = spec_entries(base, len(shape))
     names = [s for a in axes for s in sub_axes(mesh, a)]
     sizes = [axis_size(mesh, [s]) for s in names]
@@ -87,7 +87,7 @@ def find_split(
     stored = tuple(_stored(s, t * f) for s, t, f in zip(shape, taken, found, strict=True))
     full = [joined((*e, *d), mesh) for e, d in zip(entries, dealt, strict=True)]
     even = [new if a == b else old for new, old, a, b in zip(full, entries, shape, stored, strict=True)]
-    return Split(make_spec(full), stored, make_spec(even))
+    return PaddedSplit(make_spec(full), stored, make_spec(even))
 
 
 def add_axes(

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jzero.core.random_keys import is_key
 from jzero.layout.leaf_rule import Layout, cut_leaf, path_keys
 from jzero.layout.specs import P, make_spec, spec_entries
 
@@ -40,18 +41,18 @@ def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[i
         if extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
             spec = make_spec([()] * extra + spec_entries(x.state, len(x.shape))) if extra else x.state
             return spec, (*shape[:extra], *x.state_shape)
-    return _own_form(shape, leaf.dtype, plan)
+    return _own_form(shape, leaf, plan)
 
 
-def _own_form(shape: tuple[int, ...], dtype, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
+def _own_form(shape: tuple[int, ...], leaf, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
     """The layout and the stored shape of a state leaf that is not a copy of a param, from its shape alone."""
-    if math.prod(shape) <= FEW or not plan.config.row.state or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if math.prod(shape) <= FEW or not plan.config.row.state or is_key(leaf):
         return P(), shape
     rules = (plan.config.axes, plan.config, plan.mesh, max(plan.min_shard_bytes, 1))
-    split, *_ = cut_leaf(shape, dtype, P(), *rules, several=plan.array_mesh is not plan.mesh)
+    split, *_ = cut_leaf(shape, leaf.dtype, P(), *rules, several=plan.array_mesh is not plan.mesh)
     # one dim padded: the stored shape then gives the same answer as the logical one
     if split.shape != shape:
-        split, *_ = cut_leaf(shape, dtype, P(), *rules, several=False)
+        split, *_ = cut_leaf(shape, leaf.dtype, P(), *rules, several=False)
     return split.spec, split.shape
 
 

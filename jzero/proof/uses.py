@@ -290,7 +290,7 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
     found, outs = set[Node](), set(graph.outs)
     readers: dict[int, list[Node]] = collections.defaultdict(list)
     for node in (n for n in reversed(graph.nodes) if n in forward):
-        arrays = [i for i in node.outs if np.ndim(graph.avals[i])]
+        arrays = [i for i in node.outs if graph.avals[i].ndim]
         stays = not arrays or (node.name in STAYS and outs.isdisjoint(arrays))
         if (
             stays

@@ -22,9 +22,9 @@ from typing import Any
 
 from jzero.core.dims import dim_in_result
 from jzero.core.graph import Graph, Node
-from jzero.core.primitives import ELEMENTWISE, REDUCING
+from jzero.core.primitives import CONTROL_FLOW, ELEMENTWISE, REDUCING
 from jzero.core.regions import bodies
-from jzero.core.splits import LOOPS, Split, followed, mixing, whole
+from jzero.core.splits import Split, followed, mixing, whole
 
 FURTHER = 32  # equations before a region that are looked at for [Note: what a region takes in]
 
@@ -120,7 +120,7 @@ class Mixing:
                 continue
             for at, i in enumerate(node.ins):
                 shape = self.graph.avals[i].shape
-                if node.name in LOOPS or i in found or i in self.graph.known:
+                if node.name in CONTROL_FLOW or i in found or i in self.graph.known:
                     continue
                 moved = {d: dim_in_result(node.eqn, at, d) for d in range(len(shape)) if shape[d] > 1}
                 to = {d: t for d, t in moved.items() if t is not None}

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero.core.random_keys import by_data, is_key
 from jzero.layout.host_mesh import moved
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.placement import by_data, is_key, put
+from jzero.layout.placement import put
 from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.stream.chunks import Chunk, whole_of

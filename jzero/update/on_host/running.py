@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jzero.core.random_keys import by_data
 from jzero.layout.host_mesh import moved
-from jzero.layout.placement import by_data
 from jzero.layout.specs import P
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.handles import Held, held_in

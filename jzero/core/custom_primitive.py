@@ -1,0 +1,38 @@
+"""A primitive of our own, with its rules in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def custom_primitive(
+    name: str,
+    run: Callable[..., Any],
+    *,
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+    out_avals: Callable[..., Any] | None = None,
+    several: bool = True,
+) -> Primitive:
+    """A primitive that runs, and is compiled, as a function.
+
+    Args:
+      name: as jaxprs show it.
+      run: of arrays and of the parameters of an equation; differentiation does not see into it.
+      jvp: `jvp(primals, tangents, **params)`.
+      batch: `batch(values, dims, **params)`.
+      out_avals: from abstract values those of the results; None: `run` gives them too.
+      several: whether the results are a list.
+    """
+    p = Primitive(name)
+    p.multiple_results = several
+    p.def_impl(run)
+    p.def_abstract_eval(out_avals or run)
+    ad.primitive_jvps[p] = jvp
+    batching.primitive_batchers[p] = batch
+    mlir.register_lowering(p, mlir.lower_fun(run, multiple_results=several))
+    return p
