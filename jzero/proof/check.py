@@ -12,7 +12,6 @@ from jzero.comm.uses import Use
 from jzero.core.errors import check_names, counted, human_bytes
 from jzero.core.traces import innermost, trace_of
 from jzero.gather.transform import as_written
-from jzero.proof.arguments import argument_shardings
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults import KINDS, faults
 from jzero.proof.faults.blind import NOT_CHECKED, not_checked
@@ -168,15 +167,10 @@ def findings(
     ignore = check_names(ignore, "ignore", where="jzero.check")
     compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
+    evidence = Evidence(compiled, plan, module, *_uses(compiled, plan, uses))
     check_plan_fits(
-        argument_shardings(compiled),
-        plan,
-        devices=module.partitions,
-        trains=module.has_backward,
-        where="jzero.check",
+        evidence.given, plan, devices=module.partitions, trains=module.has_backward, where="jzero.check"
     )
-    uses, failed = _uses(compiled, plan, uses)
-    evidence = Evidence(compiled, plan, module, uses, failed)
     found = {kind: rows for kind, rows in faults(evidence).items() if kind not in ignore}
     rows = [Finding(kind, *row) for kind, rows in found.items() for row in rows]
     if NOT_CHECKED not in ignore:

@@ -17,12 +17,12 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jzero.proof.hlo import Computation, Instruction, Module, Shape, dtype_bits
+from jzero.proof.hlo import BARRIERS, Computation, Instruction, Module, Shape, dtype_bits
 
 CONFIG = '"dynamic_slice_config":'
 SLICES = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # where the indices begin among the operands
 ROUNDS = 8
-THROUGH = ("bitcast", "copy", "reshape", "convert", "optimization-barrier", "opt-barrier")
+THROUGH = BARRIERS | {"bitcast", "copy", "reshape", "convert"}
 COMPUTES: dict[str, Callable[..., Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "negate": operator.neg,
     "minimum": min, "maximum": max, "and": operator.and_, "or": operator.or_,
@@ -69,7 +69,7 @@ def wrong_slices(module: Module) -> list[WrongSlice]:
     Args:
       module: a parsed program.
     """
-    if not any(CONFIG in line for c in module.computations.values() for line in c.lines):
+    if not any(module.lines(CONFIG)):
         return []
     reader = _Reader(module)
     entry = _Frame(module.computations[module.entry], (), lambda *_: None)
@@ -115,17 +115,12 @@ class _Reader:
 
     def body(self, frame: _Frame, loop: Instruction, computation: Computation) -> _Frame:
         """The body of a loop: its tuple is the initial one in round 0, then what the round before returns."""
-        root = next(i for i in computation.schedule if i.is_root)
-        depth = len(frame.loops)
+        root, same, depth = computation.root, self.module.handed_through(loop), len(frame.loops)
 
         def given(_: int, path: Path, rounds: Path) -> int | None:
             if not path:
                 return None
-            kept = computation.instructions.get(root.operands[path[0]]) if root.opcode == "tuple" else None
-            invariant = (
-                kept is not None and kept.index == path[0] and _is_parameter(computation, kept.operands[0])
-            )
-            if invariant or not rounds[depth]:
+            if path[0] in same or not rounds[depth]:
                 return self.value(frame, loop.operands[0], path, rounds)
             before = (*rounds[:depth], rounds[depth] - 1, *rounds[depth + 1 :])
             return self.value(inner, root.name, path, before)
@@ -139,7 +134,7 @@ class _Reader:
         if i is None:
             return None
         if i.opcode == "parameter":
-            return frame.given(int(i.attrs.partition(")")[0]), path, rounds)
+            return frame.given(i.number, path, rounds)
         if i.opcode == "constant":
             return _constant(i)
         if i.opcode == "tuple" and path:
@@ -150,9 +145,7 @@ class _Reader:
             return self.value(frame, i.operands[0], path, rounds)
         if i.opcode == "fusion":
             (inner,) = self.called(frame, i)
-            return self.value(
-                inner, next(r.name for r in inner.computation.schedule if r.is_root), path, rounds
-            )
+            return self.value(inner, inner.computation.root.name, path, rounds)
         compute = COMPARES.get(i.attrs.partition("direction=")[2][:2]) if i.opcode == "compare" else None
         compute = compute or COMPUTES.get(i.opcode)
         if compute is None or path:
@@ -198,11 +191,6 @@ class _Reader:
                 return None
             at += min(max(where, 0), room) * array.strides[dim]
         return at * dtype_bits(array.dtype) // 8
-
-
-def _is_parameter(computation: Computation, name: str) -> bool:
-    found = computation.instructions.get(name)
-    return found is not None and found.opcode == "parameter"
 
 
 def _constant(i: Instruction) -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jzero.proof.hlo import Computation, Instruction, Module
 
@@ -17,6 +18,7 @@ IDLE = frozenset(
         "collective-broadcast",
     )
 )  # fmt: skip
+Work = Callable[[Computation], tuple[list[int], list[int]]]
 _SCOPE = re.compile(r"\bjzero\.(\w+)")
 _JOINED = re.compile(r"((?:[^:]*/)?)\((.*:.*)\)")
 _DEPTH = 8
@@ -37,6 +39,43 @@ class Place:
     loops: tuple[int, ...] = ()
     callers: tuple[str, ...] = ()
     pair: tuple[Computation, Instruction] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Move:
+    """Bytes that move at one place of the program: between devices, or between a device and its host.
+
+    Attributes:
+      name: of the instruction.
+      computation: where it stands.
+      bytes: of one execution, on one device.
+      loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
+      asynchronous: True where the program goes on between start and done.
+      phase: `forward`, `backward`, `update` or empty.
+      scope: the `jzero.` named scope that it comes from, without the prefix; empty where there is none.
+      compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
+        their outputs.
+    """
+
+    name: str
+    computation: str
+    bytes: int
+    loops: tuple[int, ...]
+    asynchronous: bool
+    phase: str
+    scope: str
+    compute_ops: int
+    compute_bytes: int
+
+    @property
+    def trips(self) -> int:
+        """Executions per step; an unknown loop counts once."""
+        return executions(self.loops)
+
+
+def executions(loops: Iterable[int]) -> int:
+    """How often the body of these loops runs; a loop of unknown trip count runs it once."""
+    return math.prod(n or 1 for n in loops)
 
 
 def walk(module: Module) -> Iterator[Place]:
@@ -81,6 +120,13 @@ def work_before(home: Computation) -> tuple[list[int], list[int]]:
     return ops, written
 
 
+def work_between(work: Work, home: Computation, start: Instruction, done: Instruction) -> tuple[int, int]:
+    """What `work_before` counts between two instructions; `work`: that function, or its results kept."""
+    ops, written = work(home)
+    first, last = home.order[start.name], home.order[done.name]
+    return ops[last] - ops[first], written[last] - written[first]
+
+
 def touches_host(home: Computation, i: Instruction) -> bool:
     """True where an operand or a result lies in host memory."""
     operands = (home.instructions[o] for o in i.operands if o in home.instructions)
@@ -92,8 +138,8 @@ def output_bytes(home: Computation, i: Instruction) -> int:
     if i.opcode.endswith("-done") or i.opcode == "while":
         return 0
     if i.opcode.endswith("-start"):
-        done = next((u for u in home.users.get(i.name, ()) if u.opcode.endswith("-done")), None)
-        return done.nbytes if done and any(s.size > 1 for s in done.shapes) else 0
+        done = home.done(i)
+        return done.nbytes if done is not i and any(s.size > 1 for s in done.shapes) else 0
     return i.nbytes if any(s.size > 1 for s in i.shapes) else 0
 
 

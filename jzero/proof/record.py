@@ -10,7 +10,6 @@ program is read by paths and shapes (`leaves.py`).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from jzero.core.traces import trace_of
 from jzero.core.update_mark import FROZEN, UPDATE
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.state_layouts import named_by
+from jzero.proof.places import executions
 from jzero.sharding import Plan
 
 STAYS = ELEMENTWISE | {*LAYOUT, "optimization_barrier", "device_put", "reshard", "mesh_cast", UPDATE, FROZEN}
@@ -56,7 +56,7 @@ class Update:
     @property
     def times(self) -> int:
         """How often the update runs; a `while` loop counts once."""
-        return math.prod(n or 1 for n in self.loops)
+        return executions(self.loops)
 
     def copies(self, plan: Plan) -> list[Layout | None]:
         """For each leaf of the state the param that it is a copy of (a moment, a master), in this plan."""

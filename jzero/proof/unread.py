@@ -39,7 +39,7 @@ def read(module: Module) -> tuple[tuple[Site, ...], list[str]]:
 def unknown_calls(module: Module) -> dict[str, int]:
     """Targets of custom calls that are not known to stay on one device, and how often each is called."""
     found: dict[str, int] = {}
-    for line in _lines(module, "custom_call_target="):
+    for line in module.lines("custom_call_target="):
         for target in _TARGET.findall(line):
             if not target.startswith(LOCAL_CALLS):
                 found[target] = found.get(target, 0) + 1
@@ -65,13 +65,10 @@ def _devices(module: Module, sites: Iterable[Site], failed: Collection[tuple[str
 
 def _spaces(module: Module) -> Iterator[str]:
     found: dict[str, int] = {}
-    for line in _lines(module, "S("):
+    for line in module.lines("S("):
         for space in _SPACE.findall(line.partition(" metadata=")[0]):
             if space not in MEMORY_SPACES:
                 found[space] = found.get(space, 0) + 1
     for space, count in found.items():
         yield f"memory space S({space}), in {counted(count, 'array')}: not known as device or host memory"
 
-
-def _lines(module: Module, word: str) -> Iterator[str]:
-    return (line for home in module.computations.values() for line in home.lines if word in line)

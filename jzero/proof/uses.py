@@ -23,10 +23,10 @@ from jzero.core.update_mark import FROZEN
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.batches import MICRO_SCOPE
-from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import split_dims
-from jzero.proof.arguments import find_plan, jitted_fn
-from jzero.proof.leaves import home_of_params, layouts_of, roles_of
+from jzero.proof.arguments import Given, arguments_given, find_plan, jitted_fn
+from jzero.proof.leaves import layouts_of, roles_of, tree_of_params
 from jzero.proof.record import TraceRecord, record
 from jzero.sharding import Plan, check_plan
 
@@ -83,8 +83,7 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
 def uses_in(stage: Any, plan: Plan) -> Uses:
     """The uses in what `jax.jit(step).trace(...)` returns, traced under `as_written`."""
     traced = innermost(stage, jax.stages.Traced)
-    rows = [(path, info, None) for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info)]
-    params = _params_of(rows, plan, record(traced.jaxpr))
+    params = _params_of(arguments_given(traced), plan, record(traced.jaxpr))
     weights, found = [x is not None for x in params], Uses()
     trained = [x is not None and x.frozen is None for x in params]
     split = [None if x is None or plan.lives_on_host(x) else split_dims(x.stored, x.used, x.grad) for x in params]
@@ -111,19 +110,17 @@ def _micro_batches(jaxpr: Any) -> int:
     return found
 
 
-def _params_of(rows: Sequence[Any], plan: Plan, known: TraceRecord) -> list[Layout | None]:
+def _params_of(given: Sequence[Given], plan: Plan, known: TraceRecord) -> list[Layout | None]:
     """The param that each argument is; without an update an NNX state is taken in its order, if that has all params."""
-    found = [role.layout if role.is_param else None for role in roles_of(rows, plan, known)]
-    paths, shapes = [path_keys(path) for path, *_ in rows], [tuple(info.shape) for _, info, _ in rows]
+    found = [role.layout if role.is_param else None for role in roles_of(given, plan, known)]
     if known.names(plan):
         return found
-    layouts = layouts_of(paths, shapes, plan)
-    home = home_of_params(paths, layouts, plan)
-    own = [i for i, keys in enumerate(paths) if home is not None and keys[: len(home)] == home]
-    if [shapes[i] for i in own] != [x.shape for x in plan.layouts]:
+    tree = tree_of_params(given, layouts_of(given, plan), plan)
+    own = [i for i, x in enumerate(given) if tree is not None and x.keys[: len(tree)] == tree]
+    if [given[i].shape for i in own] != [x.shape for x in plan.layouts]:
         return found
     in_order = dict(zip(own, plan.layouts, strict=True))
-    return [in_order.get(i) for i in range(len(paths))]
+    return [in_order.get(i) for i in range(len(given))]
 
 
 class _Graph(WeightGraph):

@@ -113,7 +113,7 @@ def load(name: str, version: str) -> hlo.Module:
 
 def seen(site, mesh_shape):
     axes = axes_of(site.groups, mesh_shape)
-    found = (site.op, site.dtype, site.parts, site.bytes, site.wire_bytes, axes, site.loops)
+    found = (site.op, site.dtype, site.tensors, site.bytes, site.wire_bytes, axes, site.loops)
     return (*found, site.phase, site.scope, site.asynchronous)
 
 

@@ -75,9 +75,7 @@ def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
         if e.record.has_backward and e.record.of(e.plan) and not e.module.has_backward:
             yield "the step has a backward pass, and none was recognized in the names of the compiled program."
         inside = not e.plan.config.updates_outside and e.record.of(e.plan)
-        if inside and not any(
-            UPDATE in line for home in e.module.computations.values() for line in home.lines
-        ):
+        if inside and not any(e.module.lines(UPDATE)):
             yield "the step has an update, and none was recognized in the names of the compiled program."
     missing = len(e.plan.layouts) - sum(x.is_param for x in e.leaves)
     if e.record is not None and e.record.of(e.plan) and missing:

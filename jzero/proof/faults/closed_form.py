@@ -111,10 +111,10 @@ def _sent(e: Evidence) -> Iterator[tuple[Site, int, float]]:
     for s in e.over_zero_axes(
         *REDUCES, "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"
     ):
-        by_hand = not s.scope and primitive_of(e.instruction(s)[1].op_name) in BY_HAND
+        by_hand = not s.scope and s.primitive in BY_HAND
         if by_hand or e.is_optimizers(s) or f"jzero.{s.scope}" == MatrixExchange.SCOPE:
             continue
-        parts, wire = e.parts(s), s.wire_bytes * e.trips(s)
+        parts, wire = s.sizes, s.wire_bytes * e.trips(s)
         yield from ((s, n, wire * n / max(sum(parts), 1)) for n in parts)
 
 
@@ -162,10 +162,10 @@ def _excess(e: Evidence, rows, planned) -> list[_More]:
     found = []
     for key in sorted(largest, key=lambda key: -total[key]):
         s = largest[key][1]
-        array = f"{s.dtype}[{','.join(map(str, max(e.dims(s), key=len)))}]"
+        array = f"{s.dtype}[{','.join(map(str, max(s.dims, key=len)))}]"
         some = sorted(groups[key[0]][0], key=lambda x: not is_tied(e, x)) if key[0] in groups else []
         what = names_text(some).removesuffix(".") if some else array
-        found.append(_More(some, what, s.op, equation(e, s), total[key]))
+        found.append(_More(some, what, s.op, equation(s), total[key]))
     return found
 
 

@@ -58,7 +58,7 @@ def _known(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
     state = _optimizer_state(e)
     for x in e.leaves:
         place = x.place if x.in_opt_state else None
-        if not x.itemsize:
+        if x.is_key:
             continue
         if x.is_param and x.layout is not None:
             yield x, params[x.layout.name]
@@ -71,11 +71,11 @@ def _known(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
 def _nameless(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
     """What the state carries in the shapes of params under other names, such as a list of averages."""
     by_shape = {x.shape: x for x in e.plan.layouts if not (x.vector or x.padded)}
-    here = {x.number_of_argument for x in e.leaves if x.is_param}
+    here = {x.argument for x in e.leaves if x.is_param}
     if any(x.in_opt_state for x in e.leaves):  # an NNX model carries statistics and frozen weights beside its params
-        here &= {x.number_of_argument for x in e.leaves if x.in_opt_state}
+        here &= {x.argument for x in e.leaves if x.in_opt_state}
     for x in e.state:
-        known = x.layout is not None or x.in_opt_state or x.number_of_argument not in here
+        known = x.layout is not None or x.in_opt_state or x.argument not in here
         if not known and x.shape in by_shape:
             yield x, _as_moment(e, x, by_shape[x.shape])
 

@@ -10,7 +10,6 @@ from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import FEW
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.wording import COPIES, MOST_NAMES, Faults, are_copies, more_text, names_text
-from jzero.proof.places import primitive_of
 
 DONATED = 0.9
 SHARE_MOVED = 0.05  # of the bytes of all params: norms and statistics are less
@@ -50,10 +49,10 @@ def optimizer_moves(e: Evidence) -> Faults:
     moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
     if moved <= SHARE_MOVED * e.plan.param_bytes:
         return
-    sizes = {n for s in sites for n in e.parts(s)}
+    sizes = {n for s in sites for n in s.sizes}
     mixed = [x for x in e.split if sizes & {x.size, e.local(x), e.local(x, sliced=True)}]
     largest = max((x.nbytes for x in mixed), default=0)
-    steps = sorted({primitive_of(e.instruction(s)[1].op_name) for s in sites} - {""})
+    steps = sorted({s.primitive for s in sites} - {""})
     held = sum(e.plan.config.adam_bytes(x.dtype) * x.size for x in mixed)
     yield (
         f"the arithmetic of the optimizer ({', '.join(steps[:MOST_NAMES])}) moves {human_bytes(moved)} between the "
@@ -95,7 +94,7 @@ def state_not_donated(e: Evidence) -> Faults:
 
 def donated_text(state: list[Argument]) -> str:
     """The options of `jax.jit` that donate all of a state: `donate_argnums=(0, 1)`."""
-    keys = sorted({x.number_of_argument for x in state})
+    keys = sorted({x.argument for x in state})
     numbers = [int(key) for kind, key in keys if kind == "0"]
     names = [key for kind, key in keys if kind != "0"]
     found = [f"donate_argnums={numbers[0] if len(numbers) == 1 else tuple(numbers)}"] if numbers else []

@@ -90,7 +90,7 @@ def grads_all_reduced(e: Evidence) -> Faults:
     sizes = {e.local(x, sliced=some) for x in e.plan.layouts for some in (False, True)}
 
     def values(s) -> int:  # of gradients: alone, or joined to one flat array; rows of a batch are reduced too
-        return sum(n for n, dims in zip(e.parts(s), e.dims(s), strict=True) if e.others or len(dims) < 2 or n in sizes)
+        return sum(n for n, dims in zip(s.sizes, s.dims, strict=True) if e.others or len(dims) < 2 or n in sizes)
 
     rows = [(s, values(s) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
@@ -114,7 +114,7 @@ def activations_moved(e: Evidence) -> Faults:
         return
     sites = list(e.over_zero_axes("all-to-all", "ragged-all-to-all", "collective-permute"))
     least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch
-    forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(e.parts(s)) >= least]
+    forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(s.sizes) >= least]
     sites = [s for s in sites if s.phase != "update" and f"jzero.{s.scope}" != WeightGather.SCOPE] + forward
     moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
     if moved > max(SHARE_MOVED * e.plan.param_bytes, LEAST_MOVED):
@@ -122,7 +122,7 @@ def activations_moved(e: Evidence) -> Faults:
         yield (
             f"activations move between the devices of {axes_text(e.plan.config.axes)} ({', '.join(ops)}) where "
             f"{'weights should' if e.plan.config.row.params else 'nothing should'}; the bytes grow with the batch. At "
-            f"{equation(e, largest)}.",
+            f"{equation(largest)}.",
             moved,
             ("loss_fn = jzero.gather_on_use(loss_fn, plan), with " if e.plan.config.row.params else "")
             + "a batch from plan.place_batch(batch), and params as the plan stores them, with no constraint on them in "
@@ -165,4 +165,4 @@ def _reduced(e: Evidence, axis: str) -> float:
     """Elements of gradients reduced along a mesh axis in a step."""
     zero = axis in e.plan.config.axes  # over a replica axis shards are reduced, of any size
     rows = [s for s, axes in e.sites if s.op in REDUCES and axis in axes and s.phase != "forward"]
-    return sum((e.gradients(s) if zero else sum(e.parts(s))) * e.trips(s) for s in rows)
+    return sum((e.gradients(s) if zero else sum(s.sizes)) * e.trips(s) for s in rows)

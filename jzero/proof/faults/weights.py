@@ -37,7 +37,7 @@ def gather_on_use(e: Evidence) -> Faults:
 
 def _moves_weights(e: Evidence) -> bool:
     """A weight is gathered, as in an evaluation; an update of an EMA moves none."""
-    return any(n in e.weight_sizes for s in e.over_zero_axes("all-gather") for n in e.parts(s))
+    return any(n in e.weight_sizes for s in e.over_zero_axes("all-gather") for n in s.sizes)
 
 
 def whole_leaves(e: Evidence) -> Faults:
@@ -88,7 +88,7 @@ def stack_before_loop(e: Evidence) -> Faults:
         if x.scanned and x.stored != x.used:
             by_size[e.local(x)].append(x)
     sites = [s for s in e.over_zero_axes("all-gather") if s.phase != "update"]
-    rows = [(s, n, dims) for s in sites for n, dims in zip(e.parts(s), e.dims(s), strict=True) if n in by_size]
+    rows = [(s, n, dims) for s in sites for n, dims in zip(s.sizes, s.dims, strict=True) if n in by_size]
     found = [x for row in rows for x in _whole_stacks(e, by_size[row[1]], row)]
     if found:
         names = {x.name: x for x in found}
@@ -164,17 +164,17 @@ def weights_in_loop(e: Evidence) -> Faults:
     found: dict[str, Layout] = {}
     rounds, where, excess = set(), set(), 0.0
     for s in e.over_zero_axes("all-gather", *REDUCES):
-        parts, times = e.parts(s), e.rounds_of_loss(s)
-        tensors = [(leaves[n], n, dims) for n, dims in zip(parts, e.dims(s), strict=True) if n in leaves]
+        parts, times = s.sizes, e.rounds_of_loss(s)
+        tensors = [(leaves[n], n, dims) for n, dims in zip(parts, s.dims, strict=True) if n in leaves]
         mine = [x for x, n, dims in tensors if not _is_slice(e, x, s, dims, n)]
         # XLA joins all-reduces to one flat array: whose gradients they are is known where no stack has any
-        joined = s.op in REDUCES and not layers and all(len(d) == 1 for d in e.dims(s)) and e.gradients(s) > 0
+        joined = s.op in REDUCES and not layers and all(len(d) == 1 for d in s.dims) and e.gradients(s) > 0
         if times > 1 and (mine or joined):
             share = 1.0 if joined else sum(map(e.local, mine)) / sum(parts)
             excess += s.wire_bytes * share * e.trips(s) * (1 - 1 / times)
             found.update((x.name, x) for x in mine)
             rounds.add(times)
-            where.add(e.instruction(s)[1].op_name)
+            where.add(s.instruction.op_name)
     if excess > SHARE_WHOLE * e.plan.param_bytes:
         named = list(found.values())
         weights = comm_of(e.plan).weights
