@@ -94,26 +94,13 @@ class Site(Move):
         return primitive_of(self.instruction.op_name)
 
 
-def find_collectives(module: Module) -> tuple[Site, ...]:
+def read_collectives(module: Module) -> tuple[tuple[Site, ...], dict[tuple[str, str], str]]:
     """Every collective of a program, once for each place it is called from.
 
-    Args:
-      module: a parsed program.
-
     Returns:
-      The sites in the order of the schedule, a loop's body where the loop stands.
-
-    Raises:
-      ProofError: replica groups in an unknown notation.
+      The sites in the order of the schedule, a loop's body where the loop stands; and of collectives that cannot be
+      read, by computation and name, what is wrong with them.
     """
-    sites, failed = read_collectives(module)
-    if failed:
-        raise ProofError("jzero.explain: cannot read " + "; ".join(failed.values()))
-    return sites
-
-
-def read_collectives(module: Module) -> tuple[tuple[Site, ...], dict[tuple[str, str], str]]:
-    """The same; and of those that cannot be read, by computation and name, what is wrong with them."""
     work = functools.cache(work_before)  # once for each computation
     sites, failed = list[Site](), dict[tuple[str, str], str]()
     for place in walk(module):
@@ -122,9 +109,8 @@ def read_collectives(module: Module) -> tuple[tuple[Site, ...], dict[tuple[str, 
                 try:
                     sites.append(_site(module, place, i, work))
                 except ProofError as error:
-                    failed[place.computation.name, i.name] = (
-                        f"%{i.name} in %{place.computation.name}: {error}"
-                    )
+                    home = place.computation.name
+                    failed[home, i.name] = f"%{i.name} in %{home}: {error}"
     return tuple(sites), failed
 
 

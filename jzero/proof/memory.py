@@ -156,36 +156,22 @@ class Estimate:
         return self.psi * (self.n - 1) / self.n
 
     def __str__(self) -> str:
-        names = ["params", "grads", "opt_state"]
-        names += ["in_flight"] if self.in_flight else []
-        names += ["activations", "working"] if self.activations else []
-        rows = [(k, human_bytes(getattr(self, k))) for k in (*names, "total")]
-        rows += [("recomputed", human_bytes(self.recomputed))] if self.recomputed else []
+        always = ("params", "grads", "opt_state", "total")
+        parts = ("params", "grads", "opt_state", "in_flight", "activations", "working", "total", "recomputed")
+        rows = [(k, human_bytes(getattr(self, k))) for k in parts if k in always or getattr(self, k)]
         if self.host or self.activations_host:
-            rows += [("host", human_bytes(self.host))] if self.host else []
-            rows += [("  params", human_bytes(self.host_params))] if self.host_params else []
-            rows += [("  grads", human_bytes(self.host_grads))] if self.host_grads else []
-            rows += (
-                [("activations on the host", human_bytes(self.activations_host))]
-                if self.activations_host
-                else []
-            )
-            rows.append(
-                (
-                    "  per process",
-                    f"{human_bytes(self.host_per_process)} ({counted(self.devices_per_process, 'device')})",
-                )
-            )
-            rows.append(("  per node", human_bytes(self.host_per_node)))
+            on_host = {
+                "host": self.host, "  params": self.host_params, "  grads": self.host_grads,
+                "activations on the host": self.activations_host,
+            }  # fmt: skip
+            rows += [(name, human_bytes(size)) for name, size in on_host.items() if size]
+            each = f"{human_bytes(self.host_per_process)} ({counted(self.devices_per_process, 'device')})"
+            rows += [("  per process", each), ("  per node", human_bytes(self.host_per_node))]
             if self.disk:
                 rows += [("disk, two slots", human_bytes(self.disk)), ("  per node", human_bytes(self.disk_per_node))]
                 rows += [("disk / step", f"{human_bytes(self.updated)} read, {human_bytes(self.updated)} written")]
-            rows.append(
-                (
-                    "pcie / step",
-                    f"{human_bytes(self.to_device)} to device, {human_bytes(self.to_host)} to host",
-                )
-            )
+            moved = f"{human_bytes(self.to_device)} to device, {human_bytes(self.to_host)} to host"
+            rows.append(("pcie / step", moved))
         rows.append(("wire / step", f"{human_bytes(self.wire)} ({self.wire_psi:.2f} Psi)"))
         rows += [(f"  {why}", f"{size / self._unit:+.2f} Psi") for why, size in self.reasons]
         if len(self.wire_by_axes) > 1:

@@ -121,9 +121,9 @@ def work_before(home: Computation) -> tuple[list[int], list[int]]:
 
 
 def work_between(work: Work, home: Computation, start: Instruction, done: Instruction) -> tuple[int, int]:
-    """What `work_before` counts between two instructions; `work`: that function, or its results kept."""
+    """What `work_before` counts from a start to its done, or to the end where the done is in the next iteration."""
     ops, written = work(home)
-    first, last = home.order[start.name], home.order[done.name]
+    first, last = home.order[start.name], home.order[done.name] if done is not start else -1
     return ops[last] - ops[first], written[last] - written[first]
 
 

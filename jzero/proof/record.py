@@ -10,16 +10,18 @@ program is read by paths and shapes (`leaves.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jzero.core.jaxprs import every_equation, is_literal, opened
+from jzero.core.jaxprs import every_equation, opened
 from jzero.core.linear import LINEAR
 from jzero.core.primitives import CALLS, ELEMENTWISE, LAYOUT
 from jzero.core.regions import bodies, scan_parts, while_parts
 from jzero.core.traces import trace_of
+from jzero.core.traversal import traverse
 from jzero.core.update_mark import FROZEN, UPDATE
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.state_layouts import named_by
@@ -135,28 +137,22 @@ class _Found:
 
 
 def _follow(
-    jaxpr, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found
+    jaxpr: Any, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found
 ) -> list[int | None]:
     """The argument that each result is, None for one that is made of several; marks on the way go into `found`."""
-    env: dict[Any, int | None] = dict(zip(jaxpr.invars, sources, strict=True))
-
-    def read(atom) -> int | None:
-        return None if is_literal(atom) else env.get(atom)
-
-    for eqn in jaxpr.eqns:
-        values, name = [read(a) for a in eqn.invars], eqn.primitive.name
-        if name == UPDATE:
-            found.updates.append(_update(eqn, values, loops))
-        elif name == FROZEN:
-            rows = zip(eqn.params["at"], values, strict=True)
-            found.frozen.append((eqn.params["plan"].plan, {at: i for at, i in rows if i is not None}))
-        env.update(zip(eqn.outvars, _results(eqn, name, values, loops, found), strict=True))
-    return [read(a) for a in jaxpr.outvars]
+    rule, consts = functools.partial(_results, loops=loops, found=found), [None] * len(jaxpr.constvars)
+    return traverse(jaxpr, consts, sources, rule, literal=lambda _: None, calls=CALLS)
 
 
-def _results(eqn, name: str, values: list[int | None], loops, found) -> list[int | None]:
-    if name in CALLS and CALLS[name] in eqn.params:
-        return _follow(opened(eqn.params[CALLS[name]])[0], values, loops, found)
+def _results(
+    eqn: Any, values: list[int | None], loops: tuple[int, ...], found: _Found
+) -> list[int | None]:
+    name = eqn.primitive.name
+    if name == UPDATE:
+        found.updates.append(_update(eqn, values, loops))
+    elif name == FROZEN:
+        rows = zip(eqn.params["at"], values, strict=True)
+        found.frozen.append((eqn.params["plan"].plan, {at: i for at, i in rows if i is not None}))
     if name == "scan":
         body, consts, carry = scan_parts(eqn)
         inside = [

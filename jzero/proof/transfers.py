@@ -85,7 +85,7 @@ def _transfers(module: Module, place: Place, i: Instruction, work: Work) -> Iter
             "device": sum(_read(module, home, i, name) for name in held),
             "host": sum(_written(module, home, i, done.shapes)) if any(s.on_host for s in done.shapes) else 0,
         }
-    ops, written = work_between(work, home, i, done) if paired else (0, 0)
+    ops, written = work_between(work, home, i, done) if paired and done is not i else (0, 0)
     for to, size in moves.items():
         if size:
             phase, scope = _purpose(module, place, i, to, next(iter(held), ""))

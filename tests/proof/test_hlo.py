@@ -13,7 +13,7 @@ import re
 import pytest
 
 from jzero.proof import hlo
-from jzero.proof.collectives import find_collectives
+from jzero.proof.collectives import read_collectives
 from jzero.proof.groups import axes_of, parse_groups
 from jzero.proof.places import phase_of
 from jzero.proof.transfers import find_transfers
@@ -105,6 +105,13 @@ EXPECTED = {
     "host_moments.h200": (DATA8, []),
     "host_scan.h200": (DATA8, {"0.10.2": host_scan(ASYNC), "0.12.0.1": host_scan(SYNC)}),
 }
+
+
+def find_collectives(module: hlo.Module):
+    """Its collectives, all of which can be read."""
+    sites, failed = read_collectives(module)
+    assert not failed
+    return sites
 
 
 def load(name: str, version: str) -> hlo.Module:
