@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,20 +14,26 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import KeyPath
 
 from jzero.core.errors import check_function, check_ints, listing, typed_shape
+from jzero.core.types import PyTree
 from jzero.flax.shard import plans_in
 from jzero.layout.batches import abstract_batch
 from jzero.layout.leaf_rule import path_keys
-from jzero.sharding import HOST
+from jzero.sharding import HOST, Plan
 
+Args = tuple[PyTree, ...]
+Named = dict[str, PyTree]
 Keys = tuple[str, ...]
+Row = tuple[str, ...]  # of a listing
 
 
-def find_plan(args: tuple[Any, ...]) -> Any:
+def find_plan(args: tuple[Any, ...]) -> Plan | None:
     """The plan of the first argument that jzero has sharded, or None."""
     return next(plans_in(args), None)
 
 
-def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
+def jitted_fn(
+    fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None, where: str = "pod.compile"
+) -> Any:
     """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is.
 
     Raises:
@@ -34,19 +41,18 @@ def jitted_fn(fn, donate_argnums, where: str = "pod.compile") -> Any:
       ValueError: `donate_argnums` for a function that is jitted already.
     """
     check_function(fn, "fn", where=where)
-    donate_argnums = check_ints(
-        () if donate_argnums is None else donate_argnums, "donate_argnums", where="pod.compile"
-    )
+    donate_argnums = () if donate_argnums is None else donate_argnums
+    donate_argnums = check_ints(donate_argnums, "donate_argnums", where="pod.compile")
     if not (hasattr(fn, "trace") or hasattr(fn, "lower")):
         return jax.jit(fn, donate_argnums=donate_argnums)
     if donate_argnums:
-        raise ValueError(
-            "pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile."
-        )
+        raise ValueError("pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile.")
     return fn
 
 
-def fill_shardings(args, plan, *, devices):
+def fill_shardings(
+    args: tuple[Args, Named], plan: Plan | None, *, devices: Sequence[Any]
+) -> tuple[Args, Named]:
     """Arguments whose array leaves all say where they are: the batch by the plan, the rest as it was.
 
     An argument in which nothing changes is passed on as the same object, so that objects whose identity
@@ -64,15 +70,15 @@ def fill_shardings(args, plan, *, devices):
     Raises:
       ValueError: leaves that lie on other devices, or that `plan.batch` does not divide.
     """
-    elsewhere: list[tuple[str, ...]] = []
-    uneven: list[tuple[str, ...]] = []
+    elsewhere, uneven = list[Row](), list[Row]()
 
-    def fill(name, arg):
+    def fill(name: str, arg: PyTree) -> PyTree:
         paths, tree = jax.tree_util.tree_flatten_with_path(arg)
-        new: list[Any] = [_placed(leaf, plan) for _, leaf in paths]
+        new = [_placed(leaf, plan) for _, leaf in paths]
         for (path, old), leaf in zip(paths, new, strict=True):
             where = name + jax.tree_util.keystr(path)
             if leaf is None:
+                assert plan is not None
                 split = f"{plan.batch.spec} over {dict(plan.batch.mesh.shape)}"
                 uneven.append((where, typed_shape(old), split))
             elif not _on(leaf, devices):
@@ -86,7 +92,7 @@ def fill_shardings(args, plan, *, devices):
     return positional, named
 
 
-def _placed(leaf, plan):
+def _placed(leaf: Any, plan: Plan | None) -> Any:
     """The leaf with a sharding; itself if it has one or is not an array; None where the plan cannot divide it."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, np.generic):
         return leaf
@@ -100,13 +106,13 @@ def _placed(leaf, plan):
         return None
 
 
-def _on(leaf, devices) -> bool:
+def _on(leaf: Any, devices: Sequence[Any]) -> bool:
     """False for a leaf that a NamedSharding ties to devices outside the pod."""
     mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
     return not isinstance(mesh, Mesh) or set(devices).issuperset(mesh.devices.flat)
 
 
-def _refuse(elsewhere, uneven, *, count: int) -> None:
+def _refuse(elsewhere: Sequence[Row], uneven: Sequence[Row], *, count: int) -> None:
     if elsewhere:
         raise ValueError(
             f"pod.compile: {len(elsewhere)} of {count} leaves are not laid out on this pod:\n"

@@ -1,4 +1,4 @@
-"""What `check` judges by: the leaves of a step against the plan, and the collectives that carry its weights."""
+"""What the rules of `check` look at: the leaves of a step beside the plan, and the collectives that carry weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jzero.proof.leaves import Argument, arguments_of, roles_of
 from jzero.proof.lifetimes import most_on_device
 from jzero.proof.places import executions, loops_of, phase_of
 from jzero.proof.record import TraceRecord, record_of
-from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
 from jzero.proof.unread import read
+from jzero.proof.unrolled import step_of, updates_in
 from jzero.sharding import Plan
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
@@ -44,7 +44,7 @@ class Evidence:
 
     @functools.cached_property
     def record(self) -> TraceRecord | None:
-        """What the trace of the program says; None where jzero has not traced it."""
+        """What the trace of the program says; None if jzero has not traced it."""
         return record_of(self.compiled)
 
     @property
@@ -87,7 +87,7 @@ class Evidence:
 
     @functools.cached_property
     def split(self) -> list[Layout]:
-        """The params that ZeRO splits along one dim (at stage 0: all), vectors left out: theirs is small change."""
+        """The params that ZeRO splits along one dim (at stage 0: all), vectors left out: they hardly count."""
         every = not self.plan.config.row.state
         split = (x for x in self.plan.layouts if x.along_one_dim and not x.vector)
         return [x for x in split if every or not x.reason]
@@ -133,7 +133,7 @@ class Evidence:
 
     @property
     def unread(self) -> list[str]:
-        """What of the program was not understood."""
+        """The parts of the program that cannot be read, a sentence each."""
         return self._read[1]
 
     @functools.cached_property
@@ -166,8 +166,8 @@ class Evidence:
         """Executions within one update, on average where a program has several."""
         return s.trips / self.updates
 
-    def rounds_of_loss(self, s: Site) -> int:
-        """Rounds, of all loops around a collective that are inside of a differentiated function; 1 for none.
+    def loss_iterations(self, s: Site) -> int:
+        """Iterations of all loops around a collective that are inside of a differentiated function; 1 for none.
 
         A loop over micro-batches takes gradients in its body and is not one of them.
         """
@@ -181,7 +181,7 @@ class Evidence:
 
     @functools.cached_property
     def updates(self) -> int:
-        """How many updates the program runs, by its record, else as [Note: steps in a row] in `rounds.py` says."""
+        """How many updates the program runs, by its record, else as [Note: steps in a row] in `unrolled.py` says."""
         if self.record is not None:
             return max(sum(u.times for u in self.record.of(self.plan)), 1)
         step = step_of(self.module)
@@ -189,13 +189,13 @@ class Evidence:
             return 1
         return executions(step.loops) * updates_in(self.module, step.computation)
 
-    def kept(self, s: Site) -> int:
+    def saved_weights(self, s: Site) -> int:
         """Bytes of gathered weights that the forward pass and the backward pass both read."""
         home = s.place.computation
         done = home.done(s.instruction)
         pieces = [u for u in home.users.get(done.name, ()) if u.opcode == "get-tuple-element"] or [done]
         weights = [p for p in pieces if p.shapes[0].size in self.weight_sizes]
-        return sum(_kept_bytes(self.module, home, p) for p in weights)
+        return sum(_saved_bytes(self.module, home, p) for p in weights)
 
     @functools.cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -221,8 +221,8 @@ class Evidence:
     def trains(self) -> bool:
         """True for a program that is to return a new state, also where it does not.
 
-        An update of its params was traced; or it takes optimizer state, and has a backward pass, or an update was
-        traced for it, or that state stands beside params or is donated.
+        Either an update of its params was traced; or it takes optimizer state, and has a backward pass, a traced
+        update, or state that stands beside params or is donated.
         """
         if self.record is not None and self.record.of(self.plan):
             return True  # `optax.sgd` has no state
@@ -240,7 +240,7 @@ class Evidence:
 
     @property
     def micro_batches(self) -> int:
-        """Into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not, or is not known."""
+        """Into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not, or that is not known."""
         return getattr(self.uses, "micro_batches", 1)
 
     @functools.cached_property
@@ -249,7 +249,7 @@ class Evidence:
         return any(self.module.lines(WeightGather.SCOPE))
 
 
-def _kept_bytes(module: Module, home: Computation, weight: Instruction) -> int:
+def _saved_bytes(module: Module, home: Computation, weight: Instruction) -> int:
     """Bytes of a gathered weight, or of what it is decoded to, where both passes read it; else 0."""
     both, found, everywhere = {"forward", "backward"}, 0, set()
     pending, seen = [weight], {weight.name}

@@ -2,7 +2,7 @@
 
 Only what is asked for is parsed: the text is cut into computations by line, and a computation's instructions
 are read when first wanted. Most of a program is the inside of fusions, which nobody asks about, so a 10 MB
-text is read in half a second. `jzero.proof.collectives` reads meaning into what is found here.
+text is read in half a second. `jzero.proof.collectives` interprets what is found here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Instruction:
       opcode: such as `all-gather-start`.
       shapes: arrays of the result, tuples flattened.
       operands: names of the operands.
-      attrs: what stands behind the operands, as text.
+      attrs: what follows the operands, as text.
       is_root: True for the computation's result.
     """
 
@@ -236,7 +236,7 @@ class Module:
         return next((self.computations[name] for name in names if name in self.computations), None)
 
     def handed_through(self, loop: Instruction) -> frozenset[int]:
-        """The elements of a loop's tuple that every round returns as they came."""
+        """The elements of a loop's tuple that every iteration returns as they came."""
         body = self.computations[loop.callees("body")[0]]
         if body.root.opcode != "tuple":
             return frozenset()
@@ -263,7 +263,7 @@ class Module:
 
 
 def _is_own(body: Computation, value: Instruction, at: int) -> bool:
-    """A value of a loop's body is element `at` of what the round was given."""
+    """A value of a loop's body is element `at` of what the iteration was given."""
     while value.opcode in BARRIERS | {"bitcast", "copy"}:
         value = body.instructions[value.operands[0]]
     own = value.opcode == "get-tuple-element" and value.index == at

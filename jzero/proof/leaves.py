@@ -1,10 +1,10 @@
-"""The arguments of a step: which is a param, which is of the optimizer state, and what comes back in its place.
+"""The arguments of a step: which are params, which are optimizer state, and what comes back in their place.
 
 [Note: by record, else by name]
-Where jzero has traced the program, the marks of its updates say what an argument is (`record.py`). What they do not
-take, an average for one, is a copy of a param where its path ends as that of the param does; without names (NNX) and in
-an argument of its own, where it has the shape. For any other program paths and shapes are all there is: params are what
-is called so, else the tree that has each of them once; models.py has more of it.
+Where jzero has traced the program, the marks of its updates say what an argument is (`record.py`). An argument
+that no update takes, such as an average, is a copy of a param if its path ends as the param's does; without names
+(NNX), if it is in an argument of its own and has the shape. For any other program there are only paths and shapes:
+params are the tree of that name, else the tree that has each of them once (see models.py).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def prefix(keys: Keys, x: Layout) -> Keys:
 
 
 def tree_of_params(given: Sequence[Given], layouts: Sequence[Layout | None], plan: Plan) -> Keys | None:
-    """The path of the params: called so, else the tree that holds each once, else the shortest path, the first."""
+    """The path of the params: named `params`, else the tree that holds each once, else that of the shortest path."""
     rows = zip(given, layouts, strict=True)
     trees = collections.Counter(prefix(leaf.keys, x) for leaf, x in rows if x is not None)
     named, nameless = len(plan.layouts), sum(not x.vector for x in plan.layouts)

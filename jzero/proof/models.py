@@ -63,13 +63,13 @@ def trained_beside(given: Sequence[Given], known: Collection[int]) -> list[Keys]
 
 
 def check_plan_fits(given: Sequence[Given], plan: Plan, *, devices: int, trains: bool, where: str) -> None:
-    """Raises ValueError where a program is not of the state that a plan is of: what it says of them would be wrong.
+    """Raises ValueError for a program whose state is not that of the plan: what is said of it would be wrong.
 
     Args:
       given: the arguments of the program.
       plan: the plan.
-      devices: those of the program; one of a single device says nothing of a mesh.
-      trains: it has a backward pass, and so needs all params.
+      devices: how many the program has; a single one says nothing about a mesh.
+      trains: it has a backward pass, and so takes all params.
       where: the caller, for the text.
     """
     remedy = "Pass the plan of the state that the step was compiled for: jzero.plan_of(state)."

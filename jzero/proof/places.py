@@ -1,4 +1,4 @@
-"""Where in a program an instruction stands: its loops, its phase of the step, what runs beside it."""
+"""Where an instruction stands in a program: its loops, its phase of the step, what runs beside it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Move:
       name: of the instruction.
       computation: where it stands.
       bytes: of one execution, on one device.
-      loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
+      loops: trip counts of the loops around it, outermost first; 0 where the compiler does not know one.
       asynchronous: True where the program goes on between start and done.
       phase: `forward`, `backward`, `update` or empty.
       scope: the `jzero.` named scope that it comes from, without the prefix; empty where there is none.
@@ -106,7 +106,7 @@ def _enter(place: Place, i: Instruction, callee: Computation) -> Place:
 def work_before(home: Computation) -> tuple[list[int], list[int]]:
     """For each position of the schedule, how many instructions before it compute, and their output bytes.
 
-    Scalars are left out, and what reads or writes host memory, which is copying whatever its opcode. A
+    Scalars are left out, and what reads or writes host memory, which is a copy whatever its opcode. A
     `fusion-start` (jaxlib 0.12 has slices and copies on streams of their own) counts where it stands, with the bytes
     of its `fusion-done`. Two positions differ by what runs between them.
     """
@@ -144,7 +144,7 @@ def output_bytes(home: Computation, i: Instruction) -> int:
 
 
 def phase_of(name_stack: str, has_backward: bool) -> str:
-    """The part of a training step that a jax name stack belongs to, empty when it does not tell.
+    """The part of a training step that a jax name stack belongs to, empty if it does not say.
 
     Transposed and rematerialised code is `backward`, other differentiated code `forward`; what is not
     differentiated is `update` in a program that has a backward pass, `forward` in one that has none.
@@ -168,7 +168,7 @@ def phase_of(name_stack: str, has_backward: bool) -> str:
 
 
 def primitive_of(name_stack: str) -> str:
-    """The name at the end of a name stack, of the first operation where several are joined; empty for none."""
+    """The name at the end of a name stack (of the first operation if several are joined), or empty."""
     return joined_names(name_stack)[0].rpartition("/")[2]
 
 
@@ -206,7 +206,7 @@ def loops_of(name_stack: str) -> list[str]:
 def scope_of(name_stack: str) -> str:
     """The innermost `jzero.` scope in a name stack, without the prefix; empty when there is none.
 
-    Of joined operations that of a collective, where one is among them, and not of arithmetic.
+    Among joined operations the scope of a collective is preferred to that of arithmetic.
     """
     found = [scopes[-1] for name in joined_names(name_stack) if (scopes := _SCOPE.findall(name))] or [""]
     return next((scope for scope in found if scope not in ("update", "master")), found[0])

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
+from jax.tree_util import KeyPath
 
 from jzero.core.jaxprs import every_equation, opened
 from jzero.core.linear import LINEAR
@@ -48,10 +50,10 @@ class Update:
     """
 
     plan: Plan
-    tx: Any
+    tx: optax.GradientTransformation
     params: tuple[int | None, ...]
     state: tuple[int | None, ...]
-    paths: tuple[Any, ...]
+    paths: tuple[KeyPath, ...]
     shapes: tuple[tuple[int, ...], ...]
     loops: tuple[int, ...]
 
@@ -85,9 +87,8 @@ class TraceRecord:
 
     def frozen_of(self, plan: Plan) -> dict[int, int]:
         """The arguments that are frozen weights of a plan, by their number in it."""
-        mine = [found for p, found in self.frozen if p == plan] or [
-            found for p, found in self.frozen if _alike(p, plan)
-        ]
+        mine = [found for p, found in self.frozen if p == plan]
+        mine = mine or [found for p, found in self.frozen if _alike(p, plan)]
         return {at: i for found in mine for at, i in found.items()}
 
     def of(self, plan: Plan) -> list[Update]:
@@ -95,9 +96,8 @@ class TraceRecord:
 
         Those of the first one's params, where another model has an equal plan.
         """
-        equal = [u for u in self.updates if u.plan == plan] or [
-            u for u in self.updates if _alike(u.plan, plan)
-        ]
+        equal = [u for u in self.updates if u.plan == plan]
+        equal = equal or [u for u in self.updates if _alike(u.plan, plan)]
         return [u for u in equal if u.params == equal[0].params]
 
     def names(self, plan: Plan) -> bool:
@@ -136,17 +136,13 @@ class _Found:
     frozen: list[tuple[Plan, Mapping[int, int]]] = dataclasses.field(default_factory=list)
 
 
-def _follow(
-    jaxpr: Any, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found
-) -> list[int | None]:
+def _follow(jaxpr: Any, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found) -> list[int | None]:
     """The argument that each result is, None for one that is made of several; marks on the way go into `found`."""
     rule, consts = functools.partial(_results, loops=loops, found=found), [None] * len(jaxpr.constvars)
     return traverse(jaxpr, consts, sources, rule, literal=lambda _: None, calls=CALLS)
 
 
-def _results(
-    eqn: Any, values: list[int | None], loops: tuple[int, ...], found: _Found
-) -> list[int | None]:
+def _results(eqn: Any, values: list[int | None], loops: tuple[int, ...], found: _Found) -> list[int | None]:
     name = eqn.primitive.name
     if name == UPDATE:
         found.updates.append(_update(eqn, values, loops))
@@ -155,10 +151,8 @@ def _results(
         found.frozen.append((eqn.params["plan"].plan, {at: i for at, i in rows if i is not None}))
     if name == "scan":
         body, consts, carry = scan_parts(eqn)
-        inside = [
-            *values[: consts + carry],
-            *[None] * (len(values) - consts - carry),
-        ]  # slices are not arguments
+        slices = [None] * (len(values) - consts - carry)  # of stacks: not arguments
+        inside = [*values[: consts + carry], *slices]
         outs = _follow(body, inside, (*loops, eqn.params["length"]), found)
         return [*outs[:carry], *[None] * (len(eqn.outvars) - carry)]
     if name == "while":
@@ -184,7 +178,7 @@ def _results(
     return [None] * len(eqn.outvars)
 
 
-def _update(eqn, values: list[int | None], loops: tuple[int, ...]) -> Update:
+def _update(eqn: Any, values: list[int | None], loops: tuple[int, ...]) -> Update:
     of, count = eqn.params["of"], len(values) - len(eqn.params["of"].paths)
     own = iter(values[:count])
     params = tuple(None if x.frozen is Frozen.APART else next(own) for x in of.plan.layouts)
@@ -192,7 +186,7 @@ def _update(eqn, values: list[int | None], loops: tuple[int, ...]) -> Update:
     return Update(of.plan, of.tx, params, tuple(values[count:]), of.paths, shapes, loops)
 
 
-def _is_backward(eqn) -> bool:
+def _is_backward(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 

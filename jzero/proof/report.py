@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -36,11 +35,11 @@ class Report:
       collectives: the largest traffic first.
       transfers: what moves between pinned host memory and the device, in the order of the schedule: each with `to`
         (`device` or `host`), `bytes` of one execution, `trips`, `asynchronous`, `phase`.
-      memory: bytes per device; None where the backend does not tell.
+      memory: bytes per device; None if the backend does not report it.
       wire: totals.
       devices: number of devices of the program.
       mesh_shape: axis sizes by name, None where neither the plan nor the program has a mesh.
-      unknown_calls: targets of custom calls of which jzero does not know that they stay on one device, and how often
+      unknown_calls: targets of custom calls that jzero does not know to stay on one device, and how often
         each stands in the program; what they send is not counted.
       activations: bytes of one device that the forward pass saves for the backward pass in device memory (`saved`) and
         in host memory (`host`), and that are made again there (`recomputed`); None without a backward pass.
@@ -71,7 +70,7 @@ class Report:
         return tables.render(self)
 
 
-def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
+def explain(compiled: jax.stages.Compiled, plan: Plan | None = None) -> Report:
     """What XLA made of a step: each collective, its bytes and its place, and the memory per device.
 
     Args:
@@ -99,13 +98,13 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     check_plan(plan, where="jzero.explain", optional=True)
     compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
-    given, psi, split = arguments_given(compiled), None, None
+    given, psi, by_kind = arguments_given(compiled), None, None
     if plan is not None:
         trains = module.has_backward
         check_plan_fits(given, plan, devices=module.partitions, trains=trains, where="jzero.explain")
         known = record_of(compiled)
         recorded, roles = known is not None and known.names(plan), roles_of(given, plan, known)
-        split = argument_bytes(given, kinds_of(roles, recorded=recorded))
+        by_kind = argument_bytes(given, kinds_of(roles, recorded=recorded))
         if recorded:
             others = sum(math.prod(x.shape) for x, role in zip(given, roles, strict=True) if role.is_others_param)
         else:
@@ -123,7 +122,7 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     return Report(
         collectives=collectives,
         transfers=transfers,
-        memory=_memory(compiled, given, split),
+        memory=_memory(compiled, given, by_kind),
         wire=_wire(collectives, psi),
         devices=module.partitions,
         mesh_shape=mesh_shape,
@@ -136,7 +135,7 @@ def text_of(compiled: jax.stages.Compiled) -> str:
     """The text of a compiled program.
 
     Raises:
-      TypeError: no compiled program, or one without HLO text; says what to pass.
+      TypeError: not a compiled program, or one without HLO text; says what to pass.
     """
     remedy = "Pass jax.jit(step).lower(*args).compile(), or what pod.compile(step, *args) returns."
     if not isinstance(compiled, jax.stages.Compiled):
@@ -149,25 +148,27 @@ def text_of(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def _mesh_shape(compiled, plan) -> dict[str, int] | None:
-    """Of the plan, else of the first NamedSharding of an argument or a result."""
+def _mesh_shape(compiled: jax.stages.Compiled, plan: Plan | None) -> dict[str, int] | None:
+    """From the plan, else from the first NamedSharding of an argument or a result."""
     if plan is not None:
         return dict(plan.mesh.shape)
     leaves = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return next((dict(whole_mesh(s.mesh).shape) for s in leaves if isinstance(s, NamedSharding)), None)
 
 
-def _grouped(sites: Iterable[Site], mesh_shape, entry: str) -> tuple[Collective, ...]:
+def _grouped(
+    sites: Iterable[Site], mesh_shape: Mapping[str, int] | None, entry: str
+) -> tuple[Collective, ...]:
     """Equal sites of one computation as one row, the largest traffic first."""
     rows: dict[tuple, list[Site]] = {}
     for s in sites:
         shown = (s.op, s.dtype, s.bytes, s.wire_bytes, s.group_size, s.loops, s.phase, s.scope)
         key = (*shown, s.asynchronous, s.compute_ops > 0, s.sliced, s.tensors, s.computation, s.groups)
         rows.setdefault(key, []).append(s)
-    found = [
-        _collective(same, axes_of(same[0].groups, mesh_shape) if mesh_shape else (), entry)
-        for same in rows.values()
-    ]
+    found = []
+    for same in rows.values():
+        axes = axes_of(same[0].groups, mesh_shape) if mesh_shape else ()
+        found.append(_collective(same, axes, entry))
     return tuple(sorted(found, key=lambda c: -c.total_wire_bytes))
 
 
@@ -184,7 +185,7 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
 
 
 def _psi_bytes(plan: Plan, others: int) -> int:
-    """Of all models that the step trains: a param of another one counts as many bytes as one of the plan on average.
+    """One Psi of all models that the step trains; params of another one count with the average itemsize of the plan's.
 
     `others`: elements of the params of other models.
     """
@@ -212,7 +213,7 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
 
 
 def _memory(
-    compiled: jax.stages.Compiled, given: Sequence[Given], split: dict[str, int] | None
+    compiled: jax.stages.Compiled, given: Sequence[Given], by_kind: dict[str, int] | None
 ) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
@@ -224,5 +225,5 @@ def _memory(
     return Memory(
         arguments=device[0], outputs=device[1], aliased=device[2], temp=device[3],
         host_arguments=host[0], host_outputs=host[1], host_aliased=host[2], host_temp=host[3],
-        peak=0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0), **(split or {}),
+        peak=0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0), **(by_kind or {}),
     )  # fmt: skip

@@ -8,10 +8,10 @@ a plain `copy` that the program waits for. A piece of one moves by a `dynamic-sl
 slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus.
 
 [Note: what a transfer is for]
-XLA drops the names of the copies it makes. What is fetched is known by what reads it, what is written by what makes it.
-In the forward and the backward pass an argument of the program that is fetched is a weight; what the program itself has
-put into host memory is a saved activation, or a gradient on its way to be added. What the backward pass writes is a
-gradient.
+XLA drops the names of the copies it makes. So the purpose of a fetch is read from its readers, and that of a write
+from what makes the value. In the forward and the backward pass, a fetched argument of the program is a weight; what the
+program itself has put into host memory is a saved activation, or a gradient that waits to be added. What the backward
+pass writes is a gradient.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _transfers(module: Module, place: Place, i: Instruction, work: Work) -> Iter
 
 
 def _purpose(module: Module, place: Place, i: Instruction, to: str, held: str) -> tuple[str, str]:
-    """The phase and the scope of a transfer: see [Note: what a transfer is for]. `held`: what it takes of the host."""
+    """Phase and scope of a transfer, by [Note: what a transfer is for]; `held`: the host array that it reads."""
     stack = "" if to == "host" else _read_as(place.computation, i)
     stack = stack or name_stack(place, i)
     phase = phase_of(stack, module.has_backward)
@@ -108,7 +108,7 @@ def _purpose(module: Module, place: Place, i: Instruction, to: str, held: str) -
 
 
 def _read_as(home: Computation, i: Instruction) -> str:
-    """The name stack of a fetched value: its own, else that of the nearest readers; empty where they have none."""
+    """The name stack of a fetched value: its own, else that of the nearest reader with one, else empty."""
     level, seen = [i], {i.name}
     while level:
         found = next((x.op_name for x in level if "/" in x.op_name and not x.op_name.endswith(BARRIER)), "")

@@ -1,9 +1,9 @@
-"""What of a compiled program was not understood: a program with such parts may send or hold more than was counted.
+"""The parts of a compiled program that jzero cannot read: such a program may send or hold more than was counted.
 
 [Note: nothing counts as zero]
 Every instruction that names devices (replica groups, pairs, a channel) is a collective that was read, or is named
-here. So is a memory space that is not known, and a custom call of an unknown target: XLA's own compute where they
-stand, while a kernel of the user's may communicate, and nothing in the text tells. A loop whose trip count XLA does not
+here. So are unknown memory spaces, and custom calls with an unknown target: XLA's own stay on one device, but a kernel
+of the user may communicate without a trace in the text. A loop whose trip count XLA does not
 know is counted once; where it holds a collective, what is counted is a lower bound.
 """
 
@@ -17,7 +17,7 @@ from jzero.proof.collectives import Site, read_collectives
 from jzero.proof.hlo import NAMES_DEVICES, Module, parse_instruction
 
 MEMORY_SPACES = ("5",)
-"""Those that are known: pinned host memory. Device memory is not named."""
+"""Known ones: pinned host memory. Device memory has no number in the text."""
 LOCAL_CALLS = (
     "__cublas", "__cudnn", "__cusolver", "__cusparse", "__cub$", "__gpu$", "__onednn", "__ynn", "__custom_fusion",
     "cublas_", "cudnn", "cusolver_", "cusparse_", "cufft", "cu_", "cub_", "lapack_", "blas_", "ducc_fft",
@@ -25,13 +25,13 @@ LOCAL_CALLS = (
     "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding", "SPMD", "PadToStatic", "SliceToDynamic",
     "TopK", "ApproxTopK", "PartialReduce", "LayoutConstraint", "triton_kernel_call", "ResizeBilinear",
 )  # fmt: skip
-"""How the names of targets begin that compute on one device: of XLA, of the libraries that it calls, of jax."""
+"""Prefixes of the targets that compute on one device: those of XLA, of the libraries that it calls, of jax."""
 _TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
 _SPACE = re.compile(r"\bS\((\d+)\)")
 
 
 def read(module: Module) -> tuple[tuple[Site, ...], list[str]]:
-    """The collectives of a program; and in a sentence each, what of it was not understood."""
+    """The collectives of a program; and one sentence for each part that cannot be read."""
     sites, failed = read_collectives(module)
     return sites, [*failed.values(), *_devices(module, sites, failed), *_spaces(module)]
 

@@ -19,6 +19,7 @@ from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
 from jzero.core.products import gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traces import innermost
+from jzero.core.types import PyTree
 from jzero.core.update_mark import FROZEN
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
@@ -38,12 +39,12 @@ LINEAR = frozenset(
 )
 """The derivative reads no operand."""
 STAYS = ELEMENTWISE | REDUCING | {"reshape"}
-"""Made from shards where they lie; a reshape as a rule."""
+"""Made from shards where they lie; for a reshape that holds as a rule."""
 SAME = ("device_put", FROZEN)
 _CUT = re.compile(rf"{re.escape(MICRO_SCOPE)}(\d+)")
 
 
-def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kwargs: Any) -> Uses:
+def uses_of(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None, **kwargs: PyTree) -> Uses:
     """What a train step does with each param: for `estimate(plan, uses=)`, which knows only shapes without it.
 
     The step is traced as plain Flax would, without jzero's collectives, and nothing is compiled.
@@ -71,13 +72,14 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
       >>> jzero.uses_of(step, plan.shapes, jnp.ones((8, 64)), plan=plan)
       {"['w']": (Use(kind='kept', dtype=dtype('float32'), rows=0),)}
     """
-    known: Any = find_plan((*args, *kwargs.values())) if plan is None else plan
-    check_plan(known, where="jzero.uses_of")
+    plan = find_plan((*args, *kwargs.values())) if plan is None else plan
+    check_plan(plan, where="jzero.uses_of")
+    assert plan is not None
     jitted = jitted_fn(step, (), where="jzero.uses_of")
     if jitted is not step:  # one that the user jitted may have static arguments
         check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.uses_of")
     with as_written():
-        return uses_in(jitted.trace(*args, **kwargs), known)
+        return uses_in(jitted.trace(*args, **kwargs), plan)
 
 
 def uses_in(stage: Any, plan: Plan) -> Uses:
@@ -155,7 +157,7 @@ class _Region:
         moving: Sequence[bool],
         split: Sequence[frozenset[int] | None],
     ) -> dict[int, list[Use]]:
-        """The uses of the weights among the arguments, by position; `moving`: what depends on trained weights."""
+        """The uses of the weights among the arguments, by position; `moving`: those that depend on trained weights."""
         graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights, split)
         found: dict[int, list[Use]] = collections.defaultdict(list)
         at = {value: i for i, value in enumerate(graph.ins)}
@@ -182,26 +184,24 @@ class _Region:
     def entered(
         self, graph: WeightGraph, node: Node, moves: set[int], among: Collection[int]
     ) -> dict[int, list[Use]]:
-        """The uses of these weights in a region: of branches the most, of a constant of a loop one for all rounds."""
+        """The uses of these weights in a region: the most of any branch; one for a constant of a loop."""
         inner, skipped = bodies(node.eqn)
         operands, loop = node.ins[skipped:], node.name in LOOPS
         weights, moving = ([i in some for i in operands] for some in (among, moves))
         split = [graph.split.get(i) for i in operands]
         consts = loop_consts(node.eqn) - skipped if loop else 0
-        if loop:  # what is carried depends on them after one round
+        if loop:  # what is carried depends on them after one iteration
             carry = len(operands) - consts if node.name == "while" else scan_parts(node.eqn)[2]
             moving[consts : consts + carry] = [True] * carry
             split[consts + carry :] = [_without_leading(dims) for dims in split[consts + carry :]]
-        region, found = (
-            dataclasses.replace(self, again=self.again or node.name in REMAT),
-            dict[int, list[Use]](),
-        )
+        region = dataclasses.replace(self, again=self.again or node.name in REMAT)
+        found = dict[int, list[Use]]()
         for jaxpr, _ in inner:
             some = region.search(jaxpr, weights, moving, split)
-            if consts and self.forward:  # one over micro-batches has each use in every round
+            if consts and self.forward:  # one over micro-batches has each use in every iteration
                 once = dataclasses.replace(region, again=True).search(jaxpr, weights, moving, split)
-                rounds = node.eqn.params.get("length", 0)  # of a `while` not known
-                some |= {at: _strongest(uses, rounds) for at, uses in once.items() if at < consts}
+                iterations = node.eqn.params.get("length", 0)  # of a `while` not known
+                some |= {at: _strongest(uses, iterations) for at, uses in once.items() if at < consts}
             for at, uses in some.items():
                 found[operands[at]] = max(found.get(operands[at], []), uses, key=len)
         parts = {value: graph.part(value) for value in found}
@@ -236,7 +236,8 @@ class _Region:
 def _forward(graph: WeightGraph, data: set[int]) -> set[Node]:
     """The nodes of the forward pass, by the names that `jax.grad` gives.
 
-    Not what is only there for the backward pass. What is constant over a loop may have no name, and is read by one.
+    Nodes that only serve the backward pass are left out. What is constant over a loop may have no name; a loop reads
+    it.
     """
     found = set[Node]()
     readers: dict[int, list[Node]] = collections.defaultdict(list)
@@ -263,11 +264,8 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
     for node in (n for n in reversed(graph.nodes) if n in forward):
         arrays = [i for i in node.outs if np.ndim(graph.avals[i])]
         stays = not arrays or (node.name in STAYS and outs.isdisjoint(arrays))
-        if (
-            stays
-            and not graph.activations(node, data)
-            and all(n in found for i in arrays for n in readers[i])
-        ):
+        stays = stays and not graph.activations(node, data)
+        if stays and all(n in found for i in arrays for n in readers[i]):
             found.add(node)
         for i in node.ins:
             readers[i].append(node)
@@ -275,7 +273,7 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
 
 
 def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
-    """Positions of the weights that remat regions read, in loops too: what they do not need is not an argument."""
+    """Positions of the weights that remat regions read, in loops too; they take only what they need."""
     graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()
     for node in graph.nodes:
@@ -287,7 +285,7 @@ def _read(use: Use) -> Use:
     return dataclasses.replace(use, kind="matmul") if use.kind == "kept" else use
 
 
-def _strongest(uses: list[Use], rounds: int) -> list[Use]:
-    """The one use that stands for all in a loop, with the rows of all rounds."""
+def _strongest(uses: list[Use], iterations: int) -> list[Use]:
+    """The one use that stands for all in a loop, with the rows of all iterations."""
     use = max(uses, key=lambda use: GATHERS[use.kind])
-    return [dataclasses.replace(use, rows=use.rows * rounds)]
+    return [dataclasses.replace(use, rows=use.rows * iterations)]

@@ -226,7 +226,7 @@ def test_table():
     reduce = "1 x all-reduce bf16 2.00 MB 1.75 MB data (8 of 64) loop 4 x 3 update sync 21.00 MB"
     assert words[words.index(reduce) + 1] == "+ slice"
     assert "over data 63.00 MB 3.000" in words
-    assert words[-1] == "memory: this backend tells nothing"
+    assert words[-1] == "memory: not reported by this backend"
     assert max(map(len, lines)) <= 110
 
 

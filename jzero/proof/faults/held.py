@@ -13,11 +13,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
+import optax
 
 from jzero.core.errors import human_bytes, typed_shape
+from jzero.core.types import PyTree
+from jzero.layout.leaf_rule import Layout
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.state import whole_rows
 from jzero.proof.faults.wording import COPIES, MOST_NAMES, NAMED, Faults, are_copies, more_text
@@ -80,16 +82,16 @@ def _nameless(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
             yield x, _as_moment(e, x, by_shape[x.shape])
 
 
-def _as_moment(e: Evidence, x: Argument, layout) -> jax.ShapeDtypeStruct:
+def _as_moment(e: Evidence, x: Argument, layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(layout.state_shape, x.dtype, sharding=e.plan.sharding(layout.state))
 
 
-def _optimizer_state(e: Evidence) -> dict[str, Any]:
+def _optimizer_state(e: Evidence) -> dict[str, jax.ShapeDtypeStruct]:
     """The leaves of the planned optimizer state by path; none where no update says which `tx` it is of."""
     if e.record is not None and e.record.of(e.plan):
         return planned_by_record(e)[0]
 
-    def is_state(x) -> bool:
+    def is_state(x: PyTree) -> bool:
         return hasattr(x, "opt_state") and hasattr(x, "tx")
 
     for x in filter(is_state, jax.tree.leaves(e.compiled.args_info, is_leaf=is_state)):
@@ -99,7 +101,7 @@ def _optimizer_state(e: Evidence) -> dict[str, Any]:
     return {}
 
 
-def planned_by_record(e: Evidence) -> tuple[dict[str, Any], str]:
+def planned_by_record(e: Evidence) -> tuple[dict[str, jax.ShapeDtypeStruct], str]:
     """The leaves of the planned optimizer state by path, by the record of the program; and why there are none."""
     mine = e.record.of(e.plan) if e.record is not None else []
     try:
@@ -108,7 +110,7 @@ def planned_by_record(e: Evidence) -> tuple[dict[str, Any], str]:
         return {}, f"{type(error).__name__}: {error}"
 
 
-def _by_path(plan: Plan, tx: Any) -> dict[str, Any]:
+def _by_path(plan: Plan, tx: optax.GradientTransformation) -> dict[str, jax.ShapeDtypeStruct]:
     leaves = jax.tree_util.tree_leaves_with_path(planned_state(plan, tx))
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
@@ -118,14 +120,14 @@ def _bytes(planned: jax.ShapeDtypeStruct) -> int:
 
 
 def _local(planned: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding: Any = planned.sharding
-    return jax.ShapeDtypeStruct(sharding.shard_shape(planned.shape), planned.dtype)
+    assert planned.sharding is not None
+    return jax.ShapeDtypeStruct(planned.sharding.shard_shape(planned.shape), planned.dtype)
 
 
 def _on_device(x: Argument, planned: jax.ShapeDtypeStruct) -> bool:
     """True for a param in device memory whose place is host memory; of the state `state_not_offloaded` says it."""
-    sharding: Any = planned.sharding
-    return x.is_param and sharding.memory_kind == HOST and not x.on_host
+    assert planned.sharding is not None
+    return x.is_param and planned.sharding.memory_kind == HOST and not x.on_host
 
 
 def _excess(x: Argument, planned: jax.ShapeDtypeStruct) -> int:

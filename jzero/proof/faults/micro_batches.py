@@ -1,4 +1,4 @@
-"""Fault of micro-batches: cut so that each of them lies on some of the devices alone.
+"""Fault of micro-batches: cut so that each lies on only some of the devices.
 
 [Note: how a cut shows]
 A batch `[B, ...]` is split over N devices along dim 0. `x.reshape(k, B // k, ...)`, or rows from `i * B // k` on, take
@@ -21,8 +21,8 @@ from jzero.proof.places import joined_names, phase_of, primitive_of
 
 CUTS = frozenset(("dynamic_slice", "slice", "split", "squeeze"))
 """Primitives that take rows from a batch; `gather` and `rev` shuffle it, which may be wanted. A `reshape` that gathers
-it does as well (k that does not divide N), outside of the loss: in it labels are reshaped to be looked up. One that
-moves rows to a layout that was asked for does not."""
+the batch counts as well (k does not divide N), but not in the loss, where labels are reshaped to be looked up, nor one
+that moves rows to a layout that was asked for."""
 MOST = 10_000  # instructions behind one collective
 
 
@@ -61,7 +61,7 @@ def _sent_in_all(e: Evidence) -> str:
 
 
 def _least(x: Argument) -> float:
-    """Bytes that all micro-batches together move at least: a device's part of the array, half of it for two."""
+    """Bytes that all micro-batches together move at least: a device's share of the array, or half of it for two."""
     return x.held / 2
 
 
@@ -99,7 +99,7 @@ def _reads_parameters(home: Computation, i: Instruction) -> bool:
 
 
 def _parameters(e: Evidence, home: Computation, value: Instruction) -> set[int] | None:
-    """Numbers of the arguments that an array is made from, single numbers left out; None where it is not known."""
+    """Numbers of the arguments that an array is made from, single numbers left out; None if that is not known."""
     found, seen, pending = set[int](), set[tuple[str, str]](), [(home, value)]
     while pending and len(seen) < MOST:
         where, i = pending.pop()

@@ -20,19 +20,19 @@ from jzero.proof.faults.wording import (
 from jzero.proof.offsets import wrong_slices
 
 SHARE_MOVED = 0.01
-LEAST_MOVED = 16 * 2**10  # bytes: of a small model a percent is less than a few rows of a batch
+LEAST_MOVED = 16 * 2**10  # bytes: a percent of a small model is less than a few rows of a batch
 SHARE_GRADS = 0.2
-ROUNDS = 1.75
+REPEATED = 1.75
 
 
 def slices_wrong(e: Evidence) -> Faults:
-    """Slices in loops that are not those of their index: see [Note: offsets of a slice] in `offsets.py`."""
+    """Slices in loops that are not where their index points: see [Note: offsets of a slice] in `offsets.py`."""
     found = wrong_slices(e.module)
     if found:
         shown = "; ".join(
             f"%{x.name} of {x.array.dtype}[{','.join(map(str, x.array.dims))}]"
-            f"{' on the host' if x.array.on_host else ''} begins at byte {x.needed[0]} and goes on by {x.needed[1]} a "
-            f"round, XLA wrote {x.written[0]} and {x.written[1]}"
+            f"{' on the host' if x.array.on_host else ''} begins at byte {x.needed[0]} and goes on by {x.needed[1]} an "
+            f"iteration, XLA wrote {x.written[0]} and {x.written[1]}"
             for x in found[:MOST_NAMES]
         )
         yield (
@@ -140,13 +140,13 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
     values, once = sum(n for _, n in rows), elements(e) + e.others
     tied = sum(e.local(x) for x in e.split if is_tied(e, x))
     least = values / max(once + tied, 1)  # a tied table that is reduced for each use: `more_than_closed_form`
-    rounds = values / max(once, 1)
-    if least >= ROUNDS * e.micro_batches and not e.split_stacks:
+    times = values / max(once, 1)
+    if least >= REPEATED * e.micro_batches and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (
-            f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch or call of the model, where "
+            f"every gradient is reduced {times:.1f} times in a step, once per micro-batch or call of the model, where "
             "once after their sum would do.",
-            round(sent * (1 - 1 / rounds)),
+            round(sent * (1 - 1 / times)),
             (
                 "jzero.value_and_grad(loss_fn, plan, accumulate=k), or a loop over plan.micro_batches(batch, k), where "
                 "that is meant: stage 3 gathers and reduces in every micro-batch. Less is sent by fewer and larger "

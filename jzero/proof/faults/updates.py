@@ -1,4 +1,4 @@
-"""Fault of the update: the new state, or the gradients, do not come back, or the params come back as they went in."""
+"""Fault of the update: the new state, or the gradients, do not come back, or the params come back unchanged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How many whole steps stand one behind the other in one round of the loop that runs them.
+"""How many whole steps one iteration of the loop that runs them holds, in programs that jzero has not traced.
 
 [Note: steps in a row]
-`lax.scan(step, state, batches, unroll=k)` puts k steps into a round, each of which reduces every gradient.
-Micro-batches do that too, and their sum has one update. So the values of the round are numbered: 0 before the first
+`lax.scan(step, state, batches, unroll=k)` puts k steps into an iteration, each of which reduces every gradient.
+Micro-batches do that too, and their sum has one update. So the values of an iteration are numbered: 0 before the first
 update, 1 in it, 2 in the gradients that are computed from its params, 3 in the second update. Fusions are looked
 into, since XLA puts the end of one step and the beginning of the next into one, under the name of either; and so are
 collectives of several arrays.
