@@ -70,7 +70,7 @@ def compiled(stage: int, tokens: int) -> tuple[Any, str]:
 
 def schedule(text: str) -> dict[str, Any]:
     """The phase of each computing instruction of the program's entry, and its collectives between them."""
-    from jzero.proof.collectives import find_collectives
+    from jzero.proof.collectives import read_collectives
     from jzero.proof.hlo import parse
     from jzero.proof.places import Place, name_stack, phase_of, work_before
 
@@ -84,7 +84,7 @@ def schedule(text: str) -> dict[str, Any]:
     ]
     callers = {c: i for i in home.schedule for c in i.callees("calls", "called_computations")}
     rows = []
-    for site in find_collectives(module):
+    for site in read_collectives(module)[0]:
         start = home.instructions.get(site.name) or callers.get(site.computation)
         assert start is not None, site  # all layers are unrolled: nothing stands in a loop
         done = next((u for u in home.users.get(start.name, ()) if u.opcode.endswith("-done")), start)

@@ -45,27 +45,23 @@ def match(
     masters = any(name[0] == MASTER for name in have)
     sources, rows, castable = [], [], True
     for leaf in leaves:
-        name = _source(leaf, have, wanted, masters)
+        name, want = _source(leaf, have, wanted, masters), describe(leaf)
         if name is None:
-            rows.append((text(leaf.name), "absent", _typed(*describe(leaf)), "missing"))
+            rows.append((text(leaf.name), "absent", _typed(*want), "missing"))
             castable = False
             continue
-        shape, dtype = have[name]
-        real = convertible(dtype, describe(leaf)[1])
-        want_shape, want_dtype = describe(leaf)
-        number = shape == () and _of_python(dtype, want_dtype, leaf.value)
-        if shape != want_shape:
-            rows.append(
-                (text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), "another shape")
-            )
-            castable = False
-        elif not real:
-            rows.append((text(leaf.name), _typed(shape, dtype), _typed(want_shape, want_dtype), "complex"))
-            castable = False
-        elif (name != leaf.name or (dtype != want_dtype and not number)) and not cast:
-            found = have.get(leaf.name, have[name])
-            what = _why(leaf, found[1]) if leaf.name in have else "starts as the param"
-            rows.append((text(leaf.name), _typed(*found), _typed(want_shape, want_dtype), what))
+        found, why = have[name], ""
+        if found[0] != want[0]:
+            why = "another shape"
+        elif not convertible(found[1], want[1]):
+            why = "complex"
+        castable = castable and not why
+        number = found[0] == () and _of_python(found[1], want[1], leaf.value)
+        if not (why or cast) and (name != leaf.name or (found[1] != want[1] and not number)):
+            found = have.get(leaf.name, found)
+            why = _why(leaf, found[1]) if leaf.name in have else "starts as the param"
+        if why:
+            rows.append((text(leaf.name), _typed(*found), _typed(*want), why))
         sources.append(Source(leaf, name))
     used = {source.name for source in sources} | wanted
     for name, (shape, dtype) in have.items():

@@ -14,6 +14,7 @@ from jzero.checkpoint import store
 from jzero.checkpoint.converting import converted, convertible
 from jzero.checkpoint.logical import (
     MASTER,
+    Name,
     NamedLeaf,
     filled,
     of_model,
@@ -27,7 +28,8 @@ from jzero.checkpoint.tensors import check_names, check_texts, renamed
 from jzero.core.errors import check_flag, listing, nearest
 from jzero.flax import adapters
 
-Where = str | tuple[str, tuple[int, ...]]
+Order = tuple[int, ...]
+Where = str | tuple[str, Order]
 
 
 def load_safetensors(
@@ -96,7 +98,7 @@ def load_safetensors(
     return adapters.put_together(state, filled(parts, values))
 
 
-def _where(name: str, names: Any, where: str) -> tuple[str, tuple[int, ...] | None]:
+def _where(name: str, names: Any, where: str) -> tuple[str, Order | None]:
     given = renamed(name, names)
     if isinstance(given, str):
         return given, None
@@ -112,30 +114,27 @@ def _where(name: str, names: Any, where: str) -> tuple[str, tuple[int, ...] | No
     return tensor, order
 
 
-def _check(leaves, wanted, tensors: Mapping[str, Tensor], ignore, cast: bool, where: str) -> None:
+def _check(
+    leaves: Sequence[NamedLeaf],
+    wanted: Mapping[Name, tuple[str, Order | None]],
+    tensors: Mapping[str, Tensor],
+    ignore: Sequence[str],
+    cast: bool,
+    where: str,
+) -> None:
     rows, only_dtypes = [], True
     for leaf in leaves:
         if leaf.name not in wanted:
             continue
         name, order = wanted[leaf.name]
-        want = f"{leaf.value.dtype}{list(leaf.shape)}"
-        if name not in tensors:
-            rows.append((text(leaf.name), want, name, f"no such tensor.{nearest(name, tensors)}"))
-            only_dtypes = False
-            continue
-        t = tensors[name]
-        got = f"{t.dtype}{list(t.shape)}"
-        if order is not None and sorted(order) != list(range(len(t.shape))):
-            rows.append((text(leaf.name), want, f"{name} {got}", f"{order} is not an order of its dims"))
-            only_dtypes = False
-        elif (t.shape if order is None else tuple(t.shape[d] for d in order)) != leaf.shape:
-            rows.append((text(leaf.name), want, f"{name} {got}", "another shape"))
-            only_dtypes = False
-        elif t.dtype is None or not convertible(jnp.dtype(t.dtype), jnp.dtype(leaf.value.dtype)):
-            rows.append((text(leaf.name), want, f"{name} {got}", "no conversion keeps its values"))
-            only_dtypes = False
-        elif t.dtype != leaf.value.dtype.name and not cast:
-            rows.append((text(leaf.name), want, f"{name} {got}", "another dtype: cast=True converts"))
+        t = tensors.get(name)
+        shown = name if t is None else f"{name} {t.dtype}{list(t.shape)}"
+        why = f"no such tensor.{nearest(name, tensors)}" if t is None else _misfit(leaf, t, order)
+        only_dtypes = only_dtypes and not why
+        if t is not None and not (why or cast) and t.dtype != leaf.value.dtype.name:
+            why = "another dtype: cast=True converts"
+        if why:
+            rows.append((text(leaf.name), f"{leaf.value.dtype}{list(leaf.shape)}", shown, why))
     used = {name for name, _ in wanted.values()}
     for name in sorted(set(tensors) - used):
         if not ignored(name, ignore):
@@ -151,7 +150,19 @@ def _check(leaves, wanted, tensors: Mapping[str, Tensor], ignore, cast: bool, wh
         )
 
 
-def _read(leaf: NamedLeaf, tensor: Tensor, order: tuple[int, ...] | None, where: str) -> jax.Array:
+def _misfit(leaf: NamedLeaf, tensor: Tensor, order: Order | None) -> str:
+    """Why a leaf cannot be read from a tensor, whatever is cast; empty where it can."""
+    shape = tensor.shape
+    if order is not None and sorted(order) != list(range(len(shape))):
+        return f"{order} is not an order of its dims"
+    if (shape if order is None else tuple(shape[d] for d in order)) != leaf.shape:
+        return "another shape"
+    if tensor.dtype is None or not convertible(jnp.dtype(tensor.dtype), jnp.dtype(leaf.value.dtype)):
+        return "no conversion keeps its values"
+    return ""
+
+
+def _read(leaf: NamedLeaf, tensor: Tensor, order: Order | None, where: str) -> jax.Array:
     """A param or a master in its layout; beyond the logical shape, zeros."""
     like = leaf.value
     shape, dtype = tuple(np.shape(like)), jnp.dtype(like.dtype)

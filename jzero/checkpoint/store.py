@@ -119,8 +119,7 @@ def locate(path: Any, where: str) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{where}: there is nothing at {path}.{_beside(path)}")
     if not (path / STATE).is_dir():
-        below = steps(path) if path.is_dir() else []
-        if below:
+        if below := steps(path):
             raise ValueError(
                 f"{where}: {path} is not a checkpoint but holds {counted(len(below), 'checkpoint')}. "
                 f"Name one: {below[-1]}"
@@ -134,7 +133,7 @@ def locate(path: Any, where: str) -> Path:
 
 def _beside(path: Path) -> str:
     """The checkpoints in the same folder, as text."""
-    found = [f"  {p}" for p in steps(path.parent)] if path.parent.is_dir() else []
+    found = [f"  {p}" for p in steps(path.parent)]
     return "\nCheckpoints beside it:\n" + "\n".join(found) if found else ""
 
 
@@ -147,19 +146,15 @@ def is_sealed(path: Path) -> bool:
 
 
 def steps(folder: Path) -> list[Path]:
-    """The finished checkpoints in a folder, by step where they are numbered."""
-    found = [p for p in folder.iterdir() if (p / STATE).is_dir() and TEMPORARY not in p.name]
-    return sorted(found, key=lambda p: (int(p.name) if p.name.isdigit() else -1, p.name))
+    """The finished checkpoints in a folder, by step where they are numbered; none where there is no folder."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = [p for p in paths if (p / STATE).is_dir() and TEMPORARY not in p.name]
+    return sorted(found, key=lambda p: (int(p.name) if p.name.isdecimal() else -1, p.name))
 
 
 def numbered(folder: Path) -> list[int]:
     """The finished checkpoints of a folder whose names are steps, ascending."""
-    if not folder.is_dir():
-        return []
-    names = [
-        p.name for p in folder.iterdir() if p.name.isascii() and p.name.isdigit() and (p / STATE).is_dir()
-    ]
-    return sorted(int(name) for name in names if name == str(int(name)))
+    return [int(p.name) for p in steps(folder) if p.name.isdecimal() and p.name == str(int(p.name))]
 
 
 def clean_steps(folder: Path) -> None:

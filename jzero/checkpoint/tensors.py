@@ -6,6 +6,7 @@ The format has no checksum. `export` writes those of its files beside them, into
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 import xxhash
 
 from jzero.checkpoint.checksums import Damage
-
-BUFFER = 2**20
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -66,8 +65,11 @@ def damaged(files: Iterable[Path]) -> list[Damage]:
             digests = _digests(sums)
             if digests is None:
                 found.append(Damage(sums.name, "its own checksum is wrong"))
-            elif file.name in digests and digests[file.name] != _digest(file):
-                found.append(Damage(file.name, f"differs from its checksum in {sums.name}"))
+            elif file.name in digests:
+                with open(file, "rb", buffering=0) as data:
+                    digest = hashlib.file_digest(data, xxhash.xxh3_64).hexdigest()
+                if digests[file.name] != digest:
+                    found.append(Damage(file.name, f"differs from its checksum in {sums.name}"))
     return list(dict.fromkeys(found))
 
 
@@ -79,10 +81,3 @@ def _digests(sums: Path) -> dict[str, str] | None:
     pairs = [line.split("  ", 1) for line in lines.splitlines()]
     return {name: digest.removeprefix("XXH3_") for digest, name in pairs}
 
-
-def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with open(file, "rb", buffering=0) as data:
-        while block := data.read(BUFFER):
-            digest.update(block)
-    return digest.hexdigest()

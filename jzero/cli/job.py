@@ -10,39 +10,53 @@ from jzero.config import Offload, ZeroConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class Asked:
+    """The subject and the pod, as the command line has them: `Job` passes them on unchanged."""
+
+    create: str | None = None
+    """module:function (or path/to/file.py:function) without arguments that returns a TrainState or an NNX pair."""
+    step: str | None = None
+    """module:function of the train step: (state, batch) or (model, optimizer, batch); plain or jitted."""
+    batch: str | None = None
+    """The whole batch, over all devices: "tokens=int32[1024,1025]" (named leaves make a dict), "float32[64,8]
+    int32[64]" (arguments one by one), or a module:function that returns it."""
+    preset: str | None = None
+    """A known model in place of --create, --step and --batch: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
+    gpt-7.5b, gpt-1t, llama3-8b, llama2-13b, llama3-70b."""
+    seq: int | None = None
+    """Tokens in a sequence of a preset; the model's own length where left out."""
+    batch_per_gpu: int = 1
+    """Sequences per device of a preset, in each micro-batch."""
+    accumulate: int = 1
+    """Micro-batches in a step of a preset."""
+    gpu: str = "h200"
+    """a100-80gb, h100, h200 or b200."""
+    hosts: int = 1
+    """Hosts of the pod."""
+    gpus_per_host: int = 8
+    """GPUs in each."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job(Asked):
     """What to compile.
 
     Attributes:
-      create, step, batch: as the command line gives them; None with a preset.
-      preset, seq, batch_per_gpu: a known model, its window, sequences per device.
-      gpu, hosts, gpus_per_host: the pod.
       mesh: sizes by axis name; None: all devices on the first of the axes.
       fields: other fields of `ZeroConfig`, as JSON holds them; see `config`.
       stages: to compile, in this order.
       search: look for the largest micro-batch that fits.
       fraction: of the GPU's memory that a program may take.
-      accumulate: micro-batches in a step of a preset.
       detail: answer with the whole report.
       bandwidths: GB per second of `pcie`, `memory` and `disk`, for an update outside of the program.
       sizes: stages to estimate for other numbers of GPUs as well.
     """
 
-    create: str | None
-    step: str | None
-    batch: str | None
-    preset: str | None
-    seq: int | None
-    batch_per_gpu: int
-    gpu: str
-    hosts: int
-    gpus_per_host: int
     mesh: dict[str, int] | None
     fields: dict[str, Any]
     stages: list[int]
     search: bool
     fraction: float
-    accumulate: int = 1
     detail: bool = False
     bandwidths: dict[str, float] = dataclasses.field(default_factory=dict)
     sizes: list[int] = dataclasses.field(default_factory=list)

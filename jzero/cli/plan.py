@@ -19,7 +19,7 @@ from jzero.cli.inputs import (
     parse_names,
     parse_stages,
 )
-from jzero.cli.job import Job
+from jzero.cli.job import Asked, Job
 from jzero.cli.presets import PRESETS
 from jzero.cli.process import run_job
 from jzero.cli.show import JAX_TAKES, VARIABLE, findings_text, stage_table, title
@@ -54,31 +54,9 @@ class Bandwidths:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(Asked):
     """What is compiled, and for which pod."""
 
-    create: str | None = None
-    """module:function (or path/to/file.py:function) without arguments that returns a TrainState or an NNX pair."""
-    step: str | None = None
-    """module:function of the train step: (state, batch) or (model, optimizer, batch); plain or jitted."""
-    batch: str | None = None
-    """The whole batch, over all devices: "tokens=int32[1024,1025]" (named leaves make a dict), "float32[64,8]
-    int32[64]" (arguments one by one), or a module:function that returns it."""
-    preset: str | None = None
-    """A known model in place of --create, --step and --batch: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
-    gpt-7.5b, gpt-1t, llama3-8b, llama2-13b, llama3-70b."""
-    seq: int | None = None
-    """Tokens in a sequence of a preset; the model's own length where left out."""
-    batch_per_gpu: int = 1
-    """Sequences per device of a preset, in each micro-batch."""
-    accumulate: int = 1
-    """Micro-batches in a step of a preset."""
-    gpu: str = "h200"
-    """a100-80gb, h100, h200 or b200."""
-    hosts: int = 1
-    """Hosts of the pod."""
-    gpus_per_host: int = 8
-    """GPUs in each."""
     mesh: str | None = None
     """Mesh axes from the outermost to the innermost, "replica=8,data=8"; all devices on --axis where left out."""
     axis: str = "data"
@@ -129,12 +107,10 @@ class Inputs:
         ZeroConfig(**{k: v for k, v in fields.items() if k != "offload"})
         if not 0 < self.memory_fraction <= 1:
             raise InputError(f"--memory-fraction {self.memory_fraction}: must be above 0 and at most 1.")
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(Asked)}
         return Job(
-            create=self.create, step=self.step, batch=self.batch, preset=self.preset, seq=self.seq,
-            batch_per_gpu=self.batch_per_gpu, gpu=self.gpu, hosts=self.hosts, gpus_per_host=self.gpus_per_host,
-            mesh=parse_axes(self.mesh, "--mesh"), fields=fields, stages=stages, search=search,
-            fraction=self.memory_fraction, accumulate=self.accumulate, detail=detail,
-            bandwidths=dataclasses.asdict(self.bandwidths),
+            **asked, mesh=parse_axes(self.mesh, "--mesh"), fields=fields, stages=stages, search=search,
+            fraction=self.memory_fraction, detail=detail, bandwidths=dataclasses.asdict(self.bandwidths),
         )  # fmt: skip
 
     def _tier(self) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jzero.cli.inputs import InputError
 from jzero.cli.job import Job
+
+Answers = dict[str, dict[Any, Any]]
 
 # The same jzero as here, and nothing else from its folder or from the current one: a file there, such as jax.py, is
 # not to take the place of a module that is installed.
@@ -33,36 +34,36 @@ main()
 """
 
 
-def run_job(job: Job) -> dict[str, Any]:
+def run_job(job: Job) -> Answers:
     """What a job answers: `about` the pod, `results` by stage, `lines`; a stage that crashed has a `crash` text.
 
     Raises:
       InputError: what the compiling process could not use.
     """
-    answers: dict[str, Any] = {"about": {}, "results": {}, "lines": {}}
+    answers: Answers = {"about": {}, "results": {}, "lines": {}}
     left = list(job.stages)
     with _progress() as show:
-        while True:
-            done, stage, crash = _attempt(job, left, answers, show)
-            if done:
-                return answers
+        while left:
+            stage, crash = _attempt(job, left, answers, show)
+            if not crash:
+                break
             if stage is None:
                 raise InputError(f"the compiling process ended before it began: {crash}")
             answers["results"][stage] = {"stage": stage, "crash": crash}
             left = left[left.index(stage) + 1 :]
-            if not left:
-                return answers
+    return answers
 
 
-def _attempt(job: Job, stages: list[int], answers: dict[str, Any], show) -> tuple[bool, int | None, str]:
-    """One process, for the stages that are left: (reached its end, the stage it was at, how it ended)."""
+def _attempt(
+    job: Job, stages: list[int], answers: Answers, show: Callable[[str], None]
+) -> tuple[int | None, str]:
+    """One process, for the stages that are left: the stage it was at, and how it crashed, empty where it did not."""
     stage: int | None = None
-    tell = functools.partial(_where, job.stages, answers["results"])
-    with _worker(job.to_json() if stages == job.stages else _rest(job, stages)) as (events, process, log):
+    with _worker(dataclasses.replace(job, stages=stages).to_json()) as (events, process, log):
         for event in events:
             kind = event.pop("event")
             if kind == "doing":
-                show(tell(stage) + event["text"])
+                show(_where(job.stages, answers["results"], stage) + event["text"])
             elif kind == "stage":
                 stage = event["stage"]
             elif kind == "about":
@@ -70,20 +71,15 @@ def _attempt(job: Job, stages: list[int], answers: dict[str, Any], show) -> tupl
             elif kind == "result":
                 answers["results"][event["result"]["stage"]] = event["result"]
             elif kind == "lines":
-                answers["lines"] = {
-                    int(s): {int(n): b for n, b in t.items()} for s, t in event["lines"].items()
-                }
+                lines = event["lines"].items()
+                answers["lines"] = {int(s): {int(n): b for n, b in totals.items()} for s, totals in lines}
             elif kind == "error":
                 raise InputError(event["text"])
             elif kind == "end":
-                return True, stage, ""
+                return stage, ""
         code = process.wait()
         log.seek(0)
-        return False, stage, _ending(code, log.read().decode(errors="replace"))
-
-
-def _rest(job: Job, stages: list[int]) -> str:
-    return dataclasses.replace(job, stages=stages).to_json()
+        return stage, _ending(code, log.read().decode(errors="replace"))
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jzero.cli.program import Subject
 from jzero.cli.search import largest_that_fits
 from jzero.core.errors import counted
@@ -43,7 +41,7 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
         "estimate": estimate_json(planned),
         "compiled": report_json(report, planned.devices_per_process),
         "fits": total <= limit,
-        "findings": _findings(compiled, plan),
+        "findings": [dataclasses.asdict(f) for f in findings(compiled, plan)],
     }
     if plan.config.updates_outside:
         rates = {name: value * 1e9 for name, value in subject.job.bandwidths.items()}
@@ -53,11 +51,6 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
     if subject.job.search and subject.micro_batch:
         answer["largest"] = _search(subject, state, plan, total, limit, say)
     return answer | {"seconds": round(time.perf_counter() - began, 1)}
-
-
-def _findings(compiled: jax.stages.Compiled, plan: Plan) -> list[dict[str, Any]]:
-    found = findings(compiled, plan)
-    return [{"kind": f.kind, "bytes": f.bytes, "text": f.text, "remedy": f.remedy} for f in found]
 
 
 def _search(subject: Subject, state, plan: Plan, total: int, limit: float, say: Say) -> dict[str, Any]:
@@ -88,21 +81,11 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
 
 def estimate_json(e: Estimate) -> dict[str, Any]:
     """An estimate as plain data, in bytes."""
-    names = ("params", "grads", "opt_state", "host", "activations", "working", "states", "total", "wire")
-    names += (
-        "activations_host",
-        "recomputed",
-        "in_flight",
-        "host_params",
-        "host_grads",
-        "host_per_process",
-        "host_per_node",
-        "to_device",
-        "to_host",
-        "updated",
-        "disk",
-        "disk_per_node",
-    )
+    names = (
+        "params", "grads", "opt_state", "host", "activations", "working", "states", "total", "wire",
+        "activations_host", "recomputed", "in_flight", "host_params", "host_grads", "host_per_process",
+        "host_per_node", "to_device", "to_host", "updated", "disk", "disk_per_node",
+    )  # fmt: skip
     wire = {"wire_psi": e.wire_psi, "wire_by_axes": dict(e.wire_by_axes), "wire_reasons": dict(e.reasons)}
     return {k: getattr(e, k) for k in names} | wire
 

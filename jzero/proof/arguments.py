@@ -1,28 +1,40 @@
-"""The arguments of a program: giving them shardings before a compile, weighing them after it."""
+"""The arguments of a program: given shardings before a compile, read from the program after it."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import KeyPath
 
 from jzero.core.errors import check_function, check_ints, listing, typed_shape
 from jzero.core.nnx_modules import jit_of
+from jzero.core.types import PyTree
 from jzero.flax.shard import plans_in
 from jzero.layout.batches import abstract_batch
+from jzero.layout.leaf_rule import path_keys
+from jzero.sharding import HOST, Plan
+
+Args = tuple[PyTree, ...]
+Named = dict[str, PyTree]
+Keys = tuple[str, ...]
+Row = tuple[str, ...]  # of a listing
 
 
-def find_plan(args: tuple[Any, ...]) -> Any:
+def find_plan(args: tuple[Any, ...]) -> Plan | None:
     """The plan of the first argument that jzero has sharded, or None."""
     return next(plans_in(args), None)
 
 
-def jitted_fn(fn, donate_argnums, args: Sequence[Any], where: str = "pod.compile") -> Any:
+def jitted_fn(
+    fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None, args: PyTree, where: str = "pod.compile"
+) -> Any:
     """`fn` as something with `.trace` or `.lower`; a function that is jitted already stays as it is.
 
     With NNX objects among `args` it is jitted by `nnx.jit`: `jax.jit` would drop what it changes in them.
@@ -32,19 +44,18 @@ def jitted_fn(fn, donate_argnums, args: Sequence[Any], where: str = "pod.compile
       ValueError: `donate_argnums` for a function that is jitted already.
     """
     check_function(fn, "fn", where=where)
-    donate_argnums = check_ints(
-        () if donate_argnums is None else donate_argnums, "donate_argnums", where="pod.compile"
-    )
+    donate_argnums = () if donate_argnums is None else donate_argnums
+    donate_argnums = check_ints(donate_argnums, "donate_argnums", where="pod.compile")
     if not (hasattr(fn, "trace") or hasattr(fn, "lower")):
         return jit_of(args)(fn, donate_argnums=donate_argnums)
     if donate_argnums:
-        raise ValueError(
-            "pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile."
-        )
+        raise ValueError("pod.compile: fn is jitted already; give donate_argnums to its own jit, not to compile.")
     return fn
 
 
-def fill_shardings(args, plan, *, devices):
+def fill_shardings(
+    args: tuple[Args, Named], plan: Plan | None, *, devices: Sequence[Any]
+) -> tuple[Args, Named]:
     """Arguments whose array leaves all say where they are: the batch by the plan, the rest as it was.
 
     An argument in which nothing changes is passed on as the same object, so that objects whose identity
@@ -62,15 +73,15 @@ def fill_shardings(args, plan, *, devices):
     Raises:
       ValueError: leaves that lie on other devices, or that `plan.batch` does not divide.
     """
-    elsewhere: list[tuple[str, ...]] = []
-    uneven: list[tuple[str, ...]] = []
+    elsewhere, uneven = list[Row](), list[Row]()
 
-    def fill(name, arg):
+    def fill(name: str, arg: PyTree) -> PyTree:
         paths, tree = jax.tree_util.tree_flatten_with_path(arg)
-        new: list[Any] = [_placed(leaf, plan) for _, leaf in paths]
+        new = [_placed(leaf, plan) for _, leaf in paths]
         for (path, old), leaf in zip(paths, new, strict=True):
             where = name + jax.tree_util.keystr(path)
             if leaf is None:
+                assert plan is not None
                 split = f"{plan.batch.spec} over {dict(plan.batch.mesh.shape)}"
                 uneven.append((where, typed_shape(old), split))
             elif not _on(leaf, devices):
@@ -84,7 +95,7 @@ def fill_shardings(args, plan, *, devices):
     return positional, named
 
 
-def _placed(leaf, plan):
+def _placed(leaf: Any, plan: Plan | None) -> Any:
     """The leaf with a sharding; itself if it has one or is not an array; None where the plan cannot divide it."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, np.generic):
         return leaf
@@ -98,13 +109,13 @@ def _placed(leaf, plan):
         return None
 
 
-def _on(leaf, devices) -> bool:
+def _on(leaf: Any, devices: Sequence[Any]) -> bool:
     """False for a leaf that a NamedSharding ties to devices outside the pod."""
     mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
     return not isinstance(mesh, Mesh) or set(devices).issuperset(mesh.devices.flat)
 
 
-def _refuse(elsewhere, uneven, *, count: int) -> None:
+def _refuse(elsewhere: Sequence[Row], uneven: Sequence[Row], *, count: int) -> None:
     if elsewhere:
         raise ValueError(
             f"pod.compile: {len(elsewhere)} of {count} leaves are not laid out on this pod:\n"
@@ -120,32 +131,62 @@ def _refuse(elsewhere, uneven, *, count: int) -> None:
         )
 
 
-def argument_bytes(compiled: jax.stages.Compiled, kinds: Sequence[str]) -> dict[str, int]:
-    """Device bytes of the arguments by kind.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a program is given as one of its flat arguments.
 
-    Args:
-      compiled: a compiled program.
-      kinds: `params`, `opt_state` or `rest` for each argument.
-
-    Returns:
-      Bytes by kind, leaves in host memory and arguments the program does not use left out.
+    Attributes:
+      path, keys: in the arguments, also as text; the first two keys say which argument it is in.
+      shape, dtype: of the whole array.
+      donated: True where its buffer is given away.
+      sharding: None where the program does not use it.
+      number: of the program's parameter that it is; None where the program does not use it.
     """
-    totals = {"params": 0, "opt_state": 0, "rest": 0}
-    for kind, (_, info, sharding) in zip(kinds, argument_shardings(compiled), strict=True):
-        if sharding is not None and sharding.memory_kind != "pinned_host":
-            totals[kind] += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
-    return totals
+
+    path: KeyPath
+    keys: Keys
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    donated: bool = False
+    sharding: jax.sharding.Sharding | None = None
+    number: int | None = None
+
+    @property
+    def argument(self) -> Keys:
+        """Equal for leaves of the same argument."""
+        return self.keys[:2]
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Its shape on one device."""
+        return self.shape if self.sharding is None else tuple(self.sharding.shard_shape(self.shape))
+
+    @property
+    def held(self) -> int:
+        """Bytes on one device; 0 where the program does not use it."""
+        return 0 if self.sharding is None else math.prod(self.local) * self.dtype.itemsize
+
+    @property
+    def on_host(self) -> bool:
+        """True where it is in pinned host memory."""
+        return self.sharding is not None and self.sharding.memory_kind == HOST
+
+    @property
+    def is_key(self) -> bool:
+        """True for random keys."""
+        return jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key)
 
 
-def parameter_numbers(compiled: jax.stages.Compiled) -> list[int | None]:
-    """The number of the program's parameter that each argument is; None for one that the program does not use."""
-    numbers = itertools.count()
-    return [None if sharding is None else next(numbers) for *_, sharding in argument_shardings(compiled)]
-
-
-def argument_shardings(compiled: jax.stages.Compiled) -> list[tuple[Any, Any, Any]]:
-    """(path, shape and dtype, sharding) of every argument; None for one that the program does not use."""
-    infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info)
+def arguments_given(stage: jax.stages.Compiled | jax.stages.Traced) -> list[Given]:
+    """The flat arguments of a program; of one that is only traced without shardings."""
+    infos, tree = jax.tree_util.tree_flatten_with_path(stage.args_info)
     # None is also what a state may hold in place of an array
-    shardings = tree.flatten_up_to(compiled.input_shardings)
-    return [(path, info, sharding) for (path, info), sharding in zip(infos, shardings, strict=True)]
+    compiled = isinstance(stage, jax.stages.Compiled)
+    shardings = tree.flatten_up_to(stage.input_shardings) if compiled else [None] * len(infos)
+    found, numbers = list[Given](), itertools.count()
+    for (path, x), sharding in zip(infos, shardings, strict=True):
+        found.append(Given(
+            path=path, keys=path_keys(path), shape=tuple(x.shape), dtype=x.dtype, donated=x.donated,
+            sharding=sharding, number=None if sharding is None else next(numbers),
+        ))  # fmt: skip
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -12,7 +11,6 @@ from jzero.comm.uses import Use
 from jzero.core.errors import check_names, counted, human_bytes
 from jzero.core.traces import innermost, trace_of
 from jzero.gather.transform import as_written
-from jzero.proof.arguments import argument_shardings
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults import KINDS, faults
 from jzero.proof.faults.blind import NOT_CHECKED, not_checked
@@ -107,18 +105,17 @@ def check(
     """Raises unless a compiled step does what its plan says.
 
     Args:
-      compiled: what `pod.compile(step, ...)` or `jzero.jit(step).lower(...).compile()` returns; of other programs
-        params are known by their names and shapes alone.
+      compiled: what `pod.compile(step, ...)` or `jzero.jit(step).lower(...).compile()` returns; in
+        other programs params are recognized only by their names and shapes.
       plan: the plan of the state that the step was compiled for, `jzero.plan_of(state)`.
       uses, ignore: as in `findings`.
 
     Raises:
       CheckError: lists every finding with its bytes and its remedy; they are in `.findings`.
-      TypeError: as `findings`.
-      ValueError: as `findings`.
+      TypeError, ValueError: as `findings`.
 
     Cost:
-      As `explain`, and one trace of the step where jzero has traced it before.
+      As `explain`, and one more trace of a step that jzero has traced before.
     """
     found = findings(compiled, plan, uses=uses, ignore=ignore)
     if found:
@@ -135,25 +132,25 @@ def findings(
     """Every way in which a compiled step does not do what its plan says; empty where it does.
 
     What could not be looked for, or read, is a finding too: `not_checked`. In a program of the CPU backend some kinds
-    are not looked for, since its collectives and its memory are not those of a GPU: `left_out` of the result has them,
-    and its text. Compile for `jzero.pod`.
+    are not looked for, since its collectives and its memory are not those of a GPU; `left_out` of the result, and its
+    text, name them. Compile for `jzero.pod`.
 
     Args:
       compiled: a compiled train step: state in, new state out.
       plan: the plan of that state.
       uses: what the step does with its params, `jzero.uses_of(step, state, batch)`: without it `more_than_closed_form`
-        is not looked for. None: for a program of `pod.compile` or `jzero.jit(step).lower(...)`, the step is traced once
-        more to read it; for others not known.
-      ignore: kinds that are not wanted; and targets of custom calls that are known not to communicate, such as the
-        names of kernels of your own.
+        is not looked for. None: the step of a program of `pod.compile` or `jzero.jit(step).lower(...)` is traced once
+        more to read them; for other programs they are not known.
+      ignore: kinds to leave out, and targets of custom calls that you know not to communicate, such as your own
+        kernels.
 
     Returns:
       A `Finding` for each fault, in the order of `faults.KINDS`: wrong values first, then what wastes most, then what
       was not checked.
 
     Raises:
-      TypeError: `compiled` has no text of a compiled program, `plan` is not a plan, `uses` not a mapping, or `ignore`
-        not names.
+      TypeError: `compiled` has no text of a compiled program, `plan` is not a plan, `uses` is not a mapping, or
+        `ignore` is not a sequence of names.
       ValueError: `uses` of a param that is not in the plan; a plan of other params than the program's, or of another
         number of devices; a program without any of the plan's params.
 
@@ -168,15 +165,10 @@ def findings(
     ignore = check_names(ignore, "ignore", where="jzero.check")
     compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
+    evidence = Evidence(compiled, plan, module, *_uses(compiled, plan, uses))
     check_plan_fits(
-        argument_shardings(compiled),
-        plan,
-        devices=module.partitions,
-        trains=module.has_backward,
-        where="jzero.check",
+        evidence.given, plan, devices=module.partitions, trains=module.has_backward, where="jzero.check"
     )
-    uses, failed = _uses(compiled, plan, uses)
-    evidence = Evidence(compiled, plan, module, uses, failed)
     found = {kind: rows for kind, rows in faults(evidence).items() if kind not in ignore}
     rows = [Finding(kind, *row) for kind, rows in found.items() for row in rows]
     if NOT_CHECKED not in ignore:
@@ -188,8 +180,10 @@ def findings(
     return Findings(rows, left_out, in_part, notes)
 
 
-def _uses(compiled, plan: Plan, uses: Any) -> tuple[Mapping[str, Sequence[Use]] | None, str]:
-    """What the step does with its params, and why that is not known."""
+def _uses(
+    compiled: jax.stages.Compiled, plan: Plan, uses: Mapping[str, Sequence[Use]] | None
+) -> tuple[Mapping[str, Sequence[Use]] | None, str]:
+    """What the step does with its params, or None and why that is not known."""
     if uses is not None:
         return checked_uses(uses, plan, where="jzero.check"), ""
     trace = trace_of(compiled)
@@ -198,8 +192,6 @@ def _uses(compiled, plan: Plan, uses: Any) -> tuple[Mapping[str, Sequence[Use]] 
     try:
         with as_written():
             return uses_in(trace.again(), plan), ""
-    except Exception as error:  # of the user's step, outside of its contexts: it is said, not raised
-        return (
-            None,
-            f"the step could not be traced again ({type(error).__name__}: {str(error).splitlines()[0][:160]})",
-        )
+    except Exception as error:  # of the user's step, outside of its contexts: reported, not raised
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        return None, f"the step could not be traced again ({why})"

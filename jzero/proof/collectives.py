@@ -23,7 +23,18 @@ import math
 from jzero.core.errors import ProofError
 from jzero.proof.groups import GROUPS, PAIRS, Groups, parse_groups, parse_pairs
 from jzero.proof.hlo import Instruction, Module, Shape
-from jzero.proof.places import Place, name_stack, phase_of, scope_of, walk, work_before
+from jzero.proof.places import (
+    Move,
+    Place,
+    Work,
+    name_stack,
+    phase_of,
+    primitive_of,
+    scope_of,
+    walk,
+    work_before,
+    work_between,
+)
 from jzero.proof.slices import only_sliced
 
 SENDS = {
@@ -38,70 +49,58 @@ SENDS = {
 POINT_TO_POINT = ("collective-permute", "collective-broadcast")
 
 
-@dataclasses.dataclass(frozen=True)
-class Site:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site(Move):
     """One collective at one place of the program.
 
     Attributes:
       op: its kind, such as `all-gather`, however it is printed.
-      name: of the instruction.
-      computation: where it stands.
       dtype: of its tensors; joined with `+` when combined tensors differ.
-      parts: number of tensors combined in it.
-      bytes, wire_bytes: of one execution; see the note at the top of this file.
+      tensors: number of tensors combined in it.
+      wire_bytes: of one execution; for `bytes` too see the note at the top of this file.
       groups: the devices that join, as positions in the mesh; pairs for a collective-permute.
       group_size: devices in one group.
-      loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
-      phase: `forward`, `backward`, `update` or empty.
-      scope: the `jzero.` named scope it comes from, without the prefix.
-      asynchronous: True where the program goes on between start and done.
-      compute_ops, compute_bytes: instructions that compute between start and done, and their output bytes.
       sliced: True for an all-reduce of which each device uses its own slice alone: an unfused reduce-scatter.
+      stack: the name stack that phase and scope are read from.
+      place, instruction: where it stands, and as what.
     """
 
     op: str
-    name: str
-    computation: str
     dtype: str
-    parts: int
-    bytes: int
+    tensors: int
     wire_bytes: int
     groups: Groups
     group_size: int
-    loops: tuple[int, ...]
-    phase: str
-    scope: str
-    asynchronous: bool
-    compute_ops: int
-    compute_bytes: int
     sliced: bool
+    stack: str
+    place: Place = dataclasses.field(repr=False)
+    instruction: Instruction = dataclasses.field(repr=False)
 
     @property
-    def trips(self) -> int:
-        """Executions per step; an unknown loop counts once."""
-        return math.prod(n or 1 for n in self.loops)
+    def dims(self) -> list[tuple[int, ...]]:
+        """Sizes of each tensor as one device puts it in."""
+        home = self.place.computation
+        return [home.instructions[o].shapes[0].dims for o in self.instruction.operands]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each tensor: of the whole one for all-gather and reduce-scatter."""
+        times = self.group_size if self.op == "all-gather" else 1
+        return [math.prod(dims) * times for dims in self.dims]
 
-def find_collectives(module: Module) -> tuple[Site, ...]:
-    """Every collective of a program, once for each place it is called from.
-
-    Args:
-      module: a parsed program.
-
-    Returns:
-      The sites in the order of the schedule, a loop's body where the loop stands.
-
-    Raises:
-      ProofError: replica groups in an unknown notation.
-    """
-    sites, failed = read_collectives(module)
-    if failed:
-        raise ProofError("jzero.explain: cannot read " + "; ".join(failed.values()))
-    return sites
+    @property
+    def primitive(self) -> str:
+        """The operation that it comes from."""
+        return primitive_of(self.instruction.op_name)
 
 
 def read_collectives(module: Module) -> tuple[tuple[Site, ...], dict[tuple[str, str], str]]:
-    """The same; and of those that cannot be read, by computation and name, what is wrong with them."""
+    """Every collective of a program, once for each place it is called from.
+
+    Returns:
+      The sites in the order of the schedule, a loop's body where the loop stands; and of collectives that cannot be
+      read, by computation and name, what is wrong with them.
+    """
     work = functools.cache(work_before)  # once for each computation
     sites, failed = list[Site](), dict[tuple[str, str], str]()
     for place in walk(module):
@@ -110,9 +109,8 @@ def read_collectives(module: Module) -> tuple[tuple[Site, ...], dict[tuple[str, 
                 try:
                     sites.append(_site(module, place, i, work))
                 except ProofError as error:
-                    failed[place.computation.name, i.name] = (
-                        f"%{i.name} in %{place.computation.name}: {error}"
-                    )
+                    home = place.computation.name
+                    failed[home, i.name] = f"%{i.name} in %{home}: {error}"
     return tuple(sites), failed
 
 
@@ -122,44 +120,32 @@ def kind(i: Instruction) -> str:
     return base if base in SENDS else ""
 
 
-def _site(module: Module, place: Place, i: Instruction, work) -> Site:
+def _site(module: Module, place: Place, i: Instruction, work: Work) -> Site:
     op, (home, start) = kind(i), place.pair or (place.computation, i)
-    done = next((u for u in home.users.get(start.name, ()) if u.opcode.endswith("-done")), None)
-    shapes = _result(i, done if start is i else None)
+    done = home.done(start)
+    shapes = _result(i, done if start is i else i)
     groups, size = _groups(i, module.partitions)
     total = sum(s.nbytes for s in shapes) * (size if op == "reduce-scatter" else 1)
     paired = start.opcode.endswith("-start")
-    ops, written = work(home) if paired else ([0], [0])
-    first, last = (home.order[start.name], home.order[done.name] if done else -1) if paired else (0, 0)
+    ops, written = work_between(work, home, start, done) if paired else (0, 0)
     stack = name_stack(place, i)
     return Site(
-        op=op,
-        name=i.name,
-        computation=place.computation.name,
-        dtype="+".join(sorted({s.dtype for s in shapes})),
-        parts=1 if op == "all-to-all" else len(i.operands),
-        bytes=total,
-        wire_bytes=_wire(op, total, groups, size),
-        groups=groups,
-        group_size=size,
-        loops=place.loops,
-        phase=phase_of(stack, module.has_backward),
-        scope=scope_of(stack),
-        asynchronous=paired and '"is_sync":true' not in start.attrs,
-        compute_ops=ops[last] - ops[first],
-        compute_bytes=written[last] - written[first],
-        sliced=op == "all-reduce" and only_sliced(module, place.computation, done or i, size),
-    )
+        op=op, name=i.name, computation=place.computation.name, dtype="+".join(sorted({s.dtype for s in shapes})),
+        tensors=1 if op == "all-to-all" else len(i.operands), bytes=total,
+        wire_bytes=_wire(op, total, groups, size), groups=groups, group_size=size, loops=place.loops,
+        phase=phase_of(stack, module.has_backward), scope=scope_of(stack), stack=stack,
+        asynchronous=paired and '"is_sync":true' not in start.attrs, compute_ops=ops, compute_bytes=written,
+        sliced=op == "all-reduce" and only_sliced(module, place.computation, done if start is i else i, size),
+        place=place, instruction=i,
+    )  # fmt: skip
 
 
-def _result(i: Instruction, done: Instruction | None) -> tuple[Shape, ...]:
+def _result(i: Instruction, done: Instruction) -> tuple[Shape, ...]:
     """The arrays a collective results in, on one device."""
-    if done is not None:
-        return done.shapes
     count = len(i.operands)
-    if i.opcode.endswith("-start") and len(i.shapes) >= 2 * count:
+    if done is i and i.opcode.endswith("-start") and len(i.shapes) >= 2 * count:
         return i.shapes[count : 2 * count]  # its done is out of sight: (inputs, outputs, contexts)
-    return i.shapes
+    return done.shapes
 
 
 def _groups(i: Instruction, devices: int) -> tuple[Groups, int]:

@@ -1,4 +1,4 @@
-"""What `check` judges by: the leaves of a step against the plan, and the collectives that carry its weights."""
+"""What the rules of `check` look at: the leaves of a step beside the plan, and the collectives that carry weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jzero.comm.uses import Use
 from jzero.comm.weights import WeightGather
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import entry_axes, shard_factor
-from jzero.proof.arguments import argument_shardings
+from jzero.proof.arguments import Given, arguments_given
 from jzero.proof.collectives import Site
 from jzero.proof.groups import axes_of
-from jzero.proof.hlo import Computation, Instruction, Module, Shape
-from jzero.proof.leaves import Argument, Role, arguments_of, roles_of
+from jzero.proof.hlo import Computation, Instruction, Module
+from jzero.proof.leaves import Argument, arguments_of, roles_of
 from jzero.proof.lifetimes import most_on_device
-from jzero.proof.places import Place, loops_of, name_stack, phase_of, primitive_of, walk
+from jzero.proof.places import executions, loops_of, phase_of
 from jzero.proof.record import TraceRecord, record_of
-from jzero.proof.rounds import step_of, updates_in
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
 from jzero.proof.unread import read
+from jzero.proof.unrolled import step_of, updates_in
 from jzero.sharding import Plan
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
@@ -44,7 +44,7 @@ class Evidence:
 
     @functools.cached_property
     def record(self) -> TraceRecord | None:
-        """What the trace of the program says; None where jzero has not traced it."""
+        """What the trace of the program says; None if jzero has not traced it."""
         return record_of(self.compiled)
 
     @property
@@ -53,28 +53,20 @@ class Evidence:
         return self.uses is None and self.record is not None
 
     @functools.cached_property
-    def roles(self) -> list[Role]:
-        """What each argument is."""
-        return roles_of(argument_shardings(self.compiled), self.plan, self.record)
+    def given(self) -> list[Given]:
+        """The arguments as jax describes them."""
+        return arguments_given(self.compiled)
 
     @functools.cached_property
     def leaves(self) -> list[Argument]:
         """The arguments, each with its param and the result that takes its place."""
-        return arguments_of(self.compiled, self.plan, self.module, self.roles, self.results)
+        roles = roles_of(self.given, self.plan, self.record)
+        return arguments_of(self.compiled, self.given, self.plan, self.module, roles)
 
     @functools.cached_property
     def others(self) -> int:
         """Elements of the params of other models in the same step."""
-        return sum(
-            math.prod(x.shape)
-            for x, role in zip(self.leaves, self.roles, strict=True)
-            if role.is_others_param
-        )
-
-    @property
-    def results(self) -> tuple[Shape, ...]:
-        """The arrays that the program returns, on one device."""
-        return _results(self.module)
+        return sum(math.prod(x.shape) for x in self.leaves if x.is_others_param)
 
     @functools.cached_property
     def state(self) -> list[Argument]:
@@ -91,11 +83,11 @@ class Evidence:
     def batch(self) -> list[Argument]:
         """Arrays that come in, do not come back, and are not copies of params."""
         rest = (x for x in self.leaves if x.returned is None and x.layout is None)
-        return [x for x in rest if x.shape and x.itemsize and x.held]
+        return [x for x in rest if x.shape and x.held and not x.is_key]
 
     @functools.cached_property
     def split(self) -> list[Layout]:
-        """The params that ZeRO splits along one dim (at stage 0: all), vectors left out: theirs is small change."""
+        """The params that ZeRO splits along one dim (at stage 0: all), vectors left out: they hardly count."""
         every = not self.plan.config.row.state
         split = (x for x in self.plan.layouts if x.along_one_dim and not x.vector)
         return [x for x in split if every or not x.reason]
@@ -110,7 +102,7 @@ class Evidence:
             held = self.plan.sharding(x.stored).shard_shape(x.shape) if axes else ()
             for s, over in self.sites if axes else ():
                 gathers = s.op == "all-gather" and s.phase != "update" and set(axes) <= set(over)
-                if gathers and sorted(held) in map(sorted, self.dims(s)):
+                if gathers and sorted(held) in map(sorted, s.dims):
                     found[x.name].append(s)
         return dict(found)
 
@@ -141,7 +133,7 @@ class Evidence:
 
     @property
     def unread(self) -> list[str]:
-        """What of the program was not understood."""
+        """The parts of the program that cannot be read, a sentence each."""
         return self._read[1]
 
     @functools.cached_property
@@ -153,78 +145,57 @@ class Evidence:
         zero = set(self.plan.config.axes)
         return (s for s, axes in self.sites if s.op in ops and zero & set(axes))
 
-    def instruction(self, s: Site) -> tuple[Computation, Instruction]:
-        """The instruction of a site, and where it stands."""
-        home = self.module.computations[s.computation]
-        return home, home.instructions[s.name]
-
-    def dims(self, s: Site) -> list[tuple[int, ...]]:
-        """Sizes of each tensor of a collective as one device puts it in."""
-        home, i = self.instruction(s)
-        return [home.instructions[o].shapes[0].dims for o in i.operands]
-
-    def parts(self, s: Site) -> list[int]:
-        """Elements of each tensor of a collective: whole ones for all-gather and reduce-scatter."""
-        times = s.group_size if s.op == "all-gather" else 1
-        return [math.prod(dims) * times for dims in self.dims(s)]
-
     def gradients(self, s: Site) -> int:
         """Elements of gradients that one execution of a reduction carries (XLA joins all-reduces into one flat one)."""
         if s.phase == "forward":
             return 0
         least = min(self.weight_sizes, default=0) if s.op == "all-reduce" else math.inf
-        flat = sum(d[0] for d in self.dims(s) if len(d) == 1 and d[0] >= least)
-        return flat + sum(math.prod(d) for d in self.dims(s) if len(d) > 1 and self.is_weight(d))
+        flat = sum(d[0] for d in s.dims if len(d) == 1 and d[0] >= least)
+        return flat + sum(math.prod(d) for d in s.dims if len(d) > 1 and self.is_weight(d))
 
     def is_optimizers(self, s: Site) -> bool:
         """True for a collective of the arithmetic of the wrapped transformation; constraints are jzero's.
 
         So is the reduction of a gradient that is named after the first cast behind it.
         """
-        name = primitive_of(self.instruction(s)[1].op_name)
-        gradient = s.op in REDUCES and name == "convert_element_type"
-        return s.phase == "update" and s.scope == "update" and name != "sharding_constraint" and not gradient
+        gradient = s.op in REDUCES and s.primitive == "convert_element_type"
+        mine = s.phase == "update" and s.scope == "update"
+        return mine and s.primitive != "sharding_constraint" and not gradient
 
     def trips(self, s: Site) -> float:
         """Executions within one update, on average where a program has several."""
         return s.trips / self.updates
 
-    def rounds_of_loss(self, s: Site) -> int:
-        """Rounds, of all loops around a collective that are inside of a differentiated function; 1 for none.
+    def loss_iterations(self, s: Site) -> int:
+        """Iterations of all loops around a collective that are inside of a differentiated function; 1 for none.
 
         A loop over micro-batches takes gradients in its body and is not one of them.
         """
-        place = self.places[s.computation]
-        names = [name for name in place.callers if name.endswith("while")]
-        if len(names) != len(place.loops):  # a loop that XLA has pipelined has no name: what is in it tells
-            names = loops_of(name_stack(place, self.instruction(s)[1]))
-        if len(names) != len(place.loops):
+        names = [name for name in s.place.callers if name.endswith("while")]
+        if len(names) != len(s.loops):  # a loop that XLA has pipelined has no name: what is in it tells
+            names = loops_of(s.stack)
+        if len(names) != len(s.loops):
             return 1
-        pairs = zip(names, reversed(place.loops), strict=True)  # the innermost first
+        pairs = zip(names, reversed(s.loops), strict=True)  # the innermost first
         return math.prod(trips or 1 for name, trips in pairs if "jvp(" in name)
 
     @functools.cached_property
-    def places(self) -> dict[str, Place]:
-        """Where each computation stands, by its name."""
-        return {p.computation.name: p for p in walk(self.module)}
-
-    @functools.cached_property
     def updates(self) -> int:
-        """How many updates the program runs, by its record, else as [Note: steps in a row] in `rounds.py` says."""
+        """How many updates the program runs, by its record, else as [Note: steps in a row] in `unrolled.py` says."""
         if self.record is not None:
             return max(sum(u.times for u in self.record.of(self.plan)), 1)
         step = step_of(self.module)
         if step is None:
             return 1
-        return math.prod(n or 1 for n in step.loops) * updates_in(self.module, step.computation)
+        return executions(step.loops) * updates_in(self.module, step.computation)
 
-    def kept(self, s: Site) -> int:
+    def saved_weights(self, s: Site) -> int:
         """Bytes of gathered weights that the forward pass and the backward pass both read."""
-        home, start = self.instruction(s)
-        done = next((u for u in home.users.get(start.name, ()) if u.opcode.endswith("-done")), start)
+        home = s.place.computation
+        done = home.done(s.instruction)
         pieces = [u for u in home.users.get(done.name, ()) if u.opcode == "get-tuple-element"] or [done]
         weights = [p for p in pieces if p.shapes[0].size in self.weight_sizes]
-        return sum(_kept_bytes(self.module, home, p) for p in weights)
+        return sum(_saved_bytes(self.module, home, p) for p in weights)
 
     @functools.cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -250,15 +221,15 @@ class Evidence:
     def trains(self) -> bool:
         """True for a program that is to return a new state, also where it does not.
 
-        An update of its params was traced; or it takes optimizer state, and has a backward pass, or an update was
-        traced for it, or that state stands beside params or is donated.
+        Either an update of its params was traced; or it takes optimizer state, and has a backward pass, a traced
+        update, or state that stands beside params or is donated.
         """
         if self.record is not None and self.record.of(self.plan):
             return True  # `optax.sgd` has no state
         mine = [x for x in self.leaves if x.is_param or x.layout is not None or x.in_opt_state]
-        params = {x.number_of_argument for x in mine if x.is_param}
+        params = {x.argument for x in mine if x.is_param}
         state = [x for x in mine if x.in_opt_state or not x.is_param]
-        beside = any(x.number_of_argument not in params for x in state)
+        beside = any(x.argument not in params for x in state)
         made = self.module.has_backward or bool(self.record and self.record.updates)
         return bool(state) and (made or beside or any(x.donated for x in mine))
 
@@ -269,7 +240,7 @@ class Evidence:
 
     @property
     def micro_batches(self) -> int:
-        """Into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not, or is not known."""
+        """Into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not, or that is not known."""
         return getattr(self.uses, "micro_batches", 1)
 
     @property
@@ -280,10 +251,10 @@ class Evidence:
     @functools.cached_property
     def has_gathers(self) -> bool:
         """True where gather on use was traced into the program."""
-        return any(WeightGather.SCOPE in line for c in self.module.computations.values() for line in c.lines)
+        return any(self.module.lines(WeightGather.SCOPE))
 
 
-def _kept_bytes(module: Module, home: Computation, weight: Instruction) -> int:
+def _saved_bytes(module: Module, home: Computation, weight: Instruction) -> int:
     """Bytes of a gathered weight, or of what it is decoded to, where both passes read it; else 0."""
     both, found, everywhere = {"forward", "backward"}, 0, set()
     pending, seen = [weight], {weight.name}
@@ -307,12 +278,7 @@ def _passes_on(module: Module, home: Computation, user: Instruction, value: Inst
     size = value.shapes[0].size
     others = (home.instructions[o] for o in user.operands if o != value.name)
     alone = len(user.shapes) == 1 and user.shapes[0].size == size
-    bodies = (module.computations[name].instructions.values() for name in user.callees("calls"))
-    decodes = all(i.opcode in DECODES for body in bodies for i in body)
+    body = module.body(user)
+    decodes = body is not None and all(i.opcode in DECODES for i in body.schedule)
     return alone and decodes and all(i.shapes and i.shapes[0].size < size for i in others)
 
-
-def _results(module: Module) -> tuple[Shape, ...]:
-    """The arrays a program returns, on one device."""
-    schedule = module.computations[module.entry].schedule
-    return next((i.shapes for i in reversed(schedule) if i.is_root), ())

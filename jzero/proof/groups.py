@@ -67,7 +67,7 @@ def parse_pairs(notation: str) -> Groups:
 def axes_of(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
     """The mesh axes along which the members of a group differ, in the order of the mesh.
 
-    Empty when the mesh has another number of devices than the program, so nothing is claimed.
+    Empty if the mesh has another number of devices than the program.
 
     Example:
       >>> axes_of(((0, 2), (1, 3)), {"data": 2, "model": 2})

@@ -2,7 +2,7 @@
 
 Only what is asked for is parsed: the text is cut into computations by line, and a computation's instructions
 are read when first wanted. Most of a program is the inside of fusions, which nobody asks about, so a 10 MB
-text is read in half a second. `jzero.proof.collectives` reads meaning into what is found here.
+text is read in half a second. `jzero.proof.collectives` interprets what is found here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+BARRIERS = frozenset(("optimization-barrier", "opt-barrier"))
+SAME = BARRIERS | {"get-tuple-element", "bitcast", "tuple", "add-dependency"}
+"""Opcodes whose result is an operand, or an element of one."""
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -74,7 +77,7 @@ class Instruction:
       opcode: such as `all-gather-start`.
       shapes: arrays of the result, tuples flattened.
       operands: names of the operands.
-      attrs: what stands behind the operands, as text.
+      attrs: what follows the operands, as text.
       is_root: True for the computation's result.
     """
 
@@ -101,6 +104,11 @@ class Instruction:
         """How often a `while` runs, None when the compiler does not know."""
         found = _TRIPS.search(self.attrs)
         return int(found[1]) if found else None
+
+    @property
+    def number(self) -> int:
+        """Which parameter of its computation a `parameter` is."""
+        return int(self.attrs.partition(")")[0])
 
     @property
     def index(self) -> int | None:
@@ -150,8 +158,42 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         """Its parameters by number."""
-        found = (i for i in self.instructions.values() if i.opcode == "parameter")
-        return {int(i.attrs.partition(")")[0]): i for i in found}
+        return {i.number: i for i in self.instructions.values() if i.opcode == "parameter"}
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The instruction whose result is that of the computation."""
+        return next(i for i in reversed(self.schedule) if i.is_root)
+
+    @property
+    def outputs(self) -> list[Instruction]:
+        """What it returns: the elements of a tuple."""
+        return [self.instructions[o] for o in self.root.operands] if self.root.opcode == "tuple" else [self.root]
+
+    def done(self, i: Instruction) -> Instruction:
+        """The instruction that ends what `i` starts; `i` itself where there is none."""
+        if not i.opcode.endswith("-start"):
+            return i
+        return next((u for u in self.users.get(i.name, ()) if u.opcode.endswith("-done")), i)
+
+    def readers(self, name: str, at: int | None = None, *, through: Collection[str] = SAME) -> Iterator[Instruction]:
+        """Every instruction that reads a value, or element `at` of a tuple, and what reads the results of `through`."""
+        pending, seen = [(name, at)], {(name, at)}
+        while pending:
+            name, at = pending.pop()
+            for user in self.users.get(name, ()):
+                taken = user.opcode == "get-tuple-element"
+                if taken and at is not None and user.index != at:
+                    continue
+                yield user
+                if user.opcode not in through:
+                    continue
+                places = [None if taken else at]
+                if user.opcode == "tuple":
+                    places = [k for k, o in enumerate(user.operands) if o == name]
+                further = {(user.name, k) for k in places} - seen
+                seen |= further
+                pending += further
 
 
 @dataclasses.dataclass(eq=False)
@@ -178,6 +220,54 @@ class Module:
         homes = [c for c in self.computations.values() if any(" while(" in line for line in c.lines)]
         rows = ((c, i) for c in homes for i in c.schedule if i.opcode == "while")
         return {i.callees("body")[0]: (c, i) for c, i in rows}
+
+    @property
+    def results(self) -> tuple[Shape, ...]:
+        """The arrays that the program returns, on one device."""
+        return self.computations[self.entry].root.shapes
+
+    def lines(self, word: str) -> Iterator[str]:
+        """The lines of its text that have a word in them."""
+        return (line for home in self.computations.values() for line in home.lines if word in line)
+
+    def body(self, i: Instruction) -> Computation | None:
+        """The computation of a fusion or an asynchronous call; None for any other instruction."""
+        names = i.callees("calls") if i.opcode.removesuffix("-start") in ("fusion", "async") else ()
+        return next((self.computations[name] for name in names if name in self.computations), None)
+
+    def handed_through(self, loop: Instruction) -> frozenset[int]:
+        """The elements of a loop's tuple that every iteration returns as they came."""
+        body = self.computations[loop.callees("body")[0]]
+        if body.root.opcode != "tuple":
+            return frozenset()
+        return frozenset(k for k, value in enumerate(body.outputs) if _is_own(body, value, k))
+
+    def origin(
+        self, home: Computation, i: Instruction, at: int | None = None, *, through: Collection[str]
+    ) -> Instruction:
+        """What a value, or element `at` of a tuple, is a copy of: through tuples, fusions and the opcodes `through`."""
+        while True:
+            if i.opcode == "fusion" and (body := self.body(i)) is not None:
+                inner = self.origin(body, body.root, at, through=through)
+                if inner.opcode != "parameter":
+                    return i
+                i, at = home.instructions[i.operands[inner.number]], None
+            elif i.opcode == "get-tuple-element" and at is None:
+                i, at = home.instructions[i.operands[0]], i.index
+            elif i.opcode == "tuple" and at is not None:
+                i, at = home.instructions[i.operands[at]], None
+            elif i.operands and (i.opcode.endswith("-done") or (i.opcode in through and len(i.operands) == 1)):
+                i = home.instructions[i.operands[0]]
+            else:
+                return i
+
+
+def _is_own(body: Computation, value: Instruction, at: int) -> bool:
+    """A value of a loop's body is element `at` of what the iteration was given."""
+    while value.opcode in BARRIERS | {"bitcast", "copy"}:
+        value = body.instructions[value.operands[0]]
+    own = value.opcode == "get-tuple-element" and value.index == at
+    return own and body.instructions[value.operands[0]].opcode == "parameter"
 
 
 def parse(text: str) -> Module:

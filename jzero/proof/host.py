@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jzero.comm import comm_of
 from jzero.comm.uses import DEFAULT, Use
@@ -38,7 +39,12 @@ class HostBytes:
 
 
 def host_bytes_of(
-    plan: Plan, tx: Any, state: int, *, accumulate: int, uses: Mapping[str, Sequence[Use]]
+    plan: Plan,
+    tx: optax.GradientTransformation | None,
+    state: int,
+    *,
+    accumulate: int,
+    uses: Mapping[str, Sequence[Use]],
 ) -> HostBytes:
     """Params and gradients in host memory, and all that crosses PCIe.
 
@@ -64,11 +70,13 @@ def host_bytes_of(
     return HostBytes(params, grads, fetched + sum(r[0] for r in rows), written + sum(r[1] for r in rows))
 
 
-def _of_update(plan: Plan, tx: Any, accumulate: int) -> tuple[int, int] | None:
+def _of_update(
+    plan: Plan, tx: optax.GradientTransformation | None, accumulate: int
+) -> tuple[int, int] | None:
     """What the update moves, from how it is streamed: a norm reads gradients, or state, once more.
 
-    None where that is not known, and every byte is taken to be read once and written once: without `tx`, and for an
-    update that wants more than gradients, state and params.
+    None where that is not known (no `tx`, or an update that needs more than gradients, state and params): every byte is
+    then assumed to be read once and written once.
     """
     if tx is None or not plan.config.streams:
         return None

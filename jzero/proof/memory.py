@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 
 from jzero.comm import comm_of
 from jzero.comm.uses import GATHERS, Use, Uses
@@ -24,6 +25,7 @@ from jzero.core.errors import (
     nearest,
     table,
 )
+from jzero.core.types import PyTree
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, shard_factor, spec_axes
@@ -34,7 +36,7 @@ from jzero.proof.transformer import Transformer
 from jzero.sharding import HOST, Plan, check_plan
 from jzero.update.owners import exchanged
 
-SHARE_SAID = 0.005  # of Psi: a reason for less is not worth a line
+SHARE_SAID = 0.005  # of Psi: smaller differences get no line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,8 @@ class Estimate:
       grads: reduced gradients there, of trained params; with accumulation the sum of them, in at least fp32.
       opt_state: optimizer state and masters in device memory; with `offload` what stays there: single numbers, keys.
       host: of one device in host memory: optimizer state and masters, `host_params` and `host_grads`. It is pinned,
-        but for what an update outside of the program keeps there. With `tier="disk"` its part of the buffer stands for
-        the state. With `delay=1` a copy of the params is there too.
+        except what an update outside of the program keeps there. With `tier="disk"` the buffer's share counts in
+        place of the state. With `delay=1` a copy of the params is there too.
       host_params, host_grads: with `Offload(params="host")` the params there, and their gradients, which live there
         during the step; with accumulation the gradients and the sum of them. An update outside of the program has the
         gradients there while it runs.
@@ -56,20 +58,20 @@ class Estimate:
       activations_host: block inputs of one device there, with a `model` that offloads them.
       in_flight: with `offload`, state from the host that is on the device at once: `plan.in_flight_bytes`, at most
         `host`.
-      to_device, to_host: bytes of one device over PCIe in a step. The state goes as the update of `tx` is streamed:
-        every byte once in each direction, and what a norm reads once more; without `tx` once. Params in host memory are
+      to_device, to_host: bytes of one device over PCIe in a step. State moves as the update of `tx` streams it: every
+        byte once in each direction, and once more what a norm reads; without `tx` once. Params in host memory are
         fetched for each gather, and read and written by the update, which reads the gradients, written by the backward
         pass. Offloaded block inputs go and come back once per micro-batch.
       devices_per_process: devices of the mesh that the process with the most of them has; of a pod, those of a host.
       activations: what the forward pass saves in device memory for the backward pass; 0 without a `model`.
       recomputed: activations that the backward pass makes again instead; bytes written, not held.
-      working: what is alive on top at the worst moment; 0 without a `model`. One block computed again or the
+      working: what is alive on top of that at the worst moment; 0 without a `model`. One block computed again or the
         logits, and where weights are gathered on use the largest of them (all, where they are kept) with its gradient.
       wire_by_axes: bytes that one device sends in a step, by mesh axes; rings assumed, both directions of a
         link count once.
       psi: bytes of all params, whole.
       n: devices that split the batch.
-      assumed: what was taken for the optimizer.
+      assumed: which optimizer state was counted.
       reasons: why `wire` is not the textbook's 2 Psi (3 at stage 3), each with its bytes; empty for micro-batches and
         for params and state on different axes, which have other formulas.
     """
@@ -156,36 +158,22 @@ class Estimate:
         return self.psi * (self.n - 1) / self.n
 
     def __str__(self) -> str:
-        names = ["params", "grads", "opt_state"]
-        names += ["in_flight"] if self.in_flight else []
-        names += ["activations", "working"] if self.activations else []
-        rows = [(k, human_bytes(getattr(self, k))) for k in (*names, "total")]
-        rows += [("recomputed", human_bytes(self.recomputed))] if self.recomputed else []
+        always = ("params", "grads", "opt_state", "total")
+        parts = ("params", "grads", "opt_state", "in_flight", "activations", "working", "total", "recomputed")
+        rows = [(k, human_bytes(getattr(self, k))) for k in parts if k in always or getattr(self, k)]
         if self.host or self.activations_host:
-            rows += [("host", human_bytes(self.host))] if self.host else []
-            rows += [("  params", human_bytes(self.host_params))] if self.host_params else []
-            rows += [("  grads", human_bytes(self.host_grads))] if self.host_grads else []
-            rows += (
-                [("activations on the host", human_bytes(self.activations_host))]
-                if self.activations_host
-                else []
-            )
-            rows.append(
-                (
-                    "  per process",
-                    f"{human_bytes(self.host_per_process)} ({counted(self.devices_per_process, 'device')})",
-                )
-            )
-            rows.append(("  per node", human_bytes(self.host_per_node)))
+            on_host = {
+                "host": self.host, "  params": self.host_params, "  grads": self.host_grads,
+                "activations on the host": self.activations_host,
+            }  # fmt: skip
+            rows += [(name, human_bytes(size)) for name, size in on_host.items() if size]
+            each = f"{human_bytes(self.host_per_process)} ({counted(self.devices_per_process, 'device')})"
+            rows += [("  per process", each), ("  per node", human_bytes(self.host_per_node))]
             if self.disk:
                 rows += [("disk, two slots", human_bytes(self.disk)), ("  per node", human_bytes(self.disk_per_node))]
                 rows += [("disk / step", f"{human_bytes(self.updated)} read, {human_bytes(self.updated)} written")]
-            rows.append(
-                (
-                    "pcie / step",
-                    f"{human_bytes(self.to_device)} to device, {human_bytes(self.to_host)} to host",
-                )
-            )
+            moved = f"{human_bytes(self.to_device)} to device, {human_bytes(self.to_host)} to host"
+            rows.append(("pcie / step", moved))
         rows.append(("wire / step", f"{human_bytes(self.wire)} ({self.wire_psi:.2f} Psi)"))
         rows += [(f"  {why}", f"{size / self._unit:+.2f} Psi") for why, size in self.reasons]
         if len(self.wire_by_axes) > 1:
@@ -196,7 +184,7 @@ class Estimate:
 def estimate(
     plan: Plan,
     *,
-    tx: Any = None,
+    tx: optax.GradientTransformation | None = None,
     accumulate: int = 1,
     model: Transformer | None = None,
     uses: Mapping[str, Sequence[str | Use]] | None = None,
@@ -221,8 +209,8 @@ def estimate(
       An `Estimate`; printing it gives a table.
 
     Raises:
-      TypeError: `plan` is not a plan, `model` not a `Transformer`, `accumulate` not an integer.
-      ValueError: `accumulate` below 1; `uses` of a param that is not in the plan, or of another kind.
+      TypeError: `plan` is not a plan, `model` is not a `Transformer`, or `accumulate` is not an integer.
+      ValueError: `accumulate` is below 1; `uses` names a param that is not in the plan, or an unknown kind of use.
 
     Cost:
       Memory per leaf of B bytes: B over the devices that its layout names; with accumulation gradients are
@@ -282,11 +270,11 @@ def estimate(
 
 
 def checked_uses(uses: Mapping[str, Sequence[str | Use]] | None, plan: Plan, *, where: str) -> Uses:
-    """Uses by name of a param; none for None.
+    """Uses by name of a param; empty for None.
 
     Raises:
-      TypeError: no mapping.
-      ValueError: of a param that is not in the plan, or of another kind.
+      TypeError: `uses` is not a mapping.
+      ValueError: a param that is not in the plan, or an unknown kind of use.
     """
     rule = 'a mapping of words by name of a param, such as {"[\'embed\']": ("lookup", "matmul")}'
     check_kind(uses, "uses", Mapping, rule, where=where, optional=True)
@@ -312,14 +300,11 @@ def _reasons(
 ) -> tuple[tuple[str, int], ...]:
     """What takes the wire of one micro-batch from the textbook's bytes to those of this plan and these uses."""
     config, n = plan.config, axis_size(plan.mesh, plan.batch_axes)
-    if (
-        set(config.param_axes) != set(plan.batch_axes)
-        or any(spec_axes(x.used) for x in plan.layouts)
-        or n == 1
-    ):
+    other_axes = set(config.param_axes) != set(plan.batch_axes) or any(spec_axes(x.used) for x in plan.layouts)
+    if other_axes or n == 1:
         return ()
 
-    def wire(uses=None) -> int:
+    def wire(uses: Mapping[str, Sequence[Use]] | None = None) -> int:
         return sum(comm_of(plan).wire_by_axes(uses=uses).values())
 
     times = 3 if config.row.params and not config.keeps_gathered else 2
@@ -356,29 +341,28 @@ def _gathered_bytes(plan: Plan) -> int:
     return largest + (every if plan.config.keeps_gathered else largest)
 
 
-def planned_state(plan: Plan, tx: Any) -> Any:
+def planned_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     """The optimizer state as the plan lays it out, a tree of `jax.ShapeDtypeStruct` with shardings."""
     state = init_shapes(zero(unwrap(tx), plan), plan.shapes)
     rows = zip(jax.tree.leaves(state), plan.state_shardings(state), strict=True)
-    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) for x, home in rows]
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in rows]
     return jax.tree.unflatten(jax.tree.structure(state), placed)
 
 
-def _state_bytes(plan: Plan, tx: Any) -> tuple[int, int, str]:
+def _state_bytes(plan: Plan, tx: optax.GradientTransformation) -> tuple[int, int, str]:
     """Bytes of one device's state on the device, and of what lives elsewhere."""
     held = {False: 0, True: 0}
     if plan.config.updates_outside:
         chain = chain_of(unwrap(tx), plan)
-        for x, spec, kept in zip(chain.leaves, chain.specs, chain.kept, strict=True):
-            held[kept] += leaf_bytes(x) // shard_factor(spec, plan.mesh)
+        for x, spec, away in zip(chain.leaves, chain.specs, chain.kept, strict=True):
+            held[away] += leaf_bytes(x) // shard_factor(spec, plan.mesh)
         return held[False], held[True], "its own optimizer state"
     for x in jax.tree.leaves(planned_state(plan, tx)):
-        home = x.sharding
-        held[home.memory_kind == HOST] += leaf_bytes(x) // shard_factor(home.spec, home.mesh)
+        held[x.sharding.memory_kind == HOST] += leaf_bytes(x) // shard_factor(x.sharding.spec, x.sharding.mesh)
     return held[False], held[True], "its own optimizer state"
 
 
-def _exchanged(plan: Plan, tx: Any) -> dict[tuple[str, ...], float]:
+def _exchanged(plan: Plan, tx: optax.GradientTransformation | None) -> dict[tuple[str, ...], float]:
     """What the optimizer's matrices cost on their way to their owners and back; nothing where it mixes no dims."""
     if tx is None:
         return {}

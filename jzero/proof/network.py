@@ -1,4 +1,4 @@
-"""What crosses the network: the hosts that every axis of a mesh spans, and what a plan's step sends over each."""
+"""What crosses the network: the hosts that each axis of a mesh spans, and what a plan's step sends over it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def describe_mesh(subject: Mesh | Plan, *, accumulate: int = 1, devices_per_host
       once, with the bytes that one device sends.
 
     Raises:
-      TypeError: neither a mesh nor a plan; a number that is not an integer.
-      ValueError: `accumulate` below 1; `devices_per_host` as in `mesh`.
+      TypeError: `subject` is neither a mesh nor a plan, or a number is not an integer.
+      ValueError: `accumulate` is below 1; `devices_per_host` as in `mesh`.
 
     Example:
       >>> import jzero

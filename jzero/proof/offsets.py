@@ -1,11 +1,11 @@
-"""Slices in loops whose offsets XLA has written down: are they those of the index?
+"""Slices in loops for which XLA has noted offsets: do these agree with the index?
 
 [Note: offsets of a slice]
-XLA:GPU writes beside a slice in a loop where it lies in round k: `byte_offset + k byte_stride` (`dynamic_slice_config`;
-since jaxlib 0.12 the two stand in its field `linear`, and those outside are 0). Where one operand is in host memory, it
-copies what the offsets say and does not look at the index. Before jaxlib 0.11.2 it wrote the offsets of a forward loop
-into backward loops as well (openxla/xla pull request 46231). So the index is computed here for the first rounds, from
-the scalars that the loop carries, and compared. An index that depends on anything else is left aside.
+XLA:GPU notes beside a slice in a loop where it lies in iteration k: `byte_offset + k byte_stride`, in
+`dynamic_slice_config` (since jaxlib 0.12 in its field `linear`; the fields outside are 0). If an operand is in host
+memory, XLA copies what the offsets say and ignores the index. Before jaxlib 0.11.2 it wrote the offsets of a forward
+loop into backward loops as well (openxla/xla pull request 46231). So the index is computed here for the first
+iterations, from the scalars that the loop carries, and compared. An index that depends on anything else is skipped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jzero.proof.hlo import Computation, Instruction, Module, Shape, dtype_bits
+from jzero.proof.hlo import BARRIERS, Computation, Instruction, Module, Shape, dtype_bits
 
 CONFIG = '"dynamic_slice_config":'
 SLICES = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # where the indices begin among the operands
-ROUNDS = 8
-THROUGH = ("bitcast", "copy", "reshape", "convert", "optimization-barrier", "opt-barrier")
+ITERATIONS = 8
+THROUGH = BARRIERS | {"bitcast", "copy", "reshape", "convert"}
 COMPUTES: dict[str, Callable[..., Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "negate": operator.neg,
     "minimum": min, "maximum": max, "and": operator.and_, "or": operator.or_,
@@ -41,9 +41,9 @@ class WrongSlice:
       name: of the instruction.
       array: what it is a slice of.
       bytes: of the slice.
-      trips: rounds of the loop, 0 where the compiler does not know.
-      written, needed: byte offset in the first round and bytes from one round to the next: as XLA wrote them down, and
-        as the index says.
+      trips: iterations of the loop, 0 where the compiler does not know.
+      written, needed: byte offset in the first iteration, and bytes from one iteration to the next: as XLA wrote them
+        down, and as the index says.
     """
 
     name: str
@@ -56,7 +56,7 @@ class WrongSlice:
 
 @dataclasses.dataclass(eq=False)
 class _Frame:
-    """A computation where it is called: `given(number, path, rounds)` is the value of a parameter."""
+    """A computation where it is called: `given(number, path, iterations)` is the value of a parameter."""
 
     computation: Computation
     loops: tuple[Instruction, ...]
@@ -69,7 +69,7 @@ def wrong_slices(module: Module) -> list[WrongSlice]:
     Args:
       module: a parsed program.
     """
-    if not any(CONFIG in line for c in module.computations.values() for line in c.lines):
+    if not any(module.lines(CONFIG)):
         return []
     reader = _Reader(module)
     entry = _Frame(module.computations[module.entry], (), lambda *_: None)
@@ -100,64 +100,55 @@ class _Reader:
             names = (c for c in i.callees("calls", "to_apply") if c in self.module.computations)
             yield from (self.inside(frame, i, self.module.computations[c], 0) for c in names)
         elif kind == "conditional":
-            for n, name in enumerate(
-                i.callees("branch_computations", "true_computation", "false_computation")
-            ):
+            branches = i.callees("branch_computations", "true_computation", "false_computation")
+            for n, name in enumerate(branches):
                 yield self.inside(frame, i, self.module.computations[name], 1 + n)
 
     def inside(self, frame: _Frame, i: Instruction, computation: Computation, first: int) -> _Frame:
         """What is called with the operands from `first` on."""
-        return _Frame(
-            computation,
-            frame.loops,
-            lambda n, path, rounds: self.value(frame, i.operands[first + n], path, rounds),
-        )
+        def given(n: int, path: Path, iterations: Path) -> int | None:
+            return self.value(frame, i.operands[first + n], path, iterations)
+
+        return _Frame(computation, frame.loops, given)
 
     def body(self, frame: _Frame, loop: Instruction, computation: Computation) -> _Frame:
-        """The body of a loop: its tuple is the initial one in round 0, then what the round before returns."""
-        root = next(i for i in computation.schedule if i.is_root)
-        depth = len(frame.loops)
+        """The body of a loop: its tuple is the initial one in iteration 0, then what the iteration before returns."""
+        root, same, depth = computation.root, self.module.handed_through(loop), len(frame.loops)
 
-        def given(_: int, path: Path, rounds: Path) -> int | None:
+        def given(_: int, path: Path, iterations: Path) -> int | None:
             if not path:
                 return None
-            kept = computation.instructions.get(root.operands[path[0]]) if root.opcode == "tuple" else None
-            invariant = (
-                kept is not None and kept.index == path[0] and _is_parameter(computation, kept.operands[0])
-            )
-            if invariant or not rounds[depth]:
-                return self.value(frame, loop.operands[0], path, rounds)
-            before = (*rounds[:depth], rounds[depth] - 1, *rounds[depth + 1 :])
+            if path[0] in same or not iterations[depth]:
+                return self.value(frame, loop.operands[0], path, iterations)
+            before = (*iterations[:depth], iterations[depth] - 1, *iterations[depth + 1 :])
             return self.value(inner, root.name, path, before)
 
         inner = _Frame(computation, (*frame.loops, loop), given)
         return inner
 
-    def _value(self, frame: _Frame, name: str, path: Path, rounds: Path) -> int | None:
+    def _value(self, frame: _Frame, name: str, path: Path, iterations: Path) -> int | None:
         """An integer of a computation, where `path` leads to in a tuple; None where it is not known."""
         i = frame.computation.instructions.get(name)
         if i is None:
             return None
         if i.opcode == "parameter":
-            return frame.given(int(i.attrs.partition(")")[0]), path, rounds)
+            return frame.given(i.number, path, iterations)
         if i.opcode == "constant":
             return _constant(i)
         if i.opcode == "tuple" and path:
-            return self.value(frame, i.operands[path[0]], path[1:], rounds)
+            return self.value(frame, i.operands[path[0]], path[1:], iterations)
         if i.opcode == "get-tuple-element":
-            return self.value(frame, i.operands[0], (i.index or 0, *path), rounds)
+            return self.value(frame, i.operands[0], (i.index or 0, *path), iterations)
         if i.opcode in THROUGH and len(i.operands) == 1:
-            return self.value(frame, i.operands[0], path, rounds)
+            return self.value(frame, i.operands[0], path, iterations)
         if i.opcode == "fusion":
             (inner,) = self.called(frame, i)
-            return self.value(
-                inner, next(r.name for r in inner.computation.schedule if r.is_root), path, rounds
-            )
+            return self.value(inner, inner.computation.root.name, path, iterations)
         compute = COMPARES.get(i.attrs.partition("direction=")[2][:2]) if i.opcode == "compare" else None
         compute = compute or COMPUTES.get(i.opcode)
         if compute is None or path:
             return None
-        operands = [self.value(frame, o, (), rounds) for o in i.operands]
+        operands = [self.value(frame, o, (), iterations) for o in i.operands]
         return None if None in operands else int(compute(*operands))
 
     def wrong(self, frame: _Frame, i: Instruction) -> WrongSlice | None:
@@ -170,9 +161,9 @@ class _Reader:
         offset, stride = (int(linear.get(k, 0)) for k in ("byte_offset", "byte_stride"))
         trips = frame.loops[depth].trips
         found: list[int] = []
-        for k in range(min(ROUNDS, trips or 2)):
-            rounds = tuple(k if d == depth else 0 for d in range(len(frame.loops)))
-            at = self.offset(frame, i, rounds)
+        for k in range(min(ITERATIONS, trips or 2)):
+            iterations = tuple(k if d == depth else 0 for d in range(len(frame.loops)))
+            at = self.offset(frame, i, iterations)
             if at is None:
                 return None
             found.append(at)
@@ -181,28 +172,22 @@ class _Reader:
         home = frame.computation.instructions
         piece = i if i.opcode == "dynamic-slice" else home[i.operands[1]]
         needed = found[0], found[1] - found[0] if len(found) > 1 else 0
-        return WrongSlice(
-            i.name, home[i.operands[0]].shapes[0], piece.nbytes, trips or 0, (offset, stride), needed
-        )
+        array = home[i.operands[0]].shapes[0]
+        return WrongSlice(i.name, array, piece.nbytes, trips or 0, (offset, stride), needed)
 
-    def offset(self, frame: _Frame, i: Instruction, rounds: Path) -> int | None:
-        """The byte at which a slice begins in these rounds of its loops, by its index."""
+    def offset(self, frame: _Frame, i: Instruction, iterations: Path) -> int | None:
+        """The byte at which a slice begins in these iterations of its loops, by its index."""
         home = frame.computation.instructions
         array = home[i.operands[0]].shapes[0]
         piece = (i if i.opcode == "dynamic-slice" else home[i.operands[1]]).shapes[0]
         at = 0
         for dim, index in enumerate(i.operands[SLICES[i.opcode] :]):
             room = array.dims[dim] - piece.dims[dim]
-            where = self.value(frame, index, (), rounds) if room else 0
+            where = self.value(frame, index, (), iterations) if room else 0
             if where is None:
                 return None
             at += min(max(where, 0), room) * array.strides[dim]
         return at * dtype_bits(array.dtype) // 8
-
-
-def _is_parameter(computation: Computation, name: str) -> bool:
-    found = computation.instructions.get(name)
-    return found is not None and found.opcode == "parameter"
 
 
 def _constant(i: Instruction) -> int | None:

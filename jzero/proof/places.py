@@ -1,10 +1,11 @@
-"""Where in a program an instruction stands: its loops, its phase of the step, what runs beside it."""
+"""Where an instruction stands in a program: its loops, its phase of the step, what runs beside it."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jzero.proof.hlo import Computation, Instruction, Module
 
@@ -17,6 +18,7 @@ IDLE = frozenset(
         "collective-broadcast",
     )
 )  # fmt: skip
+Work = Callable[[Computation], tuple[list[int], list[int]]]
 _SCOPE = re.compile(r"\bjzero\.(\w+)")
 _JOINED = re.compile(r"((?:[^:]*/)?)\((.*:.*)\)")
 _DEPTH = 8
@@ -37,6 +39,43 @@ class Place:
     loops: tuple[int, ...] = ()
     callers: tuple[str, ...] = ()
     pair: tuple[Computation, Instruction] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Move:
+    """Bytes that move at one place of the program: between devices, or between a device and its host.
+
+    Attributes:
+      name: of the instruction.
+      computation: where it stands.
+      bytes: of one execution, on one device.
+      loops: trip counts of the loops around it, outermost first; 0 where the compiler does not know one.
+      asynchronous: True where the program goes on between start and done.
+      phase: `forward`, `backward`, `update` or empty.
+      scope: the `jzero.` named scope that it comes from, without the prefix; empty where there is none.
+      compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
+        their outputs.
+    """
+
+    name: str
+    computation: str
+    bytes: int
+    loops: tuple[int, ...]
+    asynchronous: bool
+    phase: str
+    scope: str
+    compute_ops: int
+    compute_bytes: int
+
+    @property
+    def trips(self) -> int:
+        """Executions per step; an unknown loop counts once."""
+        return executions(self.loops)
+
+
+def executions(loops: Iterable[int]) -> int:
+    """How often the body of these loops runs; a loop of unknown trip count runs it once."""
+    return math.prod(n or 1 for n in loops)
 
 
 def walk(module: Module) -> Iterator[Place]:
@@ -67,7 +106,7 @@ def _enter(place: Place, i: Instruction, callee: Computation) -> Place:
 def work_before(home: Computation) -> tuple[list[int], list[int]]:
     """For each position of the schedule, how many instructions before it compute, and their output bytes.
 
-    Scalars are left out, and what reads or writes host memory, which is copying whatever its opcode. A
+    Scalars are left out, and what reads or writes host memory, which is a copy whatever its opcode. A
     `fusion-start` (jaxlib 0.12 has slices and copies on streams of their own) counts where it stands, with the bytes
     of its `fusion-done`. Two positions differ by what runs between them.
     """
@@ -81,6 +120,13 @@ def work_before(home: Computation) -> tuple[list[int], list[int]]:
     return ops, written
 
 
+def work_between(work: Work, home: Computation, start: Instruction, done: Instruction) -> tuple[int, int]:
+    """What `work_before` counts from a start to its done, or to the end where the done is in the next iteration."""
+    ops, written = work(home)
+    first, last = home.order[start.name], home.order[done.name] if done is not start else -1
+    return ops[last] - ops[first], written[last] - written[first]
+
+
 def touches_host(home: Computation, i: Instruction) -> bool:
     """True where an operand or a result lies in host memory."""
     operands = (home.instructions[o] for o in i.operands if o in home.instructions)
@@ -92,13 +138,13 @@ def output_bytes(home: Computation, i: Instruction) -> int:
     if i.opcode.endswith("-done") or i.opcode == "while":
         return 0
     if i.opcode.endswith("-start"):
-        done = next((u for u in home.users.get(i.name, ()) if u.opcode.endswith("-done")), None)
-        return done.nbytes if done and any(s.size > 1 for s in done.shapes) else 0
+        done = home.done(i)
+        return done.nbytes if done is not i and any(s.size > 1 for s in done.shapes) else 0
     return i.nbytes if any(s.size > 1 for s in i.shapes) else 0
 
 
 def phase_of(name_stack: str, has_backward: bool) -> str:
-    """The part of a training step that a jax name stack belongs to, empty when it does not tell.
+    """The part of a training step that a jax name stack belongs to, empty if it does not say.
 
     Transposed and rematerialised code is `backward`, other differentiated code `forward`; what is not
     differentiated is `update` in a program that has a backward pass, `forward` in one that has none.
@@ -122,7 +168,7 @@ def phase_of(name_stack: str, has_backward: bool) -> str:
 
 
 def primitive_of(name_stack: str) -> str:
-    """The name at the end of a name stack, of the first operation where several are joined; empty for none."""
+    """The name at the end of a name stack (of the first operation if several are joined), or empty."""
     return joined_names(name_stack)[0].rpartition("/")[2]
 
 
@@ -160,7 +206,7 @@ def loops_of(name_stack: str) -> list[str]:
 def scope_of(name_stack: str) -> str:
     """The innermost `jzero.` scope in a name stack, without the prefix; empty when there is none.
 
-    Of joined operations that of a collective, where one is among them, and not of arithmetic.
+    Among joined operations the scope of a collective is preferred to that of arithmetic.
     """
     found = [scopes[-1] for name in joined_names(name_stack) if (scopes := _SCOPE.findall(name))] or [""]
     return next((scope for scope in found if scope not in ("update", "master")), found[0])

@@ -16,9 +16,10 @@ from jax.sharding import AxisType, Mesh
 
 from jzero.core.errors import check_int, check_kind, counted, nearest
 from jzero.core.traces import keep_trace, traced
+from jzero.core.types import PyTree
 from jzero.layout.mesh import mesh
 from jzero.proof.arguments import fill_shardings, find_plan, jitted_fn
-from jzero.sharding import check_plan
+from jzero.sharding import Plan, check_plan
 
 MOST_GPUS = 2**20  # of a pod, and of a host
 
@@ -45,7 +46,7 @@ class Pod:
         """A mesh over all devices of the pod, with Auto axes; the last axis runs inside a host first.
 
         Args:
-          axes: size by axis name, from the outermost axis to the innermost; a number, or a boundary as in `jzero.mesh`.
+          axes: size by axis name, from the outermost axis to the innermost; a number, or a word as in `jzero.mesh`.
 
         Returns:
           A `jax.sharding.Mesh` of compile-only devices that keep memory kinds. Arrays cannot be put on it:
@@ -66,7 +67,7 @@ class Pod:
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int):
                 raise TypeError(f"pod.mesh: the size of axis {name!r} must be an int, got {size!r}.")
-        counts: Any = axes.values()
+        counts = [size for size in axes.values() if isinstance(size, int)]
         if not axes or math.prod(counts) != len(self.devices):
             sizes = " x ".join(f"{size} ({name})" for name, size in axes.items()) or "no axes"
             raise ValueError(
@@ -80,11 +81,11 @@ class Pod:
     def compile(
         self,
         fn: Callable[..., Any],
-        *args,
+        *args: PyTree,
         donate_argnums: int | tuple[int, ...] = (),
-        compiler_options: Mapping[str, Any] | None = None,
-        plan: Any = None,
-        **kwargs,
+        compiler_options: Mapping[str, str | int | float | bool] | None = None,
+        plan: Plan | None = None,
+        **kwargs: PyTree,
     ) -> jax.stages.Compiled:
         """The program XLA makes of `fn` for this pod: its text and memory as on the GPUs, without running it.
 
@@ -105,14 +106,14 @@ class Pod:
 
         Raises:
           ImportError: `ptxas` is not installed.
-          NotImplementedError: the program needs cuDNN attention, which wants a real GPU.
+          NotImplementedError: the program needs cuDNN attention, which needs a real GPU.
           ValueError: leaves laid out elsewhere, a batch that the plan does not divide, no leaf on the pod's
             mesh, or options for a function that has its own.
 
         Cost:
           No device memory. A scanned 7.5B GPT for 64 GPUs: 6 to 10 s and 0.5 GB of host memory on two cores.
         """
-        from jzero.core import compile_only  # private jax API: should a jax move it, only this may break
+        from jzero.core import compile_only  # private jax API: if a version of jax moves it, only this breaks
         from jzero.proof.pod_cache import get_or_compile, program_key
 
         check_plan(plan, where="pod.compile", optional=True)
@@ -132,7 +133,7 @@ class Pod:
             if "cudnn" not in str(error).lower():
                 raise
             raise NotImplementedError(
-                "pod.compile: this program asks for cuDNN (attention), which wants a real GPU.\n"
+                "pod.compile: this program asks for cuDNN (attention), which needs a real GPU.\n"
                 'Use jax.nn.dot_product_attention(..., implementation="xla") for the proof: the collectives '
                 "are the same; temp holds the attention scores, which cuDNN would not keep."
             ) from error

@@ -1,7 +1,7 @@
-"""Programs compiled for pods, kept on disk: what is read of them, under everything that decides what XLA makes.
+"""A cache on disk of programs compiled for pods, under a key of everything that decides what XLA makes.
 
 An entry holds the program's text, its memory statistics and the shardings that XLA chose, never machine code. The
-folder is `$JZERO_POD_CACHE`, else `jzero/pods` in the user's cache directory; `JZERO_POD_CACHE=off` keeps nothing. An
+folder is `$JZERO_POD_CACHE`, else `jzero/pods` in the user's cache directory; `JZERO_POD_CACHE=off` disables it. An
 entry that cannot be read is compiled again. Processes that want the same program compile it once: the others wait.
 """
 
@@ -54,7 +54,7 @@ def folder() -> Path | None:
 
 
 def get_or_compile(key: str, compile_program: Callable[[], Program]) -> Program:
-    """The entry of `key`, or what `compile_program` returns, kept from then on.
+    """The entry of `key`, or what `compile_program` returns, which is then stored.
 
     A folder that cannot be written, or an entry that cannot be read, costs a compile and nothing else.
     """
@@ -112,7 +112,7 @@ def _write(entry: Path, program: Program) -> None:
 
 
 def _drop_oldest(where: Path) -> None:
-    """Delete what was not used for longest until the entries take at most MOST_BYTES."""
+    """Deletes the least recently used entries until the rest takes at most MOST_BYTES."""
     entries = sorted((p.stat().st_mtime, p.stat().st_size, p) for p in where.glob("*.gz"))
     excess = sum(size for _, size, _ in entries) - MOST_BYTES
     for _, size, entry in entries:

@@ -10,20 +10,24 @@ program is read by paths and shapes (`leaves.py`).
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
+from jax.tree_util import KeyPath
 
-from jzero.core.jaxprs import every_equation, is_literal, opened
+from jzero.core.jaxprs import every_equation, opened
 from jzero.core.linear import LINEAR
 from jzero.core.primitives import CALLS, ELEMENTWISE, LAYOUT
 from jzero.core.regions import bodies, scan_parts, while_parts
 from jzero.core.traces import trace_of
+from jzero.core.traversal import traverse
 from jzero.core.update_mark import FROZEN, UPDATE
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.state_layouts import named_by
+from jzero.proof.places import executions
 from jzero.sharding import Plan
 
 STAYS = ELEMENTWISE | {*LAYOUT, "optimization_barrier", "device_put", "reshard", "mesh_cast", UPDATE, FROZEN}
@@ -46,17 +50,17 @@ class Update:
     """
 
     plan: Plan
-    tx: Any
+    tx: optax.GradientTransformation
     params: tuple[int | None, ...]
     state: tuple[int | None, ...]
-    paths: tuple[Any, ...]
+    paths: tuple[KeyPath, ...]
     shapes: tuple[tuple[int, ...], ...]
     loops: tuple[int, ...]
 
     @property
     def times(self) -> int:
         """How often the update runs; a `while` loop counts once."""
-        return math.prod(n or 1 for n in self.loops)
+        return executions(self.loops)
 
     def copies(self, plan: Plan) -> list[Layout | None]:
         """For each leaf of the state the param that it is a copy of (a moment, a master), in this plan."""
@@ -83,9 +87,8 @@ class TraceRecord:
 
     def frozen_of(self, plan: Plan) -> dict[int, int]:
         """The arguments that are frozen weights of a plan, by their number in it."""
-        mine = [found for p, found in self.frozen if p == plan] or [
-            found for p, found in self.frozen if _alike(p, plan)
-        ]
+        mine = [found for p, found in self.frozen if p == plan]
+        mine = mine or [found for p, found in self.frozen if _alike(p, plan)]
         return {at: i for found in mine for at, i in found.items()}
 
     def of(self, plan: Plan) -> list[Update]:
@@ -93,9 +96,8 @@ class TraceRecord:
 
         Those of the first one's params, where another model has an equal plan.
         """
-        equal = [u for u in self.updates if u.plan == plan] or [
-            u for u in self.updates if _alike(u.plan, plan)
-        ]
+        equal = [u for u in self.updates if u.plan == plan]
+        equal = equal or [u for u in self.updates if _alike(u.plan, plan)]
         return [u for u in equal if u.params == equal[0].params]
 
     def names(self, plan: Plan) -> bool:
@@ -134,35 +136,23 @@ class _Found:
     frozen: list[tuple[Plan, Mapping[int, int]]] = dataclasses.field(default_factory=list)
 
 
-def _follow(
-    jaxpr, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found
-) -> list[int | None]:
+def _follow(jaxpr: Any, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found) -> list[int | None]:
     """The argument that each result is, None for one that is made of several; marks on the way go into `found`."""
-    env: dict[Any, int | None] = dict(zip(jaxpr.invars, sources, strict=True))
-
-    def read(atom) -> int | None:
-        return None if is_literal(atom) else env.get(atom)
-
-    for eqn in jaxpr.eqns:
-        values, name = [read(a) for a in eqn.invars], eqn.primitive.name
-        if name == UPDATE:
-            found.updates.append(_update(eqn, values, loops))
-        elif name == FROZEN:
-            rows = zip(eqn.params["at"], values, strict=True)
-            found.frozen.append((eqn.params["plan"].plan, {at: i for at, i in rows if i is not None}))
-        env.update(zip(eqn.outvars, _results(eqn, name, values, loops, found), strict=True))
-    return [read(a) for a in jaxpr.outvars]
+    rule, consts = functools.partial(_results, loops=loops, found=found), [None] * len(jaxpr.constvars)
+    return traverse(jaxpr, consts, sources, rule, literal=lambda _: None, calls=CALLS)
 
 
-def _results(eqn, name: str, values: list[int | None], loops, found) -> list[int | None]:
-    if name in CALLS and CALLS[name] in eqn.params:
-        return _follow(opened(eqn.params[CALLS[name]])[0], values, loops, found)
+def _results(eqn: Any, values: list[int | None], loops: tuple[int, ...], found: _Found) -> list[int | None]:
+    name = eqn.primitive.name
+    if name == UPDATE:
+        found.updates.append(_update(eqn, values, loops))
+    elif name == FROZEN:
+        rows = zip(eqn.params["at"], values, strict=True)
+        found.frozen.append((eqn.params["plan"].plan, {at: i for at, i in rows if i is not None}))
     if name == "scan":
         body, consts, carry = scan_parts(eqn)
-        inside = [
-            *values[: consts + carry],
-            *[None] * (len(values) - consts - carry),
-        ]  # slices are not arguments
+        slices = [None] * (len(values) - consts - carry)  # of stacks: not arguments
+        inside = [*values[: consts + carry], *slices]
         outs = _follow(body, inside, (*loops, eqn.params["length"]), found)
         return [*outs[:carry], *[None] * (len(eqn.outvars) - carry)]
     if name == "while":
@@ -188,7 +178,7 @@ def _results(eqn, name: str, values: list[int | None], loops, found) -> list[int
     return [None] * len(eqn.outvars)
 
 
-def _update(eqn, values: list[int | None], loops: tuple[int, ...]) -> Update:
+def _update(eqn: Any, values: list[int | None], loops: tuple[int, ...]) -> Update:
     of, count = eqn.params["of"], len(values) - len(eqn.params["of"].paths)
     own = iter(values[:count])
     params = tuple(None if x.frozen is Frozen.APART else next(own) for x in of.plan.layouts)
@@ -196,7 +186,7 @@ def _update(eqn, values: list[int | None], loops: tuple[int, ...]) -> Update:
     return Update(of.plan, of.tx, params, tuple(values[count:]), of.paths, shapes, loops)
 
 
-def _is_backward(eqn) -> bool:
+def _is_backward(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 

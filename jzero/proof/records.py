@@ -18,9 +18,9 @@ class Collective:
       wire_bytes: what one device sends in one execution of one of them (ring).
       axes: mesh axes along which the devices of a group differ; empty without a mesh.
       group_size: devices in a group; smaller than the axes' product when only part of an axis joins.
-      trips: executions per step of each, the loops round it multiplied.
+      trips: executions per step of each, the loops around it multiplied.
       loops: those trip counts, outermost first; 0 for a loop whose count the compiler does not know.
-      phase: `forward`, `backward`, `update` or empty where the metadata does not tell.
+      phase: `forward`, `backward`, `update` or empty where the metadata does not say.
       scope: name of the jzero scope it comes from, such as `gather_params`, or empty.
       overlapped: True when compute stands between the start and the done of every one of them.
       asynchronous: True when they are started and awaited apart, whether or not anything stands between.
@@ -65,8 +65,8 @@ class Memory:
     Attributes:
       arguments, outputs, aliased, temp: in device memory; `aliased`: outputs that reuse a donated argument.
       peak: the compiler's own figure, host bytes included in it; 0 where it gives none, and on the CPU, where its
-        figure leaves temp out.
-      params, opt_state, rest: the device bytes of the arguments, when the plan tells them apart, else None.
+        figure omits temp.
+      params, opt_state, rest: the device bytes of the arguments, None without a plan.
     """
 
     arguments: int
@@ -99,7 +99,7 @@ class Wire:
 
     Attributes:
       by_op, by_axis, by_phase: the total split by kind of collective, by mesh axes (`data+model` when several
-        join, `?` without a mesh) and by phase (`?` where the metadata does not tell).
+        join, `?` without a mesh) and by phase (`?` where the metadata does not say).
       psi_bytes: 1 Psi, (N-1)/N x the bytes of all params that the step trains; None without a plan.
     """
 

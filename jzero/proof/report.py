@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -15,17 +14,17 @@ from jzero.core.traces import innermost
 from jzero.layout.specs import whole_mesh
 from jzero.proof import tables
 from jzero.proof.activations import Activations, find_activations
-from jzero.proof.arguments import argument_bytes, argument_shardings
+from jzero.proof.arguments import Given, arguments_given
 from jzero.proof.collectives import Site
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
-from jzero.proof.leaves import Role, kinds_of, roles_of
+from jzero.proof.leaves import kinds_of, roles_of
 from jzero.proof.models import check_plan_fits, other_trained_params
 from jzero.proof.record import record_of
 from jzero.proof.records import Collective, Memory, Wire
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.proof.unread import read, unknown_calls
-from jzero.sharding import check_plan
+from jzero.sharding import Plan, check_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +35,11 @@ class Report:
       collectives: the largest traffic first.
       transfers: what moves between pinned host memory and the device, in the order of the schedule: each with `to`
         (`device` or `host`), `bytes` of one execution, `trips`, `asynchronous`, `phase`.
-      memory: bytes per device; None where the backend does not tell.
+      memory: bytes per device; None if the backend does not report it.
       wire: totals.
       devices: number of devices of the program.
       mesh_shape: axis sizes by name, None where neither the plan nor the program has a mesh.
-      unknown_calls: targets of custom calls of which jzero does not know that they stay on one device, and how often
+      unknown_calls: targets of custom calls that jzero does not know to stay on one device, and how often
         each stands in the program; what they send is not counted.
       activations: bytes of one device that the forward pass saves for the backward pass in device memory (`saved`) and
         in host memory (`host`), and that are made again there (`recomputed`); None without a backward pass.
@@ -71,7 +70,7 @@ class Report:
         return tables.render(self)
 
 
-def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
+def explain(compiled: jax.stages.Compiled, plan: Plan | None = None) -> Report:
     """What XLA made of a step: each collective, its bytes and its place, and the memory per device.
 
     Args:
@@ -99,14 +98,18 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     check_plan(plan, where="jzero.explain", optional=True)
     compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
-    rows, roles, kinds = argument_shardings(compiled), None, None
+    given, psi, by_kind = arguments_given(compiled), None, None
     if plan is not None:
         trains = module.has_backward
-        check_plan_fits(rows, plan, devices=module.partitions, trains=trains, where="jzero.explain")
+        check_plan_fits(given, plan, devices=module.partitions, trains=trains, where="jzero.explain")
         known = record_of(compiled)
-        recorded = known is not None and known.names(plan)
-        found = roles_of(rows, plan, known)
-        roles, kinds = found if recorded else None, kinds_of(found, recorded=recorded)
+        recorded, roles = known is not None and known.names(plan), roles_of(given, plan, known)
+        by_kind = argument_bytes(given, kinds_of(roles, recorded=recorded))
+        if recorded:
+            others = sum(math.prod(x.shape) for x, role in zip(given, roles, strict=True) if role.is_others_param)
+        else:
+            others = sum(other_trained_params(given, compiled, plan).values())
+        psi = _psi_bytes(plan, others)
     mesh_shape = _mesh_shape(compiled, plan)
     sites, failed = read(module)
     if failed:
@@ -119,8 +122,8 @@ def explain(compiled: jax.stages.Compiled, plan: Any = None) -> Report:
     return Report(
         collectives=collectives,
         transfers=transfers,
-        memory=_memory(compiled, rows, kinds),
-        wire=_wire(collectives, _psi_bytes(plan, compiled, rows, roles)),
+        memory=_memory(compiled, given, by_kind),
+        wire=_wire(collectives, psi),
         devices=module.partitions,
         mesh_shape=mesh_shape,
         activations=find_activations(module, transfers),
@@ -132,7 +135,7 @@ def text_of(compiled: jax.stages.Compiled) -> str:
     """The text of a compiled program.
 
     Raises:
-      TypeError: no compiled program, or one without HLO text; says what to pass.
+      TypeError: not a compiled program, or one without HLO text; says what to pass.
     """
     remedy = "Pass jax.jit(step).lower(*args).compile(), or what pod.compile(step, *args) returns."
     if not isinstance(compiled, jax.stages.Compiled):
@@ -145,25 +148,27 @@ def text_of(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def _mesh_shape(compiled, plan) -> dict[str, int] | None:
-    """Of the plan, else of the first NamedSharding of an argument or a result."""
+def _mesh_shape(compiled: jax.stages.Compiled, plan: Plan | None) -> dict[str, int] | None:
+    """From the plan, else from the first NamedSharding of an argument or a result."""
     if plan is not None:
         return dict(plan.mesh.shape)
     leaves = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return next((dict(whole_mesh(s.mesh).shape) for s in leaves if isinstance(s, NamedSharding)), None)
 
 
-def _grouped(sites: Iterable[Site], mesh_shape, entry: str) -> tuple[Collective, ...]:
+def _grouped(
+    sites: Iterable[Site], mesh_shape: Mapping[str, int] | None, entry: str
+) -> tuple[Collective, ...]:
     """Equal sites of one computation as one row, the largest traffic first."""
     rows: dict[tuple, list[Site]] = {}
     for s in sites:
         shown = (s.op, s.dtype, s.bytes, s.wire_bytes, s.group_size, s.loops, s.phase, s.scope)
-        key = (*shown, s.asynchronous, s.compute_ops > 0, s.sliced, s.parts, s.computation, s.groups)
+        key = (*shown, s.asynchronous, s.compute_ops > 0, s.sliced, s.tensors, s.computation, s.groups)
         rows.setdefault(key, []).append(s)
-    found = [
-        _collective(same, axes_of(same[0].groups, mesh_shape) if mesh_shape else (), entry)
-        for same in rows.values()
-    ]
+    found = []
+    for same in rows.values():
+        axes = axes_of(same[0].groups, mesh_shape) if mesh_shape else ()
+        found.append(_collective(same, axes, entry))
     return tuple(sorted(found, key=lambda c: -c.total_wire_bytes))
 
 
@@ -174,27 +179,27 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
         group_size=s.group_size, trips=s.trips, loops=s.loops, phase=s.phase, scope=s.scope,
         overlapped=s.asynchronous and s.compute_ops > 0, asynchronous=s.asynchronous,
         compute_ops=sum(x.compute_ops for x in same), compute_bytes=sum(x.compute_bytes for x in same),
-        sliced=s.sliced, parts=s.parts, computation="entry" if s.computation == entry else s.computation,
+        sliced=s.sliced, parts=s.tensors, computation="entry" if s.computation == entry else s.computation,
         names=tuple(x.name for x in same),
     )  # fmt: skip
 
 
-def _psi_bytes(plan, compiled, rows: Sequence[Any], roles: Sequence[Role] | None) -> int | None:
-    """Of all models that the step trains: a param of another one counts as many bytes as one of the plan on average.
+def _psi_bytes(plan: Plan, others: int) -> int:
+    """One Psi of all models that the step trains; params of another one count with the average itemsize of the plan's.
 
-    `roles`: of the arguments, None where the trace does not say them.
+    `others`: elements of the params of other models.
     """
-    if plan is None:
-        return None
     devices = math.prod(plan.mesh.shape[a] for a in plan.batch_axes)
-    if roles is not None:
-        mine = zip(rows, roles, strict=True)
-        others = sum(math.prod(info.shape) for (_, info, _), role in mine if role.is_others_param)
-    else:
-        results = [path for path, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
-        others = sum(other_trained_params(rows, results, plan).values())
     elements = sum(x.size for x in plan.layouts)
     return round(plan.param_bytes * (1 + others / elements) * (devices - 1) / devices)
+
+
+def argument_bytes(given: Sequence[Given], kinds: Sequence[str]) -> dict[str, int]:
+    """Device bytes of the arguments by kind (`params`, `opt_state`, `rest`), without those in host memory."""
+    totals = {"params": 0, "opt_state": 0, "rest": 0}
+    for x, kind in zip(given, kinds, strict=True):
+        totals[kind] += 0 if x.on_host else x.held
+    return totals
 
 
 def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
@@ -207,17 +212,18 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
     return Wire(by_op, by_axis, by_phase, psi_bytes)
 
 
-def _memory(compiled, rows: Sequence[Any], kinds: Sequence[str] | None) -> Memory | None:
+def _memory(
+    compiled: jax.stages.Compiled, given: Sequence[Given], by_kind: dict[str, int] | None
+) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None
     names = ("argument", "output", "alias", "temp")
     device = [getattr(stats, f"{n}_size_in_bytes", 0) for n in names]
     host = [getattr(stats, f"host_{n}_size_in_bytes", 0) for n in names]
-    split: dict[str, int | None] = {} if kinds is None else dict(argument_bytes(compiled, kinds))
-    on_cpu = any(d.platform == "cpu" for *_, s in rows if s is not None for d in s.device_set)
+    on_cpu = any(d.platform == "cpu" for x in given if x.sharding is not None for d in x.sharding.device_set)
     return Memory(
         arguments=device[0], outputs=device[1], aliased=device[2], temp=device[3],
         host_arguments=host[0], host_outputs=host[1], host_aliased=host[2], host_temp=host[3],
-        peak=0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0), **split,
+        peak=0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0), **(by_kind or {}),
     )  # fmt: skip

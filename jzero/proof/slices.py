@@ -58,7 +58,7 @@ def _further(module: Module, computation: Computation, i: Instruction, parts: in
 
 def _in_fusion(module: Module, outer: Computation, fusion: Instruction, read: str, parts: int) -> list[bool]:
     """Inside a fusion; what leaves it whole is followed outside."""
-    inner = module.computations.get((fusion.callees("calls") or ("",))[0])
+    inner = module.body(fusion)
     if inner is None:
         return [False]
     ends: list[bool] = []

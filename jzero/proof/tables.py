@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -15,12 +15,15 @@ from jzero.proof.activations import Activations
 from jzero.proof.records import Collective, Memory
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer
 
+if TYPE_CHECKING:
+    from jzero.proof.report import Report
+
 WIDTH = 110
 MOST_ROWS = 40
-NO_MEMORY = "memory: this backend tells nothing"
+NO_MEMORY = "memory: not reported by this backend"
 
 
-def render(report: Any) -> str:
+def render(report: Report) -> str:
     """A `Report` as text: collectives, totals, host traffic, memory."""
     mesh = " x ".join(f"{size} {name}" for name, size in (report.mesh_shape or {}).items())
     hidden = len(report.collectives) - MOST_ROWS
@@ -70,7 +73,7 @@ def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return table
 
 
-def _collectives(report: Any) -> Table:
+def _collectives(report: Report) -> Table:
     columns = ("collective", "tensor", "wire", "axes", "where", "phase", "overlap", "per step")
     table = plain_table(*columns, right=("tensor", "wire", "per step"))
     for c in report.collectives[:MOST_ROWS]:
@@ -82,7 +85,7 @@ def _collectives(report: Any) -> Table:
     return table
 
 
-def _axes(c: Collective, report: Any) -> str:
+def _axes(c: Collective, report: Report) -> str:
     """`data`, or `data (8 of 64)` when a group covers part of its axes."""
     if not c.axes or report.mesh_shape is None:
         return f"? ({c.group_size})"
@@ -92,7 +95,7 @@ def _axes(c: Collective, report: Any) -> str:
 
 
 def _where(c: Collective) -> str:
-    """`once`, or the loops round it: `loop 4 x 3`."""
+    """`once`, or the loops around it: `loop 4 x 3`."""
     return "loop " + " x ".join(str(n or "?") for n in c.loops) if c.loops else "once"
 
 
@@ -102,7 +105,7 @@ def _overlap(c: Collective) -> str:
     return human_bytes(c.compute_bytes) if c.overlapped else "nothing"
 
 
-def _wire(report: Any) -> Table:
+def _wire(report: Report) -> Table:
     wire = report.wire
     table = plain_table("", "bytes", "Psi", right=("bytes", "Psi"))
     over = {f"over {axis}": count for axis, count in wire.by_axis.items()}
@@ -114,7 +117,7 @@ def _wire(report: Any) -> Table:
     return table
 
 
-def _transfers(report: Any) -> Table:
+def _transfers(report: Report) -> Table:
     """A row per direction of host traffic, and where there are several kinds of it one for each.
 
     The number counts a transfer in a loop once for each trip.

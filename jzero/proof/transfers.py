@@ -8,26 +8,34 @@ a plain `copy` that the program waits for. A piece of one moves by a `dynamic-sl
 slice, not the array. A kernel may also read host memory where it stands; all that it reads crosses the bus.
 
 [Note: what a transfer is for]
-XLA drops the names of the copies it makes. What is fetched is known by what reads it, what is written by what makes it.
-In the forward and the backward pass an argument of the program that is fetched is a weight; what the program itself has
-put into host memory is a saved activation, or a gradient on its way to be added. What the backward pass writes is a
-gradient.
+XLA drops the names of the copies it makes. So the purpose of a fetch is read from its readers, and that of a write
+from what makes the value. In the forward and the backward pass, a fetched argument of the program is a weight; what the
+program itself has put into host memory is a saved activation, or a gradient that waits to be added. What the backward
+pass writes is a gradient.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 
 from jzero.comm.host import HostTransfer
-from jzero.proof.hlo import Computation, Instruction, Module, Shape
-from jzero.proof.places import CALLERS, Place, name_stack, phase_of, scope_of, touches_host, walk, work_before
-
-SAME = frozenset(
-    ("get-tuple-element", "bitcast", "tuple", "optimization-barrier", "opt-barrier", "add-dependency")
+from jzero.proof.hlo import SAME, Computation, Instruction, Module, Shape
+from jzero.proof.places import (
+    CALLERS,
+    Move,
+    Place,
+    Work,
+    name_stack,
+    phase_of,
+    scope_of,
+    touches_host,
+    walk,
+    work_before,
+    work_between,
 )
+
 WEIGHT = HostTransfer.FETCH.removeprefix("jzero.")
 GRADIENT = HostTransfer.WRITE.removeprefix("jzero.")
 BARRIER = "optimization_barrier"
@@ -35,38 +43,11 @@ ALLOCATES = 'custom_call_target="AllocateBuffer"'  # of a stack in host memory, 
 CARRIES = CALLERS | SAME | {"parameter", "async-done", "async-update"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """A copy between host and device memory, at one place of the program.
-
-    Attributes:
-      to: `device` or `host`.
-      name: of the instruction.
-      computation: where it stands.
-      bytes: of one execution, on one device.
-      loops: trip counts of the loops round it, outermost first; 0 where the compiler does not know one.
-      asynchronous: True where the program goes on between start and done.
-      phase: `forward`, `backward`, `update` or empty.
-      scope: the jzero scope that it comes from, such as `fetch_weight`, or empty.
-      compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
-        their outputs.
-    """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer(Move):
+    """A copy between host and device memory, at one place of the program; `to`: `device` or `host`."""
 
     to: str
-    name: str
-    computation: str
-    bytes: int
-    loops: tuple[int, ...]
-    asynchronous: bool
-    phase: str = ""
-    scope: str = ""
-    compute_ops: int = 0
-    compute_bytes: int = 0
-
-    @property
-    def trips(self) -> int:
-        """Executions per step; an unknown loop counts once."""
-        return math.prod(n or 1 for n in self.loops)
 
     @property
     def total_bytes(self) -> int:
@@ -88,43 +69,34 @@ def find_transfers(module: Module) -> tuple[Transfer, ...]:
     return tuple(transfer for place, i in every for transfer in _transfers(module, place, i, work))
 
 
-def done_of(home: Computation, i: Instruction) -> Instruction:
-    """The instruction that ends what `i` starts; itself where nothing does."""
-    if not i.opcode.endswith("-start"):
-        return i
-    return next((u for u in home.users.get(i.name, ()) if u.opcode.endswith("-done")), i)
-
-
-def _transfers(module: Module, place: Place, i: Instruction, work) -> Iterator[Transfer]:
+def _transfers(module: Module, place: Place, i: Instruction, work: Work) -> Iterator[Transfer]:
     if i.opcode in CARRIES or i.opcode.endswith("-done") or ALLOCATES in i.attrs:
         return
     home = place.computation
     if not touches_host(home, i):
         return
     operands = [home.instructions[o] for o in i.operands if o in home.instructions]
-    hosted = [any(s.on_host for s in o.shapes) for o in operands]
-    paired = i.opcode.endswith("-start") and '"is_sync":true' not in i.attrs
-    result = done_of(home, i).shapes if done_of(home, i) is not i else i.shapes
-    held = {o.name for o, on_host in zip(operands, hosted, strict=True) if on_host}
+    held = {o.name: None for o in operands if any(s.on_host for s in o.shapes)}
+    paired, done = i.opcode.endswith("-start") and '"is_sync":true' not in i.attrs, home.done(i)
     if i.opcode in ("copy", "copy-start"):
-        moves = _copied(result, i.shapes[1].on_host if len(i.shapes) > 1 else any(hosted))
+        moves = _copied(done.shapes, i.shapes[1].on_host if len(i.shapes) > 1 else bool(held))
     else:
         moves = {
             "device": sum(_read(module, home, i, name) for name in held),
-            "host": sum(_written(module, home, i, result)) if any(s.on_host for s in result) else 0,
+            "host": sum(_written(module, home, i, done.shapes)) if any(s.on_host for s in done.shapes) else 0,
         }
-    ops, written, first, last = [0], [0], 0, 0
-    if paired and done_of(home, i) is not i:
-        (ops, written), first, last = work(home), home.order[i.name], home.order[done_of(home, i).name]
-    between = ops[last] - ops[first], written[last] - written[first]
+    ops, written = work_between(work, home, i, done) if paired and done is not i else (0, 0)
     for to, size in moves.items():
         if size:
             phase, scope = _purpose(module, place, i, to, next(iter(held), ""))
-            yield Transfer(to, i.name, home.name, size, place.loops, paired, phase, scope, *between)
+            yield Transfer(
+                to=to, name=i.name, computation=home.name, bytes=size, loops=place.loops, asynchronous=paired,
+                phase=phase, scope=scope, compute_ops=ops, compute_bytes=written,
+            )  # fmt: skip
 
 
 def _purpose(module: Module, place: Place, i: Instruction, to: str, held: str) -> tuple[str, str]:
-    """The phase and the scope of a transfer: see [Note: what a transfer is for]. `held`: what it takes of the host."""
+    """Phase and scope of a transfer, by [Note: what a transfer is for]; `held`: the host array that it reads."""
     stack = "" if to == "host" else _read_as(place.computation, i)
     stack = stack or name_stack(place, i)
     phase = phase_of(stack, module.has_backward)
@@ -136,7 +108,7 @@ def _purpose(module: Module, place: Place, i: Instruction, to: str, held: str) -
 
 
 def _read_as(home: Computation, i: Instruction) -> str:
-    """The name stack of a fetched value: its own, else that of the nearest readers; empty where they have none."""
+    """The name stack of a fetched value: its own, else that of the nearest reader with one, else empty."""
     level, seen = [i], {i.name}
     while level:
         found = next((x.op_name for x in level if "/" in x.op_name and not x.op_name.endswith(BARRIER)), "")
@@ -165,25 +137,11 @@ def _is_argument(module: Module, home: Computation, name: str) -> bool:
                 return home.name == module.entry
             home, value = caller
         elif value.opcode == "while":
-            body = module.computations[value.callees("body")[0]]
-            if not path or not _hands_through(body, path[-1]):
+            if not path or path[-1] not in module.handed_through(value):
                 return False
         elif value.opcode not in SAME and value.opcode != "copy":
             return False
         name = value.operands[0]
-
-
-def _hands_through(body: Computation, at: int) -> bool:
-    """Element `at` of what a loop carries is in each round what it was."""
-    root = next(i for i in body.schedule if i.is_root)
-    if root.opcode != "tuple":
-        return False
-    name = root.operands[at]
-    while body.instructions[name].opcode in ("optimization-barrier", "opt-barrier", "bitcast", "copy"):
-        name = body.instructions[name].operands[0]
-    value = body.instructions[name]
-    own = value.opcode == "get-tuple-element" and value.index == at
-    return own and body.instructions[value.operands[0]].opcode == "parameter"
 
 
 def _copied(result: Sequence[Shape], from_host: bool) -> dict[str, int]:
@@ -199,7 +157,7 @@ def _read(module: Module, home: Computation, i: Instruction, value: str) -> int:
         return i.nbytes if i.operands[0] == value else whole
     if i.opcode == "dynamic-update-slice":
         return 0 if i.operands[0] == value else whole
-    inside = _inside(module, i)
+    inside = module.body(i)
     if inside is None:
         return whole
     at = [k for k, o in enumerate(i.operands) if o == value]
@@ -217,11 +175,9 @@ def _used(module: Module, home: Computation, value: str) -> int:
 
 def _written(module: Module, home: Computation, i: Instruction, result: Sequence[Shape]) -> Iterator[int]:
     """Bytes of each host array among the results of an instruction: the slice that it puts there, else all."""
-    inside = _inside(module, i)
+    inside = module.body(i)
     if inside is not None:
-        root = next(r for r in inside.schedule if r.is_root)
-        outs = [inside.instructions[o] for o in root.operands] if root.opcode == "tuple" else [root]
-        for out, shape in zip(outs, result, strict=False):
+        for out, shape in zip(inside.outputs, result, strict=False):
             made = _origin(inside, out)
             if shape.on_host and made.opcode != "parameter":  # an array that is passed through
                 yield from _written(module, inside, made, made.shapes if len(made.shapes) > 1 else (shape,))
@@ -235,10 +191,3 @@ def _origin(home: Computation, value: Instruction) -> Instruction:
     while value.opcode in ("bitcast", "get-tuple-element") and value.operands[0] in home.instructions:
         value = home.instructions[value.operands[0]]
     return value
-
-
-def _inside(module: Module, i: Instruction) -> Computation | None:
-    """The computation of a fusion or of an asynchronous call."""
-    if i.opcode.removesuffix("-start") not in ("fusion", "async"):
-        return None
-    return next((module.computations[c] for c in i.callees("calls") if c in module.computations), None)

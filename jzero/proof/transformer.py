@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jzero.core.errors import check_dtype, check_flag, check_int
 
@@ -50,7 +50,7 @@ class Transformer:
     batch: int = 1
     vocab: int = 0
     ffn: int | None = None
-    dtype: Any = "bfloat16"
+    dtype: DTypeLike = "bfloat16"
     remat: bool = True
     flash: bool = False
     partition: int = 1

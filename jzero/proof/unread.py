@@ -1,9 +1,9 @@
-"""What of a compiled program was not understood: a program with such parts may send or hold more than was counted.
+"""The parts of a compiled program that jzero cannot read: such a program may send or hold more than was counted.
 
 [Note: nothing counts as zero]
 Every instruction that names devices (replica groups, pairs, a channel) is a collective that was read, or is named
-here. So is a memory space that is not known, and a custom call of an unknown target: XLA's own compute where they
-stand, while a kernel of the user's may communicate, and nothing in the text tells. A loop whose trip count XLA does not
+here. So are unknown memory spaces, and custom calls with an unknown target: XLA's own stay on one device, but a kernel
+of the user may communicate without a trace in the text. A loop whose trip count XLA does not
 know is counted once; where it holds a collective, what is counted is a lower bound.
 """
 
@@ -17,7 +17,7 @@ from jzero.proof.collectives import Site, read_collectives
 from jzero.proof.hlo import NAMES_DEVICES, Module, parse_instruction
 
 MEMORY_SPACES = ("5",)
-"""Those that are known: pinned host memory. Device memory is not named."""
+"""Known ones: pinned host memory. Device memory has no number in the text."""
 LOCAL_CALLS = (
     "__cublas", "__cudnn", "__cusolver", "__cusparse", "__cub$", "__gpu$", "__onednn", "__ynn", "__custom_fusion",
     "cublas_", "cudnn", "cusolver_", "cusparse_", "cufft", "cu_", "cub_", "lapack_", "blas_", "ducc_fft",
@@ -25,13 +25,13 @@ LOCAL_CALLS = (
     "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding", "SPMD", "PadToStatic", "SliceToDynamic",
     "TopK", "ApproxTopK", "PartialReduce", "LayoutConstraint", "triton_kernel_call", "ResizeBilinear",
 )  # fmt: skip
-"""How the names of targets begin that compute on one device: of XLA, of the libraries that it calls, of jax."""
+"""Prefixes of the targets that compute on one device: those of XLA, of the libraries that it calls, of jax."""
 _TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
 _SPACE = re.compile(r"\bS\((\d+)\)")
 
 
 def read(module: Module) -> tuple[tuple[Site, ...], list[str]]:
-    """The collectives of a program; and in a sentence each, what of it was not understood."""
+    """The collectives of a program; and one sentence for each part that cannot be read."""
     sites, failed = read_collectives(module)
     return sites, [*failed.values(), *_devices(module, sites, failed), *_spaces(module)]
 
@@ -39,7 +39,7 @@ def read(module: Module) -> tuple[tuple[Site, ...], list[str]]:
 def unknown_calls(module: Module) -> dict[str, int]:
     """Targets of custom calls that are not known to stay on one device, and how often each is called."""
     found: dict[str, int] = {}
-    for line in _lines(module, "custom_call_target="):
+    for line in module.lines("custom_call_target="):
         for target in _TARGET.findall(line):
             if not target.startswith(LOCAL_CALLS):
                 found[target] = found.get(target, 0) + 1
@@ -65,13 +65,10 @@ def _devices(module: Module, sites: Iterable[Site], failed: Collection[tuple[str
 
 def _spaces(module: Module) -> Iterator[str]:
     found: dict[str, int] = {}
-    for line in _lines(module, "S("):
+    for line in module.lines("S("):
         for space in _SPACE.findall(line.partition(" metadata=")[0]):
             if space not in MEMORY_SPACES:
                 found[space] = found.get(space, 0) + 1
     for space, count in found.items():
         yield f"memory space S({space}), in {counted(count, 'array')}: not known as device or host memory"
 
-
-def _lines(module: Module, word: str) -> Iterator[str]:
-    return (line for home in module.computations.values() for line in home.lines if word in line)

@@ -19,14 +19,15 @@ from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
 from jzero.core.products import gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traces import innermost
+from jzero.core.types import PyTree
 from jzero.core.update_mark import FROZEN
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.batches import MICRO_SCOPE
-from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import split_dims
-from jzero.proof.arguments import find_plan, jitted_fn
-from jzero.proof.leaves import home_of_params, layouts_of, roles_of
+from jzero.proof.arguments import Given, arguments_given, find_plan, jitted_fn
+from jzero.proof.leaves import layouts_of, roles_of, tree_of_params
 from jzero.proof.record import TraceRecord, record
 from jzero.sharding import Plan, check_plan
 
@@ -38,7 +39,7 @@ LINEAR = frozenset(
 )
 """The derivative reads no operand."""
 STAYS = ELEMENTWISE | REDUCING | {"reshape"}
-"""Made from shards where they lie; a reshape as a rule."""
+"""Made from shards where they lie; for a reshape that holds as a rule."""
 PRODUCTS = ("dot_general", "conv_general_dilated")
 """What a forward pass outside of `jax.grad` is known by, beside lookups: its vectors are too small to count."""
 SAME = ("device_put", FROZEN)
@@ -46,7 +47,7 @@ _GRAD = re.compile(r"jvp\(|transpose\(|jzero\.")
 _CUT = re.compile(rf"{re.escape(MICRO_SCOPE)}(\d+)")
 
 
-def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kwargs: Any) -> Uses:
+def uses_of(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None, **kwargs: PyTree) -> Uses:
     """What a train step does with each param: for `estimate(plan, uses=)`, which knows only shapes without it.
 
     The step is traced as plain Flax would, without jzero's collectives, and nothing is compiled.
@@ -75,20 +76,20 @@ def uses_of(step: Callable[..., Any], *args: Any, plan: Plan | None = None, **kw
       >>> jzero.uses_of(step, plan.shapes, jnp.ones((8, 64)), plan=plan)
       {"['w']": (Use(kind='kept', dtype=dtype('float32'), rows=0),)}
     """
-    known: Any = find_plan((*args, *kwargs.values())) if plan is None else plan
-    check_plan(known, where="jzero.uses_of")
+    plan = find_plan((*args, *kwargs.values())) if plan is None else plan
+    check_plan(plan, where="jzero.uses_of")
+    assert plan is not None
     jitted = jitted_fn(step, (), (args, kwargs), where="jzero.uses_of")
     if jitted is not step:  # one that the user jitted may have static arguments
         check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.uses_of")
     with as_written():
-        return uses_in(jitted.trace(*args, **kwargs), known)
+        return uses_in(jitted.trace(*args, **kwargs), plan)
 
 
 def uses_in(stage: Any, plan: Plan) -> Uses:
     """The uses in what `jax.jit(step).trace(...)` returns, traced under `as_written`."""
     traced = innermost(stage, jax.stages.Traced)
-    rows = [(path, info, None) for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info)]
-    params = _params_of(rows, plan, record(traced.jaxpr))
+    params = _params_of(arguments_given(traced), plan, record(traced.jaxpr))
     weights, found = [x is not None for x in params], Uses()
     trained = [x is not None and x.frozen is None for x in params]
     split = [None if x is None or plan.lives_on_host(x) else split_dims(x.stored, x.used, x.grad) for x in params]
@@ -115,19 +116,17 @@ def _micro_batches(jaxpr: Any) -> int:
     return found
 
 
-def _params_of(rows: Sequence[Any], plan: Plan, known: TraceRecord) -> list[Layout | None]:
+def _params_of(given: Sequence[Given], plan: Plan, known: TraceRecord) -> list[Layout | None]:
     """The param that each argument is; without an update an NNX state is taken in its order, if that has all params."""
-    found = [role.layout if role.is_param else None for role in roles_of(rows, plan, known)]
-    paths, shapes = [path_keys(path) for path, *_ in rows], [tuple(info.shape) for _, info, _ in rows]
+    found = [role.layout if role.is_param else None for role in roles_of(given, plan, known)]
     if known.names(plan):
         return found
-    layouts = layouts_of(paths, shapes, plan)
-    home = home_of_params(paths, layouts, plan)
-    own = [i for i, keys in enumerate(paths) if home is not None and keys[: len(home)] == home]
-    if [shapes[i] for i in own] != [x.shape for x in plan.layouts]:
+    tree = tree_of_params(given, layouts_of(given, plan), plan)
+    own = [i for i, x in enumerate(given) if tree is not None and x.keys[: len(tree)] == tree]
+    if [given[i].shape for i in own] != [x.shape for x in plan.layouts]:
         return found
     in_order = dict(zip(own, plan.layouts, strict=True))
-    return [in_order.get(i) for i in range(len(paths))]
+    return [in_order.get(i) for i in range(len(given))]
 
 
 class _Graph(WeightGraph):
@@ -164,7 +163,7 @@ class _Region:
         moving: Sequence[bool],
         split: Sequence[frozenset[int] | None],
     ) -> dict[int, list[Use]]:
-        """The uses of the weights among the arguments, by position; `moving`: what depends on trained weights."""
+        """The uses of the weights among the arguments, by position; `moving`: those that depend on trained weights."""
         graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights, split)
         found: dict[int, list[Use]] = collections.defaultdict(list)
         at = {value: i for i, value in enumerate(graph.ins)}
@@ -197,26 +196,24 @@ class _Region:
     def entered(
         self, graph: WeightGraph, node: Node, moves: set[int], among: Collection[int]
     ) -> dict[int, list[Use]]:
-        """The uses of these weights in a region: of branches the most, of a constant of a loop one for all rounds."""
+        """The uses of these weights in a region: the most of any branch; one for a constant of a loop."""
         inner, skipped = bodies(node.eqn)
         operands, loop = node.ins[skipped:], node.name in LOOPS
         weights, moving = ([i in some for i in operands] for some in (among, moves))
         split = [graph.split.get(i) for i in operands]
         consts = loop_consts(node.eqn) - skipped if loop else 0
-        if loop:  # what is carried depends on them after one round
+        if loop:  # what is carried depends on them after one iteration
             carry = len(operands) - consts if node.name == "while" else scan_parts(node.eqn)[2]
             moving[consts : consts + carry] = [True] * carry
             split[consts + carry :] = [_without_leading(dims) for dims in split[consts + carry :]]
-        region, found = (
-            dataclasses.replace(self, again=self.again or node.name in REMAT),
-            dict[int, list[Use]](),
-        )
+        region = dataclasses.replace(self, again=self.again or node.name in REMAT)
+        found = dict[int, list[Use]]()
         for jaxpr, _ in inner:
             some = region.search(jaxpr, weights, moving, split)
-            if consts and self.forward:  # one over micro-batches has each use in every round
+            if consts and self.forward:  # one over micro-batches has each use in every iteration
                 once = dataclasses.replace(region, again=True).search(jaxpr, weights, moving, split)
-                rounds = node.eqn.params.get("length", 0)  # of a `while` not known
-                some |= {at: _strongest(uses, rounds) for at, uses in once.items() if at < consts}
+                iterations = node.eqn.params.get("length", 0)  # of a `while` not known
+                some |= {at: _strongest(uses, iterations) for at, uses in once.items() if at < consts}
             for at, uses in some.items():
                 found[operands[at]] = max(found.get(operands[at], []), uses, key=len)
         parts = {value: graph.part(value) for value in found}
@@ -265,7 +262,8 @@ def _dtype(graph: WeightGraph, node: Node, value: int) -> np.dtype:
 def _forward(graph: WeightGraph, data: set[int]) -> set[Node]:
     """The nodes of the forward pass, by the names that `jax.grad` gives.
 
-    Not what is only there for the backward pass. What is constant over a loop may have no name, and is read by one.
+    Nodes that only serve the backward pass are left out. What is constant over a loop may have no name; a loop reads
+    it.
     """
     found = set[Node]()
     readers: dict[int, list[Node]] = collections.defaultdict(list)
@@ -292,11 +290,8 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
     for node in (n for n in reversed(graph.nodes) if n in forward):
         arrays = [i for i in node.outs if graph.avals[i].ndim]
         stays = not arrays or (node.name in STAYS and outs.isdisjoint(arrays))
-        if (
-            stays
-            and not graph.activations(node, data)
-            and all(n in found for i in arrays for n in readers[i])
-        ):
+        stays = stays and not graph.activations(node, data)
+        if stays and all(n in found for i in arrays for n in readers[i]):
             found.add(node)
         for i in node.ins:
             readers[i].append(node)
@@ -304,7 +299,7 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
 
 
 def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
-    """Positions of the weights that remat regions read, in loops too: what they do not need is not an argument."""
+    """Positions of the weights that remat regions read, in loops too; they take only what they need."""
     graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()
     for node in graph.nodes:
@@ -316,7 +311,7 @@ def _read(use: Use) -> Use:
     return dataclasses.replace(use, kind="matmul") if use.kind == "kept" else use
 
 
-def _strongest(uses: list[Use], rounds: int) -> list[Use]:
-    """The one use that stands for all in a loop, with the rows of all rounds."""
+def _strongest(uses: list[Use], iterations: int) -> list[Use]:
+    """The one use that stands for all in a loop, with the rows of all iterations."""
     use = max(uses, key=lambda use: GATHERS[use.kind])
-    return [dataclasses.replace(use, rows=use.rows * rounds)]
+    return [dataclasses.replace(use, rows=use.rows * iterations)]

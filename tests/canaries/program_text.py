@@ -59,14 +59,14 @@ def layout_of_text(text: str) -> str:
     return differences(rows)
 
 
-@check("proof/places.py, proof/rounds.py, proof/transfers.py")
+@check("proof/places.py, proof/unrolled.py, proof/transfers.py")
 def cpu_name_stacks():
     """op_name is the name stack: jit(step)/..., jvp(, transpose(jvp(, rematted_computation, while/body, jzero. scopes,
     the primitive last (a program for the CPU)."""
     return name_stacks_in(cpu_step().as_text())
 
 
-@check("proof/places.py, proof/rounds.py, proof/transfers.py", gpu=True)
+@check("proof/places.py, proof/unrolled.py, proof/transfers.py", gpu=True)
 def gpu_name_stacks():
     """The same of a program for GPUs."""
     return name_stacks_in(gpu_text())

@@ -9,7 +9,7 @@ import pytest
 from differ import gpus, grammar
 from wire_reader import sent
 
-from jzero.proof.collectives import find_collectives
+from jzero.proof.collectives import read_collectives
 from jzero.proof.hlo import parse
 
 SEED = 21
@@ -32,4 +32,4 @@ def test_a_step_sends_what_two_readers_and_the_estimate_say(case, tmp_path):
 @pytest.mark.parametrize("path", STORED, ids=[path.name.removesuffix(".txt.gz") for path in STORED])
 def test_stored_programs_send_what_two_readers_say(path):
     text = gzip.decompress(path.read_bytes()).decode()
-    assert sum(s.wire_bytes * s.trips for s in find_collectives(parse(text))) == sent(text)
+    assert sum(s.wire_bytes * s.trips for s in read_collectives(parse(text))[0]) == sent(text)

@@ -226,10 +226,10 @@ def test_stack_split_along_its_scanned_dim(stage, axis, axes):
     assert finding.bytes >= 4 * stacks * 3 // 4  # once for each layer, forward alone
 
 
-@pytest.mark.remedy("weights_kept", "loss_fn = jzero.gather_on_use(loss_fn, plan); for blocks of your own")
+@pytest.mark.remedy("weights_saved", "loss_fn = jzero.gather_on_use(loss_fn, plan); for blocks of your own")
 @pytest.mark.default_cases("scan")
 @BOTH
-def test_gathered_weights_kept(scan):
+def test_gathered_weights_saved(scan):
     state, plan = small_state(3, scan=scan, remat=False)
 
     def step(state, batch):

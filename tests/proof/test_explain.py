@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.proof.arguments import argument_bytes
+from jzero.proof.arguments import arguments_given
 from jzero.proof.pod import pod
-from jzero.proof.report import Collective, Memory, Report, Wire, explain
+from jzero.proof.report import Collective, Memory, Report, Wire, argument_bytes, explain
 from jzero.sharding import make_plan
 
 WIDTH = 128
@@ -182,7 +182,7 @@ def test_host_arguments_are_no_device_bytes():
         return w + jax.device_put(m, here)
 
     compiled = target.compile(step, abstract(mesh, "data"), moment)
-    split = argument_bytes(compiled, ["params", "opt_state"])
+    split = argument_bytes(arguments_given(compiled), ["params", "opt_state"])
     assert split == {"params": WEIGHT // 8, "opt_state": 0, "rest": 0}
     report = explain(compiled)
     assert report.memory is not None
@@ -226,7 +226,7 @@ def test_table():
     reduce = "1 x all-reduce bf16 2.00 MB 1.75 MB data (8 of 64) loop 4 x 3 update sync 21.00 MB"
     assert words[words.index(reduce) + 1] == "+ slice"
     assert "over data 63.00 MB 3.000" in words
-    assert words[-1] == "memory: this backend tells nothing"
+    assert words[-1] == "memory: not reported by this backend"
     assert max(map(len, lines)) <= 110
 
 

@@ -13,7 +13,7 @@ import re
 import pytest
 
 from jzero.proof import hlo
-from jzero.proof.collectives import find_collectives
+from jzero.proof.collectives import read_collectives
 from jzero.proof.groups import axes_of, parse_groups
 from jzero.proof.places import phase_of
 from jzero.proof.transfers import find_transfers
@@ -107,13 +107,20 @@ EXPECTED = {
 }
 
 
+def find_collectives(module: hlo.Module):
+    """Its collectives, all of which can be read."""
+    sites, failed = read_collectives(module)
+    assert not failed
+    return sites
+
+
 def load(name: str, version: str) -> hlo.Module:
     return hlo.parse(gzip.decompress((HERE / f"{name}.jax{version}.txt.gz").read_bytes()).decode())
 
 
 def seen(site, mesh_shape):
     axes = axes_of(site.groups, mesh_shape)
-    found = (site.op, site.dtype, site.parts, site.bytes, site.wire_bytes, axes, site.loops)
+    found = (site.op, site.dtype, site.tensors, site.bytes, site.wire_bytes, axes, site.loops)
     return (*found, site.phase, site.scope, site.asynchronous)
 
 

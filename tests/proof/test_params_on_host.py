@@ -138,7 +138,7 @@ def test_params_that_are_all_on_the_device():
     program = pod.compile(whole, state, tokens(), donate_argnums=0, plan=plan, compiler_options=QUICK)
     found = {f.kind: f for f in findings(program, plan)}
     assert {"weights_not_gathered_on_use", "state_not_offloaded"} <= set(found)
-    assert "where each is to be there for its use alone" in found["state_not_offloaded"].text
+    assert "where each should be there only for its use" in found["state_not_offloaded"].text
     assert found["state_not_offloaded"].bytes > plan.param_bytes // 8 // 2
     own, *_ = compiled(True, layers=12)
     assert findings(own, plan) == ()

@@ -1,9 +1,9 @@
 """What could not be read or looked for, and why: `not_checked`.
 
 [Note: names that are not recognized]
-Phases and scopes are read from the name stacks that jax writes into the program. Should a jax name them otherwise,
-rules would fall silent. So what the trace says is held against what was recognized: a backward pass, an update, and a
-phase for every collective that is more than small change.
+Phases and scopes are read from the name stacks that jax writes into the program. If a version of jax named them
+otherwise, rules would fall silent. So what the trace says is compared with what was recognized: a backward pass, an
+update, and a phase for every collective of more than negligible size.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jzero.core.errors import counted, human_bytes
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults.held import planned_by_record
 from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text
-from jzero.proof.rounds import UPDATE
 from jzero.proof.unread import endless, unknown_calls
+from jzero.proof.unrolled import UPDATE
 
 NOT_CHECKED = "not_checked"
 SHARE_UNNAMED = 0.05  # of one Psi
@@ -75,9 +75,7 @@ def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
         if e.record.has_backward and e.record.of(e.plan) and not e.module.has_backward:
             yield "the step has a backward pass, and none was recognized in the names of the compiled program."
         inside = not e.plan.config.updates_outside and e.record.of(e.plan)
-        if inside and not any(
-            UPDATE in line for home in e.module.computations.values() for line in home.lines
-        ):
+        if inside and not any(e.module.lines(UPDATE)):
             yield "the step has an update, and none was recognized in the names of the compiled program."
     missing = len(e.plan.layouts) - sum(x.is_param for x in e.leaves)
     if e.record is not None and e.record.of(e.plan) and missing:

@@ -2,7 +2,7 @@
 
 [Note: what is compared]
 The closed form is `estimate`'s: from the plan and from what the step does with each param (`uses_of`), not from the
-compiled program. Collectives that it does not know are left out of the sum: the optimizer's own arithmetic
+compiled program. Collectives outside of it are left out of the sum: the optimizer's own arithmetic
 (`optimizer_moves`) and its exchange of matrices, the user's collectives in a `jax.shard_map`, and axes over which ZeRO
 does not split. Micro-batches are counted in the program; a loop that is taken for one makes the closed form larger.
 """
@@ -13,8 +13,8 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from jzero.comm import comm_of
 from jzero.comm.exchange import MatrixExchange
@@ -53,6 +53,10 @@ BY_HAND = frozenset(
 """Primitives of collectives that someone has written, in a `jax.shard_map`."""
 ROWS = frozenset(("gather", "scatter", "scatter-add"))
 """Primitives that read and write rows."""
+Sent = tuple[Site, int, float]
+"""A tensor of a collective: its elements, and the bytes that one device sends in an update."""
+Planned = tuple[Layout, bool, float]
+"""A param, whether its gradient is reduced or it is gathered, and the bytes that one device sends for it."""
 
 
 def more_than_closed_form(e: Evidence) -> Faults:
@@ -60,8 +64,8 @@ def more_than_closed_form(e: Evidence) -> Faults:
     if (bytes_ := _compared(e)) is None:
         return
     rows, planned, sent, closed, psi = bytes_
-    extra = _of_kept(e, e.micro_batches)
-    if sent - closed - extra <= SHARE_MORE * max(closed, psi):  # less than one Psi: all is small change
+    extra = _of_untouched(e, e.micro_batches)
+    if sent - closed - extra <= SHARE_MORE * max(closed, psi):  # below one Psi even 5 % is little
         return
     found = [row for row in _excess(e, rows, planned) if row.bytes > SHARE_ROW * psi]
     rows_moved = any(primitive_of(row.where) in ROWS for row in found)
@@ -94,8 +98,8 @@ def less_than_closed_form(e: Evidence) -> Iterator[str]:
             )
 
 
-def _compared(e: Evidence) -> tuple[list[Any], list[Any], float, float, float] | None:
-    """What is sent and what is planned, row by row and in bytes, and the bytes of one Psi; None where not known."""
+def _compared(e: Evidence) -> tuple[list[Sent], list[Planned], float, float, float] | None:
+    """What is sent and what is planned, row by row and in bytes, and the bytes of one Psi; None if not known."""
     if e.on_cpu or e.uses is None or e.split_stacks or not e.trains or not e.module.has_backward:
         return None
     if e.others or e.frozen:  # its weights are gathered too
@@ -106,20 +110,18 @@ def _compared(e: Evidence) -> tuple[list[Any], list[Any], float, float, float] |
     return rows, planned, sent, closed, e.plan.param_bytes * (e.plan.batch_parts - 1) / e.plan.batch_parts
 
 
-def _sent(e: Evidence) -> Iterator[tuple[Site, int, float]]:
-    """For each tensor of each collective: its elements, and the bytes that one device sends in an update."""
+def _sent(e: Evidence) -> Iterator[Sent]:
     for s in e.over_zero_axes(
         *REDUCES, "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"
     ):
-        by_hand = not s.scope and primitive_of(e.instruction(s)[1].op_name) in BY_HAND
+        by_hand = not s.scope and s.primitive in BY_HAND
         if by_hand or e.is_optimizers(s) or f"jzero.{s.scope}" == MatrixExchange.SCOPE:
             continue
-        parts, wire = e.parts(s), s.wire_bytes * e.trips(s)
-        yield from ((s, n, wire * n / max(sum(parts), 1)) for n in parts)
+        wire = s.wire_bytes * e.trips(s)
+        yield from ((s, n, wire * n / max(sum(s.sizes), 1)) for n in s.sizes)
 
 
-def _planned(e: Evidence, times: int) -> Iterator[tuple[Layout, bool, float]]:
-    """For each param its gathers, and its reductions (True)."""
+def _planned(e: Evidence, times: int) -> Iterator[Planned]:
     comm, zero = comm_of(e.plan), set(e.plan.config.axes)
     # at stages 0 and 1 gradients are reduced once, unless `reduce="microbatch"` was asked for
     asked = not e.plan.config.row.grads and any(s.scope == "microbatch" for s in e.over_zero_axes(*REDUCES))
@@ -131,11 +133,11 @@ def _planned(e: Evidence, times: int) -> Iterator[tuple[Layout, bool, float]]:
             yield x, reduces, size * (times if reduces and asked else 1)
 
 
-def _of_kept(e: Evidence, times: int) -> float:
-    """Gradients of params that the optimizer leaves as they are: XLA drops them, unless the step reads them."""
+def _of_untouched(e: Evidence, times: int) -> float:
+    """Gradients of params that the optimizer leaves unchanged: XLA drops them, unless the step reads them."""
     comm = comm_of(e.plan)
-    kept = (dataclasses.replace(x, frozen=None) for x in e.plan.layouts if x.frozen is Frozen.KEPT)
-    return sum(size for x in kept for _, size in comm.gradients.wire(x, times, (e.uses or {}).get(x.name, DEFAULT)))
+    some = (dataclasses.replace(x, frozen=None) for x in e.plan.layouts if x.frozen is Frozen.KEPT)
+    return sum(size for x in some for _, size in comm.gradients.wire(x, times, (e.uses or {}).get(x.name, DEFAULT)))
 
 
 class _More(NamedTuple):
@@ -148,7 +150,7 @@ class _More(NamedTuple):
     bytes: float
 
 
-def _excess(e: Evidence, rows, planned) -> list[_More]:
+def _excess(e: Evidence, rows: Iterable[Sent], planned: Iterable[Planned]) -> list[_More]:
     """What is sent and not planned, by param (those of one size together) or array; the largest first."""
     groups = _by_size(e)
     total: dict[tuple[int, bool], float] = collections.defaultdict(float)
@@ -162,10 +164,10 @@ def _excess(e: Evidence, rows, planned) -> list[_More]:
     found = []
     for key in sorted(largest, key=lambda key: -total[key]):
         s = largest[key][1]
-        array = f"{s.dtype}[{','.join(map(str, max(e.dims(s), key=len)))}]"
+        array = f"{s.dtype}[{','.join(map(str, max(s.dims, key=len)))}]"
         some = sorted(groups[key[0]][0], key=lambda x: not is_tied(e, x)) if key[0] in groups else []
         what = names_text(some).removesuffix(".") if some else array
-        found.append(_More(some, what, s.op, equation(e, s), total[key]))
+        found.append(_More(some, what, s.op, equation(s), total[key]))
     return found
 
 
@@ -183,4 +185,4 @@ def _by_size(e: Evidence) -> dict[int, tuple[list[Layout], set[int]]]:
 
 def _micro_batches(e: Evidence, s: Site) -> int:
     """How often a loop takes gradients, from a collective in it."""
-    return round(e.trips(s) / e.rounds_of_loss(s)) if s.phase in ("forward", "backward") else 1
+    return round(e.trips(s) / e.loss_iterations(s)) if s.phase in ("forward", "backward") else 1

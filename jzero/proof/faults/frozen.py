@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from jzero.core.errors import counted, human_bytes
-from jzero.proof.arguments import argument_shardings
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.wording import Faults, names_text
 from jzero.proof.models import other_trained_params
@@ -44,9 +43,7 @@ def _is_frozen(e: Evidence, x: Argument) -> bool:
     ):  # copies of params have rules of their own
         return False
     rows = {b.shape[0] for b in e.batch if b.local[0] < b.shape[0]}
-    in_state = any(
-        x.number_of_argument == p.number_of_argument for p in e.leaves if p.is_param or p.in_opt_state
-    )
+    in_state = any(x.argument == p.argument for p in e.leaves if p.is_param or p.in_opt_state)
     return in_state or (bool(rows) and x.shape[0] not in rows)
 
 
@@ -54,5 +51,4 @@ def _other_trains(e: Evidence) -> bool:
     """True for a step of two models, the other one's plan not known."""
     if e.record is not None and e.record.updates:
         return bool(e.record.others(e.plan))
-    results = [path for path, _ in jax.tree_util.tree_leaves_with_path(e.compiled.output_shardings)]
-    return bool(other_trained_params(argument_shardings(e.compiled), results, e.plan))
+    return bool(other_trained_params(e.given, e.compiled, e.plan))

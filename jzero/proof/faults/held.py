@@ -13,11 +13,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
+import optax
 
 from jzero.core.errors import human_bytes, typed_shape
+from jzero.core.types import PyTree
+from jzero.layout.leaf_rule import Layout
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.state import whole_rows
 from jzero.proof.faults.wording import COPIES, MOST_NAMES, NAMED, Faults, are_copies, more_text
@@ -58,7 +60,7 @@ def _known(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
     state = _optimizer_state(e)
     for x in e.leaves:
         place = x.place if x.in_opt_state else None
-        if not x.itemsize:
+        if x.is_key:
             continue
         if x.is_param and x.layout is not None:
             yield x, params[x.layout.name]
@@ -71,25 +73,25 @@ def _known(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
 def _nameless(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
     """What the state carries in the shapes of params under other names, such as a list of averages."""
     by_shape = {x.shape: x for x in e.plan.layouts if not (x.vector or x.padded)}
-    here = {x.number_of_argument for x in e.leaves if x.is_param}
+    here = {x.argument for x in e.leaves if x.is_param}
     if any(x.in_opt_state for x in e.leaves):  # an NNX model carries statistics and frozen weights beside its params
-        here &= {x.number_of_argument for x in e.leaves if x.in_opt_state}
+        here &= {x.argument for x in e.leaves if x.in_opt_state}
     for x in e.state:
-        known = x.layout is not None or x.in_opt_state or x.number_of_argument not in here
+        known = x.layout is not None or x.in_opt_state or x.argument not in here
         if not known and x.shape in by_shape:
             yield x, _as_moment(e, x, by_shape[x.shape])
 
 
-def _as_moment(e: Evidence, x: Argument, layout) -> jax.ShapeDtypeStruct:
+def _as_moment(e: Evidence, x: Argument, layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(layout.state_shape, x.dtype, sharding=e.plan.sharding(layout.state))
 
 
-def _optimizer_state(e: Evidence) -> dict[str, Any]:
+def _optimizer_state(e: Evidence) -> dict[str, jax.ShapeDtypeStruct]:
     """The leaves of the planned optimizer state by path; none where no update says which `tx` it is of."""
     if e.record is not None and e.record.of(e.plan):
         return planned_by_record(e)[0]
 
-    def is_state(x) -> bool:
+    def is_state(x: PyTree) -> bool:
         return hasattr(x, "opt_state") and hasattr(x, "tx")
 
     for x in filter(is_state, jax.tree.leaves(e.compiled.args_info, is_leaf=is_state)):
@@ -99,7 +101,7 @@ def _optimizer_state(e: Evidence) -> dict[str, Any]:
     return {}
 
 
-def planned_by_record(e: Evidence) -> tuple[dict[str, Any], str]:
+def planned_by_record(e: Evidence) -> tuple[dict[str, jax.ShapeDtypeStruct], str]:
     """The leaves of the planned optimizer state by path, by the record of the program; and why there are none."""
     mine = e.record.of(e.plan) if e.record is not None else []
     try:
@@ -108,7 +110,7 @@ def planned_by_record(e: Evidence) -> tuple[dict[str, Any], str]:
         return {}, f"{type(error).__name__}: {error}"
 
 
-def _by_path(plan: Plan, tx: Any) -> dict[str, Any]:
+def _by_path(plan: Plan, tx: optax.GradientTransformation) -> dict[str, jax.ShapeDtypeStruct]:
     leaves = jax.tree_util.tree_leaves_with_path(planned_state(plan, tx))
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
@@ -118,14 +120,14 @@ def _bytes(planned: jax.ShapeDtypeStruct) -> int:
 
 
 def _local(planned: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding: Any = planned.sharding
-    return jax.ShapeDtypeStruct(sharding.shard_shape(planned.shape), planned.dtype)
+    assert planned.sharding is not None
+    return jax.ShapeDtypeStruct(planned.sharding.shard_shape(planned.shape), planned.dtype)
 
 
 def _on_device(x: Argument, planned: jax.ShapeDtypeStruct) -> bool:
     """True for a param in device memory whose place is host memory; of the state `state_not_offloaded` says it."""
-    sharding: Any = planned.sharding
-    return x.is_param and sharding.memory_kind == HOST and not x.on_host
+    assert planned.sharding is not None
+    return x.is_param and planned.sharding.memory_kind == HOST and not x.on_host
 
 
 def _excess(x: Argument, planned: jax.ShapeDtypeStruct) -> int:

@@ -25,7 +25,7 @@ def weights_on_device(e: Evidence) -> Faults:
     if e.weights_at_once > room:
         yield (
             f"{human_bytes(e.weights_at_once)} of the {human_bytes(total)} of params in host memory are on the device "
-            "at once, where each is to be there for its use alone.",
+            "at once, where each should be there only for its use.",
             e.weights_at_once,
             "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned, "
             "which fetch each weight where it is used; no jax.device_put of the params, and a smaller bucket_bytes.",

@@ -1,4 +1,4 @@
-"""Fault of micro-batches: cut so that each of them lies on some of the devices alone.
+"""Fault of micro-batches: cut so that each lies on only some of the devices.
 
 [Note: how a cut shows]
 A batch `[B, ...]` is split over N devices along dim 0. `x.reshape(k, B // k, ...)`, or rows from `i * B // k` on, take
@@ -13,17 +13,16 @@ import math
 from collections.abc import Iterator
 
 from jzero.core.errors import human_bytes
-from jzero.proof.arguments import parameter_numbers
 from jzero.proof.collectives import Site
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.wording import Faults, axes_text, names_text
 from jzero.proof.hlo import Computation, Instruction
-from jzero.proof.places import joined_names, name_stack, phase_of, primitive_of
+from jzero.proof.places import joined_names, phase_of, primitive_of
 
 CUTS = frozenset(("dynamic_slice", "slice", "split", "squeeze"))
 """Primitives that take rows from a batch; `gather` and `rev` shuffle it, which may be wanted. A `reshape` that gathers
-it does as well (k that does not divide N), outside of the loss: in it labels are reshaped to be looked up. One that
-moves rows to a layout that was asked for does not."""
+the batch counts as well (k does not divide N), but not in the loss, where labels are reshaped to be looked up, nor one
+that moves rows to a layout that was asked for."""
 MOST = 10_000  # instructions behind one collective
 
 
@@ -62,19 +61,18 @@ def _sent_in_all(e: Evidence) -> str:
 
 
 def _least(x: Argument) -> float:
-    """Bytes that all micro-batches together move at least: a device's part of the array, half of it for two."""
+    """Bytes that all micro-batches together move at least: a device's share of the array, or half of it for two."""
     return x.held / 2
 
 
 def _split_arguments(e: Evidence) -> dict[int, Argument]:
     """By number of the parameter the arrays of the batch whose dim 0 is split over the batch axes."""
-    rows, batch = zip(e.leaves, parameter_numbers(e.compiled), strict=True), set(map(id, e.batch))
-    return {n: x for x, n in rows if n is not None and id(x) in batch and x.local[0] < x.shape[0]}
+    return {x.number: x for x in e.batch if x.number is not None and x.local[0] < x.shape[0]}
 
 
 def _cut(e: Evidence, s: Site) -> str:
     """The slice of rows, outside of the backward pass, that XLA made a collective for; empty for any other."""
-    names = joined_names(name_stack(e.places[s.computation], e.instruction(s)[1]))
+    names = joined_names(s.stack)
     before = (name for name in names if phase_of(name, e.module.has_backward) != "backward")
 
     def cuts(name: str) -> bool:
@@ -86,7 +84,7 @@ def _cut(e: Evidence, s: Site) -> str:
 
 def _sources(e: Evidence, s: Site, numbered: dict[int, Argument]) -> Iterator[tuple[Argument, float]]:
     """The arguments of the batch that the operands of a collective are made from, and their shares of its bytes."""
-    (home, i), pair = e.instruction(s), e.places[s.computation].pair
+    home, i, pair = s.place.computation, s.instruction, s.place.pair
     home, i = pair if pair is not None and _reads_parameters(home, i) else (home, i)
     values = [home.instructions[o] for o in i.operands]
     for value in values:
@@ -101,7 +99,7 @@ def _reads_parameters(home: Computation, i: Instruction) -> bool:
 
 
 def _parameters(e: Evidence, home: Computation, value: Instruction) -> set[int] | None:
-    """Numbers of the arguments that an array is made from, single numbers left out; None where it is not known."""
+    """Numbers of the arguments that an array is made from, single numbers left out; None if that is not known."""
     found, seen, pending = set[int](), set[tuple[str, str]](), [(home, value)]
     while pending and len(seen) < MOST:
         where, i = pending.pop()
@@ -111,7 +109,7 @@ def _parameters(e: Evidence, home: Computation, value: Instruction) -> set[int] 
         if i.opcode == "parameter":
             if where.name != e.module.entry:
                 return None
-            found.add(int(i.attrs.partition(")")[0]))
+            found.add(i.number)
         elif i.opcode in ("while", "conditional", "call", "custom-call"):
             return None
         else:
@@ -126,13 +124,6 @@ def _element(e: Evidence, where: Computation, i: Instruction) -> tuple[Computati
     if source.opcode != "parameter" or where.name not in e.module.loops or at is None:
         return None
     outer, loop = e.module.loops[where.name]
-    root = next((x for x in reversed(where.schedule) if x.is_root), None)
     given = outer.instructions[loop.operands[0]]
-    if root is None or root.opcode != "tuple" or given.opcode != "tuple":
-        return None
-    back = where.instructions[root.operands[at]]
-    same = back.opcode == "get-tuple-element" and back.index == at and back.operands == i.operands
+    same = given.opcode == "tuple" and at in e.module.handed_through(loop)
     return (outer, outer.instructions[given.operands[at]]) if same else None
-
-
-__all__ = ["cut_across_devices"]

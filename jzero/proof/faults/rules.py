@@ -2,13 +2,13 @@
 
 [Note: what is a fault]
 A rule looks for the trace that a cause leaves in the program, measures it in bytes, and stays silent below
-a threshold: a false alarm costs more than a small leak. Vectors (biases, norm scales) and leaves that stay
-whole are all-reduced by design, and an embedding that is used twice is reduced twice. A kind says what is wrong, for
-whoever decides on it; each of its rules finds one cause, with the remedy for it.
+a threshold, since a false alarm costs more than a small leak. Vectors (biases, norm scales) and leaves that stay
+whole are all-reduced by design, and an embedding that is used twice is reduced twice. A kind says what is
+wrong; each of its rules finds one cause, with the remedy for it.
 
 [Note: the CPU backend]
-It makes an all-reduce of what a GPU reduce-scatters, its choice of collectives is its own, and it has no host
-memory apart. So rules with `on_gpus` do not look at its programs: compile for `jzero.pod`. The others see both.
+It all-reduces what a GPU reduce-scatters, chooses other collectives, and has no separate host memory. So rules with
+`on_gpus` do not look at its programs: compile for `jzero.pod`. The others see both.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Rule:
     Attributes:
       kind: what it is reported as.
       find: yields its faults.
-      on_gpus: what it finds in programs for GPUs alone, in words; empty where it looks at programs of the CPU too.
-      unless: rules of whose finding its own is a consequence, and is not reported.
+      on_gpus: in words, what it finds only in programs for GPUs; empty if it looks at programs of the CPU too.
+      unless: rules whose finding explains its own, which is then not reported.
       wire: True where its bytes are on the wire, and explain `more_than_closed_form`.
     """
 
@@ -52,9 +52,9 @@ RULES = (
     *(Rule("batch_not_split", find, wire=True) for find in WRONG_BATCH),
     Rule("weights_not_gathered_on_use", weights.gather_on_use, wire=True),
     Rule("weights_not_gathered_on_use", weights.stack_before_loop, wire=True),
-    Rule("weights_not_gathered_on_use", weights.weights_kept, "weights that stay gathered",
+    Rule("weights_not_gathered_on_use", weights.weights_saved, "weights that stay gathered",
          (weights.stack_before_loop,)),
-    Rule("weights_not_gathered_on_use", weights.weights_in_loop, "weights that every round of a loop gathers",
+    Rule("weights_not_gathered_on_use", weights.weights_in_loop, "weights that every iteration of a loop gathers",
          (weights.gather_on_use, *WRONG_BATCH), wire=True),
     Rule("gradients_all_reduced", steps.grads_all_reduced, "all-reduces of gradients",
          (*LOST, *WRONG_BATCH, weights.stack_before_loop, weights.weights_in_loop), wire=True),
@@ -81,7 +81,7 @@ KINDS = tuple(dict.fromkeys(rule.kind for rule in RULES))
 
 
 def faults(e: Evidence) -> dict[str, list[tuple[str, int, str]]]:
-    """What the rules find, by kind, without what follows from something else that is found."""
+    """What the rules find, by kind, without what follows from another finding."""
     found: dict[Find, list[tuple[str, int, str]]] = {}
     on_wire = 0
     for rule in RULES:
@@ -95,7 +95,7 @@ def faults(e: Evidence) -> dict[str, list[tuple[str, int, str]]]:
 
 
 def on_gpus_alone() -> tuple[dict[str, str], dict[str, str]]:
-    """Kinds that programs of the CPU backend do not show, and those that they show in part; why, and without what."""
+    """Kinds that programs of the CPU backend do not show, and those that they show in part; each with the reason."""
     left_out, in_part, where = {}, {}, "in a program of the CPU backend"
     for kind in KINDS:
         rules = [rule for rule in RULES if rule.kind == kind]

@@ -10,7 +10,6 @@ from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import FEW
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.wording import COPIES, MOST_NAMES, Faults, are_copies, more_text, names_text
-from jzero.proof.places import primitive_of
 
 DONATED = 0.9
 SHARE_MOVED = 0.05  # of the bytes of all params: norms and statistics are less
@@ -50,10 +49,10 @@ def optimizer_moves(e: Evidence) -> Faults:
     moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
     if moved <= SHARE_MOVED * e.plan.param_bytes:
         return
-    sizes = {n for s in sites for n in e.parts(s)}
+    sizes = {n for s in sites for n in s.sizes}
     mixed = [x for x in e.split if sizes & {x.size, e.local(x), e.local(x, sliced=True)}]
     largest = max((x.nbytes for x in mixed), default=0)
-    steps = sorted({primitive_of(e.instruction(s)[1].op_name) for s in sites} - {""})
+    steps = sorted({s.primitive for s in sites} - {""})
     held = sum(e.plan.config.adam_bytes(x.dtype) * x.size for x in mixed)
     yield (
         f"the arithmetic of the optimizer ({', '.join(steps[:MOST_NAMES])}) moves {human_bytes(moved)} between the "
@@ -70,7 +69,7 @@ def optimizer_moves(e: Evidence) -> Faults:
 
 
 def state_not_donated(e: Evidence) -> Faults:
-    """New state beside the old one, whose buffers are not used again."""
+    """New state beside the old one, whose buffers are not reused."""
     stats = e.compiled.memory_analysis()
     leaves = e.state if e.on_cpu else [x for x in e.state if not x.on_host]
     held = sum(x.held for x in leaves)
@@ -80,22 +79,20 @@ def state_not_donated(e: Evidence) -> Faults:
         return  # an evaluation, whose nnx.jit gives the model back
     aliased = stats.alias_size_in_bytes
     if aliased < DONATED * held:
-        kept = [x for x in leaves if not x.donated]
-        what = (
-            f"{len(kept)} of {len(leaves)} leaves are not donated" if kept else "donated buffers do not fit"
-        )
+        own = [x for x in leaves if not x.donated]
+        what = f"{len(own)} of {len(leaves)} leaves are not donated" if own else "donated buffers do not fit"
         yield (
             f"the old state stays beside the new one: {what}, {human_bytes(aliased)} of {human_bytes(held)} are "
-            f"used again.{f' {names_text(kept)}' if kept else ''}",
+            f"used again.{f' {names_text(own)}' if own else ''}",
             held - aliased,
             f"jax.jit(step, {donated_text(leaves)}), as of nnx.jit, pod.compile or jzero.jit, which takes them "
-            f"in place of its own choice{'' if kept else '; and results laid out like the arguments'}.",
+            f"in place of its own choice{'' if own else '; and results laid out like the arguments'}.",
         )
 
 
 def donated_text(state: list[Argument]) -> str:
     """The options of `jax.jit` that donate all of a state: `donate_argnums=(0, 1)`."""
-    keys = sorted({x.number_of_argument for x in state})
+    keys = sorted({x.argument for x in state})
     numbers = [int(key) for kind, key in keys if kind == "0"]
     names = [key for kind, key in keys if kind != "0"]
     found = [f"donate_argnums={numbers[0] if len(numbers) == 1 else tuple(numbers)}"] if numbers else []
@@ -133,25 +130,23 @@ def offloaded_copied(e: Evidence) -> Faults:
     stats = e.compiled.memory_analysis()
     if not hosted or stats is None:
         return
-    held, kept = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
+    held, copied = sum(x.held for x in hosted), [x for x in hosted if not x.aliased]
     host, summed = comm_of(e.plan).host, 2 if any(t.scope == "microbatch" for t in e.transfers) else 1
     grads = sum(sum(host.held(x, summed)) for x in e.plan.layouts)
     temp = max(0, getattr(stats, "host_temp_size_in_bytes", 0) - grads)
-    twice = sum(x.returned or 0 for x in kept if x.returned_on_host)
+    twice = sum(x.returned or 0 for x in copied if x.returned_on_host)
     if twice + temp > (1 - DONATED) * held:
-        parts = (
-            [f"{len(kept)} of {len(hosted)} leaves are not written in place: {names_text(kept)}"]
-            if twice
-            else []
-        )
-        parts += [f"{human_bytes(temp)} are temporary arrays{', beside gradients' if grads else ''}."] if temp else []
-        donated = all(x.donated for x in kept)
+        texts = []
+        if twice:
+            texts.append(f"{len(copied)} of {len(hosted)} leaves are not written in place: {names_text(copied)}")
+        texts += [f"{human_bytes(temp)} are temporary arrays{', beside gradients' if grads else ''}."] if temp else []
+        donated = all(x.donated for x in copied)
         yield (
             f"{human_bytes(twice + temp)} of host memory on top of the {human_bytes(held)} of "
-            f"{'params and ' * (grads > 0)}state there. " + " ".join(parts),
+            f"{'params and ' * (grads > 0)}state there. " + " ".join(texts),
             twice + temp,
             "each leaf goes back with its own sharding, and nothing else reads the old state: optax.apply_if_finite in "
-            "the chain in place of jzero.select round the step."
+            "the chain in place of jzero.select around the step."
             if donated
             else f"jax.jit(step, {donated_text(e.state)}), as of nnx.jit or jzero.jit.",
         )

@@ -20,19 +20,19 @@ from jzero.proof.faults.wording import (
 from jzero.proof.offsets import wrong_slices
 
 SHARE_MOVED = 0.01
-LEAST_MOVED = 16 * 2**10  # bytes: of a small model a percent is less than a few rows of a batch
+LEAST_MOVED = 16 * 2**10  # bytes: a percent of a small model is less than a few rows of a batch
 SHARE_GRADS = 0.2
-ROUNDS = 1.75
+REPEATED = 1.75
 
 
 def slices_wrong(e: Evidence) -> Faults:
-    """Slices in loops that are not those of their index: see [Note: offsets of a slice] in `offsets.py`."""
+    """Slices in loops that are not where their index points: see [Note: offsets of a slice] in `offsets.py`."""
     found = wrong_slices(e.module)
     if found:
         shown = "; ".join(
             f"%{x.name} of {x.array.dtype}[{','.join(map(str, x.array.dims))}]"
-            f"{' on the host' if x.array.on_host else ''} begins at byte {x.needed[0]} and goes on by {x.needed[1]} a "
-            f"round, XLA wrote {x.written[0]} and {x.written[1]}"
+            f"{' on the host' if x.array.on_host else ''} begins at byte {x.needed[0]} and goes on by {x.needed[1]} an "
+            f"iteration, XLA wrote {x.written[0]} and {x.written[1]}"
             for x in found[:MOST_NAMES]
         )
         yield (
@@ -90,7 +90,7 @@ def grads_all_reduced(e: Evidence) -> Faults:
     sizes = {e.local(x, sliced=some) for x in e.plan.layouts for some in (False, True)}
 
     def values(s) -> int:  # of gradients: alone, or joined to one flat array; rows of a batch are reduced too
-        return sum(n for n, dims in zip(e.parts(s), e.dims(s), strict=True) if e.others or len(dims) < 2 or n in sizes)
+        return sum(n for n, dims in zip(s.sizes, s.dims, strict=True) if e.others or len(dims) < 2 or n in sizes)
 
     rows = [(s, values(s) * e.trips(s)) for s in sites]
     others = [x for x in e.plan.layouts if x not in e.split]
@@ -114,7 +114,7 @@ def activations_moved(e: Evidence) -> Faults:
         return
     sites = list(e.over_zero_axes("all-to-all", "ragged-all-to-all", "collective-permute"))
     least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch
-    forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(e.parts(s)) >= least]
+    forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(s.sizes) >= least]
     sites = [s for s in sites if s.phase != "update" and f"jzero.{s.scope}" != WeightGather.SCOPE] + forward
     moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
     if moved > max(SHARE_MOVED * e.plan.param_bytes, LEAST_MOVED):
@@ -122,7 +122,7 @@ def activations_moved(e: Evidence) -> Faults:
         yield (
             f"activations move between the devices of {axes_text(e.plan.config.axes)} ({', '.join(ops)}) where "
             f"{'weights should' if e.plan.config.row.params else 'nothing should'}; the bytes grow with the batch. At "
-            f"{equation(e, largest)}.",
+            f"{equation(largest)}.",
             moved,
             ("loss_fn = jzero.gather_on_use(loss_fn, plan), with " if e.plan.config.row.params else "")
             + "a batch from plan.place_batch(batch), and params as the plan stores them, with no constraint on them in "
@@ -140,13 +140,13 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
     values, once = sum(n for _, n in rows), elements(e) + e.others
     tied = sum(e.local(x) for x in e.split if is_tied(e, x))
     least = values / max(once + tied, 1)  # a tied table that is reduced for each use: `more_than_closed_form`
-    rounds = values / max(once, 1)
-    if least >= ROUNDS * e.micro_batches and not e.split_stacks:
+    times = values / max(once, 1)
+    if least >= REPEATED * e.micro_batches and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (
-            f"every gradient is reduced {rounds:.1f} times in a step, once per micro-batch or call of the model, where "
+            f"every gradient is reduced {times:.1f} times in a step, once per micro-batch or call of the model, where "
             "once after their sum would do.",
-            round(sent * (1 - 1 / rounds)),
+            round(sent * (1 - 1 / times)),
             (
                 "jzero.value_and_grad(loss_fn, plan, accumulate=k), or a loop over plan.micro_batches(batch, k), where "
                 "that is meant: stage 3 gathers and reduces in every micro-batch. Less is sent by fewer and larger "
@@ -165,4 +165,4 @@ def _reduced(e: Evidence, axis: str) -> float:
     """Elements of gradients reduced along a mesh axis in a step."""
     zero = axis in e.plan.config.axes  # over a replica axis shards are reduced, of any size
     rows = [s for s, axes in e.sites if s.op in REDUCES and axis in axes and s.phase != "forward"]
-    return sum((e.gradients(s) if zero else sum(e.parts(s))) * e.trips(s) for s in rows)
+    return sum((e.gradients(s) if zero else sum(s.sizes)) * e.trips(s) for s in rows)

@@ -1,4 +1,4 @@
-"""Fault of the update: the new state, or the gradients, do not come back, or the params come back as they went in."""
+"""Fault of the update: the new state, or the gradients, do not come back, or the params come back unchanged."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import math
 
 from jzero.core.errors import counted
 from jzero.layout.specs import shard_factor
-from jzero.proof.arguments import parameter_numbers
 from jzero.proof.evidence import THROUGH, Evidence
 from jzero.proof.faults.wording import Faults, names_text
-from jzero.proof.hlo import Computation, Instruction, Module
+from jzero.proof.hlo import Module
 
 COPIES = THROUGH | {"copy-start", "copy-done"}
 
@@ -26,8 +25,8 @@ def _not_returned(e: Evidence) -> Faults:
         return
     mine = [x for x in e.leaves if x.is_param or x.in_opt_state or x.layout is not None]
     mine = [x for x in mine if x.layout is None or x.layout.frozen is None or x.returned is not None]
-    here = {x.number_of_argument for x in mine if x.is_param}
-    mine = [x for x in mine if x.is_param or x.in_opt_state or x.number_of_argument not in here]
+    here = {x.argument for x in mine if x.is_param}
+    mine = [x for x in mine if x.is_param or x.in_opt_state or x.argument not in here]
     lost = [x for x in mine if x.returned is None]
     whole = len(lost) == len(mine)
     if whole or any(x.is_param for x in lost) or (lost and all(x.in_opt_state for x in lost)):
@@ -38,7 +37,7 @@ def _not_returned(e: Evidence) -> Faults:
         )
         yield (
             f"{what}, so the step trains nothing of it: {names_text(sorted(lost, key=lambda x: not x.is_param))}",
-            sum(x.held or math.prod(x.shape) * x.itemsize for x in lost),
+            sum(x.held or math.prod(x.shape) * x.dtype.itemsize for x in lost),
             "return the new state: state.apply_gradients(grads=grads), or params and opt_state. jzero.jit and nnx.jit "
             "change NNX objects in place; jax.jit, and pod.compile of a plain function, change copies.",
         )
@@ -56,16 +55,15 @@ def _unchanged(e: Evidence) -> Faults:
     trains = optimizer and (e.trains if guessed else e.module.has_backward or e.under_grad or known)
     if not trains or e.others or e.plan.config.updates_outside:
         return
-    numbers, returned = parameter_numbers(e.compiled), _passed_on(e.module)
-    params = [(x, n) for x, n in zip(e.leaves, numbers, strict=True) if x.is_param and x.returned is not None]
-    if not params or any(n not in returned for _, n in params):
+    passed_on = _passed_on(e.module)
+    leaves = [x for x in e.leaves if x.is_param and x.returned is not None]
+    if not leaves or any(x.number not in passed_on for x in leaves):
         return
-    others = collections.Counter(x.size for x in e.results)
-    others.subtract(x.returned // x.itemsize for x in e.state if x.returned and x.itemsize)
+    others = collections.Counter(x.size for x in e.module.results)
+    others.subtract(x.returned // x.dtype.itemsize for x in e.state if x.returned and not x.is_key)
     sizes = {x.size // shard_factor(s, e.plan.mesh) for x in e.split for s in (x.grad, x.used)}
     if any(others[n] > 0 for n in sizes):
         return
-    leaves = [x for x, _ in params]
     yield (
         f"the step takes optimizer state and never updates: {counted(len(leaves), 'param comes', 'params come')} back "
         f"as {'it' if len(leaves) == 1 else 'they'} went in. {names_text(leaves)}"
@@ -78,7 +76,7 @@ def _unchanged(e: Evidence) -> Faults:
 
 def _gradients_not_returned(e: Evidence) -> Faults:
     """The same for an update outside of the program, which takes the gradients that this one returns."""
-    given = collections.Counter(math.prod(x.dims) for x in e.results)
+    given = collections.Counter(math.prod(x.dims) for x in e.module.results)
     lost = []
     layouts = e.plan.trained.layouts
     for x in sorted(layouts, key=lambda x: -x.nbytes):
@@ -101,27 +99,5 @@ def _gradients_not_returned(e: Evidence) -> Faults:
 def _passed_on(module: Module) -> set[int]:
     """The numbers of the parameters that a program returns as they are."""
     entry = module.computations[module.entry]
-    root = next((i for i in reversed(entry.schedule) if i.is_root), None)
-    names = root.operands if root is not None and root.opcode == "tuple" else ()
-    sources = (_source(module, entry, entry.instructions[name]) for name in names)
-    return {int(i.attrs.partition(")")[0]) for i in sources if i.opcode == "parameter"}
-
-
-def _source(module: Module, home: Computation, i: Instruction, at: int | None = None) -> Instruction:
-    """What an instruction (an element of it) is a copy of, other instructions as they are."""
-    while True:
-        if i.opcode == "fusion":
-            body = module.computations[i.callees("calls")[0]]
-            root = next(x for x in reversed(body.schedule) if x.is_root)
-            inner = _source(module, body, root, at)
-            if inner.opcode != "parameter":
-                return i
-            i, at = home.instructions[i.operands[int(inner.attrs.partition(")")[0])]], None
-        elif i.opcode == "get-tuple-element" and at is None:
-            i, at = home.instructions[i.operands[0]], i.index
-        elif i.opcode == "tuple" and at is not None:
-            i, at = home.instructions[i.operands[at]], None
-        elif i.opcode in COPIES and len(i.operands) == 1:
-            i = home.instructions[i.operands[0]]
-        else:
-            return i
+    sources = (module.origin(entry, i, through=COPIES) for i in entry.outputs)
+    return {i.number for i in sources if i.opcode == "parameter"}

@@ -1,4 +1,4 @@
-"""Faults of params: whole where they could be split, gathered too early, or kept for too long.
+"""Faults of params: whole where they could be split, gathered too early, or alive for too long.
 
 [Note: a stack split along its scanned dim]
 By the user's own layout: the loop then gathers the whole stack for each layer, and reduces its whole gradient.
@@ -20,7 +20,7 @@ from jzero.proof.evidence import REDUCES, Evidence
 from jzero.proof.faults.wording import Faults, names_text
 
 SHARE_WHOLE = 0.05
-SHARE_KEPT = 0.1
+SHARE_SAVED = 0.1
 
 
 def gather_on_use(e: Evidence) -> Faults:
@@ -37,15 +37,15 @@ def gather_on_use(e: Evidence) -> Faults:
 
 def _moves_weights(e: Evidence) -> bool:
     """A weight is gathered, as in an evaluation; an update of an EMA moves none."""
-    return any(n in e.weight_sizes for s in e.over_zero_axes("all-gather") for n in e.parts(s))
+    return any(n in e.weight_sizes for s in e.over_zero_axes("all-gather") for n in s.sizes)
 
 
 def whole_leaves(e: Evidence) -> Faults:
     """Params that stay whole on every device, where they are more than a few percent of all bytes."""
     if not e.plan.config.row.state:
         return
-    kept = (x for x in e.plan.layouts if x.stored == x.used)
-    whole = [x for x in kept if x.reason and x.whole is not Whole.TAKEN]
+    same = (x for x in e.plan.layouts if x.stored == x.used)
+    whole = [x for x in same if x.reason and x.whole is not Whole.TAKEN]
     size = sum(x.nbytes for x in whole)
     if size <= SHARE_WHOLE * e.plan.param_bytes:
         return
@@ -88,7 +88,7 @@ def stack_before_loop(e: Evidence) -> Faults:
         if x.scanned and x.stored != x.used:
             by_size[e.local(x)].append(x)
     sites = [s for s in e.over_zero_axes("all-gather") if s.phase != "update"]
-    rows = [(s, n, dims) for s in sites for n, dims in zip(e.parts(s), e.dims(s), strict=True) if n in by_size]
+    rows = [(s, n, dims) for s in sites for n, dims in zip(s.sizes, s.dims, strict=True) if n in by_size]
     found = [x for row in rows for x in _whole_stacks(e, by_size[row[1]], row)]
     if found:
         names = {x.name: x for x in found}
@@ -111,7 +111,7 @@ def _whole_stacks(e: Evidence, alike: list[Layout], row: tuple[Site, int, tuple[
 
 
 def _has_dims(s: Site, dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """True for a tensor of a collective that is an array of this shape, whatever the order of its dims."""
+    """True for a tensor of a collective that is an array of this shape, in any order of its dims."""
     parts = s.group_size if s.op == "all-gather" else 1
     mine = sorted(d for d in dims if d > 1)
     cut = ([*shape[:i], d // parts, *shape[i + 1 :]] for i, d in enumerate(shape) if d % parts == 0)
@@ -119,7 +119,7 @@ def _has_dims(s: Site, dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _is_slice(e: Evidence, x: Layout, s: Site, dims: tuple[int, ...], n: int) -> bool:
-    """True for a tensor as large as a param that has not its dims, but those of another one less a dim: of a layer."""
+    """True for a tensor as large as a param whose dims are those of a layer of another one instead."""
     big = [y.shape for y in e.split if y is not x and len(y.shape) > 2]
     layers = ((*shape[:i], *shape[i + 1 :]) for shape in big for i in range(len(shape)))
     found = (math.prod(shape) == n and _has_dims(s, dims, shape) for shape in layers)
@@ -127,7 +127,7 @@ def _is_slice(e: Evidence, x: Layout, s: Site, dims: tuple[int, ...], n: int) ->
 
 
 def _is_leaf_or_layer(e: Evidence, s: Site, dims: tuple[int, ...], n: int) -> bool:
-    """True for a tensor that may be a param that is not a stack, or a layer of a stack, in a loop of as many rounds."""
+    """True for a tensor that may be a param without layers, or one layer of a stack in a loop over its layers."""
     for y in e.split:
         shape = y.layer_shape if y.scanned else y.shape
         if math.prod(shape) == n and _has_dims(s, dims, shape) and (not y.scanned or s.loops[-1:] == (y.layers,)):
@@ -135,58 +135,58 @@ def _is_leaf_or_layer(e: Evidence, s: Site, dims: tuple[int, ...], n: int) -> bo
     return False
 
 
-def weights_kept(e: Evidence) -> Faults:
+def weights_saved(e: Evidence) -> Faults:
     """Gathered weights that are alive from the forward to the backward pass."""
     weights = [x for x in e.split if x.stored != x.used]
     if not weights or e.plan.config.keeps_gathered:
         return
     gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
-    kept = sum(e.kept(s) for s in gathers) + _carried(e, weights)
-    if kept > SHARE_KEPT * sum(e.local(x) * x.dtype.itemsize for x in weights):
+    saved = sum(e.saved_weights(s) for s in gathers) + _carried(e, weights)
+    if saved > SHARE_SAVED * sum(e.local(x) * x.dtype.itemsize for x in weights):
         yield (
             "weights that the forward pass gathered are still there in the backward pass, which should gather them "
             "again.",
-            kept,
-            "loss_fn = jzero.gather_on_use(loss_fn, plan); for blocks of your own, jax.checkpoint (nn.remat) round "
+            saved,
+            "loss_fn = jzero.gather_on_use(loss_fn, plan); for blocks of your own, jax.checkpoint (nn.remat) around "
             "the gather and its use.",
         )
 
 
 def weights_in_loop(e: Evidence) -> Faults:
-    """Weights that are constant over a loop of the loss, gathered or reduced in every round of it.
+    """Weights that are constant over a loop of the loss, gathered or reduced in every iteration of it.
 
-    Those of a stack are moved layer by layer in it: a leaf that looks like one of its layers is not told apart.
+    Those of a stack move layer by layer, so a leaf that looks like one of its layers is left out.
     """
     if not e.split or e.split_stacks:
         return
     layers = {e.local(x, sliced=True) for x in e.split if x.scanned}
     leaves = {e.local(x): x for x in e.split if not x.scanned and e.local(x) not in layers}
     found: dict[str, Layout] = {}
-    rounds, where, excess = set(), set(), 0.0
+    iterations, where, excess = set(), set(), 0.0
     for s in e.over_zero_axes("all-gather", *REDUCES):
-        parts, times = e.parts(s), e.rounds_of_loss(s)
-        tensors = [(leaves[n], n, dims) for n, dims in zip(parts, e.dims(s), strict=True) if n in leaves]
+        sizes, times = s.sizes, e.loss_iterations(s)
+        tensors = [(leaves[n], n, dims) for n, dims in zip(sizes, s.dims, strict=True) if n in leaves]
         mine = [x for x, n, dims in tensors if not _is_slice(e, x, s, dims, n)]
         # XLA joins all-reduces to one flat array: whose gradients they are is known where no stack has any
-        joined = s.op in REDUCES and not layers and all(len(d) == 1 for d in e.dims(s)) and e.gradients(s) > 0
+        joined = s.op in REDUCES and not layers and all(len(d) == 1 for d in s.dims) and e.gradients(s) > 0
         if times > 1 and (mine or joined):
-            share = 1.0 if joined else sum(map(e.local, mine)) / sum(parts)
+            share = 1.0 if joined else sum(map(e.local, mine)) / sum(sizes)
             excess += s.wire_bytes * share * e.trips(s) * (1 - 1 / times)
             found.update((x.name, x) for x in mine)
-            rounds.add(times)
-            where.add(e.instruction(s)[1].op_name)
+            iterations.add(times)
+            where.add(s.instruction.op_name)
     if excess > SHARE_WHOLE * e.plan.param_bytes:
         named = list(found.values())
         weights = comm_of(e.plan).weights
         lookups = any(use.kind == "lookup" for x in named for use in (e.uses or {}).get(x.name, ()))
         yield (
-            f"in a loop of {' or '.join(map(str, sorted(rounds)))} rounds "
-            f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every round reads are gathered, "
-            "or have their gradients reduced, in every round; once would do. "
+            f"in a loop of {' or '.join(map(str, sorted(iterations)))} iterations "
+            f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every iteration reads are "
+            "gathered, or have their gradients reduced, in every iteration; once would do. "
             + (names_text(named) if named else "")
             + (f" At {min(where - {''})}." if where - {""} else ""),
             round(excess),
-            "rows looked up before the loop, for all rounds at once; where a round chooses its own rows, "
+            "rows looked up before the loop, for all iterations at once; where an iteration chooses its own rows, "
             "jax.nn.one_hot(rows, len(table), dtype=table.dtype) @ table."
             if lookups
             else f"one loop in place of a loop in a loop (jnp.where for what the outer one does, not lax.cond); "
@@ -197,7 +197,7 @@ def weights_in_loop(e: Evidence) -> Faults:
 
 
 def _carried(e: Evidence, weights: list[Layout]) -> int:
-    """Bytes of whole stacks of weights that a loop carries, the largest loop's; told by their dims."""
+    """Bytes of whole stacks of weights that a loop carries, in the largest loop; recognized by their dims."""
     stacks = {(x.layers, tuple(sorted(x.layer_shape)), e.local(x)) for x in weights if x.scanned}
     computations = e.module.computations.values()
     homes = [c for c in computations if any(" while(" in line for line in c.lines)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from jzero.layout.leaf_rule import Layout
 from jzero.proof.collectives import Site
 from jzero.proof.evidence import Argument, Evidence
-from jzero.proof.places import joined_names, name_stack
+from jzero.proof.places import joined_names
 
 Faults = Iterator[tuple[str, int, str]]
 """Of each fault its text, its bytes on one device, and the remedy."""
@@ -60,7 +60,7 @@ def more_text(rows) -> str:
     return f" and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else ""
 
 
-def equation(e: Evidence, s: Site) -> str:
+def equation(s: Site) -> str:
     """Where a collective comes from: of several joined equations one that is not jzero's."""
-    names = joined_names(name_stack(e.places[s.computation], e.instruction(s)[1]))
+    names = joined_names(s.stack)
     return next((name for name in names if "jzero." not in name), names[0]) or f"%{s.name}"

@@ -1,8 +1,8 @@
-"""How many whole steps stand one behind the other in one round of the loop that runs them.
+"""How many whole steps one iteration of the loop that runs them holds, in programs that jzero has not traced.
 
 [Note: steps in a row]
-`lax.scan(step, state, batches, unroll=k)` puts k steps into a round, each of which reduces every gradient.
-Micro-batches do that too, and their sum has one update. So the values of the round are numbered: 0 before the first
+`lax.scan(step, state, batches, unroll=k)` puts k steps into an iteration, each of which reduces every gradient.
+Micro-batches do that too, and their sum has one update. So the values of an iteration are numbered: 0 before the first
 update, 1 in it, 2 in the gradients that are computed from its params, 3 in the second update. Fusions are looked
 into, since XLA puts the end of one step and the beginning of the next into one, under the name of either; and so are
 collectives of several arrays.
@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from jzero.proof.collectives import SENDS
-from jzero.proof.hlo import Computation, Instruction, Module
+from jzero.proof.hlo import BARRIERS, Computation, Instruction, Module
 from jzero.proof.places import CALLERS, Place, phase_of, walk
 
 UPDATE = "jzero.update"
-BARRIERS = ("optimization-barrier", "opt-barrier")
 FIXED = ("constant", "iota", "partition-id", "replica-id")
 Value = int | list
 
@@ -38,12 +37,11 @@ def _numbered(module: Module, home: Computation, given: Sequence[Value]) -> dict
     """The number of every value, see [Note: steps in a row], for those of the parameters; a tuple has a list."""
     found: dict[str, Value] = {}
     fixed: set[str] = set()  # equal in every step, and shared: under the name of any of them
-    numbers = {i.name: n for n, i in home.parameters.items()}
     for i in home.schedule:
         operands = [found[o] for o in i.operands if o in found]
-        inner = module.computations.get((i.callees("calls") or ("",))[0]) if i.opcode == "fusion" else None
+        inner = module.body(i) if i.opcode == "fusion" else None
         if i.opcode == "parameter":
-            found[i.name] = given[numbers[i.name]] if numbers.get(i.name, len(given)) < len(given) else 0
+            found[i.name] = given[i.number] if i.number < len(given) else 0
         elif i.opcode in FIXED or (i.operands and fixed.issuperset(i.operands)):
             found[i.name] = 0
             fixed.add(i.name)
@@ -54,8 +52,7 @@ def _numbered(module: Module, home: Computation, given: Sequence[Value]) -> dict
         elif i.opcode == "get-tuple-element" and operands and isinstance(operands[0], list):
             found[i.name] = operands[0][i.index or 0]
         elif inner is not None:
-            inside = _numbered(module, inner, operands)
-            found[i.name] = next((inside[r.name] for r in inner.schedule if r.is_root), 0)
+            found[i.name] = _numbered(module, inner, operands)[inner.root.name]
         else:
             names = [i.op_name, *_names_inside(module, i)]
             found[i.name] = _after(max(_flat(operands), default=0), names, module.has_backward)
