@@ -10,6 +10,16 @@ The layout of a bias's or a norm scale's gradient would spread back into what it
 would come out of the step split. So vectors are reduced whole, then cut. For a matrix a whole gradient in between would
 be an all-reduce wherever something stands between it and the slice (a loss scale, a clip by hand, a cast, the loop of a
 scan over layers): 3 Psi for a step of stage 1, where 2 are needed.
+
+[Note: what spreads back]
+The layout of a gradient spreads back into what it is computed from, and where a weight is used value by value (`v *
+scale`) into the forward pass. Beside tensor parallelism, in a layout that does not cut one dim over all of the batch's
+axes (a hybrid; pieces along two dims), XLA's partitioner then computes wrong values: on a mesh of 2 x 2 x 2 a loss of
+2.929 where 2.912 is right (jaxlib 0.10 and 0.12 with Shardy, on CPU devices; the program is the canary
+`spread_layouts_are_wrong`). There the layout spreads forward alone (`core/one_way.py`), except at a matmul, a
+convolution or a lookup, whose operand is the weight itself: XLA makes the reduce-scatter of a hybrid from what spreads
+back to these, and all-reduces whole gradients without it. The update, which does not see the uses, does it for all
+weights of a loss that is not walked.
 """
 
 from __future__ import annotations
@@ -24,13 +34,23 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jzero.comm.reduce_scatter import SCOPE, is_of_batch, needs_scatter, reduce_scatter, scatter_steps, summed
+from jzero.comm.reduce_scatter import (
+    SCOPE,
+    batch_axes,
+    is_of_batch,
+    needs_scatter,
+    reduce_scatter,
+    scatter_steps,
+    summed,
+)
 from jzero.comm.routes import (
     CONVOLUTION,
     EXAMPLES,
     LOOKUP,
     LOOP,
     MATMUL,
+    ONE_WAY,
+    OTHER,
     ROUNDS,
     SHARD,
     SPREAD,
@@ -43,15 +63,18 @@ from jzero.comm.routes import (
     Route,
     equal_parts,
 )
+from jzero.comm.traced import was_walked
 from jzero.comm.uses import Use
 from jzero.comm.weights import ring
 from jzero.core.jaxprs import is_tracer
 from jzero.core.linear import linear
+from jzero.core.one_way import forward_only
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
-from jzero.layout.specs import P, axis_of, axis_size, named_axes, shard_factor, spec_axes
+from jzero.layout.specs import P, axis_of, axis_size, entry_axes, named_axes, shard_factor, spec_axes
 from jzero.sharding import Plan
 
+OPERANDS = (MATMUL, CONVOLUTION, LOOKUP)
 CUT_BUCKETS = 8  # times `bucket_bytes`: a gradient is made in parts from there on
 
 
@@ -82,7 +105,8 @@ class GradientReduce:
 
         Args:
           x: its layouts.
-          alone: XLA would reduce it badly by itself: a tied table, or a weight that every round of a loop uses.
+          alone: XLA would reduce it badly by itself: a tied table, a weight that every round of a loop uses, or one
+            that is used value by value where `spreads_wrongly` holds.
           in_loop: in the loop over micro-batches, which at stage 1 sums whole gradients first.
         """
         scattered = not x.vector and not (in_loop and not self.plan.config.row.grads)
@@ -120,9 +144,10 @@ class GradientReduce:
             return Route(USE, by, True, sent=sent)
         if use.kind == SPREAD and made is not None:
             return Route(USE, self.by_jzero(w), True, made)
-        if w.stored == w.used and not (ordered and reduced):
+        by = self.by_xla(w, use.kind)
+        if w.stored == w.used and not (ordered and reduced) and by != ONE_WAY:
             return Route(UPDATE, WHOLE, sent=sent)
-        return Route(USE, self.by_xla(w), sent=sent)
+        return Route(USE, by, sent=sent)
 
     def dtypes(self, w: Reduced, made: np.dtype) -> tuple[np.dtype | None, np.dtype | None]:
         """(made, sent) of a `Route` for a gradient that a use makes in the dtype `made`."""
@@ -132,20 +157,21 @@ class GradientReduce:
         narrower = asked is not None and asked.itemsize < made.itemsize and matrix
         return wide if wide.itemsize > w.dtype.itemsize else None, asked if narrower else None
 
-    def by_xla(self, w: Reduced) -> str:
-        """How a gradient is reduced that XLA makes at the use: see [Note: by way of the used layout]."""
+    def by_xla(self, w: Reduced, kind: str = OTHER) -> str:
+        """How a gradient is reduced that XLA makes at a use of a kind: see [Note: by way of the used layout]."""
         split = w.stored != w.used
-        return WHOLE_FIRST if split and (len(w.shape) <= 1 or self.is_shared(w.stored, w.grad)) else self.by_jzero(w)
+        if split and (len(w.shape) <= 1 or self.is_shared(w.stored, w.grad)):
+            return WHOLE_FIRST
+        by = self.by_jzero(w)
+        return ONE_WAY if by == SHARD and kind not in OPERANDS and self.spreads_wrongly(w.grad) else by
 
     def by_jzero(self, w: Reduced) -> str:
         """How a gradient is reduced that is there already: that of a vector stays whole where its weight is."""
-        if len(w.shape) <= 1 and w.stored == w.used:
-            return WHOLE
-        return WHOLE_FIRST if self.is_scattered(w.shape, w.grad) else SHARD
+        return WHOLE if len(w.shape) <= 1 and w.stored == w.used else SHARD
 
     def by_update(self, x: Layout) -> str:
         """How the update reduces a gradient that has stayed whole; see [Note: vectors first whole]."""
-        return WHOLE_FIRST if x.vector or self.is_scattered(x.shape, x.state) else SHARD
+        return WHOLE_FIRST if x.vector else ONE_WAY if self.spreads_wrongly(x.state) else SHARD
 
     def _cut(self, w: Reduced, dims: Sequence[int]) -> tuple[int, int]:
         """(dim, parts): the dim of these whose parts, two of which are about a bucket, are the fewest; else one."""
@@ -161,9 +187,11 @@ class GradientReduce:
           grad: the gradient.
           used: layout of its weight in the arithmetic.
           spec: layout of its shards.
-          by: `SHARD`, `WHOLE_FIRST` or `WHOLE`.
+          by: `SHARD`, `ONE_WAY`, `WHOLE_FIRST` or `WHOLE`.
         """
-        if by != SHARD:
+        if by == ONE_WAY:
+            grad = forward_only(grad)
+        elif by != SHARD:
             grad = self.plan.constrain(grad, used)
         return grad if by == WHOLE else self.plan.constrain(grad, spec)
 
@@ -190,9 +218,12 @@ class GradientReduce:
 
         One in host memory lies there on its shards.
         """
+        walked = was_walked(self.plan)
         with jax.named_scope(SCOPE):
             rows = zip(grads, self.plan.layouts, strict=True)
-            return [g if g is None or memory_kind(g) == HOST else self.one_at_update(g, x) for g, x in rows]
+            return [
+                g if g is None or memory_kind(g) == HOST else self.one_at_update(g, x, walked=walked) for g, x in rows
+            ]
 
     def where_they_leave(self, params: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """Params whose gradients are on shards when they leave the program: for an update outside of it.
@@ -211,13 +242,25 @@ class GradientReduce:
         with jax.named_scope(SCOPE):
             return grad if memory_kind(grad) == HOST else self.one_at_update(grad, x)
 
-    def one_at_update(self, grad: Any, x: Layout) -> Any:
-        """One of them."""
-        return self.by_layout(grad, x.used, x.state, self.by_update(x))
+    def one_at_update(self, grad: Any, x: Layout, *, walked: bool = True) -> Any:
+        """One of them.
+
+        `walked`: it is of a walked loss, which has reduced it where the weight is used value by value; or it is an
+        argument of the program. Then its layout may spread back: a scan takes that of its stack from here.
+        """
+        by = self.by_update(x)
+        return self.by_layout(grad, x.used, x.state, SHARD if by == ONE_WAY and walked else by)
 
     def is_shared(self, stored: PartitionSpec, grad: PartitionSpec) -> bool:
         """All devices of the batch share the gradient of a stored weight: [Note: by way of the used layout]."""
         return grad == stored and set(self.plan.batch_axes) <= set(spec_axes(grad))
+
+    def spreads_wrongly(self, spec: PartitionSpec) -> bool:
+        """XLA may compute wrong values where such a layout spreads back: see [Note: what spreads back]."""
+        batch = set(batch_axes(self.plan))
+        beside = any(n > 1 and a not in batch for a, n in self.plan.array_mesh.shape.items())
+        cut = [axes for e in self.plan.sharding(spec).spec if (axes := batch & set(entry_axes(e)))]
+        return beside and bool(cut) and cut != [batch]
 
     def is_scattered(self, shape: Sequence[int], spec: PartitionSpec) -> bool:
         """XLA has no reduce-scatter for this layout; `by_examples` has one."""
@@ -267,11 +310,11 @@ class GradientReduce:
         whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
         itemsize, steps = self._itemsize(x, use), [split]
         size = math.prod(x.state_shape) * use.part * itemsize / shard_factor(x.used, mesh)
-        if self.is_scattered(x.shape, x.state):
-            if not x.vector:
-                steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
-            else:  # all-reduced and sliced, see [Note: several dims] in `split.py`
-                steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
+        scattered = self.is_scattered(x.shape, x.state)
+        if scattered and not x.vector:
+            steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
+        elif scattered:  # all-reduced and sliced, see [Note: several dims] in `split.py`
+            steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
         elif use.rows and split:
             size = min(size, self._rows_bytes(x, use, itemsize))
         for own in steps:

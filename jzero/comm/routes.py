@@ -11,6 +11,7 @@ Where
 
 By
   `SHARD`: it is constrained to its shard, and XLA makes the collective.
+  `ONE_WAY`: the same, and that layout does not spread back; see [Note: what spreads back] in `gradients.py`.
   `WHOLE_FIRST`: to its used layout, then to its shard; see [Note: by way of the used layout] and [Note: vectors first
   whole] in `gradients.py`.
   `WHOLE`: to its used layout alone, if at all. The update cuts it.
@@ -32,7 +33,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 USE, LOOP, UPDATE = "use", "loop", "update"
-SHARD, WHOLE_FIRST, WHOLE, EXAMPLES = "shard", "whole first", "whole", "examples"
+SHARD, ONE_WAY, WHOLE_FIRST, WHOLE, EXAMPLES = "shard", "one way", "whole first", "whole", "examples"
 MATMUL, CONVOLUTION, LOOKUP, SPREAD, ROUNDS, OTHER = "matmul", "convolution", "lookup", "spread", "rounds", "other"
 
 

@@ -1,4 +1,4 @@
-"""What of jzero has been traced: updates, and at stage 3 gathers. Both are missing from a program without an error.
+"""What of jzero has been traced: updates, and losses that it walks. Both are missing from a program without an error.
 
 A step that does not return its state has no update in its program, since XLA drops it. A loss at stage 3 that gathers
 nothing gives the right numbers: XLA then gathers as it likes.
@@ -13,12 +13,25 @@ from jzero.sharding import Plan
 
 _expected: WeakSet[Plan] = WeakSet()
 _traced: WeakSet[Plan] = WeakSet()
+_walked: WeakSet[Plan] = WeakSet()
 
 
 def expect_gathers(plan: Plan) -> None:
     """A state has been sharded by this plan: a gather is to be traced before an update is."""
     if plan.config.row.params and plan.n > 1 and any(x.stored != x.used for x in plan.layouts):
         _expected.add(plan)
+
+
+def walk_traced(plan: Plan) -> None:
+    """A loss of params of this plan is walked: gradients that are reduced where they are made are so."""
+    _walked.add(plan.trained)
+
+
+def was_walked(plan: Plan) -> bool:
+    """Whether a loss by this plan has been walked since this was asked last: once for each update."""
+    walked = plan.trained in _walked
+    _walked.discard(plan.trained)
+    return walked
 
 
 def gather_traced(plan: Plan) -> None:

@@ -16,6 +16,8 @@ from jzero.core.dims import dim_in_result, dot_dims
 from jzero.core.jaxprs import bind
 from jzero.core.types import JaxprEqn
 
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:

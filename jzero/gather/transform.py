@@ -16,6 +16,7 @@ import numpy as np
 
 from jzero.comm import comm_of
 from jzero.comm.routes import USE
+from jzero.comm.traced import walk_traced
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.left_behind import StoredValues, left_behind
@@ -25,7 +26,7 @@ from jzero.gather.host_source import in_device_memory, source_of
 from jzero.gather.interpreter import evaluate
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.walk import Walk, on_shards, plain
-from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables
+from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables, value_wise
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.mesh import in_shard_map
@@ -180,6 +181,7 @@ class GatherOnUse:
             picked = self._reduced_alone(jaxpr, picked)
             if not any(picked) and not stored:
                 return fn(params, args, kwargs)
+        walk_traced(self.plan)
         walk = Walk(self.plan, evaluate, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
             x if y is None else Weight(x, y.stored, y.used, y.grad, source=source_of(x, y), trained=y.frozen is None)
@@ -209,13 +211,16 @@ class GatherOnUse:
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
 
     def _reduced_alone(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
-        """Those of tables with more than one use, of weights that every round of a loop uses, and of scattered ones.
+        """Those of weights that XLA would reduce badly by itself: see `GradientReduce.where`.
 
         Their gradients go straight to the shards of their state.
         """
         weights = [y is not None for y in layouts]
+        gradients = comm_of(self.plan).gradients
         alone = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights)
-        where = functools.partial(comm_of(self.plan).gradients.where, in_loop=jaxprs.in_loop())
+        spread = {i for i, y in enumerate(layouts) if y and not y.vector and gradients.spreads_wrongly(y.state)}
+        alone |= spread and spread & value_wise(jaxpr, weights)
+        where = functools.partial(gradients.where, in_loop=jaxprs.in_loop())
         return [
             dataclasses.replace(y, grad=y.state) if y is not None and where(y, alone=i in alone) == USE else None
             for i, y in enumerate(layouts)

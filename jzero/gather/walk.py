@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jzero.comm import Comm, comm_of
-from jzero.comm.routes import ROUNDS, SHARD, Maker, Route
+from jzero.comm.routes import ONE_WAY, OTHER, ROUNDS, SHARD, Maker, Route
 from jzero.core.linear import linear
 from jzero.gather.sharded_weight import Weight
 from jzero.sharding import Plan
@@ -82,25 +82,26 @@ def on_device(values: Sequence[Any], walk: Walk) -> list[Any]:
     return [v.fetched(walk.comm) if isinstance(v, Weight) else v for v in values]
 
 
-def gathered(value: Any, walk: Walk, *, reduces: bool = True) -> Any:
+def gathered(value: Any, walk: Walk, *, reduces: bool = True, kind: str = OTHER) -> Any:
     """The used layout of a weight; other values unchanged.
 
     Args:
       value: a weight, or anything else.
       walk: gives the collectives.
       reduces: its gradient comes back whole, and is reduced here; False: the use has reduced it.
+      kind: of the use that makes the gradient; see `Maker`.
     """
     if not isinstance(value, Weight):
         return value
     value, gradients = value.fetched(walk.comm), walk.comm.gradients
-    by = gradients.by_xla(value) if reduces else SHARD
+    by = gradients.by_xla(value, kind) if reduces else SHARD
 
     def reduce(grad):
         return [gradients.by_layout(grad, value.used, value.grad, by)]
 
     if value.split:
         return _gathered(value, walk, reduce)
-    if not (reduces and walk.ordered and value.is_reduced):
+    if not (reduces and value.is_reduced and (walk.ordered or by == ONE_WAY)):
         return value.shard
     # reduced in the dtype in which it is made, before what casts it
     return linear(lambda x: [x], reduce, [], [value.shard])[0]

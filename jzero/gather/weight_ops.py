@@ -69,7 +69,7 @@ def use(eqn, values: list[Any], walk: Walk) -> list[Any]:
     def on_gathered(*flat):
         values = rewrap(flat)
         if not route.made_here:
-            return jaxprs.bind(eqn, [gathered(v, walk) for v in values])
+            return jaxprs.bind(eqn, [gathered(v, walk, kind=maker.kind) for v in values])
         return (unary if maker.kind == SPREAD else product)(eqn, values, at[0], route, walk)
 
     plain = walk.in_remat or not walk.drops

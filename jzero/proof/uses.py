@@ -16,7 +16,7 @@ from jzero.comm.uses import EVALUATED, GATHERS, Use, Uses
 from jzero.core.errors import check_arrays, is_argument
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
-from jzero.core.products import gradient_dtype, row_lookup
+from jzero.core.products import PRODUCTS, gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traces import innermost
 from jzero.core.types import PyTree
@@ -40,8 +40,6 @@ LINEAR = frozenset(
 """The derivative reads no operand."""
 STAYS = ELEMENTWISE | REDUCING | {"reshape"}
 """Made from shards where they lie; for a reshape that holds as a rule."""
-PRODUCTS = ("dot_general", "conv_general_dilated")
-"""What a forward pass outside of `jax.grad` is known by, beside lookups: its vectors are too small to count."""
 SAME = ("device_put", FROZEN)
 _GRAD = re.compile(r"jvp\(|transpose\(|jzero\.")
 _CUT = re.compile(rf"{re.escape(MICRO_SCOPE)}(\d+)")
@@ -249,7 +247,7 @@ def _names(node: Node) -> str:
 
 
 def _evaluates(graph: WeightGraph, node: Node, data: set[int]) -> bool:
-    """True for an equation that a forward pass outside of `jax.grad` is known by."""
+    """True for an equation that a forward pass outside of `jax.grad` is known by. (Its vectors are small.)"""
     return row_lookup(node.eqn) or (node.name in PRODUCTS and bool(graph.activations(node, data)))
 
 

@@ -148,3 +148,37 @@ def pod_targets():
     kinds = {name: topology(name).devices[0].device_kind for name in names}
     rows = [(name, name.split("-")[0].upper() in kind or kind, True) for name, kind in kinds.items()]
     return differences([("pods", len(names), 4), *rows])
+
+
+@check("core/one_way.py, comm/gradients.py")
+def spread_layouts_are_wrong():
+    """Where the layout of a gradient spreads back into a forward pass with a sliced, split weight, the loss is wrong;
+    behind `sdy.propagation_barrier` it is right. When the first is mended, `spreads_wrongly` can go."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    constrain, numbers, size = jax.lax.with_sharding_constraint, np.random.default_rng(0), 16
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    layout = {
+        spec: jax.NamedSharding(jax.sharding.Mesh(devices, ("a", "b", "m")), jax.P(*spec))
+        for spec in ((), (None, "m"), (None, "b"), (("a", "b"),))
+    }
+    w, v, x = (numbers.normal(size=s).astype(np.float32) for s in ((size, 2 * size), (size, size), (8, size)))
+
+    def loss(v, w, x):
+        h = x @ w[:, :size]
+        return jnp.mean((h + h @ (v * jnp.mean(v**2, 0))) ** 2)
+
+    def step(behind):
+        def run(v, w, x):
+            value, grad = jax.value_and_grad(loss)(v, w, x)
+            return value, constrain(behind(grad), layout[None, "b"])
+
+        return jax.jit(run)
+
+    args = [jax.device_put(a, layout[s]) for a, s in ((v, ()), (w, (None, "m")), (x, (("a", "b"),)))]
+    right = jax.jit(loss)(v, w, x)
+    forward_only = constant("core.one_way", "forward_only", lambda x: constrain(x, layout[()]))
+    found = [bool(jnp.allclose(step(behind)(*args)[0], right, rtol=1e-3)) for behind in (lambda g: g, forward_only)]
+    return differences([("right without it", found[0], False), ("with it", found[1], True)])

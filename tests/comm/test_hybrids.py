@@ -49,6 +49,36 @@ def test_equals_the_plain_run(kind):
     )
 
 
+@pytest.mark.parametrize("gather", [True, False], ids=["walked", "as written"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_weight_that_is_used_value_by_value_beside_a_slice_of_a_tensor_parallel_one(stage, gather):
+    """The layout of its gradient spreads back into the forward pass, and XLA computes another loss there."""
+    size, mesh = 13, Mesh(np.array(jax.devices()).reshape(2, 2, 2), (*BOTH, "model"))
+    shapes = {"w": (size, 2 * size), "v": (size, size)}
+    params = {k: jax.random.normal(jax.random.key(i), s) for i, (k, s) in enumerate(shapes.items())}
+    plan = jzero.make_plan(params, stage=stage, mesh=mesh, axis=BOTH, param_specs={"v": P(), "w": P(None, "model")},
+                           min_shard_bytes=0)  # fmt: skip
+
+    def loss(params, x):
+        h = x @ params["w"][:, :size]
+        return jnp.mean((h + h @ (params["v"] * jnp.mean(params["v"] ** 2, 0))) ** 2)
+
+    def step(loss, tx):
+        def run(params, state, x):
+            value, grads = jax.value_and_grad(loss)(params, x)
+            updates, state = tx.update(grads, state, params)
+            return value, optax.apply_updates(params, updates)
+
+        return jax.jit(run)
+
+    x, tx, plain = jax.random.normal(jax.random.key(2), (8, size)), jzero.zero(optax.sgd(1e-3), plan), optax.sgd(1e-3)
+    placed = plan.place(params)
+    found = step(jzero.gather_on_use(loss, plan) if gather else loss, tx)(placed, tx.init(placed), plan.place_batch(x))
+    right = step(loss, plain)(params, plain.init(params), x)
+    assert float(found[0]) == pytest.approx(float(right[0]), rel=1e-5)
+    assert max_error(found[1], right[1]) < 1e-4
+
+
 @cached
 def compiled(kind, tensor_parallel=False, scan=True):
     pod = jzero.pod("h200")
