@@ -59,36 +59,48 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
 
     Returns:
       A transformation whose state has the structure of `tx.init(params)`. `tx` computes in the wider of its own dtype
-      and the stored one. Its update takes `rounding_count=` where `needs_count` says so.
+      and the stored one: gradients, params and all of the state, since a condition or a bound in the chain wants one
+      dtype. Its update takes `rounding_count=` where `needs_count` says so.
     """
     dtype = plan.config.moment_dtype
     extra = optax.with_extra_args_support(tx)
     dtypes = functools.cache(lambda: _dtypes(tx, plan, params))
+    kept = functools.cache(lambda: [x.dtype for x in jax.tree.leaves(jax.eval_shape(tx.init, params))])
+    seen = functools.cache(lambda: [x.dtype for x in jax.tree.leaves(jax.eval_shape(tx.init, wide(params)))])
     counts = functools.cache(lambda: _counts(tx, params))
+
+    def wide(tree):
+        return jax.tree.map(
+            lambda x: _astype(x, jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+            tree,
+        )
 
     def stored(state, count):
         leaves, tree = jax.tree.flatten(state)
         if count is None:
             count = sum(leaves[i].astype(jnp.uint32) for i in counts())
         salt = jnp.asarray(count).astype(jnp.uint32)
-        rows = zip(leaves, dtypes(), strict=True)
-        return tree.unflatten(
-            [x if d is None else rounded(x, dtype, salt + i) for i, (x, d) in enumerate(rows)]
-        )
+        rows = enumerate(zip(leaves, dtypes(), kept(), strict=True))
+        return tree.unflatten([_astype(x, k) if d is None else rounded(x, dtype, salt + i) for i, (x, d, k) in rows])
 
     def init(params):
-        return stored(tx.init(params), 0)
+        return stored(tx.init(wide(params)), 0)
 
     def update(updates, state, params=None, **kwargs):
         count = kwargs.pop(ROUNDING_COUNT, None)
         leaves, tree = jax.tree.flatten(state)
-        seen = [x if d is None else x.astype(d) for x, d in zip(leaves, dtypes(), strict=True)]
-        # a condition of the chain wants updates of one dtype, whether they come from moments or not
-        updates = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, dtype)), updates)
-        updates, new = extra.update(updates, tree.unflatten(seen), params, **kwargs)
+        state = tree.unflatten([_astype(x, d) for x, d in zip(leaves, seen(), strict=True)])
+        updates, new = extra.update(wide(updates), state, None if params is None else wide(params), **kwargs)
         return updates, stored(new, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _astype(x: Any, dtype: Any) -> Any:
+    """An array, or what stands for one, in a dtype."""
+    if x.dtype == dtype:
+        return x
+    return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 def _dtypes(tx: Any, plan: Plan, params: Any) -> tuple[Any, ...]:

@@ -110,10 +110,10 @@ class Plain:
 
     def fresh_state(self):
         """The optimizer's state, in fp32 where `moment_dtype` asks for it beside 16-bit params."""
-        return self.in_fp32(jax.jit(self.tx.init)(self.own(self.master if self.wide else self.params)))
+        return jax.jit(self.tx.init)(self.in_fp32(self.own(self.master if self.wide else self.params)))
 
     def in_fp32(self, tree):
-        """Moments or gradients as the update takes them."""
+        """Gradients, params or state as the update takes them."""
         if self.wide or self.case["config"].get("moment_dtype") != "float32":
             return tree
         return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
@@ -156,7 +156,8 @@ class Plain:
     def flush(self):
         """Apply an update that is late."""
         for grads, wide in self.pending:
-            new, state = _update(self.tx)(self.in_fp32(grads), self.opt_state, self.own(wide))
+            own = self.own(wide)
+            new, state = _update(self.tx)(self.in_fp32(grads), self.opt_state, own, self.in_fp32(own))
             self.opt_state = self.in_fp32(state)
             news, tree = iter(jax.tree.leaves(new)), jax.tree.structure(wide)
             rows = zip(jax.tree.leaves(wide), self.flags, strict=True)
@@ -230,8 +231,8 @@ def _gradients(flavour, form):
 
 @functools.lru_cache(maxsize=4)
 def _update(tx):
-    def run(grads, state, params):
-        updates, state = tx.update(grads, state, params)
+    def run(grads, state, params, seen):
+        updates, state = tx.update(grads, state, seen)
         return optax.apply_updates(params, updates), state
 
     return jax.jit(run)

@@ -294,20 +294,23 @@ def test_wider_moments_than_the_params(mesh):
     assert np.isfinite(losses).all()
 
 
-def test_wider_moments_under_a_condition(mesh):
-    """The branches of `apply_if_finite` must agree in dtype: updates made of fp32 moments, and zeros like gradients."""
-    tx = optax.apply_if_finite(contrib.adopt(1e-2), 5)
+@pytest.mark.parametrize("tx", [
+    optax.apply_if_finite(contrib.adopt(1e-2), 5), contrib.mechanize(optax.sgd(1e-2), s_init=0.5),
+], ids=["condition", "bound"])  # fmt: skip
+def test_wider_moments_in_a_chain_that_wants_one_dtype(mesh, tx):
+    """Zeros like gradients beside updates made of fp32 moments; a copy of the params between bounds made of these."""
     params = {"w": jnp.ones((8, 8), BF16)}
     plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, master_dtype=None, moment_dtype="float32")
     wrapped = jzero.zero(tx, plan)
     grads = jax.tree.map(lambda p: p / 3, params)
     placed = plan.place(params)
-    state = jax.jit(lambda *args: wrapped.update(*args)[1])(grads, wrapped.init(placed), placed)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == BF16 else x, (grads, tx.init(params)))
-    _, want = tx.update(*wide, params)
-    for got, plain in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
-        assert got.dtype == plain.dtype
-        np.testing.assert_allclose(got, plain, rtol=1e-6)
+    first = wrapped.init(placed)
+    state = jax.jit(lambda *args: wrapped.update(*args)[1])(grads, first, placed)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (grads, params))
+    want = tx.update(wide[0], tx.init(wide[1]), wide[1])[1]
+    for got, before, plain in zip(*map(jax.tree.leaves, (state, first, want)), strict=True):
+        assert got.dtype == before.dtype
+        np.testing.assert_allclose(np.float32(got), np.float32(plain), rtol=1e-6 if got.dtype != BF16 else 1e-2)
 
 
 # --- chains that count no steps ----------------------------------------------------------------------------------
