@@ -1,34 +1,35 @@
 """`zero(tx, plan)`: an optax transformation whose state is sharded and whose updates go to sharded masters.
 
 [Note: an update knows its param]
-With 16-bit params and an fp32 master the new param is `cast(master)`, a value and not a difference. A
-difference would cost fp32 on the wire and, in 16 bits, be wrong. So the leaf that `update` returns answers
-`param + leaf` with the new param: the master is updated on its shard, cast there, and the 16-bit result is
-gathered. `optax.apply_updates` and Flax's `apply_gradients` need not know. Old params die as soon as their
-own sum is taken, so their donated buffers take the new ones: on an H200 compile of a 0.2B GPT the temp is
-0.16 bytes per parameter, against 2.1 for a returned fp32 difference.
+With 16-bit params and an fp32 master the new param is `cast(master)`: a value, not a difference. A difference would
+cost fp32 on the wire and, in 16 bits, be wrong. So `update` returns leaves for which `param + leaf` is the new param:
+the master is updated on its shard, cast there, and the 16-bit result is gathered. `optax.apply_updates` and Flax's
+`apply_gradients` need not know. An old param is dead once its sum is taken, so its donated buffer takes the new one: on
+an H200 compile of a 0.2B GPT the temp is 0.16 bytes per parameter, against 2.1 for a returned fp32 difference.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from jzero.comm import comm_of
 from jzero.comm.traced import update_traced
-from jzero.comm.updates import goes_by_layers, is_copied
 from jzero.core.errors import check_transformation
+from jzero.core.types import PyTree, PyTreeDef
 from jzero.core.update_mark import marked
 from jzero.layout.explicit import explicit_axes, in_auto_mode, refusal, typed_mesh
 from jzero.layout.host_mesh import all_moved
-from jzero.layout.leaf_rule import Layout
-from jzero.layout.placement import HOST, device_type, memory_kind
+from jzero.layout.placement import device_type
 from jzero.layout.specs import P
 from jzero.layout.trainable import numbers, picked, trained_part, with_rest
 from jzero.offload import check_host_memory, placements_of, streamed, where_they_lie
@@ -36,18 +37,14 @@ from jzero.sharding import Plan, check_plan
 from jzero.update.argument_checks import check_count, check_devices, check_dtypes, check_grads
 from jzero.update.deferred_update import deferred
 from jzero.update.frozen_params import frozen_leaves
+from jzero.update.masters import split_master, state_specs, widen, widen_abstract, with_master
 from jzero.update.moment_dtype import ROUNDING_COUNT, needs_count, with_moment_dtype
+from jzero.update.new_params import update_leaves
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.handles import held_in
 from jzero.update.on_host.initial import Masters, fresh_handles
-from jzero.update.on_host.update import (
-    check_outside,
-    reopened,
-    resolved,
-    update_held,
-    with_handles,
-)
-from jzero.update.padded_state import align, check_state, pad, pin_state
+from jzero.update.on_host.update import check_outside, reopened, resolved, update_held, with_handles
+from jzero.update.padded_state import align, check_state, pin_state
 from jzero.update.sharded_update import ShardedUpdate, on_shards, read_params_first
 from jzero.update.zero_state import ZeroState
 
@@ -72,8 +69,8 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
       `updates="delta"` plain arrays of the master dtype.
 
     Raises:
-      TypeError: `tx` is not an optax transformation, or already wrapped.
-      ValueError: from `init` and `update`: params that the plan was not made for; `update` without params.
+      TypeError: `tx` is not an optax transformation, or is wrapped already.
+      ValueError: from `init` and `update`: the plan was not made for these params; `update` got no params.
 
     Layout:
       grads: any layout in, used as `Layout.grad`; state and masters: `Layout.state`; params: `Layout.stored`.
@@ -98,21 +95,33 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
         raise TypeError(
             "jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx)."
         )
-    return _Zero(_Init(tx, plan), _Update(tx, plan))
+    return ZeroTransformation(_Init(tx, plan), _Update(tx, plan))
 
 
-def is_wrapped(tx: Any) -> bool:
+class ZeroTransformation(optax.GradientTransformationExtraArgs):
+    """What `zero` returns: a transformation like any other, which prints as one line."""
+
+    __slots__ = ()
+    init: _Init  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __repr__(self):
+        return f"<jzero.zero: an optax transformation, {self.init.plan.title}>"
+
+
+def is_wrapped(tx: Any) -> TypeGuard[ZeroTransformation]:
     """Whether `tx` was made by `zero`."""
     return isinstance(getattr(tx, "init", None), _Init)
 
 
-def init_shapes(tx: Any, params: Any) -> Any:
+def init_shapes(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """The state that a wrapped transformation makes, as `jax.ShapeDtypeStruct`."""
+    assert is_wrapped(tx)
     return jax.eval_shape(tx.init.typed, jax.tree.map(device_type, params))
 
 
-def check_memory(tx: Any, plan: Plan) -> None:
-    """Raises where what a plain transformation keeps in host memory does not fit: see `check_host_memory`."""
+def check_memory(tx: optax.GradientTransformation, plan: Plan) -> None:
+    """Raises MemoryError if what a plain transformation keeps in host memory does not fit: see `check_host_memory`."""
     if plan.config.updates_outside:
         chain = chain_of(tx, plan)
         check_host_memory(chain.inner, plan, chain.masters)
@@ -120,8 +129,8 @@ def check_memory(tx: Any, plan: Plan) -> None:
         check_host_memory(_Init(tx, plan).shapes(plan.shapes), plan)
 
 
-def chain_of(tx: Any, plan: Plan) -> Chain:
-    """A plain transformation as an update outside of the program runs it.
+def chain_of(tx: optax.GradientTransformation, plan: Plan) -> Chain:
+    """A plain transformation in the form in which an update outside of the program runs it.
 
     Raises:
       ValueError: it trains no param.
@@ -135,29 +144,31 @@ def chain_of(tx: Any, plan: Plan) -> Chain:
         )
 
     @functools.cache
-    def make():
+    def make() -> tuple[optax.GradientTransformation, PyTree]:
         update = _Update(tx, plan.home)
         return update.stored_tx, update.logical
 
     full = _Init(tx, plan).shapes(plan.shapes)
     rows = zip(plan.layouts, jax.tree.leaves(wide), trained, strict=True)
     masters = tuple(jax.ShapeDtypeStruct(x.state_shape, w.dtype) if t else None for x, w, t in rows)
-    counts = isinstance(full, ZeroState) and full.rounding_count is not None
-    return Chain(plan, make, full.inner if isinstance(full, ZeroState) else full, masters, counts)
+    inner, count = (full.inner, full.rounding_count) if isinstance(full, ZeroState) else (full, None)
+    return Chain(plan, make, inner, masters, count is not None)
 
 
-def fresh_held(masters: Masters, tx: Any, *, step: Any = None) -> Any:
+def fresh_held(masters: Masters, tx: ZeroTransformation, *, step: Any = None) -> PyTree:
     """A new state in files, of a train state at this step."""
-    return fresh_handles(masters, chain_of(unwrap(tx), tx.init.plan), step=step)
+    return fresh_handles(masters, chain_of(tx.init.tx, tx.init.plan), step=step)
 
 
-def reopened_state(tx: Any, snapshot: Any = None) -> tuple[Any, list[Any], int]:
+def reopened_state(tx: ZeroTransformation, snapshot: Path | None = None) -> tuple[PyTree, list[Any], int]:
     """The state in the folder of an earlier run, or of a snapshot, its params (None without a master), and its step."""
-    return reopened(chain_of(unwrap(tx), tx.init.plan), snapshot)
+    return reopened(chain_of(tx.init.tx, tx.init.plan), snapshot)
 
 
-def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
-    """An optimizer state without handles, and its params; both as they are where there are none.
+def whole_state(
+    opt_state: PyTree, params: PyTree, tx: optax.GradientTransformation
+) -> tuple[PyTree, PyTree]:
+    """An optimizer state without handles, and its params; both unchanged if it has none.
 
     Args:
       opt_state, params: of a train state.
@@ -165,48 +176,40 @@ def whole_state(opt_state: Any, params: Any, tx: Any) -> tuple[Any, Any]:
     """
     if not is_wrapped(tx) or held_in(opt_state) is None:
         return opt_state, params
-    plan = tx.init.plan
+    plan, chain = tx.init.plan, chain_of(tx.init.tx, tx.init.plan)
     if plan.trained is plan:
-        return resolved(opt_state, params, chain_of(unwrap(tx), plan))
+        return resolved(opt_state, params, chain)
     given, tree = jax.tree.flatten(params)
     at = numbers(params, plan, where="jzero")
-    whole, own = resolved(opt_state, plan.trained.tree.unflatten(picked(given, at)), chain_of(unwrap(tx), plan))
+    whole, own = resolved(opt_state, plan.trained.tree.unflatten(picked(given, at)), chain)
     return whole, tree.unflatten(with_rest(jax.tree.leaves(own), at, lambda i: given[i]))
 
 
-def as_held(opt_state: Any, params: Any, tx: Any, *, step: Any = None) -> Any:
-    """The reverse: with handles where the plan of `tx` updates outside of the program; `step`: of the train state."""
+def as_held(
+    opt_state: PyTree, params: PyTree, tx: optax.GradientTransformation | None, *, step: Any = None
+) -> PyTree:
+    """The reverse: with handles if the plan of `tx` updates outside of the program; `step`: of the train state."""
     if not is_wrapped(tx) or not tx.init.plan.config.updates_outside or held_in(opt_state) is not None:
         return opt_state
     params = trained_part(params, tx.init.plan, where="jzero")
-    return with_handles(opt_state, params, chain_of(unwrap(tx), tx.init.plan), step=step)
+    return with_handles(opt_state, params, chain_of(tx.init.tx, tx.init.plan), step=step)
 
 
-def unwrap(tx: Any) -> optax.GradientTransformation:
+def unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """The plain transformation inside a wrapped one; a plain one is returned as it is.
 
     Raises:
-      TypeError: no optax transformation.
+      TypeError: `tx` is not an optax transformation.
     """
     check_transformation(tx, where="jzero.unwrap")
     return tx.init.tx if is_wrapped(tx) else tx
 
 
-class _Zero(optax.GradientTransformationExtraArgs):
-    """What `zero` returns: a transformation as any other, with a short name of its own."""
-
-    __slots__ = ()
-
-    def __repr__(self):
-        init: Any = self.init
-        return f"<jzero.zero: an optax transformation, {init.plan.title}>"
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Wrapped:
-    """Equal where the transformations are equal (`==`) and the plans: a step is traced anew where plain Flax would."""
+    """Equal if the transformations (`==`) and the plans are: a step is retraced only where plain Flax would."""
 
-    tx: Any
+    tx: optax.GradientTransformation
     plan: Plan
 
     def __repr__(self):
@@ -218,7 +221,7 @@ class _Wrapped:
         return self.plan.trained
 
     @functools.cached_property
-    def stored_tx(self):
+    def stored_tx(self) -> optax.GradientTransformation:
         """The transformation with its moments as they are stored."""
         if self.own.config.moment_dtype is None:
             return self.tx
@@ -226,12 +229,12 @@ class _Wrapped:
 
     @functools.cached_property
     def counts(self) -> bool:
-        """The state has a count of jzero's own. Under an Explicit mesh to be asked on Auto axes."""
+        """The state has a count of jzero's own. Under an Explicit mesh, ask on Auto axes."""
         return needs_count(self.tx, self.own, widen_abstract(self.own.shapes, self.own))
 
 
 class _Init(_Wrapped):
-    def __call__(self, params):
+    def __call__(self, params: PyTree) -> PyTree:
         params = trained_part(params, self.plan, where="jzero.zero: init")
         pairs = self.own.match(params, where="jzero.zero: init")
         check_devices([x for x, _ in pairs], self.own)
@@ -249,13 +252,13 @@ class _Init(_Wrapped):
             return with_handles(state, self.own.tree.unflatten(placed), chain)
         return jax.jit(self.trace)(params)
 
-    def typed(self, params):
-        """The state, in the types of an Explicit mesh where there is one; of all params or of those that it takes."""
+    def typed(self, params: PyTree) -> PyTree:
+        """The state for all params or for those that the optimizer takes, in the types of an Explicit mesh if any."""
         params = trained_part(params, self.plan, where="jzero.zero: init")
         return in_auto_mode(self.on_device, (params,), lambda state: state_specs(state, self.own))
 
-    def trace(self, params):
-        """The state as it is written to host memory, part by part."""
+    def trace(self, params: PyTree) -> PyTree:
+        """The state, written to host memory part by part."""
         stored = [x.stored for x in self.own.layouts]
         shapes = self.shapes(params)
         return streamed(
@@ -263,13 +266,13 @@ class _Init(_Wrapped):
             lambda _: placements_of(shapes, self.own),
         )  # fmt: skip
 
-    def shapes(self, params):
+    def shapes(self, params: PyTree) -> PyTree:
         """The state, abstract."""
         params = trained_part(params, self.plan, where="jzero.zero: init")
         return jax.eval_shape(self.on_device, jax.tree.map(device_type, params))
 
-    def on_device(self, params, masters=None):
-        """The state in device memory, wherever it is to live; `masters`: better initial values, if they are known."""
+    def on_device(self, params: PyTree, masters: PyTree = None) -> PyTree:
+        """The state in device memory, wherever it will live; `masters`: wider initial values, where they are known."""
         wide = widen(params if masters is None else masters, params, self.own)
         frozen = frozen_leaves(self.tx, widen_abstract(params, self.own))
         inner = pin_state(self.stored_tx.init(wide), self.own)
@@ -278,11 +281,11 @@ class _Init(_Wrapped):
 
 class _Update(_Wrapped):
     @functools.cached_property
-    def logical(self):
+    def logical(self) -> PyTree:
         """The shapes of the state as the wrapped transformation sees it; `init` is traced once for them."""
         return jax.eval_shape(self.stored_tx.init, widen_abstract(self.own.shapes, self.own))
 
-    def __call__(self, updates, state, params=None, **extra):
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         if params is None:
             raise ValueError("jzero.zero: update needs the params: tx.update(grads, state, params).")
         where = "jzero.zero: update"
@@ -292,34 +295,38 @@ class _Update(_Wrapped):
         own = self.own.tree.unflatten(picked(given, at))
         try:
             grads = picked(align(updates, params, where=where), at)
-        except ValueError:  # of the trained params alone, beside all params
+        except ValueError:  # gradients of the trained params only, with all params
             grads = jax.tree.leaves(trained_part(updates, self.plan, where=where))
         out, state = self._of_own(grads, state, own, self._extra_of_own(extra, at, tree, given))
         rest = functools.partial(self._unchanged, given)
         return tree.unflatten(with_rest(self.own.tree.flatten_up_to(out), at, rest)), state
 
-    def _unchanged(self, given: list, i: int) -> Any:
+    def _unchanged(self, given: list[jax.Array], i: int) -> PyTree:
         """What is added to a frozen param."""
-        param: Any = given[i]
+        param = given[i]
         if self.plan.config.updates == "delta":
             return jnp.zeros(np.shape(param), self.plan.config.master_for(param.dtype) or param.dtype)
         return deferred(lambda p: p, param)
 
-    def _extra_of_own(self, extra: dict, at: list, tree, given: list) -> dict:
-        """Keyword arguments for the optimizer: of trees like the params its part; `value_fn` gets all params."""
+    def _extra_of_own(
+        self, extra: dict[str, Any], at: list[int | None], tree: PyTreeDef, given: list[jax.Array]
+    ) -> dict[str, Any]:
+        """Keyword arguments for the optimizer: its part of trees like the params; `value_fn` still gets all params."""
 
-        def part(value):
+        def part(value: Any) -> Any:
             fits = jax.tree.structure(value) == tree
             return self.own.tree.unflatten(picked(jax.tree.leaves(value), at)) if fits else value
 
-        def on_all(value_fn):
+        def on_all(value_fn: Callable[..., Any]) -> Callable[..., Any]:
             return lambda own, *args, **kwargs: value_fn(
                 tree.unflatten(with_rest(jax.tree.leaves(own), at, lambda i: given[i])), *args, **kwargs
             )
 
         return {k: on_all(v) if k == "value_fn" else part(v) for k, v in extra.items()}
 
-    def _of_own(self, grads: list, state, params, extra: dict):
+    def _of_own(
+        self, grads: list[jax.Array], state: PyTree, params: PyTree, extra: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
         """The update of the params that the optimizer takes."""
         pairs = self.own.match(params, where="jzero.zero: update")
         check_dtypes(pairs)
@@ -332,7 +339,7 @@ class _Update(_Wrapped):
         update_traced(self.plan)
         tree = jax.tree.structure(params)
         if "value_fn" in extra:
-            extra = {**extra, "value_fn": self._on_params(extra["value_fn"], self.own.layouts, tree)}
+            extra = {**extra, "value_fn": self._on_params(extra["value_fn"], tree)}
         check_explicit(self.own, extra)
         count = state.rounding_count if isinstance(state, ZeroState) else None
         extra = extra if count is None else {**extra, ROUNDING_COUNT: count}
@@ -340,133 +347,75 @@ class _Update(_Wrapped):
         run = functools.partial(self._on_shards, tree)
         news, inner, new_master = in_auto_mode(run, args, self._specs_on_shards)
         with jax.named_scope(comm_of(self.own).updates.SCOPE):
-            out = self._new_params(news, master)
+            out = update_leaves(news, master, self.own)
         if not isinstance(state, ZeroState):
             return tree.unflatten(out), inner
         count = None if count is None else self.own.constrain(count + 1, P())
         return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master), count)
 
-    def _outside(self, grads: list, state, params, values: list, extra):
+    def _outside(
+        self, grads: list[jax.Array], state: PyTree, params: PyTree, values: list[jax.Array], extra: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
         """The update of a state with handles, `values` the leaves of `params`; see `update.on_host`."""
         leaves = jax.tree.leaves((grads, state, params, extra))
         check_outside(leaves, self.own)
         check_explicit(self.own, extra)
         update_traced(self.plan)
         news, state = update_held(grads, state, values, extra)
-        rows = zip(news, self.own.layouts, strict=True)
         out = [
-            deferred(lambda p: p, x) if new is None else deferred(lambda _, new=new: new, x)
-            for new, x in rows
+            deferred(lambda p, new=new: p if new is None else new, x)
+            for new, x in zip(news, self.own.layouts, strict=True)
         ]
         return jax.tree.structure(params).unflatten(out), state
 
-    def _specs_on_shards(self, out) -> list:
+    def _specs_on_shards(self, out: tuple[PyTree, PyTree, PyTree]) -> list[PartitionSpec]:
         """The layouts of what `_on_shards` returns."""
         news, inner, master = out
-        layouts = self.own.layouts
-        split = [
-            [x.state for v, x in zip(vs, layouts, strict=True) if v is not None] for vs in (news, master)
-        ]
-        return [*split[0], *self.own.state_specs(inner), *split[1]]
+        of_news, of_masters = (
+            [x.state for v, x in zip(values, self.own.layouts, strict=True) if v is not None]
+            for values in (news, master)
+        )
+        return [*of_news, *self.own.state_specs(inner), *of_masters]
 
-    def _on_shards(self, tree, params: list, grads: list, inner, master: list, extra):
-        """What lands on every param, on its shard; the new inner state and the new masters."""
+    def _on_shards(
+        self,
+        tree: PyTreeDef,
+        params: list[jax.Array],
+        grads: list[jax.Array],
+        inner: PyTree,
+        master: list[jax.Array | None],
+        extra: dict[str, Any],
+    ) -> tuple[list[jax.Array | None], PyTree, list[jax.Array | None]]:
+        """For every param its new value, or its change where it has no master; the new inner state and masters."""
         check_count(ROUNDING_COUNT in extra, self.counts)
         step = ShardedUpdate(self.stored_tx, self.own, lambda: self.logical, tree, extra)
-        offloaded = self.own.config.streams
+        streams = self.own.config.streams
         with jax.named_scope("jzero.master"):
             shards, stored = on_shards(params, self.own)
-            if offloaded:  # the masters take over what is new when they are fetched
-                wide: list[Any] = []
+            if streams:  # the masters take over what is new when they are fetched
+                wide: list[jax.Array] = []
                 shards, grads = read_params_first(shards, stored, grads, self.own)
             else:
                 inner, master = step.cut(inner, master)
                 wide, grads = read_params_first(step.masters(shards, master), stored, grads, self.own)
         grads = comm_of(self.own).gradients.at_update(grads)
-        if offloaded:
+        if streams:
             return step.streamed(shards, grads, inner, master)
         return step(shards, wide, grads, inner, master)
 
-    def _new_params(self, news: list, master: list) -> list:
-        """The leaves to return, for the new values of params that have a master and the differences of the others.
-
-        What lands on a param in host memory is its new value, there and as it is stored.
-        """
-        gather = comm_of(self.own).updates
-        rows = list(zip(news, master, self.own.layouts, strict=True))
-        if self.own.config.updates == "delta":
-            return [None if new is None else _stored(gather, x, new) for new, _, x in rows]
-        copied = [
-            (new, x) for new, m, x in rows
-            if m is not None and is_copied(x) and not goes_by_layers(x) and memory_kind(new) != HOST
-        ]  # fmt: skip
-        in_turn = iter(self._in_turn(*zip(*copied, strict=True)) if copied else ())
-        return [self._new_param(*row, in_turn) for row in rows]
-
-    def _new_param(self, new, master, x: Layout, in_turn) -> Any:
-        """One of them; `in_turn`: the gathers of copied leaves that are left."""
-        if new is None:
-            return None
-        if x.frozen is not None:
-            return deferred(lambda param: param, x)
-        if memory_kind(new) == HOST:
-            return deferred(lambda _: new, x)
-        gather = comm_of(self.own).updates
-        if master is None:
-            return deferred(lambda param: _stored(self._sum, x, param, new), x)
-        if goes_by_layers(x):
-            return deferred(lambda param: _stored(gather.by_layers, x, param, new), x)
-        if is_copied(x):
-            value = next(in_turn)
-            return deferred(lambda _: value(), x)
-        gathered = _stored(gather, x, new)
-        return deferred(lambda _: gathered, x)
-
-    def _in_turn(self, news, layouts) -> list:
-        """Functions that return gathered leaves; under an Explicit mesh they are all there at once."""
-        gather = comm_of(self.own).updates
-        if not explicit_axes():
-            return gather.in_turn(news, layouts)
-        values = in_auto_mode(
-            lambda *news: [value() for value in gather.in_turn(news, layouts)], news,
-            lambda _: [x.stored for x in layouts],
-        )  # fmt: skip
-        return [functools.partial(lambda v: v, v) for v in values]
-
-    def _sum(self, param, delta, x: Layout) -> Any:
-        """A param without master and the difference to it, added on shards and gathered."""
-        plan, gather = self.own, comm_of(self.own).updates
-        new = plan.constrain(plan.constrain(param, x.stored), x.state) + delta
-        shard = plan.constrain(new.astype(x.dtype), x.state)
-        return gather.by_layers(param, shard, x) if goes_by_layers(x) else gather(shard, x)
-
-    def _on_params(self, value_fn, layouts, tree):
+    def _on_params(self, value_fn: Callable[..., Any], tree: PyTreeDef) -> Callable[..., Any]:
         """A line search evaluates the loss at candidate masters: hand it params as the model knows them."""
 
-        def on_params(wide, *args, **kwargs):
-            leaves = zip(jax.tree.leaves(wide), layouts, strict=True)
+        def on_params(wide: PyTree, *args: Any, **kwargs: Any) -> Any:
+            leaves = zip(jax.tree.leaves(wide), self.own.layouts, strict=True)
             params = [self.own.constrain(w.astype(x.dtype), x.stored) for w, x in leaves]
             return value_fn(tree.unflatten(params), *args, **kwargs)
 
         return on_params
 
 
-def _stored(land, x: Layout, *arrays) -> Any:
-    """`land(*arrays, x)`, in the stored layout."""
-    return in_auto_mode(lambda *arrays: land(*arrays, x), arrays, lambda _: [x.stored])
-
-
-def state_specs(state, plan: Plan) -> list:
-    """The layout of every array of an optimizer state with its masters."""
-    if not isinstance(state, ZeroState):
-        return plan.state_specs(state)
-    known = plan.tree.flatten_up_to(state.master)
-    masters = [x.state for m, x in zip(known, plan.layouts, strict=True) if m is not None]
-    return [*plan.state_specs(state.inner), *masters, *([] if state.rounding_count is None else [P()])]
-
-
-def check_explicit(plan: Plan, extra: Any = ()) -> None:
-    """Raises NotImplementedError if something has no types under an Explicit mesh, ValueError for another mesh."""
+def check_explicit(plan: Plan, extra: Collection[str] = ()) -> None:
+    """Raises NotImplementedError for what does not work under an Explicit mesh, ValueError for another such mesh."""
     if not explicit_axes():
         return
     if plan.config.offload is not None:
@@ -474,39 +423,6 @@ def check_explicit(plan: Plan, extra: Any = ()) -> None:
     if "value_fn" in extra:
         raise refusal("a line search (value_fn)")
     typed_mesh(plan.array_mesh)
-
-
-def widen(values, params, plan: Plan):
-    """Initial masters: `values` in the master dtype on their shards; leaves without master as they are."""
-    rows = zip(jax.tree.leaves(values), plan.layouts, strict=True)
-    leaves = [plan.constrain(v.astype(plan.config.master_for(x.dtype) or x.dtype), x.state) for v, x in rows]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
-
-
-def widen_abstract(params, plan: Plan):
-    """Shapes of the params in the dtype that the wrapped transformation sees."""
-    leaves = [jax.ShapeDtypeStruct(x.shape, plan.config.master_for(x.dtype) or x.dtype) for x in plan.layouts]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
-
-
-def with_master(inner, wide, params, frozen, counts: bool, plan: Plan):
-    """`ZeroState` where any param needs a master, or the state a count; else `inner`."""
-    rows = zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
-    masters = [
-        pad(w, x.state_shape, x.state, plan) if plan.config.master_for(x.dtype) and not f else None
-        for w, x, f in rows
-    ]
-    if all(m is None for m in masters) and not counts:
-        return inner
-    count = plan.constrain(jnp.zeros((), jnp.int32), P()) if counts else None
-    return ZeroState(inner, jax.tree.structure(params).unflatten(masters), count)
-
-
-def split_master(state, params):
-    """The inner state, and one master or None per param."""
-    if isinstance(state, ZeroState):
-        return state.inner, align(state.master, params, where="jzero.zero: the master")
-    return state, [None] * len(jax.tree.leaves(params))
 
 
 __all__ = ["ZeroState", "unwrap", "zero"]

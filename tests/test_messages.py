@@ -71,7 +71,7 @@ def test_a_model_in_place_of_a_state(door):
         door((optimizer, model), stage=2)
     for linen in (Linen(), Linen):
         with pytest.raises(
-            TypeError, match=says(f"{name}: Linen is a model and no train state", "TrainState.create(")
+            TypeError, match=says(f"{name}: Linen is a model, not a train state", "TrainState.create(")
         ):
             door(linen, stage=2)
     with pytest.raises(

@@ -7,7 +7,7 @@ annotations, not for `isinstance`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -15,6 +15,19 @@ from jax.extend.core import Primitive
 
 PyTree: TypeAlias = Any
 """A tree of JAX: any nesting of registered containers. Its leaves are arrays unless a docstring says otherwise."""
+
+
+class PyTreeDef(Protocol):
+    """The structure of a tree of JAX: what `jax.tree.structure` returns."""
+
+    num_leaves: int
+
+    def unflatten(self, leaves: Iterable[Any], /) -> PyTree:
+        """A tree of this structure."""
+
+    def flatten_up_to(self, tree: PyTree, /) -> list[Any]:
+        """The parts of a tree that stand where this structure has leaves."""
+        ...
 
 
 class Shaped(Protocol):

@@ -1,10 +1,10 @@
-"""Train states: a `TrainState` or an NNX pair is taken apart, laid out, and put together again.
+"""Train states: takes a `TrainState` or an NNX pair apart, lays it out, and puts it together again.
 
 Vocabulary
   parts        params, optimizer state and the rest of a state, whatever class it has (`adapters.py`)
-  conversion   an optimizer state for another plan or with other masters, values kept (`conversion.py`)
+  conversion   an optimizer state for another plan or with other masters, with the same values (`conversion.py`)
 
 What always holds
-  The state that comes back has the class and the structure of the one that was given. Nothing is aliased with it.
+  The state that comes back has the class and the structure of the given one, and shares no memory with it.
   Flax is imported only for a state that uses it.
 """

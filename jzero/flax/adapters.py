@@ -17,7 +17,8 @@ import jax
 from jax.tree_util import Partial
 
 from jzero.core.errors import is_array
-from jzero.core.nnx_modules import is_module, is_module_class
+from jzero.core.nnx_modules import is_module, is_module_class, is_variable
+from jzero.core.types import PyTree, PyTreeDef
 from jzero.layout.given_layouts import Given, metadata_layout
 from jzero.layout.leaf_rule import Frozen
 from jzero.optim import ZeroState, as_held, is_wrapped, whole_state
@@ -30,36 +31,38 @@ class Parts:
     """A train state taken apart, its params first.
 
     Attributes:
-      specs: for each param what NNX metadata says of its layout, None where that is nothing.
+      step: the step counter, a number or an array; None for a state without one.
+      tx: the optax transformation; None in a part of a state that has none.
+      specs: for each param what NNX metadata says of its layout, or None.
       trained: for each param whether the optimizer takes it; None: it takes all.
-      trained_tree: the structure in which it does.
+      trained_tree: the structure of the params that it takes; None: that of all.
     """
 
-    params: Any
-    opt_state: Any
+    params: PyTree
+    opt_state: PyTree
     step: Any
-    rest: Any
+    rest: PyTree
     tx: Any = dataclasses.field(metadata={"static": True})
-    apply_fn: Any = dataclasses.field(metadata={"static": True})
+    apply_fn: Callable[..., Any] | None = dataclasses.field(metadata={"static": True})
     specs: tuple[Given | None, ...] | None = dataclasses.field(default=None, metadata={"static": True})
     trained: tuple[bool, ...] | None = dataclasses.field(default=None, metadata={"static": True})
-    trained_tree: Any = dataclasses.field(default=None, metadata={"static": True})
+    trained_tree: PyTreeDef | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
-    def taken(self) -> Any:
-        """The params that the optimizer takes, as it does."""
-        if self.trained is None:
+    def taken(self) -> PyTree:
+        """The params that the optimizer takes, in the structure in which it takes them."""
+        if self.trained is None or self.trained_tree is None:
             return self.params
         rows = zip(jax.tree.leaves(self.params), self.trained, strict=True)
         return self.trained_tree.unflatten([x for x, t in rows if t])
 
-    def replace(self, **changes) -> Parts:
+    def replace(self, **changes: Any) -> Parts:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 def is_creator(state: Any) -> bool:
-    """A function (not a state) that creates one."""
+    """True for a function that creates a state."""
     return callable(state) and not is_train_state(state) and not is_pair(state) and not hasattr(state, "tx")
 
 
@@ -74,12 +77,12 @@ def check_state(state: Any, *, where: str) -> None:
         )
     if is_module_class(cls, "flax.linen"):
         raise TypeError(
-            f"{where}: {kind} is a model and no train state: it has neither params nor an optimizer. Pass "
+            f"{where}: {kind} is a model, not a train state: it has neither params nor an optimizer. Pass "
             "TrainState.create(apply_fn=model.apply, params=params, tx=tx), or a function that returns it."
         )
     if callable(state) and not isinstance(state, Partial) and any(map(is_array, jax.tree.leaves(state))):
         raise TypeError(
-            f"{where}: {kind} is a model and no train state. Lay out its params, and wrap the optimizer: "
+            f"{where}: {kind} is a model, not a train state. Lay out its params, and wrap the optimizer: "
             "plan = jzero.make_plan(params, ...), params = plan.place(params), tx = jzero.zero(tx, plan)."
         )
     if not (is_train_state(state) or is_pair(state) or is_creator(state)):
@@ -100,7 +103,7 @@ def take_apart(state: Any, *, where: str) -> Parts:
 
 
 def whole(parts: Parts) -> Parts:
-    """The parts with arrays in place of handles; what a wrapped optimizer takes is what its plan says."""
+    """The parts with arrays in place of handles. The plan of a wrapped optimizer says which params it takes."""
     opt_state, params = whole_state(parts.opt_state, parts.params, parts.tx)
     parts = parts.replace(opt_state=opt_state, params=params)
     if not is_wrapped(parts.tx):
@@ -113,7 +116,7 @@ def whole(parts: Parts) -> Parts:
 def _unknown(state: Any, where: str) -> TypeError:
     return TypeError(
         f"{where}: a state of type {type(state).__name__} is not known. Known are a Flax TrainState (params, tx, "
-        "opt_state, replace), a pair (nnx.Module, nnx.Optimizer), or a function without arguments that returns one. "
+        "opt_state, replace), a pair (nnx.Module, nnx.Optimizer), and a function without arguments that returns one. "
         "For any other loop: plan = jzero.make_plan(params, ...) and tx = jzero.zero(tx, plan)."
     )
 
@@ -128,7 +131,7 @@ def put_together(state: Any, parts: Parts) -> Any:
 
 
 def rebuilder(state: Any) -> Callable[[Parts], Any]:
-    """A function that makes a new state of this kind from parts; it keeps no arrays of `state`."""
+    """A function that makes a new state like this one from parts. It holds no arrays of `state`."""
     if is_train_state(state):
         return partial(_train_state_from, jax.tree.map(lambda _: 0, state))
     return _pair_rebuilder(*state)
@@ -172,7 +175,7 @@ def is_pair(state: Any) -> bool:
 
 
 def with_optimizer(model: Any) -> Any:
-    """An `nnx.Module` as a pair, with an optimizer that keeps nothing."""
+    """A pair of an `nnx.Module` and an optimizer that has no state."""
     import optax
     from flax import nnx
 
@@ -185,17 +188,26 @@ def is_nnx_optimizer(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Optimizer)
 
 
+def param_state(model: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
+    """The `nnx.State` of a model's params, frozen ones too, and that of its other Variables which are not trained."""
+    from flax import nnx
+
+    return nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.Param), ...)
+
+
+def variables(state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
+    """The Variables of an `nnx.State`, with their paths."""
+    return jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
+
+
 def _pair_parts(model: Any, optimizer: Any) -> Parts:
     from flax import nnx
 
-    # frozen weights are params too; other Variables that the optimizer does not train are not
-    boxed, rest = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.Param), ...)
-    own = nnx.state(model, optimizer.wrt)
-    params, opt_state = nnx.as_pure(boxed), nnx.as_pure(optimizer.opt_state)
-    flat = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    (boxed, rest), own = param_state(model, optimizer), nnx.state(model, optimizer.wrt)
+    params, opt_state, flat = nnx.as_pure(boxed), nnx.as_pure(optimizer.opt_state), variables(boxed)
     specs = tuple(metadata_layout(v) for _, v in flat)
     parts = Parts(params, opt_state, nnx.as_pure(optimizer.step), nnx.as_pure(rest), optimizer.tx, None, specs)
-    names = {k for k, _ in jax.tree_util.tree_leaves_with_path(own, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+    names = {k for k, _ in variables(own)}
     trained = tuple(k in names for k, _ in flat)
     if all(trained):
         return parts
@@ -213,19 +225,19 @@ def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
     optimizer.step.set_value(parts.step)
 
 
-def _opt_variables(old: Any, new: Any) -> Any:
+def _opt_variables(old: PyTree, new: PyTree) -> PyTree:
     """The new optimizer state in NNX variables: those of the old one where the leaves correspond.
 
-    A variable may hold a tree (the accumulators of SM3) or one without leaves (`optax.MaskedNode`); handles, which are
-    no arrays, stand outside of variables.
+    A variable may hold a tree (the accumulators of SM3), also one without leaves (`optax.MaskedNode`). Handles are not
+    arrays, and stand outside of variables.
     """
     from flax import nnx
     from flax.nnx.training.optimizer import OptArray
 
-    def is_handle(x):
+    def is_handle(x: Any) -> bool:
         return isinstance(x, Handle)
 
-    def filled(v, value):
+    def filled(v: Any, value: Any) -> Any:
         if value is None:  # a frozen param has no moments
             return None
         if isinstance(v, nnx.Variable) and not any(map(is_handle, jax.tree.leaves(value, is_leaf=is_handle))):

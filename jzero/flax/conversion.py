@@ -1,34 +1,34 @@
-"""An optimizer state for another plan: values kept, dtypes those of the masters, nothing rounded twice."""
+"""An optimizer state for another plan: the same values, in the dtypes of the masters, nothing rounded twice."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import NamedSharding
 
 from jzero.core.errors import counted, listing
+from jzero.core.types import PyTree
 from jzero.flax.adapters import Parts
 from jzero.layout.padding import padded
 from jzero.layout.placement import device_type, on_device
-from jzero.optim import ZeroState, init_shapes, is_wrapped, unwrap, zero
+from jzero.optim import ZeroState, ZeroTransformation, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, check_state, cut, cut_state
 from jzero.update.sharded_update import taken_over
 
 
-def check_belongs(parts: Parts, tx) -> None:
-    """Raises ValueError where the optimizer state is not what `tx.init` gives for these params."""
-    state = _inner(parts.opt_state)
-    got, wanted = outline(state), outline(fresh_shapes(tx, parts.taken))
+def check_belongs(parts: Parts, tx: optax.GradientTransformation) -> None:
+    """Raises ValueError if the optimizer state is not what `tx.init` gives for these params."""
+    got, wanted = outline(_inner(parts.opt_state)), outline(fresh_shapes(tx, parts.taken))
     if got == wanted:
         return
-    rows = [
-        (k, wanted.get(k, "absent"), got.get(k, "absent"))
-        for k in {**wanted, **got}
-        if wanted.get(k) != got.get(k)
-    ]
+    both = [(k, wanted.get(k, "absent"), got.get(k, "absent")) for k in {**wanted, **got}]
+    rows = [row for row in both if row[1] != row[2]]
     raise ValueError(
         f"jzero: the optimizer state does not belong to the params: "
         f"{counted(len(rows), 'leaf differs', 'leaves differ')} from what tx.init "
@@ -37,34 +37,42 @@ def check_belongs(parts: Parts, tx) -> None:
     )
 
 
-def fresh_shapes(tx, params) -> Any:
+def fresh_shapes(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """The state that a plain or wrapped transformation makes of these params without jzero, abstract."""
     return jax.eval_shape(unwrap(tx).init, jax.tree.map(device_type, params))
 
 
-def outline(tree) -> dict[str, str]:
+def outline(tree: PyTree) -> dict[str, str]:
     """The shapes of a tree by the paths of its leaves."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(k): str(tuple(np.shape(x))) for k, x in flat}
 
 
-def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _: x, masters=None) -> Any:
-    """The optimizer state for this plan: values kept, dtypes those that `init` gives for the masters.
+def convert_opt_state(
+    parts: Parts,
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    *,
+    place: Callable[[Any, NamedSharding], jax.Array],
+    store: Callable[[Any, NamedSharding], jax.Array] = lambda x, _: x,
+    masters: Sequence[jax.Array | None] | None = None,
+) -> PyTree:
+    """The optimizer state for this plan: the same values, in the dtypes that `init` gives for the masters.
 
-    Leaf by leaf: `place(x, sharding)` puts one on its devices, where it is converted, and `store(x, sharding)` where it
+    Leaf by leaf: `place(x, sharding)` puts it on its devices, where it is converted, and `store(x, sharding)` where it
     lives. `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
-    except where the user has replaced the param.
+    except for params that the user has replaced.
     """
     parts = parts.replace(opt_state=logical_state(parts))
     check_belongs(parts, tx)
     if masters is not None and parts.trained is not None:
         masters = [m for m, t in zip(masters, parts.trained, strict=True) if t]
     # from here on of what the optimizer takes
-    parts, plan = parts.replace(params=parts.taken, trained=None), plan.trained
+    parts, plan = parts.replace(params=parts.taken, trained=None, trained_tree=None), plan.trained
     target = init_shapes(tx, parts.params)
     wanted, shardings = jax.tree.leaves(target), iter(plan.state_shardings(target))
 
-    def placed(x, shape, sharding):
+    def placed(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
         return place(padded(on_device(as_array(x)), shape), sharding.with_memory_kind("device"))
 
     given = jax.tree.leaves(_inner(parts.opt_state))
@@ -74,9 +82,8 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
     leaves = []
     for x, t, f, sharding in zip(given, wanted, fresh, shardings, strict=False):
         x = placed(x, t.shape, sharding)
-        x = (
-            x if f is None or x.dtype == f.dtype else taken_over(x, f)
-        )  # the fresh value, where `x` is its rounding
+        if f is not None and x.dtype != f.dtype:
+            x = taken_over(x, f)  # the fresh value, if `x` is its rounding
         leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
     inner = jax.tree.unflatten(jax.tree.structure(_inner(target)), leaves)
     if not isinstance(target, ZeroState):
@@ -91,8 +98,8 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
 
     known, count = masters or [None] * len(plan.layouts), None
     if isinstance(parts.opt_state, ZeroState):
-        kept = align(parts.opt_state.master, parts.params, where="jzero.shard: the master")
-        known = [k if m is None else m for m, k in zip(kept, known, strict=True)]
+        old = align(parts.opt_state.master, parts.params, where="jzero.shard: the master")
+        known = [k if m is None else m for m, k in zip(old, known, strict=True)]
         count = parts.opt_state.rounding_count
     shapes = align(target.master, parts.params, where="jzero.shard: the master")
     rows = zip(jax.tree.leaves(parts.params), known, shapes, strict=True)
@@ -105,21 +112,24 @@ def convert_opt_state(parts: Parts, tx, plan: Plan, *, place, store=lambda x, _:
     return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new), count)
 
 
-def _fresh_inner(parts: Parts, tx, plan: Plan, placed, masters) -> list[Any]:
-    """The leaves of a fresh inner state, made for the masters: what a 16-bit `tx.init` rounded, unrounded."""
+def _fresh_inner(
+    parts: Parts,
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    placed: Callable[..., jax.Array],
+    masters: Sequence[Any] | None,
+) -> list[jax.Array]:
+    """The leaves of a fresh inner state for the masters: unrounded, unlike those of 16-bit params."""
+    home, (given, tree) = plan.home, jax.tree.flatten(parts.params)
     params = [
-        placed(p, x.state_shape, plan.home.sharding(x.state))
-        for p, x in zip(jax.tree.leaves(parts.params), plan.layouts, strict=True)
+        placed(p, x.state_shape, home.sharding(x.state)) for p, x in zip(given, plan.layouts, strict=True)
     ]
-    tree = jax.tree.structure(parts.params)
-    home = plan.home
     known = None if masters is None else [p if m is None else m for p, m in zip(params, masters, strict=True)]
 
     def fresh(params, masters):
         def logical(leaves):
-            return tree.unflatten(
-                [cut(v, x.shape, x.state, home) for v, x in zip(leaves, plan.layouts, strict=True)]
-            )
+            rows = zip(leaves, plan.layouts, strict=True)
+            return tree.unflatten([cut(v, x.shape, x.state, home) for v, x in rows])
 
         init: Any = zero(unwrap(tx), home).init
         return _inner(init.on_device(logical(params), None if masters is None else logical(masters)))
@@ -127,19 +137,19 @@ def _fresh_inner(parts: Parts, tx, plan: Plan, placed, masters) -> list[Any]:
     return jax.tree.leaves(jax.jit(fresh)(params, known))
 
 
-def logical_state(parts: Parts) -> Any:
-    """The optimizer state in the shapes that its transformation knows, without the padding of an earlier plan."""
+def logical_state(parts: Parts) -> PyTree:
+    """The optimizer state in the shapes that its transformation sees, without the padding of an earlier plan."""
     return without_padding(parts.opt_state, parts.tx) if is_wrapped(parts.tx) else parts.opt_state
 
 
-def logical_shapes(parts: Parts) -> Any:
-    """The same as `jax.ShapeDtypeStruct`, of arrays or of such."""
+def logical_shapes(parts: Parts) -> PyTree:
+    """The same as `jax.ShapeDtypeStruct`; the leaves of `parts` may be arrays or abstract."""
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), parts.opt_state)
     return jax.eval_shape(lambda state: logical_state(parts.replace(opt_state=state)), plain)
 
 
-def without_padding(opt_state: Any, tx: Any) -> Any:
-    """The state of a wrapped transformation in logical shapes: what dims were padded by is cut off."""
+def without_padding(opt_state: PyTree, tx: ZeroTransformation) -> PyTree:
+    """The state of a wrapped transformation in logical shapes: the padding is cut off."""
     plan = tx.init.plan.trained
     if plan.config.uneven != "pad":
         return opt_state
@@ -147,18 +157,15 @@ def without_padding(opt_state: Any, tx: Any) -> Any:
     inner = cut_state(_inner(opt_state), tx.update.logical, plan)
     if not isinstance(opt_state, ZeroState):
         return inner
-    tree = plan.tree
-    known = tree.flatten_up_to(opt_state.master)
-    master = [
-        m if m is None else cut(m, x.shape, x.state, plan) for m, x in zip(known, plan.layouts, strict=True)
-    ]
-    return ZeroState(inner, tree.unflatten(master), opt_state.rounding_count)
+    rows = zip(plan.tree.flatten_up_to(opt_state.master), plan.layouts, strict=True)
+    master = [m if m is None else cut(m, x.shape, x.state, plan) for m, x in rows]
+    return ZeroState(inner, plan.tree.unflatten(master), opt_state.rounding_count)
 
 
-def _inner(opt_state):
+def _inner(opt_state: PyTree) -> PyTree:
     return opt_state.inner if isinstance(opt_state, ZeroState) else opt_state
 
 
-def as_array(x):
-    """An array of a Python scalar; arrays and abstract values as they are."""
+def as_array(x: Any) -> Any:
+    """A Python scalar as an array; arrays and abstract values unchanged."""
     return x if hasattr(x, "dtype") else jnp.asarray(x)

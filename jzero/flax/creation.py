@@ -1,19 +1,21 @@
-"""A state that is born sharded: the function that creates it runs so that each device makes its own shards alone."""
+"""A state that is born sharded: the function that creates it runs so that each device makes only its own shards."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig
 from jzero.core.dependence import wide_sources
 from jzero.core.jaxprs import in_trace
+from jzero.core.types import PyTree, PyTreeDef
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import convert_opt_state
@@ -22,7 +24,7 @@ from jzero.flax.state_plan import (
     map_shardings,
     plan_of_parts,
     shardings_of,
-    step_dtype,
+    step_array,
     wrapped_apply,
 )
 from jzero.flax.trained import parts_of
@@ -36,8 +38,8 @@ from jzero.sharding import Plan
 from jzero.update.padded_state import pad
 
 
-def checked_creator(create: Callable, where: str) -> Callable[[], Any]:
-    """The function itself; what a `functools.partial` brings along lies on a mesh with Auto axes then.
+def checked_creator(create: Callable[..., Any], where: str) -> Callable[[], Any]:
+    """The function itself; the arrays of a `functools.partial` are put on a mesh with Auto axes.
 
     Raises:
       TypeError: it needs arguments.
@@ -48,20 +50,24 @@ def checked_creator(create: Callable, where: str) -> Callable[[], Any]:
         params = inspect.signature(create).parameters.values()
     except (TypeError, ValueError):
         return create
-    needed = [
-        p.name for p in params if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := ", ".join(p.name for p in params if p.default is p.empty and p.kind not in rest):
         raise TypeError(
-            f"{where}: the creation function {getattr(create, '__name__', create)!r} needs arguments "
-            f"({', '.join(needed)}). Pass one without: lambda: {getattr(create, '__name__', 'create')}"
-            f"({', '.join(needed)})."
+            f"{where}: the creation function {getattr(create, '__name__', create)!r} needs arguments ({needed}). Pass "
+            f"one without: lambda: {getattr(create, '__name__', 'create')}({needed})."
         )
     return create
 
 
-def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_specs, scan_axes, trainable) -> Any:
-    """Run a creation function so that each device makes its own shards alone."""
+def born_sharded(
+    create: Callable[[], Any],
+    config: ZeroConfig,
+    mesh: Mesh | None,
+    param_specs: PyTree,
+    scan_axes: Mapping[str, int | None] | None,
+    trainable: Any,
+) -> Any:
+    """Run a creation function so that each device makes only its own shards."""
     with auto_context():
         make, plan, shapes = creation(create, config, mesh, param_specs, scan_axes, trainable)
         check_real(plan)
@@ -72,8 +78,8 @@ def born_sharded(create: Callable[[], Any], config: ZeroConfig, mesh, param_spec
     return make()
 
 
-def _run(born: Any) -> Any:
-    """The leaves; across processes of one and the same program. Inside of a trace that is the caller's."""
+def _run(born: Any) -> list[jax.Array]:
+    """Runs it; across processes all must have the same program. Inside of a trace the program is the caller's."""
     if jax.process_count() == 1 or in_trace():
         return born()
     lowered = born.lower()
@@ -82,9 +88,14 @@ def _run(born: Any) -> Any:
 
 
 def creation(
-    create: Callable[[], Any], config: ZeroConfig, mesh=None, param_specs=None, scan_axes=None, trainable=None
+    create: Callable[[], Any],
+    config: ZeroConfig,
+    mesh: Mesh | None = None,
+    param_specs: PyTree = None,
+    scan_axes: Mapping[str, int | None] | None = None,
+    trainable: Any = None,
 ) -> tuple[Callable[[], Any], Plan, Parts]:
-    """What makes the state, each leaf born in its layout; the plan and the shapes."""
+    """A function that makes the state, each leaf in its layout; the plan; and the shapes."""
     shapes, rebuild, stacks = trace_creator(create, trainable)
     plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
     home = _home(plan)
@@ -102,8 +113,7 @@ def creation(
         opt_state = convert_opt_state(
             parts, tx, home, place=lambda x, s: jax.lax.with_sharding_constraint(x, s), masters=masters
         )
-        step = None if parts.step is None else jnp.asarray(parts.step, step_dtype(parts.step))
-        return jax.tree.leaves(parts.replace(opt_state=opt_state, step=step))
+        return jax.tree.leaves(parts.replace(opt_state=opt_state, step=step_array(parts.step)))
 
     target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
     out = target.replace(tx=zero(unwrap(shapes.tx), plan), apply_fn=wrapped_apply(shapes, plan))
@@ -121,8 +131,14 @@ def creation(
     return make, plan, target
 
 
-def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[], Any]:
-    """The creation of a state in files: some params and their masters at a time, in a program of their own."""
+def _born_into_files(
+    flat: Callable[[], tuple[list[Any], list[Any]]],
+    tree: PyTreeDef,
+    out: Parts,
+    home: Plan,
+    rebuild: Callable[[Parts], Any],
+) -> Callable[[], Any]:
+    """Creates a state in files: each time some params and their masters, in a program of their own."""
     plan, out = out.tx.init.plan, out.replace(opt_state=None)
     layout, target = (jax.tree.leaves(shardings_of(out, p)) for p in (home, plan))
     leaves: dict[int, Any] = {}
@@ -131,13 +147,12 @@ def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[]
     def born(own: Sequence[int], asked: Sequence[int]):
         known, masters = flat()
         parts = jax.tree.unflatten(tree, known)
-        step = None if parts.step is None else jnp.asarray(parts.step, step_dtype(parts.step))
-        all_leaves = jax.tree.leaves(parts.replace(opt_state=None, step=step))  # params first
+        all_leaves = jax.tree.leaves(parts.replace(opt_state=None, step=step_array(parts.step)))  # params first
         rows = [(known[i] if masters[i] is None else masters[i], home.layouts[i]) for i in asked]
         return [all_leaves[i] for i in own], [pad(m, x.state_shape, x.state, home) for m, x in rows]
 
     def make(taken: Sequence[int], own: Sequence[int] | None = None) -> dict[int, Any]:
-        asked = [trained[i] for i in taken]  # by their numbers among what the optimizer takes
+        asked = [trained[i] for i in taken]  # `taken` numbers the params that the optimizer takes
         own = [i for i in asked if i not in leaves] if own is None else own
         shardings = [layout[i] for i in own], [home.sharding(home.layouts[i].state) for i in asked]
         with auto_context():
@@ -161,14 +176,16 @@ def _born_into_files(flat, tree, out: Parts, home: Plan, rebuild) -> Callable[[]
 
 
 def _home(plan: Plan) -> Plan:
-    """The plan by which all leaves are born: on the host mesh where their state lives there."""
+    """The plan by which all leaves are made: that on the host mesh if their state lives there."""
     if not plan.config.updates_outside or not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
         return plan
     return plan.home
 
 
-def trace_creator(create, trainable=None) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]:
-    """The shapes of what a creation function returns, how to put such a state together, and its stacks of layers."""
+def trace_creator(
+    create: Callable[[], Any], trainable: Any = None
+) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]:
+    """The shapes that a creation function returns, a function that puts such a state together, and its stacks."""
     box: list[Any] = []
 
     def run():
@@ -183,10 +200,7 @@ def trace_creator(create, trainable=None) -> tuple[Parts, Callable[[Parts], Any]
     leaves = jitted.eval_shape()
     parts = jax.tree.unflatten(box[0], leaves)
     flat = jax.tree_util.tree_leaves_with_path(parts.params)
-    dims = stacked_by_scan(
-        jitted.trace().jaxpr.jaxpr, len(flat)
-    )  # the trace of `eval_shape`, not another one
-    stacks: dict[tuple[str, ...], int | None] = {
-        path_keys(k): d for (k, _), d in zip(flat, dims, strict=True) if d is not None
-    }
+    dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))  # JAX has the trace of `eval_shape` still
+    stacks: dict[tuple[str, ...], int | None]
+    stacks = {path_keys(k): d for (k, _), d in zip(flat, dims, strict=True) if d is not None}
     return parts, box[1], stacks

@@ -1,12 +1,12 @@
 """Which arguments of a step its results replace: what `jzero.jit` donates.
 
 [Note: what replaces what]
-An argument is replaced where the step returns a tree of its form (structure, shapes and dtypes). If several arguments
-have one form (a state and a reference, a target network, a teacher) and fewer come back, the form does not say which,
-and neither does the data flow alone: the new params are made from both. So an argument counts as replaced if it
-reaches every leaf of the result, and one leaf that no other argument of this form reaches: the step count, a moment. An
-average of two trees is a leaf of both, and of such trees none is donated. Deleting the wrong one would be noticed at
-the next step at the earliest.
+An argument is replaced if the step returns a tree of its form (structure, shapes and dtypes). If several arguments have
+one form (a state and a reference, a target network, a teacher) and fewer come back, the form does not say which, and
+the data flow alone does not either: the new params are made from both. So an argument counts as replaced if it reaches
+every leaf of the result, and at least one leaf that no other argument of this form reaches: the step count, a moment.
+Every leaf of an average of two trees is made from both, so none of these is donated. Deleting the wrong one would not
+be noticed before the next step.
 
 NNX objects are changed in place: `nnx.jit` returns the state of all of them, so all may be donated, and are where the
 step replaces optimizer state.
@@ -25,20 +25,21 @@ import numpy as np
 from jzero.core.dependence import data_sources
 from jzero.core.errors import is_argument, table
 from jzero.core.nnx_modules import Apart, has_node, has_variable, owned_arrays
+from jzero.core.types import PyTree, PyTreeDef
 
 Key = int | str
-Form = tuple[Any, tuple[Any, ...]]
+Form = tuple[PyTreeDef, tuple[Any, ...]]
 
 
 def replaced(
-    given: Mapping[Key, Any], traced: Any, is_candidate: Callable[[Any], bool], static: Sequence[Key]
+    given: Mapping[Key, Any], traced: jax.stages.Traced, is_candidate: Callable[[Any], bool], static: Sequence[Key]
 ) -> list[Key]:
-    """The arguments, by position or name, that the step replaces; warns where that cannot be told.
+    """The arguments, by position or name, that the step replaces; warns if it cannot tell.
 
     Args:
       given: all arguments; positions are numbers.
       traced: the traced step.
-      is_candidate: whether an argument may be donated at all.
+      is_candidate: whether an argument may be donated.
       static: the positions and names of static arguments.
     """
     forms = {k: form_of(arg) for k, arg in given.items() if jax.tree.leaves(arg)}
@@ -58,7 +59,7 @@ def replaced(
 
 
 def check_unshared(given: Mapping[Key, Any], donated: Sequence[Key]) -> None:
-    """Raises RuntimeError for a donated argument of which it or another one has an array twice: JAX may crash."""
+    """Raises RuntimeError if an array of a donated argument is there twice, in it or in another: JAX may crash."""
     if not donated:
         return
     owners: dict[int, tuple[Key, Any, Any]] = {}
@@ -81,9 +82,9 @@ def check_unshared(given: Mapping[Key, Any], donated: Sequence[Key]) -> None:
 def beside_objects(
     step: Callable[..., Any], given: Mapping[Key, Any], is_candidate: Callable[[Any], bool], static: Sequence[Key]
 ) -> list[Key]:
-    """`replaced` for a step with NNX objects among its arguments: which of the others it replaces.
+    """`replaced` for a step with NNX objects among its arguments: which of the other arguments it replaces.
 
-    It is traced for this only where one of them may be donated. Trees of Variables (`nnx.State`) are not: `nnx.jit`
+    The step is traced for this only if one of them may be donated. Trees of Variables (`nnx.State`) may not: `nnx.jit`
     returns the old ones, too.
     """
     trees_of_arrays = [k for k, x in given.items() if k not in static and not has_node(x) and not has_variable(x)]
@@ -126,11 +127,11 @@ def described(step: Callable[..., Any], given: Mapping[Key, Any], why: Mapping[K
       step: the function, whose parameters name positional arguments.
       given: all arguments; positions are numbers.
       why: of those that are donated.
-      rows: those that are a batch.
+      rows: the arguments that are a batch.
     """
     names = list(inspect.signature(step).parameters)
 
-    def kept(k: Key) -> str:
+    def why_not(k: Key) -> str:
         if k in rows:
             return "rows of a batch"
         state = has_variable(given[k]) and not has_node(given[k])
@@ -141,28 +142,28 @@ def described(step: Callable[..., Any], given: Mapping[Key, Any], why: Mapping[K
             names[k] if isinstance(k, int) and k < len(names) else str(k),
             type(x).__name__,
             "donated" if k in why else "kept",
-            why.get(k) or kept(k),
+            why.get(k) or why_not(k),
         )
         for k, x in given.items()
     ]
     return table(("argument", "type", "", "why"), cells)
 
 
-def form_of(tree: Any) -> Form:
+def form_of(tree: PyTree) -> Form:
     """The structure of a tree and the type of each leaf."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def subtrees(out: Any) -> Iterator[Any]:
-    """A result and what it is a tuple, list or dict of."""
+def subtrees(out: PyTree) -> Iterator[PyTree]:
+    """A result, and the parts of it if it is a tuple, list or dict."""
     yield out
     for part in _parts(out):
         yield from subtrees(part)
 
 
 def named_arguments(step: Callable[..., Any], options: Mapping[str, Any], what: str, count: int) -> list[Key]:
-    """Those that the options of `jax.jit` name as "static" or "donate": positions below `count`, and names."""
+    """The arguments that options of `jax.jit` name as "static" or "donate": positions below `count`, and names."""
     numbers, names = options.get(f"{what}_argnums", ()), options.get(f"{what}_argnames", ())
     positions = {n % count for n in ((numbers,) if isinstance(numbers, int) else numbers or ())}
     asked = (names,) if isinstance(names, str) else names or ()
@@ -171,18 +172,18 @@ def named_arguments(step: Callable[..., Any], options: Mapping[str, Any], what: 
     return [*sorted(p for p in positions if p < count), *asked]
 
 
-def _parts(out: Any) -> Sequence[Any]:
+def _parts(out: PyTree) -> Sequence[PyTree]:
     if isinstance(out, dict):
         return list(out.values())
     return out if isinstance(out, (tuple, list)) else ()
 
 
-def _returned(out: Any, forms: set[Form]) -> dict[Form, list[list[int]]]:
-    """The results of these forms, each as the numbers of its leaves; parts of such a result do not count."""
+def _returned(out: PyTree, forms: set[Form]) -> dict[Form, list[list[int]]]:
+    """The results of these forms, each as the numbers of its leaves. Parts of such a result do not count."""
     found: dict[Form, list[list[int]]] = {}
     leaves, tree = jax.tree.flatten(out)
 
-    def look(part: Any, numbers: Any) -> None:
+    def look(part: PyTree, numbers: PyTree) -> None:
         form = form_of(part)
         if form in forms:
             found.setdefault(form, []).append(jax.tree.leaves(numbers))
@@ -194,7 +195,7 @@ def _returned(out: Any, forms: set[Form]) -> dict[Form, list[list[int]]]:
     return found
 
 
-def _reached(given: Mapping[Key, Any], traced: Any, static: Sequence[Key]) -> list[frozenset[Key]]:
+def _reached(given: Mapping[Key, Any], traced: jax.stages.Traced, static: Sequence[Key]) -> list[frozenset[Key]]:
     """For each leaf of the result the arguments whose values are in it."""
     names = sorted(traced.args_info[1])  # as JAX flattens them; those of static arguments are not there
     keys = [k for k in given if isinstance(k, int) and k not in static] + names
@@ -217,5 +218,5 @@ def _warn(keys: Sequence[Key], count: int) -> None:
         "its data flow does not tell which of them that replaces. None is donated: the old and the new one are in "
         f"memory together. Name all arguments that the step replaces, the optimizer state too: jzero.jit(step, plan, "
         f"{option}=...); () donates none.",
-        stacklevel=7,
+        stacklevel=8,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from jzero.core.errors import check_arrays, check_function, is_argument
 from jzero.core.jaxprs import every_equation, is_tracer
 from jzero.core.traces import keeping, traced
+from jzero.core.types import PyTree
 from jzero.core.update_mark import UPDATE
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
 from jzero.flax.donation import (
@@ -28,15 +29,15 @@ from jzero.flax.nnx_jit import NnxJit
 from jzero.flax.shard import plans_in
 from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
 from jzero.layout.batches import abstract_batch
-from jzero.layout.leaf_rule import path_keys
+from jzero.layout.leaf_rule import keyed_shapes
 from jzero.sharding import Plan, check_plan
 
 
 def jit(step: Callable[..., Any], plan: Plan | None = None, **options) -> Jit:
     """`jax.jit` for a train step: batches are split by the plan, the state is donated, XLA gets the plan's options.
 
-    A batch that is not split over the batch axes is computed whole on every device: the loss is right and the work N
-    times as much. Here each array that is not on the mesh yet is placed by `plan.place_batch` first.
+    A batch that is not split over the batch axes is computed whole on every device: the loss is right, but the work is
+    N times as much. Here each array that is not on the mesh yet is placed by `plan.place_batch` first.
 
     Args:
       step: a function of a `TrainState`, of an NNX model and its optimizer, or of params and optimizer state; and of
@@ -50,13 +51,12 @@ def jit(step: Callable[..., Any], plan: Plan | None = None, **options) -> Jit:
       A function like `step`, with `lower`, `trace`, `eval_shape` and `describe`.
 
     Raises:
-      TypeError: `step` is not a function or jitted already, `plan` not a plan; when called, a batch with lists of
+      TypeError: `step` is not a function or is jitted already, `plan` is not a plan; when called, a batch has lists of
         numbers among its arrays.
-      ValueError: when called, a batch whose leading dim the batch axes do not divide, with its leaves; an argument
-        that may be a batch or params; with several processes, one that is equal on all of them; a `TrainState` on
-        one device that the step would train; without `plan`, no state among the arguments, or states of two plans.
-      RuntimeError: when called, a state that was donated to an earlier step; one that shares arrays with another
-        argument.
+      ValueError: when called, the batch axes do not divide the leading dim of a batch (its leaves are listed); an
+        argument may be a batch or params; with several processes, one is equal on all of them; the step would train a
+        `TrainState` on one device; without `plan`, there is no state among the arguments, or there are two plans.
+      RuntimeError: when called, a state was donated to an earlier step, or shares arrays with another argument.
 
     Layout:
       Placed are numpy arrays and JAX arrays on a single device, of one dim or more: `[B, ...]`, `[B/N, ...]` per
@@ -118,8 +118,8 @@ class Jit:
         assert self.known is not None
         return self.known
 
-    def _planned(self, args: tuple, kwargs: Mapping[str, Any]) -> Jit:
-        """Itself, or where it was given no plan, the one for that of the state among the arguments."""
+    def _planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Jit:
+        """Itself; without a plan, the one for the plan of the state among the arguments."""
         if self.known is not None:
             return self
         found = set(plans_in((*args, *kwargs.values())))
@@ -136,45 +136,48 @@ class Jit:
     def __call__(self, *args, **kwargs):
         """Place what is on the host, and run the step."""
         _check_alive((args, kwargs))
-        own = self._planned(args, kwargs)
-        args, kwargs = own._placed(args, kwargs)
-        jitted, donated = own._jit(args, kwargs)
-        check_unshared({**dict(enumerate(args)), **kwargs}, donated)
+        jitted, donated, args, kwargs = self._ready(args, kwargs)
+        check_unshared(_by_key(args, kwargs), donated)
         return jitted(*args, **kwargs)
 
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).lower`; abstract batches are split as real ones are."""
-        own = self._planned(args, kwargs)
-        args, kwargs = own._placed(args, kwargs)
-        stage, trace = traced(own._jit(args, kwargs)[0], *args, **kwargs)
+        jitted, _, args, kwargs = self._ready(args, kwargs)
+        stage, trace = traced(jitted, *args, **kwargs)
         return keeping(stage.lower(), trace)
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).trace`; abstract batches are split as real ones are."""
-        own = self._planned(args, kwargs)
-        args, kwargs = own._placed(args, kwargs)
-        return own._jit(args, kwargs)[0].trace(*args, **kwargs)
+        jitted, _, args, kwargs = self._ready(args, kwargs)
+        return jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).eval_shape`."""
-        own = self._planned(args, kwargs)
-        args, kwargs = own._placed(args, kwargs)
-        return own._jit(args, kwargs)[0].eval_shape(*args, **kwargs)
+        jitted, _, args, kwargs = self._ready(args, kwargs)
+        return jitted.eval_shape(*args, **kwargs)
 
     def describe(self, *args, **kwargs) -> str:
         """Which arguments a call donates, and why, as a table. The step is traced and does not run."""
         own = self._planned(args, kwargs)
-        given = {**dict(enumerate(args)), **kwargs}
+        given = _by_key(args, kwargs)
         rows = [k for k in given if any(rows_of(k, given, own.plan))]
-        donated = own._jit(*own._placed(args, kwargs))[1]
+        donated = own._ready(args, kwargs)[1]
         if own._chosen:
             why = {k: "changed in place" if is_object(given[k]) else "the step returns a new one" for k in donated}
         else:
             why = dict.fromkeys(named_arguments(self.step, self.options, "donate", len(args)), "an option says so")
         return described(self.step, given, why, rows)
 
-    def _placed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        given = {**dict(enumerate(args)), **kwargs}
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Sequence[Key], tuple[Any, ...], dict[str, Any]]:
+        """The jitted step for a call, the arguments that it was chosen to donate, and all of them, placed."""
+        own = self._planned(args, kwargs)
+        args, kwargs = own._placed(args, kwargs)
+        return *own._jit(args, kwargs), args, kwargs
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = _by_key(args, kwargs)
         rows = {k: found for k in given if any(found := rows_of(k, given, self.plan))}
         placed = {k: self._place(arg, rows[k]) if k in rows else arg for k, arg in given.items()}
         if rows and jax.process_count() > 1:
@@ -184,22 +187,20 @@ class Jit:
                 self._compared.add(kind)
         return tuple(placed[i] for i in range(len(args))), {k: placed[k] for k in kwargs}
 
-    def _place(self, arg: Any, rows: Sequence[bool]) -> Any:
+    def _place(self, arg: PyTree, rows: Sequence[bool]) -> PyTree:
         """One argument with its rows split."""
         leaves, tree = jax.tree.flatten(arg)
         abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
         real = [x if w and not a else None for x, w, a in zip(leaves, rows, abstract, strict=True)]
         placed = tree.flatten_up_to(self.plan.place_batch(tree.unflatten(real)))
+        each = zip(leaves, rows, abstract, placed, strict=True)
         return tree.unflatten(
-            [
-                x if not w else abstract_batch(x, self.plan.batch) if a else p
-                for x, w, a, p in zip(leaves, rows, abstract, placed, strict=True)
-            ]
+            [x if not w else abstract_batch(x, self.plan.batch) if a else p for x, w, a, p in each]
         )
 
-    def _jit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
+    def _jit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
         """The jitted step for arguments of this structure, and the arguments that it was chosen to donate."""
-        objects = [k for k, x in (*enumerate(args), *kwargs.items()) if is_object(x)]
+        objects = [k for k, x in _by_key(args, kwargs).items() if is_object(x)]
         key: Any = tuple(objects)
         if self._chosen:  # an object's structure is that of the program, which is looked up by it later
             others = [x for k, x in (*enumerate(args), *sorted(kwargs.items())) if k not in objects]
@@ -210,17 +211,17 @@ class Jit:
 
     @property
     def _chosen(self) -> bool:
-        """Whether it is chosen here what is donated."""
+        """Whether jzero chooses what is donated; the user's options may say it."""
         return not self.options.keys() & {"donate_argnums", "donate_argnames"}
 
-    def _jit_arrays(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
+    def _jit_arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
         options = {**self.options, "compiler_options": self._compiler_options or None}
         if not self.options.keys() & {"static_argnums", "static_argnames"}:
             check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.jit")
         jitted = jax.jit(self.step, **options)
         if not self._chosen:
             return jitted, ()
-        stage, given = jitted.trace(*args, **kwargs), {**dict(enumerate(args)), **kwargs}
+        stage, given = jitted.trace(*args, **kwargs), _by_key(args, kwargs)
         self._check_sharded(given.values(), stage.out_info)
         if any(eqn.primitive.name == UPDATE for eqn in every_equation(stage.jaxpr.jaxpr)):
             self._warn_if_lost(stage.out_info)
@@ -229,21 +230,21 @@ class Jit:
             return jitted, ()
         return jax.jit(self.step, **options, **_donating(donated)), donated
 
-    def _jit_nnx(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
+    def _jit_nnx(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
         from flax import nnx
 
         options = {k: v for k, v in self.options.items() if k != "compiler_options"}
         donated: list[Key] = []
         if self._chosen:
-            donated = self._donated_with_objects({**dict(enumerate(args)), **kwargs})
+            donated = self._donated_with_objects(_by_key(args, kwargs))
             options |= _donating(donated)
         jitted = nnx.jit(self.step, **options)
         return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted, donated
 
     def _donated_with_objects(self, given: Mapping[Key, Any]) -> list[Key]:
-        """All objects, where one is an optimizer or other optimizer state is replaced; and what the step replaces."""
+        """What the step replaces, and all objects if one is an optimizer or other optimizer state is replaced."""
 
-        def may_be(arg):
+        def may_be(arg: PyTree) -> bool:
             return self._has_optimizer_state(arg) or self._is_params(arg)
 
         static = named_arguments(self.step, self.options, "static", sum(isinstance(k, int) for k in given))
@@ -255,13 +256,13 @@ class Jit:
     def _compiler_options(self) -> dict[str, Any]:
         return {**self.plan.compiler_options, **(self.options.get("compiler_options") or {})}
 
-    def _donated(self, given: Mapping[Key, Any], traced: Any, static: Sequence[Key]) -> list[Key]:
+    def _donated(self, given: Mapping[Key, Any], traced: jax.stages.Traced, static: Sequence[Key]) -> list[Key]:
         """Which arguments, by position or name, the step replaces: optimizer state, and params beside it."""
         state = replaced(given, traced, self._has_optimizer_state, static)
         return state + replaced(given, traced, self._is_params, static) if state else []
 
-    def _check_sharded(self, args: Iterable[Any], out: Any) -> None:
-        """Raises ValueError for a `TrainState` that would train whole on every device: its loss would be right."""
+    def _check_sharded(self, args: Iterable[PyTree], out: PyTree) -> None:
+        """Raises ValueError for a `TrainState` that every device would train whole; the loss would not show it."""
         if self.plan.mesh.size == 1 or not self.plan.config.row.state:
             return
         returned = [jax.tree.structure(tree) for tree in subtrees(out)]
@@ -273,8 +274,8 @@ class Jit:
                 f"state = jzero.shard(state, stage={self.plan.config.stage}), and pass jzero.plan_of(state)."
             )
 
-    def _warn_if_lost(self, out: Any) -> None:
-        """Warns of a result of an update that cannot hold the new params: XLA drops the update, and nothing trains."""
+    def _warn_if_lost(self, out: PyTree) -> None:
+        """Warns if the results of an update cannot hold the new params: XLA drops the update, and nothing trains."""
         returned = sum(x.size for x in jax.tree.leaves(out) if hasattr(x, "size"))
         params = sum(x.size for x in self.plan.trained.layouts)
         if returned < params:
@@ -282,26 +283,30 @@ class Jit:
                 f"jzero.jit: the step updates a state and does not return it: {returned:,} values come back, and the "
                 f"params alone have {params:,}. XLA drops such an update, and nothing is trained. Return the new "
                 "state: return state, loss.",
-                stacklevel=5,
+                stacklevel=6,
             )
 
-    def _has_optimizer_state(self, arg: Any) -> bool:
+    def _has_optimizer_state(self, arg: PyTree) -> bool:
         return is_train_state(arg) or (not self._is_params(arg) and any(self.plan.copies(arg)))
 
-    def _is_params(self, arg: Any) -> bool:
-        leaves = [(path_keys(k), np.shape(x)) for k, x in jax.tree_util.tree_leaves_with_path(arg)]
-        plans = (self.plan, self.plan.trained)
+    def _is_params(self, arg: PyTree) -> bool:
+        leaves, plans = keyed_shapes(arg), (self.plan, self.plan.trained)
         return any(leaves == [(x.keys, x.shape) for x in plan.layouts] for plan in plans)
 
 
-def _donating(keys: Sequence[Key]) -> dict[str, Any]:
+def _by_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, Any]:
+    """All arguments of a call; the keys of positional ones are their positions."""
+    return {**dict(enumerate(args)), **kwargs}
+
+
+def _donating(keys: Sequence[Key]) -> dict[str, Sequence[Key]]:
     """Options of `jax.jit` and `nnx.jit` that donate these arguments."""
     numbers, names = [k for k in keys if isinstance(k, int)], [k for k in keys if isinstance(k, str)]
     return {"donate_argnums": numbers, "donate_argnames": names}
 
 
-def _check_alive(args: Any) -> None:
-    """Raises RuntimeError for donated arrays: on the CPU backend JAX may crash where it should raise."""
+def _check_alive(args: PyTree) -> None:
+    """Raises RuntimeError for donated arrays: on the CPU backend JAX may crash instead of raising."""
     for x in jax.tree.leaves(args):
         if isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted():
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The front door: `shard` and `abstract`, and what is in a TrainState or an NNX pair.
+"""`shard`, `abstract`, `unshard` and `plan_of`: the way in for a TrainState or an NNX pair.
 
 A state is taken apart into params, optimizer state, step and the rest, and each part is laid out:
 
@@ -6,7 +6,7 @@ A state is taken apart into params, optimizer state, step and the rest, and each
     optimizer state   Layout.state for copies of params, else by the leaf's own shape
     rest              copies of params (an EMA) like the optimizer state; everything else whole
 
-A state goes one way: taken apart (`adapters.py`), planned (`state_plan.py`), placed (here) or born in its layout
+A state is taken apart (`adapters.py`), planned (`state_plan.py`), placed (here) or created in its layout
 (`creation.py`), and put together again (`adapters.py`).
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -33,6 +32,7 @@ from jzero.flax.state_plan import (
     check_real,
     map_shardings,
     plan_of_parts,
+    step_array,
     step_dtype,
     wrapped_apply,
 )
@@ -82,11 +82,11 @@ def shard(
       The same class. For an existing NNX pair the same two objects, changed in place.
 
     Raises:
-      TypeError: a state of an unknown kind, a creation function that needs arguments, an unknown field, a filter of
-        another kind.
-      ValueError: an axis that is not in the mesh, optimizer state that does not belong to the params, a filter that
-        names no param, or one that the optimizer does not train (NNX `wrt`), arrays committed to devices outside of
-        the mesh; an existing state that is not the same on every process.
+      TypeError: the state or the filter is of an unknown kind, a creation function needs arguments, a field has an
+        unknown name.
+      ValueError: the mesh has no such axis, the optimizer state does not belong to the params, a filter names no param
+        or one that the optimizer does not train (NNX `wrt`), arrays are committed to devices outside of the mesh, an
+        existing state is not the same on every process.
       NotImplementedError: inside of a `jax.jit`, under an Explicit mesh or with an update outside of the program.
 
     Layout:
@@ -178,7 +178,7 @@ def abstract(
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=wrapped_apply(shapes, plan))
     target = target.replace(
         opt_state=as_held(opt_state, shapes.params, tx),
-        step=None if target.step is None else jax.ShapeDtypeStruct((), step_dtype(target.step))
+        step=None if target.step is None else jax.ShapeDtypeStruct((), step_dtype(target.step)),
     )
     return rebuild(
         map_shardings(target, plan, lambda x, s: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=s))
@@ -207,7 +207,7 @@ def plan_of(state: Any) -> Plan:
 
 
 def plans_in(values: Iterable[Any]) -> Iterator[Plan]:
-    """The plans of those values that have one, as `plan_of` tells it."""
+    """The plans of those values that have one; see `plan_of`."""
     for value in values:
         with contextlib.suppress(TypeError):
             yield plan_of(value)
@@ -218,8 +218,8 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
 
     Args:
       tree: arrays in any layout, e.g. `state.params`.
-      tx: the wrapped transformation (`state.tx`) whose state the tree is: then what its leaves were padded by is cut
-        off, and every leaf has the shape that `tx.init` gives it without jzero.
+      tx: the wrapped transformation (`state.tx`) whose state the tree is. Then padding is cut off, and every leaf has
+        the shape that `tx.init` gives it without jzero.
 
     Returns:
       The same tree, replicated. Across processes all of them must call.
@@ -231,14 +231,14 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
       The bytes of the whole tree on every device; an all-gather.
     """
 
-    kept = HeldMemory(tree)
+    held = HeldMemory(tree)
 
-    def whole(x):
+    def whole(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
             return x
         if not x.is_fully_replicated:
             x = put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
-        return kept.apart(x)
+        return held.apart(x)
 
     if tx is not None and not is_wrapped(tx):
         raise TypeError("jzero.unshard: tx must be a transformation from jzero.zero, such as state.tx.")
@@ -250,7 +250,7 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
 
 
 def _check_trace(config: ZeroConfig | None, where: str) -> None:
-    """Raises NotImplementedError inside of a trace if arrays are needed, or another mesh is the context."""
+    """Raises NotImplementedError inside of a trace if arrays are needed, or the context's mesh is Explicit."""
     if not in_trace():
         return
     what = "under an Explicit mesh" if explicit_axes() else None
@@ -263,17 +263,17 @@ def _check_trace(config: ZeroConfig | None, where: str) -> None:
         )
 
 
-def _place(parts: Parts, plan: Plan, kept: HeldMemory) -> Parts:
-    """An existing state in its layout, leaf by leaf; a leaf that would share memory with `kept`, or another, is copied.
+def _place(parts: Parts, plan: Plan, held: HeldMemory) -> Parts:
+    """An existing state in its layout, leaf by leaf. A leaf that would share memory with `held` or another is copied.
 
     Optimizers put one array of zeros, or the params themselves (COCOB), into several leaves.
     """
     tx = zero(unwrap(parts.tx), plan)
     opt_state = convert_opt_state(parts, tx, plan, place=put, store=put)
-    parts = parts.replace(tx=tx, apply_fn=wrapped_apply(parts, plan), opt_state=opt_state)
-    if parts.step is not None:
-        parts = parts.replace(step=jnp.asarray(parts.step, step_dtype(parts.step)))
-    return map_shardings(parts, plan, lambda x, s: kept.taken(put(as_array(x), s)))
+    parts = parts.replace(
+        tx=tx, apply_fn=wrapped_apply(parts, plan), opt_state=opt_state, step=step_array(parts.step)
+    )
+    return map_shardings(parts, plan, lambda x, s: held.taken(put(as_array(x), s)))
 
 
 def _shape(x):

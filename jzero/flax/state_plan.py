@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import human_bytes, listing, typed_shape
+from jzero.core.types import PyTree
 from jzero.flax.adapters import Parts, is_train_state
 from jzero.flax.conversion import as_array
 from jzero.gather.transform import GatherOnUse
@@ -26,8 +27,15 @@ from jzero.sharding import Plan, plan_for
 from jzero.update.frozen_params import kept_leaves
 
 
-def plan_of_parts(parts: Parts, config: ZeroConfig, mesh, param_specs, scan_axes, stacks=None) -> Plan:
-    """The plan for a state; one that was sharded before brings its layouts without the ZeRO axis, and its stacks."""
+def plan_of_parts(
+    parts: Parts,
+    config: ZeroConfig,
+    mesh: Mesh | None,
+    param_specs: PyTree,
+    scan_axes: Mapping[str, int | None] | None,
+    stacks: Mapping[tuple[str, ...], int | None] | None = None,
+) -> Plan:
+    """The plan for a state. If it was sharded before, it brings its layouts, without the ZeRO axis, and its stacks."""
     _check_single(parts)
     if is_wrapped(parts.tx):
         stacks = {x.keys: x.scan_dim for x in parts.tx.init.plan.layouts if not x.guessed}
@@ -56,7 +64,7 @@ def _frozen(parts: Parts) -> list[Frozen | None]:
 
 
 def _check_single(parts: Parts) -> None:
-    """Raises ValueError for several states in one: each leaf then has a dim in front that no optimizer knows."""
+    """Raises ValueError for several states in one: each leaf then has a leading dim that no optimizer knows."""
     shape = np.shape(parts.step)
     if parts.step is None or shape == ():
         return
@@ -68,8 +76,8 @@ def _check_single(parts: Parts) -> None:
     )
 
 
-def _notes_on_rest(rest: Any, plan: Plan) -> list[str]:
-    """What lies outside of the params and stays whole on every device: batch statistics, a frozen NNX base."""
+def _notes_on_rest(rest: PyTree, plan: Plan) -> list[str]:
+    """Notes on arrays outside of the params that stay whole on every device: batch statistics, a frozen NNX base."""
     named = zip(jax.tree_util.tree_leaves_with_path(rest), plan.copy_specs(rest), strict=True)
     whole = [(path_name(k), leaf_bytes(as_array(x))) for (k, x), spec in named if spec == P()]
     if not whole or plan.n == 1 or not plan.config.row.state:
@@ -79,8 +87,8 @@ def _notes_on_rest(rest: Any, plan: Plan) -> list[str]:
     return [f"{count} arrays outside of the params stay whole on every device, {size} in all ({largest})."]
 
 
-def wrapped_apply(parts: Parts, plan: Plan):
-    """`apply_fn` with gather on use."""
+def wrapped_apply(parts: Parts, plan: Plan) -> GatherOnUse | None:
+    """`apply_fn` with gather on use; None for a state without one."""
     plain = parts.apply_fn.fn if isinstance(parts.apply_fn, GatherOnUse) else parts.apply_fn
     return None if plain is None else GatherOnUse(plain, plan)
 
@@ -88,24 +96,18 @@ def wrapped_apply(parts: Parts, plan: Plan):
 def shardings_of(parts: Parts, plan: Plan) -> Parts:
     """A sharding for every leaf."""
 
-    def specs_of_rest(tree):
-        named = zip(jax.tree.leaves(tree), plan.copy_specs(tree), strict=True)
-        return jax.tree.unflatten(
-            jax.tree.structure(tree), [_kept(x, plan) or plan.sharding(s) for x, s in named]
-        )
-
-    params = [plan.param_sharding(x) for x in plan.layouts]
-    state = plan.state_shardings(parts.opt_state)
+    rest, tree = jax.tree.flatten(parts.rest)
+    specs = plan.copy_specs(parts.rest)
     return parts.replace(
-        params=jax.tree.unflatten(jax.tree.structure(parts.params), params),
-        opt_state=jax.tree.unflatten(jax.tree.structure(parts.opt_state), state),
+        params=jax.tree.structure(parts.params).unflatten([plan.param_sharding(x) for x in plan.layouts]),
+        opt_state=jax.tree.structure(parts.opt_state).unflatten(plan.state_shardings(parts.opt_state)),
         step=None if parts.step is None else plan.sharding(P()),
-        rest=specs_of_rest(parts.rest),
+        rest=tree.unflatten([_own_sharding(x, plan) or plan.sharding(s) for x, s in zip(rest, specs, strict=True)]),
     )
 
 
-def _kept(leaf, plan: Plan) -> NamedSharding | None:
-    """A layout on this mesh that the user gave to a leaf of the rest."""
+def _own_sharding(leaf: Any, plan: Plan) -> NamedSharding | None:
+    """The layout that the user gave to a leaf of the rest, if it is on this mesh."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or whole_mesh(sharding.mesh) != plan.mesh:
         return None
@@ -119,7 +121,7 @@ def map_shardings(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding]
 
 
 def check_real(plan: Plan) -> None:
-    """Raises TypeError for a mesh of compile-only devices: nothing can be placed there."""
+    """Raises TypeError for a mesh of compile-only devices, where nothing can be placed."""
     if not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
         raise TypeError(
             "jzero.shard: this mesh is of compile-only devices (jzero.pod); no array can lie there. Use "
@@ -128,7 +130,7 @@ def check_real(plan: Plan) -> None:
 
 
 def check_devices(parts: Parts, plan: Plan) -> None:
-    """Raises ValueError where arrays of a plain state are committed to devices outside of the mesh."""
+    """Raises ValueError if arrays of a plain state are committed to devices outside of the mesh."""
     if is_wrapped(parts.tx):
         return
     mesh = set(plan.mesh.devices.flat)
@@ -148,6 +150,11 @@ def check_devices(parts: Parts, plan: Plan) -> None:
         )
 
 
-def step_dtype(step: Any) -> Any:
+def step_dtype(step: Any) -> np.dtype:
     """The dtype of a step counter; int32 for a Python number."""
-    return step.dtype if hasattr(step, "dtype") else jnp.int32
+    return step.dtype if hasattr(step, "dtype") else np.dtype(np.int32)
+
+
+def step_array(step: Any) -> jax.Array | None:
+    """A step counter as an array; None for a state without one."""
+    return None if step is None else jnp.asarray(step, step_dtype(step))

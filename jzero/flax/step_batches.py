@@ -2,16 +2,16 @@
 
 [Note: rows, or a copy of params]
 An array that is on no mesh is taken for rows, unless it is a copy of a param: it has the param's shape, and its path
-ends as the param's does. A batch may have such a leaf by chance (`{"x": ...}`, or a tuple beside a list of params). The
-leaf is a copy if all other params are there beside it. Where an argument has nothing but such leaves, and not all
-params, it may be either, and is refused; so is a single array that could be the only param of a plan, if another
-argument could be that as well.
+ends as the param's does. A batch may have such a leaf by chance (`{"x": ...}`, or a tuple beside a list of params), so
+the leaf is only taken for a copy if all other params are beside it. An argument that has only such leaves, but not all
+params, may be either, and is refused. So is a single array that could be the only param of a plan, if another argument
+could be that as well.
 
 [Note: rows, or the same on every process]
 With several processes an array on no mesh is this process's part of a global one. Class weights `[C]` would become
-`[C x processes]`, and no shape says what they are. The values do: rows differ between processes. What is equal on all
-of them, and has no other leaf of its argument with as many rows beside it that differs, is refused. The first call with
-a structure compares checksums.
+`[C x processes]`, and no shape says what they are. The values do: rows differ between processes. An array that is equal
+on all of them is refused, unless another leaf of its argument has as many rows and differs. The first call with a
+structure compares checksums.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import numpy as np
 from jzero.core.errors import counted, listing, typed_shape
 from jzero.core.jaxprs import is_tracer
 from jzero.core.nnx_modules import has_node
+from jzero.core.types import PyTree
 from jzero.flax.adapters import is_train_state
 from jzero.flax.donation import Key
 from jzero.layout.batches import is_random_key, is_split_over_processes
-from jzero.layout.leaf_rule import path_keys
+from jzero.layout.leaf_rule import keyed_shapes
 from jzero.layout.placement import same_values
 from jzero.layout.state_layouts import named_by
 from jzero.sharding import Plan
@@ -38,7 +39,7 @@ def rows_of(key: Key, given: Mapping[Key, Any], plan: Plan) -> list[bool]:
     """For each leaf of an argument whether it is rows of a batch; see [Note: rows, or a copy of params].
 
     Raises:
-      ValueError: the argument may be either.
+      ValueError: the argument may be a batch or params.
     """
     leaves = jax.tree.leaves(given[key])
     unplaced = [is_unplaced(x) for x in leaves]
@@ -57,13 +58,13 @@ def rows_of(key: Key, given: Mapping[Key, Any], plan: Plan) -> list[bool]:
     return [u and not c for u, c in zip(unplaced, among_all, strict=True)]
 
 
-def is_object(arg: Any) -> bool:
-    """A tree with NNX objects: modules, optimizers, `nnx.Rngs`. A TrainState, with its many leaves, is not searched."""
+def is_object(arg: PyTree) -> bool:
+    """True for a tree with NNX objects: modules, optimizers, `nnx.Rngs`. A TrainState is large and is not searched."""
     return not is_train_state(arg) and has_node(arg)
 
 
 def is_unplaced(x: Any) -> bool:
-    """An array of one dim or more that is on no mesh: of a data loader, or made by `jnp` on one device."""
+    """True for an array of one dim or more that is on no mesh: from a data loader, or made by `jnp` on one device."""
     if is_tracer(x) or not hasattr(x, "dtype") or np.ndim(x) == 0 or is_random_key(x):
         return False
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -97,13 +98,12 @@ def check_differ(given: Mapping[Key, Any], rows: Mapping[Key, Sequence[bool]], p
         )
 
 
-def _among_all(arg: Any, plan: Plan) -> list[bool]:
-    """For each leaf whether it is a copy of a param, with those of all other params beside it."""
+def _among_all(arg: PyTree, plan: Plan) -> list[bool]:
+    """For each leaf whether it is a copy of a param, with copies of all other params beside it."""
     beside: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     above: list[list[tuple[str, ...]]] = []
-    for path, x in jax.tree_util.tree_leaves_with_path(arg):
-        keys = path_keys(path)
-        found = [p.keys for p in named_by(keys, plan.by_keys) if p.shape == tuple(np.shape(x))]
+    for keys, shape in keyed_shapes(arg):
+        found = [p.keys for p in named_by(keys, plan.by_keys) if p.shape == shape]
         above.append([keys[: len(keys) - len(name)] for name in found])
         for name, node in zip(found, above[-1], strict=True):
             beside.setdefault(node, set()).add(name)
@@ -111,11 +111,11 @@ def _among_all(arg: Any, plan: Plan) -> list[bool]:
     return [any(len(beside[k]) in every for k in some) for some in above]
 
 
-def _has_params(arg: Any, plan: Plan) -> bool:
+def _has_params(arg: PyTree, plan: Plan) -> bool:
     return is_object(arg) or any(x is not None for x in plan.copies(arg))
 
 
-def _either(key: Key, arg: Any) -> str:
+def _either(key: Key, arg: PyTree) -> str:
     rows = [
         (f"[{key!r}]{jax.tree_util.keystr(path)}", typed_shape(x))
         for path, x in jax.tree_util.tree_leaves_with_path(arg)

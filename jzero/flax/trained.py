@@ -1,4 +1,4 @@
-"""Which params of a state its optimizer takes: by `trainable=`, by `wrt=` of an NNX optimizer, or by its state."""
+"""Which params of a state its optimizer takes: `trainable=` says it, `wrt=` of an NNX optimizer, or its state."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jzero.core.dependence import sources_of_outputs
 from jzero.core.errors import counted, listing, typed_shape
+from jzero.core.types import PyTree
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import fresh_shapes, outline
@@ -28,9 +30,9 @@ def parts_of(state: Any, trainable: Any, *, where: str) -> Parts:
       where: the caller, for the texts.
 
     Raises:
-      TypeError: a kind of state or filter that jzero does not know.
-      ValueError: a filter that names no param, others than the optimizer trains, or others than those by which the
-        state is sharded.
+      TypeError: jzero does not know this kind of state or filter.
+      ValueError: a filter names no param, a param that the optimizer does not train, or other params than those that
+        the state was sharded with.
     """
     parts = adapters.take_apart(state, where=where)
     if trainable is None:
@@ -46,7 +48,7 @@ def parts_of(state: Any, trainable: Any, *, where: str) -> Parts:
     if all(trained) or trained == parts.trained:
         return parts
     given = [t for t, is_taken in zip(trained, parts.trained or [True] * len(trained), strict=True) if is_taken]
-    return _narrowed(parts, parts.taken, given, trained, where)
+    return _of_some(parts, parts.taken, given, trained, where)
 
 
 def _by_filter(state: Any, parts: Parts, trainable: Any, where: str) -> tuple[bool, ...]:
@@ -73,19 +75,18 @@ def _by_filter(state: Any, parts: Parts, trainable: Any, where: str) -> tuple[bo
 def _by_nnx_filter(state: Any, trainable: Any, where: str) -> list[bool]:
     from flax import nnx
 
-    model, optimizer = state
-    boxed = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.Param))
-    flat = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    boxed, _ = adapters.param_state(*state)
+    flat = adapters.variables(boxed)
     try:
         named = nnx.filterlib.to_predicate(trainable)
-    except Exception:  # flax's own message fails for values that are not filters
+    except Exception:  # Flax fails to word its own error for values that are not filters
         return trained_by(trainable, nnx.as_pure(boxed), where=where)
     found = [named(tuple(k.key for k in path), variable) for path, variable in flat]
     return checked_answers(found, [(jax.tree_util.keystr(k), v.get_value()) for k, v in flat], where=where)
 
 
 def _by_state(parts: Parts) -> Parts:
-    """Those that the optimizer state is of, where it is one of a part of them."""
+    """The parts with the params that the optimizer state is of, if these are not all params."""
     got = outline(parts.opt_state)
     if got == outline(fresh_shapes(parts.tx, parts.params)):
         return parts
@@ -98,27 +99,26 @@ def _by_state(parts: Parts) -> Parts:
     trained = tuple(i in found for i in range(len(names)))
     if all(trained) or not any(trained):
         return parts
-    narrow = _narrowed(parts, parts.params, trained, trained, "jzero")
-    fits = got == outline(fresh_shapes(parts.tx, narrow.taken))
-    return narrow if fits else parts
+    found = _of_some(parts, parts.params, trained, trained, "jzero")
+    return found if got == outline(fresh_shapes(parts.tx, found.taken)) else parts
 
 
-def _narrowed(parts: Parts, taken: Any, given: Sequence[bool], trained: Sequence[bool], where: str) -> Parts:
+def _of_some(parts: Parts, taken: PyTree, given: Sequence[bool], trained: Sequence[bool], where: str) -> Parts:
     """The parts with an optimizer that takes some of the params.
 
     Args:
       parts: of a plain state.
-      taken: the params that a step hands the optimizer.
+      taken: the params that a step hands to the optimizer.
       given: for each of these whether it is trained.
       trained: the same for each param.
-      where: the caller, for the text.
+      where: the caller, for errors.
 
     Returns:
-      With the structure that the optimizer state is of. Where it is of all params, its leaves of frozen ones are left
-      out.
+      The parts, with the structure of the params that the optimizer state is of. From a state of all params the leaves
+      of frozen ones are left out.
 
     Raises:
-      ValueError: leaves of a state of all params that are computed from frozen ones and trained ones.
+      ValueError: leaves of a state of all params are computed from frozen and from trained ones.
     """
     forms = [parts.replace(trained=tuple(trained), trained_tree=f(taken, given)) for f in (without, left_out)]
     shapes = [fresh_shapes(parts.tx, form.taken) for form in forms]
@@ -137,8 +137,10 @@ def _narrowed(parts: Parts, taken: Any, given: Sequence[bool], trained: Sequence
     return forms[0].replace(opt_state=tree.unflatten(found))
 
 
-def _check_apart(tx: Any, params: Any, trained: Sequence[bool], kept: Collection[str], where: str) -> None:
-    """Raises ValueError for leaves of the state of all params that are to be kept and are made of frozen ones too."""
+def _check_apart(
+    tx: optax.GradientTransformation, params: PyTree, trained: Sequence[bool], kept: Collection[str], where: str
+) -> None:
+    """Raises ValueError if leaves of the state of all params that would be kept depend on frozen ones too."""
     shapes = jax.tree.map(device_type, params)
     flat = jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, shapes))
     sources = sources_of_outputs(lambda params: jax.tree.leaves(tx.init(params)), shapes)

@@ -1,16 +1,16 @@
-"""Explicit meshes: jzero's part of a program runs on Auto axes, and what it returns has the types of the context.
+"""Explicit meshes: jzero's part of a program runs on Auto axes, and its results get the types of the context.
 
 [Note: Explicit axes]
-Under `jax.set_mesh` of a mesh with Explicit axes a layout is part of an array's type. `jax.make_mesh` makes such axes
-by default. jzero's layouts are constraints, for which axes have to be Auto, and so a plan keeps an Auto mesh over the
-same devices. Arrays cross over in two ways:
+Under `jax.set_mesh` of a mesh with Explicit axes, which `jax.make_mesh` makes by default, a layout is part of the type
+of an array. jzero's layouts are constraints, for which axes must be Auto, so a plan keeps an Auto mesh over the same
+devices. Arrays cross over in two ways:
 
     in a trace       `in_auto_mode`: a region of `jax.sharding.auto_axes`; what comes out gets its type from a spec
     outside of one   `on_auto_mesh` and `on_context_mesh`: the same buffers under another type, nothing is copied
 
-All Explicit axes of the context are Auto inside of a region, also those of tensor parallelism: models that lay out
+Inside of a region all Explicit axes of the context are Auto, also those of tensor parallelism: models that lay out
 their params by metadata need that. A model that names such axes in its own types (`jax.sharding.reshard`,
-`out_sharding=`) is traced again with the ZeRO and batch axes alone Auto.
+`out_sharding=`) is traced again with only the ZeRO and batch axes Auto.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jzero.core.jaxprs import is_tracer
 from jzero.core.random_keys import by_data, is_key
+from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import path_keys
-from jzero.layout.specs import P, axis_size, entry_axes, is_sub_axis, make_spec
+from jzero.layout.specs import P, axis_size, entry_axes, is_sub_axis, make_spec, spec_entries
 
 # what JAX says of arrays of another context, and of types that name an axis of a region
 _FOREIGN = ("should match the aval mesh", "Mesh for all inputs should be equal")
@@ -42,7 +44,7 @@ def explicit_axes() -> tuple[str, ...]:
 
 
 def context_mesh() -> Mesh | None:
-    """The mesh of `jax.set_mesh`; None without one, and inside of a trace, where JAX tells its shape alone."""
+    """The mesh of `jax.set_mesh`; None without one, and inside of a trace, where JAX only tells its shape."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:
@@ -51,7 +53,7 @@ def context_mesh() -> Mesh | None:
 
 
 def typed_mesh(mesh: Mesh) -> Mesh:
-    """The mesh on which arrays lie in this context: with the context's types of axes where it has Explicit ones.
+    """The mesh on which arrays lie in this context: its axes get the types of the context's, if that has Explicit ones.
 
     Raises:
       ValueError: the context's mesh has other axes.
@@ -92,10 +94,10 @@ def auto_mesh(mesh: Mesh) -> Mesh:
 
 @contextlib.contextmanager
 def auto_context() -> Iterator[None]:
-    """Outside of a trace: the context's mesh with Auto axes, where it has Explicit ones.
+    """Outside of a trace: makes the axes of the context's mesh Auto.
 
     Raises:
-      ValueError: what runs in it uses arrays of the context, see `in_auto_mode`.
+      ValueError: code in it uses arrays of the context; see `in_auto_mode`.
     """
     axes, mesh = explicit_axes(), context_mesh()
     if not axes or mesh is None:
@@ -105,16 +107,16 @@ def auto_context() -> Iterator[None]:
         yield
 
 
-def on_auto_mesh(tree: Any) -> Any:
-    """The arrays of a tree, also abstract ones, in the types of `auto_context`: the same buffers."""
+def on_auto_mesh(tree: PyTree) -> PyTree:
+    """A tree with its arrays, also abstract ones, in the types of `auto_context`: the same buffers."""
     return jax.tree.map(lambda x: _retyped(x, auto_mesh), tree) if explicit_axes() else tree
 
 
-def on_context_mesh(tree: Any) -> Any:
-    """The arrays of a tree, also abstract ones, in the types of the context; those on another mesh as they are."""
+def on_context_mesh(tree: PyTree) -> PyTree:
+    """A tree with its arrays, also abstract ones, in the types of the context; those on another mesh are left alone."""
     shape = dict(jax.sharding.get_abstract_mesh().shape)
 
-    def typed(mesh):
+    def typed(mesh: Mesh) -> Mesh:
         return typed_mesh(mesh) if dict(mesh.shape) == shape else mesh
 
     return jax.tree.map(lambda x: _retyped(x, typed), tree) if explicit_axes() else tree
@@ -137,8 +139,8 @@ def _retyped(x: Any, change: Callable[[Mesh], Mesh]) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, new, [s.data for s in x.addressable_shards])
 
 
-def constrained(x: Any, sharding: NamedSharding) -> Any:
-    """An array in this layout: by a constraint over Auto axes, by a change of its type where all axes are Explicit."""
+def constrained(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array in this layout: by a constraint over Auto axes, by a change of its type if all axes are Explicit."""
     explicit, names = explicit_axes(), sharding.mesh.axis_names
     if explicit and set(explicit) == set(names):
         return jax.sharding.reshard(x, sharding)
@@ -147,19 +149,19 @@ def constrained(x: Any, sharding: NamedSharding) -> Any:
 
 
 def in_auto_mode(
-    fn: Callable[..., Any],
-    args: tuple,
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
     out_specs: Callable[[Any], Sequence[PartitionSpec]],
     own: Sequence[str] = (),
 ) -> Any:
-    """`fn(*args)`; where the context has Explicit axes in a region in which they are Auto.
+    """`fn(*args)`, in a region in which the Explicit axes of the context are Auto.
 
     Args:
-      fn: a function of trees; arrays that it takes from elsewhere are those of another context and refused.
+      fn: a function of trees. Arrays that it closes over belong to another context and are refused.
       args: trees of arrays and other leaves.
-      out_specs: from the result, the layout of each of its arrays once it is outside. Axes that do not divide a dim
-        are left out.
-      own: axes that must be Auto. A function that names others in its own types is traced again with these alone Auto;
+      out_specs: maps the result to the layout of each of its arrays outside of the region. Axes that do not divide a
+        dim are left out.
+      own: axes that must be Auto. A function that names others in its own types is traced again with only these Auto;
         without any it is refused.
 
     Raises:
@@ -168,20 +170,20 @@ def in_auto_mode(
     axes = explicit_axes()
     if not axes:
         return fn(*args)
-    kept = tuple(a for a in axes if a in own)
+    least = tuple(a for a in axes if a in own)
     with _explaining(axes):
         try:
             return _region(fn, args, out_specs, axes)
         except Exception as error:  # the type of such an error differs by version
-            if _NAMED not in str(error) or kept in ((), axes):
+            if _NAMED not in str(error) or least in ((), axes):
                 raise
-    with _explaining(kept):
-        return _region(fn, args, out_specs, kept)
+    with _explaining(least):
+        return _region(fn, args, out_specs, least)
 
 
 @contextlib.contextmanager
 def _explaining(axes: tuple[str, ...]) -> Iterator[None]:
-    """Errors of JAX that are about these axes are raised in jzero's words."""
+    """Raises errors of JAX about these axes in jzero's words."""
     try:
         yield
     except Exception as error:  # the type of such an error differs by version
@@ -191,8 +193,11 @@ def _explaining(axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def _region(
-    fn: Callable[..., Any], args: tuple, out_specs: Callable[[Any], Sequence[PartitionSpec]], axes
-) -> Any:
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    out_specs: Callable[[Any], Sequence[PartitionSpec]],
+    axes: tuple[str, ...],
+) -> PyTree:
     """`fn(*args)` with these axes Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     leaves, tree = jax.tree.flatten(args)
@@ -214,17 +219,16 @@ def _region(
     return rest[0].unflatten([next(found) if x is None else x for x in rest[1]])
 
 
-def _with_own(spec: PartitionSpec, x: Any) -> PartitionSpec:
-    """A spec with the axes that are in the type of the array already, where they are there."""
+def _with_own(spec: PartitionSpec, x: jax.Array) -> PartitionSpec:
+    """A spec with the axes that are in the type of the array already, on the dims where the type has them."""
     own = [entry_axes(e) for e in jax.typeof(x).sharding.spec]
     named = {a for e in own for a in e}
-    entries = [entry_axes(spec[d]) if d < len(spec) else () for d in range(len(own))]
-    return make_spec([(*(a for a in e if a not in named or a in o), *(a for a in o if a not in e))
-                      for e, o in zip(entries, own, strict=True)])  # fmt: skip
+    rows = zip(spec_entries(spec, len(own)), own, strict=True)
+    return make_spec([(*(a for a in e if a not in named or a in o), *(a for a in o if a not in e)) for e, o in rows])
 
 
 def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
-    """Says in one sentence what JAX's error means for a function that does not fit into a region."""
+    """What JAX's error means, if it is about a function that does not fit into a region."""
     if any(text in str(error) for text in _FOREIGN):
         return ValueError(
             f"jzero: under an Explicit mesh {list(axes)} this function uses arrays that are not among its arguments "
@@ -240,19 +244,17 @@ def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
 
 
 def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """A spec without the axes that do not divide their dim: a type has equal pieces."""
-    rows = zip(shape, spec, strict=False)
-    return make_spec(
-        [entry_axes(e) if size % axis_size(mesh, entry_axes(e)) == 0 else () for size, e in rows]
-    )
+    """A spec without the axes that do not divide their dim: the pieces of a type are equal."""
+    rows = zip(shape, map(entry_axes, spec), strict=False)
+    return make_spec([axes if size % axis_size(mesh, axes) == 0 else () for size, axes in rows])
 
 
-def result_specs(args: Any, out: Any, plan: Any) -> list[PartitionSpec]:
+def result_specs(args: PyTree, out: PyTree, plan: Any) -> list[PartitionSpec]:
     """The layout of every result of a function of params and a batch, from the types of its arguments.
 
-    A variable that it returns (batch statistics, the state of a module) has the type that it had, known by its path and
-    shape. What has the rows of the batch is split as the batch is, also where further dims are merged into them; the
-    rest is whole.
+    A variable that it returns (batch statistics, the state of a module) keeps its type; it is known by path and shape.
+    A result that has the rows of the batch is split as the batch is, also if more dims are merged into them. The rest
+    is whole.
 
     Args:
       args: its arguments, from outside of the region.
@@ -264,30 +266,26 @@ def result_specs(args: Any, out: Any, plan: Any) -> list[PartitionSpec]:
     types = {(name, x.shape): jax.typeof(x).sharding.spec for name, x, _ in flat if name}
     rows = dict(row for _, x, param in flat if param is None for row in _batch_dim(x, plan))
 
-    def spec(path, x):
+    def spec(path: KeyPath, x: Any) -> PartitionSpec:
         shape = np.shape(x)
         if (_name(path), shape) in types:
             return types[_name(path), shape]
         for (dim, size), entry in rows.items():
-            if (
-                len(shape) > dim
-                and shape[dim]
-                and shape[dim] % size == 0
-                and (dim == 0 or shape[dim] == size)
-            ):
+            n = shape[dim] if len(shape) > dim else 0
+            if n and n % size == 0 and (dim == 0 or n == size):
                 return make_spec([()] * dim + [entry])
         return P()
 
     return [spec(k, x) for k, x in jax.tree_util.tree_leaves_with_path(out)]
 
 
-def _batch_dim(x: Any, plan: Any) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
-    """The first dim of an array that is split over batch axes: its number, its size and the axes."""
+def _batch_dim(x: jax.Array, plan: Any) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
+    """The number and the size of the first dim that is split over batch axes, and these axes."""
     entries = enumerate(map(entry_axes, jax.typeof(x).sharding.spec))
     return [((dim, x.shape[dim]), e) for dim, e in entries if e and set(e) <= set(plan.batch_axes)][:1]
 
 
-def _name(path: Any) -> tuple[str, ...]:
-    """A path from its first name on, without the places in tuples before it."""
+def _name(path: KeyPath) -> tuple[str, ...]:
+    """A path from its first name on, without the positions in tuples before it."""
     keys = path_keys(path)
     return keys[next((i for i, k in enumerate(keys) if not k.isdigit()), len(keys)) :]

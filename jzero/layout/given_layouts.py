@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import listing, shown, typed_shape
 from jzero.core.nnx_modules import has_variable, is_variable
+from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import as_abstract, path_keys
 from jzero.layout.specs import (
     P,
@@ -34,22 +36,24 @@ class Given:
     """The layouts that a param brings along, without the ZeRO axes unless the user named them.
 
     Attributes:
-      spec: of the param; None where nothing says it.
-      state: of its optimizer state, where metadata says that apart: `optimizer_sharding` of an NNX Variable.
+      spec: of the param; None if nothing says it.
+      state: of its optimizer state, if metadata names one: `optimizer_sharding` of an NNX Variable.
     """
 
     spec: PartitionSpec | None
     state: PartitionSpec | None = None
 
     def map(self, change: Callable[[PartitionSpec], PartitionSpec]) -> Given:
-        """Both layouts changed, where they are known."""
+        """Both layouts, changed if they are known."""
         return Given(*(None if s is None else change(s) for s in (self.spec, self.state)))
 
 
-def base_layouts(params, flat, param_specs, mesh: Mesh, config: ZeroConfig) -> list[tuple[PartitionSpec, Any]]:
-    """The layout that each param brings, and that of its state or None.
+def base_layouts(
+    params: PyTree, flat: Sequence[tuple[KeyPath, Any]], param_specs: PyTree, mesh: Mesh, config: ZeroConfig
+) -> list[tuple[PartitionSpec, PartitionSpec | None]]:
+    """The layout that each param brings along, and that of its state or None.
 
-    From `param_specs`, else Flax metadata, else its NamedSharding; else whole.
+    It comes from `param_specs`, else from Flax metadata, else from the param's NamedSharding; else the param is whole.
     """
     rules = config.logical_axis_rules
     if param_specs is not None:
@@ -71,8 +75,10 @@ def base_layouts(params, flat, param_specs, mesh: Mesh, config: ZeroConfig) -> l
     return [(s.spec, s.state) for s in out]
 
 
-def state_dim(path, spec, state, scan_dim: int | None, config: ZeroConfig) -> int | None:
-    """The dim over which metadata splits the optimizer state of a param; None where it leaves that to jzero.
+def state_dim(
+    path: KeyPath, spec: PartitionSpec, state: PartitionSpec | None, scan_dim: int | None, config: ZeroConfig
+) -> int | None:
+    """The dim over which metadata splits the optimizer state of a param; None if it leaves that to jzero.
 
     Args:
       path: of the param.
@@ -83,7 +89,7 @@ def state_dim(path, spec, state, scan_dim: int | None, config: ZeroConfig) -> in
     Raises:
       ValueError: the layout is not that of the param with all ZeRO axes on one dim that is not a stack.
     """
-    if state in (None, spec) or not config.row.state:
+    if state is None or state == spec or not config.row.state:
         return None
     ndim = max(len(spec), len(state))
     rows = zip(spec_entries(spec, ndim), spec_entries(state, ndim), strict=True)
@@ -99,7 +105,7 @@ def state_dim(path, spec, state, scan_dim: int | None, config: ZeroConfig) -> in
 
 
 def _with_rules(spec: PartitionSpec, rules: Sequence[tuple[str, Any]]) -> PartitionSpec:
-    """Mesh axes in place of logical names, in the way of `flax.linen.logical_to_mesh_axes`."""
+    """Mesh axes in place of logical names, as `flax.linen.logical_to_mesh_axes` does it."""
     logical = {name for name, _ in rules}
     todo = {i: e for i, e in enumerate(spec) if e in logical}
     out = [None if i in todo else e for i, e in enumerate(spec)]
@@ -111,10 +117,10 @@ def _with_rules(spec: PartitionSpec, rules: Sequence[tuple[str, Any]]) -> Partit
     return P(*out)
 
 
-def _given_specs(param_specs: Any, params: Any) -> list[Given | None]:
-    """What `param_specs=` says for every param."""
+def _given_specs(param_specs: PyTree, params: PyTree) -> list[Given | None]:
+    """The layout of every param in `param_specs=`."""
 
-    def is_spec(x):
+    def is_spec(x: Any) -> bool:
         return isinstance(x, (PartitionSpec, NamedSharding, Given)) or x is None
 
     where = "jzero.make_plan"
@@ -133,16 +139,16 @@ def _given_specs(param_specs: Any, params: Any) -> list[Given | None]:
     return [x if isinstance(x, Given) else Given(_as_spec(x)) for x in jax.tree.leaves(given, is_leaf=is_spec)]
 
 
-def _metadata_tree(specs: Any, params: Any) -> Any:
-    """A tree like `params` of what the Variables of another tree hold, found by their paths.
+def _metadata_tree(specs: PyTree, params: PyTree) -> PyTree:
+    """A tree like `params` with the layouts in the Variables of another tree, which are found by their paths.
 
     Args:
       specs: an `nnx.State` or a module with layouts in its Variables, of the whole model, or of the pair of it and its
-        optimizer. What it says of anything but params is not read.
+        optimizer. Only layouts of params are read.
       params: the params, in Variables or not.
 
     Raises:
-      ValueError: params that it says nothing of.
+      ValueError: it has no layout for some params.
     """
     found = {path_keys(k): v for k, v in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_variable)}
     flat, tree = jax.tree_util.tree_flatten_with_path(params)
@@ -163,8 +169,8 @@ def _held(variable: Any) -> Any:
     return _named(value, variable.get_metadata()) if isinstance(value, (PartitionSpec, NamedSharding)) else value
 
 
-def metadata_layout(box) -> Given | None:
-    """What Flax partitioning metadata says: a linen box (`get_partition_spec`) or an NNX Variable (`out_sharding`)."""
+def metadata_layout(box: Any) -> Given | None:
+    """The layout in Flax metadata: of a linen box (`get_partition_spec`) or an NNX Variable (`out_sharding`)."""
     if hasattr(box, "get_partition_spec"):
         return Given(box.get_partition_spec())
     if hasattr(box, "get_metadata"):
@@ -183,36 +189,33 @@ def _named(spec: Any, metadata: Mapping[str, Any]) -> Given:
 
 
 def _as_spec(given: Any) -> PartitionSpec | None:
-    """A layout in one of the forms of JAX and Flax as a PartitionSpec."""
+    """A layout, in any form that JAX or Flax has for it, as a PartitionSpec."""
     if isinstance(given, NamedSharding):
         return given.spec
     return given if given is None or isinstance(given, PartitionSpec) else P(*given)
 
 
-def _array_spec(leaf, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
-    """The layout of an array without the ZeRO axes: a split over those is an earlier run's, not the model's."""
+def _array_spec(leaf: Any, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
+    """The layout of an array without the ZeRO axes: a split over those is of an earlier run, not of the model."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and set(spec_axes(sharding.spec)) <= set(mesh.axis_names):
-        kept = [[a for a in entry_axes(e) if a not in axes and not is_sub_axis(a)] for e in sharding.spec]
-        return make_spec([tuple(e) for e in kept])
+        return make_spec(
+            [tuple(a for a in entry_axes(e) if a not in axes and not is_sub_axis(a)) for e in sharding.spec]
+        )
     return P()
 
 
-def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays or NamedShardings of a tree are laid out on, if any of them is split."""
+def mesh_of(tree: PyTree) -> Mesh | None:
+    """The mesh on which arrays or NamedShardings of a tree are split; None if none of them is."""
     for leaf in jax.tree.leaves(tree):
-        sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
-        if (
-            isinstance(sharding, NamedSharding)
-            and spec_axes(sharding.spec)
-            and isinstance(sharding.mesh, Mesh)
-        ):
-            return whole_mesh(sharding.mesh)
+        found = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
+        if isinstance(found, NamedSharding) and spec_axes(found.spec) and isinstance(found.mesh, Mesh):
+            return whole_mesh(found.mesh)
     return None
 
 
-def _checked_base(path, leaf, spec: PartitionSpec, mesh: Mesh, remedy: str) -> PartitionSpec:
-    """The spec in canonical form; names that are not mesh axes and dims that do not divide are refused."""
+def _checked_base(path: KeyPath, leaf: Any, spec: PartitionSpec, mesh: Mesh, remedy: str) -> PartitionSpec:
+    """The spec in canonical form; refuses names that are not mesh axes, and dims that do not divide."""
     where = f"jzero.make_plan: {jax.tree_util.keystr(path)} {typed_shape(as_abstract(leaf))} with {spec}"
     check_axes(named_axes(spec), mesh, where=where, remedy=remedy)
     if len(spec) > len(np.shape(leaf)):

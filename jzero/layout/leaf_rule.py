@@ -1,12 +1,12 @@
-"""Layouts of one param: the leaf rule. `split.py` says how an array is cut, `given_layouts.py` what it brings along.
+"""Layouts of one param: the leaf rule. `split.py` says how an array is split, `given_layouts.py` what it brings along.
 
 Everything here is a pure function of shapes, specs and a mesh.
 
 [Note: small leaves]
-A collective for a small leaf costs more than its bytes. `min_shard_bytes="auto"` leaves whole what is below the largest
-threshold of at most 64 KiB that adds at most 1 % to the optimizer state of one device: with 8 devices that is often all
-biases and norms, with 1024 nothing. Padding takes far less than 1 %, so the state stays within 1.02 of total / N
-(`tests/layout/test_catalogue.py`, for GPT-2 to Llama-3 70B, convolutions, 5 to 1024 devices).
+A collective for a small leaf costs more than its bytes. `min_shard_bytes="auto"` leaves whole all leaves below the
+largest threshold of at most 64 KiB that adds at most 1 % to the optimizer state of one device: with 8 devices that is
+often all biases and norms, with 1024 nothing. Padding takes far less than 1 %, so the state stays within 1.02 of total
+/ N (`tests/layout/test_catalogue.py`, for GPT-2 to Llama-3 70B, convolutions, 5 to 1024 devices).
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import human_bytes
+from jzero.core.types import PyTree, Shaped
 from jzero.layout.specs import (
     axis_size,
     entry_axes,
@@ -35,7 +37,6 @@ from jzero.layout.specs import (
 )
 from jzero.layout.split import PaddedSplit, add_axes, find_split
 
-KeyPath = tuple[Any, ...]
 MAX_WHOLE_BYTES = 64 * 1024
 SHARE_OF_SMALL = 0.01
 
@@ -54,7 +55,7 @@ class Frozen(enum.Enum):
     """Why a param is not trained."""
 
     APART = "the optimizer does not take it"
-    KEPT = "the optimizer takes it, reads no gradient of it and leaves it as it is"
+    KEPT = "the optimizer takes it, but does not read its gradient and never changes it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +71,12 @@ class Layout:
       grad: PartitionSpec of its reduced gradient.
       state: PartitionSpec of its master, its moments and its update.
       state_shape: shape in which master and moments are stored: that of the param, or padded.
-      scan_dim: the dim along which layers are stacked for a scan; None where it is not a stack.
-      whole: why it is not split into equal pieces over the ZeRO axis; None where it is.
-      reason: the same as text, with numbers; empty where it is split, also where only its state is padded.
-      guessed: `scan_dim` was told from shapes alone; see [Note: what is known of stacks] in `layer_stacks.py`.
-      frozen: why it is not trained: it has no master and no moments, and a gradient only if the step reads it. None
-        where it is trained.
+      scan_dim: the dim along which layers are stacked for a scan; None if it is not a stack.
+      whole: why it is not split into equal pieces over the ZeRO axis; None if it is.
+      reason: the same as text, with numbers; empty if it is split, also if only its state is padded.
+      guessed: `scan_dim` is a guess from shapes; see [Note: what is known of stacks] in `layer_stacks.py`.
+      frozen: why it is not trained. It then has no master and no moments, and a gradient only if the step reads it.
+        None if it is trained.
     """
 
     name: str
@@ -140,9 +141,9 @@ class Layout:
 
 
 def make_layout(
-    path,
-    leaf,
-    base,
+    path: KeyPath,
+    leaf: Any,
+    base: PartitionSpec,
     config: ZeroConfig,
     mesh: Mesh,
     scan_dim: int | None,
@@ -197,16 +198,16 @@ def make_layout(
 
 def cut_leaf(
     shape: tuple[int, ...],
-    dtype,
-    base,
-    axes,
+    dtype: np.dtype,
+    base: PartitionSpec,
+    axes: Sequence[str],
     config: ZeroConfig,
     mesh: Mesh,
     min_shard_bytes: int,
-    skip=(),
-    several=True,
+    skip: Sequence[int] = (),
+    several: bool = True,
 ) -> tuple[PaddedSplit, Whole | None, str]:
-    """How a leaf is cut over `axes` by the rules of a config, and why it is not cut into equal pieces."""
+    """How a leaf is split over `axes` by the rules of a config, and why not into equal pieces."""
     n, nbytes = axis_size(mesh, axes), math.prod(shape) * jnp.dtype(dtype).itemsize
     taken = [a for a in axes if a in spec_axes(base)]
     whole = PaddedSplit(base, shape, base)
@@ -225,7 +226,7 @@ def cut_leaf(
     return found, Whole.UNEVEN, reason
 
 
-def whole_below(config: ZeroConfig, leaves: Sequence[tuple[Any, int, bool]], mesh: Mesh) -> int:
+def whole_below(config: ZeroConfig, leaves: Sequence[tuple[Shaped, int, bool]], mesh: Mesh) -> int:
     """`min_shard_bytes` as a number of bytes: see [Note: small leaves].
 
     Args:
@@ -238,11 +239,11 @@ def whole_below(config: ZeroConfig, leaves: Sequence[tuple[Any, int, bool]], mes
         return config.min_shard_bytes
     n = axis_size(mesh, config.axes)
 
-    def held(x, trained: bool) -> int:
+    def state_bytes(x: Shaped, trained: bool) -> int:
         return config.adam_bytes(x.dtype) if trained else x.dtype.itemsize if config.row.params else 0
 
     sizes = sorted(
-        (math.prod(x.shape) * x.dtype.itemsize, math.prod(x.shape) * held(x, trained) / parts)
+        (math.prod(x.shape) * x.dtype.itemsize, math.prod(x.shape) * state_bytes(x, trained) / parts)
         for x, parts, trained in leaves
     )
     left = SHARE_OF_SMALL * sum(state for _, state in sizes) / n
@@ -256,11 +257,9 @@ def whole_below(config: ZeroConfig, leaves: Sequence[tuple[Any, int, bool]], mes
 
 
 def path_keys(path: KeyPath) -> tuple[str, ...]:
-    """A key path as plain strings; a box's own attribute (`.value`) is not part of it."""
-    keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    return tuple(
-        keys[:-1] if keys and isinstance(path[-1], jax.tree_util.GetAttrKey) and keys[-1] == "value" else keys
-    )
+    """A key path as plain strings, without a box's own attribute (`.value`)."""
+    keys = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return keys[:-1] if keys[-1:] == ("value",) and isinstance(path[-1], jax.tree_util.GetAttrKey) else keys
 
 
 def path_name(path: KeyPath) -> str:
@@ -269,6 +268,11 @@ def path_name(path: KeyPath) -> str:
     return name.removesuffix(".value") if name != ".value" else name
 
 
-def as_abstract(leaf):
+def keyed_shapes(tree: PyTree) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """The path and the shape of every leaf."""
+    return [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def as_abstract(leaf: Any) -> Any:
     """Something with `.shape` and `.dtype` for arrays, ShapeDtypeStructs and Python scalars."""
     return leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)

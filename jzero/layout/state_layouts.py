@@ -2,8 +2,8 @@
 
 [Note: few values are whole]
 A leaf of a few values that is not a copy of a param lies on every device. Its shards would be single numbers, and of
-unequal size where nothing divides it: XLA of jaxlib 0.10 writes `x.at[i].set(v)` (L-BFGS's weights) into such shards at
-the wrong places.
+unequal size if nothing divides it: XLA of jaxlib 0.10 then writes `x.at[i].set(v)` (L-BFGS's weights) into the wrong
+places.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.core.random_keys import is_key
-from jzero.layout.leaf_rule import Layout, cut_leaf, path_keys
+from jzero.core.types import PyTree, Shaped
+from jzero.layout.leaf_rule import Layout, cut_leaf, keyed_shapes
 from jzero.layout.specs import P, make_spec, spec_entries
 
 Keys = tuple[str, ...]
@@ -25,12 +25,12 @@ FEW = 16  # values of a state leaf that is not a copy of a param: it is whole, a
 
 
 def named_by(keys: Keys, params: Mapping[Keys, Layout]) -> Iterator[Layout]:
-    """The params whose path this one ends with, the longest path first; that of a bare array is empty."""
+    """The params whose path this one ends with, the longest path first. The path of a bare array is empty."""
     return (params[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in params)
 
 
 def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
-    """The layout of a leaf of the optimizer state and the shape in which it is stored; it may be given padded.
+    """The layout of a leaf of the optimizer state, which may be padded already, and the shape in which it is stored.
 
     A leaf of the shape of a param, at a path that ends as the param's does, is laid out as that param's moments;
     extra leading dims (a history of params) stay whole.
@@ -44,7 +44,7 @@ def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[i
     return _own_form(shape, leaf, plan)
 
 
-def _own_form(shape: tuple[int, ...], leaf, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
+def _own_form(shape: tuple[int, ...], leaf: Shaped, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
     """The layout and the stored shape of a state leaf that is not a copy of a param, from its shape alone."""
     if math.prod(shape) <= FEW or not plan.config.row.state or is_key(leaf):
         return P(), shape
@@ -56,7 +56,6 @@ def _own_form(shape: tuple[int, ...], leaf, plan: Any) -> tuple[PartitionSpec, t
     return split.spec, split.shape
 
 
-def copies(tree: Any, params: Mapping[Keys, Layout]) -> list[Layout | None]:
+def copies(tree: PyTree, params: Mapping[Keys, Layout]) -> list[Layout | None]:
     """For each leaf of a tree the param whose shape it has and whose path its own ends with, else None."""
-    flat = [(path_keys(k), tuple(np.shape(x))) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
-    return [next((x for x in named_by(k, params) if x.shape == s), None) for k, s in flat]
+    return [next((x for x in named_by(k, params) if x.shape == s), None) for k, s in keyed_shapes(tree)]

@@ -1,18 +1,17 @@
-"""The layouts of all params of a tree, and what a reader of the plan should know about them."""
+"""The layouts of all params of a tree, and the notes of the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jzero.config import ZeroConfig
+from jzero.core.types import PyTree
 from jzero.layout.given_layouts import base_layouts, mesh_of, state_dim
 from jzero.layout.layer_stacks import stack_dims
-from jzero.layout.leaf_rule import Frozen, Layout, make_layout, path_keys, whole_below
+from jzero.layout.leaf_rule import Frozen, Layout, keyed_shapes, make_layout, path_keys, whole_below
 from jzero.layout.mesh import resolve_mesh
 from jzero.layout.param_checks import check_params, check_uneven
 from jzero.layout.placement import check_host
@@ -20,11 +19,11 @@ from jzero.layout.specs import axis_size, shard_factor
 
 
 def tree_layouts(
-    params: Any,
+    params: PyTree,
     config: ZeroConfig,
     *,
     mesh: Mesh | None,
-    param_specs: Any,
+    param_specs: PyTree,
     scan_axes: Mapping[str, int | None] | None,
     stacks: Mapping[tuple[str, ...], int | None],
     frozen: Sequence[Frozen | None] | None = None,
@@ -44,7 +43,7 @@ def tree_layouts(
     frozen = [None] * len(flat) if frozen is None else frozen
     check_params(params, [f is None for f in frozen])
     given = base_layouts(params, flat, param_specs, mesh, config)
-    dims, guessed = stack_dims([(path_keys(k), tuple(np.shape(x))) for k, x in flat], scan_axes, stacks)
+    dims, guessed = stack_dims(keyed_shapes(params), scan_axes, stacks)
     rows = list(zip(flat, given, frozen, strict=True))
     least = whole_below(config, [(x, shard_factor(b, mesh), f is None) for (_, x), (b, _), f in rows], mesh)
     layouts = [

@@ -1,0 +1,58 @@
+"""Masters beside an optimizer state: their initial values, and the state with and without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jzero.core.types import PyTree
+from jzero.layout.specs import P
+from jzero.sharding import Plan
+from jzero.update.padded_state import align, pad
+from jzero.update.zero_state import ZeroState
+
+
+def widen(values: PyTree, params: PyTree, plan: Plan) -> PyTree:
+    """Initial masters: `values` in the master dtype on their shards; leaves without a master keep their dtype."""
+    rows = zip(jax.tree.leaves(values), plan.layouts, strict=True)
+    leaves = [plan.constrain(v.astype(plan.config.master_for(x.dtype) or x.dtype), x.state) for v, x in rows]
+    return jax.tree.structure(params).unflatten(leaves)
+
+
+def widen_abstract(params: PyTree, plan: Plan) -> PyTree:
+    """Shapes of the params in the dtype that the wrapped transformation sees."""
+    leaves = [jax.ShapeDtypeStruct(x.shape, plan.config.master_for(x.dtype) or x.dtype) for x in plan.layouts]
+    return jax.tree.structure(params).unflatten(leaves)
+
+
+def with_master(
+    inner: PyTree, wide: PyTree, params: PyTree, frozen: Sequence[bool], counts: bool, plan: Plan
+) -> PyTree:
+    """`ZeroState` if any param needs a master, or the state a count; else `inner`."""
+    masters = [
+        pad(w, x.state_shape, x.state, plan) if plan.config.master_for(x.dtype) and not f else None
+        for w, x, f in zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
+    ]
+    if all(m is None for m in masters) and not counts:
+        return inner
+    count = plan.constrain(jnp.zeros((), jnp.int32), P()) if counts else None
+    return ZeroState(inner, jax.tree.structure(params).unflatten(masters), count)
+
+
+def split_master(state: PyTree, params: PyTree) -> tuple[PyTree, list[jax.Array | None]]:
+    """The inner state, and one master or None per param."""
+    if isinstance(state, ZeroState):
+        return state.inner, align(state.master, params, where="jzero.zero: the master")
+    return state, [None] * len(jax.tree.leaves(params))
+
+
+def state_specs(state: PyTree, plan: Plan) -> list[PartitionSpec]:
+    """The layout of every array of an optimizer state with its masters."""
+    if not isinstance(state, ZeroState):
+        return plan.state_specs(state)
+    known = plan.tree.flatten_up_to(state.master)
+    masters = [x.state for m, x in zip(known, plan.layouts, strict=True) if m is not None]
+    return [*plan.state_specs(state.inner), *masters, *([] if state.rounding_count is None else [P()])]

@@ -1,0 +1,88 @@
+"""From what was computed on shards to the leaves that `update` returns: gathered to the stored layout of each param."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from jzero.comm import comm_of
+from jzero.comm.updates import goes_by_layers, is_copied
+from jzero.core.types import PyTree
+from jzero.layout.explicit import explicit_axes, in_auto_mode
+from jzero.layout.leaf_rule import Layout
+from jzero.layout.placement import HOST, memory_kind
+from jzero.sharding import Plan
+from jzero.update.deferred_update import deferred
+
+
+def update_leaves(
+    news: Sequence[jax.Array | None], masters: Sequence[jax.Array | None], plan: Plan
+) -> list[PyTree]:
+    """The leaves to return, for the new values of params that have a master and the differences of the others.
+
+    The new value of a param in host memory is there already, in the stored layout.
+    """
+    rows, gather = list(zip(news, masters, plan.layouts, strict=True)), comm_of(plan).updates
+    if plan.config.updates == "delta":
+        return [None if new is None else _stored(gather, x, new) for new, _, x in rows]
+    copied = [
+        (new, x) for new, master, x in rows
+        if master is not None and is_copied(x) and not goes_by_layers(x) and memory_kind(new) != HOST
+    ]  # fmt: skip
+    in_turn = iter(_in_turn([new for new, _ in copied], [x for _, x in copied], plan))
+    return [_leaf(*row, plan, in_turn) for row in rows]
+
+
+def _leaf(
+    new: jax.Array | None,
+    master: jax.Array | None,
+    x: Layout,
+    plan: Plan,
+    in_turn: Iterator[Callable[[], jax.Array]],
+) -> PyTree:
+    """One of them; `in_turn`: the gathers of copied leaves that are left."""
+    gather = comm_of(plan).updates
+    if new is None:
+        return None
+    if x.frozen is not None:
+        return deferred(lambda param: param, x)
+    if memory_kind(new) == HOST:
+        return deferred(lambda _: new, x)
+    if master is None:
+        return deferred(lambda param: _stored(functools.partial(_sum, plan), x, param, new), x)
+    if goes_by_layers(x):
+        return deferred(lambda param: _stored(gather.by_layers, x, param, new), x)
+    if is_copied(x):
+        value = next(in_turn)
+        return deferred(lambda _: value(), x)
+    gathered = _stored(gather, x, new)
+    return deferred(lambda _: gathered, x)
+
+
+def _in_turn(
+    news: Sequence[jax.Array], layouts: Sequence[Layout], plan: Plan
+) -> list[Callable[[], jax.Array]]:
+    """Functions that return gathered leaves; under an Explicit mesh they are all gathered at once."""
+    gather = comm_of(plan).updates
+    if not explicit_axes():
+        return gather.in_turn(news, layouts)
+    values = in_auto_mode(
+        lambda *news: [value() for value in gather.in_turn(news, layouts)], tuple(news),
+        lambda _: [x.stored for x in layouts],
+    )  # fmt: skip
+    return [functools.partial(lambda v: v, v) for v in values]
+
+
+def _sum(plan: Plan, param: jax.Array, delta: jax.Array, x: Layout) -> jax.Array:
+    """A param without a master and its change, added on shards and gathered."""
+    gather = comm_of(plan).updates
+    new = plan.constrain(plan.constrain(param, x.stored), x.state) + delta
+    shard = plan.constrain(new.astype(x.dtype), x.state)
+    return gather.by_layers(param, shard, x) if goes_by_layers(x) else gather(shard, x)
+
+
+def _stored(gathered: Callable[..., jax.Array], x: Layout, *arrays: jax.Array) -> jax.Array:
+    """`gathered(*arrays, x)`, in the stored layout."""
+    return in_auto_mode(lambda *arrays: gathered(*arrays, x), arrays, lambda _: [x.stored])
