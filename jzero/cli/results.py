@@ -18,7 +18,7 @@ from jzero.flax.shard import abstract, plan_of
 from jzero.proof.check import findings
 from jzero.proof.memory import Estimate, estimate
 from jzero.proof.pod import pod
-from jzero.proof.report import Report, explain
+from jzero.proof.report import Report, explain, memory_of
 from jzero.sharding import Plan
 
 Say = Callable[[str], None]
@@ -61,10 +61,9 @@ def _search(
 ) -> Json:
     def measure(micro_batch: int) -> int:
         say(f"compiling with {counted(micro_batch, 'example')} per device, to see what fits")
-        stats = subject.compile(state, plan, micro_batch).memory_analysis()
-        assert stats is not None
-        new = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return stats.argument_size_in_bytes + stats.temp_size_in_bytes + new
+        memory = memory_of(subject.compile(state, plan, micro_batch))
+        assert memory is not None
+        return memory.total
 
     size, exact = largest_that_fits(measure, {subject.micro_batch: total}, limit)
     return {"micro_batch": size, "exact": exact}
