@@ -25,18 +25,21 @@ from jzero.core.errors import (
     typed_shape,
 )
 from jzero.core.nnx_modules import has_module, is_module_class
+from jzero.core.types import PyTree
 from jzero.core.xla_options import host_loop_limit
 from jzero.layout.mesh import in_shard_map
 from jzero.layout.placement import check_host
 from jzero.layout.specs import axis_size, check_axes, make_spec, named_on
 from jzero.sharding import Plan, check_plan
 
+Subject = type | Callable[..., Any]
+"""A class of modules, or a function."""
 MOST_DIMS = 64  # that numpy's arrays have
 WHERE = 'jzero.remat(offload="host")'
 
 
 def remat(
-    subject: Any,
+    subject: Subject,
     plan: Plan,
     *,
     partition: str | Sequence[str] | None = None,
@@ -58,9 +61,9 @@ def remat(
       partition: mesh axis, or tuple of axes, over which the devices hold the same activations (tensor parallelism):
         each keeps its slice. Not an axis that splits the batch. None: kept as it is laid out.
       offload: "host": kept in pinned host memory: written while the block runs, fetched when the cotangent of its
-        result is there; the second run waits for it. None: in device memory.
-      policy: what to keep besides, any of `jax.checkpoint_policies`; it may offload named activations. None: nothing,
-        all is computed again. At stage 3 gathered weights are never kept, whatever it says.
+        result is there, before the second run starts. None: kept in device memory.
+      policy: what else to keep: any of `jax.checkpoint_policies`; it may offload named activations. None: nothing,
+        all is computed again. At stage 3 gathered weights are never kept, whatever the policy says.
       dim: the dim of the input that `partition` splits: 1, the sequence in [batch, sequence, features]. It must be
         divisible by the axes, be whole so far, and not be the batch.
       argnums: which arguments are the block's input; `self` or the module counts as 0. Their floating-point arrays are
@@ -73,8 +76,8 @@ def remat(
     Raises:
       TypeError: `plan` is not a Plan, or an argument is of the wrong kind.
       ValueError: an axis that is not in the mesh or that splits the batch; an `offload` that is not "host", or devices
-        without pinned host memory. When called: no argument is a floating-point array. When differentiated: a dim that
-        is not there or not divisible.
+        without pinned host memory. When called: no argument is a floating-point array. When differentiated: the dim is
+        not there or not divisible.
       NotImplementedError: when differentiated: `offload` in a scan, on GPUs with jaxlib before 0.11.2, whose XLA gets
         the gradients wrong (openxla/xla pull request 46231).
 
@@ -86,20 +89,20 @@ def remat(
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 6.1: partitioned activation checkpointing, P_a and P_a+cpu.
     """
-    where: Any = {"where": "jzero.remat"}
-    check_plan(plan, **where)
+    where = "jzero.remat"
+    check_plan(plan, where=where)
     if not _is_subject(subject):
         raise TypeError(f"jzero.remat: {shown(subject)} is neither a Module class nor a function.")
-    check_function(policy, "policy", optional=True, remedy="Pass one of jax.checkpoint_policies.", **where)
-    check_choice(offload, "offload", ("host",), optional=True, **where)
-    check_flag(prevent_cse, "prevent_cse", **where)
-    check_int(dim, "dim", low=-MOST_DIMS, high=MOST_DIMS, **where)
+    check_function(policy, "policy", optional=True, remedy="Pass one of jax.checkpoint_policies.", where=where)
+    check_choice(offload, "offload", ("host",), optional=True, where=where)
+    check_flag(prevent_cse, "prevent_cse", where=where)
+    check_int(dim, "dim", low=-MOST_DIMS, high=MOST_DIMS, where=where)
     if offload is not None:
         check_host(plan.mesh, f"jzero.remat(offload={offload!r})")
     block = _Block(
         subject, plan, _axes(partition, plan), offload is not None, dim, prevent_cse,
-        None if argnums is None else check_ints(argnums, "argnums", **where),
-        check_ints(static_argnums, "static_argnums", **where),
+        None if argnums is None else check_ints(argnums, "argnums", where=where),
+        check_ints(static_argnums, "static_argnums", where=where),
     )  # fmt: skip
     return block.wrapped(KeepsInputs(policy))
 
@@ -127,7 +130,7 @@ def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:
 class _Block:
     """The checked arguments of `remat`."""
 
-    subject: Any
+    subject: Subject
     plan: Plan
     axes: tuple[str, ...]
     host: bool
@@ -144,6 +147,7 @@ class _Block:
         options["static_argnums"] = self.static_argnums
         if is_module_class(self.subject):
             call = self.marked(self.subject.__call__)
+            assert isinstance(self.subject, type)
             return _nnx_class(self.subject, sys.modules["flax.nnx"].remat(call, **options))
         fn = self.marked(self.subject)
 
@@ -166,8 +170,8 @@ class _Block:
         static = tuple(i - 1 for i in self.static_argnums)  # lifted functions do not count `self`
         return lift_transform(checkpoint, self.subject, static_argnums=static, **options)
 
-    def marked(self, fn: Callable) -> Callable:
-        """The function with its input and its result marked, for inside of the region."""
+    def marked(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its input and its result marked, to be traced inside of the region."""
         if not (self.axes or self.host):
             return fn
 
@@ -175,7 +179,7 @@ class _Block:
         def region(*args, **kwargs):
             tokens = []
 
-            def mark(x):
+            def mark(x: Any) -> Any:
                 if not _is_floating(x):
                     return x
                 x, _, token = begin(x, self.storage(x))
@@ -190,7 +194,7 @@ class _Block:
 
         return region
 
-    def inputs(self, args: Sequence[Any]) -> Sequence[int]:
+    def inputs(self, args: Sequence[PyTree]) -> Sequence[int]:
         """The positions of the block's input."""
         if self.argnums is not None and all(-len(args) <= i < len(args) for i in self.argnums):
             return self.argnums
@@ -202,8 +206,8 @@ class _Block:
             )
         return floating[:1]
 
-    def storage(self, x: Any) -> InputStorage:
-        """How this input is kept. One that cannot be split is refused where it is kept: not by `init`."""
+    def storage(self, x: jax.Array) -> InputStorage:
+        """How this input is kept. One that cannot be split is refused when it is kept, so not by `init`."""
         platform = self.plan.mesh.devices.flat[0].platform
         limit = host_loop_limit(platform, WHERE) if self.host else ""
         if not self.axes:
@@ -223,19 +227,18 @@ class _Block:
         return InputStorage(mesh, names, self.dim % x.ndim if there else 0, self.host, refused, limit)
 
 
-def _nnx_class(subject, call):
-    """A subclass that differs in its call."""
-
+def _nnx_class(subject: type, call: Callable[..., Any]) -> type:
+    """A subclass with another `__call__`."""
     names = {name: getattr(subject, name) for name in ("__doc__", "__qualname__", "__module__")}
     body = {**names, "__call__": lambda self, *args, **kwargs: call(self, *args, **kwargs)}
     return type(subject)(subject.__name__, (subject,), body)
 
 
-def _with_end(out: Any, tokens: Sequence[Any]) -> Any:
+def _with_end(out: PyTree, tokens: Sequence[jax.Array]) -> PyTree:
     """The result of a block, with its first floating-point array tied to what the block has kept."""
     done = not tokens
 
-    def visit(x):
+    def visit(x: PyTree) -> PyTree:
         nonlocal done
         if not done and _is_floating(x):
             done = True
@@ -252,7 +255,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _is_subject(x: Any) -> bool:
-    """A class of modules, or a function; not a module, which can be called as well."""
+    """True for a class of modules or a function; not for a module, which is callable too."""
     packages = ("flax.linen", "flax.nnx")
     if isinstance(x, type):
         return any(is_module_class(x, p) for p in packages)

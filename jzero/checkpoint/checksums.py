@@ -1,10 +1,10 @@
-"""Checksums of a saved state: of every byte of every file, each stored chunk by itself, with the leaf it belongs to.
+"""Checksums of a saved state: of every byte of every file, with one for each stored chunk that names its leaf.
 
 [Note: segments]
 Tensorstore packs the chunks of many leaves into one data file; its own index says which bytes are whose. So a file is
 cut into segments: one per chunk, with the leaf's name, and the rest in blocks. One pass over the files hashes all of
-them, and a segment that differs names its leaf. Damage to a file of the index itself names every leaf: none of them can
-be trusted to be found.
+them, and a segment that differs names its leaf. Damage to a file of the index itself names every leaf, since
+none of them can be located with certainty.
 
 Each process hashes its share of the files and writes a part of its own; a part begins with its own checksum.
 """
@@ -32,7 +32,7 @@ BLOCK = 4 * 2**20  # bytes of a file that belong to no chunk, under one checksum
 TASK = 16 * 2**20  # bytes that one thread hashes at a time
 BUFFER = 2**20
 SMALL = 2**20  # bytes: files below it are checked before anything is parsed
-VERSION = 2  # in 1 the names of files were relative to `state`, and those beside it had no checksums
+VERSION = 2  # version 1 named files relative to `state`, and had no checksums of files beside it
 THREADS = 4
 NOTES = "_CHECKPOINT_METADATA"  # orbax's on the whole checkpoint
 EVERY = "*"  # in place of a leaf: a file of the index
@@ -47,7 +47,7 @@ class Damage:
     Attributes:
       file: its path within the checkpoint: `state/d/...`.
       what: missing, of another size, or which bytes differ.
-      leaves: whose data it is, by the name that orbax has for them.
+      leaves: the leaves whose data it is, by orbax's names.
     """
 
     file: str
@@ -59,17 +59,17 @@ class Damage:
 
 
 def write(
-    directory: Path, *, part: int, parts: int, custom: Any, metrics: Mapping[str, float] | None = None
+    directory: Path, *, process: int, processes: int, custom: Any, metrics: Mapping[str, float] | None = None
 ) -> None:
-    """Hashes this process's share of a finished checkpoint, writes it down, and flushes all of that to the disk.
+    """Hashes this process's share of a finished checkpoint, writes the checksums, and flushes both to the disk.
 
     Args:
       directory: what orbax has written; every process sees all files.
-      part, parts: the process and their number.
-      custom, metrics: JSON of the caller, kept under the same checksum.
+      process, processes: the index of this one, and how many there are.
+      custom, metrics: JSON of the caller, stored under the same checksum.
     """
     index = _Index(directory / STATE)
-    names = _files(directory)[part::parts]
+    names = _files(directory)[process::processes]
     segments = {name: _segments(index, name, (directory / name).stat().st_size) for name in names}
     digests = _digests(directory, segments)
     files = {
@@ -79,25 +79,25 @@ def write(
         ]
         for name in names
     }
-    leaves = sorted(index.leaves) if part == 0 else []
-    body = {"version": VERSION, "parts": parts, "files": files, "leaves": leaves, "custom": custom}
+    leaves = sorted(index.leaves) if process == 0 else []
+    body = {"version": VERSION, "parts": processes, "files": files, "leaves": leaves, "custom": custom}
     text = json.dumps(body | {"metrics": metrics}, separators=(",", ":")).encode()
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
-    durable.write(folder / f"{part}.json", _hash(text).encode() + b"\n" + text)
+    durable.write(folder / f"{process}.json", _hash(text).encode() + b"\n" + text)
     for name in names:
         durable.flush(directory / name)
 
 
 def _segments(index: _Index, name: str, size: int) -> list[Segment]:
-    """How a file of a checkpoint is cut."""
+    """The segments of a file of a checkpoint."""
     if name.startswith(STATE):
         return index.segments(name.removeprefix(STATE), size)
     return [(n, None) for n in _blocks(size)]
 
 
 class _Index:
-    """Whose bytes the data files hold, from tensorstore's index (OCDBT) of a directory.
+    """Which leaf each byte of the data files belongs to, from tensorstore's index (OCDBT) of a directory.
 
     Attributes:
       leaves: the names of all stored leaves.
@@ -125,7 +125,7 @@ class _Index:
                 self._chunks.setdefault(file, []).append((offset, length, leaf))
 
     def segments(self, name: str, size: int) -> list[Segment]:
-        """How a file is cut."""
+        """The segments of a data file."""
         rest = EVERY if name in self._nodes else None
         found: list[Segment] = []
         at = 0
@@ -187,7 +187,7 @@ def _read(directory: Path, name: str, start: int, lengths: list[int]) -> list[st
     return found
 
 
-class Seal:
+class Checksums:
     """The checksums of one checkpoint, read and themselves checked.
 
     Attributes:
@@ -205,20 +205,20 @@ class Seal:
         self.has_metrics = False
         self._files: dict[str, list[tuple[int, str, str | None]]] = {}
         self._every: list[str] = []
-        part, parts = 0, 1
-        while part < parts:
-            body = self._part(part)
+        process, processes = 0, 1
+        while process < processes:
+            body = self._part(process)
             if body is not None:
-                parts = body["parts"]
+                processes = body["parts"]
                 before = STATE if body["version"] == 1 else ""
                 self._files |= {before + name: cuts for name, cuts in body["files"].items()}
-                if part == 0:
+                if process == 0:
                     self.custom, self._every = body["custom"], body["leaves"]
                     self.metrics, self.has_metrics = body.get("metrics"), "metrics" in body
-            part += 1
+            process += 1
 
-    def _part(self, part: int) -> dict[str, Any] | None:
-        name = f"{FOLDER}/{part}.json"
+    def _part(self, process: int) -> dict[str, Any] | None:
+        name = f"{FOLDER}/{process}.json"
         if not (self.directory / name).is_file():
             self.damage.append(self._damage(name, "missing"))
             return None
@@ -250,9 +250,10 @@ class Seal:
         """Files that a restore does not read: without them the state is whole."""
         return {name for name in self._files if not name.startswith(STATE) and name != NOTES}
 
-    def large(self, *, part: int = 0, parts: int = 1) -> list[Damage]:
+    def large(self, *, process: int = 0, processes: int = 1) -> list[Damage]:
         """What is wrong with one share of the large files."""
-        return self._check(sorted(name for name in self._files if self._size(name) >= SMALL)[part::parts])
+        names = sorted(name for name in self._files if self._size(name) >= SMALL)
+        return self._check(names[process::processes])
 
     def _check(self, names: list[str]) -> list[Damage]:
         found, readable = [], {}
@@ -267,11 +268,11 @@ class Seal:
         return sorted(found, key=lambda d: d.file)
 
     def _unlike(self, name: str) -> str | None:
-        """What is wrong with a file that need not be read for it."""
+        """What is wrong with a file, as far as that shows without reading it."""
         try:
             found = (self.directory / name).stat()
             if not stat.S_ISREG(found.st_mode):  # to open a pipe would take forever
-                return "no regular file"
+                return "not a regular file"
             with open(self.directory / name, "rb"):
                 pass
         except FileNotFoundError:
@@ -295,12 +296,12 @@ class Seal:
 
 
 def exists(directory: Path) -> bool:
-    """True where a directory has checksums, whole or not."""
+    """True for a directory with checksums, damaged or not."""
     return (directory / FOLDER).is_dir()
 
 
 def _files(directory: Path) -> list[str]:
-    """All files below a directory but the checksums, relative to it, in one order on all processes."""
+    """All files below a directory except the checksums, relative to it, in the same order on all processes."""
     found = []
     for root, folders, names in os.walk(directory):
         folders[:] = [f for f in folders if Path(root) / f != directory / FOLDER]

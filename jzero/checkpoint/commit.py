@@ -26,8 +26,9 @@ from orbax.checkpoint import v1 as ocp
 from jzero.checkpoint import checksums, pending
 from jzero.checkpoint.store import NAME, STAGING, TEMPORARY, clean
 from jzero.core import durable
+from jzero.core.types import PyTree
 
-MARK: Any = {NAME: checksums.VERSION}  # in orbax's metadata: has checksums, be they still there or not
+MARK: dict[str, Any] = {NAME: checksums.VERSION}  # in orbax's metadata: it was saved with checksums
 METRICS = "metrics"  # a folder, and a file in it, where plain orbax looks for numbers by name
 CHUNK_BYTES = 32 * 2**20  # of a leaf that are stored together: the least that another layout has to read
 _barriers = itertools.count()
@@ -35,7 +36,7 @@ _barriers = itertools.count()
 
 def save_async(
     path: Path,
-    tree: Any,
+    tree: PyTree,
     *,
     custom: Any,
     metrics: Mapping[str, float] | None = None,
@@ -45,18 +46,18 @@ def save_async(
     """Copies the arrays of a tree and writes them in the background.
 
     Args:
-      path: that is free.
+      path: where nothing is yet.
       tree: of arrays.
-      custom: JSON, kept under the checksums.
-      metrics: numbers by name, kept under the checksums; also where plain orbax looks for them.
-      before: called before the directory gets its name, on process 0; an error of it ends the save.
-      after: called when it has its name, on process 0.
+      custom: JSON, stored under the checksums.
+      metrics: numbers by name, stored under the checksums, and also where plain orbax looks for them.
+      before: called on process 0 before the directory gets its name; if it raises, the save fails.
+      after: called on process 0 when the directory has its name.
 
     Returns:
       A future; `pending.result` waits for it.
 
     Raises:
-      OSError: the disk is full, or refuses; nothing is left of what was begun.
+      OSError: the disk is full, or refuses; nothing is left of the save.
     """
     clean(path)
     context = ocp.Context()
@@ -70,8 +71,8 @@ def save_async(
                 response.result()
                 checksums.write(
                     staging,
-                    part=jax.process_index(),
-                    parts=jax.process_count(),
+                    process=jax.process_index(),
+                    processes=jax.process_count(),
                     custom=custom,
                     metrics=metrics,
                 )
@@ -111,7 +112,7 @@ def _meet(name: str) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """What tensorstore says of a full disk, which comes as a ValueError, as what it is; and always with the path.
+    """Raises errors of the disk as OSError with the path; tensorstore reports a full disk as a ValueError.
 
     Raises:
       OSError: with its number, and the path that was not saved.

@@ -1,4 +1,4 @@
-"""Conversions of dtypes that are asked for: rounding is fine, another number is not."""
+"""Conversions between dtypes that the caller asked for: rounding is fine, another number is not."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from jzero.core.errors import short_dtype
 
 
 def convertible(stored: np.dtype, wanted: np.dtype) -> bool:
-    """False where every conversion makes another number: of a complex to a real one."""
+    """False if every conversion changes the number: complex to real."""
     return not (stored.kind == "c" and wanted.kind != "c")
 
 
 def to_check(stored: np.dtype, wanted: np.dtype) -> bool:
-    """True where values decide whether a conversion to an integer or a bool keeps the number."""
+    """True if it depends on the values whether a conversion to an integer or a bool keeps the numbers."""
     if stored == wanted or not _whole(wanted):
         return False
     return not (_whole(stored) and np.can_cast(stored, wanted))
 
 
 def loses(stored: np.dtype, wanted: np.dtype, value: Any) -> bool:
-    """True where a float that was narrowed is infinite or NaN now, and may have been a number."""
+    """True if a float in a smaller dtype is infinite or NaN now, and may have been a number before."""
     if not (_floating(stored) and _floating(wanted)):
         return False
-    narrower = float(jnp.finfo(wanted).max) < float(jnp.finfo(stored).max) / 2
-    return narrower and not bool(jnp.isfinite(value).all())
+    smaller = float(jnp.finfo(wanted).max) < float(jnp.finfo(stored).max) / 2
+    return smaller and not bool(jnp.isfinite(value).all())
 
 
 def converted(value: np.ndarray, wanted: np.dtype, where: str) -> np.ndarray:
-    """An array in another dtype: rounded, but no other number.
+    """An array in another dtype; values are rounded, but do not become other numbers.
 
     Raises:
-      ValueError: numbers that the dtype cannot hold.
+      ValueError: the dtype cannot hold some numbers.
     """
     wanted = np.dtype(wanted)
     value = np.asarray(value)
@@ -60,10 +60,10 @@ def _lost(value: np.ndarray, made: np.ndarray) -> np.ndarray:
         info = jnp.iinfo(made.dtype)
         if _whole(value.dtype):
             return (value < info.min) | (value > info.max)
-        wide = np.trunc(value.astype(np.float64))
-        return ~((wide >= float(info.min)) & (wide < float(info.max) + 1))
-    wide = np.complex128 if made.dtype.kind == "c" else np.float64
-    return np.isfinite(value.astype(wide)) & ~np.isfinite(made.astype(wide))
+        number = np.trunc(value.astype(np.float64))
+        return ~((number >= float(info.min)) & (number < float(info.max) + 1))
+    exact = np.complex128 if made.dtype.kind == "c" else np.float64
+    return np.isfinite(value.astype(exact)) & ~np.isfinite(made.astype(exact))
 
 
 def _whole(dtype: np.dtype) -> bool:

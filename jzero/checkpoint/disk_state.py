@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jzero.checkpoint import store
 from jzero.checkpoint.logical import apart
 from jzero.core.errors import listing
+from jzero.core.types import PyTree
 from jzero.flax.adapters import Parts, is_pair
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.placement import put
@@ -26,27 +26,27 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() and any(path.glob("process-*-of-*"))
 
 
-def snapshot(path: Any, state: Any) -> Path:
-    """Copies the files of a state with `Offload(tier="disk")`, for no bytes where the file system can.
+def snapshot(path: store.PathLike, state: PyTree) -> Path:
+    """Copies the files of a state with `Offload(tier="disk")`, at no cost in bytes if the file system can.
 
     A reflink (XFS, Btrfs), else a hard link, else a copy of one slot (another disk). A hard link costs the bytes of a
-    slot once the run writes there: the files of the run are new ones then.
+    slot once the run writes there, since the run then has new files.
 
     Args:
       path: a folder that does not exist, best on the same file system; each process makes its own folder in it.
       state: a TrainState or an NNX pair.
 
     Returns:
-      The absolute path. `jzero.checkpoint.restore(path, like)` goes on from it in the folder that `like` names: on the
-      same mesh, and as many processes. It holds optimizer state, masters and the step; `like` brings what else there is
-      (batch statistics, an EMA). `jzero.checkpoint.save` writes a state for any layout, through the memory of the host.
+      The absolute path. `jzero.checkpoint.restore(path, like)` continues from it in the folder that `like` names, on
+      the same mesh with as many processes. It holds optimizer state, masters and the step; all else (batch statistics,
+      an EMA) comes from `like`. `jzero.checkpoint.save` writes a state for any layout, through host memory.
 
     Warns:
       UserWarning: the state has other fields, or its step was set by hand.
 
     Raises:
-      TypeError: a state without files.
-      ValueError: there is something at `path`, or a state that is not the last one.
+      TypeError: the state has no files.
+      ValueError: there is something at `path`, or the state is not the latest one.
       OSError: the disk is full or cannot be written.
     """
     where = "jzero.checkpoint.snapshot"
@@ -70,11 +70,11 @@ def snapshot(path: Any, state: Any) -> Path:
             stacklevel=2,
         )
     running.snapshot(path)
-    step, kept = apart(state, None, where).step, running.store.train_step
-    if step is not None and int(step) != kept:
+    step, reached = apart(state, None, where).step, running.store.train_step
+    if step is not None and int(step) != reached:
         warnings.warn(
-            f"{where}: the state is at step {int(step)}, and the files at step {kept}: the one that they began at, and "
-            f"one for each update. What is restored from {path} is at step {kept}; set it then: "
+            f"{where}: the state is at step {int(step)}, and the files at step {reached}: the one that they began "
+            f"at, and one for each update. What is restored from {path} is at step {reached}; set it then: "
             f"state.replace(step={int(step)}).",
             stacklevel=2,
         )
@@ -82,16 +82,16 @@ def snapshot(path: Any, state: Any) -> Path:
 
 
 def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
-    """The parts of a state whose optimizer state stays in its files, at the last generation that is whole.
+    """The parts of a state whose optimizer state stays in its files, at the last whole generation.
 
     Args:
       path: the folder, or a snapshot of one.
-      parts: of a state with a plan whose path it is, or which has no files yet; nothing but its rest (batch
+      parts: of a state with a plan that names this path, or that has no files yet; only its rest (batch
         statistics, an EMA) is used.
       where: the caller, for errors.
 
     Raises:
-      ValueError: another plan; a rest without values.
+      ValueError: the plan is another one, or the rest has no values.
     """
     tier = parts.tx.init.plan.config.tier if is_wrapped(parts.tx) else None
     if tier is None or tier.path is None:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 import xxhash
+from jax.typing import DTypeLike
 
 from jzero.checkpoint import store
 from jzero.checkpoint.converting import converted
@@ -30,30 +31,32 @@ from jzero.checkpoint.tensors import (
 )
 from jzero.core import durable
 from jzero.core.errors import check_int, counted, listing, nearest
+from jzero.core.types import PyTree
 
+Names = Callable[[str], str] | Mapping[str, str] | None
 FILE_BYTES = 5_000_000_000  # of one output file, as the Hugging Face hub has them
 READ_BYTES = 256 * 2**20  # of leaves that are in memory at once, or the largest leaf
 
 
 def export(
-    path: Any,
-    file: Any,
+    path: store.PathLike,
+    file: store.PathLike,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     max_file_bytes: int = FILE_BYTES,
-    names: Callable[[str], str] | Mapping[str, str] | None = None,
+    names: Names = None,
     include: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
-    """Writes the model of a checkpoint to safetensors: params, statistics, in NNX all its variables but random keys.
+    """Writes the model of a checkpoint to safetensors: params and statistics, in NNX all variables but random keys.
 
     Args:
       path: a checkpoint of `jzero.checkpoint.save` or plain orbax.
       file: `model.safetensors`. Above `max_file_bytes` in all it is split: `model-00001-of-00003.safetensors` and so
         on, with `model.safetensors.index.json` as the Hugging Face hub has it. Their checksums lie beside them, in
         `model.safetensors.xxh3`, which `load_safetensors` and `xxhsum -c` read.
-      dtype: of the floating-point params and of what `include` names; statistics stay as stored. None: as stored, the
-        fp32 master where there is one.
+      dtype: of the floating-point params and of what `include` names; statistics stay as stored. None: as stored, or
+        the fp32 master if there is one.
       max_file_bytes: of tensors in one file; one larger tensor has a file of its own.
       names: from `Dense_0.kernel` to the name in the file, as a function or a mapping; None: unchanged. Statistics of a
         TrainState are `batch_stats.BatchNorm_0.mean`, those of NNX `norm.mean`.
@@ -65,11 +68,11 @@ def export(
       The files written, the index last.
 
     Raises:
-      ValueError: two tensors of one name, a part that is not there, a dtype that safetensors lacks, a number that
-        `dtype` cannot hold.
-      TypeError: `include` is one text, `names` is not a function or mapping.
+      ValueError: two tensors get one name, a part is not there, safetensors lacks a dtype, or `dtype` cannot hold a
+        number.
+      TypeError: `include` is a single string, or `names` is not a function or mapping.
       CheckpointDamaged: as `restore`.
-      FileNotFoundError: nothing is at `path`.
+      FileNotFoundError: there is nothing at `path`.
 
     Cost:
       256 MiB of host memory, or the largest leaf. A tied weight is one leaf and one tensor.
@@ -84,7 +87,7 @@ def export(
     checked(path, where)
     tree, have = store.stored(path)
     tensors = _tensors(have, dtype, names, include, where)
-    groups = _split(tensors, [t.nbytes for t in tensors], max_file_bytes)
+    groups = _grouped(tensors, [t.nbytes for t in tensors], max_file_bytes)
     total = sum(t.nbytes for t in tensors)
     done = 0
     outputs = _outputs(file, len(groups))
@@ -111,7 +114,7 @@ def export(
 
 
 class _Files:
-    """Files that get their names, with their checksums beside them, when all are written; else nothing is left."""
+    """Files that get their names, and checksums beside them, once all are written; a failure leaves nothing."""
 
     def __init__(self, sums: Path):
         self._sums = sums
@@ -168,7 +171,11 @@ class _Tensor:
 
 
 def _tensors(
-    have: Mapping[Name, Described], dtype, names, include: tuple[str, ...], where: str
+    have: Mapping[Name, Described],
+    dtype: DTypeLike | None,
+    names: Names,
+    include: tuple[str, ...],
+    where: str,
 ) -> list[_Tensor]:
     top = {name[0] for name in have}
     for part in include:
@@ -196,7 +203,7 @@ def _tensors(
         given_name = renamed(".".join(plain), names)
         if not isinstance(given_name, str):
             raise TypeError(
-                f"{where}: names gives {given_name!r} for {'.'.join(plain)!r}, and every tensor needs a name. To "
+                f"{where}: names gives {given_name!r} for {'.'.join(plain)!r}, but every tensor needs a name. To "
                 "export some params, save them alone: jzero.checkpoint.save(path, some_params)."
             )
         found.append(_Tensor(given_name, source, stored, out))
@@ -208,21 +215,21 @@ def _tensors(
     return sorted(found, key=lambda t: t.name)
 
 
-def _wanted(dtype: Any, where: str) -> np.dtype | None:
+def _wanted(dtype: DTypeLike | None, where: str) -> np.dtype | None:
     if dtype is None:
         return None
     try:
         wanted = jnp.dtype(dtype)
     except TypeError:
-        raise TypeError(f"{where}(dtype={dtype!r}): no dtype. Pass 'bfloat16', say.") from None
+        raise TypeError(f"{where}(dtype={dtype!r}): not a dtype. Pass 'bfloat16', for example.") from None
     if not jnp.issubdtype(wanted, jnp.floating):
         raise ValueError(
-            f"{where}(dtype={wanted.name!r}): it is for floating-point tensors. Pass 'bfloat16', say."
+            f"{where}(dtype={wanted.name!r}): it must be a floating-point dtype. Pass 'bfloat16', for example."
         )
     return wanted
 
 
-def _split(tensors: Sequence[_Tensor], sizes: Sequence[int], most: int) -> list[list[_Tensor]]:
+def _grouped(tensors: Sequence[_Tensor], sizes: Sequence[int], most: int) -> list[list[_Tensor]]:
     """Consecutive tensors of at most `most` bytes together; a larger one by itself."""
     groups: list[list[_Tensor]] = [[]]
     held = 0
@@ -257,10 +264,10 @@ def _header(tensors: Sequence[_Tensor]) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def _values(path: Path, tree: Any, tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, np.ndarray]]:
+def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, np.ndarray]]:
     """The tensors in order, read a bounded number of bytes at a time."""
     sizes = [math.prod(t.shape) * t.stored.itemsize for t in tensors]
-    for group in _split(tensors, sizes, READ_BYTES):
+    for group in _grouped(tensors, sizes, READ_BYTES):
         read = store.load(path, tree, {t.source: store.Numpy(t.shape, t.stored) for t in group})
         for t in group:
             yield t, read.pop(t.source)

@@ -5,14 +5,14 @@ that a run without masters stores the names that plain orbax stores of an ordina
 same names and `master` beside them. Its names, shapes, dtypes and values do not tell the stage, the number of devices
 or the tier. (Orbax notes in `_sharding` how each array lay; only a load without any target reads that.)
 
-[Note: cut for the way out]
-A leaf that is stored padded has no equal pieces in its logical shape along the padded dim. It is laid out for the save
-over the devices as far as any of its dims divides: an all-to-all of that leaf, and no device holds more than it must.
+[Note: a padded leaf is laid out again]
+In its logical shape, a leaf that is stored padded has no equal pieces along the padded dim. For the save it is laid out
+over the devices as far as its dims divide: an all-to-all of that leaf, and no device holds more than it must.
 
 [Note: what a model needs]
 Besides its params a model computes with statistics (BatchNorm's, power iterations') and, in NNX, with weights that are
 not trained (below a LoRA). They lie in collections of a TrainState (`batch_stats/BatchNorm_0/mean`), and in NNX in the
-modules (`norm/mean`). A name cannot tell more, so all that lies that deep counts, except for random keys and their
+modules (`norm/mean`). The name says no more than that, so everything that deep counts, except random keys and their
 counts, and copies of params: an average is another model. (A variable of an NNX model's root is as deep as a field of a
 TrainState; where the state itself is there, it counts.)
 """
@@ -27,9 +27,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.core.errors import counted, listing, typed_shape
+from jzero.core.types import PyTree
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.layout.leaf_rule import path_keys
@@ -49,7 +51,7 @@ class NamedLeaf:
 
     Attributes:
       name: its path in the stored tree.
-      value: the array, or what stands for it.
+      value: the array, or what stands in for it.
       shape: its logical shape; `value` may be padded.
     """
 
@@ -64,7 +66,7 @@ class NamedLeaf:
 
     @property
     def empty(self) -> bool:
-        """It has no elements; orbax cannot store such a leaf, and it is left out."""
+        """Has no elements: orbax cannot store such a leaf, so it is left out."""
         return 0 in self.shape
 
     def nothing(self) -> Any:
@@ -82,7 +84,7 @@ def is_of_model(
     Args:
       name, shape, dtype: of a leaf.
       params: the shapes of the params, by their names in the same tree.
-      least: of how many keys its name must be.
+      least: how many keys its name must have.
     """
     if name[0] in ("params", "opt_state", "step", MASTER, COUNT) or len(name) < least:
         return False
@@ -91,8 +93,8 @@ def is_of_model(
     return not any(params.get(("params", *name[i:])) == tuple(shape) for i in range(1, len(name)))
 
 
-def of_model(leaves: Sequence[NamedLeaf], state: Any) -> list[NamedLeaf]:
-    """The leaves of a state that are so."""
+def of_model(leaves: Sequence[NamedLeaf], state: PyTree) -> list[NamedLeaf]:
+    """The leaves of a state that its model needs besides its params."""
     params = {leaf.name: leaf.shape for leaf in leaves if leaf.name[0] == "params"}
     least = 1 if adapters.is_pair(state) else 2
     return [
@@ -102,7 +104,7 @@ def of_model(leaves: Sequence[NamedLeaf], state: Any) -> list[NamedLeaf]:
 
 
 def warn_if_absent(absent: Sequence[NamedLeaf], what: str, where: str) -> None:
-    """Warns of what a model needs and does not get."""
+    """Warns about arrays that a model needs and does not get."""
     if absent:
         rows = [("/".join(leaf.name), typed_shape(leaf.value)) for leaf in absent]
         warnings.warn(
@@ -112,7 +114,7 @@ def warn_if_absent(absent: Sequence[NamedLeaf], what: str, where: str) -> None:
         )
 
 
-def apart(state: Any, tx: Any, where: str) -> Parts:
+def apart(state: PyTree, tx: optax.GradientTransformation | None, where: str) -> Parts:
     """The parts of a state of any kind: also of a mapping with `params` and `opt_state`, or of any other tree.
 
     Raises:
@@ -127,7 +129,7 @@ def apart(state: Any, tx: Any, where: str) -> Parts:
     return parts
 
 
-def _mapping_apart(state: Any, tx: Any, where: str) -> Parts:
+def _mapping_apart(state: PyTree, tx: optax.GradientTransformation | None, where: str) -> Parts:
     known: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
     named = {"params", "opt_state"} <= set(known)
     if tx is not None and not named:
@@ -150,11 +152,11 @@ def _mapping_apart(state: Any, tx: Any, where: str) -> Parts:
     return adapters.whole(Parts(known["params"], known["opt_state"], None, rest, tx, None))
 
 
-def _zero_states(tree: Any) -> list[Any]:
+def _zero_states(tree: PyTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ZeroState))
 
 
-def together(state: Any, parts: Parts) -> Any:
+def together(state: PyTree, parts: Parts) -> Any:
     """A state like `state` of these parts; an NNX pair is changed in place."""
     if parts.tx is not None and not isinstance(state, Mapping):
         return adapters.put_together(state, parts)
@@ -195,13 +197,13 @@ def _opt_parts(parts: Parts) -> dict[str, Any]:
     return found if state.rounding_count is None else {**found, COUNT: NamedLeaf((), state.rounding_count, ())}
 
 
-def _leaves(tree: Any, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:
+def _leaves(tree: PyTree, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:
     values, structure = jax.tree.flatten(tree)
     shapes = [np.shape(x) for x in values] if shapes is None else shapes
     return structure.unflatten([NamedLeaf((), x, tuple(s)) for x, s in zip(values, shapes, strict=True)])
 
 
-def _named(tree: Any) -> Any:
+def _named(tree: PyTree) -> Any:
     return jax.tree_util.tree_map_with_path(lambda k, x: dataclasses.replace(x, name=path_keys(k)), tree)
 
 
@@ -237,7 +239,7 @@ def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
 
 
 def to_store(leaf: NamedLeaf) -> Any:
-    """The array of a leaf in its logical shape; see [Note: cut for the way out]."""
+    """The array of a leaf in its logical shape; see [Note: a padded leaf is laid out again]."""
     if leaf.empty:
         return None
     if isinstance(leaf.value, (bool, complex, np.generic)):

@@ -33,10 +33,10 @@ def match(
     where: str,
     only: str | None = None,
 ) -> list[Source]:
-    """A source for every leaf; with `only`, stored arrays that are not params are of no interest.
+    """A source for every leaf; with `only`, stored arrays that are not params are ignored.
 
     With `cast`, dtypes may differ, masters that the checkpoint lacks start as its params, and masters that the target
-    lacks are left out: a param that is wider than the stored one is then read from its master.
+    lacks are left out; a param with a larger dtype than the stored one is then read from its master.
 
     Raises:
       ValueError: every leaf that is missing, left over, or of another shape or dtype.
@@ -78,11 +78,11 @@ def match(
 
 
 def _source(leaf: NamedLeaf, have: Mapping[Name, Described], wanted: set[Name], masters: bool) -> Name | None:
-    """The stored array that a leaf is read from; `masters`: there are any."""
+    """The stored array that a leaf is read from; `masters`: whether any are stored."""
     master, kind = (MASTER, *leaf.name[1:]), leaf.name[0]
     if kind == "params" and master in have and master not in wanted and leaf.name in have:
-        wider = describe(leaf)[1].itemsize > have[leaf.name][1].itemsize
-        return master if wider else leaf.name
+        larger = describe(leaf)[1].itemsize > have[leaf.name][1].itemsize
+        return master if larger else leaf.name
     if leaf.name in have:
         return leaf.name
     param = ("params", *leaf.name[1:])
@@ -96,21 +96,21 @@ def describe(leaf: NamedLeaf) -> Described:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, dtype))
         return tuple(data.shape), np.dtype(data.dtype)
     if isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)  # of 64 bits without jax_enable_x64 32 are left
+        dtype = jax.dtypes.canonicalize_dtype(dtype)  # without jax_enable_x64, 64 bits become 32
     return leaf.shape, np.dtype(dtype)
 
 
 def _why(leaf: NamedLeaf, stored: np.dtype) -> str:
-    wide = stored == np.dtype(_dtype_of(leaf.value))
-    return "64 bits need jax_enable_x64" if wide else "another dtype"
+    canonical = stored == np.dtype(_dtype_of(leaf.value))
+    return "64 bits need jax_enable_x64" if canonical else "another dtype"
 
 
-def _dtype_of(x):
+def _dtype_of(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
 def _of_python(stored: np.dtype, wanted: np.dtype, value: Any) -> bool:
-    """True where one of two single numbers is Python's, which has no dtype: a step, say. A bool is not a number."""
+    """True if one of two single numbers is Python's, which has no dtype, such as a step; a bool is not a number."""
     if stored.kind in "iu" and wanted.kind in "iu":
         return np.int64 in (stored, wanted)
     return isinstance(value, float) and jnp.issubdtype(stored, jnp.floating)
@@ -121,7 +121,7 @@ def text(name: Name) -> str:
     return "/".join(name)
 
 
-def _typed(shape, dtype) -> str:
+def _typed(shape: tuple[int, ...], dtype: np.dtype) -> str:
     return typed_shape(jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -132,7 +132,7 @@ def _params_fit(wanted: set[Name], rows: Sequence[tuple[str, ...]]) -> bool:
     )
 
 
-def _message(rows, castable: bool, where: str, params_fit: bool) -> str:
+def _message(rows: Sequence[tuple[str, ...]], castable: bool, where: str, params_fit: bool) -> str:
     lines = listing([("leaf", "checkpoint", "target", ""), *rows], most=40)
     remedy = (
         "Pass cast=True to convert the dtypes: what is widened keeps its value, what is narrowed is rounded, masters "

@@ -1,4 +1,4 @@
-"""The numbers by name that are saved with a step."""
+"""The metrics that are saved with a step: numbers by name."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 
 
 def numbers_of(metrics: Mapping[str, Any] | None, where: str) -> dict[str, float]:
-    """Metrics as numbers of Python.
+    """Metrics as Python numbers.
 
     Raises:
-      TypeError: no mapping, a name that is not a text, a value that is not a number.
+      TypeError: it is not a mapping, a name is not a string, or a value is not one real number.
     """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"{where}: metrics are numbers by name, {{'loss': 0.5}}, not {type(metrics).__name__}."
+            f"{where}: metrics must be numbers by name, {{'loss': 0.5}}, not {type(metrics).__name__}."
         )
     for name in metrics:
         if not isinstance(name, str):
-            raise TypeError(f"{where}: the name of a metric is text, not {name!r}.")
+            raise TypeError(f"{where}: the name of a metric must be a string, not {name!r}.")
     return {name: _number(name, value, where) for name, value in metrics.items()}
 
 

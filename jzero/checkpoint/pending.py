@@ -1,10 +1,10 @@
 """Saves in the background, and what becomes of them when the process ends.
 
 [Note: saves at the end of a process]
-Orbax writes in daemon threads that start other threads. When the main thread has ended, no new ones can be started:
-Python closes its thread pools before it runs any `atexit` function, and from 3.12 on refuses threads before that.
+Orbax writes in daemon threads that start other threads. When the main thread has ended, no new ones can start: Python
+closes its thread pools before it runs any `atexit` function, and from 3.12 on refuses threads even earlier.
 A save under way can then neither finish nor fail, and the process waits for it forever. So it is finished earlier:
-from 3.12 on when the outermost frame of the main thread is left, which `sys.monitoring` tells; in 3.11 by
+from 3.12 on when the main thread leaves its outermost frame, as `sys.monitoring` reports; in 3.11 by
 `threading._register_atexit`, which the thread pools use themselves. A save that takes longer than `EXIT_SECONDS` is
 abandoned: nothing gets its final name, and the process ends with status 1.
 """
@@ -124,7 +124,7 @@ def _at_exit() -> None:
 
 
 def _end_later() -> None:
-    """Python would wait for the threads of a save that failed or was abandoned; this thread is there before."""
+    """Ends the process before Python waits for the threads of a save that failed or was abandoned."""
     _ender.wait()
     time.sleep(GRACE_SECONDS)
     _exit_status()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +25,28 @@ from jzero.checkpoint.match import text
 from jzero.checkpoint.tensor_files import Tensor, ignored, tensors_of
 from jzero.checkpoint.tensors import check_names, check_texts, renamed
 from jzero.core.errors import check_flag, listing, nearest
+from jzero.core.types import PyTree
 from jzero.flax import adapters
 
 Order = tuple[int, ...]
 Where = str | tuple[str, Order]
+Names = Callable[[str], Where] | Mapping[str, Where] | None
 
 
 def load_safetensors(
-    files: Any,
-    state: Any,
+    files: store.PathLike,
+    state: PyTree,
     *,
-    names: Callable[[str], Where] | Mapping[str, Where] | None = None,
+    names: Names = None,
     ignore: Sequence[str] = (),
     cast: bool = False,
-) -> Any:
-    """A state with the weights of safetensors files in place of its params and of what else its model needs.
+) -> PyTree:
+    """A state whose params, and what else its model needs, are read from safetensors files.
 
     Args:
-      files: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder that holds them. Of an index
-        each tensor is read from the file that it names. Files with checksums beside them, as `export` writes them, are
-        read against those first; safetensors by itself has none, and a flipped bit in other files is not seen.
+      files: a `.safetensors` file, an index (`model.safetensors.index.json`), or a folder that holds them. With an
+        index, each tensor is read from the file that the index names. Files with checksums beside them, as `export`
+        writes them, are checked first; safetensors itself has none, so a flipped bit in other files is not seen.
       state: from `jzero.shard` (or a plain state): its layouts are kept; moments and step are as they were.
       names: from the param's name (`Dense_0.kernel`) to the tensor's, as a function or a mapping; None: the same. A
         pair `(name, (1, 0))` transposes: dims of the tensor in the order of the param's, as a torch Linear needs.
@@ -58,11 +59,12 @@ def load_safetensors(
 
     Raises:
       ValueError: params without a tensor, tensors without a param, other shapes, other dtypes without `cast`; all are
-        listed, and nothing is changed. A tensor that is in two files, an index that disagrees with its files or names
-        some outside of its folder, what is not a regular file; with `cast`, values that the dtype cannot hold.
+        listed, and nothing is changed. Also for a tensor that is in two files, an index that disagrees with its files
+        or names some outside of its folder, and a path that is not a regular file; with `cast`, for values that the
+        dtype cannot hold.
       CheckpointDamaged: a file is not what its checksum says.
-      FileNotFoundError: no such file.
-      TypeError: an abstract state; `ignore` is one text.
+      FileNotFoundError: a file is not there.
+      TypeError: the state is abstract, or `ignore` is a single string.
 
     Cost:
       Each shard is read by itself; no leaf is whole on a host or device unless its layout says so.
@@ -98,7 +100,7 @@ def load_safetensors(
     return adapters.put_together(state, filled(parts, values))
 
 
-def _where(name: str, names: Any, where: str) -> tuple[str, Order | None]:
+def _where(name: str, names: Names, where: str) -> tuple[str, Order | None]:
     given = renamed(name, names)
     if isinstance(given, str):
         return given, None
@@ -167,13 +169,14 @@ def _read(leaf: NamedLeaf, tensor: Tensor, order: Order | None, where: str) -> j
     like = leaf.value
     shape, dtype = tuple(np.shape(like)), jnp.dtype(like.dtype)
 
-    def shard(index) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         spans = [range(*i.indices(n)) for i, n in zip(index, shape, strict=True)]
         inside = [slice(s.start, min(s.stop, n)) for s, n in zip(spans, leaf.shape, strict=True)]
         out = np.zeros([len(s) for s in spans], dtype)
         if all(s.start < s.stop for s in inside):
-            part = inside if order is None else [inside[order.index(d)] for d in range(len(order))]
-            value = tensor.read(tuple(part))
+            here = inside if order is None else [inside[order.index(d)] for d in range(len(order))]
+            value = tensor.read(tuple(here))
             value = value if order is None else value.transpose(order)
             out[tuple(slice(0, n) for n in value.shape)] = converted(value, dtype, where)
         return out

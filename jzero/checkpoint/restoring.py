@@ -1,4 +1,4 @@
-"""Restoring a state into any layout, and checking what is stored."""
+"""Restores a state into any layout, and checks what is stored."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero.checkpoint import disk_state, store
-from jzero.checkpoint.checksums import Damage, Seal
+from jzero.checkpoint.checksums import Checksums, Damage
 from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import (
     COUNT,
     MASTER,
+    Name,
     NamedLeaf,
     apart,
     filled,
@@ -27,8 +29,9 @@ from jzero.checkpoint.logical import (
     warn_if_absent,
 )
 from jzero.checkpoint.match import Described, Source, describe, match, text
-from jzero.core.errors import check_choice, check_flag
+from jzero.core.errors import check_choice, check_flag, listing
 from jzero.core.nnx_modules import is_module
+from jzero.core.types import PyTree
 from jzero.flax import adapters
 from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 
@@ -45,34 +48,33 @@ class CheckpointDamaged(ValueError):
     def __init__(self, path: Path, damage: Sequence[Damage], good: Path | None, remedy: str = ""):
         leaves = sorted({leaf for d in damage for leaf in d.leaves})
         self.damage, self.leaves, self.good = list(damage), leaves, good
-        shown = [f"  {d}" for d in damage[:8]] + (
-            [f"  ... and {len(damage) - 8} more"] if len(damage) > 8 else []
-        )
         named = ", ".join(leaves[:8]) + (f" and {len(leaves) - 8} more" if len(leaves) > 8 else "")
-        lines = [f"{path} is damaged, and nothing of it is used:", *shown]
+        lines = [f"{path} is damaged, and nothing of it is used:", listing([(str(d),) for d in damage])]
         lines += [f"Leaves with damaged data: {named}."] if leaves else []
-        found = (
-            f"The last good checkpoint beside it: {good}"
-            if good
-            else "No other checkpoint beside it is whole."
-        )
-        lines += [remedy or found]
-        super().__init__("\n".join(lines))
+        beside = f"The last good checkpoint beside it: {good}" if good else "No other checkpoint beside it is whole."
+        super().__init__("\n".join([*lines, remedy or beside]))
 
 
-def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: str | None = None) -> Any:
+def restore(
+    path: store.PathLike,
+    like: PyTree,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    cast: bool = False,
+    only: str | None = None,
+) -> PyTree:
     """Reads a state in the layout of another, every byte checked.
 
     Args:
       path: a checkpoint from `save`, or one that plain orbax (v1) wrote of a TrainState or any tree; or the folder of
-        `Offload(tier="disk")`, as it was left: the last whole step of it, which `int(state.step)` tells.
+        `Offload(tier="disk")` as a run left it: its last whole step is read, and `int(state.step)` is its number.
       like: a state in the wanted layout, or what `jzero.abstract` returns: any stage, mesh, number of devices or
         processes, tier; also an ordinary unsharded state. Its values are not used.
       tx: for a mapping of `params` and `opt_state`, the transformation from `jzero.zero`.
       cast: convert dtypes. What is widened keeps its value, what is narrowed is rounded; a value that the new dtype
         cannot hold at all is refused. Masters start as the params where the checkpoint has none, and are left out
-        where the target has none. (A `rounding_count` of the target that the checkpoint lacks starts as 0, also
-        without `cast`; one that only the checkpoint has is left out.)
+        where the target has none. (Also without `cast`, a `rounding_count` that the checkpoint lacks starts at 0, and
+        one that only the checkpoint has is left out.)
       only: `"params"` reads what the model needs, and nothing else: params (and fp32 masters of them that `like` has),
         statistics, in NNX all variables of the model but random keys. For evaluation, fine-tuning, another optimizer.
         Optimizer state, step, averages and all other fields are those of `like`; where that is abstract, they stay
@@ -87,7 +89,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
         With `cast`, values that the new dtype cannot hold: NaN or 300 as int8, 1e6 as float16.
       TypeError: `cast` is not a bool, `like` is not a state.
       CheckpointDamaged: a file is not as it was saved; names the leaves and the last good checkpoint.
-      FileNotFoundError: nothing is there.
+      FileNotFoundError: there is nothing at `path`.
 
     Layout:
       Every leaf as in `like`; each process reads its shards.
@@ -133,7 +135,7 @@ def restore(path: Any, like: Any, *, tx: Any = None, cast: bool = False, only: s
     return together(like, on_context_mesh(filled(parts, values)))
 
 
-def verify(path: Any) -> int:
+def verify(path: store.PathLike) -> int:
     """Reads every file of a checkpoint against its checksums.
 
     Args:
@@ -145,60 +147,63 @@ def verify(path: Any) -> int:
     Raises:
       CheckpointDamaged: a flipped byte, a truncated, missing or swapped file; names files and leaves.
       ValueError: a checkpoint without checksums, as plain orbax writes.
-      FileNotFoundError: nothing is there.
+      FileNotFoundError: there is nothing at `path`.
     """
     path = store.locate(path, "jzero.checkpoint.verify")
-    if not store.is_sealed(path):
+    if not store.has_checksums(path):
         raise ValueError(
             f"jzero.checkpoint.verify: {path} has no checksums: plain orbax wrote it. Restore it and save it with "
             "jzero.checkpoint.save."
         )
-    checks = Seal(path)
+    checks = Checksums(path)
     refuse(path, checks.damage or [*checks.small(), *_large(checks)])
     return checks.nbytes
 
 
-def custom(path: Any) -> Any:
-    """The JSON that was saved with a checkpoint; None where there was none.
+def custom(path: store.PathLike) -> Any:
+    """The JSON that was saved with a checkpoint, or None.
 
     Raises:
       CheckpointDamaged: its checksum is wrong.
       ValueError, FileNotFoundError: no checkpoint of `jzero.checkpoint.save` is there.
     """
     path = store.locate(path, "jzero.checkpoint.custom")
-    if not store.is_sealed(path):
-        raise ValueError(f"jzero.checkpoint.custom: {path} is not jzero's: plain orbax wrote it.")
-    checks = Seal(path)
+    if not store.has_checksums(path):
+        raise ValueError(f"jzero.checkpoint.custom: {path} has no custom JSON: plain orbax wrote it.")
+    checks = Checksums(path)
     refuse(path, checks.damage)
     return checks.custom
 
 
 def checked(path: Path, where: str) -> None:
-    """Raises CheckpointDamaged where any file is not as it was saved."""
+    """Raises CheckpointDamaged if any file is not as it was saved."""
     checks = _opened(path, where)
     refuse(path, _large(checks))
 
 
-def _opened(path: Path, where: str) -> Seal | None:
-    """The checksums, and small files checked by them; None where plain orbax wrote the checkpoint."""
-    if not store.is_sealed(path):
+def _opened(path: Path, where: str) -> Checksums | None:
+    """The checksums, with the small files checked against them; None if plain orbax wrote the checkpoint."""
+    if not store.has_checksums(path):
         warnings.warn(
             f"{where}: {path} has no checksums (plain orbax wrote it): damage to it cannot be seen.",
             stacklevel=3,
         )
         return None
-    checks = Seal(path)
+    checks = Checksums(path)
     unread = checks.unread()
     refuse(path, checks.damage or [d for d in checks.small() if d.file not in unread])
     return checks
 
 
-def _large(checks: Seal | None) -> list[Damage]:
-    return checks.large(part=jax.process_index(), parts=jax.process_count()) if checks is not None else []
+def _large(checks: Checksums | None) -> list[Damage]:
+    return checks.large(process=jax.process_index(), processes=jax.process_count()) if checks is not None else []
 
 
 def refuse(path: Path, damage: Sequence[Damage], remedy: str = "") -> None:
-    """Raises CheckpointDamaged on all processes where any has found damage; `remedy`: if not the checkpoint beside."""
+    """Raises CheckpointDamaged on all processes if any of them has found damage.
+
+    `remedy`: what to do, instead of naming the last good checkpoint beside it.
+    """
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -212,27 +217,24 @@ def refuse(path: Path, damage: Sequence[Damage], remedy: str = "") -> None:
 def last_good(damaged: Path) -> Path | None:
     """The newest checkpoint beside a damaged one that is whole."""
     for path in reversed(store.steps(damaged.parent)):
-        if path == damaged or not store.is_sealed(path):
+        if path == damaged or not store.has_checksums(path):
             continue
-        checks = Seal(path)
+        checks = Checksums(path)
         if not (checks.damage or checks.small() or checks.large()):
             return path
     return None
 
 
 def _read(
-    path: Path, tree: Any, sources: Sequence[Source], have: Mapping[Any, Described], where: str
-) -> dict[Any, Any]:
+    path: Path, tree: PyTree, sources: Sequence[Source], have: Mapping[Name, Described], where: str
+) -> dict[Name, Any]:
     """The values by the name of their leaf; a stored array that two leaves start from is read for each."""
     values, left = {}, list(sources)
     while left:
         now = list({s.name: s for s in reversed(left)}.values())
         careful = {s.name for s in now if to_check(have[s.name][1], describe(s.leaf)[1])}
-        read = store.load(
-            path,
-            tree,
-            {s.name: store.Numpy(*have[s.name]) if s.name in careful else _target(s.leaf) for s in now},
-        )
+        targets = {s.name: store.Numpy(*have[s.name]) if s.name in careful else _target(s.leaf) for s in now}
+        read = store.load(path, tree, targets)
         for s in now:
             value = read.pop(s.name)
             value = _placed(value, s.leaf, where) if s.name in careful else value
@@ -244,7 +246,7 @@ def _read(
     return values
 
 
-def _placed(value: np.ndarray, leaf: NamedLeaf, where: str) -> Any:
+def _placed(value: np.ndarray, leaf: NamedLeaf, where: str) -> jax.Array | np.ndarray:
     """A whole array on the host in the dtype and layout of a leaf; beyond the logical shape, zeros."""
     made = converted(value, describe(leaf)[1], f"{where}: {text(leaf.name)}")
     target = _target(leaf)
@@ -255,7 +257,7 @@ def _placed(value: np.ndarray, leaf: NamedLeaf, where: str) -> Any:
     return jax.make_array_from_callback(target.shape, target.sharding, lambda index: padded[index])
 
 
-def _target(leaf: NamedLeaf) -> Any:
+def _target(leaf: NamedLeaf) -> store.Target:
     value = leaf.value
     if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return store.Numpy(np.shape(value), np.asarray(value).dtype)  # jax would make 32 bits of its 64

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from jzero.checkpoint import commit, pending, store
 from jzero.checkpoint.logical import apart, refuse_collisions, to_store, tree_of
 from jzero.checkpoint.match import text
 from jzero.core.errors import listing
 from jzero.core.jaxprs import is_tracer
+from jzero.core.types import PyTree
 from jzero.layout.explicit import auto_context, on_auto_mesh
 
 _NUMBERS = (bool, int, float, complex)
@@ -36,7 +38,9 @@ class Saving:
         return self._path
 
 
-def save(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Path:
+def save(
+    path: store.PathLike, state: PyTree, *, tx: optax.GradientTransformation | None = None, custom: Any = None
+) -> Path:
     """Writes a state to a directory, which appears when all of it is there.
 
     Args:
@@ -44,7 +48,7 @@ def save(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Path:
       state: a TrainState, a pair `(nnx.Module, nnx.Optimizer)`, a mapping with `params` and `opt_state`, or any tree of
         arrays; in any layout, sharded by jzero or not.
       tx: for a mapping, the transformation from `jzero.zero` that `opt_state` belongs to.
-      custom: JSON to keep with it, e.g. the position in the data; `jzero.checkpoint.custom(path)` returns it.
+      custom: JSON to store with it, e.g. the position in the data; `jzero.checkpoint.custom(path)` returns it.
 
     Returns:
       The absolute path.
@@ -53,7 +57,7 @@ def save(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Path:
       FileExistsError: there is something at `path` already.
       ValueError: two leaves that would be stored under one name: `{"a": {"b": x}, "a.b": y}`.
       NotImplementedError: a `path` that is the address of a bucket.
-      TypeError: `custom` is not JSON, or a state of an unknown kind.
+      TypeError: `custom` is not JSON, or the state is of an unknown kind.
       OSError: the disk is full or cannot be written; what was there before is untouched.
 
     Layout:
@@ -71,7 +75,9 @@ def save(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Path:
     return save_async(path, state, tx=tx, custom=custom).result()
 
 
-def save_async(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> Saving:
+def save_async(
+    path: store.PathLike, state: PyTree, *, tx: optax.GradientTransformation | None = None, custom: Any = None
+) -> Saving:
     """As `save`, but returns when the arrays are copied: the next step may donate the state.
 
     Args:
@@ -91,12 +97,12 @@ def save_async(path: Any, state: Any, *, tx: Any = None, custom: Any = None) -> 
     return Saving(path, commit.save_async(path, tree, custom=custom))
 
 
-def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
+def to_write(state: PyTree, tx: optax.GradientTransformation | None, custom: Any, *, where: str) -> PyTree:
     """The tree of arrays that a save writes.
 
     Raises:
-      ValueError: two leaves of one name.
-      TypeError: abstract or traced leaves, text or other things that are not numbers, or a `custom` that is not JSON.
+      ValueError: two leaves have one name.
+      TypeError: leaves are abstract, traced, or neither arrays nor numbers, or `custom` is not JSON.
     """
     try:
         json.dumps(custom)
@@ -104,17 +110,13 @@ def to_write(state: Any, tx: Any, custom: Any, *, where: str) -> Any:
         raise TypeError(f"{where}: custom must be JSON (numbers, strings, lists, dicts): {error}") from None
     tree = tree_of(on_auto_mesh(apart(state, tx, where)))
     leaves = jax.tree.leaves(tree)
-    abstract = [
-        leaf for leaf in leaves if isinstance(leaf.value, jax.ShapeDtypeStruct) or is_tracer(leaf.value)
-    ]
+    abstract = sum(isinstance(leaf.value, jax.ShapeDtypeStruct) or is_tracer(leaf.value) for leaf in leaves)
     if abstract:
         raise TypeError(
-            f"{where}: {len(abstract)} of {len(leaves)} leaves are abstract or traced, with no values to save. Save "
+            f"{where}: {abstract} of {len(leaves)} leaves are abstract or traced, with no values to save. Save "
             "outside of jit, a state of jzero.shard."
         )
-    other = [
-        leaf for leaf in leaves if not hasattr(leaf.value, "dtype") and not isinstance(leaf.value, _NUMBERS)
-    ]
+    other = [x for x in leaves if not (hasattr(x.value, "dtype") or isinstance(x.value, _NUMBERS))]
     if other:
         named = listing([(text(leaf.name), type(leaf.value).__name__) for leaf in other])
         raise TypeError(

@@ -12,15 +12,17 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 
 from jzero.checkpoint import commit, pending, store
-from jzero.checkpoint.checksums import Seal
+from jzero.checkpoint.checksums import Checksums
 from jzero.checkpoint.metrics import numbers_of
 from jzero.checkpoint.restoring import custom, restore
 from jzero.checkpoint.saving import to_write
 from jzero.core.errors import check_choice, check_flag, check_int, check_kind
 from jzero.core.folder_lock import NAME, FolderInUse, FolderLock
+from jzero.core.types import PyTree
 
 
 class Steps:
@@ -38,8 +40,8 @@ class Steps:
       write: become the writer now, not with the first save.
 
     Raises:
-      ValueError: `keep` below 1, another `mode`.
-      TypeError: `folder` is not a path, `keep` not an integer, `best` not a text.
+      ValueError: `keep` is below 1, or `mode` is neither "min" nor "max".
+      TypeError: `folder` is not a path, `keep` is not an integer, or `best` is not a string.
       FolderInUse: with `write`, another run writes there.
 
     Example:
@@ -54,7 +56,7 @@ class Steps:
 
     def __init__(
         self,
-        folder: Any,
+        folder: store.PathLike,
         *,
         keep: int = 3,
         best: str | None = None,
@@ -68,7 +70,7 @@ class Steps:
         check_flag(write, "write", where=where)
         self.folder = store.absolute(folder, where)
         self._keep, self._metric, self._mode = keep, best, mode
-        self._metrics: dict[int, Mapping[str, float]] = {}  # those that are certain
+        self._metrics: dict[int, Mapping[str, float]] = {}  # trusted ones
         self._doubts: dict[int, str] = {}
         self._told: set[int] = set()
         self._lock: FolderLock | None = None
@@ -86,9 +88,9 @@ class Steps:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
-        tx: Any = None,
+        tx: optax.GradientTransformation | None = None,
         metrics: Mapping[str, float] | None = None,
         custom: Any = None,
     ) -> None:
@@ -100,14 +102,14 @@ class Steps:
         Args:
           step: its number, larger than that of the last one.
           state, tx, custom: as for `jzero.checkpoint.save`.
-          metrics: numbers by name; also arrays of one number.
+          metrics: numbers by name; arrays of one number count as numbers.
 
         Raises:
-          ValueError: a step that is there or behind; `best` is not among the metrics.
-          TypeError: a step that is not an integer, a metric that is not a number.
+          ValueError: the step is not after the last one, or `best` is not among the metrics.
+          TypeError: the step is not an integer, or a metric is not a number.
           FolderInUse: another run writes to this folder.
-          FileExistsError: there is something of that name which is not a checkpoint.
-          OSError: the disk is full, or refuses; also of the save before this one.
+          FileExistsError: something that is not a checkpoint has that name.
+          OSError: the disk is full, or refuses; also for the save before this one.
         """
         where = "jzero.checkpoint.Steps.save"
         check_int(step, "step", where=where, low=0)
@@ -139,7 +141,7 @@ class Steps:
         """Returns when everything is written.
 
         Raises:
-          OSError, FolderInUse: the save failed. It is not there, and the next one begins anew.
+          OSError, FolderInUse: the save failed. Its step is not there, and the next save starts afresh.
         """
         self._wait(None)
 
@@ -181,10 +183,10 @@ class Steps:
 
     def restore(
         self,
-        like: Any,
+        like: PyTree,
         *,
         step: int | None = None,
-        tx: Any = None,
+        tx: optax.GradientTransformation | None = None,
         cast: bool = False,
         only: str | None = None,
     ) -> Any:
@@ -235,7 +237,7 @@ class Steps:
         return self._lock
 
     def _rotate(self) -> None:
-        """Deletes the steps that are not to be kept; never one whose metrics are in doubt, nor a link."""
+        """Deletes all steps but those to keep, those whose metrics are in doubt, and links."""
         steps = self.steps
         kept = {*steps[-self._keep :], self._best(steps), *self._doubts}
         for step in steps:
@@ -259,7 +261,7 @@ class Steps:
 
     def _read_metrics(self, step: int) -> None:
         path = self.folder / str(step)
-        checks = Seal(path) if store.is_sealed(path) else None
+        checks = Checksums(path) if store.has_checksums(path) else None
         if not path.exists():
             return  # its writer has removed it
         if checks is None:
@@ -282,7 +284,7 @@ class Steps:
 
 
 def _acquire_everywhere(lock: FolderLock) -> None:
-    """Process 0 takes the lock for all; where it cannot, all raise.
+    """Process 0 takes the lock for all processes; if it cannot, all of them raise.
 
     Raises:
       FolderInUse: another run has it.

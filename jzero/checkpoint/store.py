@@ -1,4 +1,4 @@
-"""Orbax underneath: what is at a path, and how named arrays are read from a checkpoint."""
+"""What is at a path, and how named arrays are read from a checkpoint by orbax."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from jzero.checkpoint import checksums
 from jzero.checkpoint.logical import Name
 from jzero.core import durable
 from jzero.core.errors import counted
+from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import path_keys
 
 STATE = "state"  # orbax's name for the tree of a checkpoint
@@ -32,23 +33,29 @@ RETRIES, RETRY_SECONDS = 50, 0.1
 LEAST_READ_BYTES = 64 * 2**20  # that are read at once, of one process
 
 
+PathLike = str | os.PathLike[str]
+
+
 @dataclasses.dataclass
 class Numpy:
-    """What to read as a numpy array: orbax knows it by these two fields, and by the lack of a sharding."""
+    """A target that is read as a numpy array: orbax recognizes these two fields without a sharding."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
-def absolute(path: Any, where: str) -> Path:
+Target = jax.ShapeDtypeStruct | Numpy
+
+
+def absolute(path: PathLike, where: str) -> Path:
     """The absolute path of a file or folder.
 
     Raises:
-      TypeError: no path.
+      TypeError: `path` is not a path.
       NotImplementedError: an address (`gs://...`), or a name that orbax keeps for itself.
     """
     if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
-        raise TypeError(f"{where}: a path is text or a pathlib.Path, not {type(path).__name__}: {path!r}.")
+        raise TypeError(f"{where}: a path must be a string or a pathlib.Path, not {type(path).__name__}: {path!r}.")
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
         raise NotImplementedError(
@@ -80,8 +87,8 @@ def check_free(path: Path, where: str) -> None:
 def clean(path: Path, *, failed: bool = False) -> None:
     """Removes what a killed save left behind.
 
-    `failed`: a save of this process, some threads of which may still write, and make folders anew, when one of them has
-    failed. It is removed until it stays away.
+    `failed`: a save of this process. Some of its threads may still write, and recreate folders; so the folder is
+      removed until it stays away.
     """
     if jax.process_index() == 0 and path.parent.is_dir():
         pattern = f"{glob.escape(path.name)}{TEMPORARY}*"
@@ -101,14 +108,14 @@ def _remove(folder: Path, pattern: str) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Removes a checkpoint; one that is half removed has no longer its name."""
+    """Removes a checkpoint; it loses its name first, so that none is ever half removed."""
     aside = path.with_name(f"{path.name}{TEMPORARY}{DELETED}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
     shutil.rmtree(aside)
 
 
-def locate(path: Any, where: str) -> Path:
+def locate(path: PathLike, where: str) -> Path:
     """The absolute path of a checkpoint.
 
     Raises:
@@ -137,8 +144,8 @@ def _beside(path: Path) -> str:
     return "\nCheckpoints beside it:\n" + "\n".join(found) if found else ""
 
 
-def is_sealed(path: Path) -> bool:
-    """True for a checkpoint that was saved with checksums, be they still there or not."""
+def has_checksums(path: Path) -> bool:
+    """True for a checkpoint that was saved with checksums, whether they are still there or not."""
     try:
         return checksums.exists(path) or NAME in (path / checksums.NOTES).read_text(errors="replace")
     except OSError:
@@ -158,12 +165,12 @@ def numbered(folder: Path) -> list[int]:
 
 
 def clean_steps(folder: Path) -> None:
-    """Removes what killed saves of steps left behind; for the one that holds the folder's lock."""
+    """Removes what killed saves of steps left behind; only for the holder of the folder's lock."""
     if jax.process_index() == 0:
         _remove(folder, f"[0-9]*{TEMPORARY}*")
 
 
-def stored(path: Path) -> tuple[Any, dict[Name, tuple[tuple[int, ...], np.dtype]]]:
+def stored(path: Path) -> tuple[PyTree, dict[Name, tuple[tuple[int, ...], np.dtype]]]:
     """What a checkpoint holds: orbax's tree of metadata, and shape and dtype by name."""
     tree = ocp.metadata(str(path)).metadata
     flat = jax.tree_util.tree_leaves_with_path(tree)
@@ -177,8 +184,8 @@ def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     return (), np.dtype(leaf if isinstance(leaf, type) else type(leaf))
 
 
-def load(path: Path, tree: Any, targets: Mapping[Name, Any]) -> dict[Name, Any]:
-    """Reads the named arrays: for a numpy target whole, for an abstract array each process its shards.
+def load(path: Path, tree: PyTree, targets: Mapping[Name, Target]) -> dict[Name, Any]:
+    """Reads the named arrays: whole for a numpy target; for an abstract array, each process reads its shards.
 
     Where the shape of a target is larger than the stored one, the rest is zeros.
     """
@@ -190,8 +197,8 @@ def load(path: Path, tree: Any, targets: Mapping[Name, Any]) -> dict[Name, Any]:
     return {path_keys(k): x for k, x in flat if path_keys(k) in targets}
 
 
-def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct | Numpy) -> int:
-    """Bytes of the chunks that the largest piece of a target touches: what orbax reserves for it, or fails."""
+def _read_bytes(stored: Any, target: Target) -> int:
+    """Bytes of the chunks that the largest piece of a target touches: orbax reserves these bytes, or fails."""
     shape, dtype = _described(stored)
     chunk = getattr(getattr(stored, "storage_metadata", None), "chunk_shape", None) or shape
     sharding = getattr(target, "sharding", None)

@@ -1,4 +1,4 @@
-"""Tensors by name in safetensors files: which files, whether they are whole, and which tensor is read from which."""
+"""Tensors by name in safetensors files: which files there are, whether they are whole, which tensor is in which."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _check_index(
 
 
 def _files(path: Path, where: str) -> tuple[list[Path], dict[str, Path] | None]:
-    """The files to read, and which tensor is in which, where an index tells."""
+    """The files to read, and which tensor is in which if there is an index."""
     if not path.exists():
         raise FileNotFoundError(f"{where}: there is nothing at {path}.")
     if path.is_dir():
@@ -122,10 +122,10 @@ def _regular(file: Path, where: str) -> Path:
 
 
 def _weight_map(path: Path, where: str) -> dict[str, str]:
-    """Which file each tensor is in, as an index tells.
+    """Which file each tensor is in, from an index.
 
     Raises:
-      ValueError: no JSON with a weight_map, no names in it, a file outside of its folder.
+      ValueError: it is not JSON with a weight_map, holds no names, or names a file outside of its folder.
     """
     try:
         found = json.loads(path.read_text())["weight_map"]
@@ -142,5 +142,5 @@ def _weight_map(path: Path, where: str) -> dict[str, str]:
 
 
 def ignored(name: str, patterns: Sequence[str]) -> bool:
-    """True for a tensor that the model has no use for."""
+    """True for a tensor whose name matches one of the patterns."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

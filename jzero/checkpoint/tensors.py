@@ -1,4 +1,4 @@
-"""What going out to safetensors and coming in from it have in common: dtypes and tensors by name, checksums.
+"""What export to safetensors and import from it share: names of dtypes and tensors, checksums.
 
 The format has no checksum. `export` writes those of its files beside them, into `model.safetensors.xxh3`, as
 `xxhsum -c` reads them.
@@ -23,42 +23,42 @@ DTYPES = {
 
 
 def renamed(name: str, names: Any) -> Any:
-    """What a function or a mapping gives for a name; the name itself where there is neither, or no entry."""
+    """What a function or a mapping gives for a name; the name itself without either, or without an entry."""
     return name if names is None else names(name) if callable(names) else names.get(name, name)
 
 
 def check_names(names: Any, where: str) -> None:
     """Raises TypeError unless this is a function, a mapping or None."""
     if names is not None and not callable(names) and not isinstance(names, Mapping):
-        raise TypeError(f"{where}: names is a function or a mapping of names, not {type(names).__name__}.")
+        raise TypeError(f"{where}: names must be a function or a mapping of names, not {type(names).__name__}.")
 
 
 def check_texts(value: Any, name: str, where: str) -> tuple[str, ...]:
-    """Several texts; one text is refused, whose letters would be taken for texts.
+    """Several strings as a tuple; a single string is refused, since its letters would be taken for strings.
 
     Raises:
       TypeError: the value is a single string, or not a sequence of strings.
     """
     if isinstance(value, str):
-        raise TypeError(f"{where}({name}={value!r}): {name} is a list. Pass {name}=[{value!r}].")
+        raise TypeError(f"{where}({name}={value!r}): {name} must be a list. Pass {name}=[{value!r}].")
     if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(x, str) for x in value):
-        raise TypeError(f"{where}({name}={value!r}): {name} is a list of texts.")
+        raise TypeError(f"{where}({name}={value!r}): {name} must be a list of strings.")
     return tuple(value)
 
 
 def checksum_file(file: Path) -> Path:
-    """Where the checksums of an export to `file` lie, of all its files."""
+    """The file with the checksums of all files of an export to `file`."""
     return file.with_name(f"{file.name}.xxh3")
 
 
 def checksum_text(digests: Mapping[Path, str]) -> str:
-    """Checksums by file, as `xxhsum -H3` writes them, and in a comment that of these lines."""
+    """Checksums by file, as `xxhsum -H3` writes them, and that of these lines in a comment."""
     lines = "".join(f"XXH3_{digest}  {file.name}\n" for file, digest in digests.items())
     return f"{lines}# {xxhash.xxh3_64_hexdigest(lines.encode())}\n"
 
 
 def damaged(files: Iterable[Path]) -> list[Damage]:
-    """What is wrong with files for which there are checksums beside them; nothing is known of the others."""
+    """What is wrong with files that have checksums beside them; other files are not checked."""
     found = []
     for file in files:
         for sums in sorted(file.parent.glob("*.safetensors.xxh3")):
@@ -74,7 +74,7 @@ def damaged(files: Iterable[Path]) -> list[Damage]:
 
 
 def _digests(sums: Path) -> dict[str, str] | None:
-    """The checksums in a file, by name; None where it is damaged itself."""
+    """The checksums in a file, by name; None if that file is itself damaged."""
     lines, mark, own = sums.read_text(errors="replace").rpartition("# ") if sums.is_file() else ("", "", "")
     if not mark or own != xxhash.xxh3_64_hexdigest(lines.encode()) + "\n":
         return None

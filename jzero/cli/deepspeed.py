@@ -13,16 +13,16 @@ import tyro
 class DeepSpeedCommand:
     """What every key of a DeepSpeed config becomes, and the lines to write.
 
-    Exit status: 0 where every key is mapped or not needed, 1 where one is not supported, 2 where the file is refused.
+    Exit status: 0 if every key is mapped or not needed, 1 if one is not supported, 2 if the file is refused.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
     """The ds_config.json."""
     world: int | None = None
-    """Devices that share the batch; those of this machine where left out, and where the file needs them."""
+    """Devices that share the batch; those of this machine if omitted and if the file needs them."""
 
     def run(self) -> int:
-        """Read and print; 1 where a key is not supported.
+        """Reads and prints; 1 if a key is not supported.
 
         Raises:
           TypeError, ValueError, OSError: as `jzero.deepspeed.read`.

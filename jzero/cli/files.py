@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,7 +25,7 @@ class VerifyCommand:
     """A checkpoint, or a folder of checkpoints."""
 
     def run(self) -> int:
-        """Prints one line per checkpoint; 1 where one is damaged or has no checksums."""
+        """Prints one line per checkpoint; 1 if one is damaged or has no checksums."""
         from jzero.checkpoint import CheckpointDamaged, store, verify
 
         folder = self.path.is_dir() and not (self.path / store.STATE).is_dir()
@@ -49,21 +49,21 @@ class VerifyCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportCommand:
-    """Consolidated weights of a checkpoint as safetensors; the fp32 masters where there are any."""
+    """Consolidated weights of a checkpoint as safetensors; the fp32 masters if there are any."""
 
     path: Annotated[Path, tyro.conf.Positional]
     """A checkpoint."""
     file: Annotated[Path, tyro.conf.Positional]
     """Where to: model.safetensors. Split, with an index beside it, above --max-file-bytes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of all floating-point tensors; as stored where left out."""
+    """Of all floating-point tensors; as stored if omitted."""
     max_file_bytes: int = 5_000_000_000
     """Of tensors in one file."""
     include: tuple[str, ...] = ()
     """Further parts of the state beside the params, e.g. batch_stats."""
 
     def run(self) -> int:
-        """Writes, and prints what."""
+        """Writes the files, and prints their names and sizes."""
         from jzero.checkpoint import export
 
         with _bar() as advance:
@@ -81,7 +81,7 @@ class ExportCommand:
 
 
 @contextmanager
-def _bar() -> Iterator:
+def _bar() -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal, nothing elsewhere."""
     console = Console(stderr=True)
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

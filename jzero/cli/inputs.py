@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -16,20 +17,21 @@ import jax.numpy as jnp
 
 from jzero.core.errors import SHORT_DTYPES, nearest
 
+Leaf = jax.ShapeDtypeStruct
 _LEAF = re.compile(r"(?:(?P<name>\w+)\s*=\s*)?(?P<dtype>[a-z]\w*)\s*\[(?P<shape>[\d\s,]*)\]")
 _LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
 _EXAMPLE = '"tokens=int32[1024,1025]", several as "x=float32[64,32,32,3], y=int32[64]"'
 
 
 class InputError(ValueError):
-    """What the command line was given cannot be used; its text is all that a user needs to see."""
+    """The command line cannot use what it was given; the text is all that a user needs to see."""
 
 
 def load_function(target: str, flag: str) -> Callable[..., Any]:
     """The function that `module:function` or `path/to/file.py:function` names.
 
     Raises:
-      InputError: no such module, file or function, or something that cannot be called.
+      InputError: there is no such module, file or function, or it cannot be called.
     """
     where, _, name = target.partition(":")
     if not where or not name:
@@ -46,7 +48,7 @@ def load_function(target: str, flag: str) -> Callable[..., Any]:
     return found
 
 
-def _load_module(name: str, flag: str):
+def _load_module(name: str, flag: str) -> ModuleType:
     _can_import_from(Path.cwd())
     try:
         return importlib.import_module(name)
@@ -59,12 +61,10 @@ def _load_module(name: str, flag: str):
         ) from None
 
 
-def _load_file(path: Path, flag: str):
+def _load_file(path: Path, flag: str) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{flag}: no file {path}.")
-    name = (
-        path.stem if path.stem not in sys.modules else f"{path.stem} of {flag}"
-    )  # a file called jax.py is not jax
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {flag}"  # jax.py is not jax
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -76,13 +76,13 @@ def _load_file(path: Path, flag: str):
 
 
 def _can_import_from(folder: Path) -> None:
-    """A folder of the user's, after everything else: no file in it takes the place of an installed module."""
+    """Adds a folder of the user after everything else, so that no file in it shadows an installed module."""
     if str(folder.resolve()) not in sys.path:
         sys.path.append(str(folder.resolve()))
 
 
 def check_creator(create: Callable[..., Any], target: str) -> None:
-    """Raises InputError where the creation function needs arguments."""
+    """Raises InputError if the creation function needs arguments."""
     needed = _needed(create)
     if needed:
         raise InputError(
@@ -92,7 +92,7 @@ def check_creator(create: Callable[..., Any], target: str) -> None:
 
 
 def check_step(step: Callable[..., Any], target: str, args: list[str]) -> None:
-    """Raises InputError where the step cannot take the state first and then the batch; `args` are their names."""
+    """Raises InputError if the step cannot take the state first and then the batch; `args` are their names."""
     try:
         inspect.signature(step).bind(*args)
     except ValueError:  # no signature to be had
@@ -113,7 +113,7 @@ def signature(fn: Callable[..., Any]) -> str:
     return f"{getattr(fn, '__name__', 'the step')}({text})"
 
 
-def _needed(fn) -> list[str]:
+def _needed(fn: Callable[..., Any]) -> list[str]:
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = (*plain, inspect.Parameter.KEYWORD_ONLY)
     try:
@@ -124,12 +124,12 @@ def _needed(fn) -> list[str]:
 
 
 def names_function(text: str) -> bool:
-    """A `--batch` that is `module:function` and describes no arrays."""
+    """True for a `--batch` that is `module:function`, and does not describe arrays."""
     return ":" in text and not set(text) & set("[=")
 
 
-def parse_batch(text: str) -> list[Any]:
-    """The arguments that stand behind the state: named leaves together as one dict, others each by itself.
+def parse_batch(text: str) -> list[Leaf | dict[str, Leaf]]:
+    """The arguments that follow the state: named leaves together as one dict, others each by itself.
 
     Args:
       text: `tokens=int32[1024,1025]`, comma or space between leaves; a dtype by its long or its short name
@@ -139,14 +139,14 @@ def parse_batch(text: str) -> list[Any]:
       `jax.ShapeDtypeStruct` leaves without shardings.
 
     Raises:
-      InputError: text of another form, or an unknown dtype.
+      InputError: the text has another form, or names an unknown dtype.
 
     Example:
       >>> {name: x.shape for name, x in parse_batch("x=f32[8,3], y=int32[8]")[0].items()}
       {'x': (8, 3), 'y': (8,)}
     """
-    args: list[Any] = []
-    named: dict[str, Any] = {}
+    args: list[Leaf | dict[str, Leaf]] = []
+    named: dict[str, Leaf] = {}
     position = 0
     for leaf in _LEAF.finditer(text):
         if text[position : leaf.start()].strip(", \t\n"):
@@ -166,7 +166,7 @@ def parse_batch(text: str) -> list[Any]:
         if round_ := re.search(r"=?\s*[a-z]\w*\s*\(([\d\s,]*)\)", rest):
             better = text.replace("(", "[").replace(")", "]")
             raise InputError(
-                f"--batch {text!r}: a shape stands in square brackets: [{round_[1]}]. Write --batch {better!r}."
+                f"--batch {text!r}: a shape goes in square brackets: [{round_[1]}]. Write --batch {better!r}."
             )
         raise InputError(
             f"--batch: cannot read {rest!r}. Write name=dtype[shape], as in {_EXAMPLE}, or module:function."
@@ -174,7 +174,7 @@ def parse_batch(text: str) -> list[Any]:
     return args
 
 
-def _leaf(dtype: str, shape: str, text: str):
+def _leaf(dtype: str, shape: str, text: str) -> Leaf:
     sizes = [s.strip() for s in shape.split(",") if s.strip()]
     if any(not s.isdecimal() for s in sizes):
         raise InputError(f"--batch {text!r}: [{shape}] is not a shape. Write {_EXAMPLE}.")
@@ -192,7 +192,7 @@ def parse_axes(text: str | None, flag: str) -> dict[str, int] | None:
     """`replica=8,data=8` as a dict of sizes by axis name; None stays None.
 
     Raises:
-      InputError: written otherwise, or an axis named twice.
+      InputError: it is written otherwise, or names an axis twice.
     """
     if text is None:
         return None
@@ -214,7 +214,7 @@ def parse_stages(text: str) -> list[int]:
     """`0,1,2,3` as sorted integers without repeats.
 
     Raises:
-      InputError: none, or one that is not a stage.
+      InputError: there is no stage, or something is not one.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     bad = [part for part in parts if part not in ("0", "1", "2", "3")]

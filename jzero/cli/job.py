@@ -1,12 +1,23 @@
-"""A job for the compiling process, and what it answers: plain data that travels as JSON."""
+"""A job for the compiling process, as plain data that travels as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, TypedDict
 
 from jzero.config import Offload, ZeroConfig
+
+Json = dict[str, Any]
+"""An object of JSON; what it holds is checked where it is made."""
+
+
+class Answers(TypedDict):
+    """What a job answers: about the pod, its result for each stage, and bytes by stage and number of GPUs."""
+
+    about: Json
+    results: dict[int, Json]
+    lines: dict[int, dict[int, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +35,7 @@ class Asked:
     """A known model in place of --create, --step and --batch: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
     gpt-7.5b, gpt-1t, llama3-8b, llama2-13b, llama3-70b."""
     seq: int | None = None
-    """Tokens in a sequence of a preset; the model's own length where left out."""
+    """Tokens in a sequence of a preset; the model's own length if omitted."""
     batch_per_gpu: int = 1
     """Sequences per device of a preset, in each micro-batch."""
     accumulate: int = 1
@@ -44,16 +55,16 @@ class Job(Asked):
     Attributes:
       mesh: sizes by axis name; None: all devices on the first of the axes.
       fields: other fields of `ZeroConfig`, as JSON holds them; see `config`.
-      stages: to compile, in this order.
-      search: look for the largest micro-batch that fits.
-      fraction: of the GPU's memory that a program may take.
-      detail: answer with the whole report.
+      stages: which to compile, in this order.
+      search: whether to look for the largest micro-batch that fits.
+      fraction: how much of the GPU's memory a program may take.
+      detail: whether to answer with the whole report.
       bandwidths: GB per second of `pcie`, `memory` and `disk`, for an update outside of the program.
-      sizes: stages to estimate for other numbers of GPUs as well.
+      sizes: stages to estimate for other numbers of GPUs, too.
     """
 
     mesh: dict[str, int] | None
-    fields: dict[str, Any]
+    fields: Json
     stages: list[int]
     search: bool
     fraction: float
@@ -62,11 +73,11 @@ class Job(Asked):
     sizes: list[int] = dataclasses.field(default_factory=list)
 
     def config(self, **more: Any) -> ZeroConfig:
-        """The config that `fields` and `more` mean; an `offload` that is a dict holds the fields of `jzero.Offload`.
+        """The config of `fields` and `more`; a dict for `offload` holds the fields of `jzero.Offload`.
 
-        Without a stage that of the last one.
+        Without a stage in either, it is that of the last stage of the job.
         """
-        fields: dict[str, Any] = {"stage": max(self.stages), **self.fields, **more}
+        fields: Json = {"stage": max(self.stages), **self.fields, **more}
         if isinstance(fields.get("offload"), dict):
             fields["offload"] = Offload(**fields["offload"])
         return ZeroConfig(**fields)

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -19,7 +19,7 @@ from jzero.cli.inputs import (
     parse_names,
     parse_stages,
 )
-from jzero.cli.job import Asked, Job
+from jzero.cli.job import Answers, Asked, Job, Json
 from jzero.cli.presets import PRESETS
 from jzero.cli.process import run_job
 from jzero.cli.show import JAX_TAKES, VARIABLE, findings_text, stage_table, title
@@ -30,8 +30,6 @@ from jzero.proof.pod import check_pod
 FETCHES = 3
 """The stage whose params can live in host memory."""
 WHOLE_BELOW = "below it the model reads whole params on the device"
-
-
 NO_FILES = "no files are written by a plan"
 
 
@@ -47,7 +45,7 @@ class Bandwidths:
     """Of a host's disks, reads and writes together."""
 
     def check(self) -> None:
-        """Raises InputError for one that is not above 0."""
+        """Raises InputError for a bandwidth that is not above 0."""
         for name, value in dataclasses.asdict(self).items():
             if not value > 0:
                 raise InputError(f"--bandwidths.{name} {value}: must be above 0 GB per second.")
@@ -58,13 +56,13 @@ class Inputs(Asked):
     """What is compiled, and for which pod."""
 
     mesh: str | None = None
-    """Mesh axes from the outermost to the innermost, "replica=8,data=8"; all devices on --axis where left out."""
+    """Mesh axes from the outermost to the innermost, "replica=8,data=8"; all devices on --axis if omitted."""
     axis: str = "data"
     """Mesh axis, or axes with commas, that share optimizer state and gradients."""
     batch_axis: str | None = None
-    """Mesh axes that split the batch; --axis where left out."""
+    """Mesh axes that split the batch; --axis if omitted."""
     param_axis: str | None = None
-    """Stage 3: mesh axes that share params; --axis where left out."""
+    """Stage 3: mesh axes that share params; --axis if omitted."""
     min_shard_bytes: int | Literal["auto"] = "auto"
     """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
     offload: Literal["host", "disk"] | None = None
@@ -73,27 +71,27 @@ class Inputs(Asked):
     """host: the CPU runs the optimizer on state that is offloaded, outside of the compiled program. The step returns
     gradients. Always so with --offload disk."""
     buffer_bytes: int | None = None
-    """With --offload disk: bytes of host memory in each process through which state goes; 1 GiB where left out."""
+    """With --offload disk: bytes of host memory in each process through which state goes; 1 GiB if omitted."""
     bandwidths: Bandwidths = dataclasses.field(default_factory=lambda: Bandwidths())
     """For an update outside of the program: how long it takes."""
     offload_params: Literal["host"] | None = None
     """Keep params and their gradients in host memory too, and fetch each weight where it is used: stage 3 alone.
     Implies --offload host."""
     in_flight_bytes: int | None = None
-    """With --offload: bytes of state of one device that may be on it at once; chosen from its size where left out."""
+    """With --offload: bytes of state of one device that may be on it at once; chosen from its size if omitted."""
     memory_fraction: float = dataclasses.field(default_factory=lambda: float(os.environ.get(VARIABLE) or JAX_TAKES))
     """Part of a GPU's memory that a program may take: what JAX allocates, XLA_PYTHON_CLIENT_MEM_FRACTION or 0.75. The
     rest is for CUDA, NCCL and fragments."""
 
     def job(self, *, stages: list[int], search: bool, detail: bool = False) -> Job:
-        """The job that these flags mean, as far as it can be checked without loading the model.
+        """The job for these flags, checked as far as possible without loading the model.
 
         Raises:
           InputError, ValueError, TypeError: flags that do not go together or are out of range.
         """
         check_pod(self.gpu, self.hosts, self.gpus_per_host)
         self._check_subject()
-        fields: dict[str, Any] = {"axis": parse_names(self.axis), "min_shard_bytes": self.min_shard_bytes}
+        fields: Json = {"axis": parse_names(self.axis), "min_shard_bytes": self.min_shard_bytes}
         for name in ("batch_axis", "param_axis"):
             if getattr(self, name) is not None:
                 fields[name] = parse_names(getattr(self, name))
@@ -113,8 +111,8 @@ class Inputs(Asked):
             fraction=self.memory_fraction, detail=detail, bandwidths=dataclasses.asdict(self.bandwidths),
         )  # fmt: skip
 
-    def _tier(self) -> dict[str, Any]:
-        """The fields of `jzero.Offload` that these flags mean; none where nothing is offloaded."""
+    def _tier(self) -> Json:
+        """The fields of `jzero.Offload` for these flags; empty if nothing is offloaded."""
         if self.buffer_bytes is not None and self.offload != "disk":
             raise InputError("--buffer-bytes belongs to --offload disk.")
         if self.offload is None and self.offload_params is None:
@@ -172,7 +170,7 @@ class PlanCommand(Inputs):
     """Draw memory per stage, and over the number of GPUs, into this file (png, svg, pdf)."""
 
     def run(self) -> int:
-        """Compile, print, draw; 1 where a stage could not be compiled."""
+        """Compiles, prints, draws; 1 if a stage could not be compiled."""
         stages, left_out = parse_stages(self.stages), []
         if self.offload_params is not None and FETCHES in stages:
             stages, left_out = [FETCHES], [s for s in stages if s != FETCHES]
@@ -204,7 +202,7 @@ class ExplainCommand(Inputs):
     """ZeRO stage."""
 
     def run(self) -> int:
-        """Compile and print; 1 where the stage could not be compiled or did not engage."""
+        """Compiles and prints; 1 if the stage could not be compiled or did not engage."""
         check_int(self.stage, "--stage", where="jzero explain", low=0, high=3)
         job = self.job(stages=[self.stage], search=False, detail=True)
         answers = run_job(job)
@@ -214,10 +212,10 @@ class ExplainCommand(Inputs):
         return int("crash" in result or bool(result["findings"]))
 
 
-def as_json(job: Job, answers: dict[str, Any]) -> dict[str, Any]:
+def as_json(job: Job, answers: Answers) -> Json:
     """What `--json` prints."""
     asked = {k: v for k, v in dataclasses.asdict(job).items() if k not in ("detail", "sizes")}
-    out: dict[str, Any] = {
+    out: Json = {
         "asked": asked,
         "pod": answers["about"],
         "stages": list(answers["results"].values()),
@@ -228,7 +226,7 @@ def as_json(job: Job, answers: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_plot(path: Path) -> None:
-    """Raises InputError where no plot can be drawn to a path: found out before anything is compiled."""
+    """Raises InputError if no plot can be drawn to a path; checked before anything is compiled."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError('--plot needs matplotlib: pip install "jzero[pod]".')
     if path.suffix not in (".png", ".svg", ".pdf"):

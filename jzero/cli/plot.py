@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import matplotlib.figure
 import matplotlib.ticker
+from matplotlib.axes import Axes
 
-from jzero.cli.job import Job
+from jzero.cli.job import Answers, Job, Json
 
 _PARTS = {"params": "#4c72b0", "optimizer state": "#dd8452", "gradients": "#55a868", "temp": "#b0b0b0"}
 
 
-def draw(path: Path, job: Job, answers: dict[str, Any]) -> None:
+def draw(path: Path, job: Job, answers: Answers) -> None:
     """Bars per stage as compiled, beside the estimate over the number of GPUs; the GPU's memory is a line.
 
     Args:
@@ -31,7 +31,7 @@ def draw(path: Path, job: Job, answers: dict[str, Any]) -> None:
     figure.savefig(path, dpi=150)
 
 
-def split_memory(result: dict[str, Any]) -> dict[str, float]:
+def memory_parts(result: Json) -> dict[str, float]:
     """Bytes of a compiled stage by part; gradients share buffers with the rest of temp, at most their estimate."""
     c = result["compiled"]
     rest = c["total"] - c["params"] - c["opt_state"]
@@ -49,13 +49,13 @@ def _unit(largest: float) -> tuple[str, float]:
     return next(((name, size) for name, size in (("GB", 1e9), ("MB", 1e6)) if largest >= size), ("kB", 1e3))
 
 
-def _bars(axes, results: list[dict[str, Any]], memory: int) -> None:
+def _bars(axes: Axes, results: list[Json], memory: int) -> None:
     names = [f"stage {r['stage']}" for r in results]
-    splits = [split_memory(r) for r in results]
-    unit, size = _unit(max((sum(s.values()) for s in splits), default=0))
-    base = [0.0] * len(splits)
+    memories = [memory_parts(r) for r in results]
+    unit, size = _unit(max((sum(s.values()) for s in memories), default=0))
+    base = [0.0] * len(memories)
     for part, color in _PARTS.items():
-        heights = [s[part] / size for s in splits]
+        heights = [s[part] / size for s in memories]
         axes.bar(names, heights, bottom=base, label=part, color=color)
         base = [b + h for b, h in zip(base, heights, strict=True)]
     for name, top in zip(names, base, strict=True):
@@ -67,13 +67,13 @@ def _bars(axes, results: list[dict[str, Any]], memory: int) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(_PARTS) + 1, fontsize="small")
 
 
-def _lines(axes, lines: dict[int, dict[int, int]], memory: int) -> None:
+def _lines(axes: Axes, lines: dict[int, dict[int, int]], memory: int) -> None:
     most = max((b for totals in lines.values() for b in totals.values()), default=0)
     unit, size = _unit(most)
     for stage, totals in lines.items():
         axes.plot(list(totals), [b / size for b in totals.values()], marker="o", label=f"stage {stage}")
     counts = sorted({n for totals in lines.values() for n in totals})
-    if most > 0.01 * memory:  # else the line squeezes all others into one
+    if most > 0.01 * memory:  # otherwise this line would squeeze all others together
         axes.axhline(memory / size, color="black", linestyle=":", label="GPU memory")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -1,9 +1,9 @@
-"""Known language models by name, so that a plan needs no file of the user's: sizes, and a Flax model made of them.
+"""Known language models by name, so that a plan needs no file of the user: their sizes, and a Flax model.
 
 [Note: attention of the presets]
-cuDNN attention wants a real GPU to compile. The presets compute attention for 256 queries at a time and again
-in the backward pass, so that no more than a strip of the scores is ever stored: the memory is close to that of
-flash attention, the collectives are the same.
+cuDNN attention needs a real GPU to compile. The presets compute attention for 256 queries at a time and again
+in the backward pass, so that only a strip of the scores is stored at a time: the memory is close to that of
+flash attention, and the collectives are the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jzero.core.types import PyTree
 from jzero.flax.shard import plan_of
 from jzero.gradients.value_and_grad import value_and_grad
 from jzero.proof.transformer import Transformer
@@ -70,14 +71,14 @@ PRESETS = {
 }
 
 
-def train_step(state: Any, batch: Any, *, accumulate: int = 1) -> tuple[Any, jax.Array]:
+def train_step(state: PyTree, batch: PyTree, *, accumulate: int = 1) -> tuple[PyTree, jax.Array]:
     """One step of next-token prediction on batch["tokens"], i32[batch, seq + 1]; plain Flax but for micro-batches."""
     loss, grads = gradient_step(state, batch, accumulate=accumulate)
     return state.apply_gradients(grads=grads), loss
 
 
-def gradient_step(state: Any, batch: Any, *, accumulate: int = 1) -> tuple[jax.Array, Any]:
-    """Its loss and its gradients, for an update outside of the program."""
+def gradient_step(state: PyTree, batch: PyTree, *, accumulate: int = 1) -> tuple[jax.Array, PyTree]:
+    """The loss and the gradients of `train_step`, for an update outside of the program."""
 
     def loss_of(params, batch):
         logits = state.apply_fn({"params": params}, batch["tokens"][:, :-1])
@@ -88,7 +89,7 @@ def gradient_step(state: Any, batch: Any, *, accumulate: int = 1) -> tuple[jax.A
     return value_and_grad(loss_of, plan_of(state), accumulate=accumulate)(state.params, batch)
 
 
-def creator(preset: Preset, *, seq: int) -> Callable[[], Any]:
+def creator(preset: Preset, *, seq: int) -> Callable[[], PyTree]:
     """A function that creates its TrainState: bf16 params, AdamW, every block under remat, layers in a scan."""
     import flax.linen as nn
     from flax.training.train_state import TrainState
@@ -141,7 +142,7 @@ def creator(preset: Preset, *, seq: int) -> Callable[[], Any]:
     return create
 
 
-def _rotated(x):
+def _rotated(x: jax.Array) -> jax.Array:
     """Rotary positions (Su et al., arXiv:2104.09864) of x[batch, seq, heads, features]."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None, None] * 500_000.0 ** (-jnp.arange(half) / half)
@@ -150,7 +151,7 @@ def _rotated(x):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def _attention(q, k, v):
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention, a strip of queries at a time; see [Note: attention of the presets]."""
     seq = q.shape[1]
     strip = QUERIES if seq % QUERIES == 0 else seq

@@ -1,4 +1,4 @@
-"""Running a job in a process of its own: progress on standard error, answers, and what is left of a crash."""
+"""Runs a job in a process of its own: shows progress on standard error, collects answers and the end of a crash."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jzero.cli.inputs import InputError
-from jzero.cli.job import Job
+from jzero.cli.job import Answers, Job, Json
 
-Answers = dict[str, dict[Any, Any]]
-
-# The same jzero as here, and nothing else from its folder or from the current one: a file there, such as jax.py, is
-# not to take the place of a module that is installed.
+# Imports the same jzero as here, and nothing else from its folder or the current one: a file there, such as jax.py,
+# must not shadow an installed module.
 START = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("jzero", sys.argv[2])
@@ -38,7 +36,7 @@ def run_job(job: Job) -> Answers:
     """What a job answers: `about` the pod, `results` by stage, `lines`; a stage that crashed has a `crash` text.
 
     Raises:
-      InputError: what the compiling process could not use.
+      InputError: the compiling process could not use its input.
     """
     answers: Answers = {"about": {}, "results": {}, "lines": {}}
     left = list(job.stages)
@@ -83,8 +81,8 @@ def _attempt(
 
 
 @contextlib.contextmanager
-def _worker(job: str) -> Iterator[tuple[Iterator[dict[str, Any]], subprocess.Popen, Any]]:
-    """The process, its events, and the file that what it prints goes to. It ends with the block."""
+def _worker(job: str) -> Iterator[tuple[Iterator[Json], subprocess.Popen, IO[bytes]]]:
+    """The process, its events, and the file that holds what it prints. It ends with the block."""
     ours, theirs = os.pipe()
     env = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
     package = Path(__file__).parents[1] / "__init__.py"
@@ -116,8 +114,8 @@ def _ending(code: int, printed: str) -> str:
 
 
 @contextlib.contextmanager
-def _progress():
-    """A function that shows what is being done: beside a spinner on a terminal, else as a line."""
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done: beside a spinner on a terminal, elsewhere as a line."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
@@ -128,7 +126,7 @@ def _progress():
         yield lambda text: progress.update(task, description=text)
 
 
-def _where(stages: list[int], results: dict[int, dict[str, Any]], stage: int | None) -> str:
+def _where(stages: list[int], results: dict[int, Json], stage: int | None) -> str:
     """`stage 2 (3 of 4, about 20 s): `: how far a job is, and how long the stage before took."""
     if stage is None:
         return ""

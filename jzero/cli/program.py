@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jzero.cli import presets
 from jzero.cli.inputs import (
@@ -25,6 +26,7 @@ from jzero.cli.job import Job
 from jzero.comm.uses import Use
 from jzero.config import ZeroConfig
 from jzero.core.errors import division, listing, typed_shape
+from jzero.core.types import PyTree
 from jzero.flax.adapters import is_pair
 from jzero.flax.shard import abstract, plan_of
 from jzero.layout.specs import axis_size
@@ -33,6 +35,7 @@ from jzero.proof.transformer import Transformer
 from jzero.proof.uses import uses_of
 from jzero.sharding import Plan
 
+Args = tuple[PyTree, ...]
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -43,26 +46,26 @@ class Subject:
     Attributes:
       create: makes the state.
       step: the train step.
-      batch: arguments behind the state, without shardings.
+      batch: the arguments that follow the state, without shardings.
       pod, mesh: where it is compiled for.
       job: what was asked.
       model: sizes for the activations, of a preset.
     """
 
-    create: Callable[[], Any]
+    create: Callable[[], PyTree]
     step: Callable[..., Any]
-    batch: tuple[Any, ...]
+    batch: tuple[PyTree, ...]
     pod: Pod
-    mesh: jax.sharding.Mesh
+    mesh: Mesh
     job: Job
     model: Transformer | None
 
     @classmethod
     def of(cls, job: Job) -> Subject:
-        """Everything of a job loaded and checked.
+        """Loads and checks everything that a job names.
 
         Raises:
-          InputError, ValueError, TypeError: what cannot be used.
+          InputError, ValueError, TypeError: something cannot be used.
         """
         machine = pod(job.gpu, hosts=job.hosts, gpus_per_host=job.gpus_per_host)
         config = job.config()
@@ -82,7 +85,7 @@ class Subject:
         return cls(create, step, tuple(_batch(job.batch)), machine, mesh, job, None)
 
     @classmethod
-    def _of_preset(cls, job: Job, machine: Pod, mesh, config: ZeroConfig) -> Subject:
+    def _of_preset(cls, job: Job, machine: Pod, mesh: Mesh, config: ZeroConfig) -> Subject:
         assert job.preset is not None
         preset = presets.PRESETS[job.preset]
         seq = job.seq or preset.seq
@@ -94,11 +97,11 @@ class Subject:
         step = functools.partial(step, accumulate=job.accumulate)
         return cls(create, step, ({"tokens": tokens},), machine, mesh, job, model)
 
-    def state(self, stage: int) -> tuple[Any, Plan]:
+    def state(self, stage: int) -> tuple[PyTree, Plan]:
         """The abstract state at a stage, and its plan.
 
         Raises:
-          InputError: a batch that the mesh does not divide, a step that cannot take the state first.
+          InputError: the mesh does not divide the batch, or the step cannot take the state first.
         """
         config = self.job.config(stage=stage)
         state = _phrased(
@@ -137,16 +140,16 @@ class Subject:
         """Tokens that a step of a preset trains on, over all devices."""
         return None if self.model is None else self.batch[0]["tokens"].shape[0] * self.model.seq
 
-    def uses(self, state: Any, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
+    def uses(self, state: PyTree, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
         """What the step does with each param."""
         args = state if is_pair(state) else (state,)
         return self._step_phrased(lambda: uses_of(self.step, *args, *self.batch, plan=plan), args, self.batch)
 
-    def _step_phrased(self, call: Callable[[], Any], args, batch) -> Any:
+    def _step_phrased(self, call: Callable[[], Any], args: Args, batch: Args) -> Any:
         kinds = ", ".join(_kinds(args, batch))
         return _phrased(call, "--step", f"{self.job.step}: {signature(self.step)} called with ({kinds})")
 
-    def compile(self, state: Any, plan: Plan, micro_batch: int) -> jax.stages.Compiled:
+    def compile(self, state: PyTree, plan: Plan, micro_batch: int) -> jax.stages.Compiled:
         """The step compiled for a micro-batch of that many examples per device."""
         parts = plan.batch_parts * self.job.accumulate
         first = self.micro_batch * parts
@@ -159,14 +162,14 @@ class Subject:
         batch = jax.tree.map(resized, self.batch)
         args = state if is_pair(state) else (state,)
         jitted = hasattr(self.step, "lower")
-        keeps = jitted or plan.config.updates_outside  # the state is not returned: nothing takes its memory
+        keeps = jitted or plan.config.updates_outside  # the state is not returned: donating it would free nothing
         donate = () if keeps else tuple(range(len(args)))
         return self._step_phrased(
             lambda: self.pod.compile(self.step, *args, *batch, donate_argnums=donate, plan=plan), args, batch
         )
 
 
-def _batch(text: str) -> list[Any]:
+def _batch(text: str) -> list[PyTree]:
     """The batch that `--batch` describes, or what the function that it names returns."""
     if not names_function(text):
         return parse_batch(text)
@@ -174,17 +177,17 @@ def _batch(text: str) -> list[Any]:
     return list(made) if isinstance(made, tuple) else [made]
 
 
-def _is_split(leaf) -> bool:
+def _is_split(leaf: jax.ShapeDtypeStruct) -> bool:
     return leaf.ndim > 0 and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _kinds(args, batch) -> list[str]:
+def _kinds(args: Args, batch: Args) -> list[str]:
     shown = [", ".join(typed_shape(x) for x in jax.tree.leaves(b)[:3]) for b in batch]
     return [*(type(a).__name__ for a in args), *shown]
 
 
 def _phrased(call: Callable[[], Any], flag: str, what: str) -> Any:
-    """What `call` returns; what the user's function raises comes with the place in their code."""
+    """What `call` returns; errors of the user's function get the place in their code."""
     try:
         return call()
     except InputError:
@@ -193,17 +196,13 @@ def _phrased(call: Callable[[], Any], flag: str, what: str) -> Any:
         raise InputError(f"{flag} {what}: {error}") from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = [
-            f for f in frames if not any(part in f.filename for part in (PACKAGE, "site-packages", "<frozen"))
-        ]
+        foreign = (PACKAGE, "site-packages", "<frozen")
+        ours = [f for f in frames if not any(place in f.filename for place in foreign)]
         place = f"\n  at {Path(ours[-1].filename).name}:{ours[-1].lineno}: {ours[-1].line}" if ours else ""
         first = str(error).strip().split("\n\n")[0][:400]
-        raise InputError(
-            f"{flag} {what} failed: {type(error).__name__}: {first}{place}\n"
-            + (
-                "A step takes the state first, then the batch, and returns the new state (for an update outside of the "
-                "program, the gradients)."
-                if flag == "--step"
-                else ""
-            )
-        ) from error
+        rule = (
+            "A step takes the state first, then the batch, and returns the new state (for an update outside of the "
+            "program, the gradients)."
+        )
+        failed = f"{flag} {what} failed: {type(error).__name__}: {first}{place}\n"
+        raise InputError(failed + (rule if flag == "--step" else "")) from error

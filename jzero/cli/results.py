@@ -1,28 +1,31 @@
-"""What a job answers about a subject at one stage: estimated and compiled bytes, findings, what still fits."""
+"""What a job answers about a subject at one stage: estimated and compiled bytes, findings, what fits."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
 
+import optax
+
+from jzero.cli.job import Json
 from jzero.cli.program import Subject
 from jzero.cli.search import largest_that_fits
 from jzero.core.errors import counted
+from jzero.core.types import PyTree
 from jzero.flax.adapters import is_pair
 from jzero.flax.shard import abstract, plan_of
 from jzero.proof.check import findings
 from jzero.proof.memory import Estimate, estimate
 from jzero.proof.pod import pod
-from jzero.proof.report import Report, explain
+from jzero.proof.report import Report, explain, memory_of
 from jzero.sharding import Plan
 
 Say = Callable[[str], None]
 
 
-def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
-    """All that is told about one stage, as plain data in bytes; `say(doing)` reports progress."""
+def result(subject: Subject, stage: int, say: Say) -> Json:
+    """Everything about one stage, as plain data in bytes; `say(doing)` reports progress."""
     began = time.perf_counter()
     say("laying out the state")
     state, plan = subject.state(stage)
@@ -33,7 +36,7 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
     report = explain(compiled, plan)
     assert report.memory is not None
     total, limit = report.memory.total, subject.job.fraction * subject.pod.memory_bytes
-    answer: dict[str, Any] = {
+    answer: Json = {
         "stage": stage,
         "values": sum(x.size for x in plan.layouts),
         "micro_batch": subject.micro_batch,
@@ -53,12 +56,14 @@ def result(subject: Subject, stage: int, say: Say) -> dict[str, Any]:
     return answer | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def _search(subject: Subject, state, plan: Plan, total: int, limit: float, say: Say) -> dict[str, Any]:
+def _search(
+    subject: Subject, state: PyTree, plan: Plan, total: int, limit: float, say: Say
+) -> Json:
     def measure(micro_batch: int) -> int:
         say(f"compiling with {counted(micro_batch, 'example')} per device, to see what fits")
-        stats: Any = subject.compile(state, plan, micro_batch).memory_analysis()
-        new = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return stats.argument_size_in_bytes + stats.temp_size_in_bytes + new
+        memory = memory_of(subject.compile(state, plan, micro_batch))
+        assert memory is not None
+        return memory.total
 
     size, exact = largest_that_fits(measure, {subject.micro_batch: total}, limit)
     return {"micro_batch": size, "exact": exact}
@@ -79,7 +84,7 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
     return totals
 
 
-def estimate_json(e: Estimate) -> dict[str, Any]:
+def estimate_json(e: Estimate) -> Json:
     """An estimate as plain data, in bytes."""
     names = (
         "params", "grads", "opt_state", "host", "activations", "working", "states", "total", "wire",
@@ -90,7 +95,7 @@ def estimate_json(e: Estimate) -> dict[str, Any]:
     return {k: getattr(e, k) for k in names} | wire
 
 
-def report_json(report: Report, devices_per_node: int = 1) -> dict[str, Any]:
+def report_json(report: Report, devices_per_node: int = 1) -> Json:
     """Memory, wire and host traffic of a compiled program as plain data, in bytes."""
     assert report.memory is not None
     names = ("params", "opt_state", "rest", "arguments", "outputs", "aliased", "temp", "total", "peak")
@@ -103,5 +108,5 @@ def report_json(report: Report, devices_per_node: int = 1) -> dict[str, Any]:
     return memory | wire | {"wire_by_axes": dict(report.wire.by_axis), "wire_by_op": dict(report.wire.by_op)}
 
 
-def _tx(state: Any) -> Any:
+def _tx(state: PyTree) -> optax.GradientTransformation:
     return state[1].tx if is_pair(state) else state.tx

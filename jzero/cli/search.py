@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits, from as few compiles as can be."""
+"""The largest micro-batch that fits, from as few compiles as possible."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def largest_that_fits(
       most: measurements at most, those in `known` included.
 
     Returns:
-      (size, exact): the largest measured size that fits, 0 where even 1 does not, and whether the next one does
-      not: measured, or read from the line once it has met a measurement. Where it may, at most 1 % is left.
+      (size, exact): the largest measured size that fits, or 0 if even 1 does not; and whether the next size does not
+      fit, as measured, or as the line says once it has predicted a measurement. If the next may fit, at most 1 % is
+      left.
 
     Example:
       >>> largest_that_fits(lambda size: 50 + 7 * size, {8: 106}, 200)

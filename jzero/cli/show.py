@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from jzero.cli.job import Job
+from jzero.cli.job import Answers, Job, Json
 from jzero.core.errors import counted, human_bytes
 from jzero.proof.tables import lines_of, plain_table
 
@@ -16,7 +15,7 @@ VARIABLE, JAX_TAKES = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
 SHARE_SHOWN = 1e-4  # of a device's bytes: a step counter that an update outside of the program keeps to itself
 
 
-def title(job: Job, answers: dict[str, Any]) -> str:
+def title(job: Job, answers: Answers) -> str:
     """The model, the pod, the mesh and the micro-batch in two lines."""
     results = [r for r in answers["results"].values() if "values" in r]
     about = answers["about"]
@@ -35,14 +34,14 @@ def title(job: Job, answers: dict[str, Any]) -> str:
     return f"{job.preset or job.create}: {count} params, {examples}\n{pod}"
 
 
-def _is_off(result: dict[str, Any], key: str) -> bool:
-    """True where the compiled figure is not that of the closed form."""
+def _is_off(result: Json, key: str) -> bool:
+    """True if the compiled figure is not that of the closed form."""
     estimated, compiled = result["estimate"][key], result["compiled"][key]
     apart = abs(compiled - estimated)
     return apart > SHARE_OFF * estimated and apart > SHARE_SHOWN * result["estimate"]["total"]
 
 
-def stage_table(results: list[dict[str, Any]], fraction: float) -> list[str]:
+def stage_table(results: list[Json], fraction: float) -> list[str]:
     """Two lines per stage: estimated, then compiled; `fraction`: of a GPU's memory, in which a step fits."""
     done = [r for r in results if "crash" not in r]
     most = max((r["compiled"]["total"] for r in done), default=0)
@@ -74,17 +73,17 @@ def stage_table(results: list[dict[str, Any]], fraction: float) -> list[str]:
     return [*tables, *reasons, *_notes(done, fraction), *crashes]
 
 
-def _reasons(e: dict[str, Any]) -> Iterable[tuple[str, int]]:
+def _reasons(e: Json) -> Iterable[tuple[str, int]]:
     return e.get("wire_reasons", {}).items()
 
 
-def _reason(e: dict[str, Any], why: str, size: int) -> str:
+def _reason(e: Json, why: str, size: int) -> str:
     """`+0.50 Psi for matrices of the optimizer, to their owners and back`."""
     psi = f"{size * e['wire_psi'] / e['wire']:+.2f} Psi" if e["wire_psi"] and e["wire"] else human_bytes(size)
     return f"{psi} for {why}"
 
 
-def _host_table(done: list[dict[str, Any]], unit: str, shown: Callable[..., list[str]]) -> list[str]:
+def _host_table(done: list[Json], unit: str, shown: Callable[..., list[str]]) -> list[str]:
     """With offload: host memory, and what crosses PCIe."""
     if any("update" in r for r in done):
         return _update_table(done, shown)
@@ -100,7 +99,7 @@ def _host_table(done: list[dict[str, Any]], unit: str, shown: Callable[..., list
     return lines_of(table)
 
 
-def _update_table(done: list[dict[str, Any]], shown: Callable[..., list[str]]) -> list[str]:
+def _update_table(done: list[Json], shown: Callable[..., list[str]]) -> list[str]:
     """For an update outside of the program: host memory, files, what crosses PCIe, and how long it takes."""
     numbers = ("host", "host/node", "disk/node", "to device", "to host", "from disk", "to disk", "update")
     table = plain_table("stage", "", *numbers, right=numbers)
@@ -113,18 +112,18 @@ def _update_table(done: list[dict[str, Any]], shown: Callable[..., list[str]]) -
     return lines_of(table)
 
 
-def _psi(figures: dict[str, Any]) -> str:
+def _psi(figures: Json) -> str:
     return "-" if figures["wire_psi"] is None else f"{figures['wire_psi']:.2f}"
 
 
-def _largest(result: dict[str, Any]) -> str:
+def _largest(result: Json) -> str:
     found = result.get("largest")
     if found is None:
         return "-"
     return ("" if found["exact"] else ">= ") + str(found["micro_batch"])
 
 
-def _notes(results: list[dict[str, Any]], fraction: float) -> list[str]:
+def _notes(results: list[Json], fraction: float) -> list[str]:
     if not results:
         return []
     notes = [
@@ -165,7 +164,7 @@ def _notes(results: list[dict[str, Any]], fraction: float) -> list[str]:
     return [*notes, f"Compiled in {seconds} with {memory} of host memory."]
 
 
-def findings_text(results: list[dict[str, Any]]) -> list[str]:
+def findings_text(results: list[Json]) -> list[str]:
     """What `check` found, stage by stage; one line where it found nothing."""
     compiled = [r for r in results if "findings" in r]
     lines: list[str] = []

@@ -1,7 +1,7 @@
-"""The process that compiles: a job on standard input, one line of JSON per event on the file that is asked for.
+"""The process that compiles: reads a job from standard input, writes one line of JSON per event to a given file.
 
-XLA can end a process instead of raising (a check that fails inside of the compiler). The command line
-compiles here, so that such an end is a line in its table and no more.
+XLA can end a process instead of raising, when a check inside of the compiler fails. The command line compiles
+here, so that such an end is only a line in its table.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _run(job: Job, out: IO[str]) -> None:
 
 
 def _peak() -> int:
-    """Bytes of host memory that this program has held at most.
+    """The most host memory that this process has held, in bytes.
 
-    Linux counts into a process's `ru_maxrss` what its parent held when it was started; the status file does not.
+    On Linux, `ru_maxrss` includes what the parent held when the process started; the status file does not.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -65,7 +65,7 @@ def _peak() -> int:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """True for an error that neither jzero nor the command line words."""
+    """True for an error that neither jzero nor the command line raised."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

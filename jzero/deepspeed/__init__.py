@@ -10,7 +10,7 @@ Vocabulary
   result       what `read` returns: the config, lines of code for the rest, and the rows (`result.py`)
 
 What always holds
-  No key is passed over in silence, and none is guessed: a value that jzero has no counterpart for is told.
+  No key is ignored silently, and none is guessed: a value without a counterpart in jzero is reported.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def read(
     """A DeepSpeed config in jzero's terms: a `jzero.ZeroConfig`, the other numbers, and what became of every key.
 
     Call it after `jax.distributed.initialize`. Sections that are not needed or not supported as a whole (monitors,
-    profilers, autotuning, ...) are one key: what is in them is not looked at.
+    profilers, autotuning, ...) count as one key: their content is not read.
 
     Args:
       source: path of a ds_config.json, or its content as a dict.
       world: devices that share the batch: all, over the size of other parallelism. None: `jax.device_count()`, looked
         up only where the file needs it (train_batch_size, hpZ, MiCS).
-      auto: values for keys that say "auto", by dotted key: `{"bf16.enabled": True, "optimizer.params.lr": 1e-4}`.
-        Without them they are the defaults of Hugging Face's Trainer, where it has some, else jzero's; the rows say so.
+      auto: values for keys whose value is "auto", by dotted key: `{"bf16.enabled": True, "optimizer.params.lr": 1e-4}`.
+        Otherwise they get the defaults of Hugging Face's Trainer, or jzero's if it has none; the rows say so.
 
     Returns:
       A `FromDeepSpeed`; `print` it.
 
     Raises:
-      FileNotFoundError: no such file.
-      TypeError: a value of the wrong kind.
-      ValueError: no JSON; a key that DeepSpeed 0.19 does not know; a number out of its range; a batch size that is not
-        micro-batch x accumulation x devices; an NVMe tier; "auto" for stage, tier, hpZ or MiCS.
+      FileNotFoundError: there is no such file.
+      TypeError: a value is of the wrong kind.
+      ValueError: the file is not JSON; a key that DeepSpeed 0.19 does not know; a number out of its range; a batch size
+        that is not micro-batch x accumulation x devices; an NVMe tier; "auto" for stage, tier, hpZ or MiCS.
 
     Example:
       >>> import jzero.deepspeed

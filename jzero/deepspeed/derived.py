@@ -22,7 +22,7 @@ def derive_mesh(draft: Draft) -> None:
     """The mesh axes of hpZ or MiCS, and that of tensor parallelism, over which activations are split.
 
     Raises:
-      ValueError: a size that does not divide the devices.
+      ValueError: a size does not divide the devices.
     """
     axes: dict[str, int] = {}
     for name in filter(draft.active, HYBRIDS):
@@ -44,7 +44,7 @@ def derive_loss_scale(draft: Draft) -> None:
     """The scale of fp16: a number, or a `jzero.LossScale` that the train state holds.
 
     Raises:
-      ValueError: a least scale above the first one.
+      ValueError: the least scale is above the first one.
     """
     static, numbers = draft.active("fp16.loss_scale"), draft.part("scale")
     draft.made["step"] = f", scale={static}" if static else ""
@@ -92,7 +92,7 @@ def derive_optimizer(draft: Draft) -> None:
     """The optimizer and its schedule as expressions of optax.
 
     Raises:
-      ValueError: a schedule without a number of steps, or without a learning rate to rise to.
+      ValueError: a schedule has no number of steps, or no learning rate to rise to.
     """
     name, schedule = draft.get("optimizer.type"), draft.get("scheduler.type")
     expression, given = _expression(draft, "optimizer")
@@ -128,7 +128,7 @@ def _schedule(draft: Draft, name: str, rate: float | None) -> str:
     total: Any = given.get("total_num_steps")
     if total is None and "left" in expression:
         raise ValueError("scheduler.params.total_num_steps is None; it must be at least 1.")
-    draft.made |= {str(steps): True for steps in (warmup, total)}  # names, where the file says "auto"
+    draft.made |= {str(steps): True for steps in (warmup, total)}  # names, if the file says "auto"
     warmup = 2 if warmup in (0, 1) else warmup
     done = is_number(total) and is_number(warmup) and total <= warmup
     left = "1" if done else f"{total} - {warmup}"  # DeepSpeed divides by at least 1 too

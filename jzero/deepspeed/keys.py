@@ -37,7 +37,7 @@ class Key:
         return self.columns.get(column, TABLE["columns"][column])
 
     def is_off(self, value: Any) -> bool:
-        """True for a value by which nothing is asked for."""
+        """True for a value that asks for nothing."""
         if isinstance(value, Mapping):
             return not value or self.is_off(value.get(self["switch"], self["unset"]))
         return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self["off"])

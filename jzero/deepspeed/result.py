@@ -28,9 +28,9 @@ class FromDeepSpeed:
 
     Attributes:
       config: the `jzero.ZeroConfig`: what `jzero.shard`, `abstract` and `make_plan` take as `config=`.
-      world: devices that share the batch, or None where neither the file nor the caller needed it.
-      mesh_axes: mesh axes and their sizes, `{"replica": 8, "data": 8}`, for hpZ and MiCS; with `"model": 1`, whose size
-        is yours to say, where activations are split over it; None: one axis over all.
+      world: devices that share the batch, or None if neither the file nor the caller needed it.
+      mesh_axes: mesh axes and their sizes, `{"replica": 8, "data": 8}`, for hpZ and MiCS; with `"model": 1`,
+        whose size you choose, if activations are split over it; None: one axis over all.
       train_batch_size: examples in a step over all devices and micro-batches, or None where the file leaves it open.
       micro_batch_size: of them in one micro-batch on one device, or None.
       accumulate: micro-batches in a step, for `jzero.value_and_grad(accumulate=)`.
@@ -39,7 +39,7 @@ class FromDeepSpeed:
       param_dtype: "float16" or "bfloat16", to which the params are cast before `jzero.shard`; None: as they are.
       remat: keywords of `jzero.remat`, besides the subject and the plan; empty where the file asks for none.
       code: the lines of a train script that do what is not in `config`, in their order. They use `params`, `batch`,
-        `loss_fn`, `Block`, `shapes` and `model` of yours; `...` stands where you fill something in.
+        `loss_fn`, `Block`, `shapes` and `model` of yours; `...` stands for what you fill in.
       mapped: keys that became a part of the above.
       not_needed: keys without a counterpart, each with the reason; also those that switch something off.
       not_supported: keys for features that jzero lacks, each with what to do instead.

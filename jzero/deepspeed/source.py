@@ -20,12 +20,12 @@ TOO_DEEP = f"is nested deeper than {DEEPEST} levels: that is not a config."
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """What the file, or the dict, holds, and how to call it in messages.
+    """How to call the file or the dict in messages, and what it holds.
 
     Raises:
-      TypeError: neither a path nor a dict, or no object in the file.
-      FileNotFoundError: no such file.
-      ValueError: no JSON, a key that is there twice, or more than a config can hold (1 MiB, 32 levels).
+      TypeError: it is neither a path nor a dict, or the file holds no object.
+      FileNotFoundError: there is no such file.
+      ValueError: it is not JSON, has a key twice, or is larger than a config can be (1 MiB, 32 levels).
     """
     if isinstance(source, Mapping):
         where, found = "the dict", source
@@ -59,7 +59,7 @@ def _parsed(path: Path) -> Any:
             f", line {error.lineno}, column {error.colno}: {error.msg}. It must be JSON: no comments, no comma behind "
             "the last entry (DeepSpeed reads Hjson, which has both)."
         )
-    except ValueError as error:  # a key that is there twice, or no UTF-8
+    except ValueError as error:  # a key that is there twice, or not UTF-8
         text = f": {error}"
     raise ValueError(f"jzero.deepspeed: {path.name}{text}")
 
@@ -75,8 +75,8 @@ def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     """Every key as the file spells it, its dotted name, and its value.
 
     Raises:
-      TypeError: a key that is not a string, a section that is not an object.
-      ValueError: a key that would print as several lines, or as something else than it is.
+      TypeError: a key is not a string, or a section is not an object.
+      ValueError: a key would print as several lines, or as something other than it is.
     """
     for key, value in section.items():
         if not isinstance(key, str):
@@ -95,7 +95,7 @@ def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number; not for a bool, nor for an integer beyond what a float holds."""
+    """True for a finite number; not for a bool, nor for an integer that is too large for a float."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and abs(value) <= sys.float_info.max
 
@@ -110,11 +110,11 @@ def _is(kind: str, value: Any) -> bool:
 
 
 def checked(key: Key, value: Any) -> Any:
-    """The value as its kind; null and "auto" as they are.
+    """The value, converted to its kind; null and "auto" stay as they are.
 
     Raises:
-      TypeError: a value of the wrong kind.
-      ValueError: a value that is not allowed, an "auto" that cannot be.
+      TypeError: the value is of the wrong kind.
+      ValueError: the value is not allowed, or "auto" is not.
     """
     if value is None or (value == AUTO and key["auto"]):
         return value

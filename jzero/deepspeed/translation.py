@@ -24,17 +24,18 @@ class Draft:
 
     Args:
       config: what the file holds.
-      auto: values by dotted key, in the place of "auto".
-      world: devices that share the batch, or None where the caller does not say.
+      auto: values by dotted key, in place of "auto".
+      world: devices that share the batch, or None if the caller does not say.
 
     Attributes:
       values: by dotted key, in the order of the config.
-      keys: those that there can be, with the arguments of the optimizer and the schedule.
-      made: what is set: a field with its group, `config.stage`, and facts, which sentences and lines of the table name.
+      keys: all that a config can have, with the arguments of the optimizer and the schedule.
+      made: what is set: fields with their group (`config.stage`), and the facts that sentences and lines of the table
+        name.
 
     Raises:
-      TypeError: a value of the wrong kind.
-      ValueError: unknown keys, a value that is not allowed, one key under two names, values that do not go together.
+      TypeError: a value is of the wrong kind.
+      ValueError: there are unknown keys, a value that is not allowed, one key under two names, or values that conflict.
     """
 
     def __init__(self, config: Mapping[str, Any], auto: Mapping[str, Any], world: int | None):
@@ -62,7 +63,7 @@ class Draft:
         self.world = world
 
     def get(self, name: str) -> Any:
-        """The value of a key in jzero's terms; its default, or None, where the file has none."""
+        """The value of a key in jzero's terms; its default, or None, if the file has none."""
         key = self.keys[name]
         value: Any = self.values.get(name)
         value = TABLE["trainer"].get(name) if value == AUTO else value
@@ -72,7 +73,7 @@ class Draft:
         return float(value) if is_number(value) and key.kind == "number" else value
 
     def idle(self, name: str) -> tuple[str, str] | None:
-        """What becomes of a key that has no effect, and why; None where it has one."""
+        """What becomes of a key that has no effect, and why; None if it has one."""
         key = self.keys[name]
         if key.is_off(self.get(name)):
             return NOT_NEEDED, key["when_off"]
@@ -93,7 +94,7 @@ class Draft:
         """Sets what the table says for each key that has an effect.
 
         Raises:
-          ValueError: values that do not go together.
+          ValueError: values conflict.
         """
         for wanted, text in TABLE["conflicts"]:
             found = [(self.active(name), value) for name, value in wanted.items()]

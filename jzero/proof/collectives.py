@@ -54,6 +54,7 @@ class Site(Move):
     """One collective at one place of the program.
 
     Attributes:
+      name: of the instruction.
       op: its kind, such as `all-gather`, however it is printed.
       dtype: of its tensors; joined with `+` when combined tensors differ.
       tensors: number of tensors combined in it.
@@ -65,6 +66,7 @@ class Site(Move):
       place, instruction: where it stands, and as what.
     """
 
+    name: str
     op: str
     dtype: str
     tensors: int

@@ -46,7 +46,6 @@ class Move:
     """Bytes that move at one place of the program: between devices, or between a device and its host.
 
     Attributes:
-      name: of the instruction.
       computation: where it stands.
       bytes: of one execution, on one device.
       loops: trip counts of the loops around it, outermost first; 0 where the compiler does not know one.
@@ -57,7 +56,6 @@ class Move:
         their outputs.
     """
 
-    name: str
     computation: str
     bytes: int
     loops: tuple[int, ...]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jzero.proof.places import Move
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective(Move):
     """Equal collectives at one place of the program.
 
     Attributes:
@@ -18,14 +20,9 @@ class Collective:
       wire_bytes: what one device sends in one execution of one of them (ring).
       axes: mesh axes along which the devices of a group differ; empty without a mesh.
       group_size: devices in a group; smaller than the axes' product when only part of an axis joins.
-      trips: executions per step of each, the loops around it multiplied.
-      loops: those trip counts, outermost first; 0 for a loop whose count the compiler does not know.
-      phase: `forward`, `backward`, `update` or empty where the metadata does not say.
-      scope: name of the jzero scope it comes from, such as `gather_params`, or empty.
-      overlapped: True when compute stands between the start and the done of every one of them.
+      trips: executions per step of each.
       asynchronous: True when they are started and awaited apart, whether or not anything stands between.
-      compute_ops: instructions between start and done that compute more than a scalar, all of them together.
-      compute_bytes: the output bytes of those.
+      compute_ops, compute_bytes: as of one collective, for all of them together.
       sliced: True for an all-reduce of which each device uses its own slice alone: an unfused reduce-scatter.
       parts: tensors that XLA combined into each.
       computation: HLO computation in which they stand; `entry` for the one that runs once.
@@ -35,22 +32,17 @@ class Collective:
     op: str
     count: int
     dtype: str
-    bytes: int
     wire_bytes: int
     axes: tuple[str, ...]
     group_size: int
-    trips: int
-    loops: tuple[int, ...]
-    phase: str
-    scope: str
-    overlapped: bool
-    asynchronous: bool
-    compute_ops: int
-    compute_bytes: int
     sliced: bool
     parts: int
-    computation: str
     names: tuple[str, ...]
+
+    @property
+    def overlapped(self) -> bool:
+        """True when compute stands between the start and the done of every one of them."""
+        return self.asynchronous and self.compute_ops > 0
 
     @property
     def total_wire_bytes(self) -> int:

@@ -122,7 +122,7 @@ def explain(compiled: jax.stages.Compiled, plan: Plan | None = None) -> Report:
     return Report(
         collectives=collectives,
         transfers=transfers,
-        memory=_memory(compiled, given, by_kind),
+        memory=memory_of(compiled, given, by_kind),
         wire=_wire(collectives, psi),
         devices=module.partitions,
         mesh_shape=mesh_shape,
@@ -176,8 +176,7 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
     s = same[0]
     return Collective(
         op=s.op, count=len(same), dtype=s.dtype, bytes=s.bytes, wire_bytes=s.wire_bytes, axes=axes,
-        group_size=s.group_size, trips=s.trips, loops=s.loops, phase=s.phase, scope=s.scope,
-        overlapped=s.asynchronous and s.compute_ops > 0, asynchronous=s.asynchronous,
+        group_size=s.group_size, loops=s.loops, phase=s.phase, scope=s.scope, asynchronous=s.asynchronous,
         compute_ops=sum(x.compute_ops for x in same), compute_bytes=sum(x.compute_bytes for x in same),
         sliced=s.sliced, parts=s.tensors, computation="entry" if s.computation == entry else s.computation,
         names=tuple(x.name for x in same),
@@ -212,9 +211,13 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
     return Wire(by_op, by_axis, by_phase, psi_bytes)
 
 
-def _memory(
-    compiled: jax.stages.Compiled, given: Sequence[Given], by_kind: dict[str, int] | None
+def memory_of(
+    compiled: jax.stages.Compiled, given: Sequence[Given] = (), by_kind: dict[str, int] | None = None
 ) -> Memory | None:
+    """The memory of a program; None if the backend does not report it.
+
+    `given`, `by_kind`: its arguments, and their bytes as of `argument_bytes`.
+    """
     stats = compiled.memory_analysis()
     if stats is None:
         return None

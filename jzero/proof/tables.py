@@ -28,11 +28,8 @@ def render(report: Report) -> str:
     mesh = " x ".join(f"{size} {name}" for name, size in (report.mesh_shape or {}).items())
     hidden = len(report.collectives) - MOST_ROWS
     lines = [counted(report.devices, "device") + (f" ({mesh})" if mesh else "")]
-    lines += [
-        "",
-        "collectives (tensor and wire: of one execution; overlap: output of the compute in between)",
-    ]
-    lines += lines_of(_collectives(report)) if report.collectives else [" none"]
+    title = "collectives (tensor and wire: of one execution; overlap: output of the compute in between)"
+    lines += ["", title, *(lines_of(_collectives(report)) if report.collectives else [" none"])]
     lines += [f" ... and {counted(hidden, 'row')} with less traffic"] if hidden > 0 else []
     lines += ["", "sent by one device in a step", *lines_of(_wire(report))] if report.collectives else []
     if report.is_lower_bound:
@@ -40,20 +37,11 @@ def render(report: Report) -> str:
     if report.unknown_calls:
         named = ", ".join(f"{n} x {target}" for target, n in report.unknown_calls.items())
         lines += [f" custom calls that jzero cannot look into: {named}"]
-    lines += (
-        ["", "host transfers of one device in a step", *lines_of(_transfers(report))]
-        if report.transfers
-        else []
-    )
+    if report.transfers:
+        lines += ["", "host transfers of one device in a step", *lines_of(_transfers(report))]
     if report.activations is not None:
-        lines += [
-            "",
-            "from the forward to the backward pass, one device",
-            *lines_of(_activations(report.activations)),
-        ]
-    lines += (
-        ["", "memory per device", *lines_of(_memory(report.memory))] if report.memory else ["", NO_MEMORY]
-    )
+        lines += ["", "from the forward to the backward pass, one device", *lines_of(_activations(report.activations))]
+    lines += ["", *(["memory per device", *lines_of(_memory(report.memory))] if report.memory else [NO_MEMORY])]
     return "\n".join(lines)
 
 

@@ -47,6 +47,7 @@ CARRIES = CALLERS | SAME | {"parameter", "async-done", "async-update"}
 class Transfer(Move):
     """A copy between host and device memory, at one place of the program; `to`: `device` or `host`."""
 
+    name: str
     to: str
 
     @property

@@ -133,7 +133,7 @@ def test_from_a_plain_checkpoint(tmp_path):
         assert_same(logical_values(back), logical_values(plain()))
     with pytest.raises(ValueError, match="has no checksums: plain orbax wrote it"):
         checkpoint.verify(tmp_path / "plain")
-    with pytest.raises(ValueError, match="is not jzero's: plain orbax wrote it"):
+    with pytest.raises(ValueError, match="has no custom JSON: plain orbax wrote it"):
         checkpoint.custom(tmp_path / "plain")
 
 

@@ -98,13 +98,13 @@ def test_a_reader_of_a_folder_that_is_not_there_does_not_make_it(tmp_path):
 
 def test_a_step_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
     fill(tmp_path, [3.0, 2.0])
-    small = checksums.Seal.small
+    small = checksums.Checksums.small
 
     def removed(sums):
         shutil.rmtree(tmp_path / "2", ignore_errors=True)
         return small(sums)
 
-    monkeypatch.setattr(checksums.Seal, "small", removed)
+    monkeypatch.setattr(checksums.Checksums, "small", removed)
     with pytest.raises(FileNotFoundError, match=r"2 was removed while it was read: .* There are \[1\] now"):
         checkpoint.Steps(tmp_path).restore(tree())
 
@@ -372,9 +372,9 @@ def test_a_step_whose_metrics_are_damaged_is_named_and_kept(how, tmp_path):
 
 def test_a_step_that_its_writer_removes_meanwhile_is_in_no_doubt(tmp_path, monkeypatch):
     fill(tmp_path, [0.1, 0.9])
-    sealed = store.is_sealed
+    sealed = store.has_checksums
     monkeypatch.setattr(
-        store, "is_sealed", lambda path: shutil.rmtree(path) if path.name == "1" else sealed(path)
+        store, "has_checksums", lambda path: shutil.rmtree(path) if path.name == "1" else sealed(path)
     )
     assert checkpoint.Steps(tmp_path, best="loss").best == 2
 
@@ -417,7 +417,7 @@ def test_metrics_are_what_was_passed(tmp_path):
         steps.save(2, tree(), metrics={"loss": float("nan")})
         steps.wait()
         assert (steps.steps, steps.best) == ([1, 2], 1)
-    assert checksums.Seal(tmp_path / "1").metrics == {"loss": 0.5, "n": 3, "half": 0.25, "one": 1.0, "on": True}
+    assert checksums.Checksums(tmp_path / "1").metrics == {"loss": 0.5, "n": 3, "half": 0.25, "one": 1.0, "on": True}
     with ocp.training.Checkpointer(str(tmp_path)) as plain:  # and plain orbax finds them
         assert next((c.step, c.metrics["loss"]) for c in plain.checkpoints) == (1, 0.5)
     with checkpoint.Steps(tmp_path, best="acc") as steps:

@@ -346,5 +346,5 @@ def test_what_is_no_path_at_all(path):
         checkpoint.Steps,
         lambda p: checkpoint.save(p, {"w": jnp.ones(1)}),
     ):
-        with pytest.raises(TypeError, match=r"a path is text or a pathlib\.Path, not"):
+        with pytest.raises(TypeError, match=r"a path must be a string or a pathlib\.Path, not"):
             call(path)

@@ -418,18 +418,18 @@ def test_values_that_the_dtype_cannot_hold(tmp_path):
 def test_one_text_is_no_list(path, tmp_path):
     save_file(WEIGHTS | {"x.attn.bias": np.ones(3), "extra": np.ones(3)}, tmp_path / "m.safetensors")
     with pytest.raises(
-        TypeError, match=r"ignore='\*\.attn\.bias'\): ignore is a list. Pass ignore=\['\*\.attn\.bias'\]"
+        TypeError, match=r"ignore='\*\.attn\.bias'\): ignore must be a list. Pass ignore=\['\*\.attn\.bias'\]"
     ):
         loaded(tmp_path / "m.safetensors", ignore="*.attn.bias")
     with pytest.raises(ValueError, match=r"1 params and tensors do not fit(.|\n)*extra"):
         loaded(tmp_path / "m.safetensors", ignore=["*.attn.bias"])
-    with pytest.raises(TypeError, match="include is a list"):
+    with pytest.raises(TypeError, match="include must be a list"):
         checkpoint.export(path, tmp_path / "e.safetensors", include="batch_stats")
     with pytest.raises(TypeError, match=r"names gives None for .*every tensor needs a name"):
         checkpoint.export(path, tmp_path / "e.safetensors", names=lambda name: None)
-    with pytest.raises(TypeError, match="ignore is a list of texts"):
+    with pytest.raises(TypeError, match="ignore must be a list of strings"):
         loaded(tmp_path / "m.safetensors", ignore=[3])
-    with pytest.raises(TypeError, match="names is a function or a mapping"):
+    with pytest.raises(TypeError, match="names must be a function or a mapping"):
         loaded(tmp_path / "m.safetensors", names=["w"])
     with pytest.raises(TypeError, match=r"a pair of name and dims, \(name, \(1, 0\)\)"):
         loaded(tmp_path / "m.safetensors", names=lambda name: 3)

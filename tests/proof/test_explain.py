@@ -202,7 +202,7 @@ def test_host_bytes_are_apart():
 
 ROW = Collective(
     op="all-gather", count=3, dtype="bf16", bytes=2_000_000, wire_bytes=1_750_000, axes=("data",),
-    group_size=8, trips=12, loops=(4, 3), phase="update", scope="gather_params", overlapped=True,
+    group_size=8, loops=(4, 3), phase="update", scope="gather_params",
     asynchronous=True, compute_ops=2, compute_bytes=4096, sliced=False, parts=2, computation="body",
     names=("a", "b", "c"),
 )  # fmt: skip
@@ -217,7 +217,7 @@ def table(*rows) -> list[str]:
 def test_table():
     lines = table(
         ROW,
-        replace(ROW, op="all-reduce", count=1, sliced=True, asynchronous=False, overlapped=False, scope=""),
+        replace(ROW, op="all-reduce", count=1, sliced=True, asynchronous=False, scope=""),
     )
     assert lines[0] == "64 devices (64 data x 1 model)"
     words = [" ".join(line.split()) for line in lines]
