@@ -12,10 +12,10 @@ import numpy as np
 
 from jzero.core.errors import check_choice, check_dtype, check_flag, check_int, check_kind, nearest, shown
 
-BUCKETS = 16  # that the params make by default, where one is then at most
-BUCKET_BYTES = 32 * 2**20
+BUCKETS = 16  # into which the params are divided by default
+BUCKET_BYTES = 32 * 2**20  # at most, by default
 GATHERED_BUCKET_BYTES = 64 * 2**20  # at stage 3
-LEAST_BUCKET = 4 * 2**20  # at stage 2, where small models need no order
+LEAST_BUCKET = 4 * 2**20  # at stage 2; the gradients of small models need no order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,13 @@ STAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """From which stage on a field of `ZeroConfig` does anything, why not below, and whether it is refused there.
+    """From which stage on a field of `ZeroConfig` has an effect, and why it has none below.
 
-    `where`: what it has no effect on below, if it has one elsewhere.
+    Attributes:
+      stage: the first one with an effect.
+      why: the reason, for the plan's notes and errors.
+      refused: below that stage it is an error to set it.
+      where: what it has no effect on below that stage, if it has one elsewhere.
     """
 
     stage: int
@@ -69,7 +73,7 @@ EFFECTS = {
 HOST_TIER = "host"
 
 BUFFER_BYTES = 2**30
-"""Of `Offload(tier="disk")`, in each process."""
+"""The default of `Offload(buffer_bytes=)`."""
 
 MOMENT_DTYPES = ("bfloat16", "float32", "float64")
 
@@ -88,20 +92,20 @@ class Offload:
         parameter over PCIe for Adam with a master. "host": by the CPU, outside of the compiled program, 4 bytes per
         16-bit parameter: `apply_gradients` (NNX: `optimizer.update`) is called on gradients that a jitted function
         returned. Needs stage 2 or 3. Every param has a master.
-      delay: with an update outside of the program: 1 runs the update of a step beside the forward and backward pass of
-        the next one, so that params are one step late (ZeRO-Offload's delayed update); the host keeps a copy of the
-        params besides. 0: no delay.
-      path: of `tier="disk"`: a folder that does not exist or is empty; each process writes into a folder of its own in
+      delay: for an update outside of the program. 1: the update of a step runs beside the forward and backward pass of
+        the next one, so that params are one step late (ZeRO-Offload's delayed update), and the host has a copy of the
+        params too. 0: no delay.
+      path: for `tier="disk"`: a folder that does not exist or is empty. Each process writes into a folder of its own in
         it.
-      buffer_bytes: of `tier="disk"`: host memory through which state goes, in each process. None: 1 GiB.
+      buffer_bytes: for `tier="disk"`: bytes of host memory through which state goes, in each process. None: 1 GiB.
       in_flight_bytes: bytes of state, of one device, that are on the device at once; three groups of a third of it
         are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
-      prefetch: True lets the first groups be fetched before the gradients are there: in_flight_bytes more at the peak
-        of the backward pass, for a start without waiting.
+      prefetch: True: the first groups may be fetched before the gradients are there. That takes in_flight_bytes more at
+        the peak of the backward pass, and the update starts without waiting.
 
     Raises:
-      TypeError: a field of the wrong kind.
-      ValueError: an unknown tier or update, a number out of its range, options that do not go together.
+      TypeError: a field is of the wrong kind.
+      ValueError: tier or update is unknown, a number is out of range, options do not go together.
     """
 
     tier: str = "host"
@@ -149,7 +153,7 @@ class Offload:
 
     @property
     def buffer(self) -> int:
-        """Bytes of host memory of one process through which state in files goes; 0 where there are no files."""
+        """Bytes of host memory through which state in files goes, in each process; 0 without files."""
         return (self.buffer_bytes or BUFFER_BYTES) if self.tier == "disk" else 0
 
 
@@ -166,37 +170,37 @@ class ZeroConfig:
       master_dtype: dtype of the master copy of 16-bit params kept in the optimizer state. "auto": float32
         for 16-bit params, no master for wider ones. None: never a master.
       compute_dtype: stage 3: params are cast to it on the shard, before they are gathered.
-      reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. Honoured by
-        `jzero.value_and_grad`; at stages 2 and 3 also by plain `jax.grad` through a sharded `apply_fn` or
-        `gather_on_use`, for the weights of matmuls and lookups; a wider one also for biases and scales, a narrower one
-        also for convolutions (other gradients are reduced in the dtype in which they are made).
+      reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. `jzero.value_and_grad`
+        honours it. At stages 2 and 3 plain `jax.grad` through a sharded `apply_fn` or `gather_on_use` honours it too,
+        for the weights of matmuls and lookups; a wider one also for biases and scales, a narrower one also for
+        convolutions. (Other gradients are reduced in the dtype in which they are made.)
       moment_dtype: dtype in which the optimizer's moments are stored: bfloat16 (rounded so that the mean is right),
-        float32 or float64. They are computed in the wider of it and their own. None: their own.
+        float32 or float64. They are computed in the wider of this dtype and their own. None: their own.
       updates: what the wrapped `update` returns: "deferred", objects that become the new param when they are added to
         the old one; "delta", plain arrays to add.
       offload: "host" or a `jzero.Offload`: optimizer state and masters live in pinned host memory, split as the stage
         says, and are streamed through the device. None: in device memory.
-      uneven: a leaf that no dim divides, nor several together: "pad" (its optimizer state is stored padded by zeros,
-        the optimizer sees its shape; at stage 3 the param is stored in as many parts as divide it, or whole),
-        "replicate" (all of it whole, recorded with its bytes) or "error".
-      min_shard_bytes: bytes; leaves smaller than this stay whole and are recorded. 0 splits all. "auto": the largest
-        threshold of at most 64 KiB by which the optimizer state of a device grows by at most 1 %; the plan has it.
-      bucket_bytes: stages 2 and 3: bytes of whole weights whose gradients are reduced together, and at stage 3 that are
-        gathered together: smaller ones share a message, larger ones have their own. About two buckets of whole
+      uneven: what to do with a leaf of which neither one dim divides nor several together: "pad" (its optimizer state
+        is stored padded by zeros, and the optimizer sees its own shape; at stage 3 the param is stored in as many parts
+        as divide it, or whole), "replicate" (all of it is whole, and the plan lists its bytes) or "error".
+      min_shard_bytes: leaves of fewer bytes stay whole, and the plan lists them. 0 splits all. "auto": the largest
+        threshold of at most 64 KiB that adds at most 1 % to the optimizer state of a device; the plan has the number.
+      bucket_bytes: stages 2 and 3: bytes of whole weights whose gradients are reduced together, and which are gathered
+        together at stage 3. Smaller ones share a message, larger ones have their own. About two buckets of whole
         gradients, and at stage 3 `prefetch` + 1 of gathered weights, are alive at once. None: a sixteenth of the
         params, at stage 2 from 4 to 32 MiB, at stage 3 at most 64 MiB.
       prefetch: stage 3: how many buckets ahead of its use a weight is gathered in unrolled code; at least 1.
       logical_axis_rules: pairs (logical name, mesh axis, tuple of axes or None) for the names in Flax metadata and
-        `param_specs` that are not mesh axes. As in `flax.linen`, earlier rules go first, and a rule counts where its
-        axes do not split another dim of the param; a dim whose rules do not count is whole. A name without a rule
+        `param_specs` that are not mesh axes. As in `flax.linen`, earlier rules go first, and a rule is skipped if its
+        axes split another dim of the param already; a dim whose rules are all skipped is whole. A name without a rule
         must be a mesh axis.
       reshard_after_forward: stage 3: True drops a gathered weight after its use, and the backward pass gathers it
-        again: 3 Psi on the wire. False keeps it from the forward to the backward pass: 2 Psi, and all params whole at
-        the end of the forward pass, as at stage 2; between steps they are split all the same.
+        again: 3 Psi on the wire. False keeps it from the forward to the backward pass: 2 Psi, but all params are whole
+        at the end of the forward pass, as at stage 2. Between steps they are split in both cases.
 
     Raises:
-      TypeError: a field of the wrong kind (a bool is not an int).
-      ValueError: a field out of its range.
+      TypeError: a field is of the wrong kind (a bool is not an int).
+      ValueError: a field is out of range, is refused at this stage, or does not go with another one.
     """
 
     stage: int = 2
@@ -299,12 +303,12 @@ class ZeroConfig:
             raise ValueError(f"ZeroConfig: {where} {why}.")
 
     def _without_effect(self) -> dict[str, Effect]:
-        """The fields that are set, other than to their default, and do nothing at this stage."""
+        """The fields that are not at their default and have no effect at this stage."""
         ignored = (name for name in EFFECTS if getattr(self, name) != getattr(ZeroConfig, name))
         return {name: EFFECTS[name] for name in ignored if self.stage < EFFECTS[name].stage}
 
     def without_effect(self) -> list[str]:
-        """For each field that was set and does nothing at this stage, a line that says so."""
+        """For each field that is set and has no effect at this stage, a line that says so."""
         return [
             f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
             for name, effect in self._without_effect().items()
@@ -361,16 +365,16 @@ class ZeroConfig:
         """Stage 3: a weight is gathered once, and whole until the backward pass is done with it."""
         return not self.reshard_after_forward
 
-    def master_for(self, dtype) -> np.dtype | None:
-        """The dtype of the master copy of a param of `dtype`, or None where it needs none."""
+    def master_for(self, dtype: Any) -> np.dtype | None:
+        """The dtype of the master copy of a param of `dtype`; None if it needs none."""
         dtype = check_dtype(dtype, "dtype", where="ZeroConfig.master_for", floating=False)
         if self.master_dtype is None:
             return None
         wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
         return wanted if wanted.itemsize > dtype.itemsize else None
 
-    def adam_bytes(self, dtype) -> int:
-        """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master where it has one.
+    def adam_bytes(self, dtype: Any) -> int:
+        """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master if it has one.
 
         An update outside of the program keeps a master of every param.
         """
@@ -381,7 +385,7 @@ class ZeroConfig:
 
 
 def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str) -> ZeroConfig:
-    """The config that `config=` or the loose fields of a call mean.
+    """The config of a call, from `config=` or from its fields as keywords.
 
     Raises:
       TypeError: both are given, `config` is not a ZeroConfig, or a field has an unknown name.
@@ -395,24 +399,22 @@ def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str
     if config is None:
         return ZeroConfig(**fields)
     if not isinstance(config, ZeroConfig):
-        kind = type(config).__name__
-        raise TypeError(
-            f"{where}: config must be a jzero.ZeroConfig, not {kind}. Name it: stage=2, mesh=mesh, ..."
-        )
+        got = type(config).__name__
+        raise TypeError(f"{where}: config must be a jzero.ZeroConfig, not {got}. Name it: stage=2, mesh=mesh, ...")
     if fields:
         raise TypeError(f"{where}: pass config= or its fields ({', '.join(fields)}), not both.")
     return config
 
 
-def _text(value) -> str:
+def _text(value: Any) -> str:
     return value.name if isinstance(value, np.dtype) else repr(value)
 
 
-def _as_tuple(axis) -> tuple[str, ...]:
+def _as_tuple(axis: str | Sequence[str]) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _offload(value) -> Offload | None:
+def _offload(value: Any) -> Offload | None:
     if value is None or isinstance(value, Offload):
         return value
     check_kind(value, "offload", str, '"host", a jzero.Offload or None', where="ZeroConfig")
@@ -422,7 +424,7 @@ def _offload(value) -> Offload | None:
     return Offload()
 
 
-def _axes(value, name: str, *, optional: bool):
+def _axes(value: Any, name: str, *, optional: bool) -> str | tuple[str, ...] | None:
     if value is None and optional:
         return None
     if isinstance(value, str):
@@ -436,8 +438,8 @@ def _axes(value, name: str, *, optional: bool):
     )
 
 
-def _rules(value) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
-    """Rules as tuples, which are hashable."""
+def _rules(value: Any) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
+    """Rules as tuples, so that they can be hashed."""
     pairs = list(value) if isinstance(value, (tuple, list)) else [value]
     if not all(isinstance(r, (tuple, list)) and len(r) == 2 and isinstance(r[0], str) for r in pairs):
         raise TypeError(
@@ -447,7 +449,7 @@ def _rules(value) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
     return tuple((name, _axes(axes or None, "logical_axis_rules", optional=True)) for name, axes in pairs)
 
 
-def _dtype(value, name: str):
+def _dtype(value: Any, name: str) -> np.dtype | str | None:
     if value is None or (name == "master_dtype" and isinstance(value, str) and value == "auto"):
         return value
     return check_dtype(value, name, where="ZeroConfig", rule="a dtype or None")

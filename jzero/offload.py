@@ -1,4 +1,4 @@
-"""Optimizer state and params in host memory: which leaves live there, what streams them, and whether they fit."""
+"""Optimizer state and params in host memory: which leaves live there, how they are streamed, and whether they fit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jzero.core.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown
 from jzero.core.ordering import tied
+from jzero.core.types import PyTree, PyTreeDef
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.placement import memory_kind
@@ -26,13 +28,13 @@ LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 LIMIT_GB = 64  # of pinned memory per process, where the variable does not say otherwise
 
 
-def placements_of(tree: Any, plan: Plan) -> list[Placement]:
-    """Where every leaf of an optimizer state lives, in the order of its leaves."""
+def placements_of(tree: PyTree, plan: Plan) -> list[Placement]:
+    """Where each leaf of an optimizer state lives."""
     return [Placement(s) if s.memory_kind == HOST else DEVICE for s in plan.state_shardings(tree)]
 
 
-def where_they_lie(arrays: Sequence[Any], specs: Sequence[Any], plan: Plan) -> list[Placement]:
-    """Where arrays of these layouts lie, traced or not; leaves that are None are left out."""
+def where_they_lie(arrays: Sequence[Any], specs: Sequence[PartitionSpec], plan: Plan) -> list[Placement]:
+    """Where arrays with these layouts are, traced or not; None is left out."""
     return [
         Placement(plan.sharding(spec).with_memory_kind(HOST)) if memory_kind(x) == HOST else DEVICE
         for x, spec in zip(arrays, specs, strict=True)
@@ -41,27 +43,27 @@ def where_they_lie(arrays: Sequence[Any], specs: Sequence[Any], plan: Plan) -> l
 
 
 def streamed(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
     plan: Plan,
     placements: Sequence[Placement],
-    out_placements: Callable[[Any], Sequence[Placement]],
+    out_placements: Callable[[PyTree], Sequence[Placement]],
     *,
     gate: Sequence[int] = (),
 ) -> Any:
-    """`fn(*args)` with what lies in host memory streamed; see [Note: streaming] in `streaming.py`.
+    """`fn(*args)`, streaming what is in host memory; see [Note: streaming] in `streaming.py`.
 
     Args:
-      fn: trees in device memory to a tree.
+      fn: maps trees in device memory to a tree.
       args: its arguments.
       plan: says how much may be on the device at once.
       placements: of every leaf of `args`.
-      out_placements: of the flat results, given their tree.
-      gate: which leaves of `args` must be there before the first fetch.
+      out_placements: maps the tree of the results to the placements of its leaves.
+      gate: which leaves of `args` must be computed before the first fetch.
     """
     flat, flat_fn, box = _flattened(fn, args)
 
-    def on_excess(excess: list[Excess]):
+    def on_excess(excess: list[Excess]) -> None:
         warn_excess(excess, _names(box[0]), plan)
 
     options = plan.config.tier
@@ -74,24 +76,26 @@ def streamed(
 
 
 def scheduled(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
     plan: Plan,
     placements: Sequence[Placement],
-    out_placements: Callable[[Any], Sequence[Placement]],
+    out_placements: Callable[[PyTree], Sequence[Placement]],
     **_: Any,
 ) -> Schedule:
-    """How `streamed` does it: its arguments, which may be abstract."""
+    """The schedule of `streamed`. It takes the same arguments, which may be abstract."""
     flat, flat_fn, box = _flattened(fn, args)
     return schedule_of(
         flat_fn, flat, placements, lambda: out_placements(_numbered(box[0])), plan.in_flight_bytes
     )
 
 
-def _flattened(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[list[Any], Callable[..., Any], list[Any]]:
-    """The leaves of the arguments, the function of these, and a list that has the tree of its results once it ran."""
+def _flattened(
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...]
+) -> tuple[list[Any], Callable[..., list[Any]], list[PyTreeDef]]:
+    """The leaves of the arguments, the function of these, and a list that gets the tree of its results when it runs."""
     flat, tree = jax.tree.flatten(args)
-    box: list[Any] = []
+    box: list[PyTreeDef] = []
 
     def flat_fn(*leaves):
         results, structure = jax.tree.flatten(fn(*tree.unflatten(leaves)))
@@ -109,14 +113,14 @@ def mapped(
     scalars: Sequence[Any] = (),
     in_place: bool = False,
 ) -> list[Any]:
-    """`fn(*scalars, *arrays)` for the arrays of each param, one of each list: gradients, sums of them.
+    """`fn(*scalars, *arrays)` for each param, with its array of each list: gradients, or sums of them.
 
     Args:
       fn: elementwise.
-      lists: arrays on the shards of gradients; what lies in host memory is streamed, its result lies there.
+      lists: arrays on the shards of gradients. Those in host memory are streamed, and so is the result.
       plan: says how much may be on the device at once.
-      scalars: handed to every call.
-      in_place: results of the first list's dtype take its place.
+      scalars: arguments of every call.
+      in_place: results of the dtype of the first list take its place.
     """
     if not any(memory_kind(x) == HOST for xs in lists for x in xs):
         return [fn(*scalars, *row) for row in zip(*lists, strict=True)]
@@ -138,8 +142,8 @@ def mapped(
     )  # fmt: skip
 
 
-def zeros_like_gradients(dtypes: Sequence[Any], plan: Plan) -> list[Any]:
-    """Zeros for the sums of gradients; those of params in host memory there."""
+def zeros_like_gradients(dtypes: Sequence[np.dtype], plan: Plan) -> list[jax.Array]:
+    """Zeros for the sums of gradients; for params in host memory they are there too."""
     layouts = plan.trained.layouts
     layout = [plan.sharding(x.grad).with_memory_kind(HOST) if plan.lives_on_host(x) else None for x in layouts]
     rows = list(zip(layouts, dtypes, strict=True))
@@ -149,22 +153,24 @@ def zeros_like_gradients(dtypes: Sequence[Any], plan: Plan) -> list[Any]:
     )  # fmt: skip
 
 
-def made_streamed(fn: Callable[[], list[Any]], layout: Sequence[jax.sharding.NamedSharding], plan: Plan):
-    """A creation function whose results are written to host memory group by group; `layout` says which live there."""
+def made_streamed(
+    fn: Callable[[], list[Any]], layout: Sequence[jax.sharding.NamedSharding], plan: Plan
+) -> Callable[[], list[jax.Array]]:
+    """A creation function whose results are written to host memory group by group; `layout` says which of them."""
     placements = [Placement(s) if s.memory_kind == HOST else DEVICE for s in layout]
     return lambda: stream(fn, (), (), lambda: placements, in_flight_bytes=plan.in_flight_bytes)
 
 
-def _numbered(tree) -> Any:
+def _numbered(tree: PyTreeDef) -> PyTree:
     return tree.unflatten(range(tree.num_leaves))
 
 
-def _names(tree) -> list[str]:
+def _names(tree: PyTreeDef) -> list[str]:
     return [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(_numbered(tree))]
 
 
 def warn_excess(excess: list[Excess], names: Sequence[str], plan: Plan) -> None:
-    """Say which leaves are on the device at once although they are above the bound, and why."""
+    """Warns of leaves that are on the device at once although they exceed the bound, and says why."""
     rows = [
         (
             ", ".join(names[j] for j in x.outs[:3]) or "a norm of the state",
@@ -183,7 +189,7 @@ def warn_excess(excess: list[Excess], names: Sequence[str], plan: Plan) -> None:
     )
 
 
-def select(pred: Any, new: Any, old: Any) -> Any:
+def select(pred: Any, new: PyTree, old: PyTree) -> PyTree:
     """`jnp.where(pred, new, old)` for whole trees, with leaves in host memory too.
 
     Args:
@@ -197,9 +203,9 @@ def select(pred: Any, new: Any, old: Any) -> Any:
       ValueError: the trees differ in structure, or `pred` is not a scalar.
 
     Cost:
-      Leaves in host memory are fetched, both, leaf by leaf, and written: 3 times their bytes over PCIe; and both must
-      exist, so that the step cannot update the old state in place: twice its host memory. Skipping inside of the chain
-      costs nothing: `optax.apply_if_finite(tx, n)` works with offload.
+      Leaves in host memory are fetched one by one, from both trees, and written: 3 times their bytes over PCIe. Both
+      trees must exist, so the step cannot update the old state in place: twice its host memory. Skipping inside of the
+      chain costs nothing: `optax.apply_if_finite(tx, n)` works with offload.
 
     Example:
       >>> import jax.numpy as jnp, jzero
@@ -242,16 +248,16 @@ def select(pred: Any, new: Any, old: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(old), out)
 
 
-def host_bytes(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> int:
+def host_bytes(state: PyTree, plan: Plan, masters: Sequence[Any] = ()) -> int:
     """Bytes of an optimizer state, and of params and their gradients, that one device keeps in host memory.
 
     Args:
-      state: abstract; for an update outside of the program the inner one.
+      state: abstract; for an update outside of the program the inner state.
       plan: says what lives there.
-      masters: of an update outside of the program, abstract; None of a param without one.
+      masters: for an update outside of the program: abstract, None for a param without one.
     """
     rows = zip(jax.tree.leaves(state), plan.state_specs(state), plan.offloaded(state), strict=True)
-    of_state = (leaf_bytes(x) // shard_factor(spec, plan.mesh) for x, spec, kept in rows if kept)
+    of_state = (leaf_bytes(x) // shard_factor(spec, plan.mesh) for x, spec, hosted in rows if hosted)
     known = [(m, x.state) for m, x in zip(masters, plan.trained.layouts, strict=bool(masters)) if m is not None]
     of_masters = (leaf_bytes(m) // shard_factor(spec, plan.mesh) for m, spec in known)
     return sum(of_state) + sum(of_masters) + param_bytes(plan) + late_bytes(plan)
@@ -279,8 +285,8 @@ _LESS = (
 )
 
 
-def check_host_memory(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> None:
-    """Raises before anything is allocated where what is offloaded does not fit into host memory.
+def check_host_memory(state: PyTree, plan: Plan, masters: Sequence[Any] = ()) -> None:
+    """Raises MemoryError, before anything is allocated, if what is offloaded does not fit into host memory.
 
     Args:
       state, plan, masters: as for `host_bytes`.
@@ -298,7 +304,7 @@ def check_host_memory(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> No
         )
         return
     hosted = param_bytes(plan) * len(devices)
-    if plan.config.in_files and tier is not None:  # masters and moments pass through the buffer
+    if plan.config.in_files and tier is not None:  # masters and moments only pass through the buffer
         grads = [x for x in plan.layouts if not plan.lives_on_host(x) and x.frozen is None]
         needed = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in grads) * len(devices)
         needed += hosted + late_bytes(plan) * len(devices) + tier.buffer
@@ -323,13 +329,13 @@ def check_host_memory(state: Any, plan: Plan, masters: Sequence[Any] = ()) -> No
         )
 
 
-def local_devices(plan: Plan) -> list[Any]:
+def local_devices(plan: Plan) -> list[jax.Device]:
     """The devices of the plan that this process drives."""
     return [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
 
 
 def available_memory() -> int | None:
-    """Bytes of host memory that are free for a new process; None where the system does not say."""
+    """Bytes of host memory that are free for a new process; None if the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             rows = dict(line.split(":") for line in file)

@@ -1,11 +1,10 @@
 """The `Plan`: where every leaf of a train state lives, decided from shapes before any array exists.
 
 [Note: two layouts]
-Every param has a *stored* layout, the one its array has between steps, and a *used* layout, the one the
-model's arithmetic sees (whole, or split by tensor parallelism alone). Gradients and optimizer state have
-one each. Where two of them differ, a collective stands: grads used -> grads stored is a reduce-scatter,
-state -> params is an all-gather. A stage is a row of `jzero.config.STAGES` that says which of the stored
-layouts carries the ZeRO axis; no other code asks for the number of the stage.
+Every param has a *stored* layout, that of its array between steps, and a *used* layout, the one that the model's
+arithmetic sees (whole, or only split by tensor parallelism). Gradients and optimizer state have one layout each. Where
+two layouts differ there is a collective: used -> grad is a reduce-scatter, state -> stored an all-gather. A stage is a
+row of `jzero.config.STAGES` that says which of the layouts have the ZeRO axis; no other code asks for its number.
 """
 
 from __future__ import annotations
@@ -19,19 +18,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config import BUCKET_BYTES, BUCKETS, GATHERED_BUCKET_BYTES, LEAST_BUCKET, ZeroConfig, make_config
-from jzero.core.errors import (
-    check_arrays,
-    check_int,
-    check_kind,
-    check_transformation,
-    is_array,
-    typed_shape,
-)
+from jzero.core.errors import check_arrays, check_int, check_kind, check_transformation, is_array, typed_shape
 from jzero.core.jaxprs import is_tracer
 from jzero.core.random_keys import is_key
+from jzero.core.types import PyTree, PyTreeDef
 from jzero.core.xla_options import compiler_options, params_on_host_limit
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import micro_batches, place_batch
@@ -71,18 +65,18 @@ class Plan:
       layouts: one `Layout` per param, in the order of the tree.
       notes: what a reader should know: a mesh that was converted, an axis of one device.
       tree: the structure of the param tree.
-      min_shard_bytes: leaves smaller than this stay whole; the number that "auto" came to.
-      trained_tree: the structure of the params that the optimizer takes, where it does not take all of them.
-      whole: of the plan of these alone (`trained`), the plan that they are a part of.
+      min_shard_bytes: leaves of fewer bytes stay whole; for "auto" the number that it came to.
+      trained_tree: the structure of the params that the optimizer takes, if it does not take all of them.
+      whole: for the plan of only these (`trained`), the plan of all params.
     """
 
     config: ZeroConfig
     mesh: Mesh
     layouts: tuple[Layout, ...]
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    tree: Any = dataclasses.field(default=None, compare=False, repr=False)
+    notes: tuple[str, ...] = dataclasses.field(compare=False)
+    tree: PyTreeDef = dataclasses.field(compare=False, repr=False)
     min_shard_bytes: int = 0
-    trained_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
+    trained_tree: PyTreeDef | None = dataclasses.field(default=None, compare=False, repr=False)
     whole: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __hash__(self):
@@ -112,7 +106,7 @@ class Plan:
 
     @functools.cached_property
     def trained(self) -> Plan:
-        """The plan of the params that the optimizer takes: this one, unless `trainable` leaves some out."""
+        """The plan of the params that the optimizer takes: this plan, unless `trainable` leaves some out."""
         if self.trained_tree is None:
             return self
         layouts = tuple(x for x in self.layouts if x.frozen is not Frozen.APART)
@@ -132,7 +126,7 @@ class Plan:
     def compiler_options(self) -> dict[str, int]:
         """XLA options for `jax.jit(step, compiler_options=...)`: collectives in buckets, beside compute.
 
-        For GPUs; empty elsewhere and at stage 0. Nothing but speed and some peak memory depends on them.
+        For GPUs; empty elsewhere and at stage 0. They only change speed, and peak memory a little.
         """
         if not self.config.row.state or self.n == 1:
             return {}
@@ -156,12 +150,10 @@ class Plan:
         return sum(x.nbytes for x in self.layouts)
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> PyTree:
         """The params as a tree of `jax.ShapeDtypeStruct` with their stored shardings."""
-        leaves = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.param_sharding(x)) for x in self.layouts
-        ]
-        return jax.tree.unflatten(self.tree, leaves)
+        leaves = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.param_sharding(x)) for x in self.layouts)
+        return self.tree.unflatten(leaves)
 
     @property
     def batch(self) -> NamedSharding:
@@ -171,10 +163,8 @@ class Plan:
     def kind_of(self, path: str, shape: tuple[int, ...] | None = None) -> str:
         """What an argument of a step is: "params", "opt_state" or "rest", from its path (`[0][0].params['w']`).
 
-        By words: what is called `params` or `opt_state`, as an attribute or a key, else by the names of the params.
-
-        Params that are a bare array have no name; with `shape`, an argument of another shape is neither a param nor
-        its state.
+        An attribute or a key `params` or `opt_state` in the path decides, else the names of the params. Params that are
+        a bare array have no name; with `shape`, an argument of another shape is neither a param nor its state.
         """
         check_kind(path, "path", str, "the path of a leaf, a string", where="plan.kind_of")
         names = [x.name for x in self.layouts if x.keys or shape in (None, x.shape, x.state_shape)]
@@ -186,21 +176,21 @@ class Plan:
         return "opt_state" if any(inner.endswith(name) for name in names) else "rest"
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """A spec on the mesh of this plan's arrays; under an Explicit mesh (`jax.set_mesh`) on that one.
+        """A spec on the mesh of this plan's arrays; under an Explicit mesh (`jax.set_mesh`) on that mesh.
 
         Raises:
-          TypeError: no PartitionSpec.
-          ValueError: an axis that is not in the mesh; an Explicit mesh of other axes as the context.
+          TypeError: `spec` is not a PartitionSpec.
+          ValueError: the mesh has no such axis, or the context is an Explicit mesh of other axes.
         """
         check_kind(spec, "spec", PartitionSpec, "a jax.sharding.PartitionSpec", where="plan.sharding")
         check_axes(spec_axes(spec), self.mesh, where=f"plan.sharding(spec={spec})")
         return NamedSharding(typed_mesh(self.array_mesh), named_on(spec, self.array_mesh))
 
     def lives_on_host(self, x: Layout) -> bool:
-        """True for a param whose shard, and that of its gradient, lives in host memory: not for a small one.
+        """True if the shard of a param, and that of its gradient, live in host memory; small ones do not.
 
         Raises:
-          TypeError: no layout of this plan.
+          TypeError: `x` is not a `Layout`.
         """
         check_kind(x, "x", Layout, "a Layout, one of plan.layouts", where="plan.lives_on_host")
         return self.config.params_on_host and x.size > FEW and x.nbytes >= self.min_shard_bytes
@@ -209,7 +199,7 @@ class Plan:
         """The stored layout of a param, with the memory that it lives in.
 
         Raises:
-          TypeError: no layout of this plan.
+          TypeError: `x` is not a `Layout`.
         """
         check_kind(x, "x", Layout, "a Layout, one of plan.layouts", where="plan.param_sharding")
         sharding = self.sharding(x.stored)
@@ -226,27 +216,24 @@ class Plan:
         """Into how many parts the batch is split."""
         return axis_size(self.mesh, self.batch_axes)
 
-    def constrain(self, x: Any, spec: PartitionSpec) -> Any:
-        """An array with a layout: a wish to the compiler inside of a trace, a placement outside of one.
+    def constrain(self, x: Any, spec: PartitionSpec) -> jax.Array:
+        """An array with a layout: inside of a trace a constraint for the compiler, outside of one a placement.
 
-        Pieces of unequal size exist inside of a trace alone; outside of one such an array stays where it is.
+        Pieces of unequal size only exist inside of a trace; outside of one such an array stays where it is.
 
         Raises:
-          TypeError: no array, no PartitionSpec.
-          ValueError: an axis that is not in the mesh, a spec of more dims than the array.
+          TypeError: `x` is not an array, or `spec` not a PartitionSpec.
+          ValueError: the mesh has no such axis, or the spec has more dims than the array.
         """
         sharding = self.sharding(spec)
         if not is_array(x) or isinstance(x, jax.ShapeDtypeStruct) or len(spec) > len(x.shape):
-            what = typed_shape(x) if is_array(x) else type(x).__name__
-            kind = ValueError if is_array(x) else TypeError
-            raise kind(
-                f"plan.constrain: {what} cannot be laid out as {spec}. Pass an array, and a spec of its dims."
-            )
+            kind, what = (ValueError, typed_shape(x)) if is_array(x) else (TypeError, type(x).__name__)
+            raise kind(f"plan.constrain: {what} cannot be laid out as {spec}. Pass an array, and a spec of its dims.")
         if not is_tracer(x) and not divides(spec, np.shape(x), self.mesh):
             return x
         return constrained(x, sharding)
 
-    def match(self, params: Any, *, where: str) -> list[tuple[Any, Layout]]:
+    def match(self, params: PyTree, *, where: str) -> list[tuple[Any, Layout]]:
         """The leaves of a param tree, each with its layout.
 
         Raises:
@@ -259,10 +246,10 @@ class Plan:
             return list(zip(leaves, self.layouts, strict=True))
         raise ValueError(mismatch(params, self.layouts, where=where))
 
-    def place(self, tree: Any) -> Any:
-        """Params laid out as stored, split over the mesh.
+    def place(self, tree: PyTree) -> PyTree:
+        """Params in their stored layout, split over the mesh.
 
-        A leaf that lies there already is copied, so that a donated step leaves the given array as it was.
+        A leaf that is there already is copied, so that a donated step does not delete the given array.
 
         Args:
           tree: the params (numpy or JAX arrays, whole or in another layout) the plan was made for.
@@ -276,29 +263,28 @@ class Plan:
         pairs = self.match(tree, where="plan.place")
         check_same(tree, where="plan.place")
         given = HeldMemory(tree)
-        placed = [given.apart(put(leaf, self.param_sharding(x))) for leaf, x in pairs]
-        return jax.tree.unflatten(jax.tree.structure(tree), placed)
+        return jax.tree.structure(tree).unflatten(given.apart(put(leaf, self.param_sharding(x))) for leaf, x in pairs)
 
-    def place_batch(self, batch: Any) -> Any:
+    def place_batch(self, batch: PyTree) -> PyTree:
         """A batch split over the batch axes: numpy or JAX arrays in, global arrays out.
 
-        With one process every leaf is the whole batch `[B, ...]`; with several each process passes its own
-        part, all of the same number of rows, and the parts are joined in the order of the processes. (Processes
-        that hold the same part, as with tensor parallelism across them, each pass it.) Arrays that are split
-        already are returned as they are; scalars are replicated.
+        With one process every leaf is the whole batch `[B, ...]`. With several each process passes its own part, all of
+        the same number of rows, and the parts are joined in the order of the processes. (Processes that hold the same
+        part, as with tensor parallelism across them, each pass it.) Arrays that are split already are returned
+        unchanged; scalars are replicated.
 
         Raises:
-          ValueError: a leaf whose leading dim the batch axes do not divide; lists the leaves. Processes that pass
-            unequal numbers of rows (noticed with each number that is new to this process).
+          ValueError: the batch axes do not divide the leading dim of a leaf; lists the leaves. Or processes pass
+            unequal numbers of rows (checked for each number that is new to this process).
         """
         return place_batch(batch, self.batch, parts=self.batch_parts, axes=self.batch_axes)
 
-    def micro_batches(self, batch: Any, k: int) -> Any:
-        """A batch as k micro-batches, for a loop of one's own: each of them lies on all devices of the batch axes.
+    def micro_batches(self, batch: PyTree, k: int) -> PyTree:
+        """A batch as k micro-batches, for a loop of your own: each of them lies on all devices of the batch axes.
 
-        `x.reshape(k, B // k, ...)` would not do: dim 0 of a batch is split over N devices, and its first k-th lies on
-        N/k of them. So micro-batch i takes the i-th part of every device's rows; nothing moves. The order of the
-        examples changes, as for `jzero.value_and_grad(accumulate=k)`, which splits alike.
+        `x.reshape(k, B // k, ...)` would not do: dim 0 of a batch is split over N devices, so its first k-th lies on
+        N/k of them. Instead micro-batch i takes part i of every device's rows, and nothing moves. The order of the
+        examples changes, as it does with `jzero.value_and_grad(accumulate=k)`, which splits in the same way.
 
         Args:
           batch: a tree of arrays `[B, ...]`: traced ones inside of `jax.jit`, those of `place_batch` outside of it
@@ -309,8 +295,8 @@ class Plan:
           The tree with leaves `[k, B/k, ...]`, dim 1 split over the batch axes: `[k, B/(k N), ...]` per device.
 
         Raises:
-          TypeError: leaves that are not arrays; k is not an integer.
-          ValueError: a leaf whose dim 0 is not a multiple of N x k; lists the leaves.
+          TypeError: a leaf is not an array, or k is not an int.
+          ValueError: dim 0 of a leaf is not a multiple of N x k; lists the leaves.
 
         Cost:
           No bytes on the wire; one copy of the batch.
@@ -324,7 +310,7 @@ class Plan:
         check_int(k, "k", where="plan.micro_batches", low=1, remedy="Pass the number of micro-batches.")
         return micro_batches(batch, k, self.batch, parts=self.batch_parts)
 
-    def state_specs(self, state: Any) -> list[PartitionSpec]:
+    def state_specs(self, state: PyTree) -> list[PartitionSpec]:
         """The layout of every leaf of an optimizer state (or an EMA tree), in the order of its leaves.
 
         A leaf of the shape of a param, at a path that ends as the param's does, is laid out as that param's
@@ -333,18 +319,18 @@ class Plan:
         """
         return [spec for spec, _ in self.state_forms(state)]
 
-    def state_shardings(self, state: Any) -> list[NamedSharding]:
+    def state_shardings(self, state: PyTree) -> list[NamedSharding]:
         """The sharding of every leaf of an optimizer state, with the memory that it lives in.
 
-        With `offload` that is host memory for all but single numbers, keys, and a few values that belong to no param
-        (the coefficients of Muon): what all groups of the state read would make one group of them.
+        With `offload` that is host memory, except for single numbers, keys, and arrays of a few values that belong to
+        no param (the coefficients of Muon). All groups of the state may read these, and would become one group.
         """
         leaves = zip(jax.tree_util.tree_leaves_with_path(state), self.state_specs(state), strict=True)
         return [self._in_its_memory(path_keys(k), x, self.sharding(spec)) for (k, x), spec in leaves]
 
     @functools.cached_property
     def home(self) -> Plan:
-        """The plan of what the update reads and makes: this one; for an update outside of the program on the host mesh.
+        """The plan by which the update runs: this plan, or for an update outside of the program that on the host mesh.
 
         Raises:
           RuntimeError: a process has fewer CPU devices than devices of the mesh.
@@ -353,19 +339,19 @@ class Plan:
             return self
         return dataclasses.replace(self, mesh=host_mesh(self.mesh))
 
-    def offloaded(self, state: Any) -> list[bool]:
-        """With `offload`, for each leaf of an optimizer state whether it lives outside of the device."""
+    def offloaded(self, state: PyTree) -> list[bool]:
+        """For each leaf of an optimizer state whether it lives outside of the device, which needs `offload`."""
         check_arrays(state, "the optimizer state", where="plan.offloaded", remedy="Pass what tx.init(params) returns.")
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return [self.config.tier is not None and self._is_large(path_keys(k), x) for k, x in leaves]
 
-    def _is_large(self, keys: tuple[str, ...], leaf) -> bool:
+    def _is_large(self, keys: tuple[str, ...], leaf: Any) -> bool:
         size = math.prod(np.shape(leaf))
         own = (x for x in named_by(keys, self.by_keys) if x.keys or x.shape == np.shape(leaf))
         few = size <= FEW and next(own, None) is None
         return size > 1 and not few and not is_key(leaf)
 
-    def _in_its_memory(self, keys: tuple[str, ...], leaf, sharding: NamedSharding) -> NamedSharding:
+    def _in_its_memory(self, keys: tuple[str, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
         if self.config.tier is None or not self._is_large(keys, leaf):
             return sharding
         if self.config.updates_outside:
@@ -382,10 +368,10 @@ class Plan:
                 for x in self.trained.layouts)  # fmt: skip
         return min(max(sum(adam) // 64, LEAST_IN_FLIGHT), MOST_IN_FLIGHT)
 
-    def state_forms(self, state: Any) -> list[tuple[PartitionSpec, tuple[int, ...]]]:
+    def state_forms(self, state: PyTree) -> list[tuple[PartitionSpec, tuple[int, ...]]]:
         """For every leaf of an optimizer state its layout (`state_specs`) and the shape in which it is stored.
 
-        Leaves may be given in the shape that the optimizer sees, or as stored: padded.
+        The given leaves may have the shape that the optimizer sees, or the stored one, which may be padded.
         """
         remedy = "Pass what tx.init(params) returns."
         check_arrays(state, "the optimizer state", where="plan.state_forms", remedy=remedy)
@@ -397,15 +383,15 @@ class Plan:
         """The layouts by the path of their param."""
         return {x.keys: x for x in self.layouts}
 
-    def copy_specs(self, tree: Any) -> list[PartitionSpec]:
-        """The layout of every leaf of the rest of a state: copies of params as the moments, anything else whole."""
+    def copy_specs(self, tree: PyTree) -> list[PartitionSpec]:
+        """The layout of every leaf of the rest of a state: that of the moments for copies of params, else whole."""
         return [x.state if x is not None and not x.padded else P() for x in self.copies(tree)]
 
-    def copies(self, tree: Any) -> list[Layout | None]:
-        """For each leaf the param whose shape it has and whose path its own ends with, else None."""
+    def copies(self, tree: PyTree) -> list[Layout | None]:
+        """For each leaf the param whose shape it has and whose path ends its own, else None."""
         return copies(tree, self.by_keys)
 
-    def describe(self, tx: Any = None) -> str:
+    def describe(self, tx: optax.GradientTransformation | None = None) -> str:
         """The plan as a table: one row per param, and with `tx` one per leaf of its optimizer state.
 
         `tx` is the wrapped transformation (`state.tx`); a plain one is shown as it would be without masters.
@@ -423,11 +409,11 @@ class Plan:
 
 
 def make_plan(
-    params: Any,
+    params: PyTree,
     config: ZeroConfig | None = None,
     *,
     mesh: Mesh | None = None,
-    param_specs: Any = None,
+    param_specs: PyTree = None,
     scan_axes: Mapping[str, int | None] | None = None,
     trainable: Any = None,
     **fields,
@@ -441,14 +427,14 @@ def make_plan(
       config: a `ZeroConfig`; or pass its fields as keywords.
       mesh: the devices. None: the mesh that `param_specs` or the params are split on, else that of `jax.set_mesh` if it
         has the config's axes, else all devices on one axis with the name of `config.axis`. Without `jax.set_mesh`
-        Explicit axes are laid out on an Auto mesh over the same devices.
-      param_specs: a tree of PartitionSpec or NamedSharding like `params` (or a prefix of it); or one of NNX Variables
-        that hold them, what `nnx.get_partition_spec` and `nnx.get_named_sharding` give for a model, its state, or the
-        pair of model and optimizer. What it says of other things than params is not read.
-      scan_axes: which dim of which params is a stack of layers that a scan runs over; it is not split. Maps paths
-        (`"layers"`, `"layers/mlp/kernel"`, `"*/experts"`: a path or the beginning of one, with `*` for any text) to the
-        dim, None for no stack; of several that match the first decides, and what none matches is not a stack. `{}`:
-        there is no stack. None: it is guessed from shapes, and `describe()` names the guesses.
+        arrays of a mesh with Explicit axes are laid out on an Auto mesh over the same devices.
+      param_specs: a tree of PartitionSpec or NamedSharding like `params` (or a prefix of it); or a tree of NNX
+        Variables that hold them, as `nnx.get_partition_spec` and `nnx.get_named_sharding` return for a model, its
+        state, or the pair of model and optimizer. Only layouts of params are read.
+      scan_axes: which params are stacks of layers that a scan runs over, and along which dim, which is then not split.
+        Maps paths (`"layers"`, `"layers/mlp/kernel"`, `"*/experts"`: a path or the beginning of one, with `*` for any
+        text) to the dim, or to None for no stack. The first match decides; params without a match are not stacks. `{}`:
+        there are no stacks. None: jzero guesses from shapes, and `describe()` names the guesses.
       trainable: which params are trained: a function `(path, leaf) -> bool`, path a tuple of strings such as
         `("layers", "lora_a")`, or a tree of bools like `params` (or a prefix of it). The others are frozen:
         `jzero.zero` hands the optimizer the trained ones alone. None: all of them.
@@ -457,10 +443,10 @@ def make_plan(
       A `Plan`, hashable, valid for any tree of the same shapes.
 
     Raises:
-      ValueError: an axis that is not in the mesh, empty params, integers that are trained, `uneven="error"` and a
-        leaf that no dim divides, `trainable` that names no param or is not a tree like the params.
-      TypeError: params that are not arrays, `scan_axes` that is not a mapping of paths to dims, `trainable` of another
-        kind, or whose answer is not a bool.
+      ValueError: the mesh has no such axis, the params are empty, integers are trained, no dim of a leaf divides and
+        `uneven="error"`, `trainable` names no param or is not a tree like the params.
+      TypeError: the params are not arrays, `scan_axes` does not map paths to dims, `trainable` is of another kind or an
+        answer of it is not a bool.
 
     Example:
       >>> import jax, jzero
@@ -477,10 +463,10 @@ def make_plan(
     return plan_for(params, config, trained_tree=without(params, trained), frozen=frozen, **given)
 
 
-def plan_for(params: Any, config: ZeroConfig, *, trained_tree: Any = None, **given: Any) -> Plan:
+def plan_for(params: PyTree, config: ZeroConfig, *, trained_tree: PyTreeDef | None = None, **given: Any) -> Plan:
     """`make_plan` for a checked config; `given` are the other arguments of `tree_layouts`.
 
-    `trained_tree`: the structure of the trained params; None where all are, or where the optimizer takes all.
+    `trained_tree`: the structure of the params that the optimizer takes; None if it takes all.
 
     Raises:
       TypeError, ValueError: as `make_plan`.

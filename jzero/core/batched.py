@@ -1,10 +1,10 @@
 """Which dims of a program number independent computations (the layers of a stack), and the program for one of them.
 
 [Note: classes of dims]
-Dims of values go together where one entry of each is computed from one entry of the others: the operands and the result
-of an addition, a batch dim of a matmul, the carry of a loop before and after a round. A class of dims is independent
-where no equation combines, or leaves out, entries along any of its members. The program for one entry is then the same
-equations on values that have size 1 along all members.
+Dims of values go together if one entry of each is computed from one entry of the others: the operands and the result of
+an addition, a batch dim of a matmul, the carry of a loop before and after a round. A class of dims is independent if no
+equation combines, or leaves out, entries along any of its members. The program for one entry is then the same equations
+on values that have size 1 along all members.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jzero.core.regions import (
 from jzero.core.types import JaxprEqn
 
 Cells = list[int]
-"""Of one value: a number for each of its dims; see `Classes`."""
+"""A number for each dim of one value; see `Classes`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,22 +1,22 @@
-"""What a remat region keeps of its input: two primitives, whose forward and backward programs differ.
+"""What a remat region keeps of its input: two primitives with different forward and backward programs.
 
 [Note: the boundary of a block]
-`jax.checkpoint` keeps the inputs of a region as they are. To keep one split, or in host memory, and to have it back
-only for the second run, the region begins with `x, _, token = begin(x)` and ends with `y = end(y, token)`. Without
-differentiation both are the identity. Where JAX cuts the region into what runs forward and what runs again backward
-(the rules for `partial_eval_jaxpr_custom`):
+`jax.checkpoint` keeps the inputs of a region unchanged. To keep one split, or in host memory, and to have it back only
+for the second run, the region begins with `x, _, token = begin(x)` and ends with `y = end(y, token)`. Without
+differentiation both are the identity. JAX divides the region into what runs forward and what runs again backward (the
+rules for `partial_eval_jaxpr_custom`):
 
-- forward, `begin` gives `x` as it came and makes the copy that is kept: constrained to its slice, sent to the host;
+- forward, `begin` returns `x` unchanged and makes the copy that is kept: constrained to its slice, sent to the host.
   `end` ties the result of the block to that copy, so that it is written while the block runs. (XLA writes as late as
-  it can: in straight-line code that was just before the copy was read again.) A scan writes it in its turn by itself,
+  it can: in straight-line code that was just before the copy was read again.) A scan writes it in each round anyway,
   and XLA cannot place a stack on the host that a barrier reads as well, so there nothing is tied.
-- backward, `begin` is the copy, fetched and gathered. `x` itself is read by nothing there, so it is not kept.
+- backward, `begin` is the copy, fetched and gathered. Nothing reads `x` itself there, so it is not kept.
 
-The token is the copy once more, since JAX rounds what a region keeps and also reads (`reduce_precision`): of a copy in
-host memory XLA would warn of a computation there.
+The token is a second result for the copy, since JAX rounds what a region both keeps and reads (`reduce_precision`), and
+XLA would warn of a computation on a copy in host memory.
 
-A sharding constraint round a `checkpoint_name` would do the first without primitives, but what it splits is gathered
-in the forward pass too, and its cotangent is split and gathered again.
+A sharding constraint on a `checkpoint_name` would keep an input split without primitives, but it would be gathered in
+the forward pass too, and its cotangent would be split and gathered again.
 
 The rules ask the policy of the region: an outer region with another policy computes the inner one's input again.
 """
@@ -32,11 +32,12 @@ import jax
 from jax.extend.core import Var
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.core.custom_primitive import custom_primitive
 from jzero.core.jaxprs import in_differentiated_loop, is_literal
+from jzero.core.types import JaxprEqn
 
 BEGIN, END = "jzero_block_input", "jzero_block_output"
 
@@ -46,21 +47,21 @@ class InputStorage:
     """How an input is kept.
 
     Attributes:
-      mesh, axes, dim: split over these axes of the mesh along this dim; no axes: as it is laid out.
+      mesh, axes, dim: split over these axes of the mesh along this dim; without axes in its own layout.
       host: in pinned host memory.
       refused: why it cannot be kept so.
       loop_limit: why it cannot be kept so in a loop.
     """
 
-    mesh: Any
-    axes: Any
+    mesh: Mesh
+    axes: str | tuple[str, ...] | None
     dim: int
     host: bool
     refused: str = ""
     loop_limit: str = ""
 
     def store(self, x: jax.Array) -> list[jax.Array]:
-        """The input as the block reads it, and the copy that is kept."""
+        """The input for the block, and the copy that is kept."""
         if self.refused:
             raise (NotImplementedError if self.refused == self.loop_limit else ValueError)(self.refused)
         kept = x
@@ -76,8 +77,8 @@ class InputStorage:
             x = self.constrain(self.constrain(x, self.axes), None)  # fetched as it was kept, then gathered
         return [x]
 
-    def constrain(self, x: jax.Array, axes: Any) -> jax.Array:
-        """The dim split over the axes, or whole; the others as they are."""
+    def constrain(self, x: jax.Array, axes: str | tuple[str, ...] | None) -> jax.Array:
+        """The array with its dim split over the axes, or whole; the layout of the other dims is open."""
         entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
         entries[self.dim] = axes
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*entries)))
@@ -94,25 +95,25 @@ class KeepsInputs:
     policy: Callable[..., Any] | None = None
 
     def __call__(self, prim, *args, **params):
-        """As any of `jax.checkpoint_policies`."""
+        """Like those of `jax.checkpoint_policies`."""
         if prim.name == BEGIN:
             return True
         return False if self.policy is None else self.policy(prim, *args, **params)
 
 
-def begin(x: Any, kept: InputStorage) -> list[Any]:
+def begin(x: jax.Array, kept: InputStorage) -> list[jax.Array]:
     """The first thing in a region: its input, the copy that is kept, and a token for `end`."""
     if kept.loop_limit and not kept.refused and in_differentiated_loop():
         kept = dataclasses.replace(kept, refused=kept.loop_limit)
     return _begin_p.bind(x, kept=kept)
 
 
-def begin_again(eqn: Any, x: Any) -> list[Any]:
+def begin_again(eqn: JaxprEqn, x: jax.Array) -> list[jax.Array]:
     """`begin` for another input: a block under `jit` was traced once for all its places, loops among them."""
     return begin(x, eqn.params["kept"])
 
 
-def end(y: Any, tokens: Sequence[Any]) -> Any:
+def end(y: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
     """The last thing in a region: one of its results."""
     return _end_p.bind(y, *tokens, tied=False)
 

@@ -1,8 +1,8 @@
-"""A value and what stands for its gradient, apart and together again.
+"""Separates a value from its gradient, which a second array carries, and joins the two again.
 
 [Note: no equation]
-The derivatives of these functions have no equation for the value: a scan keeps for the backward pass the slice of the
-stack that it was given, which is there already, and not a copy. (`jax.lax.stop_gradient` and `jax.custom_jvp` have an
+The derivatives of these functions have no equation for the value: for the backward pass a scan keeps the slice of the
+stack that it was given, which exists already, and no copy. (`jax.lax.stop_gradient` and `jax.custom_jvp` have an
 equation.)
 """
 

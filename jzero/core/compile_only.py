@@ -1,13 +1,12 @@
-"""Compiling for GPUs that are not there: everything here that jax does not promise to keep, in one file.
+"""Compiles for GPUs that are not there. What jax does not promise to keep is all in this file.
 
 [Note: pod devices]
-The compile-only devices of a PJRT topology know no memories: a `NamedSharding` made on them forgets its
-`memory_kind`, and offloaded state would be compiled as device state. A mesh may hold any Python object that
-answers like a device, so jzero puts a thin `PodDevice` before each real one. It names the memories of a
-GPU (`device`, `pinned_host`) and passes every other question on. Tracing and lowering then work with a
-concrete mesh of any size, whatever number of CPU devices the process has, and only the last step, XLA's
-compile of the StableHLO, gets the real devices back (`compile_lowered`). The annotations that reach XLA are
-those a real GPU would give, so this is the way for programs with and without host memory.
+The compile-only devices of a PJRT topology have no memories: a `NamedSharding` on them loses its `memory_kind`, and
+offloaded state would be compiled as device state. A mesh may hold any Python object that acts like a device, so jzero
+wraps each of them in a thin `PodDevice`. It names the memories of a GPU (`device`, `pinned_host`) and forwards every
+other attribute. Tracing and lowering then work with a concrete mesh of any size, whatever number of CPU devices the
+process has; only the last step, XLA's compile of the StableHLO, gets the real devices (`compile_lowered`). XLA gets the
+annotations that it would get on a real GPU, with and without host memory.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _REFUSED = (
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStats:
-    """What XLA says of a program's memory, in bytes per device; the names are those of `memory_analysis()`."""
+    """XLA's account of a program's memory, in bytes per device, in the names of `memory_analysis()`."""
 
     argument_size_in_bytes: int = 0
     output_size_in_bytes: int = 0
@@ -60,13 +59,13 @@ class MemoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is read of a compiled program.
+    """What jzero reads of a compiled program.
 
     Attributes:
       text: its optimized HLO.
       memory: bytes per device.
-      in_shardings: XLA's sharding of each parameter, as a serialized `OpSharding`; empty where XLA names none.
-      out_shardings: the same of each result.
+      in_shardings: XLA's sharding of each parameter, as a serialized `OpSharding`; empty if XLA names none.
+      out_shardings: the same for each result.
     """
 
     text: str
@@ -76,7 +75,7 @@ class Program:
 
 
 class MemoryKind(str):
-    """A memory of a device, as jax asks for it: by `.kind` and by comparison with a plain string."""
+    """A memory of a device. jax reads its `.kind`, or compares it with a plain string."""
 
     __slots__ = ()
 
@@ -144,7 +143,7 @@ def compile_lowered(
     Args:
       lowered: the program.
       compiler_options: for XLA.
-      cached: the program that these parts of a key name (the first is its text), or what the function makes.
+      cached: `cached(parts, make)` looks up a program by the parts of its key (the first is its text), or makes it.
 
     Raises:
       ValueError: nothing in the program says on which pod it runs.
@@ -182,7 +181,7 @@ def _xla_compile(lowering, options: dict[str, Any], cached) -> Program:
 
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_dump_" in flags or any(name.startswith("xla_dump_") for name in options):
-        return compile_program()  # the files that XLA writes on the way are wanted, and the cache has none
+        return compile_program()  # the user wants the files that XLA writes, and the cache has none
     key = (
         module.operation.get_asm(enable_debug_info=True),
         devices[0].pod,
@@ -225,7 +224,7 @@ class _Swapped:
 
 
 class _Executable(stages.Executable):
-    """What a `jax.stages.Compiled` asks of its executable, short of running it."""
+    """All that a `jax.stages.Compiled` needs of its executable, except running it."""
 
     def __init__(self, lowering, program: Program):
         args = lowering.compile_args
@@ -253,7 +252,7 @@ class _Executable(stages.Executable):
 
 
 def _resolve(shardings, ops: tuple[bytes, ...], avals, devices) -> list:
-    """The shardings of a program, with XLA's own choice where the user left it open."""
+    """The shardings of a program; XLA's choice where the user left it open."""
 
     def choice(i):
         on_host = getattr(avals[i], "memory_space", None) == jax.memory.Space.Host
@@ -266,10 +265,10 @@ def _resolve(shardings, ops: tuple[bytes, ...], avals, devices) -> list:
 
 
 def _start_plugin() -> None:
-    """Register the CUDA plugin by hand, after jax tried it and found no CUDA libraries.
+    """Registers the CUDA plugin, after jax tried to and found no CUDA libraries.
 
     Raises:
-      ImportError: none is installed.
+      ImportError: no plugin is installed.
     """
     if cuda_plugin.start():
         return
@@ -282,7 +281,7 @@ def _start_plugin() -> None:
 
 @contextlib.contextmanager
 def _missing_ptxas_named() -> Iterator[None]:
-    """Name the wheel: XLA looks for `ptxas` on PATH, in /usr/local/cuda, in the wheels beside the plugin."""
+    """Names the wheel in the error: XLA looks for `ptxas` on PATH, in /usr/local/cuda, and in wheels."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,8 +1,8 @@
-"""JAX's CUDA plugin on a machine without a GPU: kept out of programs that ask for no pod, started for those that do.
+"""JAX's CUDA plugin on a machine without a GPU: hidden from programs that use no pod, started for those that do.
 
-JAX starts every plugin that is installed. Without a CUDA driver this one is only good for compiling for pods, and every
-program prints two dozen lines of traceback and the plugin's C++ log. `hide` puts a small module in its place, which
-starts it (`start`) when somebody asks for a topology: `jzero.pod`, or `get_topology_desc(platform="cuda")` of
+JAX starts every plugin that is installed. Without a CUDA driver this one can only compile for pods, and every program
+would print two dozen lines of traceback and the plugin's C++ log. `hide` puts a small module in its place, which starts
+it (`start`) when a topology is asked for: by `jzero.pod`, or by `get_topology_desc(platform="cuda")` of
 `jax.experimental.topologies`. A machine with a driver is left alone, and so is JAX_PLATFORMS=cuda.
 
 On jax 0.10 `import jax` itself loads libraries of the plugin, which log six lines. A program that imports jax first
@@ -27,7 +27,7 @@ HIDDEN = "hidden by jzero until a topology is asked for: this machine has no CUD
 
 
 def hide() -> None:
-    """Let JAX find a plugin that starts when it is needed, unless it is loaded already, wanted, or of use here."""
+    """Lets JAX find a plugin that starts when it is needed, unless it is loaded, asked for, or has a driver here."""
     wanted = os.environ.get("JAX_PLATFORMS", "")
     if "cuda" in wanted or "gpu" in wanted or has_driver():
         return
@@ -42,7 +42,7 @@ def hide() -> None:
 
 
 def start() -> bool:
-    """Register the plugin with JAX, without CUDA libraries, which compiling does not need; False without a plugin."""
+    """Registers the plugin with JAX, without CUDA libraries, which a compile does not need. False: no plugin is there."""
     for name in NAMES:
         if getattr(sys.modules.get(name), "__doc__", None) == HIDDEN:
             del sys.modules[name]
@@ -74,7 +74,7 @@ def _start_when_asked() -> None:
 
 
 def has_driver() -> bool:
-    """Whether the CUDA driver can be loaded, without which no program of this machine runs on a GPU."""
+    """True if the CUDA driver can be loaded, which every program on a GPU needs."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -84,7 +84,7 @@ def has_driver() -> bool:
 
 @contextlib.contextmanager
 def without_cuda_libraries() -> Iterator[None]:
-    """Let the plugin start where there is no GPU: it asks for cuDNN then, which a compile does not need."""
+    """Lets the plugin start without a GPU, where it would ask for cuDNN, which a compile does not need."""
     if has_driver() or SKIP_CHECK in os.environ:
         yield
         return
@@ -98,13 +98,13 @@ def without_cuda_libraries() -> Iterator[None]:
 def _installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # no package of that kind at all; a module without a spec
+    except (ImportError, ValueError):  # no such package, or a module without a spec
         return False
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what C++ libraries write to file descriptor 2 while they load; an error shows it after all."""
+    """Holds back what C++ libraries write to file descriptor 2 while they load; on an error it is shown."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as log:

@@ -1,4 +1,4 @@
-"""What survives a power failure: files and folders flushed to the disk, in the order that makes a rename safe.
+"""Files and folders that survive a power failure: flushed to the disk in the order that makes a rename safe.
 
 The files of a checkpoint first, then the folders that name them, then the rename, then the folder that holds the new
 name. After each of these the disk holds either no checkpoint of that name or all of it.
@@ -36,7 +36,7 @@ def flush_folders(root: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Gives a flushed file or folder its final name, for good; what has that name already must be empty or a file."""
+    """Gives a flushed file or folder its final name, durably. Now that may be the name of a file or an empty folder."""
     os.rename(old, new)
     flush(new.parent)
 
@@ -50,7 +50,7 @@ def write(file: Path, data: bytes) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, for good."""
+    """Makes a folder and the missing ones above it, durably."""
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in reversed(missing):

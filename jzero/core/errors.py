@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.core.types import PyTree, Shaped
+
 MOST_LEAVES = 8
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -27,7 +29,7 @@ def short_dtype(dtype) -> str:
     return SHORT_DTYPES.get(name, name)
 
 
-def typed_shape(leaf) -> str:
+def typed_shape(leaf: Shaped) -> str:
     """`bf16[50257,768]` for anything with a shape and a dtype."""
     return f"{short_dtype(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
 
@@ -162,8 +164,7 @@ def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating
 
 def check_function(value, name: str, *, where: str, optional: bool = False, remedy: str = "") -> None:
     """Raises TypeError unless the value can be called."""
-    if not (callable(value) or (optional and value is None)):
-        _refuse(TypeError, value, name, f"a function{' or None' if optional else ''}", where, remedy)
+    check_kind(value, name, Callable, "a function", where=where, optional=optional, remedy=remedy)
 
 
 def check_transformation(tx: Any, *, where: str) -> None:
@@ -175,7 +176,7 @@ def check_transformation(tx: Any, *, where: str) -> None:
 
 
 def check_arrays(
-    tree: Any, name: str, *, where: str, good: Callable[[Any], bool] | None = None, remedy: str = ""
+    tree: PyTree, name: str, *, where: str, good: Callable[[Any], bool] | None = None, remedy: str = ""
 ) -> None:
     """Raises TypeError and lists the leaves that are not `good` (by default: arrays or `jax.ShapeDtypeStruct`)."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
@@ -186,12 +187,12 @@ def check_arrays(
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` has a shape and a dtype of its own: an array, a traced one, a `jax.ShapeDtypeStruct`."""
+    """True if `x` has a shape and a dtype of its own: an array, traced or not, or a `jax.ShapeDtypeStruct`."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def is_numeric(x: Any) -> bool:
-    """True for an array with values, of a dtype that JAX has, and for a number that fits into one."""
+    """True for an array with values and a dtype of JAX, and for a number that fits into one."""
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in "OSUMm"
     if isinstance(x, int):
@@ -200,7 +201,7 @@ def is_numeric(x: Any) -> bool:
 
 
 def is_argument(x: Any) -> bool:
-    """Whether a jitted function takes `x`: an array, abstract or real, or a number."""
+    """True if a jitted function takes `x`: an array, abstract or real, or a number."""
     return is_numeric(x) or (is_array(x) and not isinstance(x, (np.ndarray, np.generic)))
 
 
@@ -210,11 +211,11 @@ def division(size: int, parts: int) -> str:
 
 
 class ProofError(ValueError):
-    """A compiled program has parts that jzero cannot read, and what it says of it might be wrong."""
+    """jzero cannot read parts of a compiled program, so what it would say might be wrong."""
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """` Did you mean 'data'?` when a known name is close, whatever its case, else an empty string.
+    """` Did you mean 'data'?` if a known name is close, whatever its case; else an empty string.
 
     `cutoff`: how close, from 0 to 1, as for `difflib.get_close_matches`.
     """
@@ -224,5 +225,5 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
 
 
 def counted(n: int, noun: str, nouns: str = "") -> str:
-    """`1 leaf`, `2 leaves`: the plural is that with an s, unless it is given."""
+    """`1 leaf`, `2 leaves`; `nouns`: the plural, unless it only adds an s."""
     return f"{n} {noun if n == 1 else nouns or noun + 's'}"

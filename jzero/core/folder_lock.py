@@ -1,20 +1,20 @@
-"""One writer per folder, on one host or on several: a lock file that names its holder, and that no dead holder keeps.
+"""One writer per folder, on one host or on several: a lock file that names its holder and does not outlive it.
 
 [Note: when a holder is dead]
-On the machine of the holder the kernel says so: it holds a `flock` on the file, which ends with its process, and which
-nobody takes from a live one, however long that stands still. Hosts may not see each other's, and a file server may keep
-that of a host which is gone. So the file is renewed too, and elsewhere its time must stand still for 60 s; so it must
-where the file system has no `flock`. Both times come from the file system (the lock's, and that of a file which the
-observer writes beside it): clocks of hosts need not agree. An observer waits until the lock is renewed, or stale: a job
-that is queued again on another host starts by itself.
+On the holder's machine the kernel knows: the holder has a `flock` on the file, which ends with its process and which
+nobody can take from a live one, even if it hangs. Hosts may not see each other's `flock`, and a file server may keep
+that of a host which is gone. So the holder also renews the file. For other machines, and on file systems without
+`flock`, the holder is dead once the time of the file has not changed for 60 s. Both times are those of the file system
+(that of the lock, and of a file that the observer writes beside it), so the clocks of hosts need not agree. An observer
+waits until the lock is renewed or stale: a job that is queued again on another host starts by itself.
 
 [Note: one observer at a time]
-Several observers may find the same stale lock. Who gets the `flock` takes it over in place. One that a file server
-keeps for a dead host is removed instead, and observers that looked at it long ago must not remove what another has put
-in its place since: each looks again while it alone holds the folder. After locking a file, an observer checks that the
-name still refers to that file. It looks twice at a file that another process made and that names no holder yet. Where
-nothing can be locked, the process that takes over a stale lock checks after a moment that the file still holds what it
-wrote. Two hosts that look within the same millisecond may both win; `check` then tells one of them.
+Several observers may find the same stale lock. The one that gets the `flock` takes it over in place. A lock that a file
+server keeps for a dead host is removed instead. An observer that looked at it long ago must not remove a newer one, so
+each looks again while it alone holds a lock on the folder. After locking a file, an observer checks that the name still
+refers to that file. It looks twice at a file of another process that names no holder yet. If nothing can be locked, the
+process that takes over a stale lock checks after a moment that the file still contains what it wrote. Two hosts that
+look within the same millisecond may both win; `check` then raises on one of them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Holder:
 
     @classmethod
     def me(cls) -> Holder:
-        """The holder that this process is, with a new token."""
+        """The holder for this process, with a new token."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return cls(platform.node(), _machine(), os.getpid(), uuid.uuid4().hex, since)
 
     @classmethod
     def of(cls, text: bytes) -> Holder | None:
-        """The holder that a lock names; None where it names none."""
+        """The holder that the text of a lock names, or None."""
         try:
             fields = json.loads(text)
             return cls(**{f.name: fields[f.name] for f in dataclasses.fields(cls)})
@@ -72,7 +72,7 @@ class Holder:
 
     @classmethod
     def read(cls, file: Path) -> Holder | None:
-        """That of a file; None where nothing can be read."""
+        """The holder that a file names; None if it cannot be read."""
         try:
             return cls.of(file.read_bytes())
         except OSError:
@@ -80,7 +80,7 @@ class Holder:
 
     @property
     def here(self) -> bool:
-        """On this machine, whose kernel knows whether it lives."""
+        """True on this machine, whose kernel knows whether the process lives."""
         return self.machine == _machine()
 
 
@@ -88,10 +88,10 @@ class FolderLock:
     """The lock of a folder.
 
     Args:
-      folder: made if it is not there.
+      folder: made if it does not exist.
       name: of the file.
-      where, keeps, own, advice: for messages: the caller, what the folder holds, what to do where this process has the
-        lock itself, and where another one has it.
+      where, keeps, own, advice: for messages: the caller, what the folder holds, what to do if this process has the
+        lock itself, and what to do if another one has it.
       renewed: seconds between two renewals.
       stale: seconds without a renewal after which a lock of another machine is taken over.
     """
@@ -118,8 +118,8 @@ class FolderLock:
         """Takes the lock, and renews it until `release`.
 
         Args:
-          shared: others may share it, and none write. A folder in which nothing can be written is read without one.
-          wait: as long as another has it.
+          shared: others may share it, and nobody may write. A folder that cannot be written to is read without a lock.
+          wait: wait as long as another process has it.
 
         Raises:
           FolderInUse: a live process has it; names host and process.
@@ -145,7 +145,7 @@ class FolderLock:
             threading.Thread(target=self._renew, daemon=True, name="jzero folder lock").start()
 
     def check(self) -> None:
-        """Raises FolderInUse where the lock is no longer this one's: it stood still for too long, or was removed."""
+        """Raises FolderInUse if another process has the lock now: it was not renewed for too long, or was removed."""
         holder = Holder.read(self.file)
         if holder != self.me:
             raise FolderInUse(
@@ -162,7 +162,7 @@ class FolderLock:
             self._close()
 
     def _taken(self, shared: bool, wait: bool) -> bool:
-        """Returns when this one may have the lock: True where the kernel has given it, False where it gives none."""
+        """Returns once the lock may be taken: True if the kernel has locked the file, False if it cannot."""
         told, first = False, None
         while True:
             made, got = self._open(shared)
@@ -196,7 +196,7 @@ class FolderLock:
         """Opens the file and locks it.
 
         Returns:
-          Whether this one has made it; and True: this one has the lock, False: another one, None: there are no locks.
+          Whether this call made it; and True: it has the lock, False: another process has it, None: there are no locks.
         """
         flags = os.O_RDONLY if shared else os.O_RDWR
         while True:
@@ -226,7 +226,7 @@ class FolderLock:
             os.close(handle)
 
     def _now(self) -> float:
-        """What time the file system has."""
+        """The time of the file system."""
         probe = self.file.with_name(f".{self.file.name}.{self.me.token}")
         try:
             probe.touch()
@@ -235,7 +235,7 @@ class FolderLock:
             probe.unlink(missing_ok=True)
 
     def _remove(self, stale: Holder | None, renewal: float | None) -> None:
-        """Takes a stale lock away; see [Note: one observer at a time]."""
+        """Removes a stale lock; see [Note: one observer at a time]."""
         folder = os.open(self.file.parent, os.O_RDONLY)
         try:
             _flock(folder, wait=True)
@@ -273,7 +273,7 @@ class FolderLock:
 
 
 def _flock(handle: int, *, shared: bool = False, wait: bool = False) -> bool | None:
-    """True where the kernel has given the lock of an open file, False where another has it, None without locks."""
+    """True if the kernel has locked an open file, False if another process has it locked, None without locks."""
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -291,7 +291,7 @@ def _time_of(file: Path) -> float | None:
 
 
 def _machine() -> str:
-    """What processes share whose locks one kernel keeps: one boot of one machine; containers on it too."""
+    """The same for all processes of one kernel, which keeps their locks: one boot of a machine, with its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -299,7 +299,7 @@ def _machine() -> str:
 
 
 def _after_fork() -> None:
-    """Without this a forked child keeps the lock of a parent that was killed."""
+    """Closes the locks in a forked child, which would keep them after the parent is killed."""
     for lock in list(_HELD):
         lock._close()
 

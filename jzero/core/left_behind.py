@@ -1,11 +1,11 @@
 """What a function leaves behind in Python objects: the key of a random number generator that a loss advances.
 
-`jax.grad` runs a loss in the trace around it. A key that the loss stores, as in `self.rng, key = split(self.rng)`, is
-good afterwards. jzero traces a function to a jaxpr first, in a trace of its own, and JAX refuses a value of that trace
-outside of it (UnexpectedTracerError). So while the trace is open, jzero looks for keys and integers of it in what the
-function reaches: its variables, attributes of objects, short lists and mappings, `_MOST` of them. Globals are left out:
-what a jitted step stores there is lost without jzero, too. So are floats: of params they are of no use after `jax.grad`
-either.
+`jax.grad` runs a loss in the trace around it. A key that the loss stores, as in `self.rng, key = split(self.rng)`, can
+be used afterwards. jzero traces a function to a jaxpr first, in a trace of its own, and JAX refuses a value of that
+trace outside of it (UnexpectedTracerError). So while the trace is open, jzero looks for its keys and integers in what
+the function reaches: variables, attributes of objects, short lists and mappings, at most `_MOST` of them. Globals are
+left out: what a jitted step stores there is lost without jzero, too. So are floats: those of params cannot be used
+after `jax.grad` either.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class StoredValues:
     Attributes:
       name: `JaxRNG.rng` for an attribute, else the variable.
       values: the values, more than one for a tuple.
-      put: writes others there.
+      put: writes new values there.
     """
 
     name: str
-    values: list[Any]
-    put: Callable[[Sequence[Any]], None]
+    values: list[jax.Array]
+    put: Callable[[Sequence[jax.Array]], None]
 
 
 def left_behind(fn: Callable[..., Any]) -> list[StoredValues]:
@@ -77,7 +77,7 @@ def _stored(name: str, leaves: list[Any], own: list[bool], tree: Any, put: Calla
 
 
 def _may_change(x: Any) -> bool:
-    """Functions, lists and mappings, and objects with attributes that can be set."""
+    """True for functions, lists, mappings, and objects with attributes that can be set."""
     if isinstance(x, (jax.Array, type, types.ModuleType)):
         return False
     if isinstance(x, (list, dict)):
@@ -87,7 +87,7 @@ def _may_change(x: Any) -> bool:
 
 
 def _places(holder: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
-    """(name, what is there, what writes there) of all places of an object."""
+    """The places of an object: (name, what is there, a function that writes there)."""
     if isinstance(holder, (list, dict)):
         for key, value in list(enumerate(holder) if isinstance(holder, list) else holder.items()):
             yield f"[{key!r}]", value, functools.partial(holder.__setitem__, key)
@@ -98,6 +98,6 @@ def _places(holder: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
                 yield name, cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
     parts = ("__self__", "__func__", "func", "args", "keywords", "__defaults__", "__kwdefaults__")
     for name in parts if callable(holder) else ():
-        yield name, getattr(holder, name, None), lambda _: None  # these cannot be set, what they hold can
+        yield name, getattr(holder, name, None), lambda _: None  # these cannot be set, but what they hold can
     for name, value in list(getattr(holder, "__dict__", {}).items()):
         yield f"{type(holder).__name__}.{name}", value, functools.partial(vars(holder).__setitem__, name)

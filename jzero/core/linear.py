@@ -1,4 +1,4 @@
-"""Linear functions whose transpose is ours: what runs in the backward pass, and where its collectives stand.
+"""Linear functions with a transpose of our own: it says what runs in the backward pass, and where its collectives are.
 
 [Note: not jax.custom_derivatives.linear_call]
 The public function has no rule for `vmap`, and asserts that nothing but the linear arguments has a tangent (jax 0.10.2
@@ -28,16 +28,16 @@ def linear(
     tangent: Callable[..., list[jax.Array]] | None = None,
     fixed_outs: int = 0,
 ) -> list[jax.Array]:
-    """`fn(*fixed, *args)` with a transpose of our own; unlike a `custom_vjp` it has a forward derivative too.
+    """`fn(*fixed, *args)` with a transpose of our own. Unlike a `custom_vjp` it has a forward derivative too.
 
     Args:
-      fn: linear in `args` but for rounding, differentiable in `fixed`; returns a list.
+      fn: linear in `args` except for rounding, differentiable in `fixed`; returns a list.
       back: `back(*fixed, *cotangents)` returns a list with one cotangent per arg.
-      fixed: arrays whose derivative is that of `fn`.
-      args: arrays whose transpose is `back`.
-      tangent: the derivative of `fn` in `args`, where it is not `fn` itself, because values are rounded on the way.
-      fixed_outs: how many of its last results are the first of `fixed`, unchanged: their derivative passes through, and
-        `fn` has none in them. It takes a `tangent` that returns the other results alone.
+      fixed: arrays in which the derivative is that of `fn`.
+      args: arrays in which the transpose is `back`.
+      tangent: the derivative of `fn` in `args`, if that is not `fn` itself because it rounds values.
+      fixed_outs: how many of its last results are the first of `fixed`, unchanged. Their derivative passes through, and
+        `fn` has none in them. It needs a `tangent` that only returns the other results.
 
     Under `vmap` it is plain `fn`, with the transpose that JAX finds for it.
     """

@@ -1,8 +1,8 @@
-"""A function of arrays that are made for it, and made again for its backward pass in place of being kept.
+"""A function of arrays that are made for it, and made again for its backward pass instead of being kept.
 
 [Note: not jax.checkpoint]
-A checkpoint with a policy that keeps all but these arrays would also keep what the user's own remat regions inside of
-the function drop: the outer policy decides for them. Without a policy it would run the whole function twice.
+A checkpoint whose policy keeps everything except these arrays would also keep what the user's own remat regions inside
+of the function drop, since the outer policy decides. Without a policy it would run the whole function twice.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from jzero.core.graph import Graph
 from jzero.core.linear import linear
 from jzero.core.primitives import INLINE
 
-Arrays = Sequence[Any]
+Arrays = Sequence[jax.Array]
 
 
 def made_twice(
     fn: Callable[[Arrays, Arrays], Arrays],
-    make: Callable[[int, Any], Any],
+    make: Callable[[int, jax.Array], jax.Array],
     again: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]],
     sources: Arrays,
     others: Arrays,
-) -> list[Any]:
-    """`fn(made, others)`; what its backward pass reads of the made arrays is made there.
+) -> list[jax.Array]:
+    """`fn(made, others)`; its backward pass makes again what it reads of the made arrays.
 
     Args:
-      fn: closes over no traced array.
-      make: `make(i, sources[i])`, differentiable, linear but for rounding.
-      again: `again(sources, cotangents)` returns both, the sources only when the cotangents are there.
+      fn: does not close over traced arrays.
+      make: `make(i, sources[i])`, differentiable, linear except for rounding.
+      again: `again(sources, cotangents)` returns both, but the sources only when the cotangents are there.
       sources, others: arrays.
     """
     count = len(sources)
@@ -79,8 +79,8 @@ class _Linearized:
 
     Attributes:
       outs: its results.
-      kept: the values that its derivative reads, except those computed from the first `count` arguments alone.
-      moving: the shapes of the arguments in which it is linearized.
+      kept: the values that its derivative reads, except those computed only from the first `count` arguments.
+      moving: the types of the arguments in which it is linearized.
     """
 
     def __init__(self, fn, count: int, moves: Sequence[int], args: Arrays):
@@ -114,7 +114,7 @@ class _Linearized:
         self.kept = [env[k] for k in residuals if k not in self.made]
 
     def tangents(self, made: Arrays, kept: Arrays) -> Callable[..., Any]:
-        """The derivative, for the first arguments made again."""
+        """The derivative, with the first arguments made again."""
         nodes = dict.fromkeys(n for own in self.made.values() for n in own)
         env = self._run([n for n in self.graph.nodes if n in nodes], made)
         rest = iter(kept)
@@ -128,7 +128,7 @@ class _Linearized:
 
 
 class _Inlined(Graph):
-    """Calls that mean nothing but their body are inlined, remat regions are not."""
+    """Inlines calls that mean only their body, but not remat regions."""
 
     def inlines(self, eqn, ins) -> bool:
         return eqn.primitive.name in INLINE

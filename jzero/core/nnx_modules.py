@@ -1,6 +1,6 @@
 """NNX modules as arguments of a function of arrays: taken apart on the way in, put together again on the way out.
 
-Flax is never imported for a function that does not use it: a module is known by its class, once `flax.nnx` is there.
+Flax is never imported for a function that does not use it: a module is known by its class, once `flax.nnx` is loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
+
+from jzero.core.types import PyTree
 
 _TAG = "jzero.gather_on_use"
 
@@ -26,7 +29,7 @@ def is_module(x: Any) -> bool:
     return is_module_class(type(x))
 
 
-def has_module(tree: Any) -> bool:
+def has_module(tree: PyTree) -> bool:
     """True for a tree with an `nnx.Module` in it."""
     return any(is_module(x) for x in jax.tree.leaves(tree, is_leaf=is_module))
 
@@ -37,7 +40,7 @@ def is_node(x: Any) -> bool:
     return flax is not None and flax.graphlib.is_graph_node(x) and not isinstance(x, flax.Variable)
 
 
-def has_node(tree: Any) -> bool:
+def has_node(tree: PyTree) -> bool:
     """True for a tree with such an object in it."""
     return "flax.nnx" in sys.modules and any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
 
@@ -54,12 +57,12 @@ def is_variable(x: Any) -> bool:
     return flax is not None and isinstance(x, flax.Variable)
 
 
-def has_variable(tree: Any) -> bool:
+def has_variable(tree: PyTree) -> bool:
     """True for a tree with a Variable in it, of an object or of an `nnx.State`."""
     return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))
 
 
-def owned_arrays(tree: Any) -> list[tuple[Any, Any, Any]]:
+def owned_arrays(tree: PyTree) -> list[tuple[KeyPath, Any, jax.Array]]:
     """The arrays of a tree, each with its path and what it belongs to: its Variable, or itself."""
     found = []
     for path, owner in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
@@ -67,10 +70,10 @@ def owned_arrays(tree: Any) -> list[tuple[Any, Any, Any]]:
     return found
 
 
-def variable_paths(trees: Any) -> dict[int, Any]:
-    """By number of a leaf: the path of its Variable in its object, for trees of objects or as `nnx.jit` makes of them.
+def variable_paths(trees: PyTree) -> dict[int, KeyPath]:
+    """By number of a leaf the path of its Variable in its object, for trees of objects or what `nnx.jit` makes of them.
 
-    A Variable of several objects has the path in the first of them; leaves outside of objects have none.
+    The path of a Variable of several objects is that in the first of them. Leaves outside of objects have none.
     """
     if "flax.nnx" not in sys.modules:
         return {}
@@ -85,10 +88,10 @@ def variable_paths(trees: Any) -> dict[int, Any]:
     return {number: path[1:] for path, number in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def abstract(tree: Any) -> Any:
-    """The tree with `jax.ShapeDtypeStruct` for arrays, in modules and optimizers too; other leaves stay."""
+def abstract(tree: PyTree) -> PyTree:
+    """The tree with `jax.ShapeDtypeStruct` for arrays, also inside of modules and optimizers; other leaves stay."""
 
-    def leaf(x):
+    def leaf(x: Any) -> Any:
         if not isinstance(x, jax.Array):
             return x
         weak = getattr(x, "weak_type", False)  # a random key has none
@@ -105,8 +108,8 @@ def abstract(tree: Any) -> Any:
 def call(evaluate: Callable[..., Any], fn: Callable[..., Any], *args) -> Any:
     """`fn(*args)` by way of `evaluate(pure, *trees)`, which calls the pure function once, with other arrays.
 
-    As flax's own transforms do it: modules that `fn` changes (statistics, counts of random keys, sown values) are the
-    same objects with the new values afterwards, and a Variable that two of them share is one array.
+    As in Flax's own transforms, modules that `fn` changes (statistics, counts of random keys, sown values) are the same
+    objects afterwards, with the new values, and a Variable that two of them share is one array.
 
     Args:
       evaluate: `evaluate(pure, *trees)`; `pure` and `trees` are `fn` and `args` with modules as trees of arrays.
@@ -115,7 +118,7 @@ def call(evaluate: Callable[..., Any], fn: Callable[..., Any], *args) -> Any:
     """
     from flax import nnx
 
-    def holds_arrays(x):
+    def holds_arrays(x: Any) -> bool:
         return is_node(x) or is_variable(x)
 
     def pure(*trees):
@@ -153,16 +156,16 @@ class Apart:
       trees: the trees, with placeholders for the objects.
       params: those Variables of the first object that `is_param` takes, as a tree of arrays. None without `is_param`.
       state: the leaves of all other Variables.
-      paths: of these, with the number of the object in front.
+      paths: the paths of these leaves; the number of the object comes first.
     """
 
-    def __init__(self, trees: Any, is_param: Callable[[tuple[str, ...]], bool] | None, *, where: str):
+    def __init__(self, trees: PyTree, is_param: Callable[[tuple[str, ...]], bool] | None, *, where: str):
         """Take them apart.
 
         Args:
           trees: any trees.
-          is_param: of a path in the first object; None where that holds no params.
-          where: for errors.
+          is_param: whether a path in the first object is that of a param; None if it has no params.
+          where: the caller, for errors.
         """
         from flax import nnx
 
@@ -186,11 +189,13 @@ class Apart:
         self._own = jax.tree.structure(own)
         self.params = None if is_param is None else nnx.as_pure(own)
 
-    def call(self, fn: Callable[..., Any], trees: Any, params: Any, state: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    def call(
+        self, fn: Callable[..., Any], trees: PyTree, params: PyTree, state: Sequence[Any]
+    ) -> tuple[Any, list[Any], list[Any]]:
         """(`fn(*trees)`, the params, the state after it), with objects of these values in place of the placeholders.
 
         Raises:
-          ValueError: `fn` changes what the objects are made of: it adds Variables, or sets other attributes.
+          ValueError: `fn` changes the structure of the objects: it adds Variables, or sets other attributes.
         """
         from flax import nnx
 
@@ -202,16 +207,16 @@ class Apart:
         return out, jax.tree.leaves(new_params), jax.tree.leaves(new)
 
     def update(self, state: Sequence[Any]) -> None:
-        """Give the objects another state, in place."""
+        """Gives the objects a new state, in place."""
         from flax import nnx
 
         nnx.update(self._nodes, self._rest.unflatten(state))
 
-    def as_params(self, leaves: Sequence[Any]) -> Any:
-        """Leaves in the order of the params as an `nnx.State`, as `nnx.grad` returns them."""
+    def as_params(self, leaves: Sequence[Any]) -> PyTree:
+        """Leaves in the order of the params as an `nnx.State`, like that of `nnx.grad`."""
         return self._own.unflatten(leaves)
 
-    def _changed(self, new: Any) -> str:
+    def _changed(self, new: PyTree) -> str:
         after = [k for k, _ in jax.tree_util.tree_flatten_with_path(new)[0]]
         before, now = ({jax.tree_util.keystr(k[1:]).split(".value")[0] for k in some} for some in (self.paths, after))
         names = sorted(before ^ now)

@@ -1,4 +1,4 @@
-"""Names of primitives by what they do, on the oldest and the newest supported jax; the one table of each kind."""
+"""Names of primitives by what they do, on the oldest and the newest supported jax. Each kind has one table here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 INLINE = ("jit", "pjit", "closed_call", "core_call")
-"""Calls that mean nothing but their body."""
+"""Calls that mean only their body."""
 REMAT = ("remat2", "remat", "checkpoint")
 CALLS = {
     **dict.fromkeys((*INLINE, *REMAT), "jaxpr"),
@@ -28,9 +28,9 @@ ELEMENTWISE = frozenset(
     shift_right_logical sign sin sinh sqrt square sub tan tanh xor
     """.split()  # noqa: SIM905 - one name per line would fill a page
 ) | frozenset(LINEAR_ELEMENTWISE)
-"""A value of the result comes from one value of each operand; a predicate or a bound may be a single number."""
+"""Each value of the result comes from one value of each operand; a predicate or a bound may be a single number."""
 KEEPS_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze", "transpose")
-"""Zero for a first operand of zeros, whatever the others are."""
+"""Zero if the first operand is, whatever the others are."""
 
 REDUCING = frozenset(
     (*(f"reduce_{op}" for op in ("sum", "max", "min", "prod", "and", "or", "xor")), "argmax", "argmin")
@@ -42,11 +42,11 @@ MATRIX_OPS = frozenset(
     triangular_solve tridiagonal tridiagonal_solve
     """.split()  # noqa: SIM905 - as above
 )
-"""Read whole matrices, which lie along the last two dims; the dims in front number them."""
+"""Read whole matrices, which lie along the last two dims; the dims before number them."""
 MIXES = MATRIX_OPS | frozenset(
     "dot_general conv_general_dilated fft sort top_k cumsum cumprod cummax cummin cumlogsumexp".split()  # noqa: SIM905
 )
-"""Make each value of the result from many of an operand, so that a shard of the operand does not do."""
+"""Make each value of the result from many values of an operand, so that a shard of it is not enough."""
 
 REDUCTIONS = {  # of all values: on a chunk, of two chunks, and the value that changes nothing
     "reduce_sum": (jnp.sum, jax.lax.add, lambda dtype: 0),
@@ -58,7 +58,7 @@ REDUCTIONS = {  # of all values: on a chunk, of two chunks, and the value that c
 
 
 def _extreme(dtype, sign: int):
-    """The least or the greatest value of a dtype."""
+    """The greatest value of a dtype, or for sign -1 the least."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return sign > 0
     if jnp.issubdtype(dtype, jnp.floating):

@@ -1,9 +1,9 @@
 """How the results of an equation are split over devices, from how its operands are.
 
 [Note: split values]
-A value is split where each device holds a shard of it. An equation follows where each device computes its shard of the
-result from its shards of the operands: elementwise, along dims that it keeps. It mixes where it combines values along a
-split dim; then its results are not known to be split.
+A value is split if each device holds a shard of it. An equation follows if each device computes its shard of the result
+from its shards of the operands: elementwise, or along dims that it keeps. It mixes if it combines values along a split
+dim; then nothing is known of its results.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class NotFollowed(Exception):
 
 
 def whole(shape: Sequence[int]) -> Split:
-    """Of an array that no device shares."""
+    """The split of an array that is not split."""
     return ((),) * len(shape)
 
 
 def mixing(eqn: JaxprEqn) -> bool:
-    """True for an equation that combines values of its operands along their dims, or has such ones in its bodies."""
+    """True for an equation that combines values of its operands along their dims, itself or in its bodies."""
     if eqn.primitive.name in MIXES:
         return True
     return any(mixing(node.eqn) for body in bodies(eqn)[0] for node in Graph(*body).nodes)
 
 
 def followed(eqn: JaxprEqn, splits: Sequence[Split]) -> list[Split] | None:
-    """How the results of an equation are split where each device computes them from its shards; None where it cannot.
+    """How the results of an equation are split if each device computes them from its shards; None if it cannot.
 
-    A reduction over a split dim counts as split: a sum over devices follows it, of the result.
+    A reduction over a split dim is possible: the results of the devices are then summed.
     """
     shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
     name = eqn.primitive.name

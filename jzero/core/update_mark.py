@@ -1,9 +1,8 @@
-"""Marks in the trace of a step: which values are the params and the optimizer state of an update, and by which plan.
+"""Marks in the trace of a step: which values are the params and the optimizer state of an update, and of which plan.
 
-And which are the frozen weights of a plan, where a model reads them: an update need not be given these. The compiled
-program does not say it: an average has the names and shapes of the params, an NNX state has no names. A
-mark is an equation of the jaxpr that returns its operands as they are; nothing of it is lowered. `proof.record` reads
-it.
+Frozen weights are marked where a model reads them, since an update need not get them. The compiled program does not say
+any of this: an average has the names and shapes of the params, and an NNX state has no names. A mark is an equation of
+the jaxpr that returns its operands unchanged and compiles to nothing. `proof.record` reads it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from jax.extend.core import Primitive
 
 from jzero.core.custom_primitive import custom_primitive
 from jzero.core.jaxprs import is_tracer
+from jzero.core.types import PyTree
 
 UPDATE = "jzero_update"
 FROZEN = "jzero_frozen"
@@ -34,7 +34,9 @@ class Marked:
         return f"<{self.plan.title}>"
 
 
-def marked(params: Sequence[Any], state: Any, plan: Any, tx: Any) -> tuple[list[Any], Any]:
+def marked(
+    params: Sequence[jax.Array], state: PyTree, plan: Any, tx: Any
+) -> tuple[list[jax.Array], PyTree]:
     """The same params and the same state, marked as those of an update by `plan`; untouched outside of a trace.
 
     Args:
@@ -50,8 +52,8 @@ def marked(params: Sequence[Any], state: Any, plan: Any, tx: Any) -> tuple[list[
     return outs[: len(params)], tree.unflatten(outs[len(params) :])
 
 
-def marked_frozen(weights: Sequence[Any], at: Sequence[int], plan: Any) -> list[Any]:
-    """The same weights, marked as frozen ones of a plan; untouched outside of a trace. `at`: their numbers in it."""
+def marked_frozen(weights: Sequence[jax.Array], at: Sequence[int], plan: Any) -> list[jax.Array]:
+    """The same weights, marked as frozen ones of a plan, `at` these numbers; untouched outside of a trace."""
     if not any(map(is_tracer, weights)):
         return list(weights)
     return _frozen_p.bind(*weights, plan=_Hidden(plan), at=tuple(at))

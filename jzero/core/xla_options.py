@@ -1,11 +1,11 @@
-"""What depends on the jaxlib version: XLA options for one `jax.jit`, and what an old XLA:GPU gets wrong.
+"""What depends on the version of jaxlib: XLA options for one `jax.jit`, and what an old XLA:GPU gets wrong.
 
 [Note: options]
-Ties put every collective in its place; whether it runs beside compute is the scheduler's choice. By default XLA:GPU has
-one collective in flight at a time, so that of the weights that a bucket of stage 3 needs only the last one is gathered
-beside a matmul; and it joins collectives by the bytes of a *shard* (reduce-scatter, 30 MiB: 2 GB of whole gradients
-on 64 GPUs) or of a *result* (all-gather). The options here allow more than one in flight and set both limits to
-`bucket_bytes`. They change neither numbers nor bytes on the wire. `benchmarks/buckets.py` prints what they do.
+Ties put every collective in its place; the scheduler chooses whether it runs beside compute. By default XLA:GPU has one
+collective in flight at a time, so only the last weight of a bucket of stage 3 is gathered beside a matmul. It joins
+collectives by the bytes of a *shard* (reduce-scatter, 30 MiB: 2 GB of whole gradients on 64 GPUs) or of a *result*
+(all-gather). The options here allow more than one in flight and set both limits to `bucket_bytes`. They change neither
+numbers nor bytes on the wire. `benchmarks/buckets.py` prints what they do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def compiler_options(*, platform: str, bucket_bytes: int, n: int, gathers: bool)
 
 
 def host_loop_limit(platform: str, where: str) -> str:
-    """Why arrays on the host cannot be kept from a forward for a backward loop, with this jaxlib; empty where they can.
+    """Why this jaxlib cannot keep arrays on the host from a forward to a backward loop; empty if it can.
 
     Args:
       platform: of the devices.
@@ -66,7 +66,7 @@ def host_loop_limit(platform: str, where: str) -> str:
 
 
 def params_on_host_limit(platform: str, where: str) -> str:
-    """Why params cannot live on the host, with this jaxlib; empty where they can. Loops over layers would read them."""
+    """Why params cannot live on the host with this jaxlib, as loops over layers read them; empty if they can."""
     why = _old_host_loops(platform, where)
     return why and f'{why}, or Offload(params="device") (the default: optimizer state alone is in host memory).'
 

@@ -192,7 +192,8 @@ def param_state(model: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
     """The `nnx.State` of a model's params, frozen ones too, and that of its other Variables which are not trained."""
     from flax import nnx
 
-    return nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.Param), ...)
+    params, rest = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.Param), ...)
+    return params, rest
 
 
 def variables(state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:

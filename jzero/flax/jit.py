@@ -299,7 +299,7 @@ def _by_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, Any]:
     return {**dict(enumerate(args)), **kwargs}
 
 
-def _donating(keys: Sequence[Key]) -> dict[str, Sequence[Key]]:
+def _donating(keys: Sequence[Key]) -> dict[str, Any]:
     """Options of `jax.jit` and `nnx.jit` that donate these arguments."""
     numbers, names = [k for k in keys if isinstance(k, int)], [k for k in keys if isinstance(k, str)]
     return {"donate_argnums": numbers, "donate_argnames": names}

@@ -1,7 +1,7 @@
-"""Which memory arrays lie in: what is laid out for training shares none with the arrays that the caller keeps.
+"""Which memory arrays lie in: what is laid out for training shares none with the arrays that the caller has.
 
-`jax.device_put` hands buffers on where it can: an array that lies there already, the part of the first device, memory
-of numpy arrays on the CPU. A donated step then takes them from the caller too.
+`jax.device_put` reuses buffers if it can: an array that is there already, the part of the first device, the memory of
+numpy arrays on the CPU. A donated step would then delete the caller's arrays too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import jax
 import numpy as np
 
 from jzero.core.random_keys import by_data, is_key
+from jzero.core.types import PyTree
 
 
 class HeldMemory:
-    """The memory of the arrays of a tree: those of JAX, and of numpy."""
+    """The memory of the JAX and numpy arrays of a tree."""
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: PyTree):
         spans = [span for leaf in jax.tree.leaves(tree) for span in _spans(leaf)]
         self.known = all(start is not None for start, _ in spans)
         self.starts, self.ends = [], []
@@ -27,13 +28,13 @@ class HeldMemory:
             self.ends.append(max(start + size, self.ends[-1] if self.ends else 0))
 
     def apart(self, x: jax.Array) -> jax.Array:
-        """The array itself where it lies elsewhere, else a copy of it in the same layout."""
+        """The array itself if it lies elsewhere, else a copy in the same layout."""
         if not self.shares(x):
             return x
         return by_data(lambda x: jax.device_put(x, x.sharding, may_alias=False), x)
 
     def taken(self, x: jax.Array) -> jax.Array:
-        """The array as `apart` gives it, which is held from then on too: no two of a state lie in one memory."""
+        """As `apart`; the result is held from then on too, so that no two leaves of a state share memory."""
         x = self.apart(x)
         for start, size in _spans(x):
             self.known = self.known and start is not None
@@ -44,7 +45,7 @@ class HeldMemory:
         return x
 
     def shares(self, x: jax.Array) -> bool:
-        """True where a part of an array lies in this memory, or where the platform does not tell."""
+        """True if a part of an array lies in this memory, or if the platform does not tell."""
         return any(start is None or (size and self._holds(start)) for start, size in _spans(x))
 
     def _holds(self, at: int) -> bool:
@@ -53,7 +54,7 @@ class HeldMemory:
 
 
 def _spans(leaf: Any) -> list[tuple[int | None, int]]:
-    """Start and bytes of each part of an array in this process; no start where the platform does not tell."""
+    """Start and bytes of each part of an array in this process; None for a start that the platform does not tell."""
     if isinstance(leaf, np.ndarray):
         low, high = np.lib.array_utils.byte_bounds(leaf)
         return [(low, high - low)]

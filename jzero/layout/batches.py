@@ -1,4 +1,4 @@
-"""A batch split over the devices: with one process the whole of it, with several each process's own part."""
+"""Splits a batch over the devices. One process passes the whole batch, several pass a part each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jzero.core.errors import check_arrays, counted, division, is_numeric, listing, shown, typed_shape
 from jzero.core.jaxprs import in_trace, is_tracer
 from jzero.core.random_keys import is_key
+from jzero.core.types import PyTree
 from jzero.layout.explicit import constrained
 from jzero.layout.leaf_rule import as_abstract
 from jzero.layout.placement import check_rows, is_global
@@ -20,21 +21,21 @@ from jzero.layout.specs import P, entry_axes
 WHERE = "plan.place_batch"
 MICRO = "plan.micro_batches"
 MICRO_SCOPE = "jzero.micro_batches_"
-"""And k: the named scope in which a step cuts its batch."""
+"""Followed by k: the named scope in which a step splits its batch."""
 
 
-def place_batch(batch: Any, sharding: NamedSharding, *, parts: int, axes: tuple[str, ...]) -> Any:
-    """The batch in its layout; scalars are replicated, arrays that lie so already are returned as they are.
+def place_batch(batch: PyTree, sharding: NamedSharding, *, parts: int, axes: tuple[str, ...]) -> PyTree:
+    """The batch in its layout. Scalars are replicated; arrays that have this layout already are returned unchanged.
 
     Args:
       batch: a tree of numpy or JAX arrays.
       sharding: of dim 0 of every leaf.
-      parts: into how many parts that is.
+      parts: number of parts that it makes.
       axes: the batch axes, for errors.
 
     Raises:
-      TypeError: traced values, lists of numbers, strings.
-      ValueError: a leaf whose dim 0 the axes do not divide; lists the leaves.
+      TypeError: the batch has traced values, lists of numbers or strings.
+      ValueError: the axes do not divide dim 0 of a leaf; lists the leaves.
     """
     _check_batch(batch)
     bad, local = _uneven(batch, sharding, parts)
@@ -49,18 +50,18 @@ def place_batch(batch: Any, sharding: NamedSharding, *, parts: int, axes: tuple[
     return jax.tree.map(lambda leaf: _place(leaf, sharding), batch)
 
 
-def micro_batches(batch: Any, k: int, sharding: NamedSharding, *, parts: int) -> Any:
+def micro_batches(batch: PyTree, k: int, sharding: NamedSharding, *, parts: int) -> PyTree:
     """The batch as k micro-batches, `[B, ...] -> [k, B/k, ...]`, each split as the batch is; `Plan.micro_batches`.
 
     Args:
       batch: a tree of arrays, traced values or `jax.ShapeDtypeStruct`.
       k: micro-batches.
       sharding: of dim 0 of the batch.
-      parts: into how many parts that is.
+      parts: number of parts that it makes.
 
     Raises:
-      TypeError: a leaf that is not an array.
-      ValueError: a leaf whose dim 0 is not a multiple of parts x k; lists the leaves.
+      TypeError: a leaf is not an array.
+      ValueError: dim 0 of a leaf is not a multiple of parts x k; lists the leaves.
     """
     check_arrays(batch, "the batch", where=MICRO, remedy="Pass arrays with a dim of examples.")
     bad, local = _uneven(batch, sharding, parts, k)
@@ -75,8 +76,8 @@ def micro_batches(batch: Any, k: int, sharding: NamedSharding, *, parts: int) ->
         return jax.tree.map(lambda x: _micro(x, k, sharding, parts), batch)
 
 
-def split_rows(x: Any, k: int, sharding: NamedSharding, parts: int) -> Any:
-    """One traced array in k micro-batches; the i-th has the i-th part of every device's rows, so that nothing moves.
+def split_rows(x: jax.Array, k: int, sharding: NamedSharding, parts: int) -> jax.Array:
+    """One traced array in k micro-batches. Micro-batch i has part i of every device's rows, so that nothing moves.
 
     A plain reshape to `[k, B/k, ...]` would give each micro-batch the rows of a k-th of the devices.
     """
@@ -85,7 +86,7 @@ def split_rows(x: Any, k: int, sharding: NamedSharding, parts: int) -> Any:
 
 
 def abstract_batch(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """A leaf of a batch as it is once placed, without its values; scalars and random keys are whole.
+    """The abstract form of a leaf of a batch after it is placed; scalars and random keys are whole.
 
     Raises:
       ValueError: the sharding does not divide dim 0.
@@ -98,7 +99,7 @@ def abstract_batch(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def is_split_over_processes(sharding: NamedSharding, parts: int) -> bool:
-    """True where processes hold different parts of a batch, and not each of them the whole."""
+    """True if processes hold different parts of a batch; False if each holds all of it."""
     return jax.process_count() > 1 and _local_parts(sharding, parts) < parts
 
 
@@ -114,16 +115,14 @@ def is_random_key(leaf: Any) -> bool:
 
 def _local_parts(sharding: NamedSharding, parts: int) -> int:
     """How many different parts of the batch the devices of this process hold."""
-    index: Any = sharding.addressable_devices_indices_map((parts,))
-    return len({i[0].start for i in index.values()})
+    index = sharding.addressable_devices_indices_map((parts,))
+    return len({i[0].start for i in index.values() if i is not None})
 
 
 def _micro(x: Any, k: int, sharding: NamedSharding, parts: int) -> Any:
     if is_abstract(x):
-        shape = (k, x.shape[0] // k, *x.shape[1:])
-        return jax.ShapeDtypeStruct(
-            shape, x.dtype, sharding=_of_micro_batches(sharding), weak_type=x.weak_type
-        )
+        shape, split = (k, x.shape[0] // k, *x.shape[1:]), _of_micro_batches(sharding)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=split, weak_type=x.weak_type)
     if in_trace():
         return split_rows(jnp.asarray(x), k, sharding, parts)
     placed = place_batch(x, sharding, parts=parts, axes=entry_axes(sharding.spec[0]))
@@ -138,11 +137,11 @@ def _of_micro_batches(sharding: NamedSharding) -> NamedSharding:
 
 
 def _uneven(
-    batch: Any, sharding: NamedSharding, parts: int, k: int = 0
+    batch: PyTree, sharding: NamedSharding, parts: int, k: int = 0
 ) -> tuple[list[tuple[str, str, str]], int]:
     """The leaves whose dim 0 the devices (x k micro-batches) do not divide, and the parts of a process's own rows.
 
-    Micro-batches need a dim 0, a batch (k = 0) may have scalars.
+    Micro-batches need a dim 0; a batch (k = 0) may have scalars.
     """
     local = parts if jax.process_count() == 1 else _local_parts(sharding, parts)
     bad, traced = [], in_trace()
@@ -164,8 +163,8 @@ def _place(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(leaf, sharding)
 
 
-def _check_batch(batch: Any) -> None:
-    """Raises TypeError unless the batch is made of arrays; traced values, lists of numbers and strings are rejected."""
+def _check_batch(batch: PyTree) -> None:
+    """Raises TypeError unless all leaves are arrays: no traced values, lists of numbers or strings."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         name = jax.tree_util.keystr(path) or "batch"
         if is_tracer(leaf):

@@ -1,4 +1,4 @@
-"""A plan as a table: where every leaf lives, what it costs, and why one stays whole."""
+"""A plan as a table: where every leaf lives, what it costs, and why it stays whole, if it does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 
 from jzero.core.errors import counted, human_bytes, table, typed_shape
 from jzero.core.random_keys import is_key
+from jzero.core.types import Shaped
 from jzero.layout.specs import shard_factor
 
 SHOWN = 3
@@ -37,24 +38,22 @@ def describe_plan(plan: Any, tx: Any) -> str:
         parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
     bytes_whole = sum(x.nbytes for x in whole)
-    kept = [x for x in plan.layouts if x.frozen is not None]
-    frozen = f"; {len(kept)} frozen ({human_bytes(sum(x.nbytes for x in kept))})" if kept else ""
+    frozen = [x for x in plan.layouts if x.frozen is not None]
+    also = f"; {len(frozen)} frozen ({human_bytes(sum(x.nbytes for x in frozen))})" if frozen else ""
     parts.append(
         f"{counted(len(plan.layouts), 'param')}, {sum(x.size for x in plan.layouts):,} values, "
-        f"{human_bytes(plan.param_bytes)}; {len(whole)} whole over the ZeRO axis ({human_bytes(bytes_whole)}){frozen}"
+        f"{human_bytes(plan.param_bytes)}; {len(whole)} whole over the ZeRO axis ({human_bytes(bytes_whole)}){also}"
     )
     return "\n".join([*parts, *(f"note: {note}" for note in [*plan.notes, *_guesses(plan)])])
 
 
 def _guesses(plan: Any) -> list[str]:
-    """Which leaves were taken for stacks of layers without being known as such, where that decides a layout."""
+    """A note on the leaves that were taken for stacks of layers by a guess, if that decides a layout."""
     guessed = [x for x in plan.layouts if x.guessed]
     if not guessed or plan.n == 1 or not plan.config.row.state:
         return []
     paths = ["/".join(x.keys) for x in guessed]
-    shown = ", ".join(
-        f"{path} {typed_shape(x)}" for path, x in list(zip(paths, guessed, strict=True))[:SHOWN]
-    )
+    shown = ", ".join(f"{path} {typed_shape(x)}" for path, x in list(zip(paths, guessed, strict=True))[:SHOWN])
     return [
         f"dim 0 of {counted(len(guessed), 'param')} is taken for a stack of layers and not split, a guess from shapes: "
         f"{shown}{f' and {len(guessed) - SHOWN} more' if len(guessed) > SHOWN else ''}. If it is one, or if it is not "
@@ -92,7 +91,7 @@ def _host_line(plan: Any, leaves: list[tuple[str, int]]) -> str:
     )
 
 
-def leaf_bytes(leaf: Any) -> int:
+def leaf_bytes(leaf: Shaped) -> int:
     """Bytes of a whole array or ShapeDtypeStruct; a PRNG key counts its data."""
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)

@@ -1,4 +1,4 @@
-"""Arrays between the plan's mesh and the host mesh, shard by shard: no device ever holds more, no process another's."""
+"""Moves arrays between the plan's mesh and the host mesh, shard by shard; no shard crosses processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jzero.core.errors import counted
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of this shape whose devices are CPUs, of the same processes.
+    """A mesh of the same shape of CPU devices of the same processes.
 
     Raises:
       RuntimeError: a process has fewer CPU devices than devices of the mesh.
@@ -44,8 +44,8 @@ def moved(x: jax.Array, target: NamedSharding, *, copy: bool = False) -> jax.Arr
     """An array on another mesh of the same shape, in the same layout.
 
     Args:
-      x: its layout cuts it into the pieces of `target`, on devices of the same order.
-      target: a layout of the other mesh; its memory kind is kept.
+      x: its layout splits it into the same pieces as `target`, on devices in the same order.
+      target: a layout on the other mesh, and a memory kind.
       copy: the result shares no memory with `x`.
     """
     pieces = {s.device: s.data for s in x.addressable_shards}
@@ -77,5 +77,5 @@ def all_moved(xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
 
 
 def bounds_of(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Where a piece of an array begins and ends, dim by dim; can be compared and hashed."""
+    """Where a piece of an array begins and ends along each dim, in a form that can be hashed."""
     return tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index, shape, strict=True))

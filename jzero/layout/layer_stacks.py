@@ -1,20 +1,20 @@
-"""Which params are stacks of layers, and along which dim: `scan_axes` says it, the creation function, or a guess.
+"""Which params are stacks of layers, and along which dim: known from `scan_axes` or the creation function, or guessed.
 
-A scan takes one layer after the other from a stack. Split along that dim, the whole stack would be gathered before the
-loop, so that dim is left whole.
+A scan takes one layer after the other from a stack. If that dim were split, the whole stack would be gathered before
+the loop, so it is left whole.
 
 [Note: what is known of stacks]
-`scan_axes=` says it for every param. Without it, the jaxpr of a function that creates the state is read: what a scan
-stacks up (`nn.scan`, `jax.lax.map`) is a stack. Params that were made otherwise (`vmap`, one array for all layers, a
-state that exists already) do not tell, and neither does Flax's metadata: the name that `nn.scan` or `nnx.vmap` puts
-there for the new dim may stand for layers or for experts. For these it is guessed from shapes, and the plan says so.
+`scan_axes=` says it for every param. Without it, jzero reads the jaxpr of a function that creates the state: what a
+scan stacks up (`nn.scan`, `jax.lax.map`) is a stack. Params that were made in another way (`vmap`, one array for all
+layers, a state that exists already) do not tell, and Flax's metadata does not either: the name that `nn.scan` or
+`nnx.vmap` puts there for the new dim may stand for layers or for experts. For these jzero guesses from shapes, and the
+plan says so.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jzero.core.errors import check_int, listing, nearest
 from jzero.core.primitives import ELEMENTWISE
 from jzero.core.regions import scan_parts
 from jzero.core.traversal import traverse
+from jzero.core.types import Jaxpr, JaxprEqn
 
 Keys = tuple[str, ...]
 Leaves = Sequence[tuple[Keys, tuple[int, ...]]]
@@ -32,15 +33,15 @@ KEEPS_DIMS = ELEMENTWISE | {"sharding_constraint", "optimization_barrier", "devi
 def stack_dims(
     leaves: Leaves, scan_axes: Mapping[str, int | None] | None, known: Mapping[Keys, int | None]
 ) -> tuple[dict[Keys, int], set[Keys]]:
-    """The dim along which layers are stacked, of each param that is a stack, and which of these are guesses.
+    """For each param that is a stack the dim along which layers are stacked, and which of these are guesses.
 
     Args:
       leaves: path and shape of every param.
       scan_axes: as `make_plan` takes it.
-      known: what is known otherwise, None for a param that is not a stack.
+      known: dims that are known from elsewhere, None for a param that is not a stack.
 
     Raises:
-      TypeError, ValueError: a mapping that does not fit the params.
+      TypeError, ValueError: `scan_axes` does not fit the params.
     """
     if scan_axes is not None:
         return _given_dims(leaves, scan_axes), set()
@@ -50,11 +51,11 @@ def stack_dims(
 
 
 def _given_dims(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Keys, int]:
-    """What `scan_axes=` says: of the patterns that match a path, or the beginning of one, the first decides.
+    """The dims in `scan_axes=`: the first pattern that matches a path, or the beginning of one, decides.
 
     Raises:
-      TypeError: no mapping of paths to dims.
-      ValueError: a path that no param has, or a dim that a param lacks.
+      TypeError: it does not map paths to dims.
+      ValueError: no param has such a path, or a param does not have such a dim.
     """
     where = "jzero.make_plan"
     if not isinstance(scan_axes, Mapping) or not all(isinstance(k, str) for k in scan_axes):
@@ -72,15 +73,15 @@ def _given_dims(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Key
         dim = None if pattern is None else scan_axes[pattern]
         if dim is not None and dim >= len(shape):
             raise ValueError(
-                f"{where}: scan_axes={{{pattern!r}: {dim}}}: {'/'.join(keys)} has {len(shape)} dims, so that {dim} is "
-                f"none of them. Put a pattern for it in front, with None: {{{'/'.join(keys)!r}: None, ...}}."
+                f"{where}: scan_axes={{{pattern!r}: {dim}}}: {'/'.join(keys)} has {len(shape)} dims, and no dim {dim}. "
+                f"Put a pattern for it in front, with None: {{{'/'.join(keys)!r}: None, ...}}."
             )
         if dim is not None:
             found[keys] = int(dim)
     if missing := [p for p in scan_axes if p not in used]:
         paths = ["/".join(keys) for keys, _ in leaves]
         raise ValueError(
-            f"{where}: scan_axes names {missing[0]!r}, and no param has that path.{nearest(missing[0], paths)} "
+            f"{where}: scan_axes names {missing[0]!r}, but no param has that path.{nearest(missing[0], paths)} "
             f"The paths are:\n{listing([(p,) for p in paths])}\nGive one, the beginning of one, or a pattern with *."
         )
     return found
@@ -91,13 +92,13 @@ def _matches(pattern: str, keys: Keys) -> bool:
     return any(fnmatch.fnmatchcase("/".join(keys[:n]), pattern) for n in range(min(1, len(keys)), len(keys) + 1))
 
 
-def stacked_by_scan(jaxpr: Any, count: int) -> list[int | None]:
+def stacked_by_scan(jaxpr: Jaxpr, count: int) -> list[int | None]:
     """For each of the first outputs of a creation function, the dim along which a scan has stacked it up."""
     unknown = [None] * len(jaxpr.constvars), [None] * len(jaxpr.invars)
     return traverse(jaxpr, *unknown, _stacked_dims, literal=lambda value: None)[:count]
 
 
-def _stacked_dims(eqn: Any, inputs: list[int | None]) -> list[int | None]:
+def _stacked_dims(eqn: JaxprEqn, inputs: list[int | None]) -> list[int | None]:
     """The stacked dim of each result of an equation, from those of its operands."""
     name = eqn.primitive.name
     if name == "scan":
@@ -114,9 +115,9 @@ def _stacked_dims(eqn: Any, inputs: list[int | None]) -> list[int | None]:
 def scanned_paths(leaves: Leaves) -> set[Keys]:
     """A guess from shapes: the paths of params that look like stacks of layers along their leading dim.
 
-    A node of the tree is taken for a stack when it has at least two leaves, all of them share their leading dim and
-    have another one, one has three or more, and the leading dim is not the largest dim of them all (a
-    plain `[d, d]` projection would share it too). Two stacks of experts pass for one as well.
+    A node of the tree is taken for a stack if it has at least two leaves, all of two or more dims and one of three or
+    more, which share their leading dim, and if that is not the largest dim of all (plain `[d, d]` projections share it
+    too). Two stacks of experts look the same.
     """
     groups: dict[Keys, list[tuple[Keys, tuple[int, ...]]]] = {}
     for keys, shape in leaves:

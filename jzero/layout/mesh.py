@@ -1,4 +1,4 @@
-"""`mesh`: axes on the boundaries of hosts and slices. And the mesh of a plan: Auto axes, of the names in its config."""
+"""`mesh` makes meshes whose axes keep to hosts and slices; `resolve_mesh` finds the mesh of a plan."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def mesh(
       A `jax.sharding.Mesh`, equal on every process.
 
     Raises:
-      TypeError: axes, a size, devices or a pod of another kind.
-      ValueError: sizes that do not multiply to the number of devices, two axes on one boundary, one axis twice, no
-        device or one twice, hosts of different sizes, an axis whose groups lie unevenly over hosts.
+      TypeError: axes, a size, devices or a pod are of the wrong kind.
+      ValueError: the sizes do not multiply to the number of devices, two axes have one boundary, an axis or a device is
+        given twice, there is no device, hosts differ in size, the groups of an axis lie unevenly over hosts.
 
     Example:
       >>> import jax, jzero
@@ -115,7 +115,7 @@ def _named(axes: Any, sizes: Mapping[str, int | str]) -> dict[str, int | str]:
 
 
 def _devices(devices: Any) -> list[Any]:
-    """The devices that were passed, once each."""
+    """The devices that were passed, as a list without duplicates."""
     given = np.asarray(devices, dtype=object).ravel().tolist()
     if not given:
         raise ValueError("jzero.mesh: devices is empty. Leave it out for all devices.")
@@ -128,9 +128,9 @@ def _devices(devices: Any) -> list[Any]:
 
 def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str, int]:
     """The size of every axis as a number."""
+    known = (*LEVELS, "rest")
     for name, size in named.items():
-        if isinstance(size, str) and size not in (*LEVELS, "rest"):
-            known = (*LEVELS, "rest")
+        if isinstance(size, str) and size not in known:
             raise ValueError(
                 f"jzero.mesh: the size of axis {name!r} is {size!r}.{nearest(size, known)} "
                 f"Pass a number, or one of {', '.join(map(repr, known))}."
@@ -148,19 +148,20 @@ def _shape(named: Mapping[str, int | str], levels: tuple[int, ...]) -> dict[str,
     rest = [name for name, size in named.items() if size in ("rest", -1)]
     total = math.prod(levels)
     shape = {k: levels[LEVELS[v]] if v in LEVELS else v for k, v in named.items() if k not in rest}
-    left, odd = divmod(total, math.prod(int(n) for n in shape.values()))
+    asked = math.prod(int(n) for n in shape.values())
+    left, odd = divmod(total, asked)
     if odd or (left != 1 and not rest):
         text = " x ".join(f"{shape.get(k, '?')} ({k})" for k in named)
         hosts = f"{levels[0] * levels[1]} hosts x {levels[2]}"
         raise ValueError(
-            f"jzero.mesh: {text} = {math.prod(int(n) for n in shape.values())} devices, but there are {hosts} = "
-            f"{total}.\nThe sizes must {'divide' if rest else 'multiply to'} {total}; one of them may be -1, the rest."
+            f"jzero.mesh: {text} = {asked} devices, but there are {hosts} = {total}.\n"
+            f"The sizes must {'divide' if rest else 'multiply to'} {total}; one of them may be -1, the rest."
         )
     return {k: left if k in rest else int(shape[k]) for k in named}
 
 
 def _arranged(named: Mapping[str, int | str], shape: Mapping[str, int], ordered: np.ndarray) -> np.ndarray:
-    """The devices in the shape of the mesh: boundaries where they are named, the other axes over what is left."""
+    """The devices in the shape of the mesh: axes with a boundary are placed there, the others over what is left."""
     placed = {LEVELS[v]: name for name, v in named.items() if isinstance(v, str) and v in LEVELS}
     free = [name for name in named if name not in placed.values()]
     if set(placed) <= {0} and ordered.flat[0].platform == "tpu":
@@ -174,7 +175,7 @@ def _arranged(named: Mapping[str, int | str], shape: Mapping[str, int], ordered:
 def _torus(
     free: Sequence[str], across: str | None, shape: Mapping[str, int], ordered: np.ndarray
 ) -> np.ndarray:
-    """TPUs: inside of a slice as JAX lays axes on its torus; `across`, or else the outermost axis, across slices.
+    """TPUs: inside of a slice JAX lays the axes on its torus; `across`, or else the outermost axis, spans the slices.
 
     Raises:
       ValueError: the slices do not divide the outermost axis.
@@ -194,11 +195,11 @@ def _torus(
 
 
 def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]]:
-    """The mesh with Auto axes that the config's axes are names of, and notes about it.
+    """The mesh of a plan, which has the config's axes and Auto axes only, and notes about it.
 
     Raises:
-      TypeError: not a `jax.sharding.Mesh`.
-      ValueError: an axis that is not in the mesh.
+      TypeError: `mesh` is not a `jax.sharding.Mesh`.
+      ValueError: the mesh has no axis of a name in the config.
     """
     context = context_mesh()
     if mesh is None and context is not None and set(config.axes) <= set(context.axis_names):
@@ -217,5 +218,5 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
 
 
 def in_shard_map() -> bool:
-    """True inside of a `jax.shard_map`, where its axes are Manual and no layout along them can be asked for."""
+    """True inside of a `jax.shard_map`: its axes are Manual, and no layout along them can be asked for."""
     return jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types

@@ -1,4 +1,4 @@
-"""A mesh as something that can be pickled: JAX's devices cannot, their numbers can."""
+"""A mesh in a form that can be pickled: the numbers of its devices, since JAX's devices cannot be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def to_numbers(mesh: Mesh, *, where: str) -> dict[str, Any]:
     """The axes of a mesh, the ids of its devices and their platform.
 
     Raises:
-      TypeError: devices that this process does not run on, those of a pod that is only compiled for.
+      TypeError: this process does not run on the devices: they are of a pod that is only compiled for.
     """
     platform = mesh.devices.flat[0].platform
     try:
@@ -33,7 +33,7 @@ def to_mesh(numbers: dict[str, Any]) -> Mesh:
     """The mesh of the devices with these ids.
 
     Raises:
-      ValueError: this process has no such device.
+      ValueError: this process does not have such a device.
     """
     known = {d.id: d for d in jax.devices(numbers["platform"])}
     missing = sorted({int(i) for i in numbers["ids"].flat} - set(known))

@@ -1,4 +1,4 @@
-"""Zeros at the end of the dims that no number of equal pieces fits; see [Note: padding] in `split.py`."""
+"""Zeros at the end of dims that do not divide into equal pieces; see [Note: padding] in `split.py`."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def unpadded(x: Any, shape: Sequence[int]) -> Any:
 
 
 def is_end_cut(shape: Sequence[int], stored: Sequence[int]) -> bool:
-    """True where an array of the first shape may be stored padded in the second."""
+    """True if an array of the first shape may be stored padded in the second."""
     return len(shape) == len(stored) and all(new >= old for old, new in zip(shape, stored, strict=True))

@@ -1,10 +1,9 @@
-"""Params that cannot be laid out are refused before anything is placed: every leaf by its name."""
+"""Refuses params that cannot be laid out, before anything is placed; the errors name every leaf."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import check_arrays, human_bytes, listing, typed_shape
+from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import Layout, Whole, as_abstract
 from jzero.layout.specs import axis_size
 from jzero.layout.split import find_split
@@ -19,8 +19,8 @@ from jzero.layout.split import find_split
 WHERE = "jzero.make_plan"
 
 
-def check_params(params: Any, trained: Sequence[bool]) -> None:
-    """Raises TypeError for leaves that are not arrays, ValueError for no leaves and for trained integers."""
+def check_params(params: PyTree, trained: Sequence[bool]) -> None:
+    """Raises TypeError for leaves that are not arrays, ValueError if there are no leaves, or trained integers."""
     flat = jax.tree_util.tree_leaves_with_path(params)
     if not flat:
         raise ValueError(f"{WHERE}: the params are empty. Pass the tree of params, e.g. variables['params'].")
@@ -42,7 +42,7 @@ def check_params(params: Any, trained: Sequence[bool]) -> None:
 
 
 def check_uneven(layouts: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> None:
-    """Raises ValueError for leaves that no dim divides, where `uneven="error"`."""
+    """Raises ValueError for leaves without a dim that divides, if `uneven="error"`."""
     bad = [x for x in layouts if x.whole is Whole.UNEVEN]
     if config.uneven != "error" or not bad:
         return
@@ -57,7 +57,7 @@ def check_uneven(layouts: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> N
 
 
 def _padding(leaves: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> str:
-    """Bytes of zeros on one device that padding these leaves takes."""
+    """Bytes per device that padding these leaves takes."""
     found = [
         (x, find_split(x.shape, x.used, config.axes, mesh, skip=() if x.scan_dim is None else (x.scan_dim,)))
         for x in leaves
@@ -66,8 +66,8 @@ def _padding(leaves: Sequence[Layout], config: ZeroConfig, mesh: Mesh) -> str:
     return human_bytes(sum(added) * 12 / axis_size(mesh, config.axes))
 
 
-def mismatch(tree: Any, layouts: Sequence[Layout], *, where: str) -> str:
-    """The text for a tree that the layouts were not made for; lists the leaves."""
+def mismatch(tree: PyTree, layouts: Sequence[Layout], *, where: str) -> str:
+    """The error text for a tree that the layouts were not made for; lists the leaves."""
     got = {
         jax.tree_util.keystr(k): typed_shape(as_abstract(v))
         for k, v in jax.tree_util.tree_leaves_with_path(tree)

@@ -1,4 +1,4 @@
-"""Arrays to their devices: one leaf in a layout; with one process or several."""
+"""Places arrays on their devices in a layout, with one process or several."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import KeyPath
 
 from jzero.core.errors import listing, typed_shape
 from jzero.core.jaxprs import is_tracer
 from jzero.core.processes import key_value_client, wait_for
 from jzero.core.random_keys import by_data, is_key
+from jzero.core.types import PyTree
 
 HOST = "pinned_host"
 
 
-def put(leaf, sharding: NamedSharding) -> jax.Array:
-    """One leaf on its devices; across processes every process must hold the value it needs."""
+def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """One leaf on its devices. Across processes each of them must hold the values that it needs."""
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf
     if jax.process_count() == 1:
@@ -36,10 +38,10 @@ def put(leaf, sharding: NamedSharding) -> jax.Array:
 
 
 def _relaid_on_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array that changes its memory and its layout, in the new layout in host memory.
+    """An array that changes both its memory and its layout, in the new layout in host memory.
 
-    Asked for both at once, jax (0.10 to 0.12) takes pieces that lie on the right devices already as they are, in the
-    wrong memory, and raises. An array on one device is cut on the device, and never lies whole in pinned memory.
+    If it is asked for both at once, jax (0.10 to 0.12) takes pieces on the right devices from the wrong memory, and
+    raises. An array on one device is split on the device, so that it is never whole in pinned memory.
     """
     if len(x.sharding.device_set) == 1:
         return x
@@ -47,39 +49,39 @@ def _relaid_on_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(x, sharding.with_memory_kind(HOST))
 
 
-def on_device(x):
-    """An array from host memory in the same layout in device memory; anything else as it is."""
+def on_device(x: Any) -> Any:
+    """An array from host memory in the same layout in device memory; anything else unchanged."""
     kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
     if not isinstance(x, jax.Array) or is_tracer(x) or kind in (None, "device"):
         return x
     return jax.device_put(x, x.sharding.with_memory_kind("device"))
 
 
-def memory_kind(x) -> str:
+def memory_kind(x: Any) -> str:
     """The kind of memory in which an array lies, traced or not."""
     if is_tracer(x):
         return HOST if x.aval.memory_space == jax.memory.Space.Host else "device"
     return getattr(getattr(x, "sharding", None), "memory_kind", None) or "device"
 
 
-def device_type(x) -> Any:
-    """The type of an array as a function is traced with it that knows nothing of host memory."""
+def device_type(x: Any) -> Any:
+    """The type of an array for the trace of a function that knows nothing of host memory."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if memory_kind(x) == HOST else x
 
 
-def is_global(leaf) -> bool:
+def is_global(leaf: Any) -> bool:
     """True for an array that spans several processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
-def check_same(tree: Any, *, where: str) -> None:
-    """Every process brings the same values: asked before arrays that lie on each of them become one.
+def check_same(tree: PyTree, *, where: str) -> None:
+    """Checks that every process has the same values, before arrays that lie on each of them become one.
 
-    A seed that depends on the process would give a state of which every process trains another one. Arrays that span
-    the processes are not looked at. All processes must call.
+    With a seed that depends on the process, each process would train a different state. Arrays that span the processes
+    are not looked at. All processes must call.
 
     Raises:
-      ValueError: the trees differ between processes, or the values of a leaf; lists the leaves.
+      ValueError: the trees or the values of a leaf differ between processes; lists the leaves.
 
     Cost:
       Across processes a checksum of every byte on the CPU (some GB/s); 4 bytes per leaf and process are sent.
@@ -109,7 +111,7 @@ def check_same(tree: Any, *, where: str) -> None:
 
 
 def same_values(groups: Sequence[Sequence[Any]]) -> list[bool]:
-    """For each group of arrays whether every process brings the same values. All processes must call."""
+    """For each group of arrays whether every process has the same values. All processes must call."""
     sums = []
     for group in groups:
         total = 0
@@ -120,10 +122,10 @@ def same_values(groups: Sequence[Sequence[Any]]) -> list[bool]:
 
 
 def check_same_program(lowered: jax.stages.Lowered, *, where: str) -> None:
-    """Every process has lowered the same program, constants included. All processes must call.
+    """Checks that every process has lowered the same program, constants included. All processes must call.
 
-    JAX runs what each of them compiled, on its own devices: a seed that depends on the process, in a function that
-    creates a state, would give replicas of other values.
+    JAX runs on each process what that process has compiled. With a seed that depends on the process, a function that
+    creates a state would give replicas with different values.
 
     Raises:
       ValueError: the programs differ.
@@ -143,23 +145,23 @@ def check_same_program(lowered: jax.stages.Lowered, *, where: str) -> None:
         )
 
 
-_rows_agreed: set[tuple[tuple[Any, int], ...]] = set()
+_rows_agreed: set[tuple[tuple[KeyPath, int], ...]] = set()
 _asked = itertools.count()
 
 
-def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
+def check_rows(batch: PyTree, *, where: str, seconds: float = 300) -> None:
     """Checks that every process passes the same number of rows, whenever this process passes a new number.
 
-    Each process works out the shape of the whole batch from its own rows, and JAX does not compare them. The processes
-    write to the store of `jax.distributed`, process 0 compares. What has been agreed on once is not asked again.
+    Each process computes the shape of the whole batch from its own rows, and JAX does not compare them. The processes
+    write to the store of `jax.distributed`, and process 0 compares. Numbers that were agreed on are not checked again.
 
     Args:
-      batch: a tree; arrays with a first dim, its rows, are looked at, but for those that span the processes.
+      batch: a tree; dim 0 of its arrays is their rows. Scalars and arrays that span the processes are not looked at.
       where: the caller, for the error.
       seconds: how long to wait for the others.
 
     Raises:
-      ValueError: other numbers on other processes; or one that had nothing new to pass.
+      ValueError: the numbers differ between processes, or another process had nothing new to pass.
     """
     if jax.process_count() == 1:
         return
@@ -171,11 +173,8 @@ def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
     assert client is not None
     where_to = f"jzero/rows/{next(_asked)}"
     numbers = sorted({n for _, n in rows})
-    mine = (
-        f"{numbers[0]} rows"
-        if len(numbers) == 1
-        else ", ".join(f"{jax.tree_util.keystr(k)}: {n}" for k, n in rows)
-    )
+    each = ", ".join(f"{jax.tree_util.keystr(k)}: {n}" for k, n in rows)
+    mine = f"{numbers[0]} rows" if len(numbers) == 1 else each
     if me:
         client.key_value_set(f"{where_to}/{me}", mine)
         wrong = wait_for(client, f"{where_to}/verdict", wait)
@@ -193,8 +192,8 @@ def check_rows(batch: Any, *, where: str, seconds: float = 300) -> None:
     _rows_agreed.add(rows)
 
 
-def host_data(leaf) -> np.ndarray:
-    """The values of a leaf; of keys their data."""
+def host_data(leaf: Any) -> np.ndarray:
+    """The values of a leaf; for keys their data."""
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
@@ -203,14 +202,14 @@ def _checksum(x: np.ndarray, start: int = 0) -> int:
 
 
 def _gathered(numbers: list[int]) -> np.ndarray:
-    """`[processes, numbers]` of what each process passes, in the order of the processes."""
+    """`[processes, numbers]`: what each process passes."""
     from jax.experimental import multihost_utils
 
     return np.atleast_2d(multihost_utils.process_allgather(np.array(numbers, np.uint32)))
 
 
 def check_host(mesh: Mesh, where: str) -> None:
-    """Raises ValueError where the devices have no host memory of the kind that offloaded arrays live in."""
+    """Raises ValueError if the devices have no host memory of the kind that offloaded arrays live in."""
     device = mesh.devices.flat[0]
     kinds = [m.kind for m in device.addressable_memories()]
     if HOST not in kinds:

@@ -1,10 +1,10 @@
-"""What a PartitionSpec says: its mesh axes, their sub-axes, and the mesh that it belongs to.
+"""Reads and makes PartitionSpecs: their mesh axes, sub-axes, and the mesh that they belong to.
 
 [Note: sub-axes]
-A NamedSharding cannot split one mesh axis over two dims of an array. A finer mesh over the same devices in the same
-order, in which the axis of size n is replaced by one axis per prime factor of n, can: a spec on it may give 8 of 64
-devices to one dim and 8 to another. Sub-axes are written `data:0`, `data:1`, ... from the outermost; a prime size has
-none. In a spec on the finer mesh all sub-axes of an axis together stand for the axis.
+A NamedSharding cannot split two dims of an array over one mesh axis. A finer mesh can: it has the same devices in the
+same order, and one axis per prime factor of n in place of an axis of size n, so a spec on it may give 8 of 64 devices
+to one dim and 8 to another. Sub-axes are written `data:0`, `data:1`, ... from the outermost; a prime size has none. In
+a spec on the finer mesh all sub-axes of an axis together stand for the axis.
 
 One jit may mix both meshes, but JAX names the layouts that XLA chose for results (a gradient that is returned, an
 average of params) after the mesh of the first array argument, and raises IndivisibleError where that mesh has no axes
@@ -17,6 +17,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -26,7 +27,7 @@ P = PartitionSpec
 _SUB = re.compile(r"(.+):(\d+)")
 
 
-def entry_axes(entry) -> tuple[str, ...]:
+def entry_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes, or sub-axes, that one entry of a PartitionSpec names."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
@@ -39,7 +40,7 @@ def named_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """All axes of the user's mesh that a PartitionSpec names; for sub-axes the axis that they are parts of."""
+    """All axes of the user's mesh that a PartitionSpec names; for sub-axes the axis that they are part of."""
     return tuple(dict.fromkeys(axis_of(a) for a in named_axes(spec)))
 
 
@@ -49,7 +50,7 @@ def split_dims(*specs: PartitionSpec) -> frozenset[int]:
 
 
 def axis_of(name: str) -> str:
-    """The mesh axis that a sub-axis is a part of; the name itself for a mesh axis."""
+    """The mesh axis that a sub-axis is part of; a mesh axis itself."""
     found = _SUB.fullmatch(name)
     return found[1] if found else name
 
@@ -80,12 +81,12 @@ def check_axes(names: Iterable[str], mesh: Mesh, *, where: str, remedy: str = ""
 
 
 def shard_factor(spec: PartitionSpec, mesh: Mesh) -> int:
-    """Into how many different pieces a layout cuts an array."""
+    """The number of different pieces into which a layout splits an array."""
     return axis_size(mesh, named_axes(spec))
 
 
 def divides(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bool:
-    """True where a layout cuts an array of this shape into equal pieces."""
+    """True if a layout splits an array of this shape into equal pieces."""
     entries = zip(shape, spec, strict=False)
     return all(size % axis_size(mesh, entry_axes(entry)) == 0 for size, entry in entries)
 
@@ -116,13 +117,13 @@ def primes(n: int) -> tuple[int, ...]:
 
 
 def sub_axes(mesh: Mesh, axis: str) -> tuple[str, ...]:
-    """The sub-axes of a mesh axis, from the outermost; the axis itself where its size is prime or 1."""
+    """The sub-axes of a mesh axis, the outermost first; the axis itself if its size is prime or 1."""
     count = len(primes(mesh.shape[axis]))
     return tuple(f"{axis}:{i}" for i in range(count)) if count > 1 else (axis,)
 
 
 def joined(entry: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
-    """Sub-axes that stand together and make a whole axis, as that axis: (data:0, data:1, data:2) -> (data,)."""
+    """All sub-axes of an axis in a row become that axis: (data:0, data:1, data:2) -> (data,)."""
     out: list[str] = []
     names = list(entry)
     while names:
@@ -143,7 +144,7 @@ def finer_mesh(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
 
 
 def named_on(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """A spec in the names of a finer mesh: an axis that is not there stands for all its sub-axes."""
+    """A spec in the names of a finer mesh: an axis that the mesh does not have stands for all its sub-axes."""
     if set(named_axes(spec)) <= set(mesh.axis_names):
         return spec
     parts: dict[str, tuple[str, ...]] = {}

@@ -1,23 +1,22 @@
-"""Which dims of an array are cut, and into how many pieces: one dim that divides, else several, else padded.
+"""Which dims of an array are split, and into how many pieces: one dim that divides, else several, else padded.
 
 [Note: which dim]
-The first dim that the axis divides, left to right: a split of a leading dim is contiguous in memory, so a
-collective needs no relayout copy (measured on an H200 compile: 17.6 against 26.4 GB at stage 2 for a 7.5B
-scanned GPT). The dim that a scan runs over is skipped: splitting it makes XLA gather the whole stack
-before the loop. `layer_stacks.py` knows which one that is, or guesses.
+The first dim from the left that the axis divides: a split of a leading dim is contiguous in memory, so a collective
+needs no relayout copy (measured on an H200 compile: 17.6 against 26.4 GB at stage 2 for a 7.5B scanned GPT). The dim
+that a scan runs over is skipped: if it were split, XLA would gather the whole stack before the loop. `layer_stacks.py`
+knows or guesses which dim that is.
 
 [Note: several dims]
-Where no dim divides, the prime factors of the axis are dealt out to the dims: a kernel [1600, 4800] over 1024 devices
-is cut 64 x 16 (`[Note: sub-axes]` in `specs.py`). Among all deals that need at most `SLACK` of padding the one
-that cuts most pieces evenly is taken, then the one with the fewest dims: at stage 3 the even part of the split is how
-the param is stored. XLA makes a reduce-scatter of an even split along one dim alone; `comm/` has one
-for others.
+If no dim divides, the prime factors of the axis are dealt out to the dims: a kernel [1600, 4800] over 1024 devices is
+cut 64 x 16 (`[Note: sub-axes]` in `specs.py`). Of all deals that need at most `SLACK` of padding the one with the most
+even pieces is taken, then the one with the fewest dims: at stage 3 the param is stored in the even part of the split.
+XLA makes a reduce-scatter only for an even split along one dim; `comm/` has one for the others.
 
 [Note: padding]
-XLA stores no array in pieces of unequal size. Where no deal is even, the optimizer state is stored with the
-cut dims padded by zeros, and sliced to its logical shape inside of the step, where pieces may be unequal: the wrapped
-optimizer sees what it would see without sharding, and on an H200 compile the slice costs neither a collective nor a
-buffer. Its param is stored in the even part of that split at stage 3, or whole, since the model sees its shape.
+XLA cannot store an array in pieces of unequal size. If no deal is even, the optimizer state is stored with the cut dims
+padded by zeros, and sliced to its logical shape inside of the step, where pieces may be unequal: the wrapped optimizer
+sees what it would see without sharding, and on an H200 compile the slice costs neither a collective nor a buffer. At
+stage 3 the param is stored in the even part of that split, or whole, since the model sees its shape.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero.layout.specs import axis_size, joined, make_spec, spec_entries, sub_axes
 
-SLACK = 0.005  # of an array: so much padding is as good as none
+SLACK = 0.005  # of an array: this much padding counts as none
 
 
 @dataclasses.dataclass(frozen=True)
 class PaddedSplit:
-    """How an array is cut.
+    """How an array is split, padded if no dim divides.
 
     Attributes:
       spec: its layout.
-      shape: in which it is stored: that of the array, or with the cut dims padded.
+      shape: the stored shape: that of the array, or with the cut dims padded.
       even: the part of `spec` along dims that are not padded: a layout for the array in its own shape.
     """
 
@@ -59,7 +58,7 @@ def find_split(
     skip: Sequence[int] = (),
     several: bool = True,
 ) -> PaddedSplit | None:
-    """The best way to cut an array over `axes`, added to the layout that it has.
+    """The best way to split an array over `axes`, added to the layout that it has.
 
     Args:
       shape: shape of the whole array.
@@ -120,7 +119,7 @@ def _best_deal(
     skip: tuple[int, ...],
     several: bool,
 ) -> tuple[int, ...] | None:
-    """Into how many pieces each dim is cut, `factors` multiplied; see [Note: several dims]. None: nothing is saved.
+    """The number of pieces of each dim, whose product is that of `factors`; see [Note: several dims]. None: no gain.
 
     Args:
       shape: of the whole array.
@@ -168,8 +167,10 @@ def _powers(total: int, count: int) -> Iterator[tuple[int, ...]]:
         yield tuple(dims.count(d) for d in range(count))
 
 
-def _deal_out(pieces, shape, taken, sizes: dict[str, int]) -> list[tuple[str, ...]]:
-    """The sub-axes of each dim. Padded dims take the outermost: devices that are close gather what is even."""
+def _deal_out(
+    pieces: Sequence[int], shape: Sequence[int], taken: Sequence[int], sizes: dict[str, int]
+) -> list[tuple[str, ...]]:
+    """The sub-axes of each dim. Padded dims take the outermost, so that even parts are gathered among neighbours."""
     order = sorted(range(len(shape)), key=lambda d: (shape[d] % (taken[d] * pieces[d]) == 0, d))
     left, out = list(sizes), [()] * len(shape)
     for dim in order:
@@ -184,5 +185,5 @@ def _deal_out(pieces, shape, taken, sizes: dict[str, int]) -> list[tuple[str, ..
 
 
 def _stored(size: int, pieces: int) -> int:
-    """A dim with as much padding as equal pieces need."""
+    """The size of a dim, padded to equal pieces."""
     return -(-size // pieces) * pieces

@@ -1,10 +1,10 @@
-"""Where devices stand: which host, which slice; and what the groups of a mesh axis span.
+"""Where devices are, on which host and slice, and how many of these the groups of a mesh axis span.
 
 [Note: hosts and slices]
-A *host* is what one process drives, a *slice* what `slice_index` says: hosts that share a fast network of their own (a
-TPU slice, a rack on NVLink). Where every process drives one device, as with one process per GPU, a host is a slice: jax
-gives the GPUs of one machine the same `slice_index`. (With one machine alone, or where there is no `slice_index`, each
-process counts as a host.) `devices_per_host` says otherwise.
+A *host* has the devices of one process, a *slice* those of one `slice_index`: hosts that share a fast network of their
+own (a TPU slice, a rack on NVLink). If every process has one device, as with one process per GPU, a slice counts as a
+host: jax gives the GPUs of one machine the same `slice_index`. (With a single machine, or without `slice_index`, each
+process counts as a host.) `devices_per_host` overrides this.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from jzero.core.errors import check_int, counted, listing
 
 @dataclasses.dataclass(frozen=True)
 class HostPosition:
-    """Where one device stands. Two hosts are equal where slice and host are."""
+    """The slice and the host of a device."""
 
     slice: int
     host: int
 
 
 def hosts_of(devices: Sequence[Any], *, devices_per_host: int | None = None) -> list[HostPosition]:
-    """The place of every device; see [Note: hosts and slices].
+    """The position of every device; see [Note: hosts and slices].
 
     Args:
-      devices: anything with `process_index` and, where the platform has slices, `slice_index`.
+      devices: anything with `process_index` and, if the platform has slices, `slice_index`.
       devices_per_host: consecutive devices that share a host. None: those of one process.
 
     Raises:
-      TypeError, ValueError: `devices_per_host` is not an integer, is below 1, or does not divide the devices.
+      TypeError, ValueError: `devices_per_host` is not an int, is below 1, or does not divide the devices.
     """
     slices = [int(getattr(d, "slice_index", None) or 0) for d in devices]
     if devices_per_host is not None:
@@ -59,7 +59,7 @@ def grid(devices: Sequence[Any], *, devices_per_host: int | None = None) -> np.n
     """The devices as `[slices, hosts of a slice, devices of a host]`, in the order of their indices.
 
     Raises:
-      ValueError: hosts with different numbers of devices, slices with different numbers of hosts; lists them.
+      ValueError: hosts have different numbers of devices, or slices different numbers of hosts; lists them.
     """
     devices = sorted(devices, key=_order)
     by_host: dict[HostPosition, list[Any]] = {}
@@ -98,9 +98,9 @@ class Span:
     Attributes:
       axes: names of the mesh axes.
       size: devices in a group.
-      hosts, slices: how many of them a group spans, the group that spans most.
-      groups_per_host: groups that have a device on a host, on the host with most.
-      even: every group spans as many hosts, with as many devices on each.
+      hosts, slices: the largest number of them that a group spans.
+      groups_per_host: the largest number of groups with a device on one host.
+      even: every group spans the same number of hosts, with the same number of devices on each.
     """
 
     axes: tuple[str, ...]
@@ -117,12 +117,11 @@ def span(mesh: Mesh, axes: Sequence[str], *, devices_per_host: int | None = None
     Args:
       mesh: of any devices.
       axes: names of some of its axes.
-      devices_per_host: as in `places`, devices in the order of slices, processes and ids.
+      devices_per_host: as for `hosts_of`; devices in the order of slices, processes and ids.
     """
     flat = sorted(mesh.devices.flat, key=_order)
-    where = dict(
-        zip(map(id, flat), hosts_of(flat, devices_per_host=devices_per_host), strict=True)
-    )  # devices need not be hashable
+    positions = hosts_of(flat, devices_per_host=devices_per_host)
+    where = {id(d): position for d, position in zip(flat, positions, strict=True)}  # devices need not be hashable
     along = [mesh.axis_names.index(a) for a in axes]
     last = np.moveaxis(mesh.devices, along, range(-len(along), 0)) if along else mesh.devices[..., None]
     size = int(np.prod([mesh.devices.shape[i] for i in along], dtype=int))

@@ -1,10 +1,10 @@
 """Which params are trained, and trees of the trained ones among all.
 
 [Note: the params that an optimizer takes]
-An optimizer that trains a part of the params knows these alone: no moments, no masters, no norm over frozen weights.
-It takes a tree of them in one form, with None in place of each frozen leaf, or with them left out as NNX has it. A step
-may hand it all params, or the trained ones in either form: they are told apart by shapes and paths, and what comes back
-has the form that was given.
+An optimizer that trains some of the params knows only these: no moments, no masters, no norm over frozen weights. It
+takes a tree of them in one form: with None in place of each frozen leaf, or without the frozen leaves, as NNX has it. A
+step may hand it all params, or the trained ones in either form. Shapes and paths tell which it is, and the result has
+the form that was given.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jzero.core.errors import shown, typed_shape
+from jzero.core.types import PyTree, PyTreeDef
 from jzero.layout.leaf_rule import Frozen, as_abstract, path_keys
 
 KINDS = (
@@ -24,17 +25,17 @@ KINDS = (
 )
 
 
-def trained_by(trainable: Any, params: Any, *, where: str) -> list[bool]:
+def trained_by(trainable: Any, params: PyTree, *, where: str) -> list[bool]:
     """For each param whether a filter names it.
 
     Args:
       trainable: a function of the path (a tuple of strings) and the leaf, abstract; or a tree of bools.
       params: the tree.
-      where: the caller, for the texts.
+      where: the caller, for errors.
 
     Raises:
-      TypeError: another kind of filter, or an answer that is not a bool.
-      ValueError: a tree of bools that does not fit the params, or a filter that names no param.
+      TypeError: the filter is of another kind, or an answer is not a bool.
+      ValueError: a tree of bools does not fit the params, or the filter names no param.
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
     if callable(trainable) and not isinstance(trainable, type):
@@ -50,7 +51,7 @@ def checked_answers(found: Sequence[Any], named: Sequence[tuple[str, Any]], *, w
     """The answers of a filter, for params with their names.
 
     Raises:
-      TypeError: an answer that is not a bool.
+      TypeError: an answer is not a bool.
       ValueError: no param is trained.
     """
     for answer, (name, leaf) in zip(found, named, strict=True):
@@ -68,16 +69,16 @@ def checked_answers(found: Sequence[Any], named: Sequence[tuple[str, Any]], *, w
     return [bool(answer) for answer in found]
 
 
-def _abstract(x: Any) -> Any:
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(x), as_abstract(x).dtype)
 
 
-def _holds_bools(tree: Any) -> bool:
+def _holds_bools(tree: PyTree) -> bool:
     leaves = jax.tree.leaves(tree)
     return bool(leaves) and all(isinstance(x, (bool, np.bool_)) for x in leaves)
 
 
-def _broadcast(tree: Any, params: Any, where: str) -> list[Any]:
+def _broadcast(tree: PyTree, params: PyTree, where: str) -> list[Any]:
     try:
         return jax.tree.leaves(jax.tree.map(lambda t, some: jax.tree.map(lambda _: t, some), tree, params))
     except (ValueError, TypeError) as error:
@@ -86,36 +87,36 @@ def _broadcast(tree: Any, params: Any, where: str) -> list[Any]:
         ) from None
 
 
-def without(params: Any, trained: Sequence[bool]) -> Any:
+def without(params: PyTree, trained: Sequence[bool]) -> PyTreeDef:
     """The structure of a tree with None in place of each frozen leaf."""
     tree = jax.tree.structure(params)
     return jax.tree.structure(tree.unflatten([0 if t else None for t in trained]))
 
 
-def left_out(params: Any, trained: Sequence[bool]) -> Any:
+def left_out(params: PyTree, trained: Sequence[bool]) -> PyTreeDef:
     """The structure of a tree without its frozen leaves: mappings lose their keys, as those of NNX do."""
     flags = jax.tree.structure(params).unflatten(list(trained))
 
-    def kept(node: Any, within: type = dict) -> Any:
+    def trained_only(node: Any, within: type = dict) -> Any:
         if not isinstance(node, Mapping):
             return jax.tree.map(lambda t: t or None, node)
-        some = {k: kept(v, type(node)) for k, v in node.items() if any(jax.tree.leaves(v))}
-        # `nnx.State` and `FrozenDict` hold plain dicts, and show them as their like
+        some = {k: trained_only(v, type(node)) for k, v in node.items() if any(jax.tree.leaves(v))}
+        # `nnx.State` and `FrozenDict` hold plain dicts, and return them as their own class
         return some if type(node) is within else type(node)(some)  # pyright: ignore[reportCallIssue]
 
-    return jax.tree.structure(kept(flags))
+    return jax.tree.structure(trained_only(flags))
 
 
-def numbers(params: Any, plan: Any, *, where: str) -> list[int | None]:
+def numbers(params: PyTree, plan: Any, *, where: str) -> list[int | None]:
     """For each leaf of a tree its number among the params that the optimizer takes, None for a frozen one.
 
     Args:
       params: all params, or those that are trained.
       plan: a `Plan`.
-      where: the caller, for the text.
+      where: the caller, for errors.
 
     Raises:
-      ValueError: neither of them; lists the leaves.
+      ValueError: the tree is neither of them; lists the leaves.
     """
     flat, own = jax.tree_util.tree_leaves_with_path(params), plan.trained
     shapes = [tuple(np.shape(x)) for _, x in flat]
@@ -134,11 +135,11 @@ def numbers(params: Any, plan: Any, *, where: str) -> list[int | None]:
 
 
 def picked(leaves: Sequence[Any], at: Sequence[int | None]) -> list[Any]:
-    """The leaves that the optimizer takes, of those that `numbers` was asked for."""
+    """The leaves that the optimizer takes; `at`: from `numbers`."""
     return [x for x, i in zip(leaves, at, strict=True) if i is not None]
 
 
-def trained_part(params: Any, plan: Any, *, where: str) -> Any:
+def trained_part(params: PyTree, plan: Any, *, where: str) -> PyTree:
     """The tree that the optimizer takes, from all params or from the trained ones in any form."""
     if plan.trained is plan:
         return params
@@ -146,5 +147,5 @@ def trained_part(params: Any, plan: Any, *, where: str) -> Any:
 
 
 def with_rest(leaves: Sequence[Any], at: Sequence[int | None], rest: Callable[[int], Any]) -> list[Any]:
-    """The reverse of `picked`; `rest(i)` is what stands at a frozen leaf i."""
+    """The reverse of `picked`; `rest(i)` gives frozen leaf i."""
     return [rest(k) if i is None else leaves[i] for k, i in enumerate(at)]

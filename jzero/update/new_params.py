@@ -29,7 +29,8 @@ def update_leaves(
         return [None if new is None else _stored(gather, x, new) for new, _, x in rows]
     copied = [
         (new, x) for new, master, x in rows
-        if master is not None and is_copied(x) and not goes_by_layers(x) and memory_kind(new) != HOST
+        if new is not None and master is not None and is_copied(x) and not goes_by_layers(x)
+        and memory_kind(new) != HOST
     ]  # fmt: skip
     in_turn = iter(_in_turn([new for new, _ in copied], [x for _, x in copied], plan))
     return [_leaf(*row, plan, in_turn) for row in rows]

@@ -97,7 +97,7 @@ def test_the_first_pattern_that_matches_decides(scan_axes, want, mesh):
         (
             ValueError,
             {"experts": 3},
-            r"experts/down has 3 dims, so that 3 is none of them.*'experts/down': None",
+            r"experts/down has 3 dims, and no dim 3.*'experts/down': None",
         ),
         (
             ValueError,
