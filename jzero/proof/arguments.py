@@ -132,7 +132,7 @@ def _refuse(elsewhere: Sequence[Row], uneven: Sequence[Row], *, count: int) -> N
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given:
+class GivenArgument:
     """What a program is given as one of its flat arguments.
 
     Attributes:
@@ -177,15 +177,15 @@ class Given:
         return jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key)
 
 
-def arguments_given(stage: jax.stages.Compiled | jax.stages.Traced) -> list[Given]:
+def arguments_given(stage: jax.stages.Compiled | jax.stages.Traced) -> list[GivenArgument]:
     """The flat arguments of a program; of one that is only traced without shardings."""
     infos, tree = jax.tree_util.tree_flatten_with_path(stage.args_info)
     # None is also what a state may hold in place of an array
     compiled = isinstance(stage, jax.stages.Compiled)
     shardings = tree.flatten_up_to(stage.input_shardings) if compiled else [None] * len(infos)
-    found, numbers = list[Given](), itertools.count()
+    found, numbers = list[GivenArgument](), itertools.count()
     for (path, x), sharding in zip(infos, shardings, strict=True):
-        found.append(Given(
+        found.append(GivenArgument(
             path=path, keys=path_keys(path), shape=tuple(x.shape), dtype=x.dtype, donated=x.donated,
             sharding=sharding, number=None if sharding is None else next(numbers),
         ))  # fmt: skip

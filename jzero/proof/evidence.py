@@ -14,7 +14,7 @@ from jzero.comm.uses import Use
 from jzero.comm.weights import WeightGather
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import entry_axes, shard_factor
-from jzero.proof.arguments import Given, arguments_given
+from jzero.proof.arguments import GivenArgument, arguments_given
 from jzero.proof.collectives import Site
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module
@@ -53,7 +53,7 @@ class Evidence:
         return self.uses is None and self.record is not None
 
     @functools.cached_property
-    def given(self) -> list[Given]:
+    def given(self) -> list[GivenArgument]:
         """The arguments as jax describes them."""
         return arguments_given(self.compiled)
 

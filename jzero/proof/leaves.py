@@ -20,7 +20,7 @@ from jzero.core.nnx_modules import variable_paths
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys, path_name
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
-from jzero.proof.arguments import Given, Keys
+from jzero.proof.arguments import GivenArgument, Keys
 from jzero.proof.hlo import Module, Shape
 from jzero.proof.models import NAMELESS, is_of, other_params, trained_beside
 from jzero.proof.record import TraceRecord
@@ -56,7 +56,7 @@ class Role:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Argument(Given, Role):
+class Argument(GivenArgument, Role):
     """An argument of a step.
 
     Attributes:
@@ -82,7 +82,7 @@ class Argument(Given, Role):
         return math.prod(shape) * self.dtype.itemsize // shard_factor(spec, plan.mesh)
 
 
-def roles_of(given: Sequence[Given], plan: Plan, record: TraceRecord | None) -> list[Role]:
+def roles_of(given: Sequence[GivenArgument], plan: Plan, record: TraceRecord | None) -> list[Role]:
     """The role of each argument; see [Note: by record, else by name]."""
     if record is not None and record.names(plan):
         return _recorded(given, plan, record)
@@ -111,7 +111,7 @@ def kinds_of(roles: Sequence[Role], *, recorded: bool) -> list[str]:
     return ["opt_state" if role.kind == "rest" and role.layout is not None else role.kind for role in roles]
 
 
-def _recorded(given: Sequence[Given], plan: Plan, record: TraceRecord) -> list[Role]:
+def _recorded(given: Sequence[GivenArgument], plan: Plan, record: TraceRecord) -> list[Role]:
     first, *_ = record.of(plan)
     rows = [(i, Role(layout=x, is_param=True)) for i, x in zip(first.params, plan.layouts, strict=True)]
     rows += [(i, Role(layout=plan.layouts[at], is_param=True)) for at, i in record.frozen_of(plan).items()]
@@ -138,7 +138,7 @@ def _recorded(given: Sequence[Given], plan: Plan, record: TraceRecord) -> list[R
 
 
 def arguments_of(
-    compiled: jax.stages.Compiled, given: Sequence[Given], plan: Plan, module: Module, roles: Sequence[Role]
+    compiled: jax.stages.Compiled, given: Sequence[GivenArgument], plan: Plan, module: Module, roles: Sequence[Role]
 ) -> list[Argument]:
     """The arguments of a program, with their roles."""
     returned, variables = _returned(given, compiled, plan, module.results), variable_paths(compiled.args_info)
@@ -154,7 +154,7 @@ def arguments_of(
 
 
 def _returned(
-    given: Sequence[Given], compiled: jax.stages.Compiled, plan: Plan, shapes: Sequence[Shape]
+    given: Sequence[GivenArgument], compiled: jax.stages.Compiled, plan: Plan, shapes: Sequence[Shape]
 ) -> Mapping[Keys, tuple[int, bool]]:
     """Bytes of the result that stands where an argument did (their paths end alike), and if it is on the host."""
     outs = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
@@ -179,7 +179,7 @@ def _returned(
     return found
 
 
-def layouts_of(given: Sequence[Given], plan: Plan) -> list[Layout | None]:
+def layouts_of(given: Sequence[GivenArgument], plan: Plan) -> list[Layout | None]:
     """The param that each leaf is or copies: by the end of its path; an NNX state has no names, there by shape."""
     matrices = [x for x in plan.layouts if not x.vector]  # a statistic is shaped like a bias
     by_shape = {shape: x for x in matrices for shape in (x.state_shape, x.shape)}
@@ -197,7 +197,7 @@ def prefix(keys: Keys, x: Layout) -> Keys:
     return keys[:above] if keys[above:] == x.keys else keys[:-1]
 
 
-def tree_of_params(given: Sequence[Given], layouts: Sequence[Layout | None], plan: Plan) -> Keys | None:
+def tree_of_params(given: Sequence[GivenArgument], layouts: Sequence[Layout | None], plan: Plan) -> Keys | None:
     """The path of the params: named `params`, else the tree that holds each once, else that of the shortest path."""
     rows = zip(given, layouts, strict=True)
     trees = collections.Counter(prefix(leaf.keys, x) for leaf, x in rows if x is not None)

@@ -20,14 +20,14 @@ from jzero.core.errors import listing
 from jzero.layout.leaf_rule import Layout, path_keys
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
-from jzero.proof.arguments import Given, Keys
+from jzero.proof.arguments import GivenArgument, Keys
 from jzero.sharding import Plan
 
 NAMELESS = "states"
 """In the path of what `nnx.jit` makes of a module."""
 
 
-def other_params(given: Sequence[Given], plan: Plan) -> dict[Keys, int]:
+def other_params(given: Sequence[GivenArgument], plan: Plan) -> dict[Keys, int]:
     """The params of models that are not the plan's: the path of each tree of them, and its elements."""
     trees = _trees(given)
     if len(trees) < 2:
@@ -37,7 +37,7 @@ def other_params(given: Sequence[Given], plan: Plan) -> dict[Keys, int]:
     return {tree: sum(math.prod(x.shape) for x in leaves) for tree, leaves in others.items()}
 
 
-def other_trained_params(given: Sequence[Given], compiled: jax.stages.Compiled, plan: Plan) -> dict[Keys, int]:
+def other_trained_params(given: Sequence[GivenArgument], compiled: jax.stages.Compiled, plan: Plan) -> dict[Keys, int]:
     """Those of `other_params` that come back: not the frozen weights of a teacher or below a LoRA.
 
     A path does not say which argument a result replaces: of trees with equal names all come back, or none but the
@@ -54,7 +54,7 @@ def other_trained_params(given: Sequence[Given], compiled: jax.stages.Compiled, 
     return {tree: size for tree, size in other_params(given, plan).items() if is_back(tree)}
 
 
-def trained_beside(given: Sequence[Given], known: Collection[int]) -> list[Keys]:
+def trained_beside(given: Sequence[GivenArgument], known: Collection[int]) -> list[Keys]:
     """The trees of params with an optimizer state beside them, and with none of the arguments of these numbers."""
     keys = [x.keys for x in given]
     named = [tree for tree in _trees(given) if tree[-1] != NAMELESS]
@@ -62,7 +62,7 @@ def trained_beside(given: Sequence[Given], known: Collection[int]) -> list[Keys]
     return [tree for tree in found if any((*tree[:-1], "opt_state") == k[: len(tree)] for k in keys)]
 
 
-def check_plan_fits(given: Sequence[Given], plan: Plan, *, devices: int, trains: bool, where: str) -> None:
+def check_plan_fits(given: Sequence[GivenArgument], plan: Plan, *, devices: int, trains: bool, where: str) -> None:
     """Raises ValueError for a program whose state is not that of the plan: what is said of it would be wrong.
 
     Args:
@@ -94,7 +94,7 @@ def check_plan_fits(given: Sequence[Given], plan: Plan, *, devices: int, trains:
         raise ValueError(f"{where}: the plan is not of the params of this program:\n{listing(rows)}\n{remedy}")
 
 
-def _has_params(given: Sequence[Given], plan: Plan, *, by_name: bool) -> bool:
+def _has_params(given: Sequence[GivenArgument], plan: Plan, *, by_name: bool) -> bool:
     """True where some leaf has the shape of a param, and with `by_name` its name."""
     for leaf in given:
         alike = named_by(leaf.keys[2:], plan.by_keys) if by_name else plan.layouts
@@ -103,9 +103,9 @@ def _has_params(given: Sequence[Given], plan: Plan, *, by_name: bool) -> bool:
     return False
 
 
-def _trees(given: Sequence[Given]) -> dict[Keys, list[Given]]:
+def _trees(given: Sequence[GivenArgument]) -> dict[Keys, list[GivenArgument]]:
     """The leaves of each tree of params."""
-    trees: dict[Keys, list[Given]] = collections.defaultdict(list)
+    trees: dict[Keys, list[GivenArgument]] = collections.defaultdict(list)
     counts = set[Keys]()
     for x in given:
         if tree := _tree_of_params(x.keys):
@@ -115,7 +115,7 @@ def _trees(given: Sequence[Given]) -> dict[Keys, list[Given]]:
     return {tree: leaves for tree, leaves in trees.items() if tree not in counts}
 
 
-def _own(trees: dict[Keys, list[Given]], plan: Plan) -> Keys:
+def _own(trees: dict[Keys, list[GivenArgument]], plan: Plan) -> Keys:
     """The tree of the plan's own params."""
     return max(trees, key=lambda tree: _likeness(tree, trees[tree], plan))
 
@@ -132,7 +132,7 @@ def _tree_of_params(keys: Keys) -> Keys | None:
     return keys[: 3 + names.index("params")] if "params" in names and "opt_state" not in names else None
 
 
-def _likeness(tree: Keys, leaves: Sequence[Given], plan: Plan) -> tuple[int, int]:
+def _likeness(tree: Keys, leaves: Sequence[GivenArgument], plan: Plan) -> tuple[int, int]:
     """How many leaves are params of the plan, and how many of them are laid out as it says."""
     found = [(_layout_of(leaf.keys[len(tree) :], leaf.shape, plan), leaf) for leaf in leaves]
     mine = [(x, leaf) for x, leaf in found if x is not None]
@@ -147,5 +147,5 @@ def _layout_of(keys: Keys, shape: tuple[int, ...], plan: Plan) -> Layout | None:
     return None if named else next((x for x in plan.layouts if x.shape == shape), None)
 
 
-def _as_stored(x: Layout, leaf: Given, plan: Plan) -> bool:
+def _as_stored(x: Layout, leaf: GivenArgument, plan: Plan) -> bool:
     return math.prod(leaf.local) == x.size // shard_factor(x.stored, plan.mesh)

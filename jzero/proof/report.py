@@ -14,7 +14,7 @@ from jzero.core.traces import innermost
 from jzero.layout.specs import whole_mesh
 from jzero.proof import tables
 from jzero.proof.activations import Activations, find_activations
-from jzero.proof.arguments import Given, arguments_given
+from jzero.proof.arguments import GivenArgument, arguments_given
 from jzero.proof.collectives import Site
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import parse
@@ -193,7 +193,7 @@ def _psi_bytes(plan: Plan, others: int) -> int:
     return round(plan.param_bytes * (1 + others / elements) * (devices - 1) / devices)
 
 
-def argument_bytes(given: Sequence[Given], kinds: Sequence[str]) -> dict[str, int]:
+def argument_bytes(given: Sequence[GivenArgument], kinds: Sequence[str]) -> dict[str, int]:
     """Device bytes of the arguments by kind (`params`, `opt_state`, `rest`), without those in host memory."""
     totals = {"params": 0, "opt_state": 0, "rest": 0}
     for x, kind in zip(given, kinds, strict=True):
@@ -212,7 +212,7 @@ def _wire(collectives: Iterable[Collective], psi_bytes: int | None) -> Wire:
 
 
 def memory_of(
-    compiled: jax.stages.Compiled, given: Sequence[Given] = (), by_kind: dict[str, int] | None = None
+    compiled: jax.stages.Compiled, given: Sequence[GivenArgument] = (), by_kind: dict[str, int] | None = None
 ) -> Memory | None:
     """The memory of a program; None if the backend does not report it.
 

@@ -26,7 +26,7 @@ from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
 from jzero.layout.batches import MICRO_SCOPE
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import split_dims
-from jzero.proof.arguments import Given, arguments_given, find_plan, jitted_fn
+from jzero.proof.arguments import GivenArgument, arguments_given, find_plan, jitted_fn
 from jzero.proof.leaves import layouts_of, roles_of, tree_of_params
 from jzero.proof.record import TraceRecord, record
 from jzero.sharding import Plan, check_plan
@@ -114,7 +114,7 @@ def _micro_batches(jaxpr: Any) -> int:
     return found
 
 
-def _params_of(given: Sequence[Given], plan: Plan, known: TraceRecord) -> list[Layout | None]:
+def _params_of(given: Sequence[GivenArgument], plan: Plan, known: TraceRecord) -> list[Layout | None]:
     """The param that each argument is; without an update an NNX state is taken in its order, if that has all params."""
     found = [role.layout if role.is_param else None for role in roles_of(given, plan, known)]
     if known.names(plan):
