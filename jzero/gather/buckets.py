@@ -128,7 +128,7 @@ def find_ties(
 ) -> Iterator[Tie]:
     """The ties of a jaxpr; see [Note: buckets].
 
-    `written`: weights (of the arguments) whose gradients are written away (`Source`): also from regions, the
+    `written`: weights (of the arguments) whose gradients are written away (`ShardSource`): also from regions, the
     cotangents wait for that.
     """
     data = graph.data()

@@ -25,7 +25,7 @@ from jzero.comm import Comm
 from jzero.core import jaxprs
 from jzero.core.carriers import carried, value_of
 from jzero.core.linear import linear
-from jzero.gather.source import DEVICE, Carrier, Source
+from jzero.gather.source import DEVICE, Carrier, ShardSource
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
 
@@ -87,7 +87,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class HostSource(Source):
+class HostSource(ShardSource):
     """How a weight lies in host memory, and what was put off: see [Note: a weight in host memory].
 
     Attributes:
@@ -126,11 +126,11 @@ class HostSource(Source):
             (shard,) = jaxprs.bind(eqn, [shard])
         return shard
 
-    def through(self, eqn: Any, shard: Any) -> tuple[Any, Source]:
+    def through(self, eqn: Any, shard: Any) -> tuple[Any, ShardSource]:
         """The equation is put off."""
         return shard, dataclasses.replace(self, steps=(*self.steps, eqn))
 
-    def map(self, change: Callable[[PartitionSpec], PartitionSpec]) -> Source:
+    def map(self, change: Callable[[PartitionSpec], PartitionSpec]) -> ShardSource:
         """That of a slice."""
         return dataclasses.replace(self, stored=change(self.stored), grad=change(self.grad))
 
@@ -141,12 +141,12 @@ class HostSource(Source):
             entry.ready()  # a tie, whose barrier hides the stack from XLA, would make it else
         return value_of(shard), dataclasses.replace(self, entry=entry)
 
-    def handed(self, shard: Any) -> tuple[Any, Source]:
+    def handed(self, shard: Any) -> tuple[Any, ShardSource]:
         """Value and gradient together again."""
         assert self.entry is not None
         return carried(shard, self.entry.take()), dataclasses.replace(self, entry=None, variable=None)
 
-    def fetched(self, shard: Any, comm: Comm) -> tuple[Any, Source]:
+    def fetched(self, shard: Any, comm: Comm) -> tuple[Any, ShardSource]:
         """Copied to the device, then what was put off."""
         if self.entry is None:
             shard, entered = self.entered(shard, comm, used=True, regions=0)
@@ -162,7 +162,7 @@ class HostSource(Source):
         """The value, and what stands for its gradient."""
         return shard if self.entry is None else (shard, self._of_use())
 
-    def given(self, flat: Any) -> tuple[Any, Source]:
+    def given(self, flat: Any) -> tuple[Any, ShardSource]:
         """The opposite of `flat`."""
         return (flat[0], dataclasses.replace(self, variable=flat[1])) if isinstance(flat, tuple) else (flat, self)
 
@@ -197,7 +197,7 @@ class HostSource(Source):
         return self.entry.ready() if self.variable is None else self.variable
 
 
-def source_of(x: Any, layout: Layout) -> Source:
+def source_of(x: Any, layout: Layout) -> ShardSource:
     """Where a param lies."""
     return HostSource(layout.stored, layout.grad) if memory_kind(x) == HOST else DEVICE
 

@@ -66,7 +66,7 @@ def evaluate(
 
 
 def _entered(graph: WeightGraph, env, walk: Walk) -> dict[int, Weight]:
-    """The weights among the arguments, as they enter here: see `Source.entered`."""
+    """The weights among the arguments, as they enter here: see `ShardSource.entered`."""
     used, regions = graph.uses_by_root((*REMAT, "scan"))
     weights = {k: env[k] for k in graph.ins if isinstance(env[k], Weight)}
     return {k: w.entered(walk.comm, used=k in used, regions=regions[k]) for k, w in weights.items()}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jzero.comm import Comm
 from jzero.core import jaxprs
 from jzero.core.dims import dims_in_order
-from jzero.gather.source import DEVICE, Source
+from jzero.gather.source import DEVICE, ShardSource
 from jzero.layout.specs import P, split_dims
 
 
@@ -38,7 +38,7 @@ class Weight:
     grad: PartitionSpec
     at_rest: Any = None
     narrow: np.dtype | None = None
-    source: Source = DEVICE
+    source: ShardSource = DEVICE
     trained: bool = True
 
     @property
@@ -114,7 +114,7 @@ class Weight:
         return self._lying(self.source.through(eqn, self.shard))
 
     def entered(self, comm: Comm, *, used: bool, regions: int) -> Weight:
-        """The same weight at the entry of a function or a region: see `Source.entered`."""
+        """The same weight at the entry of a function or a region: see `ShardSource.entered`."""
         return self._lying(self.source.entered(self.shard, comm, used=used, regions=regions))
 
     def handed(self) -> Weight:
@@ -125,13 +125,13 @@ class Weight:
         """The same weight with its shard in device memory."""
         return self._lying(self.source.fetched(self.shard, comm))
 
-    def _lying(self, place: tuple[Any, Source]) -> Weight:
+    def _lying(self, place: tuple[Any, ShardSource]) -> Weight:
         shard, source = place
         return dataclasses.replace(self, shard=shard, source=source)
 
 
 def unwrap(values: Sequence[Any]):
-    """Arrays for values (or tuples, see `Source.flat`), and a function that makes weights of them again.
+    """Arrays for values (or tuples, see `ShardSource.flat`), and a function that makes weights of them again.
 
     `rewrap(flat, sliced_from=i)`: from position i on, the arrays have lost their leading (scanned) dim.
     """

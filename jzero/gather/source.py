@@ -34,7 +34,7 @@ class Carrier:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ShardSource:
     """A shard in device memory. A subclass is one that lies elsewhere: `HostSource` (`host_source.py`)."""
 
     @property
@@ -56,15 +56,15 @@ class Source:
         """The shard, or its shape and dtype, after what was put off."""
         return shard
 
-    def through(self, eqn: Any, shard: Any) -> tuple[Any, Source]:
+    def through(self, eqn: Any, shard: Any) -> tuple[Any, ShardSource]:
         """The shard after an equation of one operand."""
         return jaxprs.bind(eqn, [shard])[0], self
 
-    def map(self, change: Callable[[PartitionSpec], PartitionSpec]) -> Source:
+    def map(self, change: Callable[[PartitionSpec], PartitionSpec]) -> ShardSource:
         """The source of a slice, whose layouts are changed so."""
         return self
 
-    def entered(self, shard: Any, comm: Comm, *, used: bool, regions: int) -> tuple[Any, Source]:
+    def entered(self, shard: Any, comm: Comm, *, used: bool, regions: int) -> tuple[Any, ShardSource]:
         """The shard at the entry of a function or a region.
 
         Args:
@@ -75,11 +75,11 @@ class Source:
         """
         return shard, self
 
-    def handed(self, shard: Any) -> tuple[Any, Source]:
+    def handed(self, shard: Any) -> tuple[Any, ShardSource]:
         """The array with its gradient, for a region or a scan, which it enters anew, and as a function's result."""
         return shard, self
 
-    def fetched(self, shard: Any, comm: Comm) -> tuple[Any, Source]:
+    def fetched(self, shard: Any, comm: Comm) -> tuple[Any, ShardSource]:
         """The shard in device memory."""
         return shard, self
 
@@ -87,7 +87,7 @@ class Source:
         """What is handed to a part of the program that uses it: the array, or a tuple."""
         return shard
 
-    def given(self, flat: Any) -> tuple[Any, Source]:
+    def given(self, flat: Any) -> tuple[Any, ShardSource]:
         """The shard in that part, from what `flat` made of it."""
         return flat, self
 
@@ -96,4 +96,4 @@ class Source:
         return Carrier(shard, lambda w, x: dataclasses.replace(w, shard=x))
 
 
-DEVICE = Source()
+DEVICE = ShardSource()
