@@ -70,8 +70,6 @@ EFFECTS = {
     ),
 }
 
-HOST_TIER = "host"
-
 BUFFER_BYTES = 2**30
 """The default of `Offload(buffer_bytes=)`."""
 
@@ -278,7 +276,7 @@ class ZeroConfig:
         where, why = 'ZeroConfig(offload=Offload(params="host"))', ""
         if not self.row.params:
             why = f"needs stage 3: at stage {self.stage} the model reads whole params on the device. Pass stage=3"
-        elif self.keeps_gathered:
+        elif not self.reshard_after_forward:
             why = (
                 "fetches a weight for each use, and reshard_after_forward=False keeps all of them on the device. "
                 "Leave one of the two out"
@@ -320,30 +318,30 @@ class ZeroConfig:
         return STAGES[self.stage]
 
     @property
-    def tier(self) -> Offload | None:
-        """Where optimizer state lives when not in device memory."""
+    def offload_options(self) -> Offload | None:
+        """Where optimizer state lives; None: in device memory."""
         assert not isinstance(self.offload, str)
         return self.offload
 
     @property
     def params_on_host(self) -> bool:
         """Shards of params and of gradients live in host memory."""
-        return self.tier is not None and self.tier.params == HOST_TIER
+        return self.offload_options is not None and self.offload_options.params == "host"
 
     @property
     def updates_outside(self) -> bool:
         """The update runs outside of the compiled program, on the host."""
-        return self.tier is not None and self.tier.outside
+        return self.offload_options is not None and self.offload_options.outside
 
     @property
     def in_files(self) -> bool:
         """Optimizer state lives in files."""
-        return self.tier is not None and self.tier.tier == "disk"
+        return self.offload_options is not None and self.offload_options.tier == "disk"
 
     @property
     def streams(self) -> bool:
         """Optimizer state lives in pinned host memory and goes through the device, in the compiled program."""
-        return self.tier is not None and not self.tier.outside
+        return self.offload_options is not None and not self.offload_options.outside
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -359,11 +357,6 @@ class ZeroConfig:
     def param_axes(self) -> tuple[str, ...]:
         """Mesh axes that share params at stage 3."""
         return self.axes if self.param_axis is None else _as_tuple(self.param_axis)
-
-    @property
-    def keeps_gathered(self) -> bool:
-        """Stage 3: a weight is gathered once, and whole until the backward pass is done with it."""
-        return not self.reshard_after_forward
 
     def master_for(self, dtype: Any) -> np.dtype | None:
         """The dtype of the master copy of a param of `dtype`; None if it needs none."""

@@ -66,7 +66,7 @@ def streamed(
     def on_excess(excess: list[Excess]) -> None:
         warn_excess(excess, _names(box[0]), plan)
 
-    options = plan.config.tier
+    options = plan.config.offload_options
     assert options is not None
     leaves = stream(
         flat_fn, flat, placements, lambda: out_placements(_numbered(box[0])),
@@ -273,7 +273,7 @@ def param_bytes(plan: Plan) -> int:
 
 def late_bytes(plan: Plan) -> int:
     """Bytes of the copy of its params that one device keeps in host memory for an update that is one step late."""
-    if plan.config.tier is None or not plan.config.tier.delay:
+    if plan.config.offload_options is None or not plan.config.offload_options.delay:
         return 0
     trained = (x for x in plan.layouts if x.frozen is None)
     return sum(math.prod(x.state_shape) * x.dtype.itemsize // shard_factor(x.state, plan.mesh) for x in trained)
@@ -294,7 +294,7 @@ def check_host_memory(state: PyTree, plan: Plan, masters: Sequence[Any] = ()) ->
     Raises:
       MemoryError: the pinned pool of JAX's GPU client is too small, or the machine's memory is.
     """
-    devices, tier = local_devices(plan), plan.config.tier
+    devices, options = local_devices(plan), plan.config.offload_options
     needed = host_bytes(state, plan, masters) * len(devices)
     if not needed:
         warnings.warn(
@@ -304,10 +304,10 @@ def check_host_memory(state: PyTree, plan: Plan, masters: Sequence[Any] = ()) ->
         )
         return
     hosted = param_bytes(plan) * len(devices)
-    if plan.config.in_files and tier is not None:  # masters and moments only pass through the buffer
+    if plan.config.in_files and options is not None:  # masters and moments only pass through the buffer
         grads = [x for x in plan.layouts if not plan.lives_on_host(x) and x.frozen is None]
         needed = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in grads) * len(devices)
-        needed += hosted + late_bytes(plan) * len(devices) + tier.buffer
+        needed += hosted + late_bytes(plan) * len(devices) + options.buffer
     what = f" ({human_bytes(hosted)} of it params and their gradients)" if hosted else ""
     gigabytes = -(-needed * 21 // (20 * 10**9)) + 1  # what jax itself pins, and a twentieth for fragments
     limit = os.environ.get(LIMIT, "")

@@ -145,7 +145,7 @@ def chain_of(tx: optax.GradientTransformation, plan: Plan) -> Chain:
 
     @functools.cache
     def make() -> tuple[optax.GradientTransformation, PyTree]:
-        update = _Update(tx, plan.home)
+        update = _Update(tx, plan.update_plan)
         return update.stored_tx, update.logical
 
     full = _Init(tx, plan).shapes(plan.shapes)
@@ -247,8 +247,8 @@ class _Init(_Wrapped):
             chain, placed = chain_of(self.tx, self.own), jax.tree.leaves(self.own.place(params))
             if self.own.config.in_files:
                 return fresh_handles(lambda asked: {i: chain.wide(i, placed[i]) for i in asked}, chain)
-            hosted = self.own.tree.unflatten(all_moved(placed, self.own.home.array_mesh))
-            state = jax.jit(_Init(self.tx, self.own.home).on_device)(hosted)
+            hosted = self.own.tree.unflatten(all_moved(placed, self.own.update_plan.array_mesh))
+            state = jax.jit(_Init(self.tx, self.own.update_plan).on_device)(hosted)
             return with_handles(state, self.own.tree.unflatten(placed), chain)
         return jax.jit(self.trace)(params)
 

@@ -329,7 +329,7 @@ class Plan:
         return [self._in_its_memory(path_keys(k), x, self.sharding(spec)) for (k, x), spec in leaves]
 
     @functools.cached_property
-    def home(self) -> Plan:
+    def update_plan(self) -> Plan:
         """The plan by which the update runs: this plan, or for an update outside of the program that on the host mesh.
 
         Raises:
@@ -343,7 +343,7 @@ class Plan:
         """For each leaf of an optimizer state whether it lives outside of the device, which needs `offload`."""
         check_arrays(state, "the optimizer state", where="plan.offloaded", remedy="Pass what tx.init(params) returns.")
         leaves = jax.tree_util.tree_leaves_with_path(state)
-        return [self.config.tier is not None and self._is_large(path_keys(k), x) for k, x in leaves]
+        return [self.config.offload_options is not None and self._is_large(path_keys(k), x) for k, x in leaves]
 
     def _is_large(self, keys: tuple[str, ...], leaf: Any) -> bool:
         size = math.prod(np.shape(leaf))
@@ -352,16 +352,16 @@ class Plan:
         return size > 1 and not few and not is_key(leaf)
 
     def _in_its_memory(self, keys: tuple[str, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
-        if self.config.tier is None or not self._is_large(keys, leaf):
+        if self.config.offload_options is None or not self._is_large(keys, leaf):
             return sharding
         if self.config.updates_outside:
-            return self.home.sharding(sharding.spec)
+            return self.update_plan.sharding(sharding.spec)
         return sharding.with_memory_kind(HOST)
 
     @property
     def in_flight_bytes(self) -> int:
         """With `offload`: bytes of state, of one device, that are on the device at once; see `Offload`."""
-        asked = None if self.config.tier is None else self.config.tier.in_flight_bytes
+        asked = None if self.config.offload_options is None else self.config.offload_options.in_flight_bytes
         if asked is not None:
             return asked
         adam = (math.prod(x.state_shape) * self.config.adam_bytes(x.dtype) // shard_factor(x.state, self.mesh)

@@ -93,7 +93,7 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
     Raises:
       ValueError: the plan is another one, or the rest has no values.
     """
-    tier = parts.tx.init.plan.config.tier if is_wrapped(parts.tx) else None
+    tier = parts.tx.init.plan.config.offload_options if is_wrapped(parts.tx) else None
     if tier is None or tier.path is None:
         raise ValueError(
             f'{where}: {path} holds the masters and moments of a run with Offload(tier="disk"), and a run goes on with '

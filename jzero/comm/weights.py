@@ -101,7 +101,7 @@ class WeightGather:
           uses: what the param is used for. With `reshard_after_forward=False` it is gathered for the first alone.
         """
         axes = tuple(a for a in spec_axes(x.stored) if a not in spec_axes(x.used))
-        once = self.plan.config.keeps_gathered
+        once = not self.plan.config.reshard_after_forward
         whole = sum(
             (1 if once else GATHERS[use.kind] * use.part)
             * self.form(x.shape, self.dtype(x, use), x.stored, x.used).sent_bytes

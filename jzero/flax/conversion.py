@@ -120,7 +120,7 @@ def _fresh_inner(
     masters: Sequence[Any] | None,
 ) -> list[jax.Array]:
     """The leaves of a fresh inner state for the masters: unrounded, unlike those of 16-bit params."""
-    home, (given, tree) = plan.home, jax.tree.flatten(parts.params)
+    home, (given, tree) = plan.update_plan, jax.tree.flatten(parts.params)
     params = [
         placed(p, x.state_shape, home.sharding(x.state)) for p, x in zip(given, plan.layouts, strict=True)
     ]

@@ -179,7 +179,7 @@ def _home(plan: Plan) -> Plan:
     """The plan by which all leaves are made: that on the host mesh if their state lives there."""
     if not plan.config.updates_outside or not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
         return plan
-    return plan.home
+    return plan.update_plan
 
 
 def trace_creator(

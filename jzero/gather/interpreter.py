@@ -56,7 +56,7 @@ def evaluate(
         for found in ties.get((number, False), ()):
             tie(found, graph, env, walk)
         with node.scope():
-            if walk.plan.config.keeps_gathered:
+            if not walk.plan.config.reshard_after_forward:
                 env.update({i: kept(env[i], walk) for i in _to_keep(node, env)})
             outs = equation(node.eqn, [env[i] for i in node.ins], walk)
         env.update(zip(node.outs, outs, strict=True))

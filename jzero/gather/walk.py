@@ -47,7 +47,7 @@ class Walk:
     @property
     def drops(self) -> bool:
         """A gathered weight is gone after its use."""
-        return self.plan.config.row.params and not self.plan.config.keeps_gathered
+        return self.plan.config.row.params and self.plan.config.reshard_after_forward
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The results of a body, evaluated in the same way."""

@@ -70,7 +70,7 @@ def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
     rows = []
     for path, x, spec, away in leaves:
         size = leaf_bytes(x) // shard_factor(spec, plan.mesh)
-        memory = plan.config.tier.tier if away else "device"
+        memory = plan.config.offload_options.tier if away else "device"
         name = jax.tree_util.keystr(path)
         rows.append(([name, typed_shape(x), str(spec), human_bytes(size), memory], size))
     return rows

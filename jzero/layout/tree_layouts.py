@@ -54,8 +54,8 @@ def tree_layouts(
         for (k, x), (b, state), f in rows
     ]  # fmt: skip
     check_uneven(layouts, config, mesh)
-    if config.tier is not None and (config.streams or config.params_on_host):
-        check_host(mesh, f"ZeroConfig(offload={config.tier.tier!r})")
+    if config.offload_options is not None and (config.streams or config.params_on_host):
+        check_host(mesh, f"ZeroConfig(offload={config.offload_options.tier!r})")
     if axis_size(mesh, config.axes) == 1:
         notes.append(
             f"mesh axis {config.axis!r} has one device: nothing is shared, every stage holds the whole state."

@@ -243,7 +243,8 @@ def estimate(
     extra = _exchanged(plan, tx)
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     config, updated = plan.config, away if plan.config.updates_outside else 0
-    host = config.tier.buffer // max(counts.values()) if config.tier is not None and config.in_files else away
+    options = config.offload_options
+    host = options.buffer // max(counts.values()) if options is not None and config.in_files else away
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in here),
         grads=sum(_grad_bytes(x, plan, accumulate) for x in here if x.frozen is None),
@@ -307,7 +308,7 @@ def _reasons(
     def wire(uses: Mapping[str, Sequence[Use]] | None = None) -> int:
         return sum(comm_of(plan).wire_by_axes(uses=uses).values())
 
-    times = 3 if config.row.params and not config.keeps_gathered else 2
+    times = 3 if config.row.params and config.reshard_after_forward else 2
     spared = sum(x.nbytes for x in plan.layouts if x.frozen is not None)
     plain = {name: [dataclasses.replace(u, dtype=None) for u in some] for name, some in uses.items()}
     whole = times * plan.param_bytes * ring(n)
@@ -338,7 +339,7 @@ def _gathered_bytes(plan: Plan) -> int:
     layers = [comm_of(plan).weights.held_bytes(x) for x in plan.layouts]
     largest = max(layers, default=0)
     every = sum(size * x.layers for size, x in zip(layers, plan.layouts, strict=True))
-    return largest + (every if plan.config.keeps_gathered else largest)
+    return largest + (every if not plan.config.reshard_after_forward else largest)
 
 
 def planned_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:

@@ -138,7 +138,7 @@ def _is_leaf_or_layer(e: Evidence, s: Site, dims: tuple[int, ...], n: int) -> bo
 def weights_saved(e: Evidence) -> Faults:
     """Gathered weights that are alive from the forward to the backward pass."""
     weights = [x for x in e.split if x.stored != x.used]
-    if not weights or e.plan.config.keeps_gathered:
+    if not weights or not e.plan.config.reshard_after_forward:
         return
     gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
     saved = sum(e.saved_weights(s) for s in gathers) + _carried(e, weights)

@@ -27,7 +27,7 @@ class Chain:
     """The transformation as the host runs it.
 
     Attributes:
-      plan: the user's; `plan.home` is the one on the host mesh.
+      plan: the user's; `plan.update_plan` is the one on the host mesh.
       make: gives the transformation with its moments as they are stored, and the inner state as it knows it, abstract.
       inner: the inner state as it is stored, abstract.
       masters: the stored masters, abstract; None for a param that has none.
@@ -43,8 +43,8 @@ class Chain:
     @property
     def tier(self) -> Offload:
         """Where the plan has its optimizer state."""
-        assert self.plan.config.tier is not None
-        return self.plan.config.tier
+        assert self.plan.config.offload_options is not None
+        return self.plan.config.offload_options
 
     def parts(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """All leaves, or what stands for them, as an inner state and a master, or None, for each param."""
@@ -91,7 +91,7 @@ class Chain:
         """All leaves, abstract, with the shardings that they have when they are not handles."""
         rows = zip(self.leaves, self.specs, self.kept, strict=True)
         return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=(self.plan.home if k else self.plan).sharding(spec))
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=(self.plan.update_plan if k else self.plan).sharding(spec))
             for x, spec, k in rows
         ]
 
@@ -128,7 +128,7 @@ class Chain:
             x if h.sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h.sharding)
             for x, h in zip(args, lies, strict=True)
         ]
-        return Units(fn, types, lies, out_lies, kept, self.plan.home.sharding(P()), most=most)
+        return Units(fn, types, lies, out_lies, kept, self.plan.update_plan.sharding(P()), most=most)
 
     def wide(self, i: int, param: Any) -> jax.Array:
         """The initial master of a param that lies in its stored layout, for `initial`."""
@@ -138,7 +138,7 @@ class Chain:
     @functools.cached_property
     def initial(self) -> Units:
         """What makes a new state of masters (of params, where a param has none), each in its stored shape."""
-        home, layouts = self.plan.home, self.plan.layouts
+        home, layouts = self.plan.update_plan, self.plan.layouts
         wide = [
             jax.ShapeDtypeStruct(x.state_shape, x.dtype if m is None else m.dtype)
             for m, x in zip(self.masters, layouts, strict=True)
@@ -165,11 +165,11 @@ class Chain:
         return [self._place(a, x.state, itemsize) for a, x in rows if a is not None]
 
     def _place(self, x: Any, spec, itemsize: int = 0) -> Placement:
-        return DEVICE if x.size <= 1 else Placement(self.plan.home.sharding(spec), itemsize=itemsize)
+        return DEVICE if x.size <= 1 else Placement(self.plan.update_plan.sharding(spec), itemsize=itemsize)
 
     def _updated(self, params: list, grads: list, leaves: list, extra) -> tuple[list, list]:
         """New params as they are stored on shards, and the new leaves of the state."""
-        home, layouts = self.plan.home, self.plan.layouts
+        home, layouts = self.plan.update_plan, self.plan.layouts
         inner, masters = self.parts(leaves)
         tx, logical = self.make()
         step = ShardedUpdate(tx, home, lambda: logical, self.plan.tree, extra)

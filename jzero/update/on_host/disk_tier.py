@@ -128,7 +128,7 @@ class DiskTier(Store):
         return [self._whole(at, found[at]) if at in found else None for at in range(len(self.chain.leaves))]
 
     def _whole(self, at: int, pieces: list[tuple[Any, Any]]) -> Any:
-        return joined(pieces, self.chain.plan.home.sharding(self.chain.specs[at]))
+        return joined(pieces, self.chain.plan.update_plan.sharding(self.chain.specs[at]))
 
     def every(self, leaves: Collection[int]) -> Iterator[tuple[int, Any, Any]]:
         """(leaf, array, chunk) of all that is kept of some leaves, in memory of its own."""

@@ -26,7 +26,7 @@ class FileLayout:
     def __init__(self, chain: Chain):
         self.chain, plan = chain, chain.plan
         assert chain.tier.path is not None
-        mine = [d for d in plan.home.mesh.devices.flat if d.process_index == jax.process_index()]
+        mine = [d for d in plan.update_plan.mesh.devices.flat if d.process_index == jax.process_index()]
         buffer = chain.tier.buffer
         self.path, self.buffer, self.most = chain.tier.path, buffer, max(1, buffer // FRAMES // max(len(mine), 1))
         self.options = {"process": (jax.process_index(), jax.process_count()), "buffer_bytes": buffer}

@@ -22,7 +22,7 @@ from jzero.update.padded_state import pad
 
 def to_host(x: jax.Array, spec: PartitionSpec, plan: Plan) -> jax.Array:
     """An array that lies in a layout, on the host mesh in memory of its own."""
-    return moved(x, plan.home.sharding(spec), copy=plan.home.mesh == plan.mesh)
+    return moved(x, plan.update_plan.sharding(spec), copy=plan.update_plan.mesh == plan.mesh)
 
 
 def on_host(x: Any, plan: Plan) -> Any:
@@ -31,14 +31,14 @@ def on_host(x: Any, plan: Plan) -> Any:
         return by_data(lambda x: on_host(x, plan), x)
     if isinstance(x, jax.Array) and x.sharding.device_set == set(plan.mesh.devices.flat):
         return to_host(put(x, plan.sharding(P())), P(), plan)
-    return put(np.array(x), plan.home.sharding(P()))
+    return put(np.array(x), plan.update_plan.sharding(P()))
 
 
 def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
     """The reverse, in a layout, in memory of its own too."""
     if is_key(x):
         return by_data(lambda x: on_devices(x, P(), plan), x)
-    return put(moved(x, plan.sharding(P()), copy=plan.home.mesh == plan.mesh), plan.sharding(spec))
+    return put(moved(x, plan.sharding(P()), copy=plan.update_plan.mesh == plan.mesh), plan.sharding(spec))
 
 
 def param_on_host(param: Any, x: Layout, plan: Plan) -> jax.Array:

@@ -221,7 +221,7 @@ class Running:
     def _whole(self, i: int, pieces: list) -> Any:
         """A new param on the host, from its chunks."""
         plan = self.chain.plan
-        return joined(pieces, plan.home.sharding(plan.layouts[i].state))
+        return joined(pieces, plan.update_plan.sharding(plan.layouts[i].state))
 
     def _on_host(self, grads: Sequence[Any]) -> list:
         """Gradients on their shards on the host, in memory of their own."""
@@ -249,7 +249,7 @@ class Running:
     @property
     def _copies(self) -> bool:
         """New params share no memory with their values on the host, which stay."""
-        return bool(self.delay) and self.chain.plan.home.mesh == self.chain.plan.mesh
+        return bool(self.delay) and self.chain.plan.update_plan.mesh == self.chain.plan.mesh
 
     def _changed(self, params: Sequence[Any]) -> list[bool]:
         """See [Note: which params were replaced]."""
