@@ -53,7 +53,7 @@ class InputStorage:
       loop_limit: why it cannot be kept so in a loop.
     """
 
-    mesh: Mesh
+    mesh: Mesh | None
     axes: str | tuple[str, ...] | None
     dim: int
     host: bool
@@ -81,6 +81,7 @@ class InputStorage:
         """The array with its dim split over the axes, or whole; the layout of the other dims is open."""
         entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
         entries[self.dim] = axes
+        assert self.mesh is not None
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*entries)))
 
     def batched(self) -> InputStorage:

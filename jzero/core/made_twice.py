@@ -48,7 +48,7 @@ def made_twice(
     def call(*flat):
         return list(fn(made(flat[:count]), flat[count:]))
 
-    def jvp(primals, tangents):
+    def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         moves = [i for i, t in enumerate(tangents) if type(t) is not SymbolicZero]
         split = sum(i < count for i in moves)
         run = _Linearized(fn, count, moves, [*made(primals[:count]), *primals[count:]])
