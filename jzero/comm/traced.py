@@ -23,7 +23,7 @@ def expect_gathers(plan: Plan) -> None:
 
 
 def walk_traced(plan: Plan) -> None:
-    """A loss of params of this plan is walked: gradients that are reduced where they are made are so."""
+    """A loss of params of this plan is walked: gradients are reduced where weights are used value by value."""
     _walked.add(plan.trained)
 
 

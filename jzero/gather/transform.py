@@ -177,11 +177,12 @@ class GatherOnUse:
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *map(device_type, arrays))
-        if not comm_of(self.plan).gradients.on_use:
+        if comm_of(self.plan).gradients.on_use:
+            walk_traced(self.plan)
+        else:
             picked = self._reduced_alone(jaxpr, picked)
             if not any(picked) and not stored:
                 return fn(params, args, kwargs)
-        walk_traced(self.plan)
         walk = Walk(self.plan, evaluate, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [
             x if y is None else Weight(x, y.stored, y.used, y.grad, source=source_of(x, y), trained=y.frozen is None)
@@ -211,7 +212,7 @@ class GatherOnUse:
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
 
     def _reduced_alone(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
-        """Those of weights that XLA would reduce badly by itself: see `GradientReduce.where`.
+        """Those of weights that XLA would reduce badly, or wrongly, by itself: see `GradientReduce.where`.
 
         Their gradients go straight to the shards of their state.
         """
@@ -219,12 +220,13 @@ class GatherOnUse:
         gradients = comm_of(self.plan).gradients
         alone = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights)
         spread = {i for i, y in enumerate(layouts) if y and not y.vector and gradients.spreads_wrongly(y.state)}
-        alone |= spread and spread & value_wise(jaxpr, weights)
+        spread &= value_wise(jaxpr, weights) if spread else set()
+        alone |= spread
         where = functools.partial(gradients.where, in_loop=jaxprs.in_loop())
-        return [
-            dataclasses.replace(y, grad=y.state) if y is not None and where(y, alone=i in alone) == USE else None
-            for i, y in enumerate(layouts)
-        ]
+        here = {i for i, y in enumerate(layouts) if y is not None and where(y, alone=i in alone) == USE}
+        if spread <= here:
+            walk_traced(self.plan)
+        return [dataclasses.replace(y, grad=y.state) if y and i in here else None for i, y in enumerate(layouts)]
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
