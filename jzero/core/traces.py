@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -45,7 +46,7 @@ def traced(jitted: Any, *args: Any, **kwargs: Any) -> tuple[Any, Trace]:
     """What `jitted.trace` returns for these arguments, and the trace to keep, which holds none of their arrays."""
     stage: Any = jitted.trace(*args, **kwargs)
     shapes, named = abstract((args, kwargs))
-    return stage, Trace(innermost(stage, jax.stages.Traced).jaxpr, lambda: jitted.trace(*shapes, **named))
+    return stage, Trace(innermost(stage, jax.stages.Traced).jaxpr, functools.partial(jitted.trace, *shapes, **named))
 
 
 def innermost(stage: Any, kind: type[Stage]) -> Stage:
