@@ -69,11 +69,11 @@ SWITCHES = (
     ),
     Switch(
         "stacks of new params gathered layer by layer",
-        patches=(("jzero.optim:goes_by_layers", always(False)),),
+        patches=(("jzero.update.new_params:goes_by_layers", always(False)),),
         stages=(1, 2),
     ),
     Switch(
-        "one copy at a time", patches=(("jzero.optim:is_copied", always(False)),), stages=(1, 2)
+        "one copy at a time", patches=(("jzero.update.new_params:is_copied", always(False)),), stages=(1, 2)
     ),
     Switch(
         "gradients of large weights in parts",

@@ -50,7 +50,7 @@ def test_nested_loops_reduce_once_per_round_of_the_outer_one():
     compiled, plan, _ = program(wire.nested, 3)
     (found,) = jzero.findings(compiled, plan)
     assert found.kind == "weights_not_gathered_on_use"
-    assert "a loop of 3 rounds" in found.text
+    assert "a loop of 3 iterations" in found.text
     assert "while/body" in found.text  # the equation
     assert "jnp.where" in found.remedy
     assert sent(wire.flat, 3) == pytest.approx(3, rel=0.01)  # which works
@@ -90,7 +90,7 @@ def test_a_weight_beyond_the_bound_is_named(stage, monkeypatch):
     (found,) = jzero.findings(compiled, plan)
     assert found.kind == "weights_not_gathered_on_use"
     assert "['w'][512,512]" in found.text
-    assert "a loop of 32 rounds" in found.text
+    assert "a loop of 32 iterations" in found.text
     assert not jzero.findings(*wire.compiled(wire.recurrent(), stage, bucket_bytes=2**18)[:2])
 
 
