@@ -102,7 +102,7 @@ def test_the_first_pattern_that_matches_decides(scan_axes, want, mesh):
         (
             ValueError,
             {"experts": 0, "expert/up": 0},
-            "names 'expert/up', and no param .* Did you mean 'experts/up'",
+            "names 'expert/up', but no param .* Did you mean 'experts/up'",
         ),
     ],
 )

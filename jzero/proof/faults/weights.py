@@ -181,8 +181,8 @@ def weights_in_loop(e: Evidence) -> Faults:
         lookups = any(use.kind == "lookup" for x in named for use in (e.uses or {}).get(x.name, ()))
         yield (
             f"in a loop of {' or '.join(map(str, sorted(iterations)))} iterations "
-            f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every iteration reads are "
-            "gathered, or have their gradients reduced, in every iteration; once would do. "
+            f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every iteration reads: "
+            "gathered, or the gradient reduced, in every iteration; once would do. "
             + (names_text(named) if named else "")
             + (f" At {min(where - {''})}." if where - {""} else ""),
             round(excess),
