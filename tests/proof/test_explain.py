@@ -239,7 +239,7 @@ def test_table_is_capped():
 def test_table_says_what_it_does_not_know():
     words = [
         " ".join(line.split())
-        for line in table(replace(ROW, axes=(), loops=(0,), phase="", scope="", overlapped=False))
+        for line in table(replace(ROW, axes=(), loops=(0,), phase="", scope="", asynchronous=False))
     ]
     assert "3 x all-gather bf16 2.00 MB 1.75 MB ? (8) loop ? ? nothing 63.00 MB" in words
 
