@@ -329,7 +329,7 @@ def check_host_memory(state: PyTree, plan: Plan, masters: Sequence[Any] = ()) ->
         )
 
 
-def local_devices(plan: Plan) -> list[jax.Device]:
+def local_devices(plan: Plan) -> list[Any]:
     """The devices of the plan that this process drives."""
     return [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
 

@@ -53,7 +53,7 @@ class InputStorage:
       loop_limit: why it cannot be kept so in a loop.
     """
 
-    mesh: Mesh
+    mesh: Mesh | None
     axes: str | tuple[str, ...] | None
     dim: int
     host: bool
@@ -79,6 +79,7 @@ class InputStorage:
 
     def constrain(self, x: jax.Array, axes: str | tuple[str, ...] | None) -> jax.Array:
         """The array with its dim split over the axes, or whole; the layout of the other dims is open."""
+        assert self.mesh is not None
         entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
         entries[self.dim] = axes
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*entries)))
