@@ -119,7 +119,7 @@ def map_shardings(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding]
 
 
 def check_placeable(plan: Plan, tx: optax.GradientTransformation) -> None:
-    """Raises if no state can be placed by this plan: its devices are only compiled for, too small, or another mesh's."""
+    """Raises if no state can be placed by this plan: its devices are compile-only, too small, or not the context's."""
     if not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
         raise TypeError(
             "jzero.shard: this mesh is of compile-only devices (jzero.pod); no array can lie there. Use "
