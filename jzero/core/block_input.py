@@ -79,6 +79,7 @@ class InputStorage:
 
     def constrain(self, x: jax.Array, axes: str | tuple[str, ...] | None) -> jax.Array:
         """The array with its dim split over the axes, or whole; the layout of the other dims is open."""
+        assert self.mesh is not None
         entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
         entries[self.dim] = axes
         assert self.mesh is not None

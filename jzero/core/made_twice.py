@@ -21,7 +21,7 @@ from jzero.core.graph import Graph
 from jzero.core.linear import linear
 from jzero.core.primitives import INLINE
 
-Arrays = Sequence[jax.Array]
+Arrays = Sequence[Any]
 
 
 def made_twice(
@@ -30,7 +30,7 @@ def made_twice(
     again: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]],
     sources: Arrays,
     others: Arrays,
-) -> list[jax.Array]:
+) -> list[Any]:
     """`fn(made, others)`; its backward pass makes again what it reads of the made arrays.
 
     Args:

@@ -70,7 +70,7 @@ def owned_arrays(tree: PyTree) -> list[tuple[KeyPath, Any, jax.Array]]:
     return found
 
 
-def variable_paths(trees: PyTree) -> dict[int, KeyPath]:
+def variable_paths(trees: PyTree) -> dict[int, Any]:
     """By number of a leaf the path of its Variable in its object, for trees of objects or what `nnx.jit` makes of them.
 
     The path of a Variable of several objects is that in the first of them. Leaves outside of objects have none.

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from jzero.comm.traced import expect_gathers
-from jzero.config import ZeroConfig
 from jzero.core.dependence import wide_sources
 from jzero.core.jaxprs import in_trace
-from jzero.core.types import PyTree, PyTreeDef
+from jzero.core.types import PyTreeDef
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import convert_opt_state
 from jzero.flax.state_plan import (
-    check_real,
+    check_placeable,
     map_shardings,
-    plan_of_parts,
     shardings_of,
     step_array,
     wrapped_apply,
@@ -33,7 +29,7 @@ from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import Frozen, path_keys
 from jzero.layout.placement import check_same_program, put
 from jzero.offload import made_streamed
-from jzero.optim import check_explicit, check_memory, fresh_held, init_shapes, unwrap, zero
+from jzero.optim import fresh_held, init_shapes, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update.padded_state import pad
 
@@ -59,22 +55,11 @@ def checked_creator(create: Callable[..., Any], where: str) -> Callable[[], Any]
     return create
 
 
-def born_sharded(
-    create: Callable[[], Any],
-    config: ZeroConfig,
-    mesh: Mesh | None,
-    param_specs: PyTree,
-    scan_axes: Mapping[str, int | None] | None,
-    trainable: Any,
-) -> Any:
-    """Run a creation function so that each device makes only its own shards."""
+def born_sharded(create: Callable[[], Any], planned: Callable[..., Plan], trainable: Any) -> Any:
+    """Runs a creation function so that each device makes only its own shards; `planned` is `plan_of_parts`."""
     with auto_context():
-        make, plan, shapes = creation(create, config, mesh, param_specs, scan_axes, trainable)
-        check_real(plan)
-    check_explicit(plan)
-    expect_gathers(plan)
-    if config.offload is not None:
-        check_memory(unwrap(shapes.tx), plan)
+        make, plan, shapes = creation(create, planned, trainable)
+    check_placeable(plan, shapes.tx)
     return make()
 
 
@@ -88,22 +73,17 @@ def _run(born: Any) -> list[jax.Array]:
 
 
 def creation(
-    create: Callable[[], Any],
-    config: ZeroConfig,
-    mesh: Mesh | None = None,
-    param_specs: PyTree = None,
-    scan_axes: Mapping[str, int | None] | None = None,
-    trainable: Any = None,
+    create: Callable[[], Any], planned: Callable[..., Plan], trainable: Any
 ) -> tuple[Callable[[], Any], Plan, Parts]:
     """A function that makes the state, each leaf in its layout; the plan; and the shapes."""
     shapes, rebuild, stacks = trace_creator(create, trainable)
-    plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
+    plan = planned(shapes, stacks)
     home = _home(plan)
     tx = zero(unwrap(shapes.tx), home)
     tree, count = jax.tree.structure(shapes), len(plan.layouts)
     flat = wide_sources(
         lambda: [jnp.asarray(x) for x in jax.tree.leaves(parts_of(create(), trainable, where="jzero"))],
-        count, lambda i: config.master_for(plan.layouts[i].dtype),
+        count, lambda i: plan.config.master_for(plan.layouts[i].dtype),
     )  # fmt: skip
 
     def born():
@@ -117,10 +97,10 @@ def creation(
 
     target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
     out = target.replace(tx=zero(unwrap(shapes.tx), plan), apply_fn=wrapped_apply(shapes, plan))
-    if config.in_files:
+    if plan.config.in_files:
         return _born_into_files(flat, tree, out, home, rebuild), plan, target
     layout = jax.tree.leaves(shardings_of(out, home))
-    jitted = jax.jit(made_streamed(born, layout, plan) if config.streams else born, out_shardings=layout)
+    jitted = jax.jit(made_streamed(born, layout, plan) if plan.config.streams else born, out_shardings=layout)
 
     def make():
         with auto_context():

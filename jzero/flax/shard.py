@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig, make_config
 from jzero.core.jaxprs import in_trace
 from jzero.flax import adapters
@@ -29,7 +29,7 @@ from jzero.flax.conversion import as_array, check_belongs, convert_opt_state, lo
 from jzero.flax.creation import born_sharded, checked_creator, trace_creator
 from jzero.flax.state_plan import (
     check_devices,
-    check_real,
+    check_placeable,
     map_shardings,
     plan_of_parts,
     step_array,
@@ -41,7 +41,7 @@ from jzero.layout.aliasing import HeldMemory
 from jzero.layout.explicit import auto_context, explicit_axes, on_auto_mesh, on_context_mesh
 from jzero.layout.placement import check_same, put
 from jzero.layout.specs import P, whole_mesh
-from jzero.optim import as_held, check_explicit, check_memory, init_shapes, is_wrapped, unwrap, zero
+from jzero.optim import as_held, check_explicit, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 
 
@@ -111,26 +111,22 @@ def shard(
     adapters.check_state(state, where="jzero.shard")
     config = make_config(config, fields, where="jzero.shard")
     _check_trace(config, "jzero.shard")
-    if in_trace() and not adapters.is_creator(state):  # as what a creation function returns
-        made = born_sharded(lambda: state, config, mesh, param_specs, scan_axes, trainable)
-        return adapters.put_together(state, adapters.take_apart(made, where="jzero.shard"))
+    planned = partial(plan_of_parts, config=config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes)
     if adapters.is_creator(state):
-        create = checked_creator(state, "jzero.shard")
-        return born_sharded(create, config, mesh, param_specs, scan_axes, trainable)
+        return born_sharded(checked_creator(state, "jzero.shard"), planned, trainable)
+    if in_trace():  # as what a creation function returns
+        made = born_sharded(lambda: state, planned, trainable)
+        return adapters.put_together(state, adapters.take_apart(made, where="jzero.shard"))
     parts = on_auto_mesh(parts_of(state, trainable, where="jzero.shard"))
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(parts)):
         raise TypeError(
             "jzero.shard: this state is abstract (jax.ShapeDtypeStruct leaves) and has nothing to place. Use "
             "jzero.abstract(state, ...) to compile a step with it, or pass the function that creates it."
         )
-    plan = plan_of_parts(parts, config, mesh, param_specs, scan_axes)
-    check_real(plan)
-    check_explicit(plan)
-    expect_gathers(plan)
+    plan = planned(parts)
+    check_placeable(plan, parts.tx)
     check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
-    if config.offload is not None:
-        check_memory(unwrap(parts.tx), plan)
     # an NNX pair is filled in place: what it held before, it does not keep
     held = HeldMemory(() if adapters.is_pair(state) else parts)
     with auto_context():
@@ -170,7 +166,9 @@ def abstract(
     else:
         parts = on_auto_mesh(parts_of(state, trainable, where="jzero.abstract"))
         shapes, rebuild, stacks = jax.tree.map(_shape, parts), adapters.rebuilder(state), {}
-    plan = plan_of_parts(shapes, config, mesh, param_specs, scan_axes, stacks)
+    plan = plan_of_parts(
+        shapes, stacks, config=config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes
+    )
     check_explicit(plan)
     tx = zero(unwrap(shapes.tx), plan)
     opt_state = init_shapes(tx, shapes.taken)

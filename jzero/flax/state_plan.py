@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig
 from jzero.core.errors import human_bytes, listing, typed_shape
 from jzero.core.types import PyTree
@@ -22,19 +24,15 @@ from jzero.layout.given_layouts import Given
 from jzero.layout.leaf_rule import Frozen, path_name
 from jzero.layout.placement import device_type
 from jzero.layout.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
-from jzero.optim import is_wrapped, unwrap
+from jzero.optim import check_explicit, check_memory, is_wrapped, unwrap
 from jzero.sharding import Plan, plan_for
 from jzero.update.frozen_params import kept_leaves
 
 
 def plan_of_parts(
-    parts: Parts,
-    config: ZeroConfig,
-    mesh: Mesh | None,
-    param_specs: PyTree,
-    scan_axes: Mapping[str, int | None] | None,
-    stacks: Mapping[tuple[str, ...], int | None] | None = None,
-) -> Plan:
+    parts: Parts, stacks: Mapping[tuple[str, ...], int | None] | None = None, *,
+    config: ZeroConfig, mesh: Mesh | None, param_specs: PyTree, scan_axes: Mapping[str, int | None] | None,
+) -> Plan:  # fmt: skip
     """The plan for a state. If it was sharded before, it brings its layouts, without the ZeRO axis, and its stacks."""
     _check_single(parts)
     if is_wrapped(parts.tx):
@@ -45,10 +43,10 @@ def plan_of_parts(
         old = parts.tx.init.plan
         apart = [s and s.state for s in parts.specs or [None] * len(old.layouts)]
         given = [Given(x.used, state) for x, state in zip(old.layouts, apart, strict=True)]
-        param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), given)
+        param_specs = jax.tree.structure(parts.params).unflatten(given)
         mesh = old.mesh if mesh is None else mesh
     if param_specs is None and parts.specs is not None and any(s is not None for s in parts.specs):
-        param_specs = jax.tree.unflatten(jax.tree.structure(parts.params), parts.specs)
+        param_specs = jax.tree.structure(parts.params).unflatten(parts.specs)
     plan = plan_for(
         parts.params, config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes, stacks=stacks or {},
         frozen=_frozen(parts), trained_tree=parts.trained_tree,
@@ -120,13 +118,17 @@ def map_shardings(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding]
     return jax.tree.map(place, parts, shardings_of(parts, plan))
 
 
-def check_real(plan: Plan) -> None:
-    """Raises TypeError for a mesh of compile-only devices, where nothing can be placed."""
+def check_placeable(plan: Plan, tx: optax.GradientTransformation) -> None:
+    """Raises if no state can be placed by this plan: its devices are compile-only, too small, or not the context's."""
     if not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
         raise TypeError(
             "jzero.shard: this mesh is of compile-only devices (jzero.pod); no array can lie there. Use "
             "jzero.abstract(state, ..., mesh=mesh) and pod.compile(step, state, batch)."
         )
+    check_explicit(plan)
+    expect_gathers(plan)
+    if plan.config.offload is not None:
+        check_memory(unwrap(tx), plan)
 
 
 def check_devices(parts: Parts, plan: Plan) -> None:

@@ -37,11 +37,7 @@ def update_leaves(
 
 
 def _leaf(
-    new: jax.Array | None,
-    master: jax.Array | None,
-    x: Layout,
-    plan: Plan,
-    in_turn: Iterator[Callable[[], jax.Array]],
+    new: jax.Array | None, master: jax.Array | None, x: Layout, plan: Plan, in_turn: Iterator[Callable[[], jax.Array]]
 ) -> PyTree:
     """One of them; `in_turn`: the gathers of copied leaves that are left."""
     gather = comm_of(plan).updates
@@ -73,7 +69,7 @@ def _in_turn(
         lambda *news: [value() for value in gather.in_turn(news, layouts)], tuple(news),
         lambda _: [x.stored for x in layouts],
     )  # fmt: skip
-    return [functools.partial(lambda v: v, v) for v in values]
+    return [lambda value=value: value for value in values]
 
 
 def _sum(plan: Plan, param: jax.Array, delta: jax.Array, x: Layout) -> jax.Array:
