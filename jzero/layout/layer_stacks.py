@@ -81,7 +81,7 @@ def _given_dims(leaves: Leaves, scan_axes: Mapping[str, int | None]) -> dict[Key
     if missing := [p for p in scan_axes if p not in used]:
         paths = ["/".join(keys) for keys, _ in leaves]
         raise ValueError(
-            f"{where}: scan_axes names {missing[0]!r}, and no param has that path.{nearest(missing[0], paths)} "
+            f"{where}: scan_axes names {missing[0]!r}, but no param has that path.{nearest(missing[0], paths)} "
             f"The paths are:\n{listing([(p,) for p in paths])}\nGive one, the beginning of one, or a pattern with *."
         )
     return found
