@@ -39,6 +39,7 @@ from jzero.core import jaxprs
 from jzero.core.linear import linear
 from jzero.core.ordering import tied
 from jzero.core.products import (
+    PRODUCTS,
     Product,
     dot_gradient,
     example_dims,
@@ -50,7 +51,7 @@ from jzero.core.products import (
 from jzero.gather.sharded_weight import Weight, unwrap
 from jzero.gather.walk import Walk, gathered, on_shards, reduced, warn_of_dtype
 
-KINDS = {"dot_general": MATMUL, "conv_general_dilated": CONVOLUTION}
+KINDS = dict(zip(PRODUCTS, (MATMUL, CONVOLUTION), strict=True))
 SPREADS = ("broadcast_in_dim", "reshape")
 
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,23 +169,25 @@ class _Region:
         data = graph.data()
         for node in graph.nodes:
             moves.update(node.outs if any(i in moves for i in node.ins) else ())
-        forward, again = set(graph.nodes) if self.forward else _forward(graph, data), set[int]()
+        named = {} if self.forward else {n: _names(n) for n in graph.nodes}
+        forward, again = set(graph.nodes) if self.forward else _forward(graph, data, named), set[int]()
         on_shards = _on_shards(graph, forward, data)
         for node in graph.nodes:
-            inside = dataclasses.replace(
-                self, forward=node in forward, outside=self.outside and not _GRAD.search(_names(node))
-            )
-            used, region = graph.weights_of(node), bool(bodies(node.eqn)[0])
-            if used and region:
+            used, under = graph.weights_of(node), node in forward
+            if not used:
+                continue
+            outside = self.outside and not under and not _GRAD.search(named[node])
+            inside = dataclasses.replace(self, forward=under, outside=outside)
+            if bodies(node.eqn)[0]:
                 for value, uses in inside.entered(graph, node, moves, graph.parent).items():
                     found[at[graph.root(value)]] += uses
-                if not (inside.forward or inside.outside):  # of a remat region, whose forward pass is none any more
+                if not (under or outside):  # in the backward pass, where a remat region is computed again
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
-            elif inside.forward and node not in on_shards:
+            elif under and node not in on_shards:
                 for value in {(graph.root(i), graph.part(i)): i for i in used}.values():  # a transpose: the same
                     found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
-            elif inside.outside and not inside.forward and _evaluates(graph, node, data):
+            elif outside and _evaluates(graph, node, data):
                 for value in {graph.root(i): i for i in used}.values():
                     use = Use(EVALUATED, _dtype(graph, node, value), part=graph.part(value))
                     found[at[graph.root(value)]].append(use)
@@ -257,7 +259,7 @@ def _dtype(graph: WeightGraph, node: Node, value: int) -> np.dtype:
     return np.dtype(moved or graph.avals[value].dtype)
 
 
-def _forward(graph: WeightGraph, data: set[int]) -> set[Node]:
+def _forward(graph: WeightGraph, data: set[int], named: Mapping[Node, str]) -> set[Node]:
     """The nodes of the forward pass, by the names that `jax.grad` gives.
 
     Nodes that only serve the backward pass are left out. What is constant over a loop may have no name; a loop reads
@@ -265,7 +267,6 @@ def _forward(graph: WeightGraph, data: set[int]) -> set[Node]:
     """
     found = set[Node]()
     readers: dict[int, list[Node]] = collections.defaultdict(list)
-    named = {n: _names(n) for n in graph.nodes}
     for node in reversed(graph.nodes):
         some = [n for out in node.outs for n in readers[out]]
         if "jvp(" in named[node]:

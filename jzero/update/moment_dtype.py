@@ -21,13 +21,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jzero.core.dependence import independent_outputs, raised_inputs
+from jzero.core.types import PyTree
 from jzero.sharding import Plan
 
 ROUNDING_COUNT = "rounding_count"
@@ -42,7 +43,8 @@ def needs_count(tx: Any, plan: Plan, params: Any) -> bool:
     """
     if plan.config.moment_dtype != jnp.bfloat16:
         return False
-    return any(d is not None and d != jnp.bfloat16 for d in _dtypes(tx, plan, params)) and not _counts(tx, params)
+    moments = [x.seen for x in _leaves(tx, plan, params) if x.is_moment]
+    return any(seen != jnp.bfloat16 for seen in moments) and not _counts(tx, params)
 
 
 def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransformationExtraArgs:
@@ -64,33 +66,27 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
     """
     dtype = plan.config.moment_dtype
     extra = optax.with_extra_args_support(tx)
-    dtypes = functools.cache(lambda: _dtypes(tx, plan, params))
-    kept = functools.cache(lambda: [x.dtype for x in jax.tree.leaves(jax.eval_shape(tx.init, params))])
-    seen = functools.cache(lambda: [x.dtype for x in jax.tree.leaves(jax.eval_shape(tx.init, wide(params)))])
+    known = functools.cache(lambda: _leaves(tx, plan, params))
     counts = functools.cache(lambda: _counts(tx, params))
-
-    def wide(tree):
-        return jax.tree.map(
-            lambda x: _astype(x, jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-            tree,
-        )
 
     def stored(state, count):
         leaves, tree = jax.tree.flatten(state)
         if count is None:
             count = sum(leaves[i].astype(jnp.uint32) for i in counts())
         salt = jnp.asarray(count).astype(jnp.uint32)
-        rows = enumerate(zip(leaves, dtypes(), kept(), strict=True))
-        return tree.unflatten([_astype(x, k) if d is None else rounded(x, dtype, salt + i) for i, (x, d, k) in rows])
+        rows = enumerate(zip(leaves, known(), strict=True))
+        return tree.unflatten(
+            [rounded(x, dtype, salt + i) if leaf.is_moment else _astype(x, leaf.dtype) for i, (x, leaf) in rows]
+        )
 
     def init(params):
-        return stored(tx.init(wide(params)), 0)
+        return stored(tx.init(_wide(params, dtype)), 0)
 
     def update(updates, state, params=None, **kwargs):
         count = kwargs.pop(ROUNDING_COUNT, None)
         leaves, tree = jax.tree.flatten(state)
-        state = tree.unflatten([_astype(x, d) for x, d in zip(leaves, seen(), strict=True)])
-        updates, new = extra.update(wide(updates), state, None if params is None else wide(params), **kwargs)
+        seen = tree.unflatten([_astype(x, leaf.seen) for x, leaf in zip(leaves, known(), strict=True)])
+        updates, new = extra.update(_wide(updates, dtype), seen, _wide(params, dtype), **kwargs)
         return updates, stored(new, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -103,17 +99,31 @@ def _astype(x: Any, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
-def _dtypes(tx: Any, plan: Plan, params: Any) -> tuple[Any, ...]:
-    """For each leaf of the state the dtype that `tx` sees, or None where it is stored as it is."""
-    state = jax.eval_shape(tx.init, params)
-    free = independent_outputs(lambda p: jax.tree.leaves(tx.init(p)), params)
-    rows = zip(jax.tree.leaves(state), plan.copies(state), free, strict=True)
-    return tuple(
-        jnp.promote_types(x.dtype, plan.config.moment_dtype)
-        if copy and f and jnp.issubdtype(x.dtype, jnp.floating)
-        else None
-        for x, copy, f in rows
+def _wide(tree: PyTree, dtype: Any) -> PyTree:
+    """Floating leaves in at least this dtype; None stays None."""
+    return jax.tree.map(
+        lambda x: _astype(x, jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
+
+
+class _Leaf(NamedTuple):
+    """A leaf of a state: whether it is a moment, its own dtype, and the one in which `tx` sees it."""
+
+    is_moment: bool
+    dtype: Any
+    seen: Any
+
+
+def _leaves(tx: Any, plan: Plan, params: PyTree) -> list[_Leaf]:
+    """What is known of each leaf of the state of `tx`."""
+    dtype = plan.config.moment_dtype
+    state, wide = (jax.eval_shape(tx.init, p) for p in (params, _wide(params, dtype)))
+    free = independent_outputs(lambda p: jax.tree.leaves(tx.init(p)), params)
+    found = []
+    for x, w, copy, f in zip(jax.tree.leaves(state), jax.tree.leaves(wide), plan.copies(state), free, strict=True):
+        moment = bool(copy and f and jnp.issubdtype(x.dtype, jnp.floating))
+        found.append(_Leaf(moment, x.dtype, jnp.promote_types(w.dtype, dtype) if moment else w.dtype))
+    return found
 
 
 def _counts(tx: Any, params: Any) -> list[int]:
