@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,15 +33,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jzero.comm.reduce_scatter import (
-    SCOPE,
-    batch_axes,
-    is_of_batch,
-    needs_scatter,
-    reduce_scatter,
-    scatter_steps,
-    summed,
-)
+from jzero.comm.gradient_bytes import Sent, wire
+from jzero.comm.reduce_scatter import SCOPE, batch_axes, is_of_batch, needs_scatter, reduce_scatter, summed
 from jzero.comm.routes import (
     CONVOLUTION,
     EXAMPLES,
@@ -65,13 +57,12 @@ from jzero.comm.routes import (
 )
 from jzero.comm.traced import was_walked
 from jzero.comm.uses import Use
-from jzero.comm.weights import ring
 from jzero.core.jaxprs import is_tracer
 from jzero.core.linear import linear
 from jzero.core.one_way import forward_only
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
-from jzero.layout.specs import P, axis_of, axis_size, entry_axes, named_axes, shard_factor, spec_axes
+from jzero.layout.specs import P, entry_axes, named_axes, shard_factor, spec_axes
 from jzero.sharding import Plan
 
 OPERANDS = (MATMUL, CONVOLUTION, LOOKUP)
@@ -277,9 +268,7 @@ class GradientReduce:
         finer = pieces > parts > 1 and dims == own and is_of_batch(spec, self.plan)
         return finer or self.is_scattered(shape, spec)
 
-    def wire(
-        self, x: Layout, accumulate: int, uses: Sequence[Use]
-    ) -> Iterator[tuple[tuple[str, ...], float]]:
+    def wire(self, x: Layout, accumulate: int, uses: Sequence[Use]) -> Iterator[Sent]:
         """(mesh axes, bytes that one device sends) of the reductions of a param's gradient in one step.
 
         Args:
@@ -289,59 +278,4 @@ class GradientReduce:
           uses: what the param is used for; a frozen one has no gradient. Where gradients are reduced by the update, XLA
             adds those of all matmuls before it reduces them, and those of all lookups; at stage 0 these two apart.
         """
-        if x.frozen is not None:
-            return
-        row, uses = self.plan.config.row, [use for use in uses if use.has_gradient]
-        accumulate = accumulate if row.grads else 1
-        if not row.grads or self.where(x) == UPDATE:
-            parts = [uses] if row.state else _by_lookup(uses)
-            whole = ([dataclasses.replace(use, part=1.0) for use in some] for some in parts)
-            uses = [max(some, key=lambda use: self._bytes_of(x, use)) for some in map(list, whole) if some]
-        for use in uses:
-            for axes, size in self._wire_of(x, use):
-                yield axes, accumulate * size
-
-    def _bytes_of(self, x: Layout, use: Use) -> float:
-        return sum(size for _, size in self._wire_of(x, use))
-
-    def _wire_of(self, x: Layout, use: Use) -> Iterator[tuple[tuple[str, ...], float]]:
-        plan, mesh, taken = self.plan, self.plan.mesh, spec_axes(x.used)
-        split = tuple(a for a in spec_axes(x.state) if a not in taken)
-        whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
-        itemsize, steps = self._itemsize(x, use), [split]
-        size = math.prod(x.state_shape) * use.part * itemsize / shard_factor(x.used, mesh)
-        scattered = self.is_scattered(x.shape, x.state)
-        if scattered and not x.vector:
-            steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
-        elif scattered:  # all-reduced and sliced, see [Note: several dims] in `split.py`
-            steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
-        elif use.rows and split:
-            size = min(size, self._rows_bytes(x, use, itemsize))
-        for own in steps:
-            yield tuple(map(axis_of, own)), ring(axis_size(mesh, own)) * size
-            size /= axis_size(mesh, own)
-        yield whole, 2 * ring(axis_size(mesh, whole)) * size
-
-    def _rows_bytes(self, x: Layout, use: Use, itemsize: int) -> float:
-        """Bytes of the cotangents of a lookup, in place of those of its gradient: XLA moves what is less.
-
-        All devices need all of them where the table is split by rows, and their columns of them where by columns. Not
-        where the gradient is constrained to the used layout first.
-        """
-        if x.stored != x.used and self.is_shared(x.stored, x.state):
-            return math.inf
-        by_columns = bool(x.state and not x.state[0])
-        return (
-            use.rows * x.shape[-1] * itemsize / (shard_factor(x.state, self.plan.mesh) if by_columns else 1)
-        )
-
-    def _itemsize(self, x: Layout, use: Use) -> int:
-        """Bytes per value of a gradient on the wire: of the dtype that was asked for, or in which it is made."""
-        config = self.plan.config
-        return (config.reduce_dtype or use.dtype or config.compute_dtype or x.dtype).itemsize
-
-
-def _by_lookup(uses: Sequence[Use]) -> list[list[Use]]:
-    """Lookups and other uses apart, where there are any."""
-    parts = ([use for use in uses if (use.kind == "lookup") == wanted] for wanted in (True, False))
-    return [some for some in parts if some]
+        return wire(self, x, accumulate, uses)
