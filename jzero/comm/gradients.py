@@ -14,12 +14,11 @@ scan over layers): 3 Psi for a step of stage 1, where 2 are needed.
 [Note: what spreads back]
 The layout of a gradient spreads back into what it is computed from, and where a weight is used value by value (`v *
 scale`) into the forward pass. Beside tensor parallelism, in a layout that does not cut one dim over all of the batch's
-axes (a hybrid; pieces along two dims), XLA's partitioner then computes wrong values: on a mesh of 2 x 2 x 2 a loss of
-2.929 where 2.912 is right (jaxlib 0.10 and 0.12 with Shardy, on CPU devices; the program is the canary
-`spread_layouts_are_wrong`). There the layout spreads forward alone (`core/one_way.py`), except at a matmul, a
-convolution or a lookup, whose operand is the weight itself: XLA makes the reduce-scatter of a hybrid from what spreads
-back to these, and all-reduces whole gradients without it. The update, which does not see the uses, does it for all
-weights of a loss that is not walked.
+axes (a hybrid; pieces along two dims), XLA's partitioner can then compute wrong values (jaxlib 0.10 and 0.12 with
+Shardy, on CPU devices; the program is the canary `spread_layouts_are_wrong`). There the layout spreads forward alone
+(`core/one_way.py`), except at a matmul, a convolution or a lookup, whose operand is the weight itself: XLA makes the
+reduce-scatter of a hybrid from what spreads back to these, and all-reduces whole gradients without it. The update,
+which does not see the uses, does it for all weights of a loss that is not walked.
 """
 
 from __future__ import annotations
