@@ -147,7 +147,6 @@ class _Block:
         options["static_argnums"] = self.static_argnums
         if is_module_class(self.subject):
             call = self.marked(self.subject.__call__)
-            assert isinstance(self.subject, type)
             return _nnx_class(self.subject, sys.modules["flax.nnx"].remat(call, **options))
         fn = self.marked(self.subject)
 

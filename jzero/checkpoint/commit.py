@@ -46,7 +46,7 @@ def save_async(
     """Copies the arrays of a tree and writes them in the background.
 
     Args:
-      path: where nothing is yet.
+      path: where nothing exists yet.
       tree: of arrays.
       custom: JSON, stored under the checksums.
       metrics: numbers by name, stored under the checksums, and also where plain orbax looks for them.

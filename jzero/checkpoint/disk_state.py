@@ -27,7 +27,7 @@ def is_folder(path: Path) -> bool:
 
 
 def snapshot(path: store.PathLike, state: PyTree) -> Path:
-    """Copies the files of a state with `Offload(tier="disk")`, at no cost in bytes if the file system can.
+    """Copies the files of a state with `Offload(tier="disk")`, taking no space if the file system can share it.
 
     A reflink (XFS, Btrfs), else a hard link, else a copy of one slot (another disk). A hard link costs the bytes of a
     slot once the run writes there, since the run then has new files.
@@ -62,7 +62,8 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
     running.check(held)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{where}: {path} exists and is not replaced. Pass another folder, one per step.")
-    fields = jax.tree_util.tree_leaves_with_path(apart(state, None, where).rest)
+    parts = apart(state, None, where)
+    fields = jax.tree_util.tree_leaves_with_path(parts.rest)
     if fields:
         warnings.warn(
             f"{where}: a snapshot holds optimizer state, params and the step, and not these fields:\n"
@@ -70,7 +71,7 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
             stacklevel=2,
         )
     running.snapshot(path)
-    step, reached = apart(state, None, where).step, running.store.train_step
+    step, reached = parts.step, running.store.train_step
     if step is not None and int(step) != reached:
         warnings.warn(
             f"{where}: the state is at step {int(step)}, and the files at step {reached}: the one that they began "

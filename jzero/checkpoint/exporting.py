@@ -30,7 +30,7 @@ from jzero.checkpoint.tensors import (
     renamed,
 )
 from jzero.core import durable
-from jzero.core.errors import check_int, counted, listing, nearest
+from jzero.core.errors import check_dtype, check_int, counted, listing, nearest
 from jzero.core.types import PyTree
 
 Names = Callable[[str], str] | Mapping[str, str] | None
@@ -183,7 +183,7 @@ def _tensors(
             raise ValueError(
                 f"{where}: the checkpoint has no {part!r}, only {sorted(top)}.{nearest(part, top)}"
             )
-    wanted = _wanted(dtype, where)
+    wanted = None if dtype is None else check_dtype(dtype, "dtype", where=where)
     params = {name: shape for name, (shape, _) in have.items() if name[0] == "params"}
     found = []
     for name in have:
@@ -213,20 +213,6 @@ def _tensors(
             f"{where}: names= gives {counted(len(double), 'name')} twice:\n{listing([(n,) for n in double])}"
         )
     return sorted(found, key=lambda t: t.name)
-
-
-def _wanted(dtype: DTypeLike | None, where: str) -> np.dtype | None:
-    if dtype is None:
-        return None
-    try:
-        wanted = jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"{where}(dtype={dtype!r}): not a dtype. Pass 'bfloat16', for example.") from None
-    if not jnp.issubdtype(wanted, jnp.floating):
-        raise ValueError(
-            f"{where}(dtype={wanted.name!r}): it must be a floating-point dtype. Pass 'bfloat16', for example."
-        )
-    return wanted
 
 
 def _grouped(tensors: Sequence[_Tensor], sizes: Sequence[int], most: int) -> list[list[_Tensor]]:

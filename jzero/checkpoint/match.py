@@ -13,6 +13,7 @@ import numpy as np
 from jzero.checkpoint.converting import convertible
 from jzero.checkpoint.logical import COUNT, MASTER, Name, NamedLeaf
 from jzero.core.errors import counted, listing, typed_shape
+from jzero.core.random_keys import is_key
 
 Described = tuple[tuple[int, ...], np.dtype]
 
@@ -92,7 +93,7 @@ def _source(leaf: NamedLeaf, have: Mapping[Name, Described], wanted: set[Name], 
 def describe(leaf: NamedLeaf) -> Described:
     """Shape and dtype as they are stored: a typed key is the array of its numbers."""
     dtype = _dtype_of(leaf.value)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(leaf.value):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, dtype))
         return tuple(data.shape), np.dtype(data.dtype)
     if isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):

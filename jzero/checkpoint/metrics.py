@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.core.errors import check_kind
+
 
 def numbers_of(metrics: Mapping[str, Any] | None, where: str) -> dict[str, float]:
     """Metrics as Python numbers.
@@ -17,10 +19,7 @@ def numbers_of(metrics: Mapping[str, Any] | None, where: str) -> dict[str, float
     """
     if metrics is None:
         return {}
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"{where}: metrics must be numbers by name, {{'loss': 0.5}}, not {type(metrics).__name__}."
-        )
+    check_kind(metrics, "metrics", Mapping, "numbers by name, {'loss': 0.5}", where=where)
     for name in metrics:
         if not isinstance(name, str):
             raise TypeError(f"{where}: the name of a metric must be a string, not {name!r}.")

@@ -63,7 +63,7 @@ def load_safetensors(
         or names some outside of its folder, and a path that is not a regular file; with `cast`, for values that the
         dtype cannot hold.
       CheckpointDamaged: a file is not what its checksum says.
-      FileNotFoundError: a file is not there.
+      FileNotFoundError: a file is missing.
       TypeError: the state is abstract, or `ignore` is a single string.
 
     Cost:
@@ -153,7 +153,7 @@ def _check(
 
 
 def _misfit(leaf: NamedLeaf, tensor: Tensor, order: Order | None) -> str:
-    """Why a leaf cannot be read from a tensor, whatever is cast; empty where it can."""
+    """Why a leaf cannot be read from a tensor, even with `cast`; empty if it can."""
     shape = tensor.shape
     if order is not None and sorted(order) != list(range(len(shape))):
         return f"{order} is not an order of its dims"

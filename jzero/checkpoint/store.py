@@ -31,8 +31,6 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that is not yet, 
 STAGING, DELETED = "-whole", "-deleted"
 RETRIES, RETRY_SECONDS = 50, 0.1
 LEAST_READ_BYTES = 64 * 2**20  # that are read at once, of one process
-
-
 PathLike = str | os.PathLike[str]
 
 
@@ -88,7 +86,7 @@ def clean(path: Path, *, failed: bool = False) -> None:
     """Removes what a killed save left behind.
 
     `failed`: a save of this process. Some of its threads may still write, and recreate folders; so the folder is
-      removed until it stays away.
+      removed until it stays gone.
     """
     if jax.process_index() == 0 and path.parent.is_dir():
         pattern = f"{glob.escape(path.name)}{TEMPORARY}*"
@@ -153,7 +151,7 @@ def has_checksums(path: Path) -> bool:
 
 
 def steps(folder: Path) -> list[Path]:
-    """The finished checkpoints in a folder, by step where they are numbered; none where there is no folder."""
+    """The finished checkpoints in a folder, by step where they are numbered; empty if there is no folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     found = [p for p in paths if (p / STATE).is_dir() and TEMPORARY not in p.name]
     return sorted(found, key=lambda p: (int(p.name) if p.name.isdecimal() else -1, p.name))

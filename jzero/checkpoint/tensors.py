@@ -6,14 +6,16 @@ The format has no checksum. `export` writes those of its files beside them, into
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from jzero.checkpoint.checksums import Damage
+from jzero.core.errors import check_kind
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -23,14 +25,14 @@ DTYPES = {
 
 
 def renamed(name: str, names: Any) -> Any:
-    """What a function or a mapping gives for a name; the name itself without either, or without an entry."""
+    """What a function or a mapping gives for a name; the name itself if there is neither, or no entry."""
     return name if names is None else names(name) if callable(names) else names.get(name, name)
 
 
 def check_names(names: Any, where: str) -> None:
     """Raises TypeError unless this is a function, a mapping or None."""
-    if names is not None and not callable(names) and not isinstance(names, Mapping):
-        raise TypeError(f"{where}: names must be a function or a mapping of names, not {type(names).__name__}.")
+    kinds = (Callable, Mapping)
+    check_kind(names, "names", kinds, "a function or a mapping of names", where=where, optional=True)
 
 
 def check_texts(value: Any, name: str, where: str) -> tuple[str, ...]:
@@ -59,10 +61,10 @@ def checksum_text(digests: Mapping[Path, str]) -> str:
 
 def damaged(files: Iterable[Path]) -> list[Damage]:
     """What is wrong with files that have checksums beside them; other files are not checked."""
-    found = []
+    found, read = [], functools.cache(_digests)
     for file in files:
         for sums in sorted(file.parent.glob("*.safetensors.xxh3")):
-            digests = _digests(sums)
+            digests = read(sums)
             if digests is None:
                 found.append(Damage(sums.name, "its own checksum is wrong"))
             elif file.name in digests:
@@ -80,4 +82,3 @@ def _digests(sums: Path) -> dict[str, str] | None:
         return None
     pairs = [line.split("  ", 1) for line in lines.splitlines()]
     return {name: digest.removeprefix("XXH3_") for digest, name in pairs}
-

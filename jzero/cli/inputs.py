@@ -64,7 +64,7 @@ def _load_module(name: str, flag: str) -> ModuleType:
 def _load_file(path: Path, flag: str) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{flag}: no file {path}.")
-    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {flag}"  # jax.py is not jax
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {flag}"  # their jax.py is not jax
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -75,7 +75,7 @@ class Job(Asked):
     def config(self, **more: Any) -> ZeroConfig:
         """The config of `fields` and `more`; a dict for `offload` holds the fields of `jzero.Offload`.
 
-        Without a stage in either, it is that of the last stage of the job.
+        If neither names a stage, it is the highest one of the job.
         """
         fields: Json = {"stage": max(self.stages), **self.fields, **more}
         if isinstance(fields.get("offload"), dict):

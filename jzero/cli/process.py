@@ -55,7 +55,7 @@ def run_job(job: Job) -> Answers:
 def _attempt(
     job: Job, stages: list[int], answers: Answers, show: Callable[[str], None]
 ) -> tuple[int | None, str]:
-    """One process, for the stages that are left: the stage it was at, and how it crashed, empty where it did not."""
+    """One process, for the stages that are left: the stage it was at, and how it crashed, empty if it did not."""
     stage: int | None = None
     with _worker(dataclasses.replace(job, stages=stages).to_json()) as (events, process, log):
         for event in events:

@@ -26,6 +26,7 @@ from jzero.cli.job import Job
 from jzero.comm.uses import Use
 from jzero.config import ZeroConfig
 from jzero.core.errors import division, listing, typed_shape
+from jzero.core.random_keys import is_key
 from jzero.core.types import PyTree
 from jzero.flax.adapters import is_pair
 from jzero.flax.shard import abstract, plan_of
@@ -35,7 +36,6 @@ from jzero.proof.transformer import Transformer
 from jzero.proof.uses import uses_of
 from jzero.sharding import Plan
 
-Args = tuple[PyTree, ...]
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -145,7 +145,7 @@ class Subject:
         args = state if is_pair(state) else (state,)
         return self._step_phrased(lambda: uses_of(self.step, *args, *self.batch, plan=plan), args, self.batch)
 
-    def _step_phrased(self, call: Callable[[], Any], args: Args, batch: Args) -> Any:
+    def _step_phrased(self, call: Callable[[], Any], args: tuple[PyTree, ...], batch: tuple[PyTree, ...]) -> Any:
         kinds = ", ".join(_kinds(args, batch))
         return _phrased(call, "--step", f"{self.job.step}: {signature(self.step)} called with ({kinds})")
 
@@ -178,16 +178,16 @@ def _batch(text: str) -> list[PyTree]:
 
 
 def _is_split(leaf: jax.ShapeDtypeStruct) -> bool:
-    return leaf.ndim > 0 and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return leaf.ndim > 0 and not is_key(leaf)
 
 
-def _kinds(args: Args, batch: Args) -> list[str]:
+def _kinds(args: tuple[PyTree, ...], batch: tuple[PyTree, ...]) -> list[str]:
     shown = [", ".join(typed_shape(x) for x in jax.tree.leaves(b)[:3]) for b in batch]
     return [*(type(a).__name__ for a in args), *shown]
 
 
 def _phrased(call: Callable[[], Any], flag: str, what: str) -> Any:
-    """What `call` returns; errors of the user's function get the place in their code."""
+    """What `call` returns; errors of the user's function name the line in their code."""
     try:
         return call()
     except InputError:

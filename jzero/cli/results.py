@@ -56,9 +56,7 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
     return answer | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def _search(
-    subject: Subject, state: PyTree, plan: Plan, total: int, limit: float, say: Say
-) -> Json:
+def _search(subject: Subject, state: PyTree, plan: Plan, total: int, limit: float, say: Say) -> Json:
     def measure(micro_batch: int) -> int:
         say(f"compiling with {counted(micro_batch, 'example')} per device, to see what fits")
         memory = memory_of(subject.compile(state, plan, micro_batch))

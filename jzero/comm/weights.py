@@ -101,12 +101,11 @@ class WeightGather:
           uses: what the param is used for. With `reshard_after_forward=False` it is gathered for the first alone.
         """
         axes = tuple(a for a in spec_axes(x.stored) if a not in spec_axes(x.used))
-        once = not self.plan.config.reshard_after_forward
-        whole = sum(
-            (1 if once else GATHERS[use.kind] * use.part)
-            * self.form(x.shape, self.dtype(x, use), x.stored, x.used).sent_bytes
-            for use in (uses[:1] if once else uses)
-        )
+        times = [(GATHERS[use.kind] * use.part, use) for use in uses]
+        if not self.plan.config.reshard_after_forward:  # each forward pass gathers it once
+            first = next((use for use in uses if use.has_gradient), None)
+            times = [row for row in times if not row[1].has_gradient] + ([(1, first)] if first else [])
+        whole = sum(n * self.form(x.shape, self.dtype(x, use), x.stored, x.used).sent_bytes for n, use in times)
         stored, used = (shard_factor(spec, self.plan.mesh) for spec in (x.stored, x.used))
         yield axes, accumulate * ring(stored / used) * whole / used
 

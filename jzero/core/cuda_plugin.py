@@ -42,7 +42,7 @@ def hide() -> None:
 
 
 def start() -> bool:
-    """Registers the plugin with JAX, without CUDA libraries, which a compile does not need. False: there is none."""
+    """Registers the plugin with JAX, without the CUDA libraries, which no compile needs; False if it is missing."""
     for name in NAMES:
         if getattr(sys.modules.get(name), "__doc__", None) == HIDDEN:
             del sys.modules[name]

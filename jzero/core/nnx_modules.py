@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax.tree_util import KeyPath
@@ -18,7 +18,7 @@ from jzero.core.types import PyTree
 _TAG = "jzero.gather_on_use"
 
 
-def is_module_class(x: Any, package: str = "flax.nnx") -> bool:
+def is_module_class(x: Any, package: str = "flax.nnx") -> TypeGuard[type]:
     """True for a class of modules of `flax.nnx` or `flax.linen`."""
     flax = sys.modules.get(package)
     return flax is not None and isinstance(x, type) and issubclass(x, flax.Module)

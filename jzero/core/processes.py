@@ -25,7 +25,7 @@ def key_value_client() -> KeyValueClient | None:
 
 
 def wait_for(client: KeyValueClient, key: str, milliseconds: int) -> str | None:
-    """What another process writes under a key; None if it has not by then."""
+    """What another process writes under a key; None if it writes nothing in time."""
     try:
         return client.blocking_key_value_get(key, milliseconds)
     except jax.errors.JaxRuntimeError:

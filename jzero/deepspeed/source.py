@@ -20,7 +20,7 @@ TOO_DEEP = f"is nested deeper than {DEEPEST} levels: that is not a config."
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """How to call the file or the dict in messages, and what it holds.
+    """What messages call the file or the dict, and what it holds.
 
     Raises:
       TypeError: it is neither a path nor a dict, or the file holds no object.

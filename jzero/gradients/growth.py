@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jzero.core.dims import dot_dims
 from jzero.core.jaxprs import is_literal, is_tracer, opened
 from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE
+from jzero.core.random_keys import is_key
 from jzero.core.regions import bodies, rounds, scan_parts, while_parts
 
 ZERO = "zero"
@@ -50,7 +50,7 @@ def _of_numbers(x: Any, y: Any) -> Growth:
     """The growth of a number, or an array, that is known in both traces."""
     if np.shape(x) != np.shape(y):
         return None
-    number = hasattr(x, "dtype") and not is_tracer(x) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    number = hasattr(x, "dtype") and not is_tracer(x) and not is_key(x)
     if not number or (x is y and np.size(x) > 1):
         return 1.0
     x, y = np.asarray(x), np.asarray(y)

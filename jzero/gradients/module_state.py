@@ -20,6 +20,7 @@ import numpy as np
 from jzero.core import jaxprs
 from jzero.core.dependence import passed_on
 from jzero.core.errors import listing, typed_shape
+from jzero.core.random_keys import is_key
 from jzero.gather.transform import as_written
 from jzero.gradients.coupling import CONST, Const, Rows, kinds_of_results
 from jzero.layout.leaf_rule import path_name
@@ -114,11 +115,6 @@ def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[
         [f"{n} {typed_shape(x)}" for n, x, c, k in rows_of_state if c and not isinstance(k, Const)],
         [n for n, x, c, _ in rows_of_state if c and is_key(x)],
     )  # fmt: skip
-
-
-def is_key(x: Any) -> bool:
-    """True for typed random keys."""
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _folded(keys: Any, index: Any) -> Any:

@@ -6,7 +6,7 @@ Vocabulary
   phase        forward, backward or update, read from the names of operations (`places.py`)
   record       what the trace of a step says of its arguments and updates (`record.py`)
   home         the computation in which an instruction stands (`hlo.py`)
-  iteration    one run of a loop's body; its trips are all of them
+  iteration    one run of a loop's body; `trips` counts them
   saved        alive from the forward to the backward pass
   evidence     a program beside its plan: arguments, layouts, sites (`evidence.py`)
   finding      something that costs more, or computes something else, than the plan says (`faults/rules.py`)
@@ -14,6 +14,6 @@ Vocabulary
 
 What always holds
   Figures come from the compiled program and not from the source; what a program does not say is reported as
-  not checked. Names and shapes tell what an argument is only where no record does. A finding says what it costs in
-  bytes and what to change.
+  not checked. Names and shapes decide what an argument is only where there is no record. A finding says what it costs
+  in bytes and what to change.
 """

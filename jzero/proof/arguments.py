@@ -15,15 +15,15 @@ from jax.tree_util import KeyPath
 
 from jzero.core.errors import check_function, check_ints, listing, typed_shape
 from jzero.core.nnx_modules import jit_of
+from jzero.core.random_keys import is_key
 from jzero.core.types import PyTree
 from jzero.flax.shard import plans_in
 from jzero.layout.batches import abstract_batch
 from jzero.layout.leaf_rule import path_keys
+from jzero.layout.state_layouts import Keys
 from jzero.sharding import HOST, Plan
 
-Args = tuple[PyTree, ...]
-Named = dict[str, PyTree]
-Keys = tuple[str, ...]
+Call = tuple[tuple[PyTree, ...], dict[str, PyTree]]  # positional and keyword arguments
 Row = tuple[str, ...]  # of a listing
 
 
@@ -44,8 +44,7 @@ def jitted_fn(
       ValueError: `donate_argnums` for a function that is jitted already.
     """
     check_function(fn, "fn", where=where)
-    donate_argnums = () if donate_argnums is None else donate_argnums
-    donate_argnums = check_ints(donate_argnums, "donate_argnums", where="pod.compile")
+    donate_argnums = check_ints(() if donate_argnums is None else donate_argnums, "donate_argnums", where=where)
     if not (hasattr(fn, "trace") or hasattr(fn, "lower")):
         return jit_of(args)(fn, donate_argnums=donate_argnums)
     if donate_argnums:
@@ -53,9 +52,7 @@ def jitted_fn(
     return fn
 
 
-def fill_shardings(
-    args: tuple[Args, Named], plan: Plan | None, *, devices: Sequence[Any]
-) -> tuple[Args, Named]:
+def fill_shardings(args: Call, plan: Plan | None, *, devices: Sequence[Any]) -> Call:
     """Arguments whose array leaves all say where they are: the batch by the plan, the rest as it was.
 
     An argument in which nothing changes is passed on as the same object, so that objects whose identity
@@ -74,6 +71,7 @@ def fill_shardings(
       ValueError: leaves that lie on other devices, or that `plan.batch` does not divide.
     """
     elsewhere, uneven = list[Row](), list[Row]()
+    split = "" if plan is None else f"{plan.batch.spec} over {dict(plan.batch.mesh.shape)}"
 
     def fill(name: str, arg: PyTree) -> PyTree:
         paths, tree = jax.tree_util.tree_flatten_with_path(arg)
@@ -81,8 +79,6 @@ def fill_shardings(
         for (path, old), leaf in zip(paths, new, strict=True):
             where = name + jax.tree_util.keystr(path)
             if leaf is None:
-                assert plan is not None
-                split = f"{plan.batch.spec} over {dict(plan.batch.mesh.shape)}"
                 uneven.append((where, typed_shape(old), split))
             elif not _on(leaf, devices):
                 elsewhere.append((where, typed_shape(old), f"on {leaf.sharding.mesh.devices.flat[0]!r}"))
@@ -140,7 +136,7 @@ class GivenArgument:
       shape, dtype: of the whole array.
       donated: True where its buffer is given away.
       sharding: None where the program does not use it.
-      number: of the program's parameter that it is; None where the program does not use it.
+      number: of its parameter in the program; None where the program does not use it.
     """
 
     path: KeyPath
@@ -155,6 +151,11 @@ class GivenArgument:
     def argument(self) -> Keys:
         """Equal for leaves of the same argument."""
         return self.keys[:2]
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole array."""
+        return math.prod(self.shape)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -174,14 +175,19 @@ class GivenArgument:
     @property
     def is_key(self) -> bool:
         """True for random keys."""
-        return jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key)
+        return is_key(self)
+
+
+def result_keys(compiled: jax.stages.Compiled) -> list[Keys]:
+    """The path of every result."""
+    return [path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
 
 
 def arguments_given(stage: jax.stages.Compiled | jax.stages.Traced) -> list[GivenArgument]:
-    """The flat arguments of a program; of one that is only traced without shardings."""
+    """The flat arguments of a program; those of a traced program have no shardings."""
     infos, tree = jax.tree_util.tree_flatten_with_path(stage.args_info)
-    # None is also what a state may hold in place of an array
     compiled = isinstance(stage, jax.stages.Compiled)
+    # None is also what a state may hold in place of an array
     shardings = tree.flatten_up_to(stage.input_shardings) if compiled else [None] * len(infos)
     found, numbers = list[GivenArgument](), itertools.count()
     for (path, x), sharding in zip(infos, shardings, strict=True):

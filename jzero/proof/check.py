@@ -11,6 +11,7 @@ from jzero.comm.uses import Use
 from jzero.core.errors import check_names, counted, human_bytes
 from jzero.core.traces import innermost, trace_of
 from jzero.gather.transform import as_written
+from jzero.proof.arguments import arguments_given
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults import KINDS, faults
 from jzero.proof.faults.blind import NOT_CHECKED, not_checked
@@ -165,10 +166,9 @@ def findings(
     ignore = check_names(ignore, "ignore", where="jzero.check")
     compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
+    given = arguments_given(compiled)
+    check_plan_fits(given, plan, devices=module.partitions, trains=module.has_backward, where="jzero.check")
     evidence = Evidence(compiled, plan, module, *_uses(compiled, plan, uses))
-    check_plan_fits(
-        evidence.given, plan, devices=module.partitions, trains=module.has_backward, where="jzero.check"
-    )
     found = {kind: rows for kind, rows in faults(evidence).items() if kind not in ignore}
     rows = [Finding(kind, *row) for kind, rows in found.items() for row in rows]
     if NOT_CHECKED not in ignore:
@@ -188,7 +188,7 @@ def _uses(
         return checked_uses(uses, plan, where="jzero.check"), ""
     trace = trace_of(compiled)
     if trace is None:
-        return None, "jzero has not traced this program, and uses= is not given"
+        return None, "jzero did not trace this program, and uses= was not passed"
     try:
         with as_written():
             return uses_in(trace.again(), plan), ""

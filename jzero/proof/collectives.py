@@ -63,7 +63,7 @@ class Site(Move):
       group_size: devices in one group.
       sliced: True for an all-reduce of which each device uses its own slice alone: an unfused reduce-scatter.
       stack: the name stack that phase and scope are read from.
-      place, instruction: where it stands, and as what.
+      place, instruction: its computation as it is reached, and its instruction.
     """
 
     name: str
@@ -78,13 +78,13 @@ class Site(Move):
     place: Place = dataclasses.field(repr=False)
     instruction: Instruction = dataclasses.field(repr=False)
 
-    @property
+    @functools.cached_property
     def dims(self) -> list[tuple[int, ...]]:
-        """Sizes of each tensor as one device puts it in."""
+        """The dims of each tensor that one device puts in."""
         home = self.place.computation
         return [home.instructions[o].shapes[0].dims for o in self.instruction.operands]
 
-    @property
+    @functools.cached_property
     def sizes(self) -> list[int]:
         """Elements of each tensor: of the whole one for all-gather and reduce-scatter."""
         times = self.group_size if self.op == "all-gather" else 1

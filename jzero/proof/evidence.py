@@ -44,7 +44,7 @@ class Evidence:
 
     @functools.cached_property
     def record(self) -> TraceRecord | None:
-        """What the trace of the program says; None if jzero has not traced it."""
+        """What the trace of the program says; None if jzero did not trace it."""
         return record_of(self.compiled)
 
     @property
@@ -66,7 +66,7 @@ class Evidence:
     @functools.cached_property
     def others(self) -> int:
         """Elements of the params of other models in the same step."""
-        return sum(math.prod(x.shape) for x in self.leaves if x.is_others_param)
+        return sum(x.size for x in self.leaves if x.is_others_param)
 
     @functools.cached_property
     def state(self) -> list[Argument]:
@@ -133,7 +133,7 @@ class Evidence:
 
     @property
     def unread(self) -> list[str]:
-        """The parts of the program that cannot be read, a sentence each."""
+        """The parts of the program that cannot be read, one sentence each."""
         return self._read[1]
 
     @functools.cached_property
@@ -167,7 +167,7 @@ class Evidence:
         return s.trips / self.updates
 
     def loss_iterations(self, s: Site) -> int:
-        """Iterations of all loops around a collective that are inside of a differentiated function; 1 for none.
+        """Iterations of all loops around a collective that are inside of a differentiated function; 1 if none is.
 
         A loop over micro-batches takes gradients in its body and is not one of them.
         """
@@ -240,7 +240,7 @@ class Evidence:
 
     @property
     def micro_batches(self) -> int:
-        """Into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not, or that is not known."""
+        """How many micro-batches `plan.micro_batches` makes in the step; 1 without it, or if that is not known."""
         return getattr(self.uses, "micro_batches", 1)
 
     @property
@@ -281,4 +281,3 @@ def _passes_on(module: Module, home: Computation, user: Instruction, value: Inst
     body = module.body(user)
     decodes = body is not None and all(i.opcode in DECODES for i in body.schedule)
     return alone and decodes and all(i.shapes and i.shapes[0].size < size for i in others)
-

@@ -170,14 +170,21 @@ class Computation:
         """What it returns: the elements of a tuple."""
         return [self.instructions[o] for o in self.root.operands] if self.root.opcode == "tuple" else [self.root]
 
+    @functools.cached_property
+    def unchanged(self) -> frozenset[int]:
+        """Of the body of a loop: the elements of its tuple that every iteration returns unchanged."""
+        if self.root.opcode != "tuple":
+            return frozenset()
+        return frozenset(k for k, value in enumerate(self.outputs) if _is_own(self, value, k))
+
     def done(self, i: Instruction) -> Instruction:
-        """The instruction that ends what `i` starts; `i` itself where there is none."""
+        """The instruction that ends what `i` starts; `i` itself if nothing does."""
         if not i.opcode.endswith("-start"):
             return i
         return next((u for u in self.users.get(i.name, ()) if u.opcode.endswith("-done")), i)
 
     def readers(self, name: str, at: int | None = None, *, through: Collection[str] = SAME) -> Iterator[Instruction]:
-        """Every instruction that reads a value, or element `at` of a tuple, and what reads the results of `through`."""
+        """Every instruction that reads a value (of a tuple, its element `at`), directly or by way of `through`."""
         pending, seen = [(name, at)], {(name, at)}
         while pending:
             name, at = pending.pop()
@@ -227,7 +234,7 @@ class Module:
         return self.computations[self.entry].root.shapes
 
     def lines(self, word: str) -> Iterator[str]:
-        """The lines of its text that have a word in them."""
+        """The lines of its text that contain a word."""
         return (line for home in self.computations.values() for line in home.lines if word in line)
 
     def body(self, i: Instruction) -> Computation | None:
@@ -236,11 +243,8 @@ class Module:
         return next((self.computations[name] for name in names if name in self.computations), None)
 
     def handed_through(self, loop: Instruction) -> frozenset[int]:
-        """The elements of a loop's tuple that every iteration returns as they came."""
-        body = self.computations[loop.callees("body")[0]]
-        if body.root.opcode != "tuple":
-            return frozenset()
-        return frozenset(k for k, value in enumerate(body.outputs) if _is_own(body, value, k))
+        """The elements of a loop's tuple that every iteration returns unchanged."""
+        return self.computations[loop.callees("body")[0]].unchanged
 
     def origin(
         self, home: Computation, i: Instruction, at: int | None = None, *, through: Collection[str]

@@ -4,7 +4,7 @@
 Where jzero has traced the program, the marks of its updates say what an argument is (`record.py`). An argument
 that no update takes, such as an average, is a copy of a param if its path ends as the param's does; without names
 (NNX), if it is in an argument of its own and has the shape. For any other program there are only paths and shapes:
-params are the tree of that name, else the tree that has each of them once (see models.py).
+params are the tree named `params`, else the tree that has each of them once (see models.py).
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jzero.core.nnx_modules import variable_paths
-from jzero.layout.leaf_rule import Frozen, Layout, path_keys, path_name
+from jzero.layout.leaf_rule import Frozen, Layout, path_name
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
-from jzero.proof.arguments import GivenArgument, Keys
+from jzero.proof.arguments import GivenArgument, Keys, result_keys
 from jzero.proof.hlo import Module, Shape
-from jzero.proof.models import NAMELESS, is_of, other_params, trained_beside
+from jzero.proof.models import NAMELESS, STATE, is_of, other_params, trained_beside
 from jzero.proof.record import TraceRecord
 from jzero.sharding import Plan
-
-STATE = "opt_state"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class Argument(GivenArgument, Role):
         if x is None:
             return None
         if x.padded and self.shape == x.shape and not (self.is_param or self.in_opt_state):
-            return math.prod(self.shape) * self.dtype.itemsize  # an average: the optimizer state alone is padded
+            return self.size * self.dtype.itemsize  # an average: the optimizer state alone is padded
         spec, shape = (x.stored, x.shape) if self.is_param else (x.state, x.state_shape)
         return math.prod(shape) * self.dtype.itemsize // shard_factor(spec, plan.mesh)
 
@@ -120,19 +118,19 @@ def _recorded(given: Sequence[GivenArgument], plan: Plan, record: TraceRecord) -
     for update in record.others(plan):
         rows += [(i, Role()) for i in update.state] + [(i, Role(is_others_param=True)) for i in update.params]
     known = {i: role for i, role in rows if i is not None}
-    keys = [x.keys for x in given]
-    arguments = {keys[i][:2] for i in known}
+    arguments = {given[i].argument for i in known}
     theirs = trained_beside(given, known)
-    own = [(keys[i], role.layout) for i, role in known.items() if role.is_param]
+    own = [(given[i].keys, role.layout) for i, role in known.items() if role.is_param]
     beside = {prefix(k, x) for k, x in own if x is not None}
     found = []
-    for i, (k, x) in enumerate(zip(keys, layouts_of(given, plan), strict=True)):
+    for i, (leaf, x) in enumerate(zip(given, layouts_of(given, plan), strict=True)):
+        k = leaf.keys
         if x is not None and x.frozen is Frozen.APART and prefix(k, x) in beside and NAMELESS not in k:
             role = Role(layout=x, is_param=True)  # of a step that has no gather
         elif any(is_of(k, tree) for tree in theirs):
             role = Role(is_others_param=any(k[: len(tree)] == tree for tree in theirs))
         else:
-            role = Role(layout=None if NAMELESS in k and k[:2] in arguments else x)
+            role = Role(layout=None if NAMELESS in k and leaf.argument in arguments else x)
         found.append(known.get(i, role))
     return found
 
@@ -157,7 +155,7 @@ def _returned(
     given: Sequence[GivenArgument], compiled: jax.stages.Compiled, plan: Plan, shapes: Sequence[Shape]
 ) -> Mapping[Keys, tuple[int, bool]]:
     """Bytes of the result that stands where an argument did (their paths end alike), and if it is on the host."""
-    outs = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
+    outs = result_keys(compiled)
     if len(outs) != len(shapes):
         return {}
     by_end: dict[Keys, list[int]] = collections.defaultdict(list)

@@ -28,7 +28,7 @@ from jzero.core.errors import (
 from jzero.core.types import PyTree
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.specs import axis_size, shard_factor, spec_axes
+from jzero.layout.specs import shard_factor, spec_axes
 from jzero.offload import late_bytes
 from jzero.optim import chain_of, init_shapes, unwrap, widen_abstract, zero
 from jzero.proof.host import host_bytes_of
@@ -265,7 +265,7 @@ def estimate(
         wire_by_axes=comm_of(plan).wire_by_axes(accumulate=accumulate, uses=known, extra=extra),
         reasons=() if accumulate > 1 else _reasons(plan, known, extra),
         psi=plan.param_bytes,
-        n=axis_size(plan.mesh, plan.batch_axes),
+        n=plan.batch_parts,
         assumed=assumed,
     )
 
@@ -300,7 +300,7 @@ def _reasons(
     plan: Plan, uses: Mapping[str, Sequence[Use]], extra: Mapping[tuple[str, ...], float]
 ) -> tuple[tuple[str, int], ...]:
     """What takes the wire of one micro-batch from the textbook's bytes to those of this plan and these uses."""
-    config, n = plan.config, axis_size(plan.mesh, plan.batch_axes)
+    config, n = plan.config, plan.batch_parts
     other_axes = set(config.param_axes) != set(plan.batch_axes) or any(spec_axes(x.used) for x in plan.layouts)
     if other_axes or n == 1:
         return ()
@@ -339,7 +339,7 @@ def _gathered_bytes(plan: Plan) -> int:
     layers = [comm_of(plan).weights.held_bytes(x) for x in plan.layouts]
     largest = max(layers, default=0)
     every = sum(size * x.layers for size, x in zip(layers, plan.layouts, strict=True))
-    return largest + (every if not plan.config.reshard_after_forward else largest)
+    return largest + (largest if plan.config.reshard_after_forward else every)
 
 
 def planned_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:

@@ -17,13 +17,13 @@ from collections.abc import Collection, Sequence
 import jax
 
 from jzero.core.errors import listing
-from jzero.layout.leaf_rule import Layout, path_keys
+from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
-from jzero.proof.arguments import GivenArgument, Keys
+from jzero.proof.arguments import GivenArgument, Keys, result_keys
 from jzero.sharding import Plan
 
-NAMELESS = "states"
+NAMELESS, STATE = "states", "opt_state"
 """In the path of what `nnx.jit` makes of a module."""
 
 
@@ -34,7 +34,7 @@ def other_params(given: Sequence[GivenArgument], plan: Plan) -> dict[Keys, int]:
         return {}
     own = _own(trees, plan)
     others = {tree: leaves for tree, leaves in trees.items() if not is_of(tree, own) and not is_of(own, tree)}
-    return {tree: sum(math.prod(x.shape) for x in leaves) for tree, leaves in others.items()}
+    return {tree: sum(x.size for x in leaves) for tree, leaves in others.items()}
 
 
 def other_trained_params(given: Sequence[GivenArgument], compiled: jax.stages.Compiled, plan: Plan) -> dict[Keys, int]:
@@ -43,7 +43,10 @@ def other_trained_params(given: Sequence[GivenArgument], compiled: jax.stages.Co
     A path does not say which argument a result replaces: of trees with equal names all come back, or none but the
     plan's.
     """
-    back = [path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
+    others = other_params(given, plan)
+    if not others:
+        return {}
+    back = result_keys(compiled)
     names = {tree: [x.keys[2:] for x in leaves] for tree, leaves in _trees(given).items()}
     alike = collections.Counter(name for some in names.values() for name in some)
 
@@ -51,7 +54,7 @@ def other_trained_params(given: Sequence[GivenArgument], compiled: jax.stages.Co
         name = names[tree][0]
         return tree[-1] == NAMELESS or sum(keys[-len(name) :] == name for keys in back) >= alike[name]
 
-    return {tree: size for tree, size in other_params(given, plan).items() if is_back(tree)}
+    return {tree: size for tree, size in others.items() if is_back(tree)}
 
 
 def trained_beside(given: Sequence[GivenArgument], known: Collection[int]) -> list[Keys]:
@@ -59,7 +62,7 @@ def trained_beside(given: Sequence[GivenArgument], known: Collection[int]) -> li
     keys = [x.keys for x in given]
     named = [tree for tree in _trees(given) if tree[-1] != NAMELESS]
     found = [tree for tree in named if not any(is_of(keys[i], tree) for i in known)]
-    return [tree for tree in found if any((*tree[:-1], "opt_state") == k[: len(tree)] for k in keys)]
+    return [tree for tree in found if any((*tree[:-1], STATE) == k[: len(tree)] for k in keys)]
 
 
 def check_plan_fits(given: Sequence[GivenArgument], plan: Plan, *, devices: int, trains: bool, where: str) -> None:

@@ -7,17 +7,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from jzero.proof.hlo import Computation, Instruction, Module
+from jzero.proof.hlo import SAME, Computation, Instruction, Module
 
 CALLERS = frozenset(("while", "call", "conditional"))
-IDLE = frozenset(
-    (
-        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-        "replica-id", "add-dependency", "optimization-barrier", "iota", "async", "copy-start", "copy-done",
-        "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute",
-        "collective-broadcast",
-    )
-)  # fmt: skip
+IDLE = SAME | {
+    "parameter", "constant", "after-all", "partition-id", "replica-id", "iota", "async", "copy-start", "copy-done",
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+}  # fmt: skip
 Work = Callable[[Computation], tuple[list[int], list[int]]]
 _SCOPE = re.compile(r"\bjzero\.(\w+)")
 _JOINED = re.compile(r"((?:[^:]*/)?)\((.*:.*)\)")
@@ -51,7 +48,7 @@ class Move:
       loops: trip counts of the loops around it, outermost first; 0 where the compiler does not know one.
       asynchronous: True where the program goes on between start and done.
       phase: `forward`, `backward`, `update` or empty.
-      scope: the `jzero.` named scope that it comes from, without the prefix; empty where there is none.
+      scope: its `jzero.` named scope, such as `update`, or empty.
       compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
         their outputs.
     """
@@ -202,7 +199,7 @@ def loops_of(name_stack: str) -> list[str]:
 
 
 def scope_of(name_stack: str) -> str:
-    """The innermost `jzero.` scope in a name stack, without the prefix; empty when there is none.
+    """The innermost `jzero.` scope in a name stack, such as `update`, or empty.
 
     Among joined operations the scope of a collective is preferred to that of arithmetic.
     """

@@ -64,10 +64,11 @@ class Pod:
         check_kind(axes, "axes", Mapping, 'a mapping of sizes by name, such as {"data": 8}', where="pod.mesh")
         if any(isinstance(size, str) for size in axes.values()):
             return mesh(axes, pod=self)
+        counts = list[int]()
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int):
                 raise TypeError(f"pod.mesh: the size of axis {name!r} must be an int, got {size!r}.")
-        counts = [size for size in axes.values() if isinstance(size, int)]
+            counts.append(size)
         if not axes or math.prod(counts) != len(self.devices):
             sizes = " x ".join(f"{size} ({name})" for name, size in axes.items()) or "no axes"
             raise ValueError(

@@ -114,7 +114,7 @@ class TraceRecord:
 
 
 def record_of(compiled: jax.stages.Compiled) -> TraceRecord | None:
-    """The record of a program, None where jzero has not traced it."""
+    """The record of a program; None if jzero did not trace it."""
     trace = trace_of(compiled)
     return None if trace is None else record(trace.jaxpr)
 

@@ -22,7 +22,7 @@ class Collective(Move):
       group_size: devices in a group; smaller than the axes' product when only part of an axis joins.
       trips: executions per step of each.
       asynchronous: True when they are started and awaited apart, whether or not anything stands between.
-      compute_ops, compute_bytes: as of one collective, for all of them together.
+      compute_ops, compute_bytes: summed over all of them.
       sliced: True for an all-reduce of which each device uses its own slice alone: an unfused reduce-scatter.
       parts: tensors that XLA combined into each.
       computation: HLO computation in which they stand; `entry` for the one that runs once.

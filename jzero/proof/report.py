@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
@@ -106,7 +105,7 @@ def explain(compiled: jax.stages.Compiled, plan: Plan | None = None) -> Report:
         recorded, roles = known is not None and known.names(plan), roles_of(given, plan, known)
         by_kind = argument_bytes(given, kinds_of(roles, recorded=recorded))
         if recorded:
-            others = sum(math.prod(x.shape) for x, role in zip(given, roles, strict=True) if role.is_others_param)
+            others = sum(x.size for x, role in zip(given, roles, strict=True) if role.is_others_param)
         else:
             others = sum(other_trained_params(given, compiled, plan).values())
         psi = _psi_bytes(plan, others)
@@ -188,7 +187,7 @@ def _psi_bytes(plan: Plan, others: int) -> int:
 
     `others`: elements of the params of other models.
     """
-    devices = math.prod(plan.mesh.shape[a] for a in plan.batch_axes)
+    devices = plan.batch_parts
     elements = sum(x.size for x in plan.layouts)
     return round(plan.param_bytes * (1 + others / elements) * (devices - 1) / devices)
 
@@ -216,7 +215,7 @@ def memory_of(
 ) -> Memory | None:
     """The memory of a program; None if the backend does not report it.
 
-    `given`, `by_kind`: its arguments, and their bytes as of `argument_bytes`.
+    `given`, `by_kind`: its arguments, and what `argument_bytes` returns for them.
     """
     stats = compiled.memory_analysis()
     if stats is None:

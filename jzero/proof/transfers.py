@@ -77,7 +77,7 @@ def _transfers(module: Module, place: Place, i: Instruction, work: Work) -> Iter
     if not touches_host(home, i):
         return
     operands = [home.instructions[o] for o in i.operands if o in home.instructions]
-    held = {o.name: None for o in operands if any(s.on_host for s in o.shapes)}
+    held = list(dict.fromkeys(o.name for o in operands if any(s.on_host for s in o.shapes)))
     paired, done = i.opcode.endswith("-start") and '"is_sync":true' not in i.attrs, home.done(i)
     if i.opcode in ("copy", "copy-start"):
         moves = _copied(done.shapes, i.shapes[1].on_host if len(i.shapes) > 1 else bool(held))

@@ -17,7 +17,7 @@ from jzero.proof.collectives import Site, read_collectives
 from jzero.proof.hlo import NAMES_DEVICES, Module, parse_instruction
 
 MEMORY_SPACES = ("5",)
-"""Known ones: pinned host memory. Device memory has no number in the text."""
+"""The known ones: pinned host memory. Device memory has no number in the text."""
 LOCAL_CALLS = (
     "__cublas", "__cudnn", "__cusolver", "__cusparse", "__cub$", "__gpu$", "__onednn", "__ynn", "__custom_fusion",
     "cublas_", "cudnn", "cusolver_", "cusparse_", "cufft", "cu_", "cub_", "lapack_", "blas_", "ducc_fft",
@@ -71,4 +71,3 @@ def _spaces(module: Module) -> Iterator[str]:
                 found[space] = found.get(space, 0) + 1
     for space, count in found.items():
         yield f"memory space S({space}), in {counted(count, 'array')}: not known as device or host memory"
-

@@ -60,8 +60,8 @@ def uses_of(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None, *
       By name of a param, a `Use` for each place where the forward pass reads it: its `kind` (`"matmul"`, `"lookup"`,
       `"kept"` where the backward pass does not read it, or `"evaluated"` in a forward pass outside of `jax.grad`), the
       `dtype` in which its gradient is made, and of a lookup the `rows` of all devices. A weight that is constant over a
-      loop has one use in it. What no forward pass reads, or reads in a `jax.shard_map`, is left out; so is an L2 term,
-      or another that meets no batch and is computed on shards, and what reads params that the step has updated.
+      loop has one use in it. What no forward pass reads, or only one in a `jax.shard_map`, is left out; so is an L2
+      term, or another that meets no batch and is computed on shards, and what reads params that the step has updated.
       `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
 
     Raises:
@@ -147,7 +147,7 @@ class _Region:
     Attributes:
       forward: it is a part of the forward pass; else such parts are looked for, by the names that `jax.grad` gives.
       again: the backward pass computes it again, and gathers again for it.
-      outside: it is no part of a backward pass: what is not of a forward pass under `jax.grad` evaluates the weights.
+      outside: it is not in a backward pass; what is not in a forward pass under `jax.grad` evaluates the weights.
     """
 
     forward: bool = False
@@ -196,7 +196,7 @@ class _Region:
     def entered(
         self, graph: WeightGraph, node: Node, moves: set[int], among: Collection[int]
     ) -> dict[int, list[Use]]:
-        """The uses of these weights in a region: the most of any branch; one for a constant of a loop."""
+        """The uses of these weights in a region: of branches the one with the most; of a constant of a loop one."""
         inner, skipped = bodies(node.eqn)
         operands, loop = node.ins[skipped:], node.name in LOOPS
         weights, moving = ([i in some for i in operands] for some in (among, moves))
@@ -212,7 +212,7 @@ class _Region:
             some = region.search(jaxpr, weights, moving, split)
             if consts and self.forward:  # one over micro-batches has each use in every iteration
                 once = dataclasses.replace(region, again=True).search(jaxpr, weights, moving, split)
-                iterations = node.eqn.params.get("length", 0)  # of a `while` not known
+                iterations = node.eqn.params.get("length", 0)  # unknown for a `while`
                 some |= {at: _strongest(uses, iterations) for at, uses in once.items() if at < consts}
             for at, uses in some.items():
                 found[operands[at]] = max(found.get(operands[at], []), uses, key=len)
@@ -249,12 +249,12 @@ def _names(node: Node) -> str:
 
 
 def _evaluates(graph: WeightGraph, node: Node, data: set[int]) -> bool:
-    """True for an equation that a forward pass outside of `jax.grad` is known by. (Its vectors are small.)"""
+    """True for an equation that marks a forward pass outside of `jax.grad`; what reads vectors is too small."""
     return row_lookup(node.eqn) or (node.name in PRODUCTS and bool(graph.activations(node, data)))
 
 
 def _dtype(graph: WeightGraph, node: Node, value: int) -> np.dtype:
-    """In which an equation uses a weight."""
+    """The dtype in which an equation uses a weight."""
     moved = graph.narrow(node.outs[0]) if node.name in MOVES else None
     return np.dtype(moved or graph.avals[value].dtype)
 

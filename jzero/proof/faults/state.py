@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from jzero.comm import comm_of
 from jzero.core.errors import human_bytes
 from jzero.layout.specs import shard_factor
@@ -105,7 +103,7 @@ def state_not_offloaded(e: Evidence) -> Faults:
         return
     named = [x for x in e.state if x.in_opt_state]
     leaves = named or [x for x in e.state if x.layout is not None and not x.is_param]
-    leaves = [x for x in leaves if math.prod(x.shape) > (1 if x.layout else FEW) and x.held]
+    leaves = [x for x in leaves if x.size > (1 if x.layout else FEW) and x.held and not x.is_key]
     leaves += [x for x in e.state if x.is_param and x.layout and e.plan.lives_on_host(x.layout) and x.held]
     here = [x for x in leaves if not (x.on_host and (x.returned_on_host or e.on_cpu))]
     total, size = sum(x.held for x in leaves), sum(x.held for x in here)

@@ -37,9 +37,9 @@ def _not_returned(e: Evidence) -> Faults:
         )
         yield (
             f"{what}, so the step trains nothing of it: {names_text(sorted(lost, key=lambda x: not x.is_param))}",
-            sum(x.held or math.prod(x.shape) * x.dtype.itemsize for x in lost),
-            "return the new state: state.apply_gradients(grads=grads), or params and opt_state. jzero.jit and nnx.jit "
-            "change NNX objects in place; jax.jit, and pod.compile of a plain function, change copies.",
+            sum(x.held or x.size * x.dtype.itemsize for x in lost),
+            "return the new state: state.apply_gradients(grads=grads), or params and opt_state. jzero.jit, nnx.jit "
+            "and pod.compile of a plain function change NNX objects in place; jax.jit changes copies.",
         )
 
 

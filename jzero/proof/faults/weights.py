@@ -179,10 +179,11 @@ def weights_in_loop(e: Evidence) -> Faults:
         named = list(found.values())
         weights = comm_of(e.plan).weights
         lookups = any(use.kind == "lookup" for x in named for use in (e.uses or {}).get(x.name, ()))
+        one, several = "weight that every iteration reads is", "weights that every iteration reads are"
+        moved = counted(len(named), one, several) if named else several
         yield (
-            f"in a loop of {' or '.join(map(str, sorted(iterations)))} iterations "
-            f"{counted(len(named), 'weight', 'weights') if named else 'weights'} that every iteration reads: "
-            "gathered, or the gradient reduced, in every iteration; once would do. "
+            f"in a loop of {' or '.join(map(str, sorted(iterations)))} iterations {moved} gathered, or the gradient "
+            "reduced, in every iteration; once would do. "
             + (names_text(named) if named else "")
             + (f" At {min(where - {''})}." if where - {""} else ""),
             round(excess),
@@ -199,9 +200,7 @@ def weights_in_loop(e: Evidence) -> Faults:
 def _carried(e: Evidence, weights: list[Layout]) -> int:
     """Bytes of whole stacks of weights that a loop carries, in the largest loop; recognized by their dims."""
     stacks = {(x.layers, tuple(sorted(x.layer_shape)), e.local(x)) for x in weights if x.scanned}
-    computations = e.module.computations.values()
-    homes = [c for c in computations if any(" while(" in line for line in c.lines)]
-    loops = [i for c in homes for i in c.schedule if i.opcode == "while"]
+    loops = [i for _, i in e.module.loops.values()]
     shapes = ([s for s in i.shapes if len(s.dims) > 2] for i in loops)
     # the shard of one stack may look like another one whole: not counted
     shards = {e.plan.sharding(x.stored).shard_shape(x.shape) for x in weights if x.scanned}

@@ -51,7 +51,7 @@ def names_text(leaves: list[Argument] | list[Layout]) -> str:
 
 def is_tied(e: Evidence, x: Layout) -> bool:
     """True for a table whose rows are looked up and that is multiplied too."""
-    kinds = {use.kind for use in (e.uses or {}).get(x.name, ())}
+    kinds = {use.kind for use in (e.uses or {}).get(x.name, ()) if use.has_gradient}
     return "lookup" in kinds and len(kinds) > 1
 
 

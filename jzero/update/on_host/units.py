@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.primitives import REDUCTIONS
+from jzero.core.random_keys import is_key
 from jzero.stream.chunks import Chunk
 from jzero.stream.placement import Placement
 from jzero.stream.schedule import ALIVE, Group, Schedule
@@ -309,6 +310,5 @@ class Units:
     def _pinned(self, value: int, x, chunk: Chunk | None):
         placement = self.schedule.placement_of(value)
         if placement.sharding is None:
-            key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-            return x if key else jax.lax.with_sharding_constraint(x, self.everywhere)
+            return x if is_key(x) else jax.lax.with_sharding_constraint(x, self.everywhere)
         return jax.lax.with_sharding_constraint(x, placement.sharding if chunk is None else chunk.layout)
