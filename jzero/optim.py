@@ -207,7 +207,7 @@ def unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Wrapped:
-    """Equal if the transformations (`==`) and the plans are: a step is retraced only where plain Flax would."""
+    """Equal if the transformations (`==`) and the plans are equal: a step is retraced only where plain Flax would."""
 
     tx: optax.GradientTransformation
     plan: Plan

@@ -388,7 +388,7 @@ class Plan:
         return [x.state if x is not None and not x.padded else P() for x in self.copies(tree)]
 
     def copies(self, tree: PyTree) -> list[Layout | None]:
-        """For each leaf the param whose shape it has and whose path ends its own, else None."""
+        """For each leaf the param of its shape whose path is the end of its own, else None."""
         return copies(tree, self.by_keys)
 
     def describe(self, tx: optax.GradientTransformation | None = None) -> str:

@@ -127,7 +127,7 @@ def _():
 
 @mutation("delay=1 is not late", "host_update")
 def _():
-    force(lambda c: {"offload": dataclasses.replace(c.tier, delay=0)} if c.tier is not None else {})
+    force(lambda c: (c.offload_options and {"offload": dataclasses.replace(c.offload_options, delay=0)}) or {})
 
 
 @mutation("an older state of an update outside is taken", "host_update")

@@ -39,6 +39,7 @@ from jzero.layout.padding import unpadded
 from jzero.layout.placement import on_device
 from jzero.layout.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
 from jzero.optim import ZeroState, as_held, is_wrapped
+from jzero.update.zero_state import inner_of
 
 Name = tuple[str, ...]
 MASTER = "master"
@@ -183,7 +184,7 @@ def _boxed(rest: Any) -> bool:
 def _opt_parts(parts: Parts) -> dict[str, Any]:
     """Optimizer state, and masters and the count where there are any; every leaf with its logical shape."""
     state = parts.opt_state
-    inner = state.inner if isinstance(state, ZeroState) else state
+    inner = inner_of(state)
     if not is_wrapped(parts.tx):
         return {"opt_state": _leaves(inner)}
     found = {"opt_state": _leaves(inner, [x.shape for x in jax.tree.leaves(parts.tx.update.logical)])}

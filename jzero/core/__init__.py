@@ -6,7 +6,7 @@ Vocabulary
   graph       a jaxpr with calls inlined (`graph.py`): values are numbers, equations are nodes
   split       of a value: the mesh axes that each of its dims is split over (`splits.py`)
   linear      a function with a transpose of its own (`linear.py`), which runs in the backward pass
-  tied        of values: each is only there when all are (`ordering.py`)
+  tied        of values: none is available before all are (`ordering.py`)
 
 What always holds
   `jax._src`, `jax.extend` and `jax.interpreters` are imported only here (tests/test_house.py), so a new jax can only

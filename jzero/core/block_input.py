@@ -47,7 +47,7 @@ class InputStorage:
     """How an input is kept.
 
     Attributes:
-      mesh, axes, dim: split over these axes of the mesh along this dim; without axes in its own layout.
+      mesh, axes, dim: split over these axes of the mesh along this dim; no axes: it keeps its layout.
       host: in pinned host memory.
       refused: why it cannot be kept so.
       loop_limit: why it cannot be kept so in a loop.
@@ -78,11 +78,10 @@ class InputStorage:
         return [x]
 
     def constrain(self, x: jax.Array, axes: str | tuple[str, ...] | None) -> jax.Array:
-        """The array with its dim split over the axes, or whole; the layout of the other dims is open."""
+        """The array with its dim split over the axes, or whole; the layout of the other dims is left open."""
         assert self.mesh is not None
         entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
         entries[self.dim] = axes
-        assert self.mesh is not None
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*entries)))
 
     def batched(self) -> InputStorage:
@@ -97,7 +96,7 @@ class KeepsInputs:
     policy: Callable[..., Any] | None = None
 
     def __call__(self, prim, *args, **params):
-        """Like those of `jax.checkpoint_policies`."""
+        """Called like those of `jax.checkpoint_policies`."""
         if prim.name == BEGIN:
             return True
         return False if self.policy is None else self.policy(prim, *args, **params)

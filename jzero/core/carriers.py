@@ -20,7 +20,7 @@ def value_of(x: jax.Array) -> jax.Array:
 
 
 def carried(value: jax.Array, carrier: jax.Array) -> jax.Array:
-    """The first array, with the gradient of the second; both have one type."""
+    """The first array, with the gradient of the second; both of the same type."""
     return _carried_p.bind(value, carrier)
 
 

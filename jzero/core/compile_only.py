@@ -1,4 +1,4 @@
-"""Compiles for GPUs that are not there. What jax does not promise to keep is all in this file.
+"""Compiles for GPUs that are not there. All that relies on unstable parts of JAX is in this file.
 
 [Note: pod devices]
 The compile-only devices of a PJRT topology have no memories: a `NamedSharding` on them loses its `memory_kind`, and

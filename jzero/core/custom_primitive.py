@@ -21,12 +21,12 @@ def custom_primitive(
     """A primitive that runs, and is compiled, as a function.
 
     Args:
-      name: as jaxprs show it.
-      run: of arrays and of the parameters of an equation; differentiation does not see into it.
+      name: its name in jaxprs.
+      run: `run(*arrays, **params)`; it is not differentiated through.
       jvp: `jvp(primals, tangents, **params)`.
       batch: `batch(values, dims, **params)`.
-      out_avals: from abstract values those of the results; None: `run` gives them too.
-      several: whether the results are a list.
+      out_avals: `out_avals(*avals, **params)`; None: `run` takes abstract values too.
+      several: `run` returns a list.
     """
     p = Primitive(name)
     p.multiple_results = several

@@ -42,11 +42,6 @@ def constant_zero_outputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[
     return _analyzed(fn, trees, rule, lambda i, x: False, literal=is_zero, const=False)
 
 
-def independent_outputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[bool]:
-    """For each output of `fn`, whether no array of the first tree has a part in it; see `sources_of_outputs`."""
-    return [not sources for sources in sources_of_outputs(fn, *trees)]
-
-
 def sources_of_outputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[frozenset[int]]:
     """For each output of `fn` the numbers of the arrays of the first tree that have a part in it.
 
@@ -126,7 +121,7 @@ def _analyzed(
     const: Any,
     calls: Collection[str] = INLINE,
 ) -> list[Any]:
-    """What a rule says of the outputs of a function of trees; `start(i, x)` is what is known of its i-th array."""
+    """An analysis by rule of a function of trees: the values of its outputs; `start(i, x)` is that of array i."""
     leaves, tree = jax.tree.flatten(trees)
     jaxpr, consts = trace(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), *leaves)
     known = [start(i, x) for i, x in enumerate(leaves)]
@@ -178,7 +173,7 @@ def passed_on(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[int | None]:
 
 
 def _through(body: Body, values: Sequence[Any], rule: Callable[..., list[Any]], const: Any) -> list[Any]:
-    """What `rule(eqn, values, inside)` says of the results; `inside(body, values)` is the same for a body."""
+    """The values of a body's results by `rule(eqn, values, inside)`; `inside(body, values)` is for its bodies."""
 
     def inside(body: Body, values: Sequence[Any]) -> list[Any]:
         jaxpr, consts = body

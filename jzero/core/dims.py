@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jzero.core.primitives import ELEMENTWISE, LAYOUT, MATRIX_OPS, REDUCING
 from jzero.core.types import JaxprEqn
 
-Rule = Callable[[JaxprEqn, int], int | None]
+DimRule = Callable[[JaxprEqn, int], int | None]
 
 
 def _reshaped(eqn: JaxprEqn, dim: int) -> int | None:
@@ -40,17 +40,17 @@ def _reordered(eqn: JaxprEqn, dim: int) -> int | None:
     return order.index(dim) if dim in order else None
 
 
-def _if_whole(sizes: Callable[[JaxprEqn], Sequence[int]]) -> Rule:
+def _if_whole(sizes: Callable[[JaxprEqn], Sequence[int]]) -> DimRule:
     """Keeps the dim if the operation takes all of it."""
     return lambda eqn, dim: dim if sizes(eqn)[dim] == eqn.invars[0].aval.shape[dim] else None
 
 
-def _if_equal(key: str, value: Any) -> Rule:
+def _if_equal(key: str, value: Any) -> DimRule:
     """Keeps the dim if a parameter of the operation has this value for it."""
     return lambda eqn, dim: dim if eqn.params[key][dim] == value else None
 
 
-def _if_not_in(key: str) -> Rule:
+def _if_not_in(key: str) -> DimRule:
     """Keeps the dim if the operation works along others."""
 
     def moved(eqn: JaxprEqn, dim: int) -> int | None:
@@ -61,7 +61,7 @@ def _if_not_in(key: str) -> Rule:
 
 
 _one_window = _if_equal("window_dimensions", 1)
-MOVED_DIMS: dict[str, Rule] = {
+MOVED_DIMS: dict[str, DimRule] = {
     **{f"cum{op}": _if_not_in("axis") for op in ("sum", "max", "min", "prod", "logsumexp")},
     **{f"reduce_window{op}": _one_window for op in ("", "_sum", "_max", "_min")},
     **dict.fromkeys(LAYOUT, lambda eqn, dim: dim),

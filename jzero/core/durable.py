@@ -36,7 +36,7 @@ def flush_folders(root: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Gives a flushed file or folder its final name, durably. Now that may be the name of a file or an empty folder."""
+    """Renames a flushed file or folder, durably. A file or an empty folder of the new name is replaced."""
     os.rename(old, new)
     flush(new.parent)
 

@@ -291,7 +291,7 @@ def _time_of(file: Path) -> float | None:
 
 
 def _machine() -> str:
-    """The same for all processes of one kernel, which keeps their locks: one boot of a machine, with its containers."""
+    """An id that all processes under one kernel share, those in containers too: that of one boot of a machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -32,7 +32,7 @@ class Node:
     Attributes:
       ins, outs: the numbers.
       outer: the calls that it was inlined from, the outermost first.
-      choice: it is one result of a `cond`, as `select_n`.
+      choice: it computes one result of a `cond`, by `select_n`.
     """
 
     eqn: JaxprEqn
@@ -48,7 +48,7 @@ class Node:
 
     @property
     def cuts_end(self) -> bool:
-        """True for a slice that only leaves out the end of dims."""
+        """True for a slice that only cuts off the ends of dims."""
         if self.name != "slice":
             return False
         params = self.eqn.params

@@ -114,7 +114,8 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], *, anywhere: bool = False) -> list[
     """The equation's primitive on other arguments; always a list of results.
 
     `anywhere`: in any context, such as inside of a `jax.shard_map`. An equation may name a layout on Auto axes, as
-    jnp.where does of what it broadcasts. It says nothing and belongs to the mesh of the trace, so it is left out.
+    jnp.where does of what it broadcasts. Such a layout has no effect and belongs to the mesh of the trace,
+    so it is left out.
     """
     params = eqn.params
     if anywhere:

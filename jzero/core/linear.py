@@ -33,8 +33,8 @@ def linear(
     Args:
       fn: linear in `args` except for rounding, differentiable in `fixed`; returns a list.
       back: `back(*fixed, *cotangents)` returns a list with one cotangent per arg.
-      fixed: arrays in which the derivative is that of `fn`.
-      args: arrays in which the transpose is `back`.
+      fixed: arrays; the derivative in them is that of `fn`.
+      args: arrays; the transpose in them is `back`.
       tangent: the derivative of `fn` in `args`, if that is not `fn` itself because it rounds values.
       fixed_outs: how many of its last results are the first of `fixed`, unchanged. Their derivative passes through, and
         `fn` has none in them. It needs a `tangent` that only returns the other results.

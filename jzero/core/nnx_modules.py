@@ -71,7 +71,7 @@ def owned_arrays(tree: PyTree) -> list[tuple[KeyPath, Any, jax.Array]]:
 
 
 def variable_paths(trees: PyTree) -> dict[int, Any]:
-    """By number of a leaf the path of its Variable in its object, for trees of objects or what `nnx.jit` makes of them.
+    """By number of a leaf the path of its Variable in its object, for trees of objects, or as `nnx.jit` splits them.
 
     The path of a Variable of several objects is that in the first of them. Leaves outside of objects have none.
     """

@@ -1,4 +1,4 @@
-"""A value whose layout spreads forward alone: to what is computed from it, and not back to what it is computed from.
+"""A value whose layout spreads forward only: to what is computed from it, not back to what it is computed from.
 
 Shardy has an operation for that (`sdy.propagation_barrier`, the identity; it is gone after propagation), which JAX has
 no function for. `jax.lax.optimization_barrier` lets layouts through both ways.
@@ -17,7 +17,7 @@ FORWARD = 1  # of Shardy's enum of directions
 
 
 def forward_only(x: jax.Array) -> jax.Array:
-    """The same value, with nothing of the layouts behind it spread to what it is made from."""
+    """The same value. Layouts of what is computed from it do not spread back through it."""
     return _forward_only_p.bind(x)
 
 

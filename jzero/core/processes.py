@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import jax
 from jax._src import distributed
 
 
-class KeyValueClient(Protocol):
-    """JAX's client of the store."""
-
-    def key_value_set(self, key: str, value: str) -> None:
-        """Write a value, which no key may have yet."""
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Wait for a value."""
-        ...
-
-
-def key_value_client() -> KeyValueClient | None:
+def key_value_client() -> Any:
     """The client of the store; None where `jax.distributed` was not started."""
     return distributed.global_state.client
 
 
-def wait_for(client: KeyValueClient, key: str, milliseconds: int) -> str | None:
-    """What another process writes under a key; None if it writes nothing in time."""
+def wait_for(client: Any, key: str, milliseconds: int) -> str | None:
+    """The value that another process writes under a key; None if the wait times out."""
     try:
         return client.blocking_key_value_get(key, milliseconds)
     except jax.errors.JaxRuntimeError:

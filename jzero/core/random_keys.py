@@ -1,4 +1,4 @@
-"""Arrays of random keys, which have no bytes of their own: what is done to them goes by way of their data."""
+"""Arrays of typed random keys. They have no bytes of their own: operations go through their key data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 def is_key(x: Any) -> bool:
-    """True for what has the dtype of typed random keys: an array, traced or abstract, too."""
+    """True for typed random keys: arrays, traced or not, and abstract ones."""
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -19,7 +19,7 @@ def may_be_keys(x: Any) -> bool:
 
 
 def by_data(act: Callable[..., Any], *arrays: Any) -> Any:
-    """What a function makes of arrays; of random keys by way of their data."""
+    """`act(*arrays)`; for random keys it is applied to their key data."""
     if not is_key(arrays[0]):
         return act(*arrays)
     return jax.random.wrap_key_data(act(*map(jax.random.key_data, arrays)), impl=jax.random.key_impl(arrays[0]))

@@ -55,18 +55,18 @@ def through_bodies(
     sliced: Callable[[Any], Any] = lambda value: value,
     stacked: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any] | None:
-    """What is known of the results of an equation with bodies, from what is known of its operands.
+    """The values of an equation's results, from those of its operands, by way of its bodies.
 
-    The condition of a while loop and the index of a `cond` are not looked at.
+    The condition of a while loop and the index of a `cond` are ignored.
 
     Args:
       eqn: the equation.
-      values: of its operands.
+      values: one per operand.
       run: `run(body, values)` gives the values of the results of a body.
-      join: one value for two: of the results of two branches, of a carry before and after a round. A loop is run until
-        a round changes no carry.
-      sliced, stacked: the value of a slice from that of the stack that a scan reads, and the reverse for one that it
-        makes.
+      join: merges two values: those of a result in two branches, or of a carry before and after a round. A loop is run
+        until no carry changes.
+      sliced, stacked: for a scan: from the value of a stack that it reads to that of a slice, and back for the stacks
+        that it returns.
 
     Returns:
       None for an equation without bodies.

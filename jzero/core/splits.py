@@ -84,7 +84,7 @@ def _program(body: Body, splits: Sequence[Split]) -> list[Split]:
 
 
 def _joined(a: Split, b: Split) -> Split:
-    """The split of one value that comes from two places, which may be whole in one of them."""
+    """The split of a value from two branches or rounds; it may be whole in one of them."""
     if any(a) and any(b) and a != b:
         raise NotFollowed
     return a if any(a) else b

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import jax
 
 from jzero.core.nnx_modules import abstract
-from jzero.core.types import ClosedJaxpr
 
 Stage = TypeVar("Stage")
 
@@ -21,11 +20,11 @@ class Trace:
     """How a program was traced.
 
     Attributes:
-      jaxpr: its arguments are the flat arguments of the program, including those that it does not use.
+      jaxpr: closed; its arguments are the flat arguments of the program, including those that it does not use.
       again: traces the same function once more, as `jax.jit(fn).trace` does.
     """
 
-    jaxpr: ClosedJaxpr
+    jaxpr: Any
     again: Callable[[], Any]
 
 
@@ -58,7 +57,7 @@ def innermost(stage: Any, kind: type[Stage]) -> Stage:
 
 
 def keeping(lowered: Any, trace: Trace) -> Any:
-    """The same lowered program; `trace_of` knows what it is compiled to."""
+    """The same lowered program; `trace_of` will know what is compiled from it."""
     inner = innermost(lowered, jax.stages.Lowered)
     compile_lowered = inner.compile
 

@@ -1,7 +1,7 @@
 """Names of types that every package uses.
 
-JAX's own classes promise less than every jaxpr has: the `AbstractValue` of a variable has no shape and no dtype. What
-jzero reads of jaxprs is written down here instead, under the names of JAX's classes. These are protocols: for
+JAX's own classes declare less than every jaxpr has: the `AbstractValue` of a variable has no shape and no dtype. What
+jzero reads of jaxprs is declared here instead, under the names of JAX's classes. These are protocols: for
 annotations, not for `isinstance`.
 """
 
@@ -26,7 +26,7 @@ class PyTreeDef(Protocol):
         """A tree of this structure."""
 
     def flatten_up_to(self, tree: PyTree, /) -> list[Any]:
-        """The parts of a tree that stand where this structure has leaves."""
+        """The subtrees of a tree at the leaves of this structure."""
         ...
 
 
@@ -57,16 +57,12 @@ class Var(Protocol):
     aval: Aval
 
 
-Atom: TypeAlias = Var
-"""A variable or a literal."""
-
-
 class JaxprEqn(Protocol):
     """An equation of a jaxpr."""
 
     primitive: Primitive
     params: dict[str, Any]
-    invars: Sequence[Atom]
+    invars: Sequence[Var]  # or literals
     outvars: Sequence[Var]
     effects: Any
     source_info: Any
@@ -78,12 +74,5 @@ class Jaxpr(Protocol):
 
     constvars: Sequence[Var]
     invars: Sequence[Var]
-    outvars: Sequence[Atom]
+    outvars: Sequence[Var]  # or literals
     eqns: Sequence[JaxprEqn]
-
-
-class ClosedJaxpr(Protocol):
-    """A traced function with its constants."""
-
-    jaxpr: Jaxpr
-    consts: Sequence[Any]

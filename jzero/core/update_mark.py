@@ -53,7 +53,7 @@ def marked(
 
 
 def marked_frozen(weights: Sequence[jax.Array], at: Sequence[int], plan: Any) -> list[jax.Array]:
-    """The same weights, marked as frozen ones of a plan, `at` these numbers; untouched outside of a trace."""
+    """The same weights, marked as frozen; `at`: their numbers in the plan. Untouched outside of a trace."""
     if not any(map(is_tracer, weights)):
         return list(weights)
     return _frozen_p.bind(*weights, plan=_Hidden(plan), at=tuple(at))

@@ -23,6 +23,7 @@ from jzero.layout.given_layouts import Given, metadata_layout
 from jzero.layout.leaf_rule import Frozen
 from jzero.optim import ZeroState, as_held, is_wrapped, whole_state
 from jzero.update.on_host.handles import Handle
+from jzero.update.zero_state import inner_of
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +36,7 @@ class Parts:
       tx: the optax transformation; None in a part of a state that has none.
       specs: for each param what NNX metadata says of its layout, or None.
       trained: for each param whether the optimizer takes it; None: it takes all.
-      trained_tree: the structure of the params that it takes; None: that of all.
+      trained_tree: the structure in which it takes them; None: that of all params.
     """
 
     params: PyTree
@@ -245,8 +246,8 @@ def _opt_variables(old: PyTree, new: PyTree) -> PyTree:
             return v.replace(value)
         return jax.tree.map(lambda x: x if is_handle(x) else OptArray(x), value, is_leaf=is_handle)
 
-    old_inner = old.inner if isinstance(old, ZeroState) else old
-    new_inner = new.inner if isinstance(new, ZeroState) else new
+    old_inner = inner_of(old)
+    new_inner = inner_of(new)
     inner = jax.tree.map(filled, old_inner, new_inner, is_leaf=lambda x: isinstance(x, nnx.Variable | Handle))
     if not isinstance(new, ZeroState):
         return inner

@@ -20,11 +20,12 @@ from jzero.optim import ZeroState, ZeroTransformation, init_shapes, is_wrapped, 
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, check_state, cut, cut_state
 from jzero.update.sharded_update import taken_over
+from jzero.update.zero_state import inner_of
 
 
 def check_belongs(parts: Parts, tx: optax.GradientTransformation) -> None:
     """Raises ValueError if the optimizer state is not what `tx.init` gives for these params."""
-    got, wanted = outline(_inner(parts.opt_state)), outline(fresh_shapes(tx, parts.taken))
+    got, wanted = outline(inner_of(parts.opt_state)), outline(fresh_shapes(tx, parts.taken))
     if got == wanted:
         return
     both = [(k, wanted.get(k, "absent"), got.get(k, "absent")) for k in {**wanted, **got}]
@@ -75,7 +76,7 @@ def convert_opt_state(
     def placed(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
         return place(padded(on_device(as_array(x)), shape), sharding.with_memory_kind("device"))
 
-    given = jax.tree.leaves(_inner(parts.opt_state))
+    given = jax.tree.leaves(inner_of(parts.opt_state))
     fresh: list[Any] = [None] * len(given)
     if any(as_array(x).dtype.itemsize < t.dtype.itemsize for x, t in zip(given, wanted, strict=False)):
         fresh = _fresh_inner(parts, tx, plan, placed, masters)
@@ -85,7 +86,7 @@ def convert_opt_state(
         if f is not None and x.dtype != f.dtype:
             x = taken_over(x, f)  # the fresh value, if `x` is its rounding
         leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
-    inner = jax.tree.unflatten(jax.tree.structure(_inner(target)), leaves)
+    inner = jax.tree.unflatten(jax.tree.structure(inner_of(target)), leaves)
     if not isinstance(target, ZeroState):
         return inner
 
@@ -132,7 +133,7 @@ def _fresh_inner(
             return tree.unflatten([cut(v, x.shape, x.state, home) for v, x in rows])
 
         init: Any = zero(unwrap(tx), home).init
-        return _inner(init.on_device(logical(params), None if masters is None else logical(masters)))
+        return inner_of(init.on_device(logical(params), None if masters is None else logical(masters)))
 
     return jax.tree.leaves(jax.jit(fresh)(params, known))
 
@@ -153,17 +154,13 @@ def without_padding(opt_state: PyTree, tx: ZeroTransformation) -> PyTree:
     plan = tx.init.plan.trained
     if plan.config.uneven != "pad":
         return opt_state
-    check_state(_inner(opt_state), tx.update.logical, where="jzero")
-    inner = cut_state(_inner(opt_state), tx.update.logical, plan)
+    check_state(inner_of(opt_state), tx.update.logical, where="jzero")
+    inner = cut_state(inner_of(opt_state), tx.update.logical, plan)
     if not isinstance(opt_state, ZeroState):
         return inner
     rows = zip(plan.tree.flatten_up_to(opt_state.master), plan.layouts, strict=True)
     master = [m if m is None else cut(m, x.shape, x.state, plan) for m, x in rows]
     return ZeroState(inner, plan.tree.unflatten(master), opt_state.rounding_count)
-
-
-def _inner(opt_state: PyTree) -> PyTree:
-    return opt_state.inner if isinstance(opt_state, ZeroState) else opt_state
 
 
 def as_array(x: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero.comm.traced import expect_gathers
 from jzero.core.dependence import wide_sources
 from jzero.core.jaxprs import in_trace
 from jzero.core.types import PyTreeDef
@@ -18,6 +19,7 @@ from jzero.flax.adapters import Parts
 from jzero.flax.conversion import convert_opt_state
 from jzero.flax.state_plan import (
     check_placeable,
+    is_real,
     map_shardings,
     shardings_of,
     step_array,
@@ -29,7 +31,7 @@ from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import Frozen, path_keys
 from jzero.layout.placement import check_same_program, put
 from jzero.offload import made_streamed
-from jzero.optim import fresh_held, init_shapes, unwrap, zero
+from jzero.optim import check_memory, fresh_held, init_shapes, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update.padded_state import pad
 
@@ -59,7 +61,10 @@ def born_sharded(create: Callable[[], Any], planned: Callable[..., Plan], traina
     """Runs a creation function so that each device makes only its own shards; `planned` is `plan_of_parts`."""
     with auto_context():
         make, plan, shapes = creation(create, planned, trainable)
-    check_placeable(plan, shapes.tx)
+    check_placeable(plan)
+    expect_gathers(plan)
+    if plan.config.offload is not None:
+        check_memory(unwrap(shapes.tx), plan)
     return make()
 
 
@@ -157,9 +162,7 @@ def _born_into_files(
 
 def _home(plan: Plan) -> Plan:
     """The plan by which all leaves are made: that on the host mesh if their state lives there."""
-    if not plan.config.updates_outside or not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
-        return plan
-    return plan.update_plan
+    return plan.update_plan if plan.config.updates_outside and is_real(plan) else plan
 
 
 def trace_creator(
@@ -180,7 +183,7 @@ def trace_creator(
     leaves = jitted.eval_shape()
     parts = jax.tree.unflatten(box[0], leaves)
     flat = jax.tree_util.tree_leaves_with_path(parts.params)
-    dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))  # JAX has the trace of `eval_shape` still
+    dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))  # JAX still has the trace of `eval_shape`
     stacks: dict[tuple[str, ...], int | None]
     stacks = {path_keys(k): d for (k, _), d in zip(flat, dims, strict=True) if d is not None}
     return parts, box[1], stacks

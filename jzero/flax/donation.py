@@ -59,7 +59,7 @@ def replaced(
 
 
 def check_unshared(given: Mapping[Key, Any], donated: Sequence[Key]) -> None:
-    """Raises RuntimeError if an array of a donated argument is there twice, in it or in another: JAX may crash."""
+    """Raises RuntimeError if an array of a donated argument occurs twice, in it or in another one: JAX may crash."""
     if not donated:
         return
     owners: dict[int, tuple[Key, Any, Any]] = {}

@@ -54,8 +54,8 @@ def jit(step: Callable[..., Any], plan: Plan | None = None, **options) -> Jit:
       TypeError: `step` is not a function or is jitted already, `plan` is not a plan; when called, a batch has lists of
         numbers among its arrays.
       ValueError: when called, the batch axes do not divide the leading dim of a batch (its leaves are listed); an
-        argument may be a batch or params; with several processes, one is equal on all of them; the step would train a
-        `TrainState` on one device; without `plan`, there is no state among the arguments, or there are two plans.
+        argument may be a batch or params; with several processes, an argument is equal on all of them; the step would
+        train a `TrainState` on one device; without `plan`, no argument has one, or they differ.
       RuntimeError: when called, a state was donated to an earlier step, or shares arrays with another argument.
 
     Layout:
@@ -171,7 +171,7 @@ class Jit:
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Sequence[Key], tuple[Any, ...], dict[str, Any]]:
-        """The jitted step for a call, the arguments that it was chosen to donate, and all of them, placed."""
+        """The jitted step for a call, the arguments that it donates by jzero's choice, and all of them, placed."""
         own = self._planned(args, kwargs)
         args, kwargs = own._placed(args, kwargs)
         return *own._jit(args, kwargs), args, kwargs
@@ -199,7 +199,7 @@ class Jit:
         )
 
     def _jit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
-        """The jitted step for arguments of this structure, and the arguments that it was chosen to donate."""
+        """The jitted step for arguments of this structure, and the arguments that it donates by jzero's choice."""
         objects = [k for k, x in _by_key(args, kwargs).items() if is_object(x)]
         key: Any = tuple(objects)
         if self._chosen:  # an object's structure is that of the program, which is looked up by it later
@@ -211,7 +211,7 @@ class Jit:
 
     @property
     def _chosen(self) -> bool:
-        """Whether jzero chooses what is donated; the user's options may say it."""
+        """Whether jzero chooses what is donated, and not the user's options."""
         return not self.options.keys() & {"donate_argnums", "donate_argnames"}
 
     def _jit_arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:

@@ -1,4 +1,4 @@
-"""`shard`, `abstract`, `unshard` and `plan_of`: the way in for a TrainState or an NNX pair.
+"""`shard`, `abstract`, `unshard` and `plan_of`: the entry points for a TrainState or an NNX pair.
 
 A state is taken apart into params, optimizer state, step and the rest, and each part is laid out:
 
@@ -12,7 +12,6 @@ A state is taken apart (`adapters.py`), planned (`state_plan.py`), placed (here)
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig, make_config
 from jzero.core.jaxprs import in_trace
 from jzero.flax import adapters
@@ -41,7 +41,7 @@ from jzero.layout.aliasing import HeldMemory
 from jzero.layout.explicit import auto_context, explicit_axes, on_auto_mesh, on_context_mesh
 from jzero.layout.placement import check_same, put
 from jzero.layout.specs import P, whole_mesh
-from jzero.optim import as_held, check_explicit, init_shapes, is_wrapped, unwrap, zero
+from jzero.optim import as_held, check_explicit, check_memory, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 
 
@@ -124,9 +124,12 @@ def shard(
             "jzero.abstract(state, ...) to compile a step with it, or pass the function that creates it."
         )
     plan = planned(parts)
-    check_placeable(plan, parts.tx)
+    check_placeable(plan)
+    expect_gathers(plan)
     check_devices(parts, plan)
     check_same(parts, where="jzero.shard")
+    if plan.config.offload is not None:
+        check_memory(unwrap(parts.tx), plan)
     # an NNX pair is filled in place: what it held before, it does not keep
     held = HeldMemory(() if adapters.is_pair(state) else parts)
     with auto_context():
@@ -192,12 +195,8 @@ def plan_of(state: Any) -> Plan:
     Raises:
       TypeError: it has no plan.
     """
-    candidates = [state, getattr(state, "tx", None)]
-    if isinstance(state, (tuple, list)) and not is_wrapped(state):
-        candidates += [getattr(part, "tx", None) for part in state]
-    for tx in candidates:
-        if is_wrapped(tx):
-            return tx.init.plan
+    for plan in plans_in([state]):
+        return plan
     raise TypeError(
         f"jzero.plan_of: this {type(state).__name__} has no plan. Pass a TrainState from jzero.shard, of an "
         "NNX pair the optimizer or both (a model does not know its plan), or a transformation from jzero.zero."
@@ -205,10 +204,12 @@ def plan_of(state: Any) -> Plan:
 
 
 def plans_in(values: Iterable[Any]) -> Iterator[Plan]:
-    """The plans of those values that have one; see `plan_of`."""
+    """The plans of those values that have one, and of the parts of tuples and lists; see `plan_of`."""
     for value in values:
-        with contextlib.suppress(TypeError):
-            yield plan_of(value)
+        parts = value if isinstance(value, (tuple, list)) and not is_wrapped(value) else ()
+        for tx in (value, *(getattr(x, "tx", None) for x in (value, *parts))):
+            if is_wrapped(tx):
+                yield tx.init.plan
 
 
 def unshard(tree: Any, *, tx: Any = None) -> Any:

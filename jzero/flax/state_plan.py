@@ -9,10 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig
 from jzero.core.errors import human_bytes, listing, typed_shape
 from jzero.core.types import PyTree
@@ -24,7 +22,7 @@ from jzero.layout.given_layouts import Given
 from jzero.layout.leaf_rule import Frozen, path_name
 from jzero.layout.placement import device_type
 from jzero.layout.specs import P, entry_axes, joined, make_spec, named_axes, whole_mesh
-from jzero.optim import check_explicit, check_memory, is_wrapped, unwrap
+from jzero.optim import check_explicit, is_wrapped, unwrap
 from jzero.sharding import Plan, plan_for
 from jzero.update.frozen_params import kept_leaves
 
@@ -118,17 +116,19 @@ def map_shardings(parts: Parts, plan: Plan, place: Callable[[Any, NamedSharding]
     return jax.tree.map(place, parts, shardings_of(parts, plan))
 
 
-def check_placeable(plan: Plan, tx: optax.GradientTransformation) -> None:
-    """Raises if no state can be placed by this plan: its devices are compile-only, too small, or not the context's."""
-    if not all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat):
+def is_real(plan: Plan) -> bool:
+    """False for the compile-only devices of a pod."""
+    return all(isinstance(d, jax.Device) for d in plan.mesh.devices.flat)
+
+
+def check_placeable(plan: Plan) -> None:
+    """Raises if no array can be placed by this plan: its devices are compile-only, or not the context's."""
+    if not is_real(plan):
         raise TypeError(
             "jzero.shard: this mesh is of compile-only devices (jzero.pod); no array can lie there. Use "
             "jzero.abstract(state, ..., mesh=mesh) and pod.compile(step, state, batch)."
         )
     check_explicit(plan)
-    expect_gathers(plan)
-    if plan.config.offload is not None:
-        check_memory(unwrap(tx), plan)
 
 
 def check_devices(parts: Parts, plan: Plan) -> None:

@@ -79,14 +79,14 @@ def _by_nnx_filter(state: Any, trainable: Any, where: str) -> list[bool]:
     flat = adapters.variables(boxed)
     try:
         named = nnx.filterlib.to_predicate(trainable)
-    except Exception:  # Flax fails to word its own error for values that are not filters
+    except Exception:  # Flax's own error message fails for values that are not filters
         return trained_by(trainable, nnx.as_pure(boxed), where=where)
     found = [named(tuple(k.key for k in path), variable) for path, variable in flat]
     return checked_answers(found, [(jax.tree_util.keystr(k), v.get_value()) for k, v in flat], where=where)
 
 
 def _by_state(parts: Parts) -> Parts:
-    """The parts with the params that the optimizer state is of, if these are not all params."""
+    """The parts, with only the params that the optimizer state covers, if it does not cover all."""
     got = outline(parts.opt_state)
     if got == outline(fresh_shapes(parts.tx, parts.params)):
         return parts
@@ -99,8 +99,8 @@ def _by_state(parts: Parts) -> Parts:
     trained = tuple(i in found for i in range(len(names)))
     if all(trained) or not any(trained):
         return parts
-    found = _of_some(parts, parts.params, trained, trained, "jzero")
-    return found if got == outline(fresh_shapes(parts.tx, found.taken)) else parts
+    some = _of_some(parts, parts.params, trained, trained, "jzero")
+    return some if got == outline(fresh_shapes(parts.tx, some.taken)) else parts
 
 
 def _of_some(parts: Parts, taken: PyTree, given: Sequence[bool], trained: Sequence[bool], where: str) -> Parts:
@@ -114,8 +114,8 @@ def _of_some(parts: Parts, taken: PyTree, given: Sequence[bool], trained: Sequen
       where: the caller, for errors.
 
     Returns:
-      The parts, with the structure of the params that the optimizer state is of. From a state of all params the leaves
-      of frozen ones are left out.
+      The parts, with the structure of the params that the optimizer state covers. If it covers all params, the leaves
+      of frozen ones are dropped.
 
     Raises:
       ValueError: leaves of a state of all params are computed from frozen and from trained ones.

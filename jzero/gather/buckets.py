@@ -29,9 +29,9 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jzero.core.graph import Node
-from jzero.core.primitives import REMAT
+from jzero.core.primitives import CONTROL_FLOW, LOOPS, REMAT
 from jzero.core.regions import bodies
-from jzero.gather.weight_graph import CLOSED, LOOPS, WeightGraph
+from jzero.gather.weight_graph import WeightGraph
 
 
 @dataclasses.dataclass
@@ -87,7 +87,7 @@ def find_buckets(graph: WeightGraph, sizes: Mapping[int, int], limit: int, prefe
         if not weights:
             continue
         size, name = sum(sizes[graph.root(k)] * graph.part(k) for k in weights), node.name
-        if name in CLOSED:
+        if name in CONTROL_FLOW:
             found.append(Bucket([at], weights, [], closed=True, loop=name in LOOPS))
             is_open = False
         elif name in REMAT and size >= limit:

@@ -15,15 +15,13 @@ from jax.dtypes import issubdtype
 
 from jzero.core.dims import dims_in_order
 from jzero.core.graph import Graph, Node
-from jzero.core.primitives import INLINE, REMAT
+from jzero.core.primitives import INLINE, LOOPS, REMAT
 from jzero.core.products import PRODUCTS, row_lookup
 from jzero.core.regions import bodies, handed_through, loop_consts, scan_parts
 from jzero.gather.sharded_weight import ON_SHARD, PIECES, is_cut_on_shard
 
 MOVES = frozenset(("concatenate", "reshape", "broadcast_in_dim", "transpose", "squeeze", "slice", "rev", "copy"))
 """Values go to other places: a cast may as well come before them."""
-LOOPS = ("scan", "while")
-CLOSED = (*LOOPS, "cond")
 
 
 class WeightGraph(Graph):

@@ -17,15 +17,16 @@ A value of an operation that has no rule here is `Unknown`: a warning, no refusa
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero.core import jaxprs
 from jzero.core.block_input import BEGIN, END
 from jzero.core.dims import MOVED_DIMS, dim_in_result, dot_dims, lookup_dims
-from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE, REDUCING
+from jzero.core.primitives import CALLS, CONTROL_FLOW, ELEMENTWISE, LINEAR_ELEMENTWISE, REDUCING
 from jzero.core.products import example_dims
-from jzero.core.regions import bodies, scan_parts, while_parts
+from jzero.core.regions import through_bodies, while_parts
 from jzero.core.traversal import traverse
 
 
@@ -261,49 +262,29 @@ def _join(a: Kind, b: Kind, where: str) -> Kind:
     return next((k for k in (a, b) if isinstance(k, (Mixed, Unknown))), Mixed(where))
 
 
-def _fixed_point(body: Callable[[list[Kind]], list[Kind]], carry: list[Kind], where: str) -> list[Kind]:
-    for _ in range(8):
-        new = [_join(a, b, where) for a, b in zip(carry, body(carry), strict=True)]
-        if new == carry:
-            break
-        carry = new
-    return carry
-
-
-def _scan(eqn, ins: list[Kind]) -> list[Kind]:
-    body, consts, carried = scan_parts(eqn)
+def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
+    """Of a loop, or of branches."""
 
     def sliced(kind: Kind) -> Kind:
         if not isinstance(kind, Rows):
             return kind
         return Rows(-1, kind.scaled) if kind.dim == 0 else Rows(kind.dim - 1, kind.scaled)
 
-    xs = [sliced(k) for k in ins[consts + carried :]]
-
-    def results(carry: list[Kind]) -> list[Kind]:
-        return kinds_of_results(body, [*ins[:consts], *carry, *xs])
-
-    carry = _fixed_point(lambda c: results(c)[:carried], ins[consts : consts + carried], _where(eqn))
-    ys = results(carry)[carried:]
-    return [*carry, *(Rows(k.dim + 1, k.scaled) if isinstance(k, Rows) else k for k in ys)]
-
-
-def _while(eqn, ins: list[Kind]) -> list[Kind]:
-    (cond, a), (body, count) = while_parts(eqn)
-    b = a + count
-    carry = _fixed_point(lambda c: kinds_of_results(body, [*ins[a:b], *c]), ins[b:], _where(eqn))
-    (stop,) = kinds_of_results(cond, [*ins[:a], *carry])
-    return carry if isinstance(stop, Const) else [Unknown(_where(eqn))] * len(carry)
-
-
-def _cond(eqn, ins: list[Kind]) -> list[Kind]:
-    joined, *others = (kinds_of_results(branch, ins[1:]) for branch, _ in bodies(eqn)[0])
-    for other in others:
-        joined = [_join(a, b, _where(eqn)) for a, b in zip(joined, other, strict=True)]
-    return joined if isinstance(ins[0], Const) else [Mixed(_where(eqn))] * len(joined)
+    where = _where(eqn)
+    outs = through_bodies(
+        eqn, ins, lambda body, kinds: kinds_of_results(body[0], kinds), functools.partial(_join, where=where),
+        sliced=sliced, stacked=lambda k: Rows(k.dim + 1, k.scaled) if isinstance(k, Rows) else k,
+    ) or []  # fmt: skip
+    if eqn.primitive.name == "cond" and not isinstance(ins[0], Const):
+        return [Mixed(where)] * len(outs)
+    if eqn.primitive.name == "while":
+        stops, own = while_parts(eqn)[0]
+        (stop,) = kinds_of_results(stops, [*ins[:own], *outs])
+        return outs if isinstance(stop, Const) else [Unknown(where)] * len(outs)
+    return outs
 
 
 _STRUCTURED = {
-    "scan": _scan, "while": _while, "cond": _cond, "optimization_barrier": lambda eqn, ins: ins,
+    **dict.fromkeys(CONTROL_FLOW, _in_bodies), "optimization_barrier": lambda eqn, ins: ins,
     BEGIN: lambda eqn, ins: [ins[0]] * 3, END: lambda eqn, ins: [ins[0]],
 }  # fmt: skip

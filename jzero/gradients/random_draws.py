@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero.core.jaxprs import is_literal, opened, place_of
 from jzero.core.primitives import CALLS
-from jzero.core.regions import loop_consts, scan_parts, while_parts
+from jzero.core.regions import bodies, through_bodies
 
 DRAWS = ("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32")
 """Primitives that make random numbers of a key."""
@@ -50,12 +51,10 @@ def shared_draws(a: Any, b: Any, split: Callable[[Sources], bool]) -> list[tuple
             return inside(one, other, CALLS[name], ins)
         if name == "shard_map":
             return inside(one, other, "jaxpr", ins)
-        if name == "cond":
-            pairs = zip(one.params["branches"], other.params["branches"], strict=True)
-            outs = [walk(opened(x)[0], opened(y)[0], ins[1:]) for x, y in pairs]
-            return [NONE.union(*some) for some in zip(*outs, strict=True)]
-        if name in ("scan", "while"):
-            return loop(one, other, ins)
+        others = itertools.cycle(body for body, _ in bodies(other)[0])  # several rounds of the one body of a loop
+        outs = through_bodies(one, ins, lambda body, args: walk(body[0], next(others), args), frozenset.union)
+        if outs is not None:
+            return outs
         sources = NONE.union(*ins)
         shapes = [[v.aval.shape for v in (*e.invars, *e.outvars)] for e in (one, other)]
         if name in DRAWS and shapes[0] != shapes[1] and not split(sources):
@@ -64,20 +63,6 @@ def shared_draws(a: Any, b: Any, split: Callable[[Sources], bool]) -> list[tuple
 
     def inside(one, other, name: str, ins: list[Sources]) -> list[Sources]:
         return walk(opened(one.params[name])[0], opened(other.params[name])[0], ins)
-
-    def loop(one, other, ins: list[Sources]) -> list[Sources]:
-        if one.primitive.name == "scan":
-            name, skipped, carried = "jaxpr", 0, scan_parts(one)[2]
-        else:
-            name, skipped = "body_jaxpr", while_parts(one)[0][1]
-            carried = len(ins) - loop_consts(one)
-        first, values = loop_consts(one), list(ins)
-        while True:  # until a further round adds nothing
-            outs = inside(one, other, name, values[skipped:])
-            carry = [x | y for x, y in zip(values[first : first + carried], outs[:carried], strict=True)]
-            if carry == values[first : first + carried]:
-                return [*carry, *outs[carried:]]
-            values[first : first + carried] = carry
 
     walk(a, b, [frozenset((i,)) for i in range(len(a.invars))])
     return list(found.items())

@@ -30,7 +30,7 @@ def place_batch(batch: PyTree, sharding: NamedSharding, *, parts: int, axes: tup
     Args:
       batch: a tree of numpy or JAX arrays.
       sharding: of dim 0 of every leaf.
-      parts: number of parts that it makes.
+      parts: into how many parts it splits that dim.
       axes: the batch axes, for errors.
 
     Raises:
@@ -57,7 +57,7 @@ def micro_batches(batch: PyTree, k: int, sharding: NamedSharding, *, parts: int)
       batch: a tree of arrays, traced values or `jax.ShapeDtypeStruct`.
       k: micro-batches.
       sharding: of dim 0 of the batch.
-      parts: number of parts that it makes.
+      parts: into how many parts it splits that dim.
 
     Raises:
       TypeError: a leaf is not an array.

@@ -183,7 +183,7 @@ def in_auto_mode(
 
 @contextlib.contextmanager
 def _explaining(axes: tuple[str, ...]) -> Iterator[None]:
-    """Raises errors of JAX about these axes in jzero's words."""
+    """Rewords JAX's errors about these axes."""
     try:
         yield
     except Exception as error:  # the type of such an error differs by version
@@ -244,7 +244,7 @@ def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
 
 
 def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """A spec without the axes that do not divide their dim: the pieces of a type are equal."""
+    """A spec without the axes that do not divide their dim: a type needs equal pieces."""
     rows = zip(shape, map(entry_axes, spec), strict=False)
     return make_spec([axes if size % axis_size(mesh, axes) == 0 else () for size, axes in rows])
 

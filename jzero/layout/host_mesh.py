@@ -13,7 +13,7 @@ from jzero.core.errors import counted
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """A mesh of the same shape of CPU devices of the same processes.
+    """A mesh of the same shape, of CPU devices of the same processes.
 
     Raises:
       RuntimeError: a process has fewer CPU devices than devices of the mesh.

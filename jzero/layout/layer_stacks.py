@@ -6,7 +6,7 @@ the loop, so it is left whole.
 [Note: what is known of stacks]
 `scan_axes=` says it for every param. Without it, jzero reads the jaxpr of a function that creates the state: what a
 scan stacks up (`nn.scan`, `jax.lax.map`) is a stack. Params that were made in another way (`vmap`, one array for all
-layers, a state that exists already) do not tell, and Flax's metadata does not either: the name that `nn.scan` or
+layers, a state that exists already) give no sign of it, nor does Flax's metadata: the name that `nn.scan` or
 `nnx.vmap` puts there for the new dim may stand for layers or for experts. For these jzero guesses from shapes, and the
 plan says so.
 """

@@ -1,4 +1,4 @@
-"""`mesh` makes meshes whose axes keep to hosts and slices; `resolve_mesh` finds the mesh of a plan."""
+"""`mesh` makes meshes whose axes follow hosts and slices; `resolve_mesh` finds the mesh of a plan."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mesh(
 
     Raises:
       TypeError: axes, a size, devices or a pod are of the wrong kind.
-      ValueError: the sizes do not multiply to the number of devices, two axes have one boundary, an axis or a device is
+      ValueError: the sizes do not multiply to the number of devices, two axes share a boundary, an axis or a device is
         given twice, there is no device, hosts differ in size, the groups of an axis lie unevenly over hosts.
 
     Example:
@@ -199,7 +199,7 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
 
     Raises:
       TypeError: `mesh` is not a `jax.sharding.Mesh`.
-      ValueError: the mesh has no axis of a name in the config.
+      ValueError: the config names an axis that the mesh does not have.
     """
     context = context_mesh()
     if mesh is None and context is not None and set(config.axes) <= set(context.axis_names):

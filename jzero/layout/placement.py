@@ -170,7 +170,6 @@ def check_rows(batch: PyTree, *, where: str, seconds: float = 300) -> None:
     if not rows or rows in _rows_agreed:
         return
     client, me, wait = key_value_client(), jax.process_index(), round(seconds * 1000)
-    assert client is not None
     where_to = f"jzero/rows/{next(_asked)}"
     numbers = sorted({n for _, n in rows})
     each = ", ".join(f"{jax.tree_util.keystr(k)}: {n}" for k, n in rows)

@@ -123,7 +123,7 @@ def sub_axes(mesh: Mesh, axis: str) -> tuple[str, ...]:
 
 
 def joined(entry: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
-    """All sub-axes of an axis in a row become that axis: (data:0, data:1, data:2) -> (data,)."""
+    """Neighbouring sub-axes that make up an axis become that axis: (data:0, data:1, data:2) -> (data,)."""
     out: list[str] = []
     names = list(entry)
     while names:

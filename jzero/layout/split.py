@@ -119,7 +119,7 @@ def _best_deal(
     skip: tuple[int, ...],
     several: bool,
 ) -> tuple[int, ...] | None:
-    """The number of pieces of each dim, whose product is that of `factors`; see [Note: several dims]. None: no gain.
+    """How many pieces each dim is cut into, their product that of `factors` ([Note: several dims]). None: no gain.
 
     Args:
       shape: of the whole array.

@@ -41,11 +41,12 @@ def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[i
         if extra >= 0 and shape[extra:] in (x.shape, x.state_shape):
             spec = make_spec([()] * extra + spec_entries(x.state, len(x.shape))) if extra else x.state
             return spec, (*shape[:extra], *x.state_shape)
-    return _own_form(shape, leaf, plan)
+    return _own_form(leaf, plan)
 
 
-def _own_form(shape: tuple[int, ...], leaf: Shaped, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
+def _own_form(leaf: Shaped, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
     """The layout and the stored shape of a state leaf that is not a copy of a param, from its shape alone."""
+    shape = tuple(np.shape(leaf))
     if math.prod(shape) <= FEW or not plan.config.row.state or is_key(leaf):
         return P(), shape
     rules = (plan.config.axes, plan.config, plan.mesh, max(plan.min_shard_bytes, 1))

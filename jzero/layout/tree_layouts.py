@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jzero.config import ZeroConfig
 from jzero.core.types import PyTree
 from jzero.layout.given_layouts import base_layouts, mesh_of, state_dim
 from jzero.layout.layer_stacks import stack_dims
-from jzero.layout.leaf_rule import Frozen, Layout, keyed_shapes, make_layout, path_keys, whole_below
+from jzero.layout.leaf_rule import Frozen, Layout, make_layout, path_keys, whole_below
 from jzero.layout.mesh import resolve_mesh
 from jzero.layout.param_checks import check_params, check_uneven
 from jzero.layout.placement import check_host
@@ -43,15 +44,17 @@ def tree_layouts(
     frozen = [None] * len(flat) if frozen is None else frozen
     check_params(params, [f is None for f in frozen])
     given = base_layouts(params, flat, param_specs, mesh, config)
-    dims, guessed = stack_dims(keyed_shapes(params), scan_axes, stacks)
-    rows = list(zip(flat, given, frozen, strict=True))
-    least = whole_below(config, [(x, shard_factor(b, mesh), f is None) for (_, x), (b, _), f in rows], mesh)
+    keys = [path_keys(k) for k, _ in flat]
+    shapes = [(k, tuple(np.shape(x))) for k, (_, x) in zip(keys, flat, strict=True)]
+    dims, guessed = stack_dims(shapes, scan_axes, stacks)
+    rows = list(zip(flat, keys, given, frozen, strict=True))
+    least = whole_below(config, [(x, shard_factor(b, mesh), f is None) for (_, x), _, (b, _), f in rows], mesh)
     layouts = [
         make_layout(
-            k, x, b, config, mesh, dims.get(path_keys(k)), least, guessed=path_keys(k) in guessed, frozen=f,
-            state_dim=state_dim(k, b, state, dims.get(path_keys(k)), config),
+            k, x, b, config, mesh, dims.get(name), least, guessed=name in guessed, frozen=f,
+            state_dim=state_dim(k, b, state, dims.get(name), config),
         )
-        for (k, x), (b, state), f in rows
+        for (k, x), name, (b, state), f in rows
     ]  # fmt: skip
     check_uneven(layouts, config, mesh)
     if config.offload_options is not None and (config.streams or config.params_on_host):

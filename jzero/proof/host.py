@@ -17,8 +17,9 @@ from jzero.comm.uses import DEFAULT, Use
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import shard_factor
 from jzero.offload import scheduled
-from jzero.optim import init_shapes, split_master, unwrap, zero
+from jzero.optim import init_shapes, unwrap, zero
 from jzero.sharding import HOST, Plan
+from jzero.update.masters import split_master
 from jzero.update.sharded_update import ShardedUpdate
 
 

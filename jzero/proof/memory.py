@@ -30,10 +30,11 @@ from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import shard_factor, spec_axes
 from jzero.offload import late_bytes
-from jzero.optim import chain_of, init_shapes, unwrap, widen_abstract, zero
+from jzero.optim import chain_of, init_shapes, unwrap, zero
 from jzero.proof.host import host_bytes_of
 from jzero.proof.transformer import Transformer
 from jzero.sharding import HOST, Plan, check_plan
+from jzero.update.masters import widen_abstract
 from jzero.update.owners import exchanged
 
 SHARE_SAID = 0.005  # of Psi: smaller differences get no line

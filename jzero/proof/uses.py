@@ -15,14 +15,14 @@ import numpy as np
 from jzero.comm.uses import EVALUATED, GATHERS, Use, Uses
 from jzero.core.errors import check_arrays, is_argument
 from jzero.core.graph import Graph, Node
-from jzero.core.primitives import ELEMENTWISE, REDUCING, REMAT
+from jzero.core.primitives import ELEMENTWISE, LOOPS, REDUCING, REMAT
 from jzero.core.products import PRODUCTS, gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traces import innermost
 from jzero.core.types import PyTree
 from jzero.core.update_mark import FROZEN
 from jzero.gather.transform import as_written
-from jzero.gather.weight_graph import LOOPS, MOVES, WeightGraph
+from jzero.gather.weight_graph import MOVES, WeightGraph
 from jzero.layout.batches import MICRO_SCOPE
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import split_dims

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.core.dependence import independent_outputs, raised_inputs
+from jzero.core.dependence import raised_inputs, sources_of_outputs
 from jzero.core.types import PyTree
 from jzero.sharding import Plan
 
@@ -61,8 +61,8 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
 
     Returns:
       A transformation whose state has the structure of `tx.init(params)`. `tx` computes in the wider of its own dtype
-      and the stored one: gradients, params and all of the state, since a condition or a bound in the chain wants one
-      dtype. Its update takes `rounding_count=` where `needs_count` says so.
+      and the stored one: gradients, params and all of the state, since a condition or a bound in the chain needs a
+      single dtype. Its update takes `rounding_count=` where `needs_count` says so.
     """
     dtype = plan.config.moment_dtype
     extra = optax.with_extra_args_support(tx)
@@ -93,8 +93,8 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
 
 
 def _astype(x: Any, dtype: Any) -> Any:
-    """An array, or what stands for one, in a dtype."""
-    if x.dtype == dtype:
+    """An array, real or abstract, in a dtype."""
+    if getattr(x, "dtype", dtype) == dtype:
         return x
     return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
@@ -118,10 +118,10 @@ def _leaves(tx: Any, plan: Plan, params: PyTree) -> list[_Leaf]:
     """What is known of each leaf of the state of `tx`."""
     dtype = plan.config.moment_dtype
     state, wide = (jax.eval_shape(tx.init, p) for p in (params, _wide(params, dtype)))
-    free = independent_outputs(lambda p: jax.tree.leaves(tx.init(p)), params)
+    sources = sources_of_outputs(lambda p: jax.tree.leaves(tx.init(p)), params)
     found = []
-    for x, w, copy, f in zip(jax.tree.leaves(state), jax.tree.leaves(wide), plan.copies(state), free, strict=True):
-        moment = bool(copy and f and jnp.issubdtype(x.dtype, jnp.floating))
+    for x, w, copy, of in zip(jax.tree.leaves(state), jax.tree.leaves(wide), plan.copies(state), sources, strict=True):
+        moment = copy is not None and not of and jnp.issubdtype(x.dtype, jnp.floating)
         found.append(_Leaf(moment, x.dtype, jnp.promote_types(w.dtype, dtype) if moment else w.dtype))
     return found
 

@@ -1,4 +1,4 @@
-"""From what was computed on shards to the leaves that `update` returns: gathered to the stored layout of each param."""
+"""The leaves that `update` returns, from new values on shards: gathered to the stored layout of each param."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def update_leaves(
         if new is not None and master is not None and is_copied(x) and not goes_by_layers(x)
         and memory_kind(new) != HOST
     ]  # fmt: skip
-    in_turn = iter(_in_turn([new for new, _ in copied], [x for _, x in copied], plan))
+    in_turn = iter(_in_turn([new for new, _ in copied], [x for _, x in copied], plan) if copied else ())
     return [_leaf(*row, plan, in_turn) for row in rows]
 
 
 def _leaf(
     new: jax.Array | None, master: jax.Array | None, x: Layout, plan: Plan, in_turn: Iterator[Callable[[], jax.Array]]
 ) -> PyTree:
-    """One of them; `in_turn`: the gathers of copied leaves that are left."""
+    """The leaf for one param; `in_turn`: the remaining gathers of copied leaves."""
     gather = comm_of(plan).updates
     if new is None:
         return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from jzero.core.types import PyTree
+
 
 class ZeroState(NamedTuple):
     """Optimizer state of a run with master weights, or with a count for the rounding of its moments.
@@ -19,3 +21,8 @@ class ZeroState(NamedTuple):
     inner: Any
     master: Any
     rounding_count: Any = None
+
+
+def inner_of(opt_state: PyTree) -> PyTree:
+    """The state of the wrapped transformation."""
+    return opt_state.inner if isinstance(opt_state, ZeroState) else opt_state
