@@ -127,7 +127,11 @@ def _():
 
 @mutation("delay=1 is not late", "host_update")
 def _():
-    force(lambda c: (c.offload_options and {"offload": dataclasses.replace(c.offload_options, delay=0)}) or {})
+    def on_time(config):
+        options = config.offload_options
+        return {} if options is None else {"offload": dataclasses.replace(options, delay=0)}
+
+    force(on_time)
 
 
 @mutation("an older state of an update outside is taken", "host_update")

@@ -213,7 +213,7 @@ def check_alone(config: Config) -> None:
         ("dropout", m.dropout, 0 <= m.dropout < 1, "at least 0 and less than 1"),
         ("temperature", config.temperature, config.temperature > 0, "more than 0"),
     ):
-        if not good:  # nan is none of these
+        if not good:  # NaN fails every comparison
             raise ValueError(f"--{name} {value:g}: must be {text}.")
     if config.lose_at_most is not None and config.lose_at_most < config.save_every:
         raise ValueError(

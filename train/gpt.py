@@ -464,7 +464,7 @@ def main(args: list[str] | None = None) -> None:
             sys.exit(f"error: {error}")
         except FolderInUse as error:
             sys.exit(f"error: --out {config.out} is in use. {error}")
-    if stopped:  # not 0: Kubernetes and docs/launch/slurm.sbatch restart a run that has not finished
+    if stopped:  # a code other than 0, so that Kubernetes and docs/launch/slurm.sbatch restart the run
         sys.exit(128 + stopped)
 
 

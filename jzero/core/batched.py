@@ -157,7 +157,9 @@ class Classes:
         if eqn.primitive.name == "while":
             own = while_parts(eqn)[0][1]
             run(opened(eqn.params["cond_jaxpr"]), [*ins[:own], *ins[loop_consts(eqn) :]])
-        return through_bodies(eqn, ins, run, self._joined, sliced=sliced, stacked=stacked) or [], programs
+        outs = through_bodies(eqn, ins, run, self._joined, sliced=sliced, stacked=stacked)
+        assert outs is not None
+        return outs, programs
 
     def run(self, single: Collection[int], values: Sequence[Any]) -> list[Any]:
         """The results of the program, for operands that have size 1 along every dim of the classes `single`.

@@ -39,7 +39,6 @@ from jzero.core import jaxprs
 from jzero.core.linear import linear
 from jzero.core.ordering import tied
 from jzero.core.products import (
-    PRODUCTS,
     Product,
     dot_gradient,
     example_dims,
@@ -51,7 +50,7 @@ from jzero.core.products import (
 from jzero.gather.sharded_weight import Weight, unwrap
 from jzero.gather.walk import Walk, gathered, on_shards, reduced, warn_of_dtype
 
-KINDS = dict(zip(PRODUCTS, (MATMUL, CONVOLUTION), strict=True))
+KINDS = {"dot_general": MATMUL, "conv_general_dilated": CONVOLUTION}
 SPREADS = ("broadcast_in_dim", "reshape")
 
 

@@ -274,7 +274,8 @@ def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
     outs = through_bodies(
         eqn, ins, lambda body, kinds: kinds_of_results(body[0], kinds), functools.partial(_join, where=where),
         sliced=sliced, stacked=lambda k: Rows(k.dim + 1, k.scaled) if isinstance(k, Rows) else k,
-    ) or []  # fmt: skip
+    )  # fmt: skip
+    assert outs is not None
     if eqn.primitive.name == "cond" and not isinstance(ins[0], Const):
         return [Mixed(where)] * len(outs)
     if eqn.primitive.name == "while":

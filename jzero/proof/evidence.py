@@ -219,10 +219,10 @@ class Evidence:
 
     @property
     def trains(self) -> bool:
-        """True for a program that is to return a new state, also where it does not.
+        """True for a program that should return a new state, even if it does not.
 
-        Either an update of its params was traced; or it takes optimizer state, and has a backward pass, a traced
-        update, or state that stands beside params or is donated.
+        Either an update of its params was traced, or it takes optimizer state and one of these holds: it has a backward
+        pass or a traced update, the state is in an argument without params, or an argument of it is donated.
         """
         if self.record is not None and self.record.of(self.plan):
             return True  # `optax.sgd` has no state

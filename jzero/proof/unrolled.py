@@ -1,4 +1,4 @@
-"""How many whole steps one iteration of their loop holds, in programs that jzero has not traced.
+"""The number of whole steps in one iteration of a loop, for programs that jzero did not trace.
 
 [Note: steps in a row]
 `lax.scan(step, state, batches, unroll=k)` puts k steps into an iteration, each of which reduces every gradient.
@@ -28,7 +28,7 @@ def step_of(module: Module) -> Place | None:
 
 
 def updates_in(module: Module, home: Computation) -> int:
-    """The number of updates that follow one another in a computation; 1 if there are none."""
+    """The number of consecutive updates in a computation; 1 if there are none."""
     values = _numbered(module, home, ())
     return max((max(_flat(values.values()), default=0) + 1) // 2, 1)
 

@@ -102,7 +102,7 @@ def _optimizer_state(e: Evidence) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def planned_by_record(e: Evidence) -> tuple[dict[str, jax.ShapeDtypeStruct], str]:
-    """The leaves of the planned optimizer state by path, by the record of the program; and why there are none."""
+    """The planned optimizer state's leaves by path, from the program's record; or none, and the reason."""
     mine = e.record.of(e.plan) if e.record is not None else []
     try:
         return _by_path(e.plan, mine[0].tx) if mine else {}, ""

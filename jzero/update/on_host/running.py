@@ -1,9 +1,9 @@
 """A store in use: updates in their order, what the user has replaced, and updates that are one step late.
 
 [Note: which params were replaced]
-A param that the user has replaced is copied into its master. It is told by value: a jitted function returns equal
-params as new arrays, NNX's always. The arrays that the last update returned need no comparison, which would bring every
-param to the host in every step; any others are compared with the cast of their masters.
+A param that the user has replaced is copied into its master. It is recognized by its values: a jitted function returns
+equal params as new arrays, and with NNX it always does. The arrays that the last update returned need no comparison,
+which would bring every param to the host in every step; any others are compared with the cast of their masters.
 
 [Note: one step late]
 With `delay=1` an update returns what the one before it computed, and runs in a thread beside the next forward and

@@ -245,12 +245,12 @@ class DiskStore:
         return snapshots.take(self._record, files, folder)
 
     def step_back(self) -> None:
-        """Goes back to the generation before the last one, which other processes have not committed.
+        """Returns to the previous generation, if other processes did not commit the last one.
 
-        Its units are there until the next step writes.
+        Its units are kept until the next step writes.
 
         Raises:
-          DamagedStore: it is not there, or not whole.
+          DamagedStore: that generation is missing, or not whole.
           RuntimeError: while a step is open, or after `close`.
         """
         self._check_idle("step_back")
