@@ -12,24 +12,30 @@ show.
 [Note: a run that is cut short]
 The parts run in the order of importance, each within a share of the time that is left. Every part runs in
 processes of its own, started here, where jax is never used: a crash costs one case, and the part goes on with
-the next one; what is over its time is ended, with all that it has started, and the next part begins. The page is
-written anew after every process, and on Ctrl-C and SIGTERM.
+the next one; what is over its time is ended, with all that it has started, and the next part begins. On a GPU the
+cases of a part that measures no time run side by side, in processes that share its memory. The page is written
+anew after every process, and on Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import datetime
 import importlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,8 @@ from gpu_parts.process import append, command, driver_of, end_group
 
 RESERVE = 5.0  # seconds for the last page
 LEAST = 3.0  # seconds in which no case is begun
+MOST_JOBS = 4  # processes side by side
+CORES = 4  # for each of them
 SPEAKS = re.compile(r"^(?![IW]\d{4} |WARNING: All log).*\S")  # a line that is not from XLA's own log
 SHOWN = ("XLA_", "JAX_", "NCCL_", "CUDA_VISIBLE", "NPROC")
 
@@ -98,6 +106,8 @@ class Run:
             n for n in self.parts if args.parts is None or n in args.parts or self.parts[n] in args.also
         ]
         self.done: list[Part] = []
+        self.processes: set[subprocess.Popen] = set()
+        self.writing = threading.Lock()
         self.date = datetime.date.today().isoformat()
         args.out.mkdir(parents=True, exist_ok=True)
         self.machine = self.probed(args.tiny)
@@ -154,30 +164,55 @@ class Run:
     def run_part(self, part: Part, until: float) -> None:
         """All cases of a part: of one process as many as it comes to; on a GPU one, where peaks are read."""
         every = part.code.cases(self.config)
-        waiting = part.cases = [c for c in every if not self.config["short"] or c in part.code.SHORT]
-        if len(waiting) < len(every):
-            part.left = f"the short form runs {len(waiting)} of {len(every)} cases"
+        part.cases = [c for c in every if not self.config["short"] or c in part.code.SHORT]
+        if len(part.cases) < len(every):
+            part.left = f"the short form runs {len(part.cases)} of {len(every)} cases"
+        jobs = self.jobs(part)
         alone = part.code.FRESH and self.config["on_gpu"]
-        while waiting and time.monotonic() + LEAST < until:
-            now, waiting = (waiting[:1], waiting[1:]) if alone else (waiting, [])
-            seen = len(self.events())
-            ended = self.child(part, now, until)
-            events = [e for e in self.events()[seen:] if e["part"] == part.name]
-            part.finished += sum("finished" in e for e in events)
-            begun = [e["case"] for e in events if "begun" in e]
-            over = {e["case"] for e in events if "finished" in e or "failed" in e}
-            for case in (c for c in begun if c not in over):
-                self.add({"part": part.name, "case": case, "failed": ended})
-            if not begun:  # its process did not come to the first case
-                self.add({"part": part.name, "case": now[0], "failed": ended})
-                begun = now[:1]
-            waiting = [c for c in now if c not in begun] + waiting
-            self.write()
-        if waiting:
-            part.left = f"no time for {len(waiting)} of {len(part.cases)} cases: {'; '.join(waiting)}"
+        groups = [[c] for c in part.cases] if alone else [part.cases[i::jobs] for i in range(jobs)]
+        waiting = collections.deque(g for g in groups if g)
 
-    def child(self, part: Part, cases: list[str], until: float) -> str:
-        """One process over some cases; how it ended, should one be unfinished."""
+        def work() -> None:
+            while waiting and time.monotonic() + LEAST < until:
+                left = self.run_cases(part, waiting.popleft(), until, jobs)
+                if left:
+                    waiting.appendleft(left)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for worker in [pool.submit(work) for _ in range(jobs)]:
+                    worker.result()
+            except BaseException:  # Ctrl-C: what is waited for ends at once
+                waiting.clear()
+                for process in self.processes:
+                    end_group(process)
+                raise
+        left = [c for group in waiting for c in group]
+        if left:
+            part.left = f"no time for {len(left)} of {len(part.cases)} cases: {'; '.join(left)}"
+
+    def jobs(self, part: Part) -> int:
+        """Processes of a part at a time."""
+        several = self.config["on_gpu"] and part.code.SIDE_BY_SIDE
+        return max(min(MOST_JOBS, (os.cpu_count() or 1) // CORES), 1) if several else 1
+
+    def run_cases(self, part: Part, now: list[str], until: float, jobs: int) -> list[str]:
+        """One process over some cases; returns those that it did not come to."""
+        ended = self.child(part, now, until, jobs)
+        events = [e for e in self.events() if e["part"] == part.name and e["case"] in now]
+        part.finished += sum("finished" in e for e in events)
+        begun = [e["case"] for e in events if "begun" in e]
+        over = {e["case"] for e in events if "finished" in e or "failed" in e}
+        for case in (c for c in begun if c not in over):
+            self.add({"part": part.name, "case": case, "failed": ended})
+        if not begun:  # its process did not come to the first case
+            self.add({"part": part.name, "case": now[0], "failed": ended})
+            begun = now[:1]
+        self.write()
+        return [c for c in now if c not in begun]
+
+    def child(self, part: Part, cases: list[str], until: float, jobs: int) -> str:
+        """Runs one process over some cases; how it ended, should one be unfinished."""
         told = {
             "part": part.name,
             "module": part.module,
@@ -185,12 +220,12 @@ class Run:
             "config": self.config,
             "rows": str(self.rows),
         }
-        with self.log.open("a") as log:
-            start = log.tell()
+        with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
-                command(told), env=machine.environment(self.config["tiny"]),
+                command(told), env=machine.environment(self.config["tiny"], jobs),
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+            self.processes.add(process)
             try:
                 process.wait(timeout=max(until - time.monotonic(), 0.1))
                 ended = f"its process ended with {process.returncode}"
@@ -198,9 +233,12 @@ class Run:
                 ended = f"ended after the part's {part.budget:.0f} s"
             finally:
                 end_group(process)
-        said = [
-            x for x in self.log.read_bytes()[start:].decode(errors="replace").splitlines() if SPEAKS.search(x)
-        ]
+                self.processes.discard(process)
+            log.seek(0)
+            text = log.read().decode(errors="replace")
+        with self.log.open("a") as file:
+            file.write(text)
+        said = [x for x in text.splitlines() if SPEAKS.search(x)]
         return f"{ended}; last words: {said[-1][:200]}" if said else ended
 
     def events(self) -> list[dict[str, Any]]:
@@ -224,9 +262,11 @@ class Run:
             "minutes": self.args.minutes, "took": self.took, "machine": self.machine, "driver": driver,
             "environment": set_here, "parts": list(self.parts), "asked": self.asked,
         }  # fmt: skip
+        text = page(run, [p.described(events) for p in self.done], events)
         draft = self.page.with_suffix(".tmp")
-        draft.write_text(page(run, [p.described(events) for p in self.done], events), encoding="utf-8")
-        draft.replace(self.page)
+        with self.writing:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(self.page)
 
 
 def main(args: Sequence[str] | None = None) -> Path:

@@ -1,6 +1,6 @@
 """A part for benchmarks/gpu.py --also that measures one number: see tests/benchmarks/test_gpu_bench.py."""
 
-TITLE, ASKED, WEIGHT, FRESH = "Well", "Nothing.", 2.0, False
+TITLE, ASKED, WEIGHT, FRESH, SIDE_BY_SIDE = "Well", "Nothing.", 2.0, False, False
 SHORT = ("one",)
 
 

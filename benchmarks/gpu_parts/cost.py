@@ -23,6 +23,7 @@ jzero does, peaks are the compiler's. What costs time (off / on below 1 by more 
 noise) and saves no memory is a candidate for deletion."""
 WEIGHT = 4.0
 FRESH = False
+SIDE_BY_SIDE = False
 LEAST = 0.01  # of a step's time: less is nothing
 SAME_PEAK = 1.001
 FORMS = ("scan", "unrolled")

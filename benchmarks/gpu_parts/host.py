@@ -24,6 +24,7 @@ that the step does not take longer by; naive is a device_put of the whole state 
 steps, and less where it does not fit."""
 WEIGHT = 3.0
 FRESH = True
+SIDE_BY_SIDE = False
 WAYS: dict[str, jzero.Offload | None] = {
     "none": None,
     "naive": None,

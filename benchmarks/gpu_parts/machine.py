@@ -32,12 +32,12 @@ DENSE_BF16 = {
 datasheets of these GPUs (SXM where the name does not say otherwise)."""
 
 
-def environment(tiny: bool) -> dict[str, str]:
-    """Environment of a process that measures. What the user has set stays."""
+def environment(tiny: bool, jobs: int = 1) -> dict[str, str]:
+    """Environment of a process that measures, one of `jobs` that share a device. What the user has set stays."""
     ours = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     }
-    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.92 / jobs:.2f}"}
     free = host_memory()
     if free:  # JAX pins at most 64 GB unless this is set
         defaults["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(max(int(HOST_SHARE * free / 2**30), 1))

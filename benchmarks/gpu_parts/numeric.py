@@ -24,6 +24,7 @@ is a large part of its step.) Layers read in the wrong order would be off by abo
 error where jaxlib gets the numbers wrong."""
 WEIGHT = 3.0
 FRESH = False
+SIDE_BY_SIDE = True
 GRADIENT, MOVED, LOSS = 1e-4, 1e-2, 1e-5
 STEPS = 10
 SHORT = (

@@ -31,6 +31,7 @@ sizes in one process per GPU: FSDP2 with fp32 params and bf16 compute and fused 
 params and fp32 masters; both with activation checkpointing of each block and clipping by the global norm."""
 WEIGHT = 3.0
 FRESH = True
+SIDE_BY_SIDE = False
 SHORT = (
     "matmul / - / 0 / -",
     "jzero / scan / 3 / xla",

@@ -93,7 +93,7 @@ SWITCHES = (
         patches=(
             (
                 "jzero.comm.gradients:GradientReduce.one_at_update",
-                lambda _: lambda self, grad, x: self.plan.constrain(grad, x.state),
+                lambda _: lambda self, grad, x, walked=True: self.plan.constrain(grad, x.state),
             ),
         ),
     ),
