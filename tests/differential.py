@@ -4,6 +4,7 @@
     python tests/differential.py --case '{...}'            # one case again, from its JSON
     python tests/differential.py --case 7/123              # or from seed and index
     python tests/differential.py --case 7/123 --shrink     # and its smallest form that fails alike
+    python tests/differential.py --gpu --jobs 8            # on a GPU: cases of one device, in real memory spaces
 
 A case runs in a process with 25 others, so that a crash costs one case and is its failure; every fourth batch runs with
 XLA's default optimizations, as users have them. Ends with 1 where a case failed, or, from 500 cases on, where a share
@@ -40,6 +41,26 @@ def environment(default_xla: bool) -> dict[str, str]:
     return env if default_xla else env | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
+def gpu_environment(jobs: int) -> dict[str, str]:
+    """Of one of `jobs` workers that share a GPU: exact products, sums in one order, kernels that are not timed."""
+    flags = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+    env = environment(default_xla=True) | {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": flags}
+    return env | {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / jobs:.3f}", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+
+
+def on_one_device(case: dict) -> dict | None:
+    """A case on one device; None where its mesh has several axes, or where all its state stays on the device."""
+    places = [case, *(e for e in case["events"].values() if "mesh" in e)]
+    if any(p["mesh"]["kind"] not in ("flat", "explicit") for p in places):
+        return None
+    if all(p["config"]["tier"] == "device" for p in places):
+        return None
+    events = {
+        at: e | {"mesh": e["mesh"] | {"n": 1}} if "mesh" in e else e for at, e in case["events"].items()
+    }
+    return case | {"mesh": case["mesh"] | {"n": 1}, "events": events}
+
+
 def work() -> None:
     """A worker: cases as JSON lines on standard input, outcomes on standard output."""
     import jax
@@ -58,15 +79,15 @@ def work() -> None:
 class Worker:
     """A process and the cases that it has still to run; what it answers goes into `answers`, None when it has ended."""
 
-    def __init__(self, cases: list[dict], default_xla: bool, answers: queue.Queue):
-        self.cases, self.xla, self.answers = list(cases), default_xla, answers
+    def __init__(self, cases: list[dict], env: dict[str, str], answers: queue.Queue):
+        self.cases, self.env, self.answers = list(cases), env, answers
         self.start()
 
     def start(self) -> None:
         """A new process for what is left."""
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.DEVNULL, env=environment(self.xla), cwd=TESTS.parent,
+            stderr=subprocess.DEVNULL, env=self.env, cwd=TESTS.parent,
         )  # fmt: skip
         self.listener = threading.Thread(target=self.listen, args=(self.process,), daemon=True)
         self.listener.start()
@@ -108,10 +129,12 @@ class Worker:
 
 
 def run(cases: list[dict], jobs: int, default_xla: str = "mixed"):
-    """Yields (case, kind, why) as cases end."""
+    """Yields (case, kind, why) as cases end; `default_xla`: "gpu" for a GPU, else as `--xla`."""
     batches = [cases[i : i + BATCH] for i in range(0, len(cases), BATCH)]
     kinds = {"mixed": lambda i: i % 4 == 3, "default": lambda i: True, "light": lambda i: False}
-    waiting = collections.deque((b, kinds[default_xla](i)) for i, b in enumerate(batches))
+    kind = kinds.get(default_xla)
+    envs = [environment(kind(i)) if kind else gpu_environment(jobs) for i in range(len(batches))]
+    waiting = collections.deque(zip(batches, envs, strict=True))
     workers: set[Worker] = set()
     answers: queue.Queue = queue.Queue()
     while waiting or workers:
@@ -219,6 +242,7 @@ def main() -> int:
     parser.add_argument("--xla", choices=("mixed", "default", "light"), default="mixed")
     parser.add_argument("--case", action="append", help="JSON, or seed/index")
     parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--gpu", action="store_true", help="cases of one device, on the first GPU of this machine")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -232,8 +256,10 @@ def main() -> int:
         args.xla = "light" if args.xla == "mixed" else args.xla
     else:
         drawn = (draw(args.seed, i) for i in itertools.count(args.first))
+        drawn = (one for c in drawn if (one := on_one_device(c))) if args.gpu else drawn
         wanted = (c for c in drawn if args.only is None or args.only in {kind for kind, _ in features(c)})
         cases = list(itertools.islice(wanted, args.cases))
+    args.xla = "gpu" if args.gpu else args.xla
     started, done, failed, refused = time.monotonic(), [], [], collections.Counter()
     print(f"{len(cases)} cases, seed {args.seed}", flush=True)
     for case, kind, why in run(cases, args.jobs, args.xla):
@@ -252,7 +278,7 @@ def main() -> int:
     text, missed = table(done)
     if not args.case:
         print(f"\n{text}\n\nrefused: {dict(refused)}")
-    missed = missed if len(done) >= 500 and not args.only else []
+    missed = missed if len(done) >= 500 and not args.only and not args.gpu else []
     print("".join(f"share missed: {m}\n" for m in missed), end="")
     print(f"{len(done)} cases of seed {args.seed}: {len(failed)} failed {failed}, {sum(refused.values())} refused, "
           f"{time.monotonic() - started:.0f} s")  # fmt: skip
