@@ -47,8 +47,8 @@ from gpu_parts.process import append, command, driver_of, end_group
 
 RESERVE = 5.0  # seconds for the last page
 LEAST = 3.0  # seconds in which no case is begun
-MOST_JOBS = 4  # processes side by side
-CORES = 4  # for each of them
+MOST_JOBS = 8  # processes side by side
+CORES = 2  # for each of them
 SPEAKS = re.compile(r"^(?![IW]\d{4} |WARNING: All log).*\S")  # a line that is not from XLA's own log
 SHOWN = ("XLA_", "JAX_", "NCCL_", "CUDA_VISIBLE", "NPROC")
 
@@ -222,7 +222,7 @@ class Run:
         }
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
-                command(told), env=machine.environment(self.config["tiny"], jobs),
+                command(told), env=machine.environment(self.config["tiny"], jobs, part.code.XLA),
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
             self.processes.add(process)

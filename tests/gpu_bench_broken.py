@@ -3,7 +3,7 @@
 import os
 import time
 
-TITLE, ASKED, WEIGHT, FRESH, SIDE_BY_SIDE = "Broken", "Nothing.", 3.0, False, False
+TITLE, ASKED, WEIGHT, FRESH, SIDE_BY_SIDE, XLA = "Broken", "Nothing.", 3.0, False, False, ""
 SHORT = ("raises", "dies", "well", "hangs", "never")
 
 

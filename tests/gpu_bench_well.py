@@ -1,6 +1,6 @@
 """A part for benchmarks/gpu.py --also that measures one number: see tests/benchmarks/test_gpu_bench.py."""
 
-TITLE, ASKED, WEIGHT, FRESH, SIDE_BY_SIDE = "Well", "Nothing.", 2.0, False, False
+TITLE, ASKED, WEIGHT, FRESH, SIDE_BY_SIDE, XLA = "Well", "Nothing.", 2.0, False, False, ""
 SHORT = ("one",)
 
 

@@ -6,6 +6,7 @@ A *part* answers one question; it is a module with
 - `WEIGHT`: its share of the time, relative to the other parts;
 - `FRESH`: on a GPU every case has a process of its own, so that its peak of memory is its own;
 - `SIDE_BY_SIDE`: no time is measured, so that on a GPU several processes may run at once;
+- `XLA`: flags of XLA for its processes, on top of what the user has set;
 - `cases(config)`: the names of its cases, the most important first;
 - `SHORT`: those that the short form runs, which is one of each kind;
 - `run(case, config)`: measures one case and yields a *row* as soon as it is measured.

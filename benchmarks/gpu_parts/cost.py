@@ -24,6 +24,7 @@ noise) and saves no memory is a candidate for deletion."""
 WEIGHT = 4.0
 FRESH = False
 SIDE_BY_SIDE = False
+XLA = ""
 LEAST = 0.01  # of a step's time: less is nothing
 SAME_PEAK = 1.001
 FORMS = ("scan", "unrolled")

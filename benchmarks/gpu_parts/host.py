@@ -25,6 +25,7 @@ steps, and less where it does not fit."""
 WEIGHT = 3.0
 FRESH = True
 SIDE_BY_SIDE = False
+XLA = ""
 WAYS: dict[str, jzero.Offload | None] = {
     "none": None,
     "naive": None,

@@ -32,8 +32,9 @@ DENSE_BF16 = {
 datasheets of these GPUs (SXM where the name does not say otherwise)."""
 
 
-def environment(tiny: bool, jobs: int = 1) -> dict[str, str]:
-    """Environment of a process that measures, one of `jobs` that share a device. What the user has set stays."""
+def environment(tiny: bool, jobs: int = 1, xla: str = "") -> dict[str, str]:
+    """Environment of a process that measures, one of `jobs` that share a device. What the user has set stays; XLA gets
+    the flags of the part as well."""
     ours = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     }
@@ -49,6 +50,8 @@ def environment(tiny: bool, jobs: int = 1) -> dict[str, str]:
         "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
+    if xla:
+        ours["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), xla]).strip()
     return {**defaults, **os.environ, **ours}
 
 

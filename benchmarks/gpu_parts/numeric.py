@@ -21,10 +21,11 @@ ASKED = """fp32 with matmuls at the highest precision, the same params and batch
 to the params, of all of them together, asked at most 1e-2, and the largest relative difference of a loss,
 asked at most 1e-5. (AdamW divides by the root of the second moment: a rounding error in a gradient near zero
 is a large part of its step.) Layers read in the wrong order would be off by about 1. "refused" is jzero's
-error where jaxlib gets the numbers wrong."""
+error where jaxlib gets the numbers wrong. XLA times no kernels here (`xla_gpu_autotune_level=0`)."""
 WEIGHT = 3.0
 FRESH = False
 SIDE_BY_SIDE = True
+XLA = "--xla_gpu_autotune_level=0"  # timing candidates takes a minute for each case
 GRADIENT, MOVED, LOSS = 1e-4, 1e-2, 1e-5
 STEPS = 10
 SHORT = (
@@ -48,6 +49,7 @@ TIERS = {
     "device": None,
     "host": jzero.Offload(),
     "host, prefetch": jzero.Offload(prefetch=True),
+    "params on the host": jzero.Offload(params="host"),
 }
 
 
@@ -59,8 +61,9 @@ def cases(config: dict[str, Any]) -> list[str]:
         f"steps / scan / {s} / {t}" for s, t in ((1, "device"), (2, "device"), (3, "device"), (2, "host"))
     ]
     steps += [f"steps / scan / {s} / {t}" for s, t in ((3, "host"), (1, "host"), (0, "device"))]
-    steps.append("steps / scan / 2 / host, prefetch")
+    steps += ["steps / scan / 3 / params on the host", "steps / scan / 2 / host, prefetch"]
     steps += [f"steps / unrolled / {s} / {t}" for s in (2, 3) for t in ("device", "host")]
+    steps.append("steps / unrolled / 3 / params on the host")
     half = len(names)
     return [*at[3][:half], *steps[:5], *at[3][half:], *steps[5:], *at[2]]
 

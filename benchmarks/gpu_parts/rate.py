@@ -32,6 +32,7 @@ params and fp32 masters; both with activation checkpointing of each block and cl
 WEIGHT = 3.0
 FRESH = True
 SIDE_BY_SIDE = False
+XLA = ""
 SHORT = (
     "matmul / - / 0 / -",
     "jzero / scan / 3 / xla",
