@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from jzero.checkpoint import checksums, pending
 from jzero.checkpoint.store import NAME, STAGING, TEMPORARY, clean
 from jzero.core import durable
 from jzero.core.types import PyTree
+from jzero.layout.placement import HOST, memory_kind
 
 MARK: dict[str, Any] = {NAME: checksums.VERSION}  # in orbax's metadata: it was saved with checksums
 METRICS = "metrics"  # a folder, and a file in it, where plain orbax looks for numbers by name
@@ -43,11 +46,11 @@ def save_async(
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> Future:
-    """Copies the arrays of a tree and writes them in the background.
+    """Copies the arrays of a tree that are on a device, and writes all in the background.
 
     Args:
       path: where nothing exists yet.
-      tree: of arrays.
+      tree: of arrays; those in host memory are read until the future is done: see `host_copies`.
       custom: JSON, stored under the checksums.
       metrics: numbers by name, stored under the checksums, and also where plain orbax looks for them.
       before: called on process 0 before the directory gets its name; if it raises, the save fails.
@@ -98,6 +101,21 @@ def save_async(
         clean(path, failed=True)
         raise
     return pending.start(path, work)
+
+
+def host_copies(tree: PyTree) -> PyTree:
+    """The tree, its arrays in host memory copied there: see [Note: what lies in host memory is copied]."""
+    leaves, form = jax.tree.flatten(tree)
+    held = [i for i, x in enumerate(leaves) if memory_kind(x) == HOST]
+    copies = _copier(tuple(leaves[i].sharding for i in held))([leaves[i] for i in held]) if held else []
+    for i, copy in zip(held, copies, strict=True):
+        leaves[i] = copy
+    return form.unflatten(leaves)
+
+
+@functools.lru_cache(maxsize=16)
+def _copier(shardings: tuple[Any, ...]) -> Callable[[list[Any]], list[Any]]:
+    return jax.jit(lambda xs: [jnp.copy(x) for x in xs], out_shardings=list(shardings))
 
 
 def _meet(name: str) -> None:

@@ -72,7 +72,7 @@ def save(
       >>> jzero.checkpoint.restore(path, {"w": jnp.zeros(3)})["w"].tolist()
       [1.0, 1.0, 1.0]
     """
-    return save_async(path, state, tx=tx, custom=custom).result()
+    return _save(path, state, tx, custom, in_background=False).result()
 
 
 def save_async(
@@ -89,11 +89,21 @@ def save_async(
 
     Raises:
       FileExistsError, TypeError, OSError: as for `save`.
+
+    Cost:
+      Host memory for a copy of all shards of this process until they are written, also of those that are in host
+      memory.
     """
+    return _save(path, state, tx, custom, in_background=True)
+
+
+def _save(path: store.PathLike, state: PyTree, tx: Any, custom: Any, *, in_background: bool) -> Saving:
+    """Begins a save; the state may be donated before its end if it goes on in the background."""
     where = "jzero.checkpoint.save"
     path = store.absolute(path, where)
     tree = to_write(state, tx, custom, where=where)
     store.check_free(path, where)
+    tree = commit.host_copies(tree) if in_background else tree
     return Saving(path, commit.save_async(path, tree, custom=custom))
 
 

@@ -133,7 +133,7 @@ class Steps:
             self._rotate()
 
         self._future = commit.save_async(
-            path, tree, custom=custom, metrics=numbers, before=writer.check, after=written
+            path, commit.host_copies(tree), custom=custom, metrics=numbers, before=writer.check, after=written
         )
         self._last = int(step)
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from layouts import (
     LAYOUTS,
     abstract,
@@ -200,6 +201,24 @@ def test_a_step_may_donate_what_is_being_saved(layout, tmp_path):
     back = checkpoint.restore(tmp_path / "saved", like(layout, "f32"))
     assert_same(logical_values(back), want)
     del warm
+
+
+@pytest.mark.parametrize("way", ["save_async", "Steps"])
+def test_host_memory_is_donated_while_it_is_being_saved(way, tmp_path):
+    """A GPU refuses to donate what orbax still reads; a CPU copies it, which shows in the addresses."""
+    host = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",)), P("data"), memory_kind="pinned_host")
+    x = jax.jit(lambda: jnp.arange(2.0**20), out_shardings=host)()
+    start = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+    want = np.array(x)
+    steps = checkpoint.Steps(tmp_path / "steps")
+    saving = checkpoint.save_async(tmp_path / "saved", {"w": x}) if way == "save_async" else None
+    if saving is None:
+        steps.save(1, {"w": x})
+    after = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards] == start
+    path = saving.result() if saving else (steps.close(), tmp_path / "steps/1")[1]
+    np.testing.assert_array_equal(checkpoint.restore(path, {"w": jnp.zeros(2**20)})["w"], want)
+    steps.close()
 
 
 def test_saves_under_way_together(tmp_path):
