@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                               # all GPUs of this machine: 9 minutes
     python benchmarks/gpu.py --minutes 30                  # what did not fit into nine
-    python benchmarks/gpu.py --parts peak numbers          # some of it: peak, numbers, cost, rate, offload
+    python benchmarks/gpu.py --parts peak numbers          # some of it: peak, donation, numbers, cost, ...
     python benchmarks/gpu.py --tiny                        # every part on 8 simulated CPU devices, no GPU: 2 minutes
 
 Writes `<out>/<date>-gpu-<device>.md`, and beside it the rows as JSON lines (each when it is measured) and the

@@ -19,6 +19,7 @@ travels to other processes.
 
 PARTS = {
     "peak": "gpu_parts.peaks",
+    "donation": "gpu_parts.donation",
     "numbers": "gpu_parts.numeric",
     "cost": "gpu_parts.cost",
     "rate": "gpu_parts.rate",
