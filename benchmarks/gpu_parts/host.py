@@ -44,8 +44,8 @@ STAND_IN = 2**20  # bytes of memory, where a device has no limit to read
 def cases(config: dict[str, Any]) -> list[str]:
     """The bus, the update, steps at growing batches, the largest model per tier: `what / way / rows`."""
     del config
-    found = ["bus / - / 0", "step / host / 8", "step / host, whole leaves / 8", "largest / host / 1", "step / naive / 8"]
-    found += ["largest / none / 1", "update / host / 0", "step / host, prefetch / 8"]
+    found = ["bus / - / 0", "step / host / 8", "step / host, whole leaves / 8", "largest / host / 1"]
+    found += ["step / naive / 8", "largest / none / 1", "update / host / 0", "step / host, prefetch / 8"]
     return found + [f"step / {way} / {rows}" for rows in (32, 1) for way in ("host", "naive")]
 
 
