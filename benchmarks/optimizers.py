@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from optimizers import shampoo, soap
+from shampoo_soap import shampoo, soap
 from programs import QUICK, MlpBlock, Stack
 from test_parity import OPTIMIZERS, TAKES_VALUE
 

@@ -34,7 +34,7 @@ from jzero.sharding import Plan, check_plan
 
 Subject = type | Callable[..., Any]
 """A class of modules, or a function."""
-MOST_DIMS = 64  # that numpy's arrays have
+MOST_DIMS = 64  # of a numpy array
 WHERE = 'jzero.remat(offload="host")'
 
 
@@ -64,8 +64,8 @@ def remat(
         result is there, before the second run starts. None: kept in device memory.
       policy: what else to keep: any of `jax.checkpoint_policies`; it may offload named activations. None: nothing,
         all is computed again. At stage 3 gathered weights are never kept, whatever the policy says.
-      dim: the dim of the input that `partition` splits: 1, the sequence in [batch, sequence, features]. It must be
-        divisible by the axes, be whole so far, and not be the batch.
+      dim: the dim of the input that `partition` splits: 1, the sequence in [batch, sequence, features]. The size of
+        `partition` must divide it. It must not be split already, and not be the batch dim.
       argnums: which arguments are the block's input; `self` or the module counts as 0. Their floating-point arrays are
         kept as said here; other arguments as they are. None: the first argument that is such an array.
       prevent_cse, static_argnums: as in `jax.checkpoint`. `prevent_cse=False` is for a block in a scan.
@@ -118,8 +118,8 @@ def _axes(partition: str | Sequence[str] | None, plan: Plan) -> tuple[str, ...]:
     for name in axes:
         if name in plan.batch_axes:
             raise ValueError(
-                f"jzero.remat: partition axis {name!r} splits the batch already (batch axes {plan.batch_axes}): the "
-                f"activations of its devices differ. Pass an axis of tensor parallelism of {dict(plan.mesh.shape)}."
+                f"jzero.remat: partition axis {name!r} splits the batch already (batch axes {plan.batch_axes}), so "
+                f"its devices hold different activations. Pass a tensor-parallel axis of {dict(plan.mesh.shape)}."
             )
     if not axes or len(set(axes)) != len(axes):
         raise ValueError(f"jzero.remat(partition={partition!r}): name each axis once, or pass None.")
@@ -201,12 +201,13 @@ class _Block:
         if not floating or self.argnums is not None:
             raise ValueError(
                 f"jzero.remat: what is the block's input? argnums={self.argnums}, and of its {len(args)} positional "
-                f"arguments {len(floating)} are floating-point arrays. Pass argnums=, its position; `self` counts as 0."
+                f"arguments {len(floating)} are floating-point arrays. Pass its position as argnums=; "
+                "`self` counts as 0."
             )
         return floating[:1]
 
     def storage(self, x: jax.Array) -> InputStorage:
-        """How this input is kept. One that cannot be split is refused when it is kept, so not by `init`."""
+        """How this input is kept. An input that cannot be split raises only when it is kept, so `init` still runs."""
         platform = self.plan.mesh.devices.flat[0].platform
         limit = host_loop_limit(platform, WHERE) if self.host else ""
         if not self.axes:
@@ -218,7 +219,7 @@ class _Block:
             axes = ", ".join(map(repr, self.axes))
             refused = (
                 f"jzero.remat: {axes} ({parts} devices) cannot split dim {self.dim} of the block's input "
-                f"{typed_shape(x)}: {why}. Pass dim=, one that {parts} divides, or pad it."
+                f"{typed_shape(x)}: {why}. Pass a dim= that {parts} divides, or pad the input."
             )
         context = jax.sharding.get_abstract_mesh()
         mesh: Any = context if in_shard_map() else self.plan.array_mesh

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.splits import Split
+from jzero.layout.padding import padded
 from jzero.layout.specs import axis_size
 from jzero.sharding import Plan
 
@@ -22,9 +23,9 @@ class Pieces:
 
     Attributes:
       shape: of the whole array, `(1,)` of a scalar; a dim that nothing divides is rounded up.
-      split: by dim the axes.
-      axes: all of them, in the order of the exchange.
-      sizes: of the axes.
+      split: for each dim, the axes that split it.
+      axes: all axes, in the order of the exchange.
+      sizes: the sizes of the axes.
     """
 
     shape: tuple[int, ...]
@@ -57,9 +58,7 @@ class Pieces:
 
     def rows(self, x: Any) -> Any:
         """The reverse."""
-        x = jnp.reshape(x, self.shape)
-        if self.padded != self.shape:
-            x = jnp.pad(x, [(0, p - s) for p, s in zip(self.padded, self.shape, strict=True)])
+        x = padded(jnp.reshape(x, self.shape), self.padded)
         by_name = dict(zip(self.axes, self.sizes, strict=True))
         view: list[int] = []
         at: dict[str, int] = {}
@@ -95,14 +94,14 @@ class MatrixExchange:
         return axis_size(self.plan.mesh, self.axes)
 
     def __call__(self, rows: Any) -> Any:
-        """Row j goes to device j, and comes from there.
+        """Sends row j to device j, and returns in row j what device j sent.
 
         Args:
           rows: (devices, values): on the way there, this device's pieces of the matrix of every owner; on the way back,
             the pieces that this owner has of its matrix.
         """
         with jax.named_scope(self.SCOPE):
-            # of one dim: XLA's CPU backend may give rows [1, n] different layouts, and refuses what it has made
+            # flattened: XLA's CPU backend may give rows [1, n] different layouts, and then rejects its own program
             flat = jax.lax.all_to_all(jnp.reshape(rows, -1), self.axes, 0, 0, tiled=True)
             return jnp.reshape(flat, rows.shape)
 

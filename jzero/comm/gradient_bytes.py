@@ -38,7 +38,7 @@ def wire(gradients: GradientReduce, x: Layout, accumulate: int, uses: Sequence[U
 
 
 def _one(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Sent]:
-    """Of one reduction."""
+    """What one reduction sends."""
     plan, mesh, taken = gradients.plan, gradients.plan.mesh, spec_axes(x.used)
     split = tuple(a for a in spec_axes(x.state) if a not in taken)
     whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
@@ -58,10 +58,10 @@ def _one(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Sent]:
 
 
 def _rows_bytes(gradients: GradientReduce, x: Layout, use: Use, itemsize: int) -> float:
-    """Bytes of the cotangents of a lookup, in place of those of its gradient: XLA moves what is less.
+    """Bytes of a lookup's cotangents: XLA sends these in place of the gradient if they are fewer.
 
-    All devices need all of them where the table is split by rows, and their columns of them where by columns. Not where
-    the gradient is constrained to the used layout first.
+    If the table is split by rows, every device needs all cotangents; if by columns, only its own columns of them.
+    Infinite if the gradient is constrained to the used layout first: then XLA sends the gradient.
     """
     if x.stored != x.used and gradients.is_shared(x.stored, x.state):
         return math.inf
@@ -76,6 +76,6 @@ def _itemsize(plan: Plan, x: Layout, use: Use) -> int:
 
 
 def _by_lookup(uses: Sequence[Use]) -> list[list[Use]]:
-    """Lookups and other uses apart, where there are any."""
+    """The uses in two lists, lookups and others; without empty lists."""
     parts = ([use for use in uses if (use.kind == "lookup") == wanted] for wanted in (True, False))
     return [some for some in parts if some]

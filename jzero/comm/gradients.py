@@ -1,9 +1,9 @@
 """Gradients on their way to the shards of the optimizer state.
 
 [Note: by way of the used layout]
-XLA joins an all-reduce and a slice to a reduce-scatter where all devices of the batch share the gradient: such a
-gradient is constrained to its used layout, then to its shard. With replicas or hpZ that way would all-reduce whole
-gradients, so that they are constrained to the shard at once. (With few tokens XLA may then move activations.)
+XLA turns an all-reduce and a slice into a reduce-scatter if the gradient is split over all devices of the batch: such a
+gradient is constrained to its used layout, then to its shard. With replicas or hpZ this would all-reduce whole
+gradients, so there they are constrained directly to the shard. (With few tokens XLA may then move activations.)
 
 [Note: vectors first whole]
 The layout of a bias's or a norm scale's gradient would spread back into what it is computed with, and batch statistics
@@ -17,8 +17,8 @@ scale`) into the forward pass. Beside tensor parallelism, in a layout that does 
 axes (a hybrid; pieces along two dims), XLA's partitioner can then compute wrong values (jaxlib 0.10 and 0.12 with
 Shardy, on CPU devices; the program is the canary `spread_layouts_are_wrong`). There the layout spreads forward alone
 (`core/one_way.py`), except at a matmul, a convolution or a lookup, whose operand is the weight itself: XLA makes the
-reduce-scatter of a hybrid from what spreads back to these, and all-reduces whole gradients without it. The update,
-which does not see the uses, does it for all weights of a loss that is not walked.
+reduce-scatter of a hybrid from what spreads back to these, and all-reduces whole gradients without it. The update does
+not see the uses, so for a loss that is not walked it lets the layouts of all weights spread forward only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from jzero.comm.routes import (
     LOOP,
     MATMUL,
     ONE_WAY,
-    OTHER,
     ROUNDS,
     SHARD,
     SPREAD,
@@ -65,7 +64,7 @@ from jzero.layout.specs import P, entry_axes, named_axes, shard_factor, spec_axe
 from jzero.sharding import Plan
 
 OPERANDS = (MATMUL, CONVOLUTION, LOOKUP)
-CUT_BUCKETS = 8  # times `bucket_bytes`: a gradient is made in parts from there on
+CUT_BUCKETS = 8  # times `bucket_bytes`: a larger gradient is made in parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +146,8 @@ class GradientReduce:
         narrower = asked is not None and asked.itemsize < made.itemsize and matrix
         return wide if wide.itemsize > w.dtype.itemsize else None, asked if narrower else None
 
-    def by_xla(self, w: Reduced, kind: str = OTHER) -> str:
-        """How a gradient is reduced that XLA makes at a use of a kind: see [Note: by way of the used layout]."""
+    def by_xla(self, w: Reduced, kind: str) -> str:
+        """How to reduce a gradient that XLA makes at a use of this kind: see [Note: by way of the used layout]."""
         split = w.stored != w.used
         if split and (len(w.shape) <= 1 or self.is_shared(w.stored, w.grad)):
             return WHOLE_FIRST
@@ -156,7 +155,7 @@ class GradientReduce:
         return ONE_WAY if by == SHARD and kind not in OPERANDS and self.spreads_wrongly(w.grad) else by
 
     def by_jzero(self, w: Reduced) -> str:
-        """How a gradient is reduced that is there already: that of a vector stays whole where its weight is."""
+        """How to reduce a gradient that already exists; a vector's stays whole if the vector is stored whole."""
         return WHOLE if len(w.shape) <= 1 and w.stored == w.used else SHARD
 
     def by_update(self, x: Layout) -> str:
@@ -164,7 +163,7 @@ class GradientReduce:
         return WHOLE_FIRST if x.vector else ONE_WAY if self.spreads_wrongly(x.state) else SHARD
 
     def _cut(self, w: Reduced, dims: Sequence[int]) -> tuple[int, int]:
-        """(dim, parts): the dim of these whose parts, two of which are about a bucket, are the fewest; else one."""
+        """(dim, parts): the dim that needs the fewest parts of at most half a bucket; one part if no dim divides."""
         wanted = -(-2 * w.nbytes // self.plan.bucket_bytes)
         found = [(n, d) for d in dims if (n := equal_parts(w.shape[d], wanted)) > 1]
         parts, dim = min(found, default=(1, dims[0] if dims else 0))
@@ -233,10 +232,11 @@ class GradientReduce:
             return grad if memory_kind(grad) == HOST else self.one_at_update(grad, x)
 
     def one_at_update(self, grad: Any, x: Layout, *, walked: bool = True) -> Any:
-        """One of them.
+        """One gradient that reaches the optimizer, on the shards of its state.
 
-        `walked`: it is of a walked loss, which has reduced it where the weight is used value by value; or it is an
-        argument of the program. Then its layout may spread back: a scan takes that of its stack from here.
+        `walked`: the gradient comes from a walked loss, which has already reduced it if the weight is used value by
+        value, or it is an argument of the program. Then its layout may spread back: a scan takes the layout of its
+        stack of gradients from here.
         """
         by = self.by_update(x)
         return self.by_layout(grad, x.used, x.state, SHARD if by == ONE_WAY and walked else by)

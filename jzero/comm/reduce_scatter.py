@@ -35,11 +35,11 @@ from jzero.layout.specs import axis_size, entry_axes, make_spec, spec_axes, spec
 from jzero.sharding import Plan
 
 SCOPE = "jzero.reduce_grads"
-"""`named_scope` of reductions of gradients: by it they are told from collectives that users write."""
+"""`named_scope` of gradient reductions; it distinguishes them from collectives that users write."""
 
 
 def needs_scatter(shape: Sequence[int], spec: PartitionSpec, plan: Plan) -> bool:
-    """XLA has no reduce-scatter of its own for this layout, and here is one."""
+    """True if XLA has no reduce-scatter for this layout, and this module has one."""
     entries = [entry_axes(e) for e in spec]
     pieces = [axis_size(plan.mesh, e) for e in entries]
     odd = any(size % n for size, n in zip(shape, pieces, strict=False))
@@ -59,7 +59,7 @@ def batch_axes(plan: Plan) -> tuple[str, ...]:
 
 
 def of_batch(spec: PartitionSpec, plan: Plan) -> PartitionSpec:
-    """What a `shard_map` over the batch axes is told of a layout: the other axes stay automatic."""
+    """The part of a layout that a `shard_map` over the batch axes names: the other axes stay automatic."""
     axes = batch_axes(plan)
     return make_spec([tuple(a for a in entry_axes(e) if a in axes) for e in plan.sharding(spec).spec])
 

@@ -1,13 +1,13 @@
 """Who reduces the gradient of a weight: where, in which dtype, by which collective.
 
-`GradientReduce.where` and `GradientReduce.route` decide it. The walk of `gather/` takes that way, `estimate` counts its
-bytes, and docs/design.md shows it as a table (`python docs/make_routes.py`).
+`GradientReduce.where` and `GradientReduce.route` choose the route. The walk in `gather/` follows it, `estimate` counts
+its bytes, and docs/design.md shows all routes in a table (`python docs/make_routes.py`).
 
 Where
   `USE`: at the use that makes the gradient. So is every gradient at stage 3, and at stage 2 where there are several
   buckets; else only one that XLA would reduce badly by itself.
   `LOOP`: once, after the backward loop that sums it; see [Note: a weight that every round uses] in `gather/loops.py`.
-  `UPDATE`: by the optimizer's update, which every gradient meets that is still whole.
+  `UPDATE`: by the optimizer's update, which reduces every gradient that is still whole.
 
 By
   `SHARD`: it is constrained to its shard, and XLA makes the collective.
@@ -97,9 +97,9 @@ class Route:
       where, by: see above.
       made_here: jzero makes the gradient, by a rule for the kind of use; else XLA does, from JAX's derivative.
       made: the dtype in which it is made and summed, where that is wider than the weight's; else None.
-      sent: the dtype that was asked for, where it is narrower than that in which it is made; else None. What XLA makes
-        it sends as it is.
-      dim, parts: it is made in so many parts of that dim, each reduced while the next is made.
+      sent: the dtype that was asked for, if it is narrower than the one in which the gradient is made; else None. A
+        gradient that XLA makes is sent as it is.
+      dim, parts: the gradient is made in `parts` parts along `dim`, each reduced while the next is made.
     """
 
     where: str

@@ -1,4 +1,4 @@
-"""What of jzero has been traced: updates, and losses that it walks. Both are missing from a program without an error.
+"""Records which updates and gathers have been traced: a program that lacks them runs without an error.
 
 A step that does not return its state has no update in its program, since XLA drops it. A loss at stage 3 that gathers
 nothing gives the right numbers: XLA then gathers as it likes.
@@ -17,7 +17,7 @@ _walked: WeakSet[Plan] = WeakSet()
 
 
 def expect_gathers(plan: Plan) -> None:
-    """A state has been sharded by this plan: a gather is to be traced before an update is."""
+    """A state has been sharded by this plan: a gather must be traced before an update is."""
     if plan.config.row.params and plan.n > 1 and any(x.stored != x.used for x in plan.layouts):
         _expected.add(plan)
 
@@ -28,7 +28,7 @@ def walk_traced(plan: Plan) -> None:
 
 
 def was_walked(plan: Plan) -> bool:
-    """Whether a loss by this plan has been walked since this was asked last: once for each update."""
+    """Whether a loss by this plan has been walked since the last call; each update calls this once."""
     walked = plan.trained in _walked
     _walked.discard(plan.trained)
     return walked
@@ -36,8 +36,7 @@ def was_walked(plan: Plan) -> bool:
 
 def gather_traced(plan: Plan) -> None:
     """A weight of this plan has been gathered where it is used."""
-    if plan not in _traced:
-        _traced.add(plan)
+    _traced.add(plan)
 
 
 def update_traced(plan: Plan) -> None:
@@ -45,9 +44,9 @@ def update_traced(plan: Plan) -> None:
     if plan in _expected and plan not in _traced:
         _expected.discard(plan)
         warnings.warn(
-            "jzero: at stage 3 the update of this state is traced, and no weight was gathered where it is used. XLA "
-            "then gathers the weights by itself, often all at once, and all of them are on every device. In the loss, "
-            "call state.apply_fn in place of model.apply, or wrap the loss (of an NNX model as well): "
+            "jzero: at stage 3 the update of this state was traced, but no weight was gathered where it is used. XLA "
+            "then gathers the weights by itself, often all at once, so that every device holds all of them. In the "
+            "loss, call state.apply_fn in place of model.apply, or wrap the loss (of an NNX model as well): "
             "loss_fn = jzero.gather_on_use(loss_fn, plan).",
             stacklevel=2,
         )

@@ -14,7 +14,7 @@ import numpy as np
 class Transport(Protocol):
     """The form in which the values of one array travel.
 
-    It is not its own derivative: a tangent of an array that travels encoded travels as it is (`WeightGather.tangent`).
+    An encoding need not be linear, so the tangent of an encoded array travels unencoded (`WeightGather.tangent`).
 
     Args:
       shape, dtype: of the whole array.

@@ -6,9 +6,9 @@ the gather (its split dim first) to that of the param: 5.5 to 6.5 GB for a 7.5B 
 layer at a time into the buffer of the old stack: 1.2 GB.
 
 [Note: one copy at a time]
-A leaf that is split along another dim than its first, along several, or padded, is gathered into a buffer of its own
-and copied to the layout of the param. XLA would gather all of them first. So each gather waits until the last copy is
-done.
+A leaf that is split along a dim other than the first, along several dims, or padded, is gathered into a buffer of its
+own and copied to the layout of the param. XLA would gather all such leaves first. So each gather waits until the last
+copy is done.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class UpdateGather:
 
 
 def is_copied(x: Layout) -> bool:
-    """A large leaf whose gather is not a whole result: split along another dim than the first, several, or padded.
+    """A large leaf whose gathered pieces must be copied into place: see [Note: one copy at a time].
 
-    Not one that stays split along another dim than the first: flat, it would have to be gathered whole.
+    Not one that stays split along a dim other than the first: flat, it would have to be gathered whole.
     """
     if x.state == x.stored or x.nbytes < LARGE or spec_axes(P(*x.stored[1:])):
         return False
@@ -105,7 +105,7 @@ def is_copied(x: Layout) -> bool:
 
 
 def merged_dims(x: Layout) -> tuple[int, ...]:
-    """The shape of a layer of a stack, made as flat as it can be with no split dim behind another: that is gathered."""
+    """The shape of a layer with each unsplit dim merged into the one before it; merging a split dim would gather it."""
     dims: list[int] = []
     for size, axes in itertools.zip_longest(x.shape[1:], x.stored[1:]):
         if axes or not dims:

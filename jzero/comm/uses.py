@@ -50,4 +50,4 @@ class Uses(dict[str, tuple[Use, ...]]):
 
 
 DEFAULT = (Use("matmul"),)
-"""A plan knows shapes and not uses."""
+"""The use that is assumed of every param if only the plan is known."""

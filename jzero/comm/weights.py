@@ -20,7 +20,7 @@ from jzero.sharding import Plan
 LOOP_BYTES = 2**30
 """Of weights that are constant over a loop, whole: enough for the output head of a model of 8 billion bf16 params
 (128256 x 4096), and with as much for its gradient 2.5 % of an 80 GB device."""
-LOOP_BUCKETS = 8  # times `bucket_bytes`: or so much, where that is more
+LOOP_BUCKETS = 8  # times `bucket_bytes`, if that is more than `LOOP_BYTES`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class WeightGather:
 
     @property
     def loop_bytes(self) -> int:
-        """Bytes of whole weights that are gathered before a loop; what is beyond is gathered in each round of it."""
+        """The most bytes of whole weights that are gathered before a loop; others are gathered in each round."""
         return max(LOOP_BYTES, LOOP_BUCKETS * self.plan.bucket_bytes)
 
     def tangent(self, shard: Any, stored: PartitionSpec, used: PartitionSpec) -> Any:

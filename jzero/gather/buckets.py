@@ -16,10 +16,10 @@ one of them waits for its end on the way back, and after a loop on the way forwa
 gathered, nor a gradient whole, while all layers of a scan run.
 
 [Note: few tokens]
-At stage 2 order saves what XLA would keep otherwise, the activations that weight gradients are made from. Where they
-are fewer bytes than a bucket it saves nothing, and whole gradients fit better into the donated buffers of old params.
+At stage 2 the order saves the activations that weight gradients are made from, which XLA would otherwise keep. If they
+are smaller than a bucket, this saves nothing, and whole gradients fit better into the donated buffers of old params.
 
-Everything here reads jaxprs alone; `interpreter.py` makes the ties.
+This module only reads jaxprs; `ties.py` makes the ties.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def find_buckets(graph: WeightGraph, sizes: Mapping[int, int], limit: int, prefe
 
 
 def _first_inside(graph: WeightGraph, node: Node, sizes, limit: int, prefetch: int) -> list[int]:
-    """The weights of the first buckets in a region, as they are called outside."""
+    """The weights of the first buckets in a region, by their numbers in the graph outside."""
     (body,), skipped = bodies(node.eqn)
     operands = node.ins[skipped:]
     is_weight = [i in graph.parent for i in operands]
@@ -128,8 +128,8 @@ def find_ties(
 ) -> Iterator[Tie]:
     """The ties of a jaxpr; see [Note: buckets].
 
-    `written`: weights (of the arguments) whose gradients are written away (`ShardSource`): also from regions, the
-    cotangents wait for that.
+    `written`: arguments whose gradients are written to host memory (`HostSource`). Cotangents wait for these even
+    where they come from regions.
     """
     data = graph.data()
     gather: dict[tuple[int, bool], list[int]] = collections.defaultdict(list)

@@ -5,10 +5,11 @@ Nothing is computed in host memory. What the program does to such a weight befor
 off until the shard is in device memory, which is where it is gathered: at the use, inside of what the backward pass
 runs again. JAX wants the cotangent of an array in host memory there too; two such cotangents would be added by a kernel
 that reads host memory, and XLA writes the layers of a scan into a stack in host memory only where nothing, no barrier
-either, stands between the copy of a layer and its place. So where a weight enters a function or a region its value and
-its gradient part: the value has none, and a `variable` that is never computed stands for its gradient in device memory.
-Uses are added and tied there; what leaves is written to host memory at the entry. A region or a scan enters a weight
-of its own; with several of them, each has a copy (the same array), whose gradients are added in device memory.
+either, stands between the copy of a layer and its place. So where a weight enters a function or a region, its value and
+its gradient are separated: the value has no gradient, and a `variable` that is never computed stands for the gradient
+in device memory. The gradients of the uses are added and tied there, and the sum is written to host memory at the
+entry. Each region or scan takes the array from the entry; if there are several, each takes a copy (the same array), and
+the gradients of the copies are added in device memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Entry:
     """A weight in host memory where it enters a function or a region; see [Note: a weight in host memory].
 
     Attributes:
-      array: with its gradient; the last one to take it takes itself, others a copy.
+      array: the array with its gradient; the last taker gets it, earlier ones get a copy.
       lies: its layouts.
       comm: the collectives.
       used: an equation uses it here.

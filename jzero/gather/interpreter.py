@@ -96,8 +96,8 @@ def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:
         return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)
     if name == BEGIN:
         raise ValueError(
-            f"jzero.remat: a param of shape {values[0].shape} is taken for the block's input. Pass argnums=, "
-            "the position of the activations; `self` counts as 0."
+            f"jzero.remat: a param of shape {values[0].shape} was taken for the block's input. Pass the position of "
+            "the activations as argnums=; `self` counts as 0."
         )
     changed = None
     if name in ON_SHARD:
@@ -150,9 +150,9 @@ RULES: dict[str, Rule] = {
 
 
 def policy_of(policy, *, drops: bool):
-    """The user's checkpoint policy, asked of what a walked product stands for, and minus gathered weights.
+    """The user's checkpoint policy, applied to the equation that a walked product stands for.
 
-    These are gathered again, unless they are kept anyway.
+    With `drops` it never saves gathered weights: they are gathered again.
     """
     if policy is None:
         return None

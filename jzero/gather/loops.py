@@ -67,7 +67,7 @@ def scan(eqn, values: list[Any], walk: Walk) -> list[Any]:
 
 
 def _for_body(values: Sequence[Any], consts: int, but: Collection[int], walk: Walk) -> list[Any]:
-    """What the body of a scan reads: of weights that are fetched only stacks, which it takes layer by layer."""
+    """The values for a scan: weights in host memory are fetched, except those in `but` and stacks."""
 
     def stays(i: int, value: Any) -> bool:
         if not isinstance(value, Weight) or value.source.direct or i in but:
@@ -122,7 +122,7 @@ def constants(consts: Sequence[Any], walk: Walk, but: Collection[int] = ()) -> l
 
 
 def _late(shards, cotangents, weights: Sequence[Weight], walk: Walk):
-    """Shards that are there only when the backward pass has come to the loop."""
+    """The shards, available only when the backward pass has reached the loop."""
     shards, cotangents = after(shards, cotangents)
     pairs = zip(shards, weights, strict=True)
     return [walk.plan.constrain(x, w.stored) if w.source.direct else x for x, w in pairs], cotangents

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Carrier:
-    """What of a weight goes through a tie (`ties.py`): the array that its gradient comes back to.
+    """The part of a weight that goes through a tie (`ties.py`): the array that its gradient comes back to.
 
     Attributes:
       array: goes in.
       put: the weight with what came out.
       forward: what comes out of the tie for it; `tangent` for a tangent of it.
-      back: the cotangent that goes back for that of what came out, given the function that reduces it.
+      back: from the cotangent of what came out, and the function that reduces it, the cotangent of what went in.
     """
 
     array: Any

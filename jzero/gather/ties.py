@@ -74,7 +74,7 @@ def tie(found: buckets.Tie, graph: WeightGraph, env, walk: Walk) -> None:
     # a round of a loop fetches what it reads; what a tie makes of it would be kept for the backward loop
     as_they_are = jaxprs.in_differentiated_loop() and not walk.in_remat
     values = [] if as_they_are else [k for k in late if not env[k].source.direct]
-    # a tangent of zeros would be made of a frozen weight, and a gradient of it
+    # frozen weights only wait: as linear arguments they would get a tangent of zeros, and from it a gradient
     frozen = [k for k in late if env[k].source.direct and not env[k].trained]
     values += frozen
     weights = {
@@ -99,6 +99,7 @@ def tie(found: buckets.Tie, graph: WeightGraph, env, walk: Walk) -> None:
     env.update(zip(activations, out[len(rows) :], strict=False))
     for key, value in zip(values, out[len(out) - len(values) :], strict=True):
         env[key] = dataclasses.replace(env[key], shard=value)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Tied:

@@ -33,7 +33,7 @@ from jzero.layout.mesh import in_shard_map
 from jzero.layout.placement import device_type
 from jzero.sharding import Plan, check_plan
 
-# Set while a function is traced for the walk: an `apply_fn` in a loss that is wrapped too leaves it to the outer one.
+# Set while a function is traced for the walk: a wrapped `apply_fn` in a wrapped loss leaves the walk to the loss.
 # JAX's own kind of context, since it is part of the keys under which `jax.jit` keeps what it has traced.
 _tracing = jax.make_user_context(False)
 
@@ -103,7 +103,7 @@ class GatherOnUse:
         if not args:
             raise TypeError(
                 f"jzero.gather_on_use: called without the params. {first or 'They'} must come first, or be passed as "
-                "params=."
+                f"{first or 'params'}=."
             )
         return args[0], args[1:], kwargs, lambda p, args, kw: self.fn(p, *args, **kw)
 
@@ -144,7 +144,7 @@ class GatherOnUse:
         return tree.unflatten(leaves)
 
     def _reduces(self, params) -> bool:
-        """Inside of a trace, with a gradient that is worth a reduction of its own; a `shard_map` has its own ones."""
+        """True in a trace that reads params of the plan; in a `shard_map` the user reduces the gradients."""
         traced = any(jaxprs.is_tracer(x) for x in jax.tree.leaves(params))
         return traced and not in_shard_map() and any(self._layouts(params, required=False))
 
@@ -196,11 +196,11 @@ class GatherOnUse:
         return filled
 
     def _check_no_function(self, outs: Sequence[Any]) -> None:
-        """Raises TypeError for a function among the results: weights that it holds are not there any more outside."""
+        """Raises TypeError for a function among the results: its weights no longer exist outside of the trace."""
         if any(callable(o) for o in outs):
             raise TypeError(
                 f"jzero.gather_on_use: {getattr(self.fn, '__qualname__', 'the function')} returns a function (curried, "
-                "or a bound model), and weights are gathered only while it runs itself. Pass one that takes all "
+                "or a bound model), but weights are gathered only while it runs. Pass a function that takes all "
                 "arguments at once: apply_fn = lambda params, x: curried(params)(x)."
             )
 
@@ -212,9 +212,9 @@ class GatherOnUse:
         return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
 
     def _reduced_alone(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
-        """Those of weights that XLA would reduce badly, or wrongly, by itself: see `GradientReduce.where`.
+        """The layouts of weights whose gradients XLA would reduce badly, or wrongly, by itself; None for the others.
 
-        Their gradients go straight to the shards of their state.
+        See `GradientReduce.where`. These gradients go straight to the shards of the optimizer state.
         """
         weights = [y is not None for y in layouts]
         gradients = comm_of(self.plan).gradients
@@ -246,7 +246,7 @@ class GatherOnUse:
         if required and not any(found):
             raise ValueError(
                 "jzero.gather_on_use: the first argument holds none of the plan's params (looked for "
-                f"{self.plan.layouts[0].name} and {len(self.plan.layouts) - 1} more). Give a function that takes the "
+                f"{self.plan.layouts[0].name} and {len(self.plan.layouts) - 1} more). Pass a function that takes the "
                 "params, Flax variables {'params': params} or the nnx.Module first."
             )
         return found

@@ -20,7 +20,7 @@ from jzero.core.linear import linear
 from jzero.gather.sharded_weight import Weight
 from jzero.sharding import Plan
 
-SHARE_SAID = 20  # one of so many parts of the params: a smaller weight's wider gradient is not worth a warning
+SHARE_SAID = 20  # warn only of weights that hold more than one 20th of all params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def on_shards(values: Sequence[Any], walk: Walk) -> list[Any]:
     """Weights pinned to their stored layout: what a region keeps of one is its shard, not a slice of the whole.
 
     Without it the layout of the gathered weight spreads back over a cast or a transpose, and the whole one is alive
-    until the backward pass cuts the shard out of it. Its gradient is not: it may be split over more devices (hpZ).
+    until the backward pass cuts the shard out of it. The gradient is not pinned: it may be on more devices (hpZ).
     """
 
     def pinned(weight: Weight) -> Weight:
@@ -116,13 +116,13 @@ def _gathered(weight: Weight, walk: Walk, reduce: Callable[[Any], list[Any]]) ->
 
 
 def kept(weight: Weight, walk: Walk) -> Weight:
-    """Gathered for all its uses; where these reduce its gradient themselves, what comes back is reduced."""
+    """The weight, gathered once for all its uses. If a use already reduces the gradient, the result is reduced."""
     made, _ = walk.comm.gradients.dtypes(weight, weight.dtype)
     return weight.as_whole(gathered(weight, walk, reduces=not walk.ordered and made is None))
 
 
 def before_loop(weight: Weight, walk: Walk, dtype: Any = None) -> Any:
-    """A weight for all rounds of a loop, the sum of whose gradients is reduced once; `dtype`: that of a cast."""
+    """A weight gathered for all rounds of a loop, whose summed gradient is reduced once; `dtype`: cast to it first."""
     weight = weight.fetched(walk.comm)
     if dtype is not None:
         shard = weight.shard.astype(dtype)
@@ -140,13 +140,13 @@ def before_loop(weight: Weight, walk: Walk, dtype: Any = None) -> Any:
 
 
 def reduced(grad: Any, weight: Weight, walk: Walk) -> Any:
-    """The gradient of a weight that is there already, reduced by XLA."""
+    """A weight's gradient that already exists, reduced by XLA."""
     gradients = walk.comm.gradients
     return gradients.by_layout(grad, weight.used, weight.grad, gradients.by_jzero(weight))
 
 
 def warn_of_dtype(weight: Weight, made: np.dtype, walk: Walk) -> None:
-    """Of a large weight whose gradient XLA makes, and reduces in a wider dtype than was asked for."""
+    """Warns if XLA makes a large weight's gradient and reduces it in a wider dtype than `reduce_dtype`."""
     _, dtype = walk.comm.gradients.dtypes(weight, made)
     if dtype is not None and math.prod(weight.shape) * SHARE_SAID > sum(x.size for x in walk.plan.layouts):
         warnings.warn(

@@ -30,7 +30,7 @@ class WeightGraph(Graph):
     Attributes:
       parent: for a value that is a weight after a cast (a transpose, a squeeze, a cut), the weight before it; for a
         weight among the arguments itself.
-      split: the dims of a weight that a layout of it splits; not of one of which that is not known.
+      split: for each weight the dims that any of its layouts splits; without weights for which that is not known.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def handed_by_scan(eqn: Any, weights: Sequence[bool]) -> list[int | None]:
 
 
 def activation_bytes(jaxpr: Any, weights: Sequence[bool]) -> int:
-    """Bytes of the activations, over all devices, that the gradients of weights are made from; of a loop one turn."""
+    """Bytes, over all devices, of the activations that weight gradients are made from; a loop counts one round."""
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     data, total = graph.data(), 0
     for node in graph.nodes:
@@ -229,7 +229,7 @@ def loop_constants(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
 
 
 def value_wise(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
-    """Positions of the weights that something else than a product or a lookup reads: `v * scale`, in regions too."""
+    """Positions of the weights that anything but a product or a lookup reads: `v * scale`, in regions too."""
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()
     for node in graph.nodes:

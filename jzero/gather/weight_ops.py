@@ -1,9 +1,9 @@
 """What happens where an equation uses a stored weight: it is gathered, and its gradient made and reduced.
 
 [Note: a lookup on the way back]
-The gradient of an embedding lookup is added into zeros of the size of the whole table, which XLA may make long
-before. Here a loop makes it some columns at a time, and reduces these: in straight-line code the zeros of all parts
-would still be made early, and nothing can tie a constant to its place.
+The gradient of an embedding lookup is added into zeros of the size of the whole table, which XLA may allocate long
+before they are needed. Here a loop makes a few columns of the gradient at a time, and reduces them. In straight-line
+code the zeros of all parts would still be made early, since nothing can tie a constant to its place.
 
 [Note: a lookup and what reads its rows]
 XLA joins a lookup to what reads its rows, once for each reader. Where a norm's backward pass reads them, the gathered
@@ -11,10 +11,10 @@ table is alive until then, 2 GB for a vocabulary of 256000 (Flax's gemma), in pl
 rows as an array of their own.
 
 [Note: a tied embedding]
-Its gradient is the sum of two, and XLA adds the lookup's rows into that of the output head: this one, reduced
-already, is gathered again to take them, and all is reduced once more (2 Psi more for such a table, 64 H200). Where
-the lookup's gradient is constrained to its shards by itself, XLA adds the two first and reduces once. At stage 1, where
-gradients are reduced by the update, this is all that the walk does.
+The gradient of a tied embedding is the sum of the lookup's and the output head's. XLA adds the lookup's rows into the
+gradient of the output head: this is already reduced, so it is gathered again to take the rows, and then reduced once
+more (2 Psi more for such a table, 64 H200). If the lookup's gradient is constrained to its shards by itself, XLA adds
+the two first and reduces once. At stage 1, where gradients are reduced by the update, this is all that the walk does.
 
 [Note: a matmul on the way back]
 The gradient of a weight that is much larger than a bucket (an output head: 2 GB for a vocabulary of 256000) is made in
@@ -55,7 +55,7 @@ SPREADS = ("broadcast_in_dim", "reshape")
 
 
 def use(eqn, values: list[Any], walk: Walk) -> list[Any]:
-    """Gather the weights that the equation reads, bind it, and let go of them."""
+    """Gather the weights that the equation reads, bind the equation, and drop the weights."""
     at = [i for i, v in enumerate(values) if isinstance(v, Weight)]
     maker = maker_of(eqn, at[0], values)
     route = walk.route(values[at[0]], maker)

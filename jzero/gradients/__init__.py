@@ -1,7 +1,7 @@
-"""`jzero.value_and_grad`: micro-batches, loss scaling, and whether a loss keeps its examples apart.
+"""`jzero.value_and_grad`: gradient accumulation over micro-batches, loss scaling, and a check for coupled examples.
 
 Vocabulary
-  micro-batch  a part of the batch whose gradient is computed by itself; the sums are in fp32
+  micro-batch  a part of the batch whose gradient is computed separately; gradients are summed in fp32
   reduce       "step": once after the loop; "microbatch": in each micro-batch
   coupled      a loss in which examples are combined before they are summed (batch statistics, contrastive losses)
 

@@ -1,12 +1,15 @@
-"""Sums over micro-batches: of losses, of aux and of gradients, and where the gradients are reduced.
+"""Sums losses, aux and gradients over micro-batches, and decides where the gradients are reduced.
 
 [Note: one reduction or many]
-Micro-batches can be reduced in two places. After the loop ("step"): each device sums its own gradients, whole
-and in fp32, and one reduce-scatter follows: 1 Psi for the gradients whatever the number of micro-batches, and
-4 bytes per parameter held. Inside of it ("microbatch"): each micro-batch's gradient is reduced to its shard as
-the backward pass makes it, and shards are summed: 1 Psi per micro-batch, and 4/N bytes per parameter held. Under
-plain `jax.jit` XLA always does the second, since a sum over micro-batches of sums over devices looks the same to
-it; the first takes `jax.shard_map`, where a gradient is a device's own until it is reduced.
+Gradients can be reduced in two places:
+
+- After the loop ("step"): each device sums its own gradients, whole and in fp32, and one reduce-scatter follows. This
+  sends 1 Psi whatever the number of micro-batches, and holds 4 bytes per parameter.
+- Inside the loop ("microbatch"): each micro-batch's gradient is reduced to its shard as the backward pass makes it, and
+  the shards are summed. This sends 1 Psi per micro-batch, and holds 4/N bytes per parameter.
+
+Under plain `jax.jit` XLA always does the second, because it cannot tell a sum over micro-batches from a sum over
+devices. The first needs `jax.shard_map`, where a gradient stays local to its device until it is reduced.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from jzero.update.padded_state import cut, pad
 class Accumulation:
     """Gradients of a batch in micro-batches; the fields are the arguments of `value_and_grad`.
 
-    Its loss is `fn(params, args, values) -> (loss, (aux, values))`, the values those of a `State`.
+    Its loss is `fn(params, args, values) -> (loss, (aux, values))`; `values` are those of a `State`.
 
     Attributes:
       mode: "step" or "microbatch", where gradients are reduced; "plain": XLA decides.
@@ -54,7 +57,7 @@ class Accumulation:
     mode: str
 
     def check_batch(self, args) -> None:
-        """Raises ValueError for a missing argument, or leaves that devices x micro-batches cannot split alike."""
+        """Raises ValueError for a missing argument, or for leaves that devices x micro-batches cannot split evenly."""
         missing = [i for i in (*self.batch_argnums, *self.rng_argnums) if i > len(args)]
         if missing:
             raise ValueError(
@@ -80,7 +83,7 @@ class Accumulation:
         )
 
     def part(self, args) -> tuple[Any, ...]:
-        """The arguments with the shapes of one part of the batch: of a micro-batch, with "step" of a device's rows."""
+        """The arguments with the shapes of one micro-batch, or with "step" of one device's rows of it."""
         parts = self.accumulate * (self.plan.batch_parts if self.mode == "step" else 1)
 
         def shape(x):
@@ -90,7 +93,7 @@ class Accumulation:
         return tuple(jax.tree.map(shape, arg) if i + 1 in self.batch_argnums else arg for i, arg in enumerate(args))
 
     def check_loss(self, fn, params, args, state: State, *, coupled: bool) -> list[bool]:
-        """Whether the loss and each leaf of aux are sums over examples; refuses what micro-batches would change."""
+        """For the loss and each leaf of aux: is it a sum over examples? Raises if micro-batches would change it."""
         batch, rngs = ([i - 1 for i in some] for some in (self.batch_argnums, self.rng_argnums))
         parts = [MICRO_BATCH] * (self.accumulate > 1) + [DEVICE] * (self.mode == "step")
         with as_written():
@@ -101,7 +104,7 @@ class Accumulation:
     def __call__(self, fn: Callable[..., Any], params, args, state: State, sums: Sequence[bool]):
         """(loss, aux, grads, carry of the state) on the whole batch; `sums` is from `check_loss`.
 
-        `grads`: a list, of the params that the optimizer takes.
+        `grads` is a list, with one gradient for each param that the optimizer trains.
         """
         reduced = self._reduced_once if self.mode == "step" else self._reduced_in_each
         return reduced(fn, params, args, state, *_means(sums))
@@ -139,11 +142,11 @@ class Accumulation:
         return loss, aux, grads, carry
 
     def layout_of(self, x: Layout):
-        """The layout of the gradient that it returns, where that is part of its type."""
+        """The layout of a returned gradient, which is part of its type under an Explicit mesh."""
         return {"step": self._reduced_to(x), "microbatch": self._summed(x), "plain": x.state}[self.mode]
 
     def _reduced_to(self, x: Layout):
-        """`Layout.state`, or whole where its pieces share a dim with an axis that is automatic in the loop."""
+        """`Layout.state`; or `Layout.used` if the state splits one dim over batch axes and other axes together."""
         return x.state if is_of_batch(x.state, self.plan) else x.used
 
     def _reduced(self, grad, x: Layout, spec):
@@ -233,11 +236,9 @@ class Accumulation:
                     lambda w, s, g: s + _times(w, g, s.dtype), [grad_sums, grads], self.plan,
                     scalars=[w], in_place=True,
                 )  # fmt: skip
-                return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums, carry), _weighted(aux, w)
-            grads = pin(
-                [_times(w, g, s.dtype) for g, s in zip(grads, grad_sums, strict=True)]
-            )
-            grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
+            else:
+                grads = pin([_times(w, g, s.dtype) for g, s in zip(grads, grad_sums, strict=True)])
+                grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
             return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums, carry), _weighted(aux, w)
 
         layouts = self.plan.trained.layouts
@@ -256,7 +257,7 @@ class Accumulation:
 
 
 def trained_value_and_grad(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """`jax.value_and_grad(fn, has_aux=True)`, with the gradients of the params that the optimizer takes, a list."""
+    """`jax.value_and_grad(fn, has_aux=True)`; its gradients are a list, for the params that the optimizer trains."""
 
     def run(params, *args):
         leaves, tree = jax.tree.flatten(params)
@@ -271,7 +272,7 @@ def trained_value_and_grad(fn: Callable[..., Any], plan: Plan) -> Callable[..., 
 
 
 def _times(w, value, dtype):
-    """A value times its weight; nothing where the weight is 0, whose loss may be 0/0."""
+    """A value times its weight; 0 where the weight is 0, since the loss of such a micro-batch may be 0/0."""
     return jnp.where(w > 0, w * value.astype(dtype), jnp.zeros((), dtype))
 
 
@@ -284,7 +285,7 @@ def _weighted(aux, w):
 
 
 def _means(sums: Sequence[bool]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """What becomes of a sum over micro-batches, given the sum of their weights: of the loss, and of a tree of aux."""
+    """Two functions of (sum over micro-batches, sum of their weights): one for the loss, one for a tree of aux."""
 
     def mean(x, total, is_sum=sums[0]):
         return x if is_sum else x / total.astype(x.dtype)

@@ -23,7 +23,7 @@ MICRO_BATCH, DEVICE = "micro-batch", "device"
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss as micro-batches take it, for checks before any of them runs.
+    """A loss as it is called on one micro-batch, to be checked before any of them runs.
 
     Attributes:
       fn: `fn(params, args, values) -> (loss, (aux, values))`, the values those of `state`.
@@ -45,10 +45,10 @@ class Loss:
     parts: frozenset[str]
 
     def check(self, *, coupled: bool) -> list[bool]:
-        """Refuses what micro-batches would change; else whether the loss, and each leaf of aux, is a sum over examples.
+        """For the loss and each leaf of aux: is it a sum over examples? Raises if micro-batches would change it.
 
         Args:
-          coupled: a loss that couples examples is taken as it is.
+          coupled: accept a loss that couples examples.
 
         Raises:
           ValueError: the loss couples examples, is a ratio of sums and not weighted, neither a mean nor a sum, or
@@ -87,7 +87,7 @@ class Loss:
             _refuse(kinds_of_results(small[0], [Rows(0) if r else CONST for r in rows])[0], self.weighted)
         try:
             small, large = small if examples > 1 else traced(2), traced(2 if examples > 1 else 4)
-        except Exception:  # of the function itself, which knows one size of batches alone
+        except Exception:  # raised by the user's function: it works with one batch size only
             grown: list[Growth] = [None] * (len(aux_shapes) + 1)
         else:
 
@@ -100,7 +100,7 @@ class Loss:
         return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1:])]
 
     def _is_sum(self, grown: Growth, coupled: bool) -> bool:
-        """Whether the loss is one; raises ValueError where it is neither a sum nor a mean."""
+        """Whether the loss is a sum over examples; raises ValueError if it is neither a sum nor a mean."""
         if grown == 2.0 and not self.weighted:
             return True
         if grown != 1.0 and not coupled and (grown or not self.weighted):
@@ -127,7 +127,7 @@ def _refuse_draws(drawn: Sequence[tuple[str, frozenset[int]]], names: Sequence[s
     ]
     raise ValueError(
         f"{_SUBJECT} draws random numbers for each example from a key that is the same for all parts of the batch, "
-        f"which would all get the same numbers:\n{listing([('drawn at', 'key from'), *rows])}\nPass the key as an "
+        f"so all parts would get the same numbers:\n{listing([('drawn at', 'key from'), *rows])}\nPass the key as an "
         "argument of the loss and name its position: rng_argnums=2 for loss(params, batch, key). An NNX module draws "
         "from nnx.Rngs, whose counts advance."
     )
@@ -143,11 +143,11 @@ def _refuse_rows_in_aux(shapes: Sequence[tuple[Any, tuple[int, ...]]], examples:
 
 
 def _refuse(kind: Kind, weighted: bool) -> None:
-    if isinstance(kind, Mixed) or (isinstance(kind, Total) and kind.clipped) or isinstance(kind, Rows):
+    if isinstance(kind, (Mixed, Rows)) or (isinstance(kind, Total) and kind.clipped):
         where = getattr(kind, "where", "at its end")
         raise ValueError(
-            f"{_SUBJECT} couples examples ({where}): on micro-batches, or on one device's part of them, it is another "
-            "loss than on the whole batch. BatchNorm and contrastive losses do so. Use accumulate=1, or "
+            f"{_SUBJECT} couples examples ({where}): on micro-batches, or on one device's part of them, it differs "
+            "from the loss of the whole batch. BatchNorm and contrastive losses do this. Use accumulate=1, or "
             'coupled="allow" to take the loss of each micro-batch as it is.'
         )
     if isinstance(kind, Ratio) and not weighted:
@@ -157,7 +157,7 @@ def _refuse(kind: Kind, weighted: bool) -> None:
         )
     if isinstance(kind, Unknown):
         warnings.warn(
-            f"{_SUBJECT} could not be checked for examples that depend on each other ({kind.where}); micro-batches are "
-            "right where they do not.",
+            f"{_SUBJECT} could not be checked for examples that depend on each other ({kind.where}). Micro-batches "
+            "give the right gradients only if no example depends on another.",
             stacklevel=6,
         )

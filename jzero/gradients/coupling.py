@@ -1,17 +1,17 @@
-"""How the examples of a batch go into every value of a traced loss.
+"""How each value of a traced loss depends on the examples of the batch.
 
 [Note: five kinds of value]
 Every value is one of these, found equation by equation:
 
 - `Const`: does not depend on the batch.
-- `Rows(dim)`: along `dim` stands one example after the other, each computed from itself alone.
+- `Rows(dim)`: one entry per example along `dim`, each computed from its own example only.
 - `Total`: a sum over examples, or a linear function of such sums. A mean loss is one, and the mean of the means of
   equal micro-batches is the mean of all.
 - `Ratio`: a sum over examples divided by another (a masked mean): right with the weights of the micro-batches.
-- `Mixed`: examples were combined otherwise (a batch statistic put back on the examples, a product of two examples,
-  a maximum or a root over the batch). A micro-batch then has another loss than its part of the whole batch.
+- `Mixed`: examples were combined in another way (a batch statistic applied to the examples, a product of two examples,
+  a maximum or a root over the batch). The loss of a micro-batch then differs from its share of the whole batch's loss.
 
-A value of an operation that has no rule here is `Unknown`: a warning, no refusal.
+The result of an operation without a rule here is `Unknown`, which leads to a warning and not to an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Const:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One example after the other along `dim`; `scaled`: by a sum over examples, so only linear steps may follow.
+    """One entry per example along `dim`. `scaled` by a sum over examples: then only linear steps may follow.
 
     `dim` is -1 for a value of one example alone, inside of a scan over examples.
     """
@@ -48,7 +48,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Linear in sums over examples; `clipped`: through a maximum with a constant, good as a divisor alone."""
+    """Linear in sums over examples. `clipped` by a maximum with a constant: then it is valid only as a divisor."""
 
     clipped: bool = False
 
@@ -110,13 +110,10 @@ def _elementwise(eqn, ins: list[Kind]) -> Kind:
     if len({k.dim for k in rows}) > 1:
         return Mixed(_where(eqn))
     if rows and sums:
-        first = ins[0]
-        scales = name in ("mul", "div") and len(rows) == 1 and (name == "mul" or isinstance(first, Rows))
-        return (
-            Rows(rows[0].dim, scaled=True)
-            if scales and all(isinstance(k, Total) for k in sums)
-            else Mixed(_where(eqn))
-        )
+        scales = name == "mul" or (name == "div" and isinstance(ins[0], Rows))
+        if scales and len(rows) == 1 and all(isinstance(k, Total) for k in sums):
+            return Rows(rows[0].dim, scaled=True)
+        return Mixed(_where(eqn))
     if rows:
         scaled = any(k.scaled for k in rows)
         sums_up = name in ("add", "sub", "add_any") and all(k.scaled for k in rows)
@@ -147,7 +144,7 @@ def _of_sums(eqn, name: str, ins: list[Kind]) -> Kind:
     if name == "div" and not isinstance(ins[1], Const):
         linear = False
     if not linear:
-        # a comparison of sums (is the mask empty?) that only selects stays harmless
+        # a comparison of sums (is the mask empty?) is harmless if it only selects
         return Total(clipped=True) if name in ("gt", "lt", "ge", "le", "eq", "ne") else Mixed(_where(eqn))
     return Ratio() if ratio else Total(clipped)
 
@@ -168,14 +165,14 @@ def _moved(eqn, ins: list[Kind]) -> Kind | None:
 
 def _reduction(eqn, ins: list[Kind]) -> Kind | None:
     kind, sums_up = ins[0], eqn.primitive.name == "reduce_sum"
-    if isinstance(kind, Rows) and kind.dim < 0:
+    if not isinstance(kind, Rows):
+        return kind if sums_up else Mixed(_where(eqn))
+    if kind.dim < 0:
         return kind
-    dim = dim_in_result(eqn, 0, kind.dim) if isinstance(kind, Rows) else None
-    if isinstance(kind, Rows) and dim is not None and (sums_up or not kind.scaled):
+    dim = dim_in_result(eqn, 0, kind.dim)
+    if dim is not None and (sums_up or not kind.scaled):
         return Rows(dim, kind.scaled)
-    if not sums_up:
-        return Mixed(_where(eqn))
-    return _summed(kind) if isinstance(kind, Rows) else kind
+    return _summed(kind) if sums_up else Mixed(_where(eqn))
 
 
 def _summed(rows: Rows) -> Kind:
@@ -254,7 +251,7 @@ _RULES: dict[str, Callable[[Any, list[Kind]], Kind | None]] = {
 
 
 def _join(a: Kind, b: Kind, where: str) -> Kind:
-    """What a value is that may be either."""
+    """The kind of a value that may be of either kind."""
     if a == b or isinstance(b, Const):
         return a
     if isinstance(a, Const):
@@ -263,7 +260,7 @@ def _join(a: Kind, b: Kind, where: str) -> Kind:
 
 
 def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
-    """Of a loop, or of branches."""
+    """The kinds of the results of a loop, or of branches."""
 
     def sliced(kind: Kind) -> Kind:
         if not isinstance(kind, Rows):

@@ -1,11 +1,12 @@
-"""How a loss grows with its batch: a mean stays, a sum grows in proportion, and anything else must be said.
+"""How a loss grows with its batch: a mean stays the same, a sum grows in proportion, anything else is refused.
 
 [Note: two traces]
 One trace cannot tell a sum from a mean: over four rows `3 * mean` and `0.75 * sum` have the same coefficients. So the
 loss is traced at two batch sizes, and the traces are read side by side. Each value gets its growth: the factor by which
-it becomes larger when every example comes twice. A number that is written into both traces has the quotient of the two,
-a sum along a dim that has become longer the quotient of the lengths, a product the product. A sum of values that grow
-differently (a sum over examples plus an L2 term) is mixed; the result of an operation without a rule is not known.
+it becomes larger when every example appears twice. A number written into both traces grows by the ratio of the two. A
+sum along a dim that is longer in the second trace grows by the ratio of the lengths, times the growth of its operand.
+The growth of a product is the product of the growths. A sum of values that grow differently (a sum over examples plus
+an L2 term) is mixed. The growth of the result of an operation without a rule is unknown.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from jzero.core.random_keys import is_key
 from jzero.core.regions import bodies, rounds, scan_parts, while_parts
 
 ZERO = "zero"
-"""Of a zero, which grows like whatever it is added to."""
+"""The growth of a zero, which grows like whatever it is added to."""
 NUMBERS = "numbers of the examples"
-"""Of `arange(batch)` and what is computed from it: good to look something up, and nothing else."""
+"""The growth of `arange(batch)` and of indices computed from it, which may only be used in a lookup."""
 MIXED = "mixed"
 """Sums of values that grow differently, and values made from them."""
 Growth = float | str | None
@@ -107,7 +108,7 @@ def _equation(one, other, ins: list[Growth]) -> Growth | list[Growth]:
 
 
 def _of_indices(eqn, name: str, ins: list[Growth]) -> Growth:
-    """What is made of the numbers of the examples: rows that they pick, or other indices."""
+    """The growth of what is computed from the examples' indices: rows that they look up, or other indices."""
     if name in ("gather", "dynamic_slice"):
         return None if ins[0] == NUMBERS else ins[0]
     whole = all(np.dtype(v.aval.dtype).kind in "iub" for v in (*eqn.invars, *eqn.outvars))
@@ -115,7 +116,7 @@ def _of_indices(eqn, name: str, ins: list[Growth]) -> Growth:
 
 
 def _alike(ins: Sequence[Growth]) -> Growth:
-    """The one growth of all that is not a zero."""
+    """The common growth of all values that are not zero; `MIXED` if they have several."""
     found = {g for g in ins if g != ZERO}
     return ZERO if not found else found.pop() if len(found) == 1 else MIXED
 
@@ -171,7 +172,7 @@ def _loop(one, other, ins: list[Growth]) -> list[Growth]:
 
 
 def _sums_up(body, first: int, carried: int) -> list[bool]:
-    """Of each carry of a scan, whether a round only adds to it something that is not made of the carry."""
+    """For each carry of a scan: does a round only add something to it that does not depend on any carry?"""
     made = {v: e for e in body.eqns for v in e.outvars}
     carries = body.invars[first : first + carried]
 
@@ -192,7 +193,7 @@ def _sums_up(body, first: int, carried: int) -> list[bool]:
 
 
 def _kept(body, first: int, carried: int) -> list[bool]:
-    """Of each carry of a scan, whether a round returns it as it came."""
+    """For each carry of a scan: does a round return it unchanged?"""
     return [v is c for v, c in zip(body.outvars[:carried], body.invars[first : first + carried], strict=True)]
 
 
@@ -200,7 +201,7 @@ def _kept(body, first: int, carried: int) -> list[bool]:
 
 
 def _longer(one, other, at: int, dims: Sequence[int]) -> float:
-    """By how much longer the dims of an operand are in the larger batch."""
+    """The factor by which these dims of an operand are longer in the larger batch."""
     a, b = one.invars[at].aval.shape, other.invars[at].aval.shape
     return math.prod(b[d] / a[d] for d in dims)
 
@@ -237,12 +238,12 @@ def _dot(one, other, ins):
 
 
 def _along(one, other, ins):
-    """A running sum along a dim; of its results along the examples nothing can be told."""
+    """A running sum along a dim; unknown if that is the dim of the examples."""
     return ins[0] if _longer(one, other, 0, [one.params["axis"]]) == 1 else None
 
 
 def _scattered(one, other, ins):
-    """Added to places that do not become more, more updates are a sum that nobody can count."""
+    """Unknown if more updates go to the same number of places: how many are summed in one place is not known."""
     same = one.outvars[0].aval.shape == other.outvars[0].aval.shape
     more = one.invars[2].aval.shape != other.invars[2].aval.shape
     return None if same and more else _alike([ins[0], ins[2]])
@@ -256,7 +257,7 @@ _RULES: dict[str, Callable[[Any, Any, list[Any]], Growth]] = {
     "sqrt": _power(lambda _: 0.5),
     "rsqrt": _power(lambda _: -0.5),
     "dot_general": _dot,
-    "conv_general_dilated": lambda _, __, ins: ZERO if ZERO in ins else ins[0] * ins[1],
+    "conv_general_dilated": _product,
     "reduce_sum": _sum,
     "reduce_prod": lambda one, other, ins: 1.0
     if ins[0] == 1.0 and _longer(one, other, 0, one.params["axes"]) == 1
@@ -277,4 +278,4 @@ _MOVES = frozenset(
     optimization_barrier sharding_constraint reduce_precision split
     """.split()  # noqa: SIM905 - one name per line would fill a page
 )
-"""Hand on the values of their operands."""
+"""Pass on the values of their operands."""

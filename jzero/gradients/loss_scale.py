@@ -2,11 +2,11 @@
 
 [Note: who does what]
 `value_and_grad(scale=)` multiplies the loss, reduces the gradients in their 16-bit dtype and divides their shards in
-fp32. `optax.apply_if_finite` leaves params and state as they are where any gradient of any shard is not finite: inside
-of the chain that costs nothing, while a choice between two whole states outside of it holds both. It also says whether
-the step was taken, and `LossScale.update` reads it there: a look at the gradients themselves would be one that does not
-wait for the old params, which can then stay alive through the backward pass (measured by hand, a GPT of 51M parameters
-without clipping, fp16, stage 2, compiled for 8 H200: temp 114.7 MB with such a look, 13.0 MB without).
+fp32. `optax.apply_if_finite` leaves params and state unchanged if any gradient on any shard is not finite. Inside the
+chain this costs nothing; a choice between two whole states outside of it holds both. The transformation also records
+whether the step was taken, and `LossScale.update` reads that record. A check of the gradients themselves would not wait
+for the old params, which could then stay alive through the backward pass (measured by hand, a GPT of 51M parameters
+without clipping, fp16, stage 2, compiled for 8 H200: temp 114.7 MB with such a check, 13.0 MB without).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LossScale:
           TypeError: a state without `optax.apply_if_finite`, or something else.
         """
         check_arrays(
-            [self.value, self.skipped, self.good_steps, self.overflows], "it", where="jzero.LossScale.update"
+            [self.value, self.skipped, self.good_steps, self.overflows], "the scale", where="jzero.LossScale.update"
         )
         finite = _taken(after)
         good = jnp.where(finite, self.good_steps + 1, 0)
@@ -130,7 +130,7 @@ class LossScale:
 
 
 def _taken(after: Any) -> jax.Array:
-    """One bool: the step was taken."""
+    """A bool scalar: was the step taken?"""
     if isinstance(after, bool) or (hasattr(after, "dtype") and after.dtype == jnp.bool_ and not after.shape):
         return jnp.asarray(after)
     nodes = jax.tree.leaves(after, is_leaf=lambda x: isinstance(x, optax.ApplyIfFiniteState))
@@ -145,7 +145,7 @@ def _taken(after: Any) -> jax.Array:
 
 
 class Factor:
-    """The number that a loss is multiplied by; equal to itself alone, since inside of a jit it has no value."""
+    """The factor on a loss. Factors are compared by identity, since inside `jax.jit` they have no value."""
 
     def __init__(self, value: jax.Array):
         self.value = value
@@ -165,5 +165,5 @@ def factor_of(scale: Any) -> Factor:
             value, "scale", "a jzero.LossScale or a finite number above 0", lambda x: x > 0, where=where
         )
     elif value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"{where}(scale=): a jzero.LossScale or a number, not an array {typed_shape(value)}.")
+        raise TypeError(f"{where}: scale must be a jzero.LossScale or a number, not an array {typed_shape(value)}.")
     return Factor(jnp.asarray(value, jnp.float32))

@@ -34,9 +34,9 @@ class State:
 
     Attributes:
       values: the arrays.
-      changed: whether the loss returns others.
-      of_batch: the names of those that it changes by the examples.
-      new_keys: the names of the random keys that it replaces.
+      changed: for each array, whether the loss changes it.
+      of_batch: the names of the arrays whose new values depend on the examples.
+      new_keys: the names of the random keys that the loss replaces.
     """
 
     values: Sequence[Any] = ()
@@ -64,22 +64,22 @@ class State:
 
     @property
     def why_not_step(self) -> str:
-        """Why it must be reduced in each micro-batch; empty where it need not."""
+        """Why gradients must be reduced in each micro-batch; empty if "step" is possible."""
         if self.of_batch:
             return (
                 "changes state of the module by the examples (batch statistics, as BatchNorm has them):\n"
-                f"{listing([(n,) for n in self.of_batch])}\nEach device would have that of its own rows."
+                f"{listing([(n,) for n in self.of_batch])}\nEach device would compute it from its own rows."
             )
         if self.new_keys:
             return (
                 f"replaces random keys of the module:\n{listing([(n,) for n in self.new_keys])}\nEach device draws "
-                "from keys of its own, and would have another one."
+                "from its own keys, and would end up with a different one."
             )
         return ""
 
 
 def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[Any], paths: Sequence[Any],
-               batch: Callable[[Any], bool]) -> State:  # fmt: skip
+               batch: Sequence[bool]) -> State:  # fmt: skip
     """What a loss does with the state of its modules, from a trace of it.
 
     Args:
@@ -87,7 +87,7 @@ def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[
       params, args: trees of arrays or ShapeDtypeStructs.
       values: the state, arrays.
       paths: of each of them.
-      batch: whether an array of `args`, by its number, has examples along dim 0.
+      batch: for each array of `args`, whether it has examples along dim 0.
 
     Raises:
       ValueError: the loss changes params, or the shape or dtype of its state.
@@ -103,8 +103,8 @@ def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[
 
     with as_written():
         jaxpr, consts = jaxprs.trace(flat, *map(_shape, (*arrays, *values)))
-    rows = [i >= count and batch(i - count) for i in range(len(arrays))]
-    kinds = kinds_of_results(jaxpr, [Rows(0) if r else CONST for r in [*rows, *[False] * len(values)]])
+    rows = [*[False] * count, *batch, *[False] * len(values)]
+    kinds = kinds_of_results(jaxpr, [Rows(0) if r else CONST for r in rows])
     same = passed_on(jaxpr, consts)
     _check_params(same[:count])
     _check_types(names, values, [v.aval for v in jaxpr.outvars[count:]])
@@ -130,8 +130,8 @@ def _check_params(same: Sequence[int | None]) -> None:
     changed = sum(i != o for i, o in enumerate(same))
     if changed:
         raise ValueError(
-            f"{_SUBJECT} sets {changed} of the {len(same)} params that it trains. Over micro-batches a param changes "
-            "by its update alone: set it after the update, or hold what the loss sets in a Variable of another type."
+            f"{_SUBJECT} sets {changed} of the {len(same)} params that it trains. Over micro-batches only the update "
+            "may change a param: set it after the update, or keep what the loss sets in a Variable of another type."
         )
 
 
@@ -143,6 +143,6 @@ def _check_types(names: Sequence[str], before: Sequence[Any], after: Sequence[An
     ]
     if bad:
         raise ValueError(
-            f"{_SUBJECT} changes the shape or the dtype of state of the module, which goes from micro-batch to "
-            f"micro-batch:\n{listing(bad)}\nCreate it as the loss leaves it, or return it as aux (has_aux=True)."
+            f"{_SUBJECT} changes the shape or the dtype of module state, which is carried from micro-batch to "
+            f"micro-batch:\n{listing(bad)}\nCreate it with the new shape and dtype, or return it as aux (has_aux=True)."
         )

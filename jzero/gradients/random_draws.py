@@ -11,7 +11,7 @@ from jzero.core.primitives import CALLS
 from jzero.core.regions import bodies, through_bodies
 
 DRAWS = ("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32")
-"""Primitives that make random numbers of a key."""
+"""Primitives that make random numbers from a key."""
 Sources = frozenset[int]
 NONE: Sources = frozenset()
 
@@ -23,7 +23,7 @@ def shared_draws(a: Any, b: Any, split: Callable[[Sources], bool]) -> list[tuple
 
     Args:
       a, b: the jaxpr for a batch, and for a larger one.
-      split: whether what is made of these arguments differs from part to part.
+      split: whether what is computed from these arguments differs from part to part.
 
     Returns:
       For each such draw its line, and the numbers of the arguments that its key comes from: none where the function

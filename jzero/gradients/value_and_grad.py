@@ -1,4 +1,4 @@
-"""`value_and_grad`: gradients of micro-batches, with the communication where one wants it."""
+"""`value_and_grad`: gradients over micro-batches, reduced once per step or once per micro-batch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.core.errors import (
-    check_choice,
-    check_flag,
-    check_function,
-    check_int,
-    check_ints,
-)
+from jzero.core.errors import check_choice, check_flag, check_function, check_int, check_ints
 from jzero.core.jaxprs import split_arrays
 from jzero.core.left_behind import left_behind
 from jzero.core.nnx_modules import Apart, has_module, has_node, is_module
@@ -48,7 +42,7 @@ def value_and_grad(
     coupled: str = "auto",
     scale: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` of a loss of params, over micro-batches, reduced once or as they come.
+    """`jax.value_and_grad` of a loss over micro-batches, with gradients reduced once or in each of them.
 
     The batch is cut into `accumulate` micro-batches, each still split over all devices; their gradients are
     summed in fp32. At stage 3 weights are gathered where they are used (`gather_on_use`) in each of them.
@@ -57,24 +51,26 @@ def value_and_grad(
       loss_fn: `loss_fn(params, batch, ...)` or `loss_fn(model, batch, ...)` of an `nnx.Module`: a scalar, or (loss,
         aux). Micro-batches of a mean over examples are averaged, those of a sum are summed; jzero finds out which it is
         by tracing the loss at two batch sizes.
-      plan: of the params: of those that the optimizer of a module trains (`wrt`).
+      plan: the plan of the params; for a module, of those that its optimizer trains (`wrt`).
       accumulate: number of micro-batches.
       has_aux: `loss_fn` returns (loss, aux). Over micro-batches integer leaves of aux and sums over examples are
         summed, all others averaged.
       batch_argnums: positions of the arguments whose leaves have the batch as dim 0; params are position 0.
       rng_argnums: positions of random keys; each micro-batch gets its own (`fold_in` of its number), and with
-        reduce="step" each device as well. Numbers for each example that come from any other key are refused. The
-        `nnx.Rngs` of a module, or of another argument, are not named here: their counts advance.
-      weight: `weight(batch)`, the sum of the weights that a micro-batch's loss is a mean over (tokens that are
-        not padding), called like `loss_fn` without params. None: micro-batches count the same. With it the result
-        is the one-batch mean, and a micro-batch of weight 0 counts nothing, whatever its loss.
+        reduce="step" each device as well. A loss that draws numbers for each example from any other key is refused.
+        The `nnx.Rngs` of a module, or of another argument, are not named here: their counts advance.
+      weight: `weight(batch)`, the sum that a micro-batch's mean loss divides by (the number of tokens that are not
+        padding), called like `loss_fn` without params. None: micro-batches count the same. With it the result is the
+        one-batch mean, and a micro-batch of weight 0 contributes nothing, whatever its loss.
       reduce: "step", once after the loop; "microbatch", in each; "auto": "step" at stages 0 and 1, else
-        "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" then hands over the
-        sums in it, "microbatch" (stages 2 and 3) reduces bucket by bucket and rounds the sums to the params' dtype.
+        "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" (then also "auto" at
+        stage 2) returns gradients in that dtype, "microbatch" (stages 2 and 3) reduces bucket by bucket and rounds the
+        sums to the params' dtype.
         With a module that keeps batch statistics "auto" is always "microbatch", and "step" is refused.
-      coupled: a loss that couples examples (BatchNorm, contrastive) has other values on micro-batches. "refuse" it,
-        found by tracing it, or "allow" the loss of each micro-batch (with reduce="step": of each device's part).
-        "auto": "allow" for a module that keeps batch statistics, which are of whole micro-batches; else "refuse".
+      coupled: what to do with a loss that couples examples (BatchNorm, contrastive), whose value differs on
+        micro-batches. "refuse": raise an error if a trace of the loss shows it. "allow": take the loss of each
+        micro-batch as it is (with reduce="step": of each device's part). "auto": "allow" for a module that keeps batch
+        statistics, which are those of whole micro-batches; else "refuse".
       scale: a `jzero.LossScale` (or a number) for fp16: the loss is multiplied by it and the gradients are divided by
         it, in fp32, on their shards, after they are reduced in the dtype of the params.
 
@@ -97,9 +93,9 @@ def value_and_grad(
 
     Cost:
       Per device, k = accumulate, Psi = bytes of all params, bf16: "step" 4 bytes per parameter (fp32 sums, whole)
-      and (N-1)/N Psi for gradients; "microbatch" 4/N bytes per parameter and k (N-1)/N Psi (stage 0: 4 bytes and up
-      to 2 k (N-1)/N Psi). Stage 3 gathers 2 (N-1)/N Psi more per micro-batch.
-      `estimate(accumulate=)` sums it up.
+      and (N-1)/N Psi for gradients (stage 0: 2 (N-1)/N Psi); "microbatch" 4/N bytes per parameter and k (N-1)/N Psi
+      (stage 0: 4 bytes and up to 2 k (N-1)/N Psi). Stage 3 gathers 2 (N-1)/N Psi more per micro-batch.
+      `estimate(accumulate=)` computes the total.
 
     Example:
       >>> import jax.numpy as jnp, jzero
@@ -113,15 +109,14 @@ def value_and_grad(
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 7; DeepSpeed's `gradient_accumulation_steps`.
     """
-    where: Any = {"where": WHERE}
-    check_function(loss_fn, "loss_fn", **where)
-    check_plan(plan, **where)
-    check_int(accumulate, "accumulate", low=1, **where)
-    check_flag(has_aux, "has_aux", **where)
-    check_function(weight, "weight", optional=True, **where)
-    check_choice(reduce, "reduce", REDUCE, **where)
-    check_choice(coupled, "coupled", COUPLED, **where)
-    positions = {"low": 1, "remedy": "Position 0 is the params.", **where}
+    check_function(loss_fn, "loss_fn", where=WHERE)
+    check_plan(plan, where=WHERE)
+    check_int(accumulate, "accumulate", low=1, where=WHERE)
+    check_flag(has_aux, "has_aux", where=WHERE)
+    check_function(weight, "weight", optional=True, where=WHERE)
+    check_choice(reduce, "reduce", REDUCE, where=WHERE)
+    check_choice(coupled, "coupled", COUPLED, where=WHERE)
+    positions: Any = {"low": 1, "remedy": "Position 0 is the params.", "where": WHERE}
     accumulation = Accumulation(
         plan, accumulate, check_ints(batch_argnums, "batch_argnums", **positions),
         check_ints(rng_argnums, "rng_argnums", **positions), weight, _mode(reduce, plan, accumulate),
@@ -276,14 +271,12 @@ class _ValueAndGrad:
     def _state(self, call, params, args, kwargs, values, paths) -> State:
         """The state of the objects, with what the loss does to it."""
         used = dataclasses.replace(self.accumulation, mode="microbatch")
-        arrays = [(i + 1, x) for i, arg in enumerate(args) for x in split_arrays(arg)[0]]
+        batch = [i + 1 in used.batch_argnums for i, arg in enumerate(args) for _ in split_arrays(arg)[0]]
 
         def fn(params, args, values):
             return call(self._loss, params, args, kwargs, values)[1:]
 
-        return read_state(
-            fn, params, used.part(args), values, paths, lambda i: i < len(arrays) and arrays[i][0] in used.batch_argnums
-        )
+        return read_state(fn, params, used.part(args), values, paths, batch)
 
     def _reduced_for(self, state: State) -> Accumulation:
         """Where gradients are reduced: in each micro-batch if what the loss does to its state does not allow "step"."""
@@ -301,7 +294,7 @@ class _ValueAndGrad:
         return dataclasses.replace(used, mode="microbatch")
 
     def _unscaled(self, loss, grads):
-        """Without the loss scale: the division is in fp32, and XLA does it on shards, after the reduction."""
+        """Loss and gradients divided by the loss scale, in fp32; XLA does it on shards, after the reduction."""
         leaves, tree = jax.tree.flatten(grads)
         assert self.scale is not None
         by = 1 / self.scale.value

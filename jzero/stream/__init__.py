@@ -2,9 +2,9 @@
 
 Vocabulary
   placement    where an argument or a result lives: host memory in a layout, or device memory (`placement.py`)
-  group         of results: what is fetched, computed and written together
-  chunk         a part of an array, cut from every shard alike (`chunks.py`)
-  in flight    bytes of host arrays, of one device, that are on the device at once
+  group        results that are fetched, computed and written together
+  chunk        a part of an array that consists of the same part of every shard (`chunks.py`)
+  in flight    bytes of host arrays that are on one device at once
 
 What always holds
   At most `in_flight_bytes` are on the device at once; what cannot be cut small enough is reported before it runs. The

@@ -1,9 +1,9 @@
-"""An array in chunks, each of which is a chunk of every shard; its padding, where it is stored padded.
+"""Cuts an array into chunks, each of which holds the same part of every shard; handles arrays stored with padding.
 
 [Note: padded chunks]
-Chunks are taken of the array as it is stored. What the function knows is shorter: its values are computed for the
-padding as well, where they mean nothing. So a chunk of a number's reduction, and of a value that is stored again, takes
-a neutral value there: zero, or what changes no sum, maximum or minimum.
+Chunks are cut from the stored array, which is longer than the array that the function sees. The function is computed on
+the padding as well, where its values mean nothing. So the padding is overwritten with a neutral value: zero in a chunk
+that is stored again, and in one that is reduced to a number a value that does not change the sum, maximum or minimum.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Form:
     """How an array is stored.
 
     Attributes:
-      shape: in which the function knows it.
-      stored: that shape, or with zeros at the end of dims that nothing divides.
-      layout: of both, in device memory.
+      shape: the shape that the function sees.
+      stored: the same shape, or a larger one with zeros at the end of dims that nothing divides.
+      layout: the layout of both, in device memory.
     """
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Chunk:
 
     @property
     def share(self) -> float:
-        """What part of the array it is."""
+        """The fraction of the array that the chunk holds."""
         return math.prod(self.shape) / math.prod(self.view)
 
     def of(self, x):
@@ -112,7 +112,7 @@ def whole_of(chunks: Sequence[Chunk], values: Sequence[Any]):
 
 
 def chunks_of(form: Form, size: int, limit: int) -> list[Chunk]:
-    """An array in chunks, the first of which come first in it.
+    """The chunks of an array, in the order in which they lie in it.
 
     Args:
       form: its layout divides every dim of the stored shape.

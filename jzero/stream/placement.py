@@ -18,7 +18,7 @@ class Placement:
     Attributes:
       sharding: its layout in host memory; None: device memory, in any layout.
       replaces: of a result, the argument whose buffer it takes; None: a new one.
-      itemsize: bytes that an element counts at least, so that arrays of narrower dtypes are cut as wide ones.
+      itemsize: the least bytes that an element counts as, so that arrays of narrower dtypes are cut like wide ones.
     """
 
     sharding: NamedSharding | None = None

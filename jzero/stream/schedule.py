@@ -2,22 +2,22 @@
 
 [Note: groups]
 Results that read, or replace, host arrays in common belong together (a master and its moments): they are fetched,
-computed and written as one group. Small ones share a group. What couples groups are single numbers (a global norm, a
-count, whether all is finite): they are computed once, before any group writes; whatever else reads host memory is
-computed again in every group that needs it. So a norm of the updates reads the state twice and still holds no more
+computed and written as one group. Small ones share a group. Only single numbers connect groups (a global norm, a
+count, whether all values are finite). They are computed once, before any group writes; whatever else reads host memory
+is computed again in every group that needs it. So a norm of the updates reads the state twice and still holds no more
 than the bound.
 
 [Note: chunks]
-A group above the bound is taken in chunks, where everything on the way is elementwise: a chunk is sliced from the host
-array, and its result put in its place there. Arrays are seen as [n, size/n] in a dim that n devices share, so that a
-chunk is a chunk of every shard. In one array the fetch of a chunk waits for the write of the one before; chunks of
+A group above the bound is divided into chunks if all of its operations are elementwise: a chunk is sliced from the host
+array, and its result is written to the same place. A dim that n devices share is viewed as [n, size/n], so that a chunk
+holds the same part of every shard. In one array the fetch of a chunk waits for the write of the one before; chunks of
 several arrays take turns, and the bus is busy both ways. `chunks.py` says how a padded leaf is cut.
 
 [Note: vectors beside a matrix]
-Adafactor keeps a row and a column for each matrix, from which all of its update is computed: arrays of several shapes,
-no chunk of which belongs to a chunk of the master. Where such vectors are new from themselves and from what is on the
-device alone, and few, they are fetched and written before all else and stay on the device to the end of the step. The
-matrix is then cut as if it were alone.
+Adafactor keeps a row and a column for each matrix, and computes the whole update from them. They have other shapes than
+the master, so no chunk of them belongs to a chunk of the master. If such vectors are small, and their new values depend
+only on themselves and on what is on the device, they are fetched and written first and stay on the device to the end of
+the step. The matrix is then cut as if it were alone.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Group:
     Attributes:
       values: the numbers of the results.
       sources: the numbers of the host arguments that are fetched.
-      nbytes: of host arrays, of one device, that it holds.
-      chunk: None: whole.
+      nbytes: bytes of host arrays that it holds on one device.
+      chunk: the part of the arrays that it takes; None: all of them, whole.
     """
 
     values: tuple[int, ...]
@@ -70,12 +70,12 @@ class Schedule:
     Attributes:
       resident: host arguments that stay on the device once they are fetched; see [Note: vectors beside a matrix].
       first: their group, if there are any.
-      groups: of the results that live in host memory or read what does.
-      scalars: groups of the single numbers that they need from host memory; these run first.
+      groups: the groups of results that live in host memory, or are computed from what lives there.
+      scalars: groups that compute single numbers from host memory, which `groups` need; these run before them.
       excess: what needs more than the bound.
 
     Args:
-      most: groups at most, where one program has all of them.
+      most: the largest number of groups, if one program has all of them; None: no limit.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Schedule:
         hosted = [i for i, h in self.placements.items() if h.sharding is not None]
         self.reads = graph.reads(hosted)
         self.excess: list[Excess] = []
-        components = list(self.components())
+        components = self.components()
         self._check_count(components, most)
         self.first = self._first(components)
         self.resident = frozenset(s for group in self.first for s in group.sources)
@@ -138,13 +138,13 @@ class Schedule:
         return round(fetched), round(written)
 
     def _check_count(self, components: list[tuple[int, ...]], most: int | None) -> None:
-        """Raises ValueError where the bound is so small that XLA would not come to an end."""
+        """Raises ValueError if the bound is so small that XLA would take too long to compile the groups."""
         total = sum(self.bytes_of(values, self.sources_of(values)) for values in components)
         if most is not None and total > most * self.limit:
             raise ValueError(
                 f"Offload(in_flight_bytes={self.in_flight_bytes}): {human_bytes(total)} of state on a device would be "
                 f"divided into {total // self.limit} groups; XLA takes too long to compile more than {most}. "
-                f"Take at least {ALIVE * -(-total // most)}, or leave it out: a 64th of the state."
+                f"Pass at least {ALIVE * -(-total // most)} bytes, or leave it out for the default."
             )
 
     def _first(self, components: list[tuple[int, ...]]) -> list[Group]:
@@ -161,7 +161,7 @@ class Schedule:
         return [Group(tuple(values), tuple(sources), self.bytes_of(values, sources))] if sources else []
 
     def _vectors(self, component: tuple[int, ...]) -> list[int]:
-        """The host arguments of a component that are smaller than its largest, if they are new from themselves."""
+        """A component's small host arguments, if their new values need no larger ones; else an empty list."""
         sources = sorted(self.sources_of(component))
         sizes = {s: self.placements[s].shard_bytes(self.graph.avals[s]) for s in sources}
         small = {s for s in sources if RESIDENT * sizes[s] < max(sizes.values())}
@@ -247,7 +247,7 @@ class Schedule:
         return [whole]
 
     def _form(self, starts, values, sources) -> Form | None:
-        """The one form of all arrays that results are computed from, and of these; None where they have several."""
+        """The common form of some results and of the host arrays they are computed from; None if there are several."""
         hosted = [(s, self.placements[s]) for s in sources] + [(v, self.placement_of(v)) for v in values]
         hosted = [(v, h) for v, h in hosted if h.sharding is not None]
         forms = {(self.graph.avals[v].shape, h.on_device) for v, h in hosted}
@@ -276,7 +276,7 @@ class Schedule:
         return ""
 
     def _needed(self, values: Iterable[int]) -> Iterator[Node]:
-        """The nodes that each of some values takes, from the arguments on."""
+        """The nodes that compute these values from the arguments."""
         return itertools.chain.from_iterable(
             self.graph.needed(value, self.placements.__contains__) for value in values
         )

@@ -1,11 +1,11 @@
 """A function of arrays in host memory, evaluated so that a stated number of their bytes is on the device at once.
 
 [Note: streaming]
-XLA schedules copies as early as it can: fetch a whole state, update it, write it back, and all of it is on the
-device. So the function is divided into groups (`schedule.py`), and a barrier makes the fetches of group i wait for
-what group i-2 wrote: while one group is updated, the one before it is written and the next one fetched. On the
-program compiled for an H200 a barrier over arrays in host memory costs nothing: it moves no bytes and the buffers stay
-in place.
+XLA schedules copies as early as it can. A function that fetches the whole state, updates it and writes it back has all
+of it on the device at once. So the function is divided into groups (`schedule.py`), and a barrier makes the fetches of
+group i wait for what group i-2 wrote: while one group is updated, the one before it is written and the next one is
+fetched. In the program compiled for an H200 a barrier over arrays in host memory costs nothing: it moves no bytes, and
+the buffers stay in place.
 
 [Note: two lanes]
 The bus goes both ways at once, and XLA's scheduler, left alone, runs all writes of a group and then all fetches of the
@@ -16,9 +16,10 @@ Where two groups together are above the bound, since one cannot be cut, the firs
 
 [Note: a result in the buffer of a gradient]
 A result on the device that is made of chunks (the difference for a param without master) fills the buffer of a
-gradient, or there would be one such array more than without offload. A chunk of it is written as soon as it is
-computed, so the gradient must be dead by then: all that reads it is computed in the same group. A gradient that other
-leaves read, or that is a result itself, keeps its buffer. Shape and type do not tell: layers look alike.
+gradient; otherwise there would be one more such array than without offload. A chunk of it is written as soon as it is
+computed, so the gradient must be dead by then: everything that reads it is computed in the same group. A gradient that
+other leaves read, or that is a result itself, keeps its buffer. So equal shapes and dtypes are not enough: layers look
+alike.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class _Run:
         self._wait_for(sources, _Tie(self, 1))
         if alone and values:
             self._wait_for(sources, _Tie(self, 0, values))
-        # of one array a chunk is fetched before the one before it is written, or XLA copies the array
+        # within one array, a chunk is fetched before the previous chunk is written: otherwise XLA copies the array
         placements = [self.schedule.placement_of(v) for v in values]
         lag = int(any(h.replaces is not None and self.graph.ins[h.replaces] in sources for h in placements))
         env: dict[int, Any] = {}
@@ -189,7 +190,7 @@ class _Run:
         return env
 
     def _wait_for(self, sources: Sequence[int], tie: _Tie) -> None:
-        """Host arguments, whole, only once the tie holds: a slice before the barrier would be fetched before it."""
+        """Makes whole host arguments wait for the tie: a slice taken before the barrier would be fetched before it."""
         places = [(self.host, s) if s not in self.filled else (self.written, self.filled[s]) for s in sources]
         waiting = tie.after([store[key] for store, key in places])
         for (store, key), x in zip(places, waiting, strict=True):
@@ -205,13 +206,13 @@ class _Run:
         return jax.device_put(chunk.of(self._viewed(x, chunk, placement)), chunk.layout)
 
     def _viewed(self, x, chunk: Chunk, placement: Placement):
-        """A host array in the shape of which chunks are taken; pinned, or XLA may split it on another dim."""
+        """A host array in the shape that chunks are cut from; pinned, since XLA might split it along another dim."""
         return jax.lax.with_sharding_constraint(jnp.reshape(x, chunk.view), placement.of(chunk.layout))
 
     def _evaluate(self, value: int, env: dict[int, Any], tie: _Tie | None = None, *, keep: bool = False):
-        """A whole value; what reads no host argument, and single numbers, is kept for other groups.
+        """A whole value. Single numbers, and values that read no host argument, are kept for other groups.
 
-        With a `tie` what begins here waits for it, and is not kept unless asked for.
+        With a `tie`, the operations that begin here wait for it, and large results are kept only with `keep`.
         """
         begun: set[int] = set()
         for node in self.graph.needed(value, lambda v: v in env or v in self.values):
@@ -260,7 +261,7 @@ class _Run:
         return operand(value)
 
     def _stored(self, value: int, form: Form, tie: _Tie | None):
-        """A whole value that chunks are taken of, in the shape in which it is stored, for all of them."""
+        """A whole value that chunks are cut from, in its stored shape; computed once for all chunks."""
         if not form.padded or self.graph.avals[value].shape != form.shape:
             return self._evaluate(value, {}, tie, keep=True)
         key = value, form.stored  # one value may be stored padded (a master) and as it is (its param)
@@ -307,9 +308,9 @@ class _Run:
 
 
 class _Tie:
-    """What makes arrays wait: for some results to be written, or for what a group `back` from the last one wrote.
+    """Makes arrays wait for the results `values` to be written, or for the results of an earlier group.
 
-    With fewer groups before it, for the gate.
+    `back`: which one, 1 for the last group that ran. If fewer groups have run, the arrays wait for the gate.
     """
 
     def __init__(self, run: _Run, back: int, values: Sequence[int] = ()):
@@ -317,7 +318,7 @@ class _Tie:
         self.waits_for = values or (run.gate if len(run.wrote) < back else run.wrote[-back])
 
     def after(self, arrays: list[Any]) -> list[Any]:
-        """The same arrays, there only once what they wait for is."""
+        """The same arrays, available only once what they wait for is."""
         if not self.waits_for or not arrays:
             return arrays
         run = self.run

@@ -1,4 +1,4 @@
-"""The update on shards: reduced gradients, masters and moments in, what the params become out.
+"""The update on shards: takes reduced gradients, masters and moments, and gives the new params.
 
 Vocabulary
   master       the wide copy of a 16-bit param, in the optimizer state
@@ -10,6 +10,6 @@ Vocabulary
 
 What always holds
   The wrapped transformation sees the shapes and dtypes that it would see without sharding. A param that is not the
-  cast of its master was replaced by the user, and its master takes it over. What mixes is computed by owners, and no
-optimizer's name appears here: the rule is about equations.
+  cast of its master was replaced by the user, and its master takes it over. Owners compute whatever mixes. No optimizer
+is known by its name here: the rule is about equations.
 """

@@ -1,4 +1,4 @@
-"""What `jzero.zero` is called with: gradients, params and state that do not fit the plan are refused."""
+"""Checks of what `jzero.zero` is called with: gradients, params and state must fit the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_dtypes(pairs) -> None:
 
 
 def check_count(given: bool, wanted: bool) -> None:
-    """Raises ValueError for a state whose moments are rounded by another plan, or with none of this one's counts."""
+    """Raises ValueError for a state with a `rounding_count` that the plan does not need, or without one it needs."""
     if given != wanted:
         raise ValueError(
             f"jzero.zero: update: this optimizer state has {'a' if given else 'no'} rounding_count, and its plan needs "

@@ -1,6 +1,6 @@
-"""An update as a leaf that becomes its param when it is added: `param + leaf` is the new param.
+"""Leaves of an update that are not arrays of differences: `param + leaf` is the new param.
 
-The leaf is opaque and can be added to its own param alone; see [Note: an update knows its param] in `optim.py`.
+A leaf is opaque and can be added only to its own param; see [Note: an update knows its param] in `optim.py`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_array
 
 def _no_array(asked: str) -> str:
     return (
-        f"jzero: an update is not an array, and has no {asked!r}: it only lands on its param. Take norms of the "
-        "gradients, optax.global_norm(grads), scale inside of the chain that jzero.zero wraps (optax.chain), or pass "
+        f"jzero: an update is not an array, and has no {asked!r}: it can only be added to its param. Take norms of "
+        "the gradients, optax.global_norm(grads), scale inside the chain that jzero.zero wraps (optax.chain), or pass "
         'ZeroConfig(updates="delta") for plain arrays.'
     )
 
@@ -62,19 +62,8 @@ def _refused(name: str):
 
 
 for _name in [
-    "mul",
-    "rmul",
-    "sub",
-    "rsub",
-    "truediv",
-    "rtruediv",
-    "matmul",
-    "rmatmul",
-    "pow",
-    "neg",
-    "abs",
-    "getitem",
-]:
+    "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs", "getitem",
+]:  # fmt: skip
     setattr(
         UpdateThatOnlyAddsToItsParam__use_ZeroConfig_updates_delta_for_plain_arrays,
         f"__{_name}__", _refused(f"__{_name}__"),

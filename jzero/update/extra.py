@@ -1,4 +1,4 @@
-"""Updates that want more than gradients, state and params, traced with stand-ins for it."""
+"""Traces updates that need more arguments than gradients, state and params, with stand-ins for these."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 def with_extra(read: Callable[[Callable], T], tx: Any) -> T:
-    """`read(update)`, where `update(grads, state, params)` is that of a transformation, with what it wants besides.
+    """`read(update)`, where `update(grads, state, params)` calls `tx.update` with the other arguments that it needs.
 
-    What optax's own updates take is tried in turn: nothing; the loss, its value (`value=`); and for line searches the
-    gradient and the loss as a function (`grad=`, `value_fn=`).
+    jzero tries in turn what optax's own updates take: nothing more; the value of the loss (`value=`); for line
+    searches also the gradient and the loss as a function (`grad=`, `value_fn=`).
 
     Raises:
-      Exception: what `read` raised for the first of them, where none would do.
+      Exception: what `read` raised at the first try, if none succeeds.
     """
     tx = optax.with_extra_args_support(tx)
 

@@ -11,7 +11,7 @@ from jzero.update.extra import with_extra
 def frozen_leaves(tx, params) -> list[bool]:
     """For each param, whether `tx.update` answers a constant zero whatever the gradient; read from its jaxpr.
 
-    Where the update cannot be traced, since it wants arguments that nobody knows here, every param counts as trained:
+    If the update cannot be traced because it needs arguments that jzero does not know, every param counts as trained:
     a frozen one then has a master and moments, which `estimate` and `describe` count.
     """
 
@@ -28,9 +28,9 @@ def frozen_leaves(tx, params) -> list[bool]:
 def kept_leaves(tx, params) -> list[bool]:
     """For each param, whether `tx.update` leaves it as it is and reads no gradient of it: `Frozen.KEPT`.
 
-    A norm over all gradients in front of the freeze reads them, and they are reduced as those of any param.
+    If a norm over all gradients comes before the freeze, it reads those of frozen params too. They are then reduced
+    like any others, and their params are not `KEPT`.
     """
-
     found = frozen_leaves(tx, params)
     if not any(found):
         return found

@@ -1,4 +1,4 @@
-"""The matrices of an update that have owners, by what is computed of them."""
+"""The matrices of an update that have owners, grouped by what is computed from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jzero.sharding import Plan
 from jzero.update.mixing import Mixing, Region
 
 DECOMPOSITION = 10  # operations of a decomposition, in matmuls of its size
-SMALL = 1 / 16  # of a region's largest value: so much of others may go to every owner of one of its layers
+SMALL = 1 / 16  # an operand goes whole to all owners if that sends at most this part of the largest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,8 +33,8 @@ class Matrix:
     Attributes:
       region: its equations.
       at: the index along every dim that numbers matrices, by class of dims.
-      dims: of each value that the region reads or makes, these dims with their classes.
-      ins, outs: its pieces, of the values that are split; None for one that every device has.
+      dims: for each value that the region reads or makes, which of its dims number matrices, with their classes.
+      ins, outs: how each value that the region reads or makes is cut into pieces; None for one that every device has.
       of_region: how many matrices the region has.
     """
 
@@ -47,7 +47,7 @@ class Matrix:
 
 
 class Part(NamedTuple):
-    """What the exchange sends of a value: dtype, and number of values of a piece."""
+    """What the exchange sends of a value: its dtype, and the number of elements in a piece."""
 
     dtype: np.dtype
     size: int
@@ -58,10 +58,10 @@ class Kind:
     """Matrices for which the same is computed.
 
     Attributes:
-      run: on whole matrices.
+      run: computes the results of one matrix from its whole operands.
       axes: the mesh axes that the matrices are split over.
-      ins, outs: of each value dtype and length of a piece; None for one that is not exchanged: every device has it.
-      flops: of one matrix, in matmuls.
+      ins, outs: dtype and piece length of each value; None for a value that every device has, which is not exchanged.
+      flops: operations for one matrix, in matmuls and decompositions.
       matrices: all of them.
     """
 
@@ -116,7 +116,7 @@ class Matrices:
     def _numbered(self, classes: Classes, region: Region, split: Sequence[int]) -> dict[int, int]:
         """The classes of dims that number the matrices of a region, with their sizes.
 
-        A small operand that they do not number (coefficients that are stored split) goes to every owner.
+        A small operand without these dims (coefficients that are stored split, say) goes to every owner.
         """
         size = {v: math.prod(self.graph.avals[v].shape) for v in (*split, *region.outs)}
         shared: dict[int, int] | None = None
@@ -152,7 +152,7 @@ class Matrices:
 
 
 def _constant(value: Any) -> Any:
-    """What says that two constants are the same."""
+    """A key that is equal for equal constants."""
     if jaxprs.is_tracer(value):
         return id(value)
     value = np.asarray(value)
@@ -160,7 +160,7 @@ def _constant(value: Any) -> Any:
 
 
 def flops(jaxpr: Any) -> float:
-    """Operations of the matmuls of a jaxpr; those of a loop once per round, of branches those of the dearest."""
+    """Operations of the matmuls and decompositions of a jaxpr; a `scan` body once per step, of branches the dearest."""
     total = 0.0
     for node in Graph(jaxpr, [None] * len(jaxpr.constvars)).nodes:
         inner = [flops(body) for body, _ in bodies(node.eqn)[0]]

@@ -1,4 +1,4 @@
-"""Where an optimizer mixes the dims of a matrix: the parts of a traced update that shards do not suffice for.
+"""Where an optimizer mixes the dims of a matrix: the parts of a traced update that cannot be computed on shards.
 
 [Note: regions]
 An equation mixes where it combines values along a dim that devices share: a matmul, a decomposition, a sort, or a loop
@@ -6,10 +6,10 @@ or a `cond` with one of them. Equations that mix and feed one another, with all 
 Newton-Schulz of one matrix, or of a stack of them. Around it the update is elementwise and stays on shards.
 
 [Note: what a region takes in]
-A region begins at the value that it reads. It begins earlier where that value's layout is not known (a reshape that
-merges a split dim with another), where what leads to it is one array and a number that is reduced from it
-(`x / norm(x)`), and where several inputs are made of one array (`x.T`, `0.1 * x`): the owner computes that, and nothing
-is sent.
+A region begins at the values that it reads. It takes in the equations that make such a value in three cases: its
+layout is not known (a reshape that merges a split dim with another); it is made from one array and a number reduced
+from that array (`x / norm(x)`); or several inputs are made from one array (`x.T`, `0.1 * x`). The owner then computes
+these values, and they are not sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jzero.core.primitives import CONTROL_FLOW, ELEMENTWISE, REDUCING
 from jzero.core.regions import bodies
 from jzero.core.splits import Split, followed, mixing, whole
 
-FURTHER = 32  # equations before a region that are looked at for [Note: what a region takes in]
+FURTHER = 32  # equations that a region may take in before an input or after a result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +49,8 @@ class Mixing:
 
     Attributes:
       graph: the update, all calls inlined.
-      split: of every value, how it is split; what a region makes comes back like the value of that shape that it read.
+      split: how every value is split; a region's result comes back split like the value of its shape that it read.
+      branches: for each `cond` on more than one matrix, the `Mixing` of each of its branches.
       regions: in no order.
     """
 
@@ -99,7 +100,7 @@ class Mixing:
         return node in self.branches
 
     def _returned(self, node: Node, out: int) -> Split:
-        """How what a region makes is split on its way back: as it is stored, else as what it was made from."""
+        """How a region's result is split when it comes back: as it is stored, else like what it was made from."""
         shape = self.graph.avals[out].shape
         if out in self._wanted:
             return self._wanted[out]
@@ -112,7 +113,7 @@ class Mixing:
         return tuple(axes if d == at and shape[d] > 1 else () for d in range(len(shape)))
 
     def _backwards(self, wanted: Sequence[Split]) -> dict[int, Split]:
-        """The layouts of the results, and of what they are made from value by value."""
+        """The layouts of the results, and of the values that they are made from elementwise."""
         found = {v: w for v, w in zip(self.graph.outs, wanted, strict=True) if any(w)}
         for node in reversed(self.graph.nodes):
             known = next((found[o] for o in node.outs if o in found), None)
@@ -131,9 +132,7 @@ class Mixing:
     # --- regions --------------------------------------------------------------------------------------------------
 
     def _regions(self, seeds: list[Node]) -> list[Region]:
-        groups = self._connected(seeds)
-        found = [self._grown(set(group)) for group in groups]
-        merged = _merged(found)
+        merged = _merged([self._grown(set(group)) for group in self._connected(seeds)])
         return [self._region(sorted(nodes, key=self._order.__getitem__)) for nodes in merged]
 
     def _connected(self, seeds: list[Node]) -> list[list[Node]]:
@@ -180,11 +179,11 @@ class Mixing:
         return list(groups.values())
 
     def _grown(self, nodes: set[Node]) -> set[Node]:
-        """The nodes with what [Note: what a region takes in] says; each pass establishes something for the inputs.
+        """A region's nodes, and those that [Note: what a region takes in] adds.
 
-        `_from_known`, after each of the others again: their layouts are known. `_reduced_from_one`: none is made of one
-        array and a number that is reduced from it. `_from_the_same`: no two are made of one array. Then `_to_known`
-        does the same as the first for the results.
+        After `_from_known` the layouts of all inputs are known; it runs again after each of the next two. After
+        `_reduced_from_one` no input is made from one array and a number reduced from it. After `_from_the_same` no two
+        inputs are made from one array. `_to_known` does for the results what `_from_known` does for the inputs.
         """
         nodes |= self._from_known(nodes)
         for i in self._inputs(nodes):
@@ -197,7 +196,7 @@ class Mixing:
         return nodes
 
     def _from_known(self, region: set[Node]) -> set[Node]:
-        """The nodes from values whose layouts are known to the inputs of a region."""
+        """The nodes between a region's inputs and the nearest values before them whose layouts are known."""
         taken: set[Node] = set()
         pending = self._inputs(region)
         while pending:
@@ -212,9 +211,9 @@ class Mixing:
         return taken
 
     def _to_known(self, value: int, region: set[Node]) -> set[Node]:
-        """The nodes from a result of a region to one whose layout is known, where that one is made from it alone.
+        """The nodes from a region's result to a value whose layout is known, if it is made from the result alone.
 
-        Or to a part of it (a slice along a split dim): less is sent.
+        Failing that, the nodes to a part of the result (a slice along a split dim): less is sent.
         """
         taken: set[Node] = set()
         part: set[Node] = set()
@@ -258,7 +257,7 @@ class Mixing:
         return {node for origin, nodes in chains if origins.count(origin) > 1 for node in nodes}
 
     def _chain(self, value: int, inputs: Sequence[int], region: set[Node]) -> tuple[int, list[Node]]:
-        """The array that an input is computed from value by value, or transposed, and the nodes between."""
+        """The array that an input is computed from, elementwise or by a transpose, and the nodes between."""
         taken: list[Node] = []
         while not taken or value not in inputs:
             maker = self.graph.makers.get(value)

@@ -9,11 +9,11 @@ is kept exactly: zeros, padding, and the state of a step that is skipped.
 
 [Note: a count of steps]
 Without a count the rounding of one value would always be the same: where gradients repeat themselves, moments would
-stop. The state's own count serves where the jaxpr of the update proves that each step raises it. Of other integers in
-a state (the steps since the last update of `MultiSteps`, those of `apply_if_finite`, a count under a condition) some
-stay as they are, or repeat themselves, while moments are rounded. Then `ZeroState` has a count of jzero's own, which
-is handed to the update as a keyword argument; for an update outside of the program it is the generation. It cannot be
-replaced by a hash of gradients and params: a row of an embedding that no example reads has no gradient.
+stop. The state's own count serves if the jaxpr of the update proves that each step raises it. Other integers in a
+state (the steps since the last update of `MultiSteps`, those of `apply_if_finite`, a count under a condition) may stay
+the same or repeat while moments are rounded. `ZeroState` then has a count of jzero's own, which the update takes as a
+keyword argument; an update outside of the program takes its number of updates. A hash of gradients and params cannot
+replace the count: a row of an embedding that no example reads has no gradient.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _leaves(tx: Any, plan: Plan, params: PyTree) -> list[_Leaf]:
 
 
 def _counts(tx: Any, params: Any) -> list[int]:
-    """Positions of the leaves of the state that every step raises; none for an update that wants more (value=)."""
+    """Positions of the state's leaves that every step raises; empty if the update needs more arguments (value=)."""
     first = len(jax.tree.leaves(params))
 
     def leaves(grads, state, params):
@@ -140,7 +140,9 @@ def _counts(tx: Any, params: Any) -> list[int]:
 
 
 def rounded(x: Any, dtype: Any, salt: Any) -> Any:
-    """An array in `dtype`; from fp32 to bf16 up or down at random, right in the mean. See the note above.
+    """An array in `dtype`; to bf16 it is rounded up or down at random, so that the mean is right.
+
+    See [Note: a moment in 16 bits].
 
     Args:
       x: floating; inf and nan stay.

@@ -20,9 +20,13 @@ from jzero.update.deferred_update import deferred
 def update_leaves(
     news: Sequence[jax.Array | None], masters: Sequence[jax.Array | None], plan: Plan
 ) -> list[PyTree]:
-    """The leaves to return, for the new values of params that have a master and the differences of the others.
+    """The leaves that `update` returns.
 
-    The new value of a param in host memory is there already, in the stored layout.
+    Args:
+      news: the new value of a param with a master, the difference for one without; for a param in host memory always
+        the new value, there already and in its stored layout. None where a param stays.
+      masters: one per param, or None.
+      plan: the layouts.
     """
     rows, gather = list(zip(news, masters, plan.layouts, strict=True)), comm_of(plan).updates
     if plan.config.updates == "delta":

@@ -29,7 +29,7 @@ from jzero.update.matrices import Matrices, Matrix
 from jzero.update.mixing import Mixing, Region
 from jzero.update.rounds import Result, Round, Rounds, mapped, rounds
 
-MOST = 16  # arrays like the largest param that one matrix may read and make; SOAP has 13
+MOST = 16  # fp32 arrays of the largest param's size that one region may read and make; SOAP has 13
 
 
 class Owners:
@@ -53,11 +53,11 @@ class Owners:
         return sum(math.prod(self.graph.avals[v].shape) * self.graph.avals[v].dtype.itemsize for v in arrays)
 
     def check_sizes(self) -> None:
-        """Warns of what no device is to own, and of matrices that do not fit on one."""
+        """Warns about regions that are too large for one owner, and about matrices that do not fit on a device."""
         large = [self._bytes(r) for r in self.mixing.regions if r not in self.regions]
         if large:
             warnings.warn(
-                f"jzero: this optimizer computes {human_bytes(max(large))} of arrays together, of several params: "
+                f"jzero: this optimizer computes {human_bytes(max(large))} of arrays of several params together, "
                 "more than one device is to own. XLA gathers their shards for each operation; jzero.check says what "
                 "that sends.",
                 stacklevel=2,
@@ -148,7 +148,7 @@ class Owners:
                 env[out] = self._collected(self.graph.avals[out], own, [results[m, k] for m in own], k)
 
     def _collected(self, aval: Any, matrices: list[Matrix], results: list[Result], k: int) -> Any:
-        """A result of a region, of all its matrices, on its shards."""
+        """One result of a region on its shards, put together from all of the region's matrices."""
         numbered = matrices[0].dims[matrices[0].region.outs[k]]
         pieces, dims = matrices[0].outs[k], sorted(numbered)
         order = sorted(range(len(matrices)), key=lambda i: [matrices[i].at[numbered[d]] for d in dims])
@@ -185,8 +185,8 @@ def device_memory(device: Any) -> int | None:
 def on_owners(update: Callable, plan: Plan) -> Callable:
     """`update(grads, state, params, **extra)` of an optax transformation, its regions computed by owners.
 
-    Values are those of the update itself; what it does not mix stays on shards, and an update that mixes nothing is
-    called as it is. So is one that gets a function (the loss, for a line search): its matmuls are the model's.
+    The results are those of `update`. What it does not mix stays on shards, and an update that mixes nothing is called
+    as it is. So is one that is given a function (the loss, for a line search), whose matmuls are the model's.
     """
 
     def run(grads, state, params, **extra):
@@ -248,7 +248,7 @@ def splits_of_arguments(args: tuple[Any, Any, Any, Any], plan: Plan) -> list[Spl
 
 
 def splits_of_results(results: tuple[Any, Any], plan: Plan) -> list[Split]:
-    """How those of (updates, state) are."""
+    """How the arrays of (updates, state) are split."""
     return [*_of_params(results[0], plan), *_of_state(results[1], plan)]
 
 

@@ -38,14 +38,14 @@ def check_state(state, logical, *, where: str) -> None:
 
 
 def pad(x, shape, spec, plan: Plan):
-    """An array in its stored shape and layout: zeros at the end of a dim that nothing divides."""
+    """An array in its stored shape and layout: zeros at the end of a dim that the mesh axes do not divide."""
     if tuple(np.shape(x)) != tuple(shape):
         x = padded(plan.constrain(x, spec), shape)
     return plan.constrain(x, spec)
 
 
 def cut(x, shape, spec, plan: Plan):
-    """The reverse of `pad`; inside of a trace on its shards, whose pieces may be unequal."""
+    """The reverse of `pad`. Inside a trace the result stays on shards, which may have unequal sizes."""
     if tuple(np.shape(x)) == tuple(shape):
         return x
     return plan.constrain(unpadded(on_device(x), shape), spec)

@@ -1,8 +1,8 @@
 """Matrices in rounds: pieces to their owners, the computation, and pieces of the results back.
 
 [Note: rounds]
-Matrices of which the same is computed, on the same shapes and up to the way in which they are split, are dealt out in
-rounds of one per device: their pieces go to the owners, each owner computes, and the pieces of the results come back.
+Matrices with the same computation and shapes, however they are split, are dealt out in rounds of one per device: their
+pieces go to the owners, each owner computes, and the pieces of the results come back.
 The matrices of a round are on their way while the round before it is computed, so at most two rounds are in memory.
 
 [Note: what is left over]
@@ -31,7 +31,7 @@ from jzero.layout.specs import P, make_spec
 from jzero.sharding import Plan
 from jzero.update.matrices import Kind, Matrix
 
-WORTH = 0.9  # of the FLOPs of rounds one after the other: so much less for one round of several kinds
+WORTH = 0.9  # one round of several kinds must take less than this part of the FLOPs of one per kind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,13 +55,13 @@ class Round:
 
     @property
     def programs(self) -> list[tuple[Kind, ...]]:
-        """What devices compute, each once; where all that have any matrix do the same, so do those that have none."""
+        """The different programs. If all devices that own a matrix run the same one, the others run it too."""
         found = list(dict.fromkeys(self.kinds(d) for d in range(len(self.owned))))
         some = [p for p in found if p]
         return some if len(some) == 1 else found
 
     def program_of(self, device: int) -> int:
-        """The number of its program."""
+        """The index in `programs` of the one that a device runs."""
         return self.programs.index(self.kinds(device)) if len(self.programs) > 1 else 0
 
     def places(self, device: int, which: str) -> dict[tuple[int, int], Slot]:
@@ -136,7 +136,7 @@ class Rounds:
         }
 
     def _received(self, now: Round, held: list[Any]) -> tuple[dict[np.dtype, Any], list[Any]]:
-        """The pieces that every owner gets, by dtype, once what is `held` is there; and that."""
+        """The pieces that every owner gets, by dtype, sent only once `held` is there; and `held`."""
         sources = {
             v: (p, m.dims[v]) for m in now.matrices for v, p in zip(m.region.ins, m.ins, strict=True) if p
         }
@@ -225,7 +225,7 @@ class Rounds:
         return {t: _filled(row, (self.exchange.devices, widths[t]), t) for t, row in rows.items()}
 
     def _common(self, own: dict[int, Matrix], k: int, local: dict[int, Any], index: Any) -> Any:
-        """What every device has of all matrices, for the one that this device owns."""
+        """An operand that every device has whole, for the matrix that this device owns."""
         values = [layer(local[m.region.ins[k]], m, m.region.ins[k]) for m in own.values()]
         sources = {m.region.ins[k] for m in own.values()}
         if len(sources) == 1 and not next(iter(own.values())).dims[sources.pop()]:
@@ -235,7 +235,7 @@ class Rounds:
         )
 
     def _by_owner(self, pieces: dict[int, Pieces], what: str, x: Any, index: Any) -> Any:
-        """The pieces of a matrix joined, or its rows; by the way in which this device's matrix is split."""
+        """`Pieces.joined` or `Pieces.rows` of `x`, for the way in which this device's matrix is split."""
         ways = list(dict.fromkeys(pieces.values()))
         if len(ways) == 1:
             return getattr(ways[0], what)(x)
@@ -298,7 +298,7 @@ def mapped(plan: Plan, fn: Callable, in_specs: Sequence[PartitionSpec], out_spec
 
 
 def layer(x: Any, matrix: Matrix, value: int) -> Any:
-    """The matrix of a stack, of what a device has of the stack; its numbered dims stay, with size 1."""
+    """One matrix, from the part of a stack that a device has; the dims that number matrices stay, with size 1."""
     for dim, cls in matrix.dims[value].items():
         x = jax.lax.slice_in_dim(x, matrix.at[cls], matrix.at[cls] + 1, axis=dim)
     return x

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import max_error
 from optax import contrib
-from optimizers import shampoo, soap
+from shampoo_soap import shampoo, soap
 from programs import program
 
 import jzero

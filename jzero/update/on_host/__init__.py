@@ -1,7 +1,7 @@
 """Updates outside of the compiled program: the optimizer runs on the CPU, on state that never enters a GPU's program.
 
 Vocabulary: the *host mesh* has the shape of the plan's, with the CPU devices of the same processes; a *handle* stands
-in an optimizer state for an array that a *store* keeps; a *unit* is what is updated together by one program.
+in an optimizer state for an array that a *store* keeps; a *unit* is the arrays that one program updates.
 
     handles.py       what the user's state holds: handles, and the stamp that says which store at which generation
     chain.py         the optax chain as the host runs it

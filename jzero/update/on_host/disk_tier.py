@@ -1,6 +1,6 @@
 """Masters and moments in files: the update of `Store`, with each unit read before it runs and written after it.
 
-What is kept of a leaf are the pieces of this process's devices, each once. Small leaves, which the user holds, are
+Of each leaf a process keeps the pieces of its own devices, each once. Small leaves, which the user holds, are
 committed with every generation, so that a folder is a whole optimizer state; its masters give the params. With them
 goes the step that the train state was at when the files were made; each generation is one step more.
 """
@@ -29,7 +29,7 @@ from jzero.update.on_host.store import Store
 from jzero.update.on_host.units import Unit, Units
 from jzero.update.sharded_update import taken_over
 
-_follow = jax.jit(taken_over)  # what it replaces lies in a frame of the buffer
+_follow = jax.jit(taken_over)  # donates nothing: the old master lies in a frame of the buffer
 
 
 class DiskTier(Store):
@@ -63,7 +63,7 @@ class DiskTier(Store):
 
         Args:
           chain: the transformation.
-          contents: the arrays of a unit, of what it keeps.
+          contents: gives the arrays that a unit keeps.
           small: all leaves, or None for those that are in a unit.
           step: of the train state; None: 0.
         """
@@ -146,7 +146,7 @@ class DiskTier(Store):
                 yield at, self.arrays[at], None
 
     def update(self, params, changed, grads, small, extra):
-        """As that of `Store`; after an error the files and this are of the generation before: it can be tried again."""
+        """As `Store.update`; after an error files and tier are at the generation before, and it can be tried again."""
         tiny: dict[int, Any] = {at: jax.tree.map(jax.numpy.copy, self.arrays[at]) for at in self.layout.tiny}
         try:
             return (yield from super().update(params, changed, grads, small, extra))
@@ -172,7 +172,7 @@ class DiskTier(Store):
         return out
 
     def before_units(self, units: Units) -> None:
-        """Norms of the state have read units, which are read again."""
+        """Forgets the units that norms of the state have read, and starts to read all of them for the update."""
         self._read, self._in_norms = {}, False
         self._step.read_ahead(file for file, unit in enumerate(self.layout.held) if unit.group.values)
 
@@ -219,8 +219,8 @@ class DiskTier(Store):
     def _written(self) -> None:
         """Writes the unit that waits, once all devices are done with its frame.
 
-        To copy an array to the file waits for the one device that the piece is taken from; where others hold the same
-        piece, they read it from the same frame, and may come later.
+        Copying an array to the file waits only for the device that the piece is taken from. Other devices that hold the
+        same piece read it from the same frame, maybe later.
         """
         if self._waiting is not None:
             file, arrays, news = self._waiting
@@ -242,7 +242,7 @@ def _agree(disk: DiskStore) -> None:
     if max(found) - min(found) > 1:
         raise ValueError(
             f'jzero: Offload(tier="disk"): the folders in {disk.folder.parent} are of generations {found}, process by '
-            "process, and no step of a run leaves them so. Restore a checkpoint into another folder."
+            "process. A killed run leaves them at most one apart. Restore a checkpoint into another folder."
         )
     if disk.generation > min(found):
         disk.step_back()

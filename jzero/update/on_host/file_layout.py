@@ -93,7 +93,7 @@ class FileLayout:
         return ", ".join(names[:3]) + more, human_bytes(size), self.units.graph.makers[group.values[0]].name
 
     def _forms(self, unit: Unit) -> list[Any]:
-        """Of a unit of `held`: other units number their arrays in another way."""
+        """The types of a unit's arrays; for units of `held` only, since others number their arrays differently."""
         return [self.units.form(s, unit.group.chunk) for s, _ in unit.kept]
 
     def _file_arrays(self, unit: Unit) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ class FileLayout:
         )
 
     def arrays(self, unit: Unit, pieces: Sequence[np.ndarray], *, copy: bool = False) -> list[jax.Array]:
-        """Arrays on the host mesh from the pieces of a file; they alias these unless told to copy."""
+        """Arrays on the host mesh from the pieces of a file; they share memory with the pieces unless `copy`."""
         rest, out = iter(pieces), []
         for form in self._forms(unit):
             local = {bounds: next(rest) for bounds in _local(form)}
@@ -123,7 +123,7 @@ class FileLayout:
         return out
 
     def number(self, units: Units, unit: Unit) -> int:
-        """Which file has a unit of these units."""
+        """The number of the file that holds `unit`, one of `units`."""
         return self._numbers[self._key(units, unit)]
 
     def _key(self, units: Units, unit: Unit) -> Any:

@@ -37,7 +37,7 @@ class Handle:
     Attributes:
       shape: as the array is stored.
       dtype: its name.
-      place: where the array is: "host", or the file that holds it.
+      place: where the array is: "host" or "disk".
     """
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Held:
     """The masters of a state with handles: one leaf, the stamp, for masters and moments together.
 
     Attributes:
-      stamp: `int32[2]`: the number of the store, and how many updates the state has had.
+      stamp: `int32[2]`: the number of the store, and the generation: how many updates the store has made.
       masters: a `Handle` for each param, None where it has no master.
       total: bytes of all that the store keeps.
     """
@@ -88,7 +88,7 @@ class Held:
 
     @property
     def generation(self) -> int:
-        """How many updates the state has had."""
+        """How many updates the store has made to this state."""
         return int(np.asarray(self.stamp)[1])
 
     @property

@@ -35,7 +35,7 @@ def on_host(x: Any, plan: Plan) -> Any:
 
 
 def on_devices(x: Any, spec: PartitionSpec, plan: Plan) -> Any:
-    """The reverse, in a layout, in memory of its own too."""
+    """The reverse of `on_host`: a small array on the plan's devices in a layout, in memory of its own."""
     if is_key(x):
         return by_data(lambda x: on_devices(x, P(), plan), x)
     return put(moved(x, plan.sharding(P()), copy=plan.update_plan.mesh == plan.mesh), plan.sharding(spec))

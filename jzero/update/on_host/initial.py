@@ -1,10 +1,11 @@
-"""A new optimizer state in files: made unit by unit, from masters of which a few are in memory at a time."""
+"""A new optimizer state in files: made unit by unit, with only a few masters in memory at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jzero.layout.state_layouts import FEW
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.disk_tier import DiskTier
 from jzero.update.on_host.host_arrays import on_devices
@@ -54,10 +55,10 @@ class _Start:
         self._arrays = {}
         values = [small.get(v) for v in self.initial.graph.outs]
         rows = zip(values, chain.leaves, strict=True)
-        self.small = [v if v is not None and x.size <= 16 else None for v, x in rows]
+        self.small = [v if v is not None and x.size <= FEW else None for v, x in rows]
 
     def _array(self, source: int, order: Sequence[int]) -> Any:
-        """A master, and while the buffer could hold them those that are asked for after it in this order."""
+        """A master; loads with it as many of those that follow it in `order` as the buffer could hold."""
         if source not in self._arrays:
             rest = order[order.index(source) :] if source in order else ()
             self._arrays = {}  # the earlier ones have been used
@@ -65,7 +66,7 @@ class _Start:
         return self._arrays[source]
 
     def _batch(self, needed: set[int], more: Iterable[set[int]]) -> list[int]:
-        """What is needed, and what is needed next while the buffer could hold it."""
+        """The sources needed now, and as many of those needed next (`more`) as the buffer could hold."""
         for other in more:
             if sum(map(self.initial.local_bytes, needed | other)) > self.chain.tier.buffer:
                 break

@@ -47,7 +47,7 @@ def _reduce(plan: Plan, layouts: tuple[Layout, ...]):
 
 
 def whole_once_complete(pieces: list[Any], x: Layout, plan: Plan) -> list[Any]:
-    """The chunks of a param, or all of it once they are there: both of all params at once would be twice as much."""
+    """The chunks of a param, joined once all are there: to hold both for all params at once takes twice the memory."""
     if sum(math.prod(chunk.shape) for _, chunk in pieces) < math.prod(pieces[0][1].view):
         return pieces
     return [(joined(pieces, plan.sharding(x.state)), None)]

@@ -61,11 +61,11 @@ class Running:
 
     @property
     def updates(self) -> int:
-        """How many updates the state has had, those before it came into this store too."""
+        """How many updates the state has had, including those before it came into this store."""
         return self._before + self.generation
 
     def stamp(self) -> jax.Array:
-        """What the state of this generation knows of it, on the devices."""
+        """The stamp of a state of this generation, on the devices: the number of the store, and the generation."""
         return jax.device_put(np.array([self.number, self.generation], np.int32), self.chain.plan.sharding(P()))
 
     def check(self, held: Held) -> None:
@@ -193,7 +193,7 @@ class Running:
     def _step(
         self, grads: list, small: list, asked: list, changed: Sequence[bool], extra: Any
     ) -> tuple[dict, dict, list]:
-        """One update of the store, of what is on the host.
+        """One update of the store, from arrays on the host.
 
         Returns:
           New params on the devices, by their numbers, and with `delay` on the host; and the small leaves on the host.
@@ -248,7 +248,7 @@ class Running:
 
     @property
     def _copies(self) -> bool:
-        """New params share no memory with their values on the host, which stay."""
+        """True if new params must be copied: with `delay` their values stay on a host mesh that is the plan's own."""
         return bool(self.delay) and self.chain.plan.update_plan.mesh == self.chain.plan.mesh
 
     def _changed(self, params: Sequence[Any]) -> list[bool]:
@@ -267,7 +267,7 @@ def _differ(a, b):
 
 
 def _theirs_or(mine: Any, handed: Any, new: Any) -> Any:
-    """`new`, but where `mine` is other than what was handed out; keys too."""
+    """`new`, except where `mine` differs from what was handed out: there `mine`. Random keys too."""
     return by_data(_merged, mine, handed, new)
 
 

@@ -59,10 +59,10 @@ class Store:
         """One update in place.
 
         Args:
-          params: on their shards on the host, as functions; asked for where they are needed.
+          params: functions that return the params on their shards on the host; called when they are needed.
           changed: which of them the user has replaced.
-          grads: on their shards on the host, in stored shapes; None where a param has none. The list is emptied: each
-            of them goes when it has been used.
+          grads: on their shards on the host, in stored shapes; None where a param has none. The list is emptied, so
+            that each gradient is freed once it has been used.
           small: the leaves of the state that the user holds; None where the store has one.
           extra: keyword arguments of the update.
 
@@ -120,7 +120,7 @@ class Store:
         return self._units[str(types)]
 
     def cut_as(self, units: Units, grads: Sequence[Any], extra: Any) -> None:
-        """Has the units for gradients and keyword arguments of these types."""
+        """Sets the units for gradients and keyword arguments of these types."""
         self._units[str(_types(grads, extra))] = units
 
     def frozen_reads(self, grads: Sequence[Any], extra: Any) -> set[int]:
@@ -155,7 +155,7 @@ class Store:
         return news
 
     def _own(self, units: Units, unit: Unit, given) -> list[int]:
-        """The sources whose memory a result takes: state what replaces it, and gradients what replaces nothing."""
+        """The sources whose memory results take: new state that of the old, others that of gradients or params."""
         avals, replaced = units.graph.avals, {v: s for s, v in unit.kept if v != s}
         fits = list(replaced.values()) if self.gives_memory else []
         rest = (v for v in unit.group.values if not (self.gives_memory and v in replaced))
@@ -168,7 +168,7 @@ class Store:
         return fits
 
     def _arguments(self, units: Units, params, grads, small, extra):
-        """Large arguments as functions, small ones as values, and which param a result is."""
+        """Large arguments as functions, small ones as values, and the number of the param that each result is."""
         chain, graph = self.chain, units.graph
         given: dict[int, Callable[[], Any]] = {}
         known: dict[int, Any] = {}
@@ -193,8 +193,7 @@ class Store:
                 known[number] = mine if not k else array
         for value, number in zip(jax.tree.leaves(extra), numbers, strict=True):
             known[number] = value
-        having = [i for i, m in enumerate(chain.masters) if m is not None]
-        return given, known, dict(zip(graph.outs, having, strict=False))
+        return given, known, dict(zip(graph.outs, chain.master_leaves, strict=False))
 
     def _small_results(self, units: Units, numbers: dict[int, int], outs: dict[int, Any]):
         """New values of the small leaves that the user holds, and of small params; small masters are kept."""

@@ -58,7 +58,7 @@ class Units:
     Args:
       fn: flat arrays to a flat list.
       args: abstract.
-      placements: of each of them; a single number, or few, lies on every device.
+      placements: where each of them lies; a single number or a few lie on every device.
       out_placements: of the results.
       kept: the positions of the arguments that the store keeps, and which leaf of the state each of them is.
       everywhere: the sharding of what is on every device.
@@ -80,12 +80,12 @@ class Units:
         self.args, self.everywhere = args, everywhere
         self.placements, self.out_placements = placements, out_placements
         self.kept = {self.graph.ins[i]: leaf for i, leaf in kept.items()}
-        bound = ALIVE * most if most is not None else ALIVE * max(self._largest(), TOGETHER)
+        bound = ALIVE * (max(self._largest(), TOGETHER) if most is None else most)
         self.schedule = Schedule(self.graph, placements, self.out_placements, bound, most=None)
         order: dict[tuple[int, ...], int] = {}
         groups = (*self.schedule.first, *self.schedule.groups)
+        # all chunks of an array come before the next array
         self.units = [self._unit(g) for g in sorted(groups, key=lambda g: order.setdefault(g.sources, len(order)))]
-        """Chunk by chunk of an array before the next array."""
         taken = {s for unit in self.units for s, _ in unit.kept}
         self.owners: dict[int, list[int]] = {}
         still = [n for n in self.graph.ins if n in self.kept and n not in taken]
@@ -94,13 +94,13 @@ class Units:
             for source, _ in unit.kept:
                 self.owners.setdefault(source, []).append(k)
         self._programs: dict[Any, Any] = {}
+        self._helpers: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
 
     def _largest(self) -> int:
         """Bytes of the largest component: what belongs together."""
         whole = Schedule(self.graph, self.placements, self.out_placements, WHOLE, most=None)
-        parts = [list(whole.sources_of(values)) for values in whole.components()]
-        return max((whole.bytes_of(values, s) for values, s in zip(whole.components(), parts, strict=True)), default=1)
+        return max((whole.bytes_of(v, whole.sources_of(v)) for v in whole.components()), default=1)
 
     def _unit(self, group: Group) -> Unit:
         places = {}
@@ -111,20 +111,18 @@ class Units:
         return Unit(group, tuple((s, places.get(s, s)) for s in group.sources if s in self.kept))
 
     def _chunks(self, source: int) -> list[Chunk | None]:
-        """Those in which the store keeps an argument."""
+        """The chunks in which the store keeps an argument."""
         return [self.units[k].group.chunk for k in self.owners[source]]
 
     def form(self, source: int, chunk: Chunk | None) -> jax.ShapeDtypeStruct:
         """The type of an argument, or of a chunk of it, with its layout."""
         aval, placement = self.graph.avals[source], self._placement(source)
         if placement.sharding is None:
-            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(self._arg(source), "sharding", None))
+            arg = self.args[self.graph.ins.index(source)]
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(arg, "sharding", None))
         if chunk is None:
             return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placement.sharding)
         return jax.ShapeDtypeStruct(chunk.shape, aval.dtype, sharding=chunk.layout)
-
-    def _arg(self, source: int) -> Any:
-        return self.args[self.graph.ins.index(source)]
 
     def _placement(self, source: int) -> Placement:
         return self.schedule.placements[source]
@@ -134,13 +132,12 @@ class Units:
         if chunk is None:
             return x
         key = ("piece", x.shape, x.dtype, x.sharding, chunk.view, chunk.shape)
-        if key not in self._programs:
-            cut = jax.jit(
+        if key not in self._helpers:
+            self._helpers[key] = jax.jit(
                 lambda x, start: jax.lax.dynamic_slice(jnp.reshape(x, chunk.view), start, chunk.shape),
                 out_shardings=chunk.layout,
             )
-            self._programs[key] = cut
-        return self._programs[key](x, np.asarray(chunk.start, np.int32))
+        return self._helpers[key](x, np.asarray(chunk.start, np.int32))
 
     # ---- running
 
@@ -159,7 +156,7 @@ class Units:
             known[value] = part
 
     def number_groups(self) -> Iterable[Group]:
-        """Those of the schedule: of gradients whole, since they are there; else see [Note: numbers before units]."""
+        """The groups that make numbers: of gradients whole, else see [Note: numbers before units]."""
         for values, sources in {g.values: g.sources for g in self.schedule.scalars}.items():
             own = [self._chunks(s) for s in sources if s in self.kept]
             cut = own and all(chunks == own[0] for chunks in own) and self._adds_up(values[0], sources, own[0])
@@ -176,7 +173,7 @@ class Units:
         return found
 
     def local_bytes(self, source: int) -> int:
-        """Of a whole argument on this process's devices."""
+        """Bytes of a whole argument on this process's devices."""
         x = self.form(source, None)
         if x.sharding is None:
             return 0
@@ -192,11 +189,10 @@ class Units:
         return alike and node.reduces_all and not self.schedule.whole_because(node.ins[:1], first.form)
 
     def _joined(self, value: int, a, b):
-        join = REDUCTIONS[self.graph.makers[value].name][1]
-        key = ("join", self.graph.makers[value].name, a.dtype)
-        if key not in self._programs:
-            self._programs[key] = jax.jit(join)
-        return self._programs[key](a, b)
+        name = self.graph.makers[value].name
+        if name not in self._helpers:
+            self._helpers[name] = jax.jit(REDUCTIONS[name][1])
+        return self._helpers[name](a, b)
 
     def sources_of(self, out: int) -> tuple[int, ...]:
         """The large arguments that a result is computed from."""
@@ -240,7 +236,7 @@ class Units:
     def updates(self) -> Iterator[Any]:
         """The compiled programs of units that have run."""
         for unit in self.units:
-            for (group, _), (_, _, compiled) in ((k, p) for k, p in self._programs.items() if len(k) == 2):
+            for (group, _), (_, _, compiled) in self._programs.items():
                 if group is unit.group:
                     yield compiled
 

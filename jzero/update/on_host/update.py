@@ -42,7 +42,7 @@ def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> Z
 
     Args:
       full: with arrays on the host mesh, or abstract: then no store is behind the handles.
-      params: what a master starts as where `full` has none: that of a param of its dtype.
+      params: a master that `full` lacks (one in the dtype of its param) starts from its param.
       chain: the transformation.
       step: of the train state, which files keep; None: 0.
     """
@@ -61,8 +61,8 @@ def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> Z
     return state_of(chain, leaves, store)
 
 
-def state_of(chain: Chain, own: Sequence[Any], running: Any) -> ZeroState:
-    """The user's state: of `own` those leaves that are not handles."""
+def state_of(chain: Chain, own: Sequence[Any], running: Running | None) -> ZeroState:
+    """The user's state: handles for the leaves that are kept outside, the others from `own`."""
     place = "disk" if chain.plan.config.in_files else "host"
     rows = zip(chain.leaves, own, chain.kept, strict=True)
     handles = [Handle(tuple(x.shape), x.dtype.name, place) if k else mine for x, mine, k in rows]
@@ -87,7 +87,7 @@ def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, lis
     return state_of(chain, small, Running(tier, tier.train_step)), landed(found, plan), tier.train_step
 
 
-def _new_store(chain: Chain, leaves: Sequence[Any], step: Any, updates: int) -> Any:
+def _new_store(chain: Chain, leaves: Sequence[Any], step: Any, updates: int) -> Running:
     if not chain.plan.config.in_files:
         return Running(Store(chain, leaves), updates)
 

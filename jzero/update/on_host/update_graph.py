@@ -36,7 +36,7 @@ class UpdateGraph(FlatFunction):
         super()._node(node)
 
     def _is_number(self, value: int) -> bool:
-        """True for one, or for an array of copies of one."""
+        """True for a single number, and for an array of copies of one."""
         maker = self.makers.get(value)
         copied = maker is not None and maker.name == "broadcast_in_dim" and self.is_small(maker.ins[0])
         return copied or self.is_small(value)

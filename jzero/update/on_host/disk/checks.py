@@ -90,5 +90,5 @@ def nothing_there(folder: Path, *, where: str) -> None:
             f"{where}: {folder} holds a store of generation {found.generation} with "
             f"{counted(len(found.units), 'unit')}, and nothing is overwritten. Go on from it with "
             "jzero.checkpoint.restore(path, like), like = jzero.abstract(create, ...) with the same Offload; pass "
-            "another folder; or remove it."
+            "another folder; or remove this one."
         )

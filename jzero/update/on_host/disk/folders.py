@@ -16,13 +16,14 @@ def of(path: Path, process: tuple[int, int], *, where: str) -> Path:
     """The folder of a process.
 
     Raises:
-      TypeError, ValueError: no index and number of processes, or folders of another number are there.
+      TypeError, ValueError: `process` is not (index, count), or `path` has folders of another number of processes.
     """
     check_kind(process, "process", tuple, "a pair: index, count", where=where)
     index, count = process
     check_int(count, "process", where=where, low=1)
     check_int(index, "process", where=where, low=0, high=count - 1)
-    found = [m for m in map(_NAME.match, _names(path)) if m]
+    names = [p.name for p in path.iterdir()] if path.is_dir() else []
+    found = [m for m in map(_NAME.match, names) if m]
     counts = sorted({int(m[2]) for m in found} - {count})
     if counts:
         raise ValueError(
@@ -31,10 +32,6 @@ def of(path: Path, process: tuple[int, int], *, where: str) -> Path:
             "number of processes reads those), or pass another folder."
         )
     return path / f"process-{index:05d}-of-{count:05d}"
-
-
-def _names(path: Path) -> list[str]:
-    return [p.name for p in path.iterdir()] if path.is_dir() else []
 
 
 def make(*folders: Path, where: str) -> None:

@@ -19,10 +19,7 @@ class Frames:
 
     Args:
       units: those of the store.
-      buffer_bytes: bytes of all frames together.
-
-    Raises:
-      ValueError: a unit is larger than a quarter of the buffer.
+      buffer_bytes: bytes of all frames together; `check_room` has accepted it.
     """
 
     def __init__(self, units: Sequence[FileUnit], buffer_bytes: int):

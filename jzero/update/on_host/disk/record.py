@@ -5,7 +5,7 @@ There are two record files; generation g is in `record.<g mod 2>`. A commit come
 disk. It overwrites the older record, and a record that was torn has a wrong checksum: the other one counts then, and no
 slot that it names has been touched, since a step writes only to slots that the last generation does not use. A record
 that a killed process has left in the page cache counts when the store is opened next, so it is flushed there before any
-slot is written: or else a power failure later could bring back the one before, whose slots are gone.
+slot is written. Otherwise a later power failure could bring back the record before it, whose slots are gone.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def write(folder: Path, record: Record) -> None:
 
 
 def write_first(folder: Path, record: Record) -> None:
-    """Writes the first record of a folder: it is there once all of it is."""
+    """Writes the first record of a folder; the file appears only when it is complete."""
     temporary = folder / "record.tmp"
     durable.write(temporary, record.encode())
     durable.rename(temporary, file_of(folder, record.generation))

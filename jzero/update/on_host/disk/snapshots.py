@@ -21,10 +21,10 @@ WAYS = ("reflink", "hard link", "copy")
 
 
 def take(record: records.Record, files: Iterable[Path], dest: Path) -> str:
-    """Copies files and their record into a new folder, which has its name when all of it is on the disk.
+    """Copies files and their record into a new folder, which gets its name once everything is on the disk.
 
     Returns:
-      How most was done: "reflink", "hard link" or "copy".
+      The most expensive way that any file needed: "reflink", "hard link" or "copy".
 
     Raises:
       OSError: `dest` cannot be written, or the disk is full. Nothing is left of it then.

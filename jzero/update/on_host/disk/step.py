@@ -43,9 +43,8 @@ class DiskStep:
         self._record, self._slots, self._frames = record, slots, frames
         self._commit, self._close, self._read_only = commit, close, read_only
         self._changed = threading.Condition()  # guards all below
-        self._order: collections.OrderedDict[int, None] = (
-            collections.OrderedDict()
-        )  # announced, and not begun
+        # announced, and not begun
+        self._order: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._ahead: dict[int, tuple[DiskTransfer, np.ndarray]] = {}  # begun, and not asked for
         self._held: dict[int, np.ndarray] = {}  # with the caller
         self._writing: dict[int, DiskTransfer] = {}

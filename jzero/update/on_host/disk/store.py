@@ -1,4 +1,4 @@
-"""`DiskStore`: units on a local disk, of which a whole generation is always there."""
+"""`DiskStore`: units on a local disk, which always holds one whole generation of them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class DiskStore:
         folder = folders.of(Path(path), process, where=where)
         folders.make(folder.parent, folder, where=where)
         with contextlib.ExitStack() as undo:
-            lock = _locked(folder, where=where)  # in use is said first
+            lock = _locked(folder, where=where)  # first: that a folder is in use matters more than what it holds
             undo.callback(lock.release)
             checks.nothing_there(folder, where=where)
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -218,9 +218,8 @@ class DiskStore:
     def snapshot(self, dest: str | os.PathLike) -> str:
         """A copy of this generation that later steps do not change; `open` reads it like a store.
 
-        A reflink where the file system can, else a hard link, else a copy of the bytes (another file system). While a
-        hard link is there, the next write to its slot makes a new file; then a snapshot costs the bytes
-        of a generation.
+        A reflink where the file system can, else a hard link, else a copy of the bytes (another file system). The next
+        write to a slot with a hard link makes a new file; from then on the snapshot costs the bytes of a generation.
 
         Args:
           dest: a folder, made if it is missing; each process makes its own folder in it.
@@ -245,9 +244,9 @@ class DiskStore:
         return snapshots.take(self._record, files, folder)
 
     def step_back(self) -> None:
-        """Returns to the previous generation, if other processes did not commit the last one.
+        """Goes back to the previous generation, for a process that committed the last one when others did not.
 
-        Its units are kept until the next step writes.
+        The units of the previous generation are kept until the next step writes.
 
         Raises:
           DamagedStore: that generation is missing, or not whole.
@@ -302,7 +301,7 @@ class DiskStore:
             raise RuntimeError(f"{WHERE}: {verb}: the store in {self.folder} has been closed.")
         if self._unsure:
             raise RuntimeError(
-                f"{WHERE}: {verb}: a commit failed, and its record cannot be taken back. Close the store and open it."
+                f"{WHERE}: {verb}: a commit failed, and its record cannot be taken back. Close and reopen the store."
             )
         if self._step is not None:
             raise RuntimeError(f"{WHERE}: {verb}: a step is open; commit or abandon it first.")

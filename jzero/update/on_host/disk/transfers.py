@@ -78,7 +78,7 @@ class DiskTransfer:
             try:
                 self._done(self)
             finally:
-                self.finished.set()  # after `done`, so that who waits sees the error
+                self.finished.set()  # after `done`, so that whoever waits sees the error
 
     def _try(self, act: Callable[[], None]) -> None:
         if self.error is not None:
@@ -167,7 +167,7 @@ class Write(DiskTransfer):
             moved += os.pwritev(handle, [part[moved:].data], at + moved)
 
     def _end(self, handle: int) -> None:
-        # O_DIRECT passes neither the disk's own cache nor what the file system notes of preallocated extents
+        # O_DIRECT bypasses neither the disk's own cache nor the file system's record of which extents are written
         os.fdatasync(handle)
 
 

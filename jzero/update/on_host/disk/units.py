@@ -11,9 +11,7 @@ import numpy as np
 
 from jzero.core.errors import check_dtype, check_ints, check_kind, shown
 
-PAGE = (
-    4096  # bytes: O_DIRECT wants memory, offsets and lengths aligned to the sectors of the disk, 512 or 4096
-)
+PAGE = 4096  # bytes: O_DIRECT wants memory, offsets and lengths aligned to disk sectors, 512 or 4096
 ALIGNED = 64  # bytes: where an array of a unit begins, a cache line
 
 
@@ -26,7 +24,8 @@ class FileUnit:
       arrays: a shape and the name of a dtype for each, those of ml_dtypes too: `(((1600, 30), "bfloat16"),)`.
 
     Raises:
-      TypeError, ValueError: a name that is not a string, a shape of other than natural numbers, or no dtype.
+      TypeError, ValueError: the name is not a string, a shape has a size that is not an integer of at least 0, or a
+        dtype is unknown.
     """
 
     name: str
