@@ -5,6 +5,7 @@
     python tests/differential.py --case 7/123              # or from seed and index
     python tests/differential.py --case 7/123 --shrink     # and its smallest form that fails alike
     python tests/differential.py --gpu --jobs 8            # on a GPU: cases of one device, in real memory spaces
+    python tests/differential.py --mutation "two trees"    # how many cases find a fault of tests/mutations.py again
 
 A case runs in a process with 25 others, so that a crash costs one case and is its failure; every fourth batch runs with
 XLA's default optimizations, as users have them. Ends with 1 where a case failed, or, from 500 cases on, where a share
@@ -64,6 +65,10 @@ def work() -> None:
     """A worker: cases as JSON lines on standard input, outcomes on standard output."""
     import jax
 
+    if "JZERO_MUTATION" in os.environ:
+        import mutations
+
+        mutations.apply(os.environ["JZERO_MUTATION"])
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     from differ.compare import run_case
@@ -242,6 +247,7 @@ def main() -> int:
     parser.add_argument("--case", action="append", help="JSON, or seed/index")
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--gpu", action="store_true", help="cases of one device, on the first GPU of this machine")
+    parser.add_argument("--mutation", help="break jzero as this one of tests/mutations.py does; stop when found")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -250,6 +256,12 @@ def main() -> int:
     sys.path.insert(0, str(TESTS))
     from differ.grammar import draw, features
 
+    if args.mutation:
+        import mutations
+
+        number, what = next((i, m.what) for i, m in enumerate(mutations.FOUND) if args.mutation in m.what)
+        os.environ["JZERO_MUTATION"] = str(number)
+        print(f"broken: {what}")
     if args.case:
         cases = [json.loads(c) if c.startswith("{") else draw(*map(int, c.split("/"))) for c in args.case]
         args.xla = "light" if args.xla == "mixed" else args.xla
@@ -270,6 +282,8 @@ def main() -> int:
                 case, why = shrink(case)
             failed.append(case["id"])
             print(f"\nFAILED {case['id']}\n{why}\n{script(case)}\n", flush=True)
+            if args.mutation:
+                break
         if len(done) % 50 == 0:
             print(f"{len(done)} cases, {len(failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
         if args.minutes and time.monotonic() - started > 60 * args.minutes:

@@ -172,6 +172,55 @@ def _():
     wrap(optim, "with_moment_dtype", alike)
 
 
+@mutation("moments of a bare array are no moments", "moments")
+def _():
+    import sys
+
+    from jzero.layout import state_layouts
+
+    found = state_layouts.named_by
+    for module in [m for name, m in sys.modules.items() if name.startswith("jzero") and hasattr(m, "named_by")]:
+        module.named_by = lambda keys, params: (x for x in found(keys, params) if x.keys)  # pyright: ignore
+
+
+@mutation("a result takes the buffer of a gradient that is still read", "offload")
+def _():
+    import collections
+
+    from jzero.stream.streaming import _Run
+
+    def unread(original, self, *args):
+        readers, self.readers = self.readers, collections.defaultdict(set)
+        try:
+            return original(self, *args)
+        finally:
+            self.readers = readers
+
+    wrap_method(_Run, "_buffer", unread)
+
+
+@mutation("a number is added up over the parts of any state on disk", "disk_tier")
+def _():
+    from jzero.update.on_host.units import Units
+
+    Units._adds_up = lambda self, *args: True
+
+
+@mutation("files of the disk tier begin at step 0", "disk_tier")
+def _():
+    from jzero.update.on_host import disk_tier
+
+    disk_tier.first_step = lambda data: 0
+
+
+@mutation("params are restored without the statistics", "checkpoint_weights")
+def _():
+    from jzero.checkpoint import exporting, logical
+
+    for module in (exporting, logical):
+        module.is_of_model = lambda *args, **kw: False  # pyright: ignore
+
+
 @mutation("matrices have no owners", "owners")
 def _():
     from jzero.update import sharded_update

@@ -128,7 +128,9 @@ def _analyzed(
     return traverse(jaxpr, [const] * len(consts), known, rule, literal=literal, calls=calls)
 
 
-def data_sources(jaxpr: Jaxpr, consts: Sequence[Any], sources: Sequence[Sources]) -> list[Sources]:
+def data_sources(
+    jaxpr: Jaxpr, consts: Sequence[Any], sources: Sequence[Sources], ends: Collection[str] = ()
+) -> list[Sources]:
     """For each result of a jaxpr the sources of all arguments whose values may be in it.
 
     What only decides between values is not one of them: the predicate of a select or a `cond`, the condition of a loop.
@@ -136,10 +138,13 @@ def data_sources(jaxpr: Jaxpr, consts: Sequence[Any], sources: Sequence[Sources]
     Args:
       jaxpr, consts: a traced function.
       sources: of each argument.
+      ends: names of primitives whose results have no sources.
     """
 
     def rule(eqn: JaxprEqn, values: list[Sources], inside: Callable[..., list[Sources]]) -> list[Sources]:
         name = eqn.primitive.name
+        if name in ends:
+            return [NOTHING] * len(eqn.outvars)
         if name == "select_n":
             return [NOTHING.union(*values[1:])]
         if name == "shard_map":

@@ -1,8 +1,12 @@
 """Which arguments of a step its results replace: what `jzero.jit` donates.
 
 [Note: what replaces what]
-An argument is replaced if the step returns a tree of its form (structure, shapes and dtypes). If several arguments have
-one form (a state and a reference, a target network, a teacher) and fewer come back, the form does not say which, and
+An argument is replaced if the step returns a tree of its form (structure, shapes and dtypes). If as many come back as
+there are arguments of one form, one of them may still be something else: the gradients, with a teacher among the
+arguments. An argument that reaches such a result only through products, sums or lookups (`NOT_KEPT`) is read by a model
+and does not count beside one that is carried over, value by value.
+
+If several arguments have one form (a reference, a target network) and fewer come back, the form does not say which, and
 the data flow alone does not either: the new params are made from both. So an argument counts as replaced if it reaches
 every leaf of the result, and at least one leaf that no other argument of this form reaches: the step count, a moment.
 Every leaf of an average of two trees is made from both, so none of these is donated. Deleting the wrong one would not
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +29,13 @@ import numpy as np
 from jzero.core.dependence import data_sources
 from jzero.core.errors import is_argument, table
 from jzero.core.nnx_modules import Apart, has_node, has_variable, owned_arrays
+from jzero.core.primitives import MIXES, REDUCING
 from jzero.core.types import PyTree, PyTreeDef
 
 Key = int | str
 Form = tuple[PyTreeDef, tuple[Any, ...]]
+NOT_KEPT = MIXES | REDUCING | {"gather"}
+"""Primitives after which an array no longer has its own values. See [Note: what replaces what]."""
 
 
 def replaced(
@@ -48,7 +55,7 @@ def replaced(
     for form in dict.fromkeys(f for k, f in forms.items() if f in returned and is_candidate(given[k])):
         keys = [k for k, f in forms.items() if f == form]
         if len(keys) == len(returned[form]):
-            found += keys
+            found += keys if len(keys) == 1 else _carried_over(keys, returned[form], given, traced, static)
             continue
         reached = _reached(given, traced, static)
         sure = [k for k in keys if any(_is_made_of(k, keys, result, reached) for result in returned[form])]
@@ -195,12 +202,24 @@ def _returned(out: PyTree, forms: set[Form]) -> dict[Form, list[list[int]]]:
     return found
 
 
-def _reached(given: Mapping[Key, Any], traced: jax.stages.Traced, static: Sequence[Key]) -> list[frozenset[Key]]:
-    """For each leaf of the result the arguments whose values are in it."""
+def _carried_over(
+    keys: list[Key], results: Sequence[Sequence[int]], given: Mapping[Key, Any], traced: jax.stages.Traced,
+    static: Sequence[Key],
+) -> list[Key]:  # fmt: skip
+    """Those of these arguments whose values a result keeps; all of them if that is found of none."""
+    kept = _reached(given, traced, static, NOT_KEPT)
+    among = frozenset().union(*(kept[i] for result in results for i in result))
+    return [k for k in keys if k in among] or keys
+
+
+def _reached(
+    given: Mapping[Key, Any], traced: jax.stages.Traced, static: Sequence[Key], ends: Collection[str] = ()
+) -> list[frozenset[Key]]:
+    """For each leaf of the result the arguments whose values are in it; not through equations named in `ends`."""
     names = sorted(traced.args_info[1])  # as JAX flattens them; those of static arguments are not there
     keys = [k for k in given if isinstance(k, int) and k not in static] + names
     sources = [frozenset((k,)) for k in keys for _ in jax.tree.leaves(given[k])]
-    return data_sources(traced.jaxpr.jaxpr, traced.jaxpr.consts, sources)
+    return data_sources(traced.jaxpr.jaxpr, traced.jaxpr.consts, sources, ends)
 
 
 def _is_made_of(key: Key, keys: Sequence[Key], result: Sequence[int], reached: Sequence[frozenset[Key]]) -> bool:

@@ -353,7 +353,12 @@ def _happens(event: dict, run, plain: Plain, case: dict, folder: Path):
         fresh.place(run.config, run.mesh_spec)
         Tolerances(case | {"config": run.config}).loss(first, fresh.gradients(batch_of(case, 0), jax.random.key(0))[0],
                                                        "a second state")  # fmt: skip
-    if kind in ("restore", "reshard"):
+    elif kind == "resume":
+        with run.context():
+            run = run.resumed()
+    elif kind == "weights":
+        _check_weights(run, event, case, folder)
+    if kind in ("restore", "reshard", "resume"):
         plain.flush()
     plain.place(run.config, run.mesh_spec)
     if kind in ("restore", "reshard"):
@@ -483,13 +488,42 @@ def _check_params(run, plain: Plain, tolerances: Tolerances, where: str) -> None
     tolerances.values(host(run.visible()), jax.tree.leaves(plain.params), f"{where}: params", apart)
 
 
+def _check_moments(inner: list, plain: Plain, config: dict) -> None:
+    """Some of what starts at zero and has a param's shape is stored in the dtype that the config asks for."""
+    shapes = {x.shape for x in jax.tree.leaves(plain.own(plain.params))}
+    first = [np.asarray(_number(x)) for x in jax.tree.leaves(plain.fresh_state())]
+    zeros = [x.ndim > 1 and x.shape in shapes and jnp.issubdtype(x.dtype, np.floating) and not x.any() for x in first]
+    moments = [g for g, z in zip(inner, zeros, strict=True) if z]
+    asked = config.get("moment_dtype")
+    if asked and moments and all(g.dtype != asked for g in moments):
+        raise Differs(f"moment_dtype={asked} and no moment of that dtype: {[str(g.dtype) for g in moments]}")
+
+
+def _check_weights(run, event: dict, case: dict, folder: Path) -> None:
+    """Params that are read alone, into another place, are those of the state, with the statistics beside them."""
+    from differ.runs import host
+
+    path = Path(tempfile.mkdtemp(dir=folder)) / "saved"
+    with run.context():
+        run.save(path)
+    other = run.fresh(event["mesh"], event["config"], abstract=case["born"])
+    other.load(path, only="params")
+    for name, got, want in (("param", other.visible(), run.visible()), ("statistic", other.rest(), run.rest())):
+        for i, (g, w) in enumerate(zip(host(got), host(want), strict=True)):
+            if np.issubdtype(w.dtype, np.integer) or w.dtype == bool:  # random keys and their counts
+                continue
+            if not np.array_equal(g, w, equal_nan=True):
+                raise Differs(f"{name} {i} {w.shape} of a checkpoint that was read with only='params' is another one")
+
+
 def _check_end(run, plain: Plain, tolerances: Tolerances, case: dict) -> None:
     """The whole state after the last step."""
-    if run.count() != case["steps"]:
-        raise Differs(f"the step count is {run.count()} after {case['steps']} steps")
+    if run.count() != case["steps"] + case.get("begins", 0):
+        raise Differs(f"the step count is {run.count()} after {case['steps']} steps from {case.get('begins', 0)}")
     plain.flush()
     _, inner, masters = run.parts()
     want = [_number(x) for x in jax.tree.leaves(plain.opt_state)]
+    _check_moments(inner, plain, run.config)
     tolerances.state(inner, want, "optimizer state", plain.apart(lambda x: x.opt_state))
     if case["flavour"] == "nnx":
         from differ.runs import host

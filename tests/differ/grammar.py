@@ -87,6 +87,15 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     if case["mesh"]["kind"] == "tp" and case["mesh"]["n"] == 8 and rng.random() < 0.6:
         levels = ("two", "hsdp", "hpz") if case["config"]["stage"] == 3 else ("two", "hsdp")
         case["mesh"] |= {"levels": rng.choice(levels), "apart": False}
+    if case["step"] == "jzero.jit" and case["config"]["tier"] in ("device", "stream") and rng.random() < 0.4:
+        case["reference"] = True
+    if case.get("micro") and case["dtype"] != "float16" and rng.random() < 0.5:  # whose gradients would overflow
+        case["sum"] = True
+    if flavour != "plain" and rng.random() < 0.2:
+        case["begins"] = 3
+    free = [at for at in range(1, case["steps"]) if str(at) not in case["events"]]
+    if flavour != "plain" and free and rng.random() < 0.35:
+        draw_files(rng, case, rng.choice(free))
     return case
 
 
@@ -194,6 +203,20 @@ def draw_events(rng, case: dict) -> dict[str, dict]:
     return dict(sorted(events.items()))
 
 
+def draw_files(rng, case: dict, at: int) -> None:
+    """An event that reads files: a snapshot of those of a state on disk goes on, or params are read alone."""
+    events = case["events"]
+    tier = [case["config"]["tier"], *(e["config"]["tier"] for i, e in events.items() if "config" in e and int(i) < at)]
+    kinds = ["resume"] * ("disk" in tier[-1]) + ["weights"] * ("late" not in tier[-1])
+    if not kinds:
+        return
+    event: dict[str, Any] = {"kind": rng.choice(kinds)}
+    if event["kind"] == "weights":
+        event["mesh"] = {"kind": "flat", "n": rng.choice((1, 2, 3, 4, 5, 8))}
+        event["config"] = {"stage": rng.choice((0, 1, 2, 3)), "tier": "device", "min_shard_bytes": 0}
+    case["events"] = dict(sorted({**events, str(at): event}.items()))
+
+
 def can_be_eager(case: dict) -> bool:
     """A step outside of jit: not with layouts that JAX knows inside of one alone."""
     return case["mesh"]["kind"] == "flat" and not case["config"]["tier"].startswith("params")
@@ -241,6 +264,9 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "plan of jzero.jit", case["flavour"]
     if case.get("scan_axes"):
         yield "scan_axes", f"{case['scan_axes']}, {'stacks' if stacks_of(case) else 'no stack'}"
+    for name in ("reference", "sum", "begins"):
+        if case.get(name):
+            yield name, case["flavour"]
     yield "compared", "fed" if case["fed"] else "free"
     yield "tier and flavour", f"{case['config']['tier']}, {case['flavour']}"
     for kind in sorted(set(case["blocks"])):
@@ -259,7 +285,9 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     for event in case["events"].values():
         yield "event", event["kind"]
         yield "tier and event", f"{case['config']['tier']}, {event['kind']}"
-        if "config" in event:
+        if event["kind"] == "weights":
+            yield "weights", f"{case['flavour']}, {'statistics' if 'BatchNorm' in case['blocks'] else 'params alone'}"
+        elif "config" in event:
             yield "from tier to tier", f"{case['config']['tier']}, {event['config']['tier']}"
 
 
@@ -267,6 +295,7 @@ SHARES = {
     "flavour": 0.25, "head": 0.02, "dtype": 0.05, "mesh": 0.02, "devices": 0.03, "stage": 0.05, "tier": 0.03,
     "optimizer": 0.005, "step": 0.01, "compared": 0.01, "layer": 0.015, "wrap": 0.01, "field": 0.01, "event": 0.01,
     "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005, "scan_axes": 0.01,
-    "tier and flavour": 0.008, "plan of jzero.jit": 0.02,
+    "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "begins": 0.03,
+    "weights": 0.003,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

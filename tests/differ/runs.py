@@ -115,6 +115,7 @@ class Run:
         self.form, self.tx = form_of(case), chain_of(case)
         self.model = model_of(case["flavour"], self.form)
         self.outside = self.config["tier"] in OUTSIDE
+        self.reference: Any = None
         with self.context():
             self.start()
         self.build()
@@ -143,7 +144,7 @@ class Run:
         return jzero.gather_on_use(loss, self.plan) if stage3 or self.case["gather"] else loss
 
     def rest(self):
-        """What an NNX model holds besides params: statistics, keys and their counts."""
+        """What a model holds besides params: statistics; in NNX keys and their counts, too."""
         return ()
 
     def grad(self, loss):
@@ -152,16 +153,48 @@ class Run:
         if micro is None:
             return jax.value_and_grad(loss, has_aux=True)
 
-        def mean(params, batch):
-            return loss(params, batch)[0]
-
-        whole = jzero.value_and_grad(mean, self.plan, **micro)
-
         def run(params, batch):
-            value, grads = whole(params, batch)
+            value, grads = self.in_micro_batches(lambda *args: loss(*args)[0])(params, batch)
             return (value, {}), grads
 
         return run
+
+    def in_micro_batches(self, loss):
+        """(params or module, batch) -> (mean loss, gradients); of a loss that is a sum, if the case has one."""
+        if not self.case.get("sum"):
+            return jzero.value_and_grad(loss, self.plan, **self.case["micro"])
+
+        def total(params, batch):
+            return loss(params, batch) * len(batch["y"])
+
+        def run(params, batch):
+            found = jzero.value_and_grad(total, self.plan, **self.case["micro"])(params, batch)
+            return jax.tree.map(lambda x: (x / len(batch["y"])).astype(x.dtype), found)
+
+        return run
+
+    def beside(self, step):
+        """A step that also reads a tree in the form of one that it replaces, its first argument, if the case has it."""
+        if "reference" not in self.case:
+            return step
+
+        def run(reference, *args):
+            *news, value, grads = step(*args)
+            floating = [x for x in jax.tree.leaves(reference) if jnp.issubdtype(x.dtype, jnp.floating)]
+            return *news, value + 0 * sum(jnp.sum(x.astype(jnp.float32)) for x in floating), grads
+
+        return run
+
+    def read(self) -> tuple[Any, ...]:
+        """What such a step is given first: a copy of the first state, or of its params where others are on the host."""
+        if "reference" not in self.case:
+            return ()
+        if self.reference is None:
+            self.reference = jax.tree.map(jnp.copy, self.like_reference())
+        return (self.reference,)
+
+    def like_reference(self):
+        return self.state if self.config["tier"] == "device" else self.visible()
 
     def step(self, batch, key):
         """One step; the gradients on the host."""
@@ -217,7 +250,7 @@ class LinenRun(Run):
             opt_state = self.tx.init(own)
             if self.trainable == "part" and not names_all(opt_state, own):  # it does not say of which params it is
                 self.asked |= {"trainable": is_trained}
-            return State(0, self.model.module.apply, params, self.tx, opt_state, rest)
+            return State(self.case.get("begins", 0), self.model.module.apply, params, self.tx, opt_state, rest)
 
         jax.eval_shape(lambda: made(*self.model.init()).params)
         given = (lambda: made(*self.model.init())) if self.case["born"] else made(*_initial("linen", self.form))
@@ -252,10 +285,10 @@ class LinenRun(Run):
                 return value, grads_before
 
         else:
-            run = self.run = self.jitted(step)
+            run = self.run = self.jitted(self.beside(step))
 
             def train(batch, key):
-                self.state, value, grads = run(self.state, batch, key)
+                self.state, value, grads = run(*self.read(), self.state, batch, key)
                 return value, grads
 
         self.train = train
@@ -273,6 +306,9 @@ class LinenRun(Run):
         parts = take_apart(self.state, where="differential")
         return parts.opt_state, parts.params
 
+    def rest(self):
+        return self.state.rest
+
     def count(self):
         return int(self.state.step)
 
@@ -286,7 +322,7 @@ class LinenRun(Run):
     def reshard(self, mesh: dict, config: dict):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.config, other.mesh_spec = config, mesh
+        other.config, other.mesh_spec, other.reference = config, mesh, None
         other.mesh, axes = mesh_of(mesh)
         other.fields, other.outside = fields_of(config, self.folder) | axes, config["tier"] in OUTSIDE
         other.lay_again()
@@ -299,8 +335,20 @@ class LinenRun(Run):
     def save(self, path):
         jzero.checkpoint.save(path, self.state)
 
-    def load(self, path):
-        self.state = jzero.checkpoint.restore(path, self.state)
+    def load(self, path, only=None):
+        self.state = jzero.checkpoint.restore(path, self.state, only=only)
+
+    def resumed(self):
+        """A state that goes on from a snapshot of this one's files, in a folder of its own."""
+        path = jzero.checkpoint.snapshot(Path(tempfile.mkdtemp(dir=self.folder)) / "snapshot", self.state)
+        other = self.fresh(self.mesh_spec, self.config, abstract=True)
+        other.take_rest(self)
+        other.load(path)
+        return other
+
+    def take_rest(self, other):
+        """What the files do not hold."""
+        self.state = self.state.replace(rest=other.state.rest)
 
 
 class NnxRun(LinenRun):
@@ -309,7 +357,10 @@ class NnxRun(LinenRun):
     def start(self):
         def create():
             model = self.model.module()
-            return model, nnx.Optimizer(model, self.tx, wrt=self.wrt)
+            optimizer = nnx.Optimizer(model, self.tx, wrt=self.wrt)
+            if "begins" in self.case:
+                optimizer.step[...] = jnp.asarray(self.case["begins"], optimizer.step.dtype)
+            return model, optimizer
 
         given = create if self.case["born"] else create()
         place = jzero.abstract if self.abstract else jzero.shard
@@ -346,9 +397,8 @@ class NnxRun(LinenRun):
             def loss(model, batch):
                 return loss_of(self.form, model(batch), batch)
 
-            micro = self.case.get("micro")
-            if micro is not None:
-                return jzero.value_and_grad(loss, self.plan, **micro)(model, batch)
+            if self.case.get("micro") is not None:
+                return self.in_micro_batches(loss)(model, batch)
             diff = nnx.DiffState(0, self.wrt)
             return nnx.value_and_grad(self.gathered(loss), argnums=diff)(model, batch)
 
@@ -357,12 +407,15 @@ class NnxRun(LinenRun):
             optimizer.update(model, grads)
             return value, grads if self.case["fed"] else ()
 
-        run = self.run = self.jitted(gradients, nnx.jit, ()) if self.outside else self.jitted(step, nnx.jit, (0, 1))
+        if self.outside:
+            run = self.run = self.jitted(gradients, nnx.jit, ())
+        else:
+            run = self.run = self.jitted(self.beside(step), nnx.jit, (0, 1))
 
         def train(batch, key):
             model, optimizer = self.state
             if not self.outside:
-                return run(model, optimizer, batch)
+                return run(*self.read(), model, optimizer, batch)
             value, grads = run(model, batch)
             grads_before = host(grads)
             optimizer.update(model, grads)
@@ -375,6 +428,12 @@ class NnxRun(LinenRun):
 
     def rest(self):
         return nnx.split(self.state[0], nnx.Param, ...)[2]
+
+    def like_reference(self):
+        return self.state[0]
+
+    def take_rest(self, other):
+        nnx.update(self.state[0], other.rest())
 
     def opt_state(self):
         return nnx.as_pure(self.state[1].opt_state)
@@ -445,13 +504,13 @@ class PlainRun(LinenRun):
             value, grads = gradients(params, batch)
             return *self.changed(grads, params, opt_state), value, grads if self.case["fed"] else ()
 
-        run = self.jitted(gradients, donate=()) if self.outside else self.jitted(step, donate=(0, 1))
+        run = self.jitted(gradients, donate=()) if self.outside else self.jitted(self.beside(step), donate=(0, 1))
 
         def train(batch, key):
             params, opt_state = self.state
             self.steps += 1
             if not self.outside:
-                params, opt_state, value, grads = run(params, opt_state, batch)
+                params, opt_state, value, grads = run(*self.read(), params, opt_state, batch)
                 self.state = params, opt_state
                 return value, grads
             value, grads = run(params, batch)
@@ -472,6 +531,12 @@ class PlainRun(LinenRun):
 
     def whole(self):
         return whole_state(self.state[1], self.state[0], self.tx_wrapped)
+
+    def rest(self):
+        return ()
+
+    def like_reference(self):
+        return self.state[0]
 
     def count(self):
         return self.steps

@@ -285,6 +285,27 @@ def test_params_of_two_networks_are_not_donated_without_being_named(mesh):
     assert alive(new3)
 
 
+@pytest.mark.parametrize("averaged", [False, True])
+def test_gradients_that_are_returned_do_not_replace_a_teacher(averaged, mesh):
+    """As many trees in the form of the params go in as come out; of a teacher that is averaged one comes out."""
+    plan, update, params, opt_state = bare(mesh)
+    teacher = jax.tree.map(jnp.copy, params)
+
+    def step(teacher, params, opt_state, batch):
+        def loss_of(params):
+            return jnp.mean((batch @ params["w"] - jnp.tanh(batch @ teacher["w"])) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        _, (params, opt_state) = update(params, opt_state, batch, 1.0)
+        mean = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, teacher, params)
+        return params, opt_state, loss, mean if averaged else grads
+
+    batch = np.ones((16, 64), np.float32)
+    jzero.jit(step, plan)(teacher, params, opt_state, batch)
+    assert gone((params, opt_state))
+    assert gone(teacher) if averaged else alive(teacher)
+
+
 def pair(mesh, tx=TX):
     model = nnx.Linear(DIM_IN, 64, rngs=nnx.Rngs(0))
     return jzero.shard(

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import max_error
 from optax import contrib
-from shampoo_soap import shampoo, soap
 from programs import program
+from shampoo_soap import shampoo, soap
 
 import jzero
 from jzero.update.moment_dtype import with_moment_dtype
