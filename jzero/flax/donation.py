@@ -1,10 +1,9 @@
 """Which arguments of a step its results replace: what `jzero.jit` donates.
 
 [Note: what replaces what]
-An argument is replaced if the step returns a tree of its form (structure, shapes and dtypes). If as many come back as
-there are arguments of one form, one of them may still be something else: the gradients, with a teacher among the
-arguments. An argument that reaches such a result only through products, sums or lookups (`NOT_KEPT`) is read by a model
-and does not count beside one that is carried over, value by value.
+An argument is replaced if the step returns a tree of its form (structure, shapes and dtypes). Gradients have the form of
+the params, too. So the result must keep some of the argument's values: one that it reaches only through products, sums
+or lookups (`NOT_KEPT`) has been read by a model.
 
 If several arguments have one form (a reference, a target network) and fewer come back, the form does not say which, and
 the data flow alone does not either: the new params are made from both. So an argument counts as replaced if it reaches
@@ -29,12 +28,12 @@ import numpy as np
 from jzero.core.dependence import data_sources
 from jzero.core.errors import is_argument, table
 from jzero.core.nnx_modules import Apart, has_node, has_variable, owned_arrays
-from jzero.core.primitives import MIXES, REDUCING
+from jzero.core.primitives import MIXES
 from jzero.core.types import PyTree, PyTreeDef
 
 Key = int | str
 Form = tuple[PyTreeDef, tuple[Any, ...]]
-NOT_KEPT = MIXES | REDUCING | {"gather"}
+NOT_KEPT = MIXES | {"reduce_sum", "gather"}
 """Primitives after which an array no longer has its own values. See [Note: what replaces what]."""
 
 
@@ -55,7 +54,8 @@ def replaced(
     for form in dict.fromkeys(f for k, f in forms.items() if f in returned and is_candidate(given[k])):
         keys = [k for k, f in forms.items() if f == form]
         if len(keys) == len(returned[form]):
-            found += keys if len(keys) == 1 else _carried_over(keys, returned[form], given, traced, static)
+            kept = _reached(given, traced, static, NOT_KEPT)
+            found += [k for k in keys if any(k in kept[i] for result in returned[form] for i in result)]
             continue
         reached = _reached(given, traced, static)
         sure = [k for k in keys if any(_is_made_of(k, keys, result, reached) for result in returned[form])]
@@ -200,16 +200,6 @@ def _returned(out: PyTree, forms: set[Form]) -> dict[Form, list[list[int]]]:
 
     look(out, tree.unflatten(range(len(leaves))))
     return found
-
-
-def _carried_over(
-    keys: list[Key], results: Sequence[Sequence[int]], given: Mapping[Key, Any], traced: jax.stages.Traced,
-    static: Sequence[Key],
-) -> list[Key]:  # fmt: skip
-    """Those of these arguments whose values a result keeps; all of them if that is found of none."""
-    kept = _reached(given, traced, static, NOT_KEPT)
-    among = frozenset().union(*(kept[i] for result in results for i in result))
-    return [k for k in keys if k in among] or keys
 
 
 def _reached(

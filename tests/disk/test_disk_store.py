@@ -253,7 +253,7 @@ def test_a_disk_that_fills_up(path, monkeypatch, when):
                     step.release(0)
         assert store.generation == 2
         if when == "record":  # the record may be on the disk, and could not be taken back
-            with pytest.raises(RuntimeError, match="Close the store and open it"):
+            with pytest.raises(RuntimeError, match="Close and reopen the store"):
                 store.begin()
             return
         check_whole(store)
