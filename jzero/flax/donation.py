@@ -1,9 +1,9 @@
 """Which arguments of a step its results replace: what `jzero.jit` donates.
 
 [Note: what replaces what]
-An argument is replaced if the step returns a tree of its form (structure, shapes and dtypes). Gradients have the form of
-the params, too. So the result must keep some of the argument's values: one that it reaches only through products, sums
-or lookups (`NOT_KEPT`) has been read by a model.
+An argument is replaced if the step returns a tree of its form (structure, shapes and dtypes) that keeps some of its
+values. Gradients have the form of the params, too; but what reaches them only through products, sums or lookups
+(`NOT_KEPT`) was read by a model.
 
 If several arguments have one form (a reference, a target network) and fewer come back, the form does not say which, and
 the data flow alone does not either: the new params are made from both. So an argument counts as replaced if it reaches

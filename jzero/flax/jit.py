@@ -30,6 +30,7 @@ from jzero.flax.shard import plans_in
 from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
 from jzero.layout.batches import abstract_batch
 from jzero.layout.leaf_rule import keyed_shapes
+from jzero.layout.state_layouts import stored_copies
 from jzero.sharding import Plan, check_plan
 
 
@@ -287,7 +288,9 @@ class Jit:
             )
 
     def _has_optimizer_state(self, arg: PyTree) -> bool:
-        return is_train_state(arg) or (not self._is_params(arg) and any(self.plan.copies(arg)))
+        if is_train_state(arg) or self._is_params(arg):
+            return is_train_state(arg)
+        return any(stored_copies(keyed_shapes(arg), self.plan.by_keys))
 
     def _is_params(self, arg: PyTree) -> bool:
         leaves, plans = keyed_shapes(arg), (self.plan, self.plan.trained)

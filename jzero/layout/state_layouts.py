@@ -9,7 +9,7 @@ places.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,3 +60,8 @@ def _own_form(leaf: Shaped, plan: Any) -> tuple[PartitionSpec, tuple[int, ...]]:
 def copies(tree: PyTree, params: Mapping[Keys, Layout]) -> list[Layout | None]:
     """For each leaf of a tree the param whose shape it has and whose path its own ends with, else None."""
     return [next((x for x in named_by(k, params) if x.shape == s), None) for k, s in keyed_shapes(tree)]
+
+
+def stored_copies(leaves: Iterable[tuple[Keys, tuple[int, ...]]], params: Mapping[Keys, Layout]) -> list[Layout | None]:
+    """The same for leaves of an optimizer state, by path and shape: they may be padded."""
+    return [next((x for x in named_by(k, params) if s in (x.shape, x.state_shape)), None) for k, s in leaves]

@@ -26,7 +26,7 @@ from jzero.core.traces import trace_of
 from jzero.core.traversal import traverse
 from jzero.core.update_mark import FROZEN, UPDATE
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
-from jzero.layout.state_layouts import named_by
+from jzero.layout.state_layouts import stored_copies
 from jzero.proof.places import executions
 from jzero.sharding import Plan
 
@@ -65,8 +65,7 @@ class Update:
     def copies(self, plan: Plan) -> list[Layout | None]:
         """For each leaf of the state the param that it is a copy of (a moment, a master), in this plan."""
         rows = zip(map(path_keys, self.paths), self.shapes, strict=True)
-        known = plan.by_keys
-        return [next((x for x in named_by(k, known) if s in (x.shape, x.state_shape)), None) for k, s in rows]
+        return stored_copies(rows, plan.by_keys)
 
 
 @dataclasses.dataclass(frozen=True)

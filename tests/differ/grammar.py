@@ -214,6 +214,8 @@ def draw_files(rng, case: dict, at: int) -> None:
     if event["kind"] == "weights":
         event["mesh"] = {"kind": "flat", "n": rng.choice((1, 2, 3, 4, 5, 8))}
         event["config"] = {"stage": rng.choice((0, 1, 2, 3)), "tier": "device", "min_shard_bytes": 0}
+        if "master_dtype" in case["config"]:
+            event["config"]["master_dtype"] = None
     case["events"] = dict(sorted({**events, str(at): event}.items()))
 
 

@@ -348,7 +348,7 @@ class LinenRun(Run):
 
     def take_rest(self, other):
         """What the files do not hold."""
-        self.state = self.state.replace(rest=other.state.rest)
+        self.state = self.state.replace(rest=other.state.rest, params=other.state.params)  # of frozen ones
 
 
 class NnxRun(LinenRun):
@@ -433,7 +433,7 @@ class NnxRun(LinenRun):
         return self.state[0]
 
     def take_rest(self, other):
-        nnx.update(self.state[0], other.rest())
+        nnx.update(self.state[0], nnx.state(other.state[0]))
 
     def opt_state(self):
         return nnx.as_pure(self.state[1].opt_state)

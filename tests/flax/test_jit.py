@@ -142,6 +142,20 @@ def test_params_and_optimizer_state_of_a_loop_without_flax(mesh):
     assert alive(params3)
 
 
+def test_optimizer_state_that_is_padded_in_every_leaf_is_donated(mesh):
+    params = {"w": jnp.ones((11, 13))}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+    tx, params = jzero.zero(TX, plan), plan.place(params)
+    opt_state = jax.jit(tx.init)(params)
+
+    def step(params, opt_state):
+        updates, opt_state = tx.update(params, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    jzero.jit(step, plan)(params, opt_state)
+    assert gone((params, opt_state))
+
+
 def test_keys_scalars_and_arrays_on_the_mesh_are_left_alone(mesh):
     params = {"w": jnp.ones((64, 32))}
     plan = jzero.make_plan(params, stage=2, mesh=mesh)
