@@ -166,7 +166,9 @@ class ZeroConfig:
       param_axis: stage 3: mesh axes that share params, a part of `axis` (params within the node, state
         over all). None: `axis`.
       master_dtype: dtype of the master copy of 16-bit params kept in the optimizer state. "auto": float32
-        for 16-bit params, no master for wider ones. None: never a master.
+        for 16-bit params, no master for wider ones. None: never a master. "remainder": the float32 master of a bfloat16
+        param is stored as the int16 that the param lacks, bit for bit: 2 bytes per value, not 4. (Params are then
+        rounded with ties away from zero, and the master of a param that you replace keeps the old remainder.)
       compute_dtype: stage 3: params are cast to it on the shard, before they are gathered.
       reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. `jzero.value_and_grad`
         honours it. At stages 2 and 3 plain `jax.grad` through a sharded `apply_fn` or `gather_on_use` honours it too,
@@ -264,6 +266,11 @@ class ZeroConfig:
             self._check_params_on_host()
         if self.updates_outside:
             self._check_outside()
+        if self.master_dtype == "remainder" and self.updates == "delta":
+            raise ValueError(
+                'ZeroConfig(master_dtype="remainder") and updates="delta" exclude each other: a difference that is '
+                "added to the param is rounded again, and its master would be another one. Leave updates out."
+            )
         for name, effect in self._without_effect().items():
             if effect.refused:
                 value = _text(getattr(self, name))
@@ -297,6 +304,11 @@ class ZeroConfig:
             why = 'and updates="delta" exclude each other: what comes back is the new param. Leave updates out'
         elif self.master_dtype is None:
             why = "keeps a master of every param. Leave master_dtype out"
+        elif self.master_dtype == "remainder":
+            why = (
+                "has no params beside its masters, and a remainder is nothing without its param: bringing the param to "
+                "the host in each step costs what it saves. Leave master_dtype out"
+            )
         if why:
             raise ValueError(f"ZeroConfig: {where} {why}.")
 
@@ -366,6 +378,10 @@ class ZeroConfig:
         wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
         return wanted if wanted.itemsize > dtype.itemsize else None
 
+    def keeps_remainder(self, dtype: Any) -> bool:
+        """Whether the master of a param of `dtype` is stored as what the param lacks."""
+        return isinstance(self.master_dtype, str) and self.master_dtype == "remainder" and dtype == jnp.bfloat16
+
     def adam_bytes(self, dtype: Any) -> int:
         """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master if it has one.
 
@@ -374,7 +390,8 @@ class ZeroConfig:
         dtype = check_dtype(dtype, "dtype", where="ZeroConfig.adam_bytes", floating=False)
         master = self.master_for(dtype) or (dtype if self.updates_outside else None)
         moment = self.moment_dtype or master or dtype
-        return 2 * moment.itemsize + (master.itemsize if master else 0)
+        stored = 2 if self.keeps_remainder(dtype) else master.itemsize if master else 0
+        return 2 * moment.itemsize + stored
 
 
 def make_config(config: ZeroConfig | None, fields: dict[str, Any], *, where: str) -> ZeroConfig:
@@ -443,6 +460,8 @@ def _rules(value: Any) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
 
 
 def _dtype(value: Any, name: str) -> np.dtype | str | None:
-    if value is None or (name == "master_dtype" and isinstance(value, str) and value == "auto"):
+    words = ("auto", "remainder") if name == "master_dtype" else ()
+    if value is None or (isinstance(value, str) and value in words):
         return value
-    return check_dtype(value, name, where="ZeroConfig", rule="a dtype or None")
+    rule = "a dtype, 'auto', 'remainder' or None" if words else "a dtype or None"
+    return check_dtype(value, name, where="ZeroConfig", rule=rule)

@@ -397,7 +397,8 @@ class _Update(_Wrapped):
                 shards, grads = read_params_first(shards, stored, grads, self.own)
             else:
                 inner, master = step.cut(inner, master)
-                wide, grads = read_params_first(step.masters(shards, master), stored, grads, self.own)
+                wide, grads = read_params_first(step.taken_over(shards, master), stored, grads, self.own)
+                wide = step.joined(wide, master)
         grads = comm_of(self.own).gradients.at_update(grads)
         if streams:
             return step.streamed(shards, grads, inner, master)

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from jax.typing import DTypeLike
 
-from jzero.checkpoint import store
+from jzero.checkpoint import remainders, store
 from jzero.checkpoint.converting import converted
 from jzero.checkpoint.logical import MASTER, Name, is_of_model
 from jzero.checkpoint.match import Described, text
@@ -86,6 +86,7 @@ def export(
         raise ValueError(f"{where}: {file.name} must end in .safetensors.")
     checked(path, where)
     tree, have = store.stored(path)
+    have = remainders.with_masters(have)
     tensors = _tensors(have, dtype, names, include, where)
     groups = _grouped(tensors, [t.nbytes for t in tensors], max_file_bytes)
     total = sum(t.nbytes for t in tensors)
@@ -254,6 +255,6 @@ def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tu
     """The tensors in order, read a bounded number of bytes at a time."""
     sizes = [math.prod(t.shape) * t.stored.itemsize for t in tensors]
     for group in _grouped(tensors, sizes, READ_BYTES):
-        read = store.load(path, tree, {t.source: store.Numpy(t.shape, t.stored) for t in group})
+        read = remainders.load(path, tree, {t.source: store.Numpy(t.shape, t.stored) for t in group})
         for t in group:
             yield t, read.pop(t.source)

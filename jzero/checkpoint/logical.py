@@ -43,7 +43,10 @@ from jzero.update.zero_state import inner_of
 
 Name = tuple[str, ...]
 MASTER = "master"
+REMAINDER = "master_remainder"
 COUNT = "rounding_count"
+TAKEN = ("params", "opt_state", "step", MASTER, REMAINDER, COUNT)
+"""The first keys of names that a rest may not use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ def is_of_model(
       params: the shapes of the params, by their names in the same tree.
       least: how many keys its name must have.
     """
-    if name[0] in ("params", "opt_state", "step", MASTER, COUNT) or len(name) < least:
+    if name[0] in TAKEN or len(name) < least:
         return False
     if dtype == np.uint32 or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return False
@@ -177,8 +180,7 @@ def tree_of(parts: Parts) -> Any:
 
 def _boxed(rest: Any) -> bool:
     """True for a rest whose own names would clash with those of the other parts: it is stored under `rest`."""
-    taken = {"params", "opt_state", "step", "rest", MASTER, COUNT}
-    return not isinstance(rest, Mapping) or any(str(k) in taken for k in rest)
+    return not isinstance(rest, Mapping) or any(str(k) in (*TAKEN, "rest") for k in rest)
 
 
 def _opt_parts(parts: Parts) -> dict[str, Any]:
@@ -194,8 +196,13 @@ def _opt_parts(parts: Parts) -> dict[str, Any]:
     known = tree.flatten_up_to(state.master)
     if any(m is not None for m in known):
         rows = zip(known, parts.tx.init.plan.trained.layouts, strict=True)
-        found[MASTER] = tree.unflatten([None if m is None else NamedLeaf((), m, x.shape) for m, x in rows])
+        found[_kind(parts)] = tree.unflatten([None if m is None else NamedLeaf((), m, x.shape) for m, x in rows])
     return found if state.rounding_count is None else {**found, COUNT: NamedLeaf((), state.rounding_count, ())}
+
+
+def _kind(parts: Parts) -> str:
+    """What the masters of a state are stored as."""
+    return REMAINDER if parts.tx.init.plan.config.master_dtype == "remainder" else MASTER
 
 
 def _leaves(tree: PyTree, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:
@@ -231,7 +238,7 @@ def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
         return parts.replace(rest=tree)
     opt_state = tree.pop("opt_state")
     if isinstance(parts.opt_state, ZeroState) and is_wrapped(parts.tx):
-        opt_state = ZeroState(opt_state, tree.pop(MASTER, parts.opt_state.master), tree.pop(COUNT, None))
+        opt_state = ZeroState(opt_state, tree.pop(_kind(parts), parts.opt_state.master), tree.pop(COUNT, None))
     params, step = tree.pop("params"), tree.pop("step")
     rest = tree.pop("rest") if _boxed(parts.rest) else tree
     return parts.replace(

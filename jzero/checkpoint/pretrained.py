@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.checkpoint import store
+from jzero.checkpoint import remainders, store
 from jzero.checkpoint.converting import converted, convertible
 from jzero.checkpoint.logical import (
     MASTER,
@@ -75,16 +75,17 @@ def load_safetensors(
     ignore = check_texts(ignore, "ignore", where)
     path = store.absolute(files, where)
     parts = adapters.take_apart(state, where=where)
-    leaves: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
+    every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
+    leaves = [remainders.as_master(leaf) for leaf in every]
     refuse_collisions([leaf for leaf in leaves if leaf.name[0] == "params"], where)
-    if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
+    if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in every):
         raise TypeError(f"{where}: this state is abstract. Make it with jzero.shard(create, ...).")
     wanted = {
         leaf.name: _where(".".join(leaf.name[1:]), names, where)
         for leaf in leaves
         if leaf.name[0] == "params"
     }
-    values = {leaf.name: leaf.value for leaf in leaves}
+    values = {leaf.name: leaf.value for leaf in every}
     needed = {leaf.name: _where(".".join(leaf.name), names, where) for leaf in of_model(leaves, state)}
     with ExitStack() as opened:
         tensors = tensors_of(path, ignore, opened, where)
@@ -97,7 +98,7 @@ def load_safetensors(
             if name in wanted:
                 tensor, order = wanted[name]
                 values[leaf.name] = _read(leaf, tensors[tensor], order, f"{where}: {tensor}")
-    return adapters.put_together(state, filled(parts, values))
+    return adapters.put_together(state, filled(parts, remainders.split_again(values, every)))
 
 
 def _where(name: str, names: Names, where: str) -> tuple[str, Order | None]:
@@ -181,6 +182,6 @@ def _read(leaf: NamedLeaf, tensor: Tensor, order: Order | None, where: str) -> j
             out[tuple(slice(0, n) for n in value.shape)] = converted(value, dtype, where)
         return out
 
-    if not isinstance(like, jax.Array):
+    if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
         return jnp.asarray(shard(tuple(slice(0, n) for n in shape)))
     return jax.make_array_from_callback(shape, like.sharding, shard)

@@ -12,12 +12,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jzero.checkpoint import disk_state, store
+from jzero.checkpoint import disk_state, remainders, store
 from jzero.checkpoint.checksums import Checksums, Damage
 from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import (
     COUNT,
     MASTER,
+    REMAINDER,
     Name,
     NamedLeaf,
     apart,
@@ -112,13 +113,17 @@ def restore(
     parts = on_auto_mesh(apart(like, tx, where))
     every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
     refuse_collisions(every, where)
-    wanted = [leaf for leaf in every if only is None or leaf.name[0] in ("params", MASTER)]
+    wanted = [leaf for leaf in every if only is None or leaf.name[0] in ("params", MASTER, REMAINDER)]
     if only is not None and not any(leaf.name[0] == "params" for leaf in wanted):
         raise TypeError(
             f'{where}: only="params" is for a state, or a mapping with "params"; this tree has none.'
         )
     checks = _opened(path, where)
-    tree, have = store.stored(path)
+    tree, stored = store.stored(path)
+    splits = not any(name[0] == REMAINDER for name in stored)
+    wanted = [remainders.as_master(leaf) if splits else leaf for leaf in wanted]
+    joins = not any(leaf.name[0] == REMAINDER for leaf in wanted)
+    have = remainders.with_masters(stored) if joins else stored
     if only is not None:
         needed = of_model(every, like)
         warn_if_absent([leaf for leaf in needed if leaf.name not in have], "the checkpoint", where)
@@ -130,8 +135,11 @@ def restore(
     refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}
     with auto_context():
-        values |= _read(path, tree, sources, have, where)
+        pairs = remainders.of_pairs(sources, stored) if joins else []
+        values |= _read(path, tree, [s for s in sources if s not in pairs], have, where)
+        values |= _read_pairs(path, tree, pairs)
         values |= {leaf.name: leaf.nothing() for leaf in fresh}
+        values = remainders.split_again(values, every)
     return together(like, on_context_mesh(filled(parts, values)))
 
 
@@ -243,6 +251,17 @@ def _read(
                 converted(whole[s.name], describe(s.leaf)[1], f"{where}: {text(s.leaf.name)}")
             values[s.leaf.name] = _as_given(value, s.leaf.value)
         left = [s for s in left if s not in now]
+    return values
+
+
+def _read_pairs(path: Path, tree: PyTree, sources: Sequence[Source]) -> dict[Name, Any]:
+    """The values of leaves that are made from pairs: of masters, then of params, which may be laid out otherwise."""
+    values = {}
+    for masters in (True, False):
+        leaves = [s.leaf for s in sources if (s.leaf.name[0] == MASTER) == masters]
+        targets = {leaf.name: _target(leaf) for leaf in leaves}
+        read = remainders.read_pairs(path, tree, targets) if targets else {}
+        values |= {leaf.name: _as_given(read[leaf.name], leaf.value) for leaf in leaves}
     return values
 
 

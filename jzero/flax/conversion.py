@@ -18,6 +18,7 @@ from jzero.layout.padding import padded
 from jzero.layout.placement import device_type, on_device
 from jzero.optim import ZeroState, ZeroTransformation, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
+from jzero.update import remainder
 from jzero.update.padded_state import align, check_state, cut, cut_state
 from jzero.update.sharded_update import taken_over
 from jzero.update.zero_state import inner_of
@@ -49,7 +50,7 @@ def outline(tree: PyTree) -> dict[str, str]:
     return {jax.tree_util.keystr(k): str(tuple(np.shape(x))) for k, x in flat}
 
 
-def convert_opt_state(
+def converted(
     parts: Parts,
     tx: optax.GradientTransformation,
     plan: Plan,
@@ -57,15 +58,24 @@ def convert_opt_state(
     place: Callable[[Any, NamedSharding], jax.Array],
     store: Callable[[Any, NamedSharding], jax.Array] = lambda x, _: x,
     masters: Sequence[jax.Array | None] | None = None,
-) -> PyTree:
-    """The optimizer state for this plan: the same values, in the dtypes that `init` gives for the masters.
+) -> Parts:
+    """The parts with the optimizer state for this plan: the same values, in the dtypes that `init` gives for masters.
 
-    Leaf by leaf: `place(x, sharding)` puts it on its devices, where it is converted, and `store(x, sharding)` where it
-    lives. `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
-    except for params that the user has replaced.
+    Params are as they were, unless this plan rounds masters by another rule (`by_rule`). Leaf by leaf:
+    `place(x, sharding)` puts it on its devices, where it is converted, and `store(x, sharding)` where it lives.
+    `masters`: initial values wider than the params, where they are known. A state with masters keeps them, except for
+    params that the user has replaced.
     """
-    parts = parts.replace(opt_state=logical_state(parts))
+    parts = by_rule(parts.replace(opt_state=logical_state(parts)), plan, masters)
     check_belongs(parts, tx)
+    state, params = _state_for(parts, tx, plan, place, store, masters), parts.params
+    return parts.replace(params=params, opt_state=state)
+
+
+def _state_for(
+    parts: Parts, tx: optax.GradientTransformation, plan: Plan, place: Callable[..., jax.Array],
+    store: Callable[..., jax.Array], masters: Sequence[jax.Array | None] | None,
+) -> PyTree:  # fmt: skip
     if masters is not None and parts.trained is not None:
         masters = [m for m, t in zip(masters, parts.trained, strict=True) if t]
     # from here on of what the optimizer takes
@@ -93,6 +103,10 @@ def convert_opt_state(
     def master(param, known, shape, sharding):
         if shape is None:
             return None
+        if shape.dtype == jnp.int16:  # a remainder; `by_rule` has rounded the param
+            known = param.astype(jnp.float32) if known is None else known
+            known = known if known.dtype == jnp.int16 else remainder.split(known)[1]
+            return store(placed(known, shape.shape, sharding), sharding)
         param = placed(param, shape.shape, sharding)
         new = param if known is None else taken_over(param, placed(known, shape.shape, sharding))
         return store(new.astype(shape.dtype), sharding)
@@ -111,6 +125,48 @@ def convert_opt_state(
         sharding = next(shardings)
         count = store(placed(jnp.zeros((), jnp.int32) if count is None else count, (), sharding), sharding)
     return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new), count)
+
+
+def by_rule(parts: Parts, plan: Plan | None, masters: Sequence[jax.Array | None] | None = None) -> Parts:
+    """Params and masters as this plan rounds and stores them, where the state has them otherwise; None: fp32 masters.
+
+    A remainder becomes the fp32 master, whose param is then rounded to even; for a plan that stores remainders a param
+    is rounded away from zero. They differ on exact ties alone, and there a master would take its param for a new one.
+    The optimizer state is logical; `masters` as in `converted`.
+    """
+    leaves, state = jax.tree.leaves(parts.params), parts.opt_state
+    taken = [i for i in range(len(leaves)) if parts.trained is None or parts.trained[i]]
+    known: list[Any] = [None] * len(taken)
+    if isinstance(state, ZeroState):
+        known = align(state.master, parts.taken, where="jzero: the master")
+    born = [None if masters is None else masters[i] for i in taken]
+    for j, i in enumerate(taken):
+        stores = plan is not None and plan.config.keeps_remainder(leaves[i].dtype)
+        if known[j] is not None and (known[j].dtype == jnp.int16) != stores:
+            param = on_device(leaves[i])
+            if stores:
+                leaves[i], known[j] = _narrowed(param, on_device(known[j]))
+            else:
+                leaves[i], known[j] = _widened(param, on_device(known[j]))
+        elif known[j] is None and born[j] is not None and stores:
+            leaves[i], _ = _narrowed(leaves[i], born[j])
+    parts = parts.replace(params=jax.tree.unflatten(jax.tree.structure(parts.params), leaves))
+    if not isinstance(state, ZeroState):
+        return parts
+    master = jax.tree.unflatten(jax.tree.structure(parts.taken), known)
+    return parts.replace(opt_state=state._replace(master=master))
+
+
+@jax.jit
+def _widened(param: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    master = remainder.join(param, rest)
+    return master.astype(param.dtype), master
+
+
+@jax.jit
+def _narrowed(param: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    master = taken_over(param, master)
+    return remainder.split(master)[0], master
 
 
 def _fresh_inner(

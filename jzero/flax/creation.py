@@ -16,7 +16,7 @@ from jzero.core.jaxprs import in_trace
 from jzero.core.types import PyTreeDef
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
-from jzero.flax.conversion import convert_opt_state
+from jzero.flax.conversion import converted
 from jzero.flax.state_plan import (
     check_placeable,
     is_real,
@@ -95,10 +95,10 @@ def creation(
         leaves, masters = flat()
         parts = jax.tree.unflatten(tree, leaves)
         # inside the trace nothing moves yet: out_shardings place every leaf
-        opt_state = convert_opt_state(
+        parts = converted(
             parts, tx, home, place=lambda x, s: jax.lax.with_sharding_constraint(x, s), masters=masters
         )
-        return jax.tree.leaves(parts.replace(opt_state=opt_state, step=step_array(parts.step)))
+        return jax.tree.leaves(parts.replace(step=step_array(parts.step)))
 
     target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
     out = target.replace(tx=zero(unwrap(shapes.tx), plan), apply_fn=wrapped_apply(shapes, plan))

@@ -25,7 +25,7 @@ from jzero.config import ZeroConfig, make_config
 from jzero.core.jaxprs import in_trace
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
-from jzero.flax.conversion import as_array, check_belongs, convert_opt_state, logical_shapes, without_padding
+from jzero.flax.conversion import as_array, check_belongs, converted, logical_shapes, without_padding
 from jzero.flax.creation import born_sharded, checked_creator, trace_creator
 from jzero.flax.state_plan import (
     check_devices,
@@ -268,10 +268,8 @@ def _place(parts: Parts, plan: Plan, held: HeldMemory) -> Parts:
     Optimizers put one array of zeros, or the params themselves (COCOB), into several leaves.
     """
     tx = zero(unwrap(parts.tx), plan)
-    opt_state = convert_opt_state(parts, tx, plan, place=put, store=put)
-    parts = parts.replace(
-        tx=tx, apply_fn=wrapped_apply(parts, plan), opt_state=opt_state, step=step_array(parts.step)
-    )
+    parts = converted(parts, tx, plan, place=put, store=put)
+    parts = parts.replace(tx=tx, apply_fn=wrapped_apply(parts, plan), step=step_array(parts.step))
     return map_shardings(parts, plan, lambda x, s: held.taken(put(as_array(x), s)))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jzero.config import ZeroConfig
-from jzero.core.errors import check_arrays, human_bytes, listing, typed_shape
+from jzero.core.errors import check_arrays, counted, human_bytes, listing, typed_shape
 from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import Layout, Whole, as_abstract
 from jzero.layout.specs import axis_size
@@ -81,3 +81,20 @@ def mismatch(tree: PyTree, layouts: Sequence[Layout], *, where: str) -> str:
         f"{len(want)}):\n{text}\nMake a plan for this tree with jzero.make_plan(tree, config, mesh=mesh); "
         "if it is a batch, use plan.place_batch(batch)."
     )
+
+
+def check_remainders(layouts: Sequence[Layout], config: ZeroConfig) -> None:
+    """Raises ValueError for trained params whose masters are no bfloat16 and 16 bits more."""
+    where = 'ZeroConfig(master_dtype="remainder")'
+    halves = [(x.name, typed_shape(x)) for x in layouts if x.dtype == jnp.float16]
+    if halves:
+        raise ValueError(
+            f"{where}: {counted(len(halves), 'param is', 'params are')} float16, whose upper bits are not those of a "
+            f'float32:\n{listing(halves)}\nCast the params to bfloat16, or pass master_dtype="auto".'
+        )
+    if layouts and not any(config.keeps_remainder(x.dtype) for x in layouts):
+        found = ", ".join(sorted({str(x.dtype) for x in layouts}))
+        raise ValueError(
+            f"{where}: no trained param is bfloat16 (they are {found}), so there is no master. Cast the params to "
+            "bfloat16, or leave master_dtype out."
+        )

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero.core.types import PyTree
+from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P
 from jzero.sharding import Plan
+from jzero.update import remainder
 from jzero.update.padded_state import align, pad
 from jzero.update.zero_state import ZeroState
 
@@ -33,13 +35,18 @@ def with_master(
 ) -> PyTree:
     """`ZeroState` if any param needs a master, or the state a count; else `inner`."""
     masters = [
-        pad(w, x.state_shape, x.state, plan) if plan.config.master_for(x.dtype) and not f else None
+        pad(as_stored(w, x, plan), x.state_shape, x.state, plan) if plan.config.master_for(x.dtype) and not f else None
         for w, x, f in zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
     ]
     if all(m is None for m in masters) and not counts:
         return inner
     count = plan.constrain(jnp.zeros((), jnp.int32), P()) if counts else None
     return ZeroState(inner, jax.tree.structure(params).unflatten(masters), count)
+
+
+def as_stored(master: jax.Array, x: Layout, plan: Plan) -> jax.Array:
+    """A master in the form in which the state has it."""
+    return remainder.split(master)[1] if plan.config.keeps_remainder(x.dtype) else master
 
 
 def split_master(state: PyTree, params: PyTree) -> tuple[PyTree, list[jax.Array | None]]:

@@ -38,6 +38,7 @@ from jzero.layout.placement import HOST, memory_kind
 from jzero.offload import placements_of, streamed, where_they_lie
 from jzero.sharding import Plan
 from jzero.stream.placement import Placement
+from jzero.update import remainder
 from jzero.update.owners import on_owners
 from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
 
@@ -69,8 +70,23 @@ class ShardedUpdate:
 
     def masters(self, shards: list, master: list) -> list:
         """The masters, with what the user has changed in the params since; of params without one their shards."""
+        return self.joined(self.taken_over(shards, master), master)
+
+    def taken_over(self, shards: list, master: list) -> list:
+        """The same, but for a master that is stored as a remainder, the param that it belongs to."""
         rows = zip(shards, master, self.plan.layouts, strict=True)
-        return [take_over(p, m, x, self.plan) for p, m, x in rows]
+        return [p if self.is_remainder(m, x) else take_over(p, m, x, self.plan) for p, m, x in rows]
+
+    def joined(self, taken: list, master: list) -> list:
+        """The masters of what `taken_over` returned."""
+        rows = zip(taken, master, self.plan.layouts, strict=True)
+        return [
+            self.plan.constrain(remainder.join(p, m), x.state) if self.is_remainder(m, x) else p for p, m, x in rows
+        ]
+
+    def is_remainder(self, master, x: Layout) -> bool:
+        """Whether the master of a param is stored as what the param lacks."""
+        return master is not None and self.plan.config.keeps_remainder(x.dtype)
 
     def __call__(self, shards: list, wide: list, grads: list, inner, master: list):
         """For every param, on its shard: the new value if it has a master, else the difference.
@@ -101,6 +117,9 @@ class ShardedUpdate:
             kept = master if master is None else pad(master, x.state_shape, x.state, plan)
             return delta if delta is None else plan.constrain(delta, x.state), kept
         new = plan.constrain((wide + delta).astype(wide.dtype), x.state)
+        if self.is_remainder(master, x):
+            value, rest = remainder.split(new)
+            return plan.constrain(value, x.state), pad(rest, x.state_shape, x.state, plan)
         stored = pad(new, x.state_shape, x.state, plan)
         if plan.config.updates == "delta":
             return new - shard.astype(new.dtype), stored
