@@ -217,6 +217,12 @@ def finite_step(ref, state, batch):
     return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(loss), a, b), new, state), loss
 
 
+def restarted_step(ref, state, batch):
+    """The same; one leaf of the result is made from neither."""
+    new, loss = reference_step(ref, state, batch)
+    return new.replace(step=jnp.zeros((), jnp.int32)), loss
+
+
 def scanned_step(ref, state, batch):
     """Two steps in a scan, the reference carried along."""
 
@@ -229,7 +235,7 @@ def scanned_step(ref, state, batch):
     return state, losses[-1]
 
 
-@pytest.mark.parametrize("step", [reference_step, finite_step, scanned_step])
+@pytest.mark.parametrize("step", [reference_step, finite_step, restarted_step, scanned_step])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_of_two_states_of_one_form_the_one_that_is_trained_is_donated(step, explicit, mesh):
     types = (jax.sharding.AxisType.Explicit,) if explicit else None
