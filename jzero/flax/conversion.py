@@ -16,6 +16,7 @@ from jzero.core.types import PyTree
 from jzero.flax.adapters import Parts
 from jzero.layout.padding import padded
 from jzero.layout.placement import device_type, on_device
+from jzero.layout.trainable import trained_part
 from jzero.optim import ZeroState, ZeroTransformation, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update import remainder
@@ -104,7 +105,7 @@ def _state_for(
         if shape is None:
             return None
         if shape.dtype == jnp.int16:  # a remainder; `by_rule` has rounded the param
-            known = param.astype(jnp.float32) if known is None else known
+            known = jnp.zeros(np.shape(param), jnp.int16) if known is None else known
             known = known if known.dtype == jnp.int16 else remainder.split(known)[1]
             return store(placed(known, shape.shape, sharding), sharding)
         param = placed(param, shape.shape, sharding)
@@ -149,7 +150,7 @@ def by_rule(parts: Parts, plan: Plan | None, masters: Sequence[jax.Array | None]
             else:
                 leaves[i], known[j] = _widened(param, on_device(known[j]))
         elif known[j] is None and born[j] is not None and stores:
-            leaves[i], _ = _narrowed(leaves[i], born[j])
+            leaves[i] = remainder.split(born[j])[0]
     parts = parts.replace(params=jax.tree.unflatten(jax.tree.structure(parts.params), leaves))
     if not isinstance(state, ZeroState):
         return parts
@@ -217,6 +218,23 @@ def without_padding(opt_state: PyTree, tx: ZeroTransformation) -> PyTree:
     rows = zip(plan.tree.flatten_up_to(opt_state.master), plan.layouts, strict=True)
     master = [m if m is None else cut(m, x.shape, x.state, plan) for m, x in rows]
     return ZeroState(inner, plan.tree.unflatten(master), opt_state.rounding_count)
+
+
+def with_masters(opt_state: PyTree, params: PyTree, tx: ZeroTransformation) -> PyTree:
+    """A logical optimizer state with fp32 masters, also if its plan stores remainders.
+
+    Raises:
+      ValueError: `params`, of which masters with remainders are made, are None.
+    """
+    if tx.init.plan.config.master_dtype != "remainder" or not isinstance(opt_state, ZeroState):
+        return opt_state
+    if params is None:
+        raise ValueError(
+            'jzero.unshard: with master_dtype="remainder" a master is its param and 16 bits more. Pass the params too: '
+            "jzero.unshard(state.opt_state, tx=state.tx, params=state.params)."
+        )
+    params = trained_part(params, tx.init.plan, where="jzero.unshard")
+    return by_rule(Parts(params, opt_state, None, None, tx, None), None).opt_state
 
 
 def as_array(x: Any) -> Any:

@@ -34,6 +34,7 @@ from jzero.offload import made_streamed
 from jzero.optim import check_memory, fresh_held, init_shapes, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update.padded_state import pad
+from jzero.update.sharded_update import taken_over
 
 
 def checked_creator(create: Callable[..., Any], where: str) -> Callable[[], Any]:
@@ -93,6 +94,9 @@ def creation(
 
     def born():
         leaves, masters = flat()
+        if plan.config.master_dtype == "remainder":
+            known = [m if m is None else taken_over(p, m) for p, m in zip(leaves, masters, strict=False)]
+            masters = jax.lax.optimization_barrier(known)  # or XLA may compute one twice, for each half of its pair
         parts = jax.tree.unflatten(tree, leaves)
         # inside the trace nothing moves yet: out_shardings place every leaf
         parts = converted(

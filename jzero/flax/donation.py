@@ -8,8 +8,8 @@ values. Gradients have the form of the params, too; but what reaches them only t
 If several arguments have one form (a reference, a target network) and fewer come back, the form does not say which, and
 the data flow alone does not either: the new params are made from both. So an argument counts as replaced if it reaches
 every leaf of the result that is made from any of them, and one that no other argument of this form reaches: the step
-count, a moment. Every leaf of an average of two trees is made from both, so none of these is donated. Deleting the wrong
-one would not be noticed before the next step.
+count, a moment. Every leaf of an average of two trees is made from both, so none of these is donated. Deleting the
+wrong one would not be noticed before the next step.
 
 NNX objects are changed in place: `nnx.jit` returns the state of all of them, so all may be donated, and are where the
 step replaces optimizer state.

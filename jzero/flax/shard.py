@@ -25,7 +25,14 @@ from jzero.config import ZeroConfig, make_config
 from jzero.core.jaxprs import in_trace
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
-from jzero.flax.conversion import as_array, check_belongs, converted, logical_shapes, without_padding
+from jzero.flax.conversion import (
+    as_array,
+    check_belongs,
+    converted,
+    logical_shapes,
+    with_masters,
+    without_padding,
+)
 from jzero.flax.creation import born_sharded, checked_creator, trace_creator
 from jzero.flax.state_plan import (
     check_devices,
@@ -212,19 +219,21 @@ def plans_in(values: Iterable[Any]) -> Iterator[Plan]:
                 yield tx.init.plan
 
 
-def unshard(tree: Any, *, tx: Any = None) -> Any:
+def unshard(tree: Any, *, tx: Any = None, params: Any = None) -> Any:
     """Every array of a tree whole on each device of its mesh, in memory of its own: for evaluation, sampling or export.
 
     Args:
       tree: arrays in any layout, e.g. `state.params`.
       tx: the wrapped transformation (`state.tx`) whose state the tree is. Then padding is cut off, and every leaf has
         the shape that `tx.init` gives it without jzero.
+      params: the params beside an optimizer state with `master_dtype="remainder"`, whose fp32 masters are made of both.
 
     Returns:
       The same tree, replicated. Across processes all of them must call.
 
     Raises:
       TypeError: `tx` is not a transformation from `jzero.zero`.
+      ValueError: `params` are needed and not given.
 
     Cost:
       The bytes of the whole tree on every device; an all-gather.
@@ -244,7 +253,8 @@ def unshard(tree: Any, *, tx: Any = None) -> Any:
     tree = on_auto_mesh(tree)
     with auto_context():
         tree = jax.tree.map(whole, tree)
-        tree = tree if tx is None else without_padding(tree, tx)
+        if tx is not None:
+            tree = with_masters(without_padding(tree, tx), jax.tree.map(whole, params), tx)
     return on_context_mesh(tree)
 
 

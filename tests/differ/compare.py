@@ -60,6 +60,7 @@ class Plain:
         narrow = case["dtype"] != "float32"
         config = case["config"]
         self.wide = narrow and (config.get("master_dtype", "auto") is not None or config["tier"] in OUTSIDE)
+        self.pairs = config.get("master_dtype") == "remainder"
         self.master = jax.tree.map(lambda p: p.astype(jnp.float32), self.params) if self.wide else None
         self.tx = chain_of(case)
         count = len(jax.tree.leaves(self.params))
@@ -96,6 +97,7 @@ class Plain:
         """The masters that the sharded run starts from: what its params were before they were rounded."""
         for p, m, own in zip(params, masters, jax.tree.leaves(self.params), strict=True):
             rounding = 4 * EPS["float16"] if str(p.dtype) == "float16" else 0.0  # see `_taken`
+            rounding = EPS["bfloat16"] if self.pairs else rounding  # ties are rounded away from zero
             if m is not None and not np.allclose(np.float32(m.astype(p.dtype)), np.float32(p), rtol=rounding, atol=0):
                 raise Differs(f"a master {m.shape} is not what its param was before it was rounded")
             if not np.allclose(np.float32(p), np.float32(own), rtol=4 * EPS[str(p.dtype)], atol=1e-6):
@@ -104,7 +106,7 @@ class Plain:
         self.params = self.handed = tree.unflatten(list(map(jnp.asarray, params)))
         rows = zip(masters, jax.tree.leaves(self.master), strict=True)
         own = [own if m is None else jnp.asarray(m) for m, own in rows]
-        self.master = tree.unflatten(map(_taken, own, jax.tree.leaves(self.params)))
+        self.master = tree.unflatten(own if self.pairs else map(_taken, own, jax.tree.leaves(self.params)))
         self.opt_state = self.fresh_state()
         if self.beside is not None:
             self.beside.take_masters(params, masters)

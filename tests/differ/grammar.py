@@ -145,7 +145,9 @@ def draw_config(rng, dtype: str, stage: int, tier: str, kind: str = "flat") -> d
     if not outside:
         maybe("updates", 0.0 if tier == "params" else 0.2, "delta")
         if dtype == "bfloat16":  # in fp16 alone Adam's eps is zero
-            maybe("master_dtype", 0.25, None)
+            maybe("master_dtype", 0.4, None, "remainder", "remainder")
+            if config.get("master_dtype") == "remainder":
+                config.pop("updates", None)  # refused together
     if stage >= 2:
         maybe("bucket_bytes", 0.3, 300, 3000)
         maybe("reduce_dtype", 0.2, "bfloat16", "float32")
@@ -190,10 +192,14 @@ def draw_events(rng, case: dict) -> dict[str, dict]:
             stage = max(low, rng.choice((0, 1, 2, 3)))
             event["mesh"] = {"kind": "flat", "n": rng.choice((1, 2, 3, 4, 5, 8))}
             event["config"] = draw_config(rng, case["dtype"], stage, tier)
-            for same in ("master_dtype", "moment_dtype"):  # what the numbers of the state are, does not change
-                event["config"].pop(same, None)
-                if same in case["config"] and not (same == "master_dtype" and tier in OUTSIDE):
-                    event["config"][same] = case["config"][same]
+            event["config"].pop("moment_dtype", None)  # what the numbers of the state are, does not change
+            if "moment_dtype" in case["config"]:
+                event["config"]["moment_dtype"] = case["config"]["moment_dtype"]
+            drawn = event["config"].pop("master_dtype", None)
+            if case["config"].get("master_dtype", "auto") is None and tier not in OUTSIDE:
+                event["config"]["master_dtype"] = None
+            elif drawn == "remainder":  # masters are the same values in both forms
+                event["config"]["master_dtype"] = drawn
             no_master = case["config"].get("master_dtype", "auto") is None and tier in OUTSIDE
             if no_master or ((case.get("micro") or {}).get("reduce") == "step" and stage == 3):  # both refused
                 event = {"kind": "evaluate"}
@@ -214,7 +220,7 @@ def draw_files(rng, case: dict, at: int) -> None:
     if event["kind"] == "weights":
         event["mesh"] = {"kind": "flat", "n": rng.choice((1, 2, 3, 4, 5, 8))}
         event["config"] = {"stage": rng.choice((0, 1, 2, 3)), "tier": "device", "min_shard_bytes": 0}
-        if "master_dtype" in case["config"]:
+        if case["config"].get("master_dtype", "auto") is None:
             event["config"]["master_dtype"] = None
     case["events"] = dict(sorted({**events, str(at): event}.items()))
 
@@ -266,6 +272,9 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "plan of jzero.jit", case["flavour"]
     if case.get("scan_axes"):
         yield "scan_axes", f"{case['scan_axes']}, {'stacks' if stacks_of(case) else 'no stack'}"
+    places = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+    if any(config.get("master_dtype") == "remainder" for config in places):
+        yield "remainder", case["config"]["tier"]
     for name in ("reference", "sum", "begins"):
         if case.get(name):
             yield name, case["flavour"]
@@ -299,5 +308,6 @@ SHARES = {
     "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005, "scan_axes": 0.01,
     "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "begins": 0.03,
     "weights": 0.003,
+    "remainder": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

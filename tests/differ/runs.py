@@ -207,7 +207,7 @@ class Run:
         with self.context():
             opt_state, params = self.whole()
             params = self.visible()
-            opt_state = jzero.unshard(opt_state, tx=self.wrapped())
+            opt_state = jzero.unshard(opt_state, tx=self.wrapped(), params=params)
             if isinstance(opt_state, ZeroState):
                 masters = jax.tree.leaves(opt_state.master, is_leaf=lambda x: x is None)
                 return host(params), host(opt_state.inner), [None if m is None else np.asarray(m) for m in masters]
