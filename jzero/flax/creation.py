@@ -95,8 +95,7 @@ def creation(
     def born():
         leaves, masters = flat()
         if plan.config.master_dtype == "remainder":
-            known = [m if m is None else taken_over(p, m) for p, m in zip(leaves, masters, strict=False)]
-            masters = jax.lax.optimization_barrier(known)  # or XLA may compute one twice, for each half of its pair
+            leaves, masters = _computed_once(leaves, masters)
         parts = jax.tree.unflatten(tree, leaves)
         # inside the trace nothing moves yet: out_shardings place every leaf
         parts = converted(
@@ -118,6 +117,17 @@ def creation(
         return rebuild(parts if home is plan else map_shardings(parts, plan, put))
 
     return make, plan, target
+
+
+def _computed_once(leaves: list[Any], masters: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Params and masters, each of one value for all that is made of it.
+
+    XLA may leave out the rounding of a param that the same program widens again (its excess precision), and compute a
+    master twice, in two ways. A master and its remainder are halves of one value.
+    """
+    masters = [m if m is None else taken_over(p, m) for p, m in zip(leaves, masters, strict=False)]
+    once = jax.lax.optimization_barrier
+    return [once(p) for p in leaves], [m if m is None else once(m) for m in masters]
 
 
 def _born_into_files(
