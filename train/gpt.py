@@ -234,7 +234,8 @@ def zero_fields(config: Config) -> dict[str, Any]:
         params = "host" if config.offload_params else "device"
         where = {"tier": "disk", "path": files_of(config)} if config.offload == "disk" else {}
         offload = jzero.Offload(params=params, update=config.update, delay=config.delay, **where)
-    return {"stage": config.stage, "offload": offload, "moment_dtype": config.moment_dtype}
+    fields = {"stage": config.stage, "offload": offload, "moment_dtype": config.moment_dtype}
+    return fields if config.master_dtype is None else {**fields, "master_dtype": config.master_dtype}
 
 
 def files_of(config: Config) -> Path:

@@ -65,6 +65,10 @@ class Inputs(Asked):
     """Stage 3: mesh axes that share params; --axis if omitted."""
     min_shard_bytes: int | Literal["auto"] = "auto"
     """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
+    master_dtype: Literal["remainder"] | None = None
+    """remainder: the fp32 master of a bf16 param is stored as the 16 bits that the param lacks."""
+    moment_dtype: Literal["bfloat16", "float32"] | None = None
+    """Of the optimizer's stored moments; that of the params (or of their masters) if omitted."""
     offload: Literal["host", "disk"] | None = None
     """Keep optimizer state and masters in host memory and stream them through the device, or in files on a disk."""
     update: Literal["device", "host"] = "device"
@@ -95,6 +99,9 @@ class Inputs(Asked):
         for name in ("batch_axis", "param_axis"):
             if getattr(self, name) is not None:
                 fields[name] = parse_names(getattr(self, name))
+        for name in ("master_dtype", "moment_dtype"):
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
         if self.offload_params is not None and stages != [FETCHES]:
             raise InputError(f"--offload-params host needs stage {FETCHES}: {WHOLE_BELOW}.")
         self.bandwidths.check()

@@ -11,6 +11,12 @@ A param that the user replaced cannot be told from one that the update made: its
 remainder, at most half a unit in the last place away. Only beside zeros and infinities would that leave the finite
 numbers (a negative remainder of a zero, a positive one of an infinity): there the remainder counts as 0.
 
+[Note: computed once]
+XLA may compute a value anew for each of its readers, and round it in other ways there (where it joins a product and a
+sum). Next to a bound, the halves would then be those of two masters and their pair 2^16 units of fp32 away: 11 of 8.4
+million values after four steps on a CPU, with most optimizations off. XLA makes no second copy of a division, so there
+is one: by a number that is always 1, which XLA does not see and LLVM does. On GPUs, both halves come out of one kernel.
+
 The idea is Megatron-LM's (`store_param_remainders` of its distributed optimizer).
 """
 
@@ -26,6 +32,7 @@ INFINITY = 0x7F80
 def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The bf16 param and the int16 remainder of an fp32 master, each of its shape. See [Note: the pair]."""
     bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
+    bits = jax.lax.div(bits, jnp.where((bits & 0xFFFF) > 0xFFFF, jnp.uint32(2), jnp.uint32(1)))  # [Note: computed once]
     is_nan = (bits & 0x7FFFFFFF) > (INFINITY << 16)
     upper = jnp.where(is_nan, jnp.uint32(NAN), (bits + 0x8000) >> 16)
     lower = jnp.where(is_nan, jnp.uint32(0), bits & 0xFFFF)
