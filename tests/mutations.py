@@ -172,6 +172,37 @@ def _():
     wrap(optim, "with_moment_dtype", alike)
 
 
+@mutation("masters are rounded to even beside remainders", "remainder")
+def _():
+    import jax.numpy as jnp
+
+    from jzero.update import remainder
+
+    split = remainder.split
+    remainder.split = lambda master: (master.astype(jnp.bfloat16), split(master)[1])
+
+
+@mutation("a master that becomes a pair loses its remainder", "remainder")
+def _():
+    from jzero.flax import conversion
+
+    wrap(conversion, "_narrowed", lambda original, param, master: (param, param.astype(master.dtype)))
+
+
+@mutation("a remainder of another sign is added to zeros and infinities", "remainder")
+def _():
+    import jax
+    import jax.numpy as jnp
+
+    from jzero.update import remainder
+
+    def join(param, rest):
+        upper = jax.lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32) << 16
+        return jax.lax.bitcast_convert_type(upper + rest.astype(jnp.int32).astype(jnp.uint32), jnp.float32)
+
+    remainder.join = join
+
+
 @mutation("moments of a bare array are no moments", "moments")
 def _():
     import sys

@@ -149,8 +149,8 @@ def by_rule(parts: Parts, plan: Plan | None, masters: Sequence[jax.Array | None]
                 leaves[i], known[j] = _narrowed(param, on_device(known[j]))
             else:
                 leaves[i], known[j] = _widened(param, on_device(known[j]))
-        elif known[j] is None and born[j] is not None and stores:
-            leaves[i] = remainder.split(born[j])[0]
+        elif (initial := born[j]) is not None and known[j] is None and stores:
+            leaves[i] = remainder.split(initial)[0]
     parts = parts.replace(params=jax.tree.unflatten(jax.tree.structure(parts.params), leaves))
     if not isinstance(state, ZeroState):
         return parts
