@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jzero.comm.traced import expect_gathers
 from jzero.core.dependence import wide_sources
 from jzero.core.jaxprs import in_trace
+from jzero.core.ordering import tied
 from jzero.core.types import PyTreeDef
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
@@ -120,14 +121,13 @@ def creation(
 
 
 def _computed_once(leaves: list[Any], masters: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Params and masters, each of one value for all that is made of it.
+    """Params and masters, each the same value for all that is made of it.
 
-    XLA may leave out the rounding of a param that the same program widens again (its excess precision), and compute a
-    master twice, in two ways. A master and its remainder are halves of one value.
+    Otherwise XLA may leave out the rounding of a param that the same program widens again (its excess precision): a
+    copy of it in the state would not be the master that the pair stands for.
     """
     masters = [m if m is None else taken_over(p, m) for p, m in zip(leaves, masters, strict=False)]
-    once = jax.lax.optimization_barrier
-    return [once(p) for p in leaves], [m if m is None else once(m) for m in masters]
+    return [tied(p)[0] for p in leaves], [m if m is None else tied(m)[0] for m in masters]
 
 
 def _born_into_files(

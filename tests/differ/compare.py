@@ -362,7 +362,7 @@ def _happens(event: dict, run, plain: Plain, case: dict, folder: Path):
         with run.context():
             run = run.resumed()
     elif kind == "weights":
-        _check_weights(run, event, case, folder)
+        _check_weights(run, plain, event, case, folder)
     if kind in ("restore", "reshard", "resume"):
         plain.flush()
     plain.place(run.config, run.mesh_spec)
@@ -504,7 +504,7 @@ def _check_moments(inner: list, plain: Plain, config: dict) -> None:
         raise Differs(f"moment_dtype={asked} and no moment of that dtype: {[str(g.dtype) for g in moments]}")
 
 
-def _check_weights(run, event: dict, case: dict, folder: Path) -> None:
+def _check_weights(run, plain: Plain, event: dict, case: dict, folder: Path) -> None:
     """Params that are read alone, into another place, are those of the state, with the statistics beside them."""
     path = Path(tempfile.mkdtemp(dir=folder)) / "saved"
     with run.context():
@@ -513,7 +513,7 @@ def _check_weights(run, event: dict, case: dict, folder: Path) -> None:
     other.load(path, only="params")
     params = jax.tree.leaves(run.visible())
     if run.config.get("master_dtype") == "remainder":  # the other place rounds masters to even: ties may differ
-        masters = run.parts()[2]
+        masters = _of_all(run.parts()[2], plain.flags)
         params = [p if m is None else m.astype(p.dtype) for p, m in zip(params, masters, strict=True)]
     for name, got, want in (("param", other.visible(), params), ("statistic", other.rest(), run.rest())):
         for i, (g, w) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
