@@ -114,6 +114,50 @@ def cast_survives_b200():
     return kept_casts("b200")
 
 
+def halves(divide: bool):
+    """A momentum step of fp32 values in two 16-bit halves, which are split as `update/remainder.py` does."""
+    import jax
+    import jax.numpy as jnp
+
+    def cast(x, dtype):
+        return jax.lax.bitcast_convert_type(x, dtype)
+
+    def update(param, rest, grad, moment):
+        upper, lower = cast(param, jnp.uint16).astype(jnp.uint32), cast(rest.astype(jnp.int32), jnp.uint32)
+        wide = cast((upper << 16) + lower, grad.dtype)
+        moment = 0.9 * moment + 0.1 * grad
+        bits = cast(wide - 0.01 * (moment + 0.1 * wide), jnp.uint32)
+        if divide:
+            bits = jax.lax.div(bits, jnp.where((bits & 0xFFFF) > 0xFFFF, jnp.uint32(2), jnp.uint32(1)))
+        upper, lower = ((bits + 0x8000) >> 16).astype(jnp.uint16), (bits & 0xFFFF).astype(jnp.uint16)
+        return cast(upper, jnp.bfloat16), cast(lower, jnp.int16), moment
+
+    return update
+
+
+@check("update/remainder.py (computed once)")
+def divisions_not_copied():
+    """XLA:CPU computes a value anew in each of two kernels that read it, but an integer division once, where it does
+    not see that the divisor is 1."""
+    import jax
+
+    def copies(divide):
+        shapes = [jax.ShapeDtypeStruct((4096,), dtype) for dtype in ("bfloat16", "int16", "float32", "float32")]
+        text = jax.jit(halves(divide)).lower(*shapes).compile().as_text()
+        found = [lines for lines in computations(text).values() if re.search(r"ROOT \S+ = (bf16|s16|u16)\[", lines[-1])]
+        return sum(any(" multiply(" in line for line in lines) for lines in found)
+
+    return differences([("kernels that compute it", copies(False), 2), ("with a division", copies(True), 0)])
+
+
+@check("update/remainder.py (computed once)", gpu=True)
+def halves_of_one_kernel():
+    """Both halves of a value come out of one kernel."""
+    text = compiled_for(halves(True), *[(512, 512)] * 4, dtypes=("bfloat16", "int16", "float32", "float32"))
+    made = re.findall(r"^%\S*fus\S* \(.*\) -> (.*) \{$", text, re.MULTILINE)
+    return differences([("16-bit results of kernels", [len(re.findall(r"\b[us]16\[", x)) for x in made], [2])])
+
+
 @check("core/xla_options.py", gpu=True)
 def xla_options():
     """XLA takes the options that jzero passes, and this jaxlib is in the range that core/xla_options.py was tested
