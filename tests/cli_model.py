@@ -27,6 +27,11 @@ def create():
     return TrainState.create(apply_fn=NET.apply, params=params, tx=ADAM)
 
 
+def is_first(path, leaf):
+    """What trains of a model that is frozen otherwise."""
+    return path[0] == "Dense_0"
+
+
 def create_with(width):
     return create()
 

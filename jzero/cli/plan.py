@@ -136,7 +136,7 @@ class Inputs(Asked):
         return {name: value for name, value in given.items() if value is not None}
 
     def _check_subject(self) -> None:
-        given = [name for name in ("create", "step", "batch") if getattr(self, name) is not None]
+        given = [name for name in ("create", "step", "batch", "trainable") if getattr(self, name) is not None]
         if self.preset is not None:
             if given:
                 raise InputError(f"--preset brings its own model: leave out --{given[0]}.")

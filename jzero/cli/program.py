@@ -47,6 +47,7 @@ class Subject:
       create: makes the state.
       step: the train step.
       batch: the arguments that follow the state, without shardings.
+      trainable: of a path and a leaf, whether this param trains; None: what the optimizer says.
       pod, mesh: where it is compiled for.
       job: what was asked.
       model: sizes for the activations, of a preset.
@@ -55,6 +56,7 @@ class Subject:
     create: Callable[[], PyTree]
     step: Callable[..., Any]
     batch: tuple[PyTree, ...]
+    trainable: Callable[..., bool] | None
     pod: Pod
     mesh: Mesh
     job: Job
@@ -82,7 +84,8 @@ class Subject:
         assert job.batch is not None
         create, step = load_function(job.create, "--create"), load_function(job.step, "--step")
         check_creator(create, job.create)
-        return cls(create, step, tuple(_batch(job.batch)), machine, mesh, job, None)
+        trainable = None if job.trainable is None else load_function(job.trainable, "--trainable")
+        return cls(create, step, tuple(_batch(job.batch)), trainable, machine, mesh, job, None)
 
     @classmethod
     def _of_preset(cls, job: Job, machine: Pod, mesh: Mesh, config: ZeroConfig) -> Subject:
@@ -95,7 +98,11 @@ class Subject:
         create = presets.creator(preset, seq=seq)
         step = presets.gradient_step if config.updates_outside else presets.train_step
         step = functools.partial(step, accumulate=job.accumulate)
-        return cls(create, step, ({"tokens": tokens},), machine, mesh, job, model)
+        return cls(create, step, ({"tokens": tokens},), None, machine, mesh, job, model)
+
+    def abstract(self, stage: int, mesh: Mesh) -> PyTree:
+        """The abstract state at a stage on a mesh."""
+        return abstract(self.create, self.job.config(stage=stage), mesh=mesh, trainable=self.trainable)
 
     def state(self, stage: int) -> tuple[PyTree, Plan]:
         """The abstract state at a stage, and its plan.
@@ -103,10 +110,7 @@ class Subject:
         Raises:
           InputError: the mesh does not divide the batch, or the step cannot take the state first.
         """
-        config = self.job.config(stage=stage)
-        state = _phrased(
-            lambda: abstract(self.create, config, mesh=self.mesh), "--create", str(self.job.create)
-        )
+        state = _phrased(lambda: self.abstract(stage, self.mesh), "--create", str(self.job.create))
         plan = plan_of(state)
         names = [*(["model", "optimizer"] if is_pair(state) else ["state"]), *self._batch_names()]
         check_step(self.step, str(self.job.step), names)

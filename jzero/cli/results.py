@@ -14,7 +14,7 @@ from jzero.cli.search import largest_that_fits
 from jzero.core.errors import counted
 from jzero.core.types import PyTree
 from jzero.flax.adapters import is_pair
-from jzero.flax.shard import abstract, plan_of
+from jzero.flax.shard import plan_of
 from jzero.proof.check import findings
 from jzero.proof.memory import Estimate, estimate
 from jzero.proof.pod import pod
@@ -77,7 +77,7 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
         if n % hosts:
             continue
         mesh = pod(job.gpu, hosts=hosts, gpus_per_host=n // hosts).mesh({first: n // inner, **dict(rest)})
-        state = abstract(subject.create, job.config(stage=stage), mesh=mesh)
+        state = subject.abstract(stage, mesh)
         totals[n] = estimate(plan_of(state), tx=_tx(state), model=subject.model, accumulate=job.accumulate).total
     return totals
 

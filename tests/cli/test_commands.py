@@ -134,6 +134,7 @@ def test_presets_have_the_published_number_of_params(name, billions):
         (["plan", "--preset", "gpt2-xl", "--plot", "x.txt"], "must end in .png"),
         (["plan", "--preset", "gpt2-xl", "--plot", "/no/such/folder/x.png"], "there is no folder"),
         (["plan", *SUBJECT, "--seq", "3"], "--seq belongs to --preset"),
+        (["plan", "--preset", "gpt2-xl", "--trainable", f"{FILE}:is_first"], "leave out --trainable"),
         (["explain", *SUBJECT, "--stage", "4"], "must be an integer from 0 to 3"),
     ],
 )
@@ -200,8 +201,11 @@ def test_plan_as_json_and_as_a_plot(capsys, tmp_path):
 
 def test_plan_as_a_table_with_a_jitted_step(capsys):
     args = ["--create", f"{FILE}:create", "--step", f"{FILE}:jitted", "--batch", f"{FILE}:make_batch"]
-    assert main(["plan", *args, "--stages", "2"]) == 0
+    part = ["--trainable", f"{FILE}:is_first", "--min-shard-bytes", "0"]
+    assert main(["plan", *args, *part, "--stages", "2"]) == 0
     out = capsys.readouterr().out
+    estimated = next(line.split() for line in out.splitlines() if "estimated  " in line)
+    assert [float(x) for x in estimated[2:5]] == [0.53, 0.07, 0.03]  # MB of params; moments and gradients of one layer
     assert "8 h200 (1 host x 8), 151.40 GB each, mesh {data: 8}" in out
     assert [line.split()[:2] for line in out.splitlines() if "estimated  " in line] == [["2", "estimated"]]
     assert "jzero.check: nothing found at stage 2." in out
