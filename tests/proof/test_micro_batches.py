@@ -93,6 +93,18 @@ def test_a_reshape_and_its_remedy_on_16_gpus():
     assert sent == pytest.approx(K + 1, rel=0.01)
 
 
+@pytest.mark.nightly
+@pytest.mark.remedy("reduction_per_microbatch", "local gradients are summed")
+@pytest.mark.pod
+def test_a_loop_of_the_user_at_stage_1():
+    """XLA reduces the gradients of every micro-batch; whole ones could be summed, and reduced once."""
+    pod = jzero.pod("h100", hosts=1)
+    state, plan, batch = setting(pod.mesh({"data": 8}), 1)
+    for step, kinds in ((step_of(plan, by_plan, in_scan), ["reduction_per_microbatch"]), (accumulating(plan), [])):
+        program = pod.compile(step, state, batch, donate_argnums=0, plan=plan, compiler_options=QUICK)
+        assert [f.kind for f in jzero.findings(program, plan)] == kinds
+
+
 @pytest.mark.parametrize(
     ("cut", "loop"), [(by_reshape, in_scan), (by_reshape, in_python), (by_slices, in_python)]
 )
