@@ -58,6 +58,7 @@ POLICIES = {
     "bf16 params, reduce_dtype=fp32": Policy(BF16, BF16, {"reduce_dtype": F32}),
     'the same, reduce="microbatch"': Policy(BF16, BF16, {"reduce_dtype": F32}, reduce="microbatch"),
     "bf16 params, moment_dtype=bf16": Policy(BF16, BF16, {"moment_dtype": BF16}),
+    "the same, master_dtype=remainder": Policy(BF16, BF16, {"moment_dtype": BF16, "master_dtype": "remainder"}),
     "fp16 params, LossScale": Policy(F16, F16, {}, scaled=True),
 }
 

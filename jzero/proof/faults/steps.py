@@ -141,7 +141,7 @@ def reduction_per_microbatch(e: Evidence) -> Faults:
     tied = sum(e.local(x) for x in e.split if is_tied(e, x))
     least = values / max(once + tied, 1)  # a tied table that is reduced for each use: `more_than_closed_form`
     times = values / max(once, 1)
-    asked = e.micro_batches if e.plan.config.row.grads else 1  # at stages 0 and 1 whole gradients are there to be summed
+    asked = e.micro_batches if e.plan.config.row.grads else 1  # at stages 0 and 1 whole gradients can be summed
     if least >= REPEATED * asked and not e.split_stacks:
         sent = sum(s.wire_bytes * e.trips(s) for s, n in rows if n)
         yield (
