@@ -70,7 +70,10 @@ def of_pairs(sources: Sequence[Source], have: Mapping[Name, Described]) -> list[
     """What has to be read from pairs: masters, params that are read as their masters, and the params of masters."""
     pairs = {named(MASTER, name) for name in have if name[0] == REMAINDER}
     masters = {s.leaf.name for s in sources if s.name in pairs and s.leaf.name[0] == MASTER}
-    return [s for s in sources if s.name in pairs or named(MASTER, s.leaf.name) in masters]
+    return [
+        s for s in sources
+        if s.name in pairs or (s.leaf.name[0] == "params" and named(MASTER, s.leaf.name) in masters)
+    ]  # fmt: skip
 
 
 def read_pairs(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -> dict[Name, Any]:

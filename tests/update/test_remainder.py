@@ -267,6 +267,24 @@ def test_resharding_and_checkpoints(old, new, was, becomes, tmp_path):
     assert_masters(trained(restored, 2, first=4), more)
 
 
+def test_a_checkpoint_of_one_bare_array(mesh, tmp_path):
+    """Its names have one key each: `rounding_count` is not taken for a param."""
+
+    def made(kind):
+        plan = jzero.make_plan(
+            jnp.ones((16, 5), BF16), stage=1, mesh=mesh, min_shard_bytes=0, master_dtype=kind, moment_dtype="bfloat16"
+        )
+        tx = jzero.zero(optax.sgd(LR, momentum=HALF), plan)
+        params = plan.place(jnp.full((16, 5), 0.3, BF16))
+        return {"params": params, "opt_state": jax.jit(tx.init)(params)}, tx
+
+    state, tx = made("remainder")
+    jzero.checkpoint.save(tmp_path / "saved", state, tx=tx)
+    like, tx = made("auto")
+    got = jzero.checkpoint.restore(tmp_path / "saved", like, tx=tx)
+    np.testing.assert_array_equal(got["opt_state"].master, np.asarray(state["params"], np.float32))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_safetensors(kind, tmp_path):
     """An export holds the fp32 masters; they are read into pairs."""
