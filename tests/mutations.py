@@ -186,7 +186,11 @@ def _():
 def _():
     from jzero.flax import conversion
 
-    wrap(conversion, "_narrowed", lambda original, param, master: (param, param.astype(master.dtype)))
+    def narrowed(original, param, master, shape):
+        rest, param = original(param, master, shape)
+        return rest * 0, param
+
+    wrap(conversion, "_narrowed", narrowed)
 
 
 @mutation("a remainder of another sign is added to zeros and infinities", "remainder")

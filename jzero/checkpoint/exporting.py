@@ -257,4 +257,4 @@ def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tu
     for group in _grouped(tensors, sizes, READ_BYTES):
         read = remainders.load(path, tree, {t.source: store.Numpy(t.shape, t.stored) for t in group})
         for t in group:
-            yield t, read.pop(t.source)
+            yield t, read[t.source]

@@ -81,9 +81,11 @@ def match(
 def _source(leaf: NamedLeaf, have: Mapping[Name, Described], wanted: set[Name], masters: bool) -> Name | None:
     """The stored array that a leaf is read from; `masters`: whether any are stored."""
     master, kind = (MASTER, *leaf.name[1:]), leaf.name[0]
-    if kind == "params" and master in have and master not in wanted and leaf.name in have:
-        larger = describe(leaf)[1].itemsize > have[leaf.name][1].itemsize
-        return master if larger else leaf.name
+    if kind == "params" and master in have and leaf.name in have:
+        dtype, stored = describe(leaf)[1], have[leaf.name][1]
+        larger = dtype.itemsize > stored.itemsize
+        # a master that is read too must round to the param, or the update takes the param for a new one
+        return master if dtype != stored and (larger or master in wanted) else leaf.name
     if leaf.name in have:
         return leaf.name
     param = ("params", *leaf.name[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -27,6 +28,7 @@ from jzero.checkpoint.tensors import check_names, check_texts, renamed
 from jzero.core.errors import check_flag, listing, nearest
 from jzero.core.types import PyTree
 from jzero.flax import adapters
+from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
 
 Order = tuple[int, ...]
 Where = str | tuple[str, Order]
@@ -98,7 +100,11 @@ def load_safetensors(
             if name in wanted:
                 tensor, order = wanted[name]
                 values[leaf.name] = _read(leaf, tensors[tensor], order, f"{where}: {tensor}")
-    return adapters.put_together(state, filled(parts, remainders.split_again(values, every)))
+    values = {name: on_auto_mesh(x) for name, x in values.items()}
+    every = [dataclasses.replace(x, value=on_auto_mesh(x.value)) for x in every]
+    with auto_context():
+        values = remainders.split_again(values, every)
+    return adapters.put_together(state, filled(parts, {name: on_context_mesh(x) for name, x in values.items()}))
 
 
 def _where(name: str, names: Names, where: str) -> tuple[str, Order | None]:

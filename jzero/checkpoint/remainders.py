@@ -1,15 +1,15 @@
 """Checkpoints and `master_dtype="remainder"`: pairs are stored as they are, and read as fp32 masters where needed.
 
 A checkpoint has `master_remainder/...` beside `params/...`: 4 bytes per value; a param and its fp32 master take 6.
-Who asks for a master, or for a param in fp32, gets both joined; a state with remainders reads fp32 masters and splits
-them. Params are rounded anew in both cases: see `by_rule` in `flax/conversion.py`.
+A target with fp32 masters, or with a param in fp32, gets the two joined; a target with remainders reads fp32 masters
+and splits them. Params are rounded again in both cases: see `converted` in `flax/conversion.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,13 @@ def named(kind: str, name: Name) -> Name:
     return (kind, *name[1:])
 
 
-def with_masters(have: Mapping[Name, Described]) -> dict[Name, Described]:
-    """What a checkpoint holds, with a master in place of every remainder."""
-    return {
-        named(MASTER, k) if k[0] == REMAINDER else k: (shape, FP32 if k[0] == REMAINDER else dtype)
-        for k, (shape, dtype) in have.items()
-    }
+def with_masters(stored: Mapping[Name, Described], kept: Collection[Name] = ()) -> dict[Name, Described]:
+    """What a checkpoint holds, with a master in place of every remainder but those `kept`."""
+    have = {}
+    for name, (shape, dtype) in stored.items():
+        joins = name[0] == REMAINDER and name not in kept
+        have[named(MASTER, name) if joins else name] = (shape, FP32 if joins else dtype)
+    return have
 
 
 def as_master(leaf: NamedLeaf) -> NamedLeaf:
@@ -51,7 +52,7 @@ def as_master(leaf: NamedLeaf) -> NamedLeaf:
 
 
 def split_again(values: Mapping[Name, Any], leaves: Iterable[NamedLeaf]) -> dict[Name, Any]:
-    """Values that were read for `as_master` as params and remainders; `leaves`: of the state."""
+    """Values read for the leaves of `as_master`, split into params and remainders; `leaves`: those of the state."""
     found, targets = dict(values), {leaf.name: leaf for leaf in leaves}
     for leaf in targets.values():
         master = found.pop(named(MASTER, leaf.name), None) if leaf.name[0] == REMAINDER else None
@@ -66,9 +67,9 @@ def split_again(values: Mapping[Name, Any], leaves: Iterable[NamedLeaf]) -> dict
 _split = jax.jit(remainder.split)
 
 
-def of_pairs(sources: Sequence[Source], have: Mapping[Name, Described]) -> list[Source]:
-    """What has to be read from pairs: masters, params that are read as their masters, and the params of masters."""
-    pairs = {named(MASTER, name) for name in have if name[0] == REMAINDER}
+def of_pairs(sources: Sequence[Source], stored: Mapping[Name, Described]) -> list[Source]:
+    """The sources to read from pairs: masters, params read from their masters, and the params beside such masters."""
+    pairs = {named(MASTER, name) for name in stored if name[0] == REMAINDER}
     masters = {s.leaf.name for s in sources if s.name in pairs and s.leaf.name[0] == MASTER}
     return [
         s for s in sources
@@ -85,12 +86,12 @@ def read_pairs(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -
     read = store.load(path, tree, halves)
     found = {}
     for name, target in targets.items():
-        pair = read.pop(named("params", name)), read.pop(named(REMAINDER, name))
-        found[name] = _joined(np.dtype(target.dtype))(*pair)
+        param, rest = read.pop(named("params", name)), read.pop(named(REMAINDER, name))
         if isinstance(target, store.Numpy):
-            found[name] = np.asarray(found[name])
+            found[name] = _joined_on_host(param, rest).astype(target.dtype)
         else:
-            found[name] = put(found[name], target.sharding)
+            value = _joined(np.dtype(target.dtype))(on_device(param), on_device(rest))
+            found[name] = put(value, target.sharding)
     return found
 
 
@@ -106,9 +107,17 @@ def load(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -> dict
 def _in(target: store.Target, dtype: np.dtype) -> store.Target:
     if isinstance(target, store.Numpy):
         return store.Numpy(target.shape, dtype)
-    return jax.ShapeDtypeStruct(target.shape, dtype, sharding=target.sharding.with_memory_kind("device"))
+    return jax.ShapeDtypeStruct(target.shape, dtype, sharding=target.sharding)
 
 
 @functools.cache
 def _joined(dtype: np.dtype):
     return jax.jit(lambda param, rest: remainder.join(param, rest).astype(dtype))
+
+
+def _joined_on_host(param: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """`remainder.join` without a device."""
+    upper, more = param.view(np.uint16).astype(np.uint32), rest.astype(np.int32)
+    size = upper & 0x7FFF
+    more = np.where(((size == 0) & (more < 0)) | ((size == remainder.INFINITY) & (more > 0)), 0, more)
+    return ((upper << 16) + more.view(np.uint32)).view(np.float32)

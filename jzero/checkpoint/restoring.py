@@ -120,10 +120,8 @@ def restore(
         )
     checks = _opened(path, where)
     tree, stored = store.stored(path)
-    splits = not any(name[0] == REMAINDER for name in stored)
-    wanted = [remainders.as_master(leaf) if splits else leaf for leaf in wanted]
-    joins = not any(leaf.name[0] == REMAINDER for leaf in wanted)
-    have = remainders.with_masters(stored) if joins else stored
+    wanted = [leaf if leaf.name in stored else remainders.as_master(leaf) for leaf in wanted]
+    have = remainders.with_masters(stored, kept={leaf.name for leaf in wanted})
     if only is not None:
         needed = of_model(every, like)
         warn_if_absent([leaf for leaf in needed if leaf.name not in have], "the checkpoint", where)
@@ -135,9 +133,9 @@ def restore(
     refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}
     with auto_context():
-        pairs = remainders.of_pairs(sources, stored) if joins else []
+        pairs = remainders.of_pairs(sources, {k: x for k, x in stored.items() if k not in have})
         values |= _read(path, tree, [s for s in sources if s not in pairs], have, where)
-        values |= _read_pairs(path, tree, pairs)
+        values |= _read_pairs(path, tree, pairs, where)
         values |= {leaf.name: leaf.nothing() for leaf in fresh}
         values = remainders.split_again(values, every)
     return together(like, on_context_mesh(filled(parts, values)))
@@ -254,14 +252,18 @@ def _read(
     return values
 
 
-def _read_pairs(path: Path, tree: PyTree, sources: Sequence[Source]) -> dict[Name, Any]:
-    """The values of leaves that are made from pairs: of masters, then of params, which may be laid out otherwise."""
+def _read_pairs(path: Path, tree: PyTree, sources: Sequence[Source], where: str) -> dict[Name, Any]:
+    """The values of leaves that are read from pairs: masters, then params, whose layouts may differ."""
     values = {}
     for masters in (True, False):
         leaves = [s.leaf for s in sources if (s.leaf.name[0] == MASTER) == masters]
         targets = {leaf.name: _target(leaf) for leaf in leaves}
         read = remainders.read_pairs(path, tree, targets) if targets else {}
-        values |= {leaf.name: _as_given(read[leaf.name], leaf.value) for leaf in leaves}
+        for leaf in leaves:
+            if loses(remainders.FP32, describe(leaf)[1], read[leaf.name]):
+                whole = remainders.read_pairs(path, tree, {leaf.name: store.Numpy(leaf.shape, remainders.FP32)})
+                converted(whole[leaf.name], describe(leaf)[1], f"{where}: {text(leaf.name)}")
+            values[leaf.name] = _as_given(read[leaf.name], leaf.value)
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +12,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from jzero.core.errors import counted, listing
+from jzero.core.errors import counted, listing, typed_shape
+from jzero.core.jaxprs import in_trace
 from jzero.core.types import PyTree
 from jzero.flax.adapters import Parts
-from jzero.layout.padding import padded
-from jzero.layout.placement import device_type, on_device
-from jzero.layout.trainable import trained_part
+from jzero.layout.leaf_rule import Frozen
+from jzero.layout.padding import padded, unpadded
+from jzero.layout.placement import device_type, on_device, put
 from jzero.optim import ZeroState, ZeroTransformation, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update import remainder
@@ -62,21 +64,29 @@ def converted(
 ) -> Parts:
     """The parts with the optimizer state for this plan: the same values, in the dtypes that `init` gives for masters.
 
-    Params are as they were, unless this plan rounds masters by another rule (`by_rule`). Leaf by leaf:
-    `place(x, sharding)` puts it on its devices, where it is converted, and `store(x, sharding)` where it lives.
-    `masters`: initial values wider than the params, where they are known. A state with masters keeps them, except for
-    params that the user has replaced.
+    Params are as they were, unless masters become remainders or remainders masters: then they are rounded by the rule
+    of the new plan. (On a tie, a plan with fp32 masters would take a param of the other rule for one that the user
+    replaced.)
+
+    Leaf by leaf: `place(x, sharding)` puts it on its devices, where it is converted, and `store(x, sharding)` where it
+    lives. `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
+    except for params that the user has replaced.
     """
-    parts = by_rule(parts.replace(opt_state=logical_state(parts)), plan, masters)
+    parts = parts.replace(opt_state=logical_state(parts))
     check_belongs(parts, tx)
-    state, params = _state_for(parts, tx, plan, place, store, masters), parts.params
-    return parts.replace(params=params, opt_state=state)
+    state, news = _state_for(parts, tx, plan, place, store, masters)
+    leaves, tree = jax.tree.flatten(parts.params)
+    trained = [i for i in range(len(leaves)) if parts.trained is None or parts.trained[i]]
+    for i, new in zip(trained, news, strict=True):
+        leaves[i] = new
+    return parts.replace(params=tree.unflatten(leaves), opt_state=state)
 
 
 def _state_for(
     parts: Parts, tx: optax.GradientTransformation, plan: Plan, place: Callable[..., jax.Array],
     store: Callable[..., jax.Array], masters: Sequence[jax.Array | None] | None,
-) -> PyTree:  # fmt: skip
+) -> tuple[PyTree, list[Any]]:  # fmt: skip
+    """The state, and the params that it takes."""
     if masters is not None and parts.trained is not None:
         masters = [m for m, t in zip(masters, parts.trained, strict=True) if t]
     # from here on of what the optimizer takes
@@ -99,18 +109,22 @@ def _state_for(
         leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
     inner = jax.tree.unflatten(jax.tree.structure(inner_of(target)), leaves)
     if not isinstance(target, ZeroState):
-        return inner
+        return inner, jax.tree.leaves(parts.params)
 
-    def master(param, known, shape, sharding):
+    def master(given, known, shape, sharding):
+        """The master as it is stored, and the param."""
         if shape is None:
-            return None
-        if shape.dtype == jnp.int16:  # a remainder; `by_rule` has rounded the param
-            known = jnp.zeros(np.shape(param), jnp.int16) if known is None else known
-            known = known if known.dtype == jnp.int16 else remainder.split(known)[1]
-            return store(placed(known, shape.shape, sharding), sharding)
-        param = placed(param, shape.shape, sharding)
-        new = param if known is None else taken_over(param, placed(known, shape.shape, sharding))
-        return store(new.astype(shape.dtype), sharding)
+            return None, given
+        param, pairs = placed(given, shape.shape, sharding), shape.dtype == jnp.int16
+        if known is None:
+            new = jnp.zeros_like(param, jnp.int16) if pairs else param
+        else:
+            known = placed(known, shape.shape, sharding)
+            if (known.dtype == jnp.int16) != pairs:
+                new, given = (_narrowed if pairs else _widened)(param, known, tuple(np.shape(given)))
+            else:
+                new = known if pairs else taken_over(param, known)
+        return store(new.astype(shape.dtype), sharding), given
 
     known, count = masters or [None] * len(plan.layouts), None
     if isinstance(parts.opt_state, ZeroState):
@@ -119,55 +133,28 @@ def _state_for(
         count = parts.opt_state.rounding_count
     shapes = align(target.master, parts.params, where="jzero.shard: the master")
     rows = zip(jax.tree.leaves(parts.params), known, shapes, strict=True)
-    new = [master(*row, None if row[2] is None else next(shardings)) for row in rows]
+    made = [master(*row, None if row[2] is None else next(shardings)) for row in rows]
+    new, params = [m for m, _ in made], [p for _, p in made]
     if target.rounding_count is None:
         count = None
     else:
         sharding = next(shardings)
         count = store(placed(jnp.zeros((), jnp.int32) if count is None else count, (), sharding), sharding)
-    return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new), count)
+    return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new), count), params
 
 
-def by_rule(parts: Parts, plan: Plan | None, masters: Sequence[jax.Array | None] | None = None) -> Parts:
-    """Params and masters as this plan rounds and stores them, where the state has them otherwise; None: fp32 masters.
-
-    A remainder becomes the fp32 master, whose param is then rounded to even; for a plan that stores remainders a param
-    is rounded away from zero. They differ on exact ties alone, and there a master would take its param for a new one.
-    The optimizer state is logical; `masters` as in `converted`.
-    """
-    leaves, state = jax.tree.leaves(parts.params), parts.opt_state
-    taken = [i for i in range(len(leaves)) if parts.trained is None or parts.trained[i]]
-    known: list[Any] = [None] * len(taken)
-    if isinstance(state, ZeroState):
-        known = align(state.master, parts.taken, where="jzero: the master")
-    born = [None if masters is None else masters[i] for i in taken]
-    for j, i in enumerate(taken):
-        stores = plan is not None and plan.config.keeps_remainder(leaves[i].dtype)
-        if known[j] is not None and (known[j].dtype == jnp.int16) != stores:
-            param = on_device(leaves[i])
-            if stores:
-                leaves[i], known[j] = _narrowed(param, on_device(known[j]))
-            else:
-                leaves[i], known[j] = _widened(param, on_device(known[j]))
-        elif (initial := born[j]) is not None and known[j] is None and stores:
-            leaves[i] = remainder.split(initial)[0]
-    parts = parts.replace(params=jax.tree.unflatten(jax.tree.structure(parts.params), leaves))
-    if not isinstance(state, ZeroState):
-        return parts
-    master = jax.tree.unflatten(jax.tree.structure(parts.taken), known)
-    return parts.replace(opt_state=state._replace(master=master))
-
-
-@jax.jit
-def _widened(param: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames="shape")
+def _widened(param: jax.Array, rest: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """The fp32 master of a pair, and the param as this rounds it, cut to its shape: see `_state_for`."""
     master = remainder.join(param, rest)
-    return master.astype(param.dtype), master
+    return master, unpadded(master.astype(param.dtype), shape)
 
 
-@jax.jit
-def _narrowed(param: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    master = taken_over(param, master)
-    return remainder.split(master)[0], master
+@functools.partial(jax.jit, static_argnames="shape")
+def _narrowed(param: jax.Array, master: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """The remainder of a master, and the param that belongs to it, cut to its shape."""
+    param, rest = remainder.split(taken_over(param, master).astype(jnp.float32))
+    return rest, unpadded(param, shape)
 
 
 def _fresh_inner(
@@ -223,18 +210,38 @@ def without_padding(opt_state: PyTree, tx: ZeroTransformation) -> PyTree:
 def with_masters(opt_state: PyTree, params: PyTree, tx: ZeroTransformation) -> PyTree:
     """A logical optimizer state with fp32 masters, also if its plan stores remainders.
 
+    Args:
+      opt_state: without padding.
+      params: all, or the trained ones.
+      tx: the wrapped transformation.
+
     Raises:
-      ValueError: `params`, of which masters with remainders are made, are None.
+      ValueError: the plan stores remainders, and `params` is None or not the params of the plan.
     """
-    if tx.init.plan.config.master_dtype != "remainder" or not isinstance(opt_state, ZeroState):
+    plan = tx.init.plan
+    if plan.config.master_dtype != "remainder" or not isinstance(opt_state, ZeroState):
         return opt_state
     if params is None:
         raise ValueError(
-            'jzero.unshard: with master_dtype="remainder" a master is its param and 16 bits more. Pass the params too: '
-            "jzero.unshard(state.opt_state, tx=state.tx, params=state.params)."
+            'jzero.unshard: with master_dtype="remainder" a master is its param and 16 more bits. Pass the params too: '
+            "jzero.unshard(state.opt_state, tx=state.tx, params=state.params), in NNX "
+            "params=nnx.state(model, nnx.Param)."
         )
-    params = trained_part(params, tx.init.plan, where="jzero.unshard")
-    return by_rule(Parts(params, opt_state, None, None, tx, None), None).opt_state
+    some = len(jax.tree.leaves(params)) == len(plan.trained.layouts)
+    rows = (plan.trained if some else plan).match(params, where="jzero.unshard: params")
+    given = [(p, x) for p, x in rows if x.frozen is not Frozen.APART]
+    if wrong := [(x.name, typed_shape(p)) for p, x in given if p.dtype != x.dtype]:
+        raise ValueError(f"jzero.unshard: params of another dtype than those of the plan:\n{listing(wrong)}")
+    plan = plan.trained
+    known = plan.tree.flatten_up_to(opt_state.master)
+    masters = [m if m is None else _joined(p, m) for (p, _), m in zip(given, known, strict=True)]
+    return opt_state._replace(master=plan.tree.unflatten(masters))
+
+
+def _joined(param: Any, rest: Any) -> Any:
+    if rest.dtype != jnp.int16:
+        return rest
+    return remainder.join(param if in_trace() else put(param, rest.sharding), rest)
 
 
 def as_array(x: Any) -> Any:

@@ -226,7 +226,8 @@ def unshard(tree: Any, *, tx: Any = None, params: Any = None) -> Any:
       tree: arrays in any layout, e.g. `state.params`.
       tx: the wrapped transformation (`state.tx`) whose state the tree is. Then padding is cut off, and every leaf has
         the shape that `tx.init` gives it without jzero.
-      params: the params beside an optimizer state with `master_dtype="remainder"`, whose fp32 masters are made of both.
+      params: with `master_dtype="remainder"`, the params that belong to this optimizer state: fp32 masters are made
+        from both.
 
     Returns:
       The same tree, replicated. Across processes all of them must call.
@@ -250,7 +251,7 @@ def unshard(tree: Any, *, tx: Any = None, params: Any = None) -> Any:
 
     if tx is not None and not is_wrapped(tx):
         raise TypeError("jzero.unshard: tx must be a transformation from jzero.zero, such as state.tx.")
-    tree = on_auto_mesh(tree)
+    tree, params = on_auto_mesh(tree), on_auto_mesh(params)
     with auto_context():
         tree = jax.tree.map(whole, tree)
         if tx is not None:

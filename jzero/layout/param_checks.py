@@ -84,12 +84,15 @@ def mismatch(tree: PyTree, layouts: Sequence[Layout], *, where: str) -> str:
 
 
 def check_remainders(layouts: Sequence[Layout], config: ZeroConfig) -> None:
-    """Raises ValueError for trained params whose masters are no bfloat16 and 16 bits more."""
+    """Raises ValueError for trained params whose masters cannot be stored as remainders."""
     where = 'ZeroConfig(master_dtype="remainder")'
-    halves = [(x.name, typed_shape(x)) for x in layouts if x.dtype == jnp.float16]
+    halves = [
+        (x.name, typed_shape(x)) for x in layouts
+        if config.master_for(x.dtype) is not None and not config.keeps_remainder(x.dtype)
+    ]  # fmt: skip
     if halves:
         raise ValueError(
-            f"{where}: {counted(len(halves), 'param is', 'params are')} float16, whose upper bits are not those of a "
+            f"{where}: {counted(len(halves), 'param is', 'params are')} of a dtype that is not the upper half of "
             f'float32:\n{listing(halves)}\nCast the params to bfloat16, or pass master_dtype="auto".'
         )
     if layouts and not any(config.keeps_remainder(x.dtype) for x in layouts):
