@@ -166,9 +166,10 @@ class ZeroConfig:
       param_axis: stage 3: mesh axes that share params, a part of `axis` (params within the node, state
         over all). None: `axis`.
       master_dtype: dtype of the master copy of 16-bit params kept in the optimizer state. "auto": float32
-        for 16-bit params, no master for wider ones. None: never a master. "remainder": the float32 master of a bfloat16
-        param is stored as the int16 that the param lacks, bit for bit: 2 bytes per value, not 4. (Params are then
-        rounded with ties away from zero, and the master of a param that you replace keeps the old remainder.)
+        for 16-bit params, no master for wider ones. None: never a master. "remainder": of the float32 master of a
+        bfloat16 param only the 16 bits that the param lacks are stored, as int16: 2 bytes per value, not 4, and no bit
+        is lost. (Params are then rounded with ties away from zero, and a param that you replace keeps the old
+        remainder.)
       compute_dtype: stage 3: params are cast to it on the shard, before they are gathered.
       reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. `jzero.value_and_grad`
         honours it. At stages 2 and 3 plain `jax.grad` through a sharded `apply_fn` or `gather_on_use` honours it too,
@@ -268,8 +269,8 @@ class ZeroConfig:
             self._check_outside()
         if self.master_dtype == "remainder" and self.updates == "delta":
             raise ValueError(
-                'ZeroConfig(master_dtype="remainder") and updates="delta" exclude each other: a difference that is '
-                "added to the param is rounded again, and its master would be another one. Leave updates out."
+                'ZeroConfig(master_dtype="remainder") and updates="delta" exclude each other: a difference is '
+                "rounded again when it is added, and the param would no longer match its remainder. Leave updates out."
             )
         for name, effect in self._without_effect().items():
             if effect.refused:
@@ -306,8 +307,8 @@ class ZeroConfig:
             why = "keeps a master of every param. Leave master_dtype out"
         elif self.master_dtype == "remainder":
             why = (
-                "has no params beside its masters, and a remainder is nothing without its param: bringing the param to "
-                "the host in each step costs what it saves. Leave master_dtype out"
+                "has no params beside its masters, and a remainder needs its param: moving the param to the host in "
+                "each step would cost the bytes that it saves. Leave master_dtype out"
             )
         if why:
             raise ValueError(f"ZeroConfig: {where} {why}.")
@@ -379,7 +380,7 @@ class ZeroConfig:
         return wanted if wanted.itemsize > dtype.itemsize else None
 
     def keeps_remainder(self, dtype: Any) -> bool:
-        """Whether the master of a param of `dtype` is stored as what the param lacks."""
+        """Whether the master of a param of `dtype` is stored as a remainder."""
         return isinstance(self.master_dtype, str) and self.master_dtype == "remainder" and dtype == jnp.bfloat16
 
     def adam_bytes(self, dtype: Any) -> int:

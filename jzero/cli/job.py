@@ -32,8 +32,8 @@ class Asked:
     """The whole batch, over all devices: "tokens=int32[1024,1025]" (named leaves make a dict), "float32[64,8]
     int32[64]" (arguments one by one), or a module:function that returns it."""
     trainable: str | None = None
-    """module:function of (path, leaf) -> bool: which params train; the others are frozen. Not needed where the
-    optimizer says it (wrt= of an NNX optimizer)."""
+    """module:function of (path, leaf) -> bool: which params train; the others are frozen. Not needed if the
+    optimizer says so (wrt= of an NNX optimizer)."""
     preset: str | None = None
     """A known model in place of --create, --step and --batch: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
     gpt-7.5b, gpt-1t, llama3-8b, llama2-13b, llama3-70b."""

@@ -68,7 +68,7 @@ class Inputs(Asked):
     master_dtype: Literal["remainder"] | None = None
     """remainder: the fp32 master of a bf16 param is stored as the 16 bits that the param lacks."""
     moment_dtype: Literal["bfloat16", "float32"] | None = None
-    """Of the optimizer's stored moments; that of the params (or of their masters) if omitted."""
+    """Dtype of the stored moments; that of the params (or of their masters) if omitted."""
     offload: Literal["host", "disk"] | None = None
     """Keep optimizer state and masters in host memory and stream them through the device, or in files on a disk."""
     update: Literal["device", "host"] = "device"

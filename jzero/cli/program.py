@@ -47,7 +47,7 @@ class Subject:
       create: makes the state.
       step: the train step.
       batch: the arguments that follow the state, without shardings.
-      trainable: of a path and a leaf, whether this param trains; None: what the optimizer says.
+      trainable: a function of a path and a leaf, whether this param is trained; None: what the optimizer says.
       pod, mesh: where it is compiled for.
       job: what was asked.
       model: sizes for the activations, of a preset.

@@ -121,10 +121,10 @@ def creation(
 
 
 def _computed_once(leaves: list[Any], masters: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Params and masters, each the same value for all that is made of it.
+    """Params and masters behind barriers, so that all that is made from one sees the same value.
 
-    Otherwise XLA may leave out the rounding of a param that the same program widens again (its excess precision): a
-    copy of it in the state would not be the master that the pair stands for.
+    Otherwise XLA may skip the rounding of a param that the program widens again (its excess precision), and a copy of
+    the param in the state would differ from the master that the pair stands for.
     """
     masters = [m if m is None else taken_over(p, m) for p, m in zip(leaves, masters, strict=False)]
     return [tied(p)[0] for p in leaves], [m if m is None else tied(m)[0] for m in masters]

@@ -44,9 +44,10 @@ def with_master(
 
 
 def as_stored(master: jax.Array, x: Layout, plan: Plan) -> jax.Array:
-    """A master of the value of its param, in the form in which the state has it.
+    """The initial master of a param, as the state stores it.
 
-    A remainder is zero, whatever the param is: XLA may leave out the rounding of a param that the same program makes.
+    A remainder is zero, and not computed from the param: XLA may skip the rounding of a param that the same program
+    makes.
     """
     if not plan.config.keeps_remainder(x.dtype):
         return master

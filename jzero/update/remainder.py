@@ -1,4 +1,4 @@
-"""`master_dtype="remainder"`: an fp32 master as its bf16 param and the 16 bits that this lacks.
+"""`master_dtype="remainder"`: an fp32 master as its bf16 param and the 16 bits that the param lacks.
 
 [Note: the pair]
 A param is its master rounded to the nearest bf16, ties away from zero: the upper half of `bits + 0x8000`. The lower
@@ -7,15 +7,15 @@ again, those of denormals and both zeros too. (With ties to even, one pair would
 finite masters have an infinite param and a negative remainder. A NaN becomes the pair (0x7fc0, 0).
 
 [Note: pairs that no master has]
-A param that the user replaced cannot be told from one that the update made: its master is the param plus the old
-remainder, at most half a unit in the last place away. Only beside zeros and infinities would that leave the finite
-numbers (a negative remainder of a zero, a positive one of an infinity): there the remainder counts as 0.
+jzero cannot tell a param that the user replaced from one that the update made: its master is the param plus the old
+remainder, at most half a unit in the last place away. Only a zero with a negative remainder, or an infinity with a
+positive one, would become a NaN: there the remainder counts as 0.
 
 [Note: computed once]
-XLA may compute a value anew for each of its readers, and round it in other ways there (where it joins a product and a
-sum). Next to a bound, the halves would then be those of two masters and their pair 2^16 units of fp32 away: 11 of 8.4
-million values after four steps on a CPU, with most optimizations off. XLA makes no second copy of a division, so there
-is one: by a number that is always 1, which XLA does not see and LLVM does. On GPUs, both halves come out of one kernel.
+XLA may recompute a value for each of its readers, and round it differently there (where it fuses a product and a sum).
+Near a rounding boundary, the halves would then belong to two masters, and their pair would be 2^16 fp32 units off: 11
+of 8.4 million values after four steps on a CPU, with most optimizations off. XLA does not duplicate a division, so the
+bits are divided by a number that is always 1, which XLA cannot see. On GPUs, both halves come out of one kernel.
 
 The idea is Megatron-LM's (`store_param_remainders` of its distributed optimizer).
 """

@@ -2,7 +2,8 @@
 
 [Note: the master follows the param]
 A param that is not `cast(master)` was replaced by the user (a loaded checkpoint, pruning). The master takes
-it over, element by element, at the next update. The comparison reads only the shard.
+it over, element by element, at the next update. The comparison reads only the shard. (A remainder has no master to
+compare with: see [Note: pairs that no master has] in `remainder.py`.)
 
 [Note: old params die early]
 A donated param's buffer can hold its own gradient once nothing reads the old param any more. The update
@@ -10,9 +11,9 @@ reads it (its shard is compared with the master, or is what the difference is ad
 that read as late as it can, so that the buffer stays taken through the whole backward pass. Barriers make
 every gradient wait for one number that exists only after all those reads. The number is all-reduced, and XLA
 starts it early to hide that; numbers that stay on their shards change nothing (tried). The masters are compared in
-place, so nothing else is alive for longer. Temp of a stage-2 step of the tests' GPT (4 layers, 64 H200): 106.6 MB
-without, 5.2 MB with; on jaxlib 0.12 106.6 and 2.0, beside 33.5 of cuBLAS. Vectors do not wait: they are small, and
-what their gradients are computed from would wait with them.
+place, so nothing else is alive for longer (with remainders, the shards of the old params are). Temp of a stage-2
+step of the tests' GPT (4 layers, 64 H200): 106.6 MB without, 5.2 MB with; on jaxlib 0.12 106.6 and 2.0, beside 33.5
+of cuBLAS. Vectors do not wait: they are small, and what their gradients are computed from would wait with them.
 
 [Note: read twice]
 In a `lax.scan` of steps Shardy lets what reads the param in the forward pass read the shard instead: 3.5 Psi for a
@@ -73,7 +74,7 @@ class ShardedUpdate:
         return self.joined(self.taken_over(shards, master), master)
 
     def taken_over(self, shards: list, master: list) -> list:
-        """The same, but for a master that is stored as a remainder, the param that it belongs to."""
+        """The same, but the param itself where the master is stored as a remainder."""
         rows = zip(shards, master, self.plan.layouts, strict=True)
         return [p if self.is_remainder(m, x) else take_over(p, m, x, self.plan) for p, m, x in rows]
 
@@ -85,7 +86,7 @@ class ShardedUpdate:
         ]
 
     def is_remainder(self, master, x: Layout) -> bool:
-        """Whether the master of a param is stored as what the param lacks."""
+        """Whether the master of a param is stored as a remainder."""
         return master is not None and self.plan.config.keeps_remainder(x.dtype)
 
     def __call__(self, shards: list, wide: list, grads: list, inner, master: list):

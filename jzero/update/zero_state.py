@@ -12,8 +12,9 @@ class ZeroState(NamedTuple):
 
     Attributes:
       inner: the state of the wrapped transformation, made for the fp32 masters.
-      master: the tree of params in the master dtype; None where a param needs none. Sharded like the moments.
-        If the update runs outside of the program, it is a node with the generation, and `inner` has handles.
+      master: the tree of params in the master dtype (int16 with `master_dtype="remainder"`); None where a param needs
+        none. Sharded like the moments. If the update runs outside of the program, it is a node with the generation, and
+        `inner` has handles.
       rounding_count: int32 scalar, the number of updates, on every device; with `moment_dtype="bfloat16"` of a chain
         that counts no steps itself. Otherwise None.
     """

@@ -95,8 +95,8 @@ CHAINS: dict[str, Any] = {
     "steps": optax.MultiSteps(optax.adamw(LR, HALF, HALF), 2).gradient_transformation(),
     "hyperparams": optax.inject_hyperparams(optax.sgd)(LR),
 }
-"""Numbers are powers of two: XLA on CPUs joins some products and sums into one rounding, and in two programs not the
-same ones. Such a product is exact, so that it does not matter."""
+"""XLA on CPUs fuses some products and sums into one rounding, and not the same ones in both programs. With powers of
+two the product is exact, so fusion changes nothing."""
 ADAMW = CHAINS["adamw"]
 
 
@@ -296,10 +296,70 @@ def test_safetensors(kind, tmp_path):
     assert_params_of(got)
 
 
+def mixed(dtype):
+    """A state whose bias is of another dtype."""
+    state = create(ADAMW, BF16)
+    params = {**state.params, "bias": state.params["bias"].astype(dtype)}
+    return state.replace(params=params, opt_state=ADAMW.init(params))
+
+
+@pytest.mark.parametrize("only", [None, "params"])
+def test_a_checkpoint_of_pairs_into_a_state_with_one_wider_param(only, tmp_path, mesh):
+    """Leaf by leaf: a pair stays one, and a param in fp32 is read from its master."""
+    state = trained(made("stage 2", "remainder"))
+    jzero.checkpoint.save(tmp_path / "saved", state)
+    like = jzero.abstract(lambda: mixed(F32), stage=2, mesh=mesh, master_dtype="remainder", min_shard_bytes=0)
+    got = jzero.checkpoint.restore(tmp_path / "saved", like, cast=True, only=only)
+    want = jzero.unshard(state.opt_state, tx=state.tx, params=state.params).master["bias"]
+    np.testing.assert_array_equal(jzero.unshard(got.params["bias"]), want)
+
+
+def test_params_in_fp16_are_read_from_masters(tmp_path, mesh):
+    """They are the masters, rounded once: else the next update would take them for params that someone replaced."""
+    state = trained(made("stage 2", "remainder"))
+    state = state.replace(params={**state.params, "kernel": state.params["kernel"] + 1})
+    fields: Any = {"stage": 2, "mesh": mesh, "min_shard_bytes": 0}
+    like = jzero.abstract(functools.partial(create, ADAMW, jnp.float16), **fields)
+    for kind in KINDS:
+        jzero.checkpoint.save(tmp_path / kind, jzero.shard(state, master_dtype=kind, **fields))
+        got = jzero.checkpoint.restore(tmp_path / kind, like, cast=True)
+        for p, m in zip(jax.tree.leaves(got.params), jax.tree.leaves(got.opt_state.master), strict=True):
+            np.testing.assert_array_equal(p, m[tuple(map(slice, p.shape))].astype(jnp.float16))
+    large = state.replace(params={**state.params, "kernel": state.params["kernel"] + 1e6})
+    jzero.checkpoint.save(tmp_path / "large", large)
+    with pytest.raises(ValueError, match="values of f32 cannot be held by f16"):
+        jzero.checkpoint.restore(tmp_path / "large", like, cast=True)
+
+
+def test_explicit_meshes_and_params_elsewhere(tmp_path):
+    """Masters of params on one device; unshard, conversion and safetensors under a mesh with Explicit axes."""
+    want = trained(made("stage 2", "remainder"))
+    own = jax.device_put(jzero.unshard(want.params), jax.devices()[3])
+    for m, w in zip(jax.tree.leaves(jzero.unshard(want.opt_state, tx=want.tx, params=own).master), masters(want),
+                    strict=True):  # fmt: skip
+        np.testing.assert_array_equal(bits_of(m), w)
+    alone = trained(made("stage 2", "auto"))
+    alone = alone.replace(params=jax.device_put(jzero.unshard(alone.params), jax.devices()[3]))
+    fields: Any = {**LAYOUTS["stage 3"](), "master_dtype": "remainder", "min_shard_bytes": 0}
+    assert_masters(jzero.shard(alone, **fields), want)
+    jzero.checkpoint.save(tmp_path / "saved", want)
+    jzero.checkpoint.export(tmp_path / "saved", tmp_path / "model.safetensors")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    wanted = masters(want)
+    with jax.set_mesh(mesh):
+        state = jzero.shard(lambda: create(ADAMW, BF16), stage=3, master_dtype="remainder", min_shard_bytes=0)
+        state = jzero.checkpoint.load_safetensors(tmp_path / "model.safetensors", state, cast=True)
+        for m, w in zip(masters(state), wanted, strict=True):
+            np.testing.assert_array_equal(m, w)
+
+
 def test_unshard_makes_masters_of_params_and_remainders():
     state = made("stage 2", "remainder")
     with pytest.raises(ValueError, match=r"unshard: .*params=state\.params"):
         jzero.unshard(state.opt_state, tx=state.tx)
+    for wrong in (jnp.ones((1,), BF16), state.params["bias"].astype(F32)):
+        with pytest.raises(ValueError, match="unshard: params"):
+            jzero.unshard(state.opt_state, tx=state.tx, params={**state.params, "bias": wrong})
     whole = jzero.unshard(state.opt_state, tx=state.tx, params=state.params)
     assert {x.dtype for x in jax.tree.leaves(whole.master)} == {jnp.dtype(F32)}
     assert {k: x.shape for k, x in whole.master.items()} == SHAPES
@@ -323,7 +383,8 @@ def test_fields_that_do_not_go_with_it(fields, said):
 @pytest.mark.parametrize(("dtypes", "said"), [
     ({"a": F32, "b": F32}, "no param is bfloat16|bfloat16, or leave master_dtype out"),
     ({"a": jnp.float16, "b": BF16}, "Cast the params to bfloat16"),
-], ids=["fp32", "fp16"])  # fmt: skip
+    ({"a": jnp.float8_e4m3fn, "b": BF16}, "not the upper half of float32"),
+], ids=["fp32", "fp16", "fp8"])  # fmt: skip
 def test_params_that_it_is_not_for(dtypes, said, mesh):
     params = {k: jax.ShapeDtypeStruct((16, 16), d) for k, d in dtypes.items()}
     with pytest.raises(ValueError, match=said):
