@@ -84,7 +84,7 @@ def test_choices_and_dtypes():
             jzero.ZeroConfig(bucket_bytes=size)
     with raises(TypeError, "bucket_bytes must be an integer of at least 1, not str"):
         jzero.ZeroConfig(bucket_bytes="64MiB")
-    with raises(TypeError, "master_dtype must be a dtype or None"):
+    with raises(TypeError, "master_dtype must be a dtype"):
         jzero.ZeroConfig(master_dtype="float31")
     with raises(ValueError, "master_dtype must be a floating dtype"):
         jzero.ZeroConfig(master_dtype="int32")
