@@ -113,6 +113,19 @@ def host_copies(tree: PyTree) -> PyTree:
     return form.unflatten(leaves)
 
 
+def own_views(tree: PyTree) -> PyTree:
+    """The tree, its arrays in host memory as new `jax.Array`s over the same memory.
+
+    `np.asarray` of such an array is a view that the array keeps, and a GPU refuses to donate memory of which there is a
+    view. The views of these arrays are gone with them.
+    """
+    return jax.tree.map(lambda x: _over_same_memory(x) if memory_kind(x) == HOST else x, tree)
+
+
+def _over_same_memory(x: jax.Array) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
+
+
 @functools.lru_cache(maxsize=16)
 def _copier(shardings: tuple[Any, ...]) -> Callable[[list[Any]], list[Any]]:
     return jax.jit(lambda xs: [jnp.copy(x) for x in xs], out_shardings=list(shardings))

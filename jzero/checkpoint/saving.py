@@ -103,7 +103,7 @@ def _save(path: store.PathLike, state: PyTree, tx: Any, custom: Any, *, in_backg
     path = store.absolute(path, where)
     tree = to_write(state, tx, custom, where=where)
     store.check_free(path, where)
-    tree = commit.host_copies(tree) if in_background else tree
+    tree = commit.host_copies(tree) if in_background else commit.own_views(tree)
     return Saving(path, commit.save_async(path, tree, custom=custom))
 
 
