@@ -24,5 +24,6 @@ PARTS = {
     "cost": "gpu_parts.cost",
     "rate": "gpu_parts.rate",
     "offload": "gpu_parts.host",
+    "streams": "gpu_parts.streams",
 }
 """The parts by name, in the order of importance."""

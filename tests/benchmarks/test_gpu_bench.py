@@ -16,7 +16,7 @@ import jzero
 from benchmarks import gpu  # puts its folder on the path
 
 # isort: split
-from gpu_parts import PARTS, cost, machine, page, peaks, switches
+from gpu_parts import PARTS, cost, machine, page, peaks, streams, switches
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks/gpu.py"
@@ -162,3 +162,11 @@ def test_rates_of_known_devices():
     assert machine.flops_limit("NVIDIA L40S") == 362e12
     assert machine.flops_limit("NVIDIA L4") == 121e12
     assert machine.flops_limit("cpu") is None
+
+
+def test_intervals_of_streams():
+    up, down = streams.union([(5, 7), (0, 2), (1, 3)]), streams.union([(2, 6)])
+    assert up == [(0, 3), (5, 7)]
+    assert streams.both(up, down) == [(2, 3), (5, 6)]
+    assert streams.both(up, [(3, 5)]) == []
+    assert streams.length(up) == 5

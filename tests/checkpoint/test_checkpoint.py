@@ -221,6 +221,19 @@ def test_host_memory_is_donated_while_it_is_being_saved(way, tmp_path):
     steps.close()
 
 
+def test_a_save_leaves_no_view_of_host_memory(tmp_path, monkeypatch):
+    """A GPU donates no memory of which there is a view (`benchmarks/gpu.py --parts donation`), and views stay with the
+    arrays that orbax reads: other arrays than the caller's, over the same memory."""
+    host = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",)), P("data"), memory_kind="pinned_host")
+    x, read = jax.device_put(jnp.arange(64.0), host), []
+    write = checkpoint.commit.ocp.save_async
+    monkeypatch.setattr(checkpoint.commit.ocp, "save_async", lambda p, t, **k: read.append(t["w"]) or write(p, t, **k))
+    checkpoint.save(tmp_path / "saved", {"w": x})
+    for mine, theirs in zip(x.addressable_shards, read[0].addressable_shards, strict=True):
+        assert mine.data is not theirs.data
+        assert mine.data.unsafe_buffer_pointer() == theirs.data.unsafe_buffer_pointer()
+
+
 def test_saves_under_way_together(tmp_path):
     states = [scrambled(shard(create(), "stage 2"), seed) for seed in range(3)]
     savings = [checkpoint.save_async(tmp_path / str(i), s) for i, s in enumerate(states)]
