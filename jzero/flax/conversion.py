@@ -241,6 +241,7 @@ def with_masters(opt_state: PyTree, params: PyTree, tx: ZeroTransformation) -> P
 def _joined(param: Any, rest: Any) -> Any:
     if rest.dtype != jnp.int16:
         return rest
+    rest = on_device(rest)
     return remainder.join(param if in_trace() else put(param, rest.sharding), rest)
 
 

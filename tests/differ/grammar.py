@@ -276,7 +276,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "scan_axes", f"{case['scan_axes']}, {'stacks' if stacks_of(case) else 'no stack'}"
     places = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
     if any(config.get("master_dtype") == "remainder" for config in places):
-        yield "remainder", case["config"]["tier"]
+        tier = case["config"]["tier"]  # it comes from an update outside of the program, or goes there
+        yield "remainder", "outside" if tier in OUTSIDE else tier
     for name in ("reference", "sum", "begins"):
         if case.get(name):
             yield name, case["flavour"]

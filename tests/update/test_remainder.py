@@ -363,6 +363,10 @@ def test_unshard_makes_masters_of_params_and_remainders():
     whole = jzero.unshard(state.opt_state, tx=state.tx, params=state.params)
     assert {x.dtype for x in jax.tree.leaves(whole.master)} == {jnp.dtype(F32)}
     assert {k: x.shape for k, x in whole.master.items()} == SHAPES
+    fields: Any = {"stage": 1, "master_dtype": "remainder", "min_shard_bytes": 2**20, "offload": "host"}
+    state = jzero.shard(state, mesh=jzero.plan_of(state).mesh, **fields)  # whole leaves, in host memory
+    again = jzero.unshard(state.opt_state, tx=state.tx, params=state.params)
+    jax.tree.map(np.testing.assert_array_equal, again.master, whole.master)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
