@@ -69,6 +69,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     case["events"] = draw_events(rng, case)
     if case["mesh"]["kind"] == "explicit" and "custom" in case["blocks"]:
         case["gather"] = True  # its backward pass contracts split dims, which jax refuses on Explicit axes
+    if case["mesh"]["kind"] == "explicit" and flavour == "nnx" and "GRU" in case["blocks"]:
+        case["gather"] = True  # the first carry of nnx.RNN is not split, which the scan refuses on Explicit axes
     configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
     # a trust ratio takes steps as long as the params are: a GRU then amplifies rounding tenfold from step to step
     smooth = case["optimizer"] in SMOOTH and not {"apply_every", "trust_ratio"}.intersection(case["wraps"])
