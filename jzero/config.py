@@ -73,7 +73,7 @@ EFFECTS = {
 BUFFER_BYTES = 2**30
 """The default of `Offload(buffer_bytes=)`."""
 
-MOMENT_DTYPES = ("bfloat16", "float32", "float64")
+MOMENT_DTYPES = ("int8", "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,10 @@ class ZeroConfig:
         for the weights of matmuls and lookups; a wider one also for biases and scales, a narrower one also for
         convolutions. (Other gradients are reduced in the dtype in which they are made.)
       moment_dtype: dtype in which the optimizer's moments are stored: bfloat16 (rounded so that the mean is right),
-        float32 or float64. They are computed in the wider of this dtype and their own. None: their own.
+        float32 or float64. They are computed in the wider of this dtype and their own. None: their own. int8: in blocks
+        with one float32 scale each, computed in float32; leaves of fewer than 4096 values, tables that lookups read and
+        leaves of which the plan would cut a block stay in their own dtype, and `describe` names them.
+      quantize_block: values that share a scale, a power of two of at least 8.
       updates: what the wrapped `update` returns: "deferred", objects that become the new param when they are added to
         the old one; "delta", plain arrays to add.
       offload: "host" or a `jzero.Offload`: optimizer state and masters live in pinned host memory, split as the stage
@@ -212,6 +215,7 @@ class ZeroConfig:
     compute_dtype: Any = None
     reduce_dtype: Any = None
     moment_dtype: Any = None
+    quantize_block: int = 256
     updates: str = "deferred"
     offload: str | Offload | None = None
     uneven: str = "pad"
@@ -227,6 +231,7 @@ class ZeroConfig:
             object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
         for name in ("master_dtype", "compute_dtype", "reduce_dtype", "moment_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
+        check_int(self.quantize_block, "quantize_block", where="ZeroConfig", low=8)
         if self.updates == "land":
             raise ValueError("ZeroConfig(updates='land'): it is called 'deferred' now, and is the default.")
         check_choice(self.updates, "updates", ("deferred", "delta"), where="ZeroConfig")
@@ -252,6 +257,8 @@ class ZeroConfig:
                 f"ZeroConfig(moment_dtype={self.moment_dtype.name}): squares of gradients are far below what it can "
                 f"hold. Pass one of {', '.join(MOMENT_DTYPES)}."
             )
+        if self.quantize_block & (self.quantize_block - 1):
+            raise ValueError(f"ZeroConfig(quantize_block={self.quantize_block}) must be a power of two, such as 256.")
         if self.param_axis is not None and not set(self.param_axes) <= set(self.axes):
             raise ValueError(
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
@@ -310,6 +317,8 @@ class ZeroConfig:
                 "has no params beside its masters, and a remainder needs its param: moving the param to the host in "
                 "each step would cost the bytes that it saves. Leave master_dtype out"
             )
+        elif self.moment_dtype == jnp.int8:
+            why = "keeps moments in 16 bits or more. Pass moment_dtype=\"bfloat16\""
         if why:
             raise ValueError(f"ZeroConfig: {where} {why}.")
 
@@ -386,7 +395,8 @@ class ZeroConfig:
     def adam_bytes(self, dtype: Any) -> int:
         """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master if it has one.
 
-        An update outside of the program keeps a master of every param.
+        An update outside of the program keeps a master of every param. (With 8-bit moments without their scales, and as
+        if all of them were quantized.)
         """
         dtype = check_dtype(dtype, "dtype", where="ZeroConfig.adam_bytes", floating=False)
         master = self.master_for(dtype) or (dtype if self.updates_outside else None)
@@ -465,4 +475,4 @@ def _dtype(value: Any, name: str) -> np.dtype | str | None:
     if value is None or (isinstance(value, str) and value in words):
         return value
     rule = "a dtype, 'auto', 'remainder' or None" if words else "a dtype or None"
-    return check_dtype(value, name, where="ZeroConfig", rule=rule)
+    return check_dtype(value, name, where="ZeroConfig", rule=rule, floating=name != "moment_dtype")

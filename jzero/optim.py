@@ -37,6 +37,7 @@ from jzero.sharding import Plan, check_plan
 from jzero.update.argument_checks import check_count, check_devices, check_dtypes, check_grads
 from jzero.update.deferred_update import deferred
 from jzero.update.frozen_params import frozen_leaves
+from jzero.update.int8_moments import Int8Moments
 from jzero.update.masters import split_master, state_specs, widen, widen_abstract, with_master
 from jzero.update.moment_dtype import ROUNDING_COUNT, needs_count, with_moment_dtype
 from jzero.update.new_params import update_leaves
@@ -46,7 +47,7 @@ from jzero.update.on_host.initial import Masters, fresh_handles
 from jzero.update.on_host.update import check_outside, reopened, resolved, update_held, with_handles
 from jzero.update.padded_state import align, check_state, pin_state
 from jzero.update.sharded_update import ShardedUpdate, on_shards, read_params_first
-from jzero.update.zero_state import ZeroState
+from jzero.update.zero_state import ZeroState, inner_of, scales_of
 
 
 def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransformationExtraArgs:
@@ -63,8 +64,9 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
 
     Returns:
       A transformation. `init(params)` pins the layout of every leaf; without masters its structure is that
-      of `tx.init(params)`, with them it is `ZeroState(inner, master)`. (With `moment_dtype="bfloat16"` and a chain
-      that counts no steps, `ZeroState(inner, master, rounding_count)` in both cases.) `update(grads, state, params)`
+      of `tx.init(params)`, with them it is `ZeroState(inner, master)`. (With 16-bit or
+      8-bit moments and a chain that counts no steps it has a `rounding_count` in both cases, with 8-bit moments also
+      `moment_scales`.) `update(grads, state, params)`
       returns leaves to add to the params by `optax.apply_updates` or `p + u`, and nothing else; with
       `updates="delta"` plain arrays of the master dtype.
 
@@ -223,9 +225,16 @@ class _Wrapped:
     @functools.cached_property
     def stored_tx(self) -> optax.GradientTransformation:
         """The transformation with its moments as they are stored."""
-        if self.own.config.moment_dtype is None:
+        if self.own.config.moment_dtype is None or self.moments is not None:
             return self.tx
         return with_moment_dtype(self.tx, self.own, widen_abstract(self.own.shapes, self.own))
+
+    @functools.cached_property
+    def moments(self) -> Int8Moments | None:
+        """Its moments in 8 bits, if the plan says so."""
+        if self.own.config.moment_dtype != jnp.int8:
+            return None
+        return Int8Moments(self.tx, self.own, widen_abstract(self.own.shapes, self.own))
 
     @functools.cached_property
     def counts(self) -> bool:
@@ -275,7 +284,7 @@ class _Init(_Wrapped):
         """The state in device memory, wherever it will live; `masters`: wider initial values, where they are known."""
         wide = widen(params if masters is None else masters, params, self.own)
         frozen = frozen_leaves(self.tx, widen_abstract(params, self.own))
-        inner = pin_state(self.stored_tx.init(wide), self.own)
+        inner = pin_state((self.moments or self.stored_tx).init(wide), self.own)
         return with_master(inner, wide, params, frozen, self.counts, self.own)
 
 
@@ -283,7 +292,7 @@ class _Update(_Wrapped):
     @functools.cached_property
     def logical(self) -> PyTree:
         """The shapes of the state as the wrapped transformation sees it; `init` is traced once for them."""
-        return jax.eval_shape(self.stored_tx.init, widen_abstract(self.own.shapes, self.own))
+        return jax.eval_shape((self.moments or self.stored_tx).init, widen_abstract(self.own.shapes, self.own))
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         if params is None:
@@ -351,7 +360,7 @@ class _Update(_Wrapped):
         if not isinstance(state, ZeroState):
             return tree.unflatten(out), inner
         count = None if count is None else self.own.constrain(count + 1, P())
-        return tree.unflatten(out), ZeroState(inner, tree.unflatten(new_master), count)
+        return tree.unflatten(out), ZeroState(inner_of(inner), tree.unflatten(new_master), count, scales_of(inner))
 
     def _outside(
         self, grads: list[jax.Array], state: PyTree, params: PyTree, values: list[jax.Array], extra: dict[str, Any]
@@ -388,7 +397,7 @@ class _Update(_Wrapped):
     ) -> tuple[list[jax.Array | None], PyTree, list[jax.Array | None]]:
         """For every param its new value, or its change where it has no master; the new inner state and masters."""
         check_count(ROUNDING_COUNT in extra, self.counts)
-        step = ShardedUpdate(self.stored_tx, self.own, lambda: self.logical, tree, extra)
+        step = ShardedUpdate(self.stored_tx, self.own, lambda: self.logical, tree, extra, self.moments)
         streams = self.own.config.streams
         with jax.named_scope("jzero.master"):
             shards, stored = on_shards(params, self.own)

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from jax.typing import DTypeLike
 
-from jzero.checkpoint import remainders, store
+from jzero.checkpoint import moments, remainders, store
 from jzero.checkpoint.converting import converted
 from jzero.checkpoint.logical import MASTER, Name, is_of_model
 from jzero.checkpoint.match import Described, text
@@ -86,7 +86,7 @@ def export(
         raise ValueError(f"{where}: {file.name} must end in .safetensors.")
     checked(path, where)
     tree, have = store.stored(path)
-    have = remainders.with_masters(have)
+    have = moments.with_values(remainders.with_masters(have), (), convert=True)
     tensors = _tensors(have, dtype, names, include, where)
     groups = _grouped(tensors, [t.nbytes for t in tensors], max_file_bytes)
     total = sum(t.nbytes for t in tensors)

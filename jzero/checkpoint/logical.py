@@ -38,6 +38,7 @@ from jzero.layout.leaf_rule import path_keys
 from jzero.layout.padding import unpadded
 from jzero.layout.placement import on_device
 from jzero.layout.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
+from jzero.layout.state_layouts import SCALES
 from jzero.optim import ZeroState, as_held, is_wrapped
 from jzero.update.zero_state import inner_of
 
@@ -45,7 +46,7 @@ Name = tuple[str, ...]
 MASTER = "master"
 REMAINDER = "master_remainder"
 COUNT = "rounding_count"
-TAKEN = ("params", "opt_state", "step", MASTER, REMAINDER, COUNT)
+TAKEN = ("params", "opt_state", "step", MASTER, REMAINDER, COUNT, SCALES)
 """The first keys of names that a rest may not use."""
 
 
@@ -189,7 +190,7 @@ def _opt_parts(parts: Parts) -> dict[str, Any]:
     inner = inner_of(state)
     if not is_wrapped(parts.tx):
         return {"opt_state": _leaves(inner)}
-    found = {"opt_state": _leaves(inner, [x.shape for x in jax.tree.leaves(parts.tx.update.logical)])}
+    found = {"opt_state": _leaves(inner, [x.shape for x in jax.tree.leaves(inner_of(parts.tx.update.logical))])}
     if not isinstance(state, ZeroState):
         return found
     tree = jax.tree.structure(parts.taken)
@@ -197,7 +198,11 @@ def _opt_parts(parts: Parts) -> dict[str, Any]:
     if any(m is not None for m in known):
         rows = zip(known, parts.tx.init.plan.trained.layouts, strict=True)
         found[_kind(parts)] = tree.unflatten([None if m is None else NamedLeaf((), m, x.shape) for m, x in rows])
-    return found if state.rounding_count is None else {**found, COUNT: NamedLeaf((), state.rounding_count, ())}
+    if state.rounding_count is not None:
+        found[COUNT] = NamedLeaf((), state.rounding_count, ())
+    if state.moment_scales is not None:
+        found[SCALES] = _leaves(state.moment_scales)
+    return found
 
 
 def _kind(parts: Parts) -> str:
@@ -238,7 +243,8 @@ def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
         return parts.replace(rest=tree)
     opt_state = tree.pop("opt_state")
     if isinstance(parts.opt_state, ZeroState) and is_wrapped(parts.tx):
-        opt_state = ZeroState(opt_state, tree.pop(_kind(parts), parts.opt_state.master), tree.pop(COUNT, None))
+        master = tree.pop(_kind(parts), parts.opt_state.master)
+        opt_state = ZeroState(opt_state, master, tree.pop(COUNT, None), tree.pop(SCALES, None))
     params, step = tree.pop("params"), tree.pop("step")
     rest = tree.pop("rest") if _boxed(parts.rest) else tree
     return parts.replace(
@@ -256,7 +262,7 @@ def to_store(leaf: NamedLeaf) -> Any:
         return leaf.value
     x = on_device(leaf.value)
     sharding: Any = x.sharding
-    mesh, spec = _even(leaf.shape, sharding.spec, sharding.mesh)
+    mesh, spec = even(leaf.shape, sharding.spec, sharding.mesh)
     return _cut(leaf.shape, NamedSharding(mesh, spec))(x)
 
 
@@ -265,7 +271,7 @@ def _cut(shape: tuple[int, ...], sharding: NamedSharding):
     return jax.jit(lambda x: unpadded(x, shape), out_shardings=sharding)
 
 
-def _even(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[Mesh, PartitionSpec]:
+def even(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[Mesh, PartitionSpec]:
     """A layout in equal pieces, as many as the dims allow, on a mesh of the prime factors of its axes."""
     mesh = whole_mesh(mesh)
     fine = finer_mesh(mesh, spec_axes(spec))

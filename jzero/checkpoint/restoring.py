@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jzero.checkpoint import disk_state, remainders, store
+from jzero.checkpoint import disk_state, moments, remainders, store
 from jzero.checkpoint.checksums import Checksums, Damage
 from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import (
@@ -121,7 +121,10 @@ def restore(
     checks = _opened(path, where)
     tree, stored = store.stored(path)
     wanted = [leaf if leaf.name in stored else remainders.as_master(leaf) for leaf in wanted]
+    convert = cast or moments.same_policy(wanted, stored)
+    wanted = moments.as_values(wanted, stored, convert=convert)
     have = remainders.with_masters(stored, kept={leaf.name for leaf in wanted})
+    have = moments.with_values(have, wanted, convert=convert)
     if only is not None:
         needed = of_model(every, like)
         warn_if_absent([leaf for leaf in needed if leaf.name not in have], "the checkpoint", where)
@@ -137,7 +140,7 @@ def restore(
         values |= _read(path, tree, [s for s in sources if s not in pairs], have, where)
         values |= _read_pairs(path, tree, pairs, where)
         values |= {leaf.name: leaf.nothing() for leaf in fresh}
-        values = remainders.split_again(values, every)
+        values = moments.quantized_again(remainders.split_again(values, every), every)
     return together(like, on_context_mesh(filled(parts, values)))
 
 
@@ -240,12 +243,12 @@ def _read(
         now = list({s.name: s for s in reversed(left)}.values())
         careful = {s.name for s in now if to_check(have[s.name][1], describe(s.leaf)[1])}
         targets = {s.name: store.Numpy(*have[s.name]) if s.name in careful else _target(s.leaf) for s in now}
-        read = store.load(path, tree, targets)
+        read = moments.load(path, tree, targets)
         for s in now:
             value = read.pop(s.name)
             value = _placed(value, s.leaf, where) if s.name in careful else value
             if loses(have[s.name][1], describe(s.leaf)[1], value):
-                whole = store.load(path, tree, {s.name: store.Numpy(*have[s.name])})
+                whole = moments.load(path, tree, {s.name: store.Numpy(*have[s.name])})
                 converted(whole[s.name], describe(s.leaf)[1], f"{where}: {text(s.leaf.name)}")
             values[s.leaf.name] = _as_given(value, s.leaf.value)
         left = [s for s in left if s not in now]

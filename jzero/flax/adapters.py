@@ -251,7 +251,7 @@ def _opt_variables(old: PyTree, new: PyTree) -> PyTree:
     inner = jax.tree.map(filled, old_inner, new_inner, is_leaf=lambda x: isinstance(x, nnx.Variable | Handle))
     if not isinstance(new, ZeroState):
         return inner
-    return ZeroState(inner, jax.tree.map(OptArray, new.master), jax.tree.map(OptArray, new.rounding_count))
+    return ZeroState(inner, *(jax.tree.map(OptArray, x) for x in new[1:]))
 
 
 def _pair_rebuilder(model: Any, optimizer: Any) -> Callable[[Parts], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +23,12 @@ from jzero.layout.placement import device_type, on_device, put
 from jzero.optim import ZeroState, ZeroTransformation, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
 from jzero.update import remainder
+from jzero.update.int8_moments import block_leaves, quantize
 from jzero.update.padded_state import align, check_state, cut, cut_state
 from jzero.update.sharded_update import taken_over
 from jzero.update.zero_state import inner_of
+
+FP32 = np.dtype(np.float32)
 
 
 def check_belongs(parts: Parts, tx: optax.GradientTransformation) -> None:
@@ -92,26 +96,37 @@ def _state_for(
     # from here on of what the optimizer takes
     parts, plan = parts.replace(params=parts.taken, trained=None, trained_tree=None), plan.trained
     target = init_shapes(tx, parts.params)
-    wanted, shardings = jax.tree.leaves(target), iter(plan.state_shardings(target))
+    inner_target, shardings = inner_of(target), iter(plan.state_shardings(target))
+    wanted = jax.tree.leaves(inner_target)
 
     def placed(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
         return place(padded(on_device(as_array(x)), shape), sharding.with_memory_kind("device"))
 
-    given = jax.tree.leaves(inner_of(parts.opt_state))
+    given = block_leaves(parts.opt_state)
+    blocks = [b for _, _, b in block_leaves(target)]
+    into = [t.dtype if b is None else FP32 for t, b in zip(wanted, blocks, strict=True)]
     fresh: list[Any] = [None] * len(given)
-    if any(as_array(x).dtype.itemsize < t.dtype.itemsize for x, t in zip(given, wanted, strict=False)):
+    if any(x.dtype.itemsize < dtype.itemsize for x, dtype in zip(given, into, strict=True)):
         fresh = _fresh_inner(parts, tx, plan, placed, masters)
-    leaves = []
-    for x, t, f, sharding in zip(given, wanted, fresh, shardings, strict=False):
-        x = placed(x, t.shape, sharding)
-        if f is not None and x.dtype != f.dtype:
+    leaves: list[jax.Array] = []
+    scales: list[jax.Array | None] = []
+    for old, t, new, f, sharding in zip(given, wanted, blocks, fresh, shardings, strict=False):
+        if old.blocks == new:  # codes stay as they are
+            x, scale = placed(old.values, t.shape, sharding), old.scales
+        else:
+            x, scale = placed(old.wide(), t.shape, sharding), None
+        if f is not None and x.dtype != f.dtype and old.blocks is None:
             x = taken_over(x, f)  # the fresh value, if `x` is its rounding
+        if new is not None and scale is None:
+            x, scale = quantize(x.astype(FP32), new)
+            x = placed(x, t.shape, sharding)
         leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
-    inner = jax.tree.unflatten(jax.tree.structure(inner_of(target)), leaves)
+        scales.append(scale)
+    inner = jax.tree.unflatten(jax.tree.structure(inner_target), leaves)
     if not isinstance(target, ZeroState):
         return inner, jax.tree.leaves(parts.params)
 
-    def master(given, known, shape, sharding):
+    def stored_master(given, known, shape, sharding):
         """The master as it is stored, and the param."""
         if shape is None:
             return None, given
@@ -133,14 +148,19 @@ def _state_for(
         count = parts.opt_state.rounding_count
     shapes = align(target.master, parts.params, where="jzero.shard: the master")
     rows = zip(jax.tree.leaves(parts.params), known, shapes, strict=True)
-    made = [master(*row, None if row[2] is None else next(shardings)) for row in rows]
+    made = [stored_master(*row, None if row[2] is None else next(shardings)) for row in rows]
     new, params = [m for m, _ in made], [p for _, p in made]
     if target.rounding_count is None:
         count = None
     else:
         sharding = next(shardings)
         count = store(placed(jnp.zeros((), jnp.int32) if count is None else count, (), sharding), sharding)
-    return ZeroState(inner, jax.tree.unflatten(jax.tree.structure(parts.params), new), count), params
+    master = jax.tree.unflatten(jax.tree.structure(parts.params), new)
+    if target.moment_scales is None:
+        return ZeroState(inner, master, count), params
+    rows = ((s, next(shardings)) for s in scales if s is not None)
+    lying = [store(placed(s, np.shape(s), sharding), sharding) for s, sharding in rows]
+    return ZeroState(inner, master, count, jax.tree.structure(target.moment_scales).unflatten(lying)), params
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -166,6 +186,8 @@ def _fresh_inner(
 ) -> list[jax.Array]:
     """The leaves of a fresh inner state for the masters: unrounded, unlike those of 16-bit params."""
     home, (given, tree) = plan.update_plan, jax.tree.flatten(parts.params)
+    if home.config.moment_dtype == jnp.int8:
+        home = dataclasses.replace(home, config=dataclasses.replace(home.config, moment_dtype=None))
     params = [
         placed(p, x.state_shape, home.sharding(x.state)) for p, x in zip(given, plan.layouts, strict=True)
     ]
@@ -198,13 +220,14 @@ def without_padding(opt_state: PyTree, tx: ZeroTransformation) -> PyTree:
     plan = tx.init.plan.trained
     if plan.config.uneven != "pad":
         return opt_state
-    check_state(inner_of(opt_state), tx.update.logical, where="jzero")
-    inner = cut_state(inner_of(opt_state), tx.update.logical, plan)
+    logical = inner_of(tx.update.logical)
+    check_state(inner_of(opt_state), logical, where="jzero")
+    inner = cut_state(inner_of(opt_state), logical, plan)
     if not isinstance(opt_state, ZeroState):
         return inner
     rows = zip(plan.tree.flatten_up_to(opt_state.master), plan.layouts, strict=True)
     master = [m if m is None else cut(m, x.shape, x.state, plan) for m, x in rows]
-    return ZeroState(inner, plan.tree.unflatten(master), opt_state.rounding_count)
+    return opt_state._replace(inner=inner, master=plan.tree.unflatten(master))
 
 
 def with_masters(opt_state: PyTree, params: PyTree, tx: ZeroTransformation) -> PyTree:

@@ -50,6 +50,7 @@ from jzero.layout.placement import check_same, put
 from jzero.layout.specs import P, whole_mesh
 from jzero.optim import as_held, check_explicit, check_memory, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
+from jzero.update.int8_moments import with_values
 
 
 def shard(
@@ -224,8 +225,8 @@ def unshard(tree: Any, *, tx: Any = None, params: Any = None) -> Any:
 
     Args:
       tree: arrays in any layout, e.g. `state.params`.
-      tx: the wrapped transformation (`state.tx`) whose state the tree is. Then padding is cut off, and every leaf has
-        the shape that `tx.init` gives it without jzero.
+      tx: the wrapped transformation (`state.tx`) whose state the tree is. Then padding is cut off, 8-bit moments
+        become float32, and every leaf has the shape that `tx.init` gives it without jzero.
       params: with `master_dtype="remainder"`, the params that belong to this optimizer state: fp32 masters are made
         from both.
 
@@ -255,7 +256,7 @@ def unshard(tree: Any, *, tx: Any = None, params: Any = None) -> Any:
     with auto_context():
         tree = jax.tree.map(whole, tree)
         if tx is not None:
-            tree = with_masters(without_padding(tree, tx), jax.tree.map(whole, params), tx)
+            tree = with_values(with_masters(without_padding(tree, tx), jax.tree.map(whole, params), tx))
     return on_context_mesh(tree)
 
 

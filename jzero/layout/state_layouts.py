@@ -21,6 +21,7 @@ from jzero.layout.leaf_rule import Layout, cut_leaf, keyed_shapes
 from jzero.layout.specs import P, make_spec, spec_entries
 
 Keys = tuple[str, ...]
+SCALES = "moment_scales"  # the field of `ZeroState`
 FEW = 16  # values of a state leaf that is not a copy of a param: it is whole, and stays in device memory
 
 
@@ -36,6 +37,10 @@ def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[i
     extra leading dims (a history of params) stay whole.
     """
     shape = tuple(np.shape(leaf))
+    if SCALES in keys:
+        found = ((x, plan.blocks(x)) for x in named_by(keys, plan.by_keys))
+        x, blocks = next((x, b) for x, b in found if b is not None and b.scales_shape == shape)
+        return blocks.spec(x.state, plan.mesh), shape
     for x in named_by(keys, plan.by_keys):
         extra = len(shape) - len(x.shape) if x.shape else 0
         if extra >= 0 and shape[extra:] in (x.shape, x.state_shape):

@@ -86,7 +86,7 @@ def _of_update(
         update: Any = tx.update
         plan = plan.trained
         state = split_master(init_shapes(tx, plan.shapes), plan.shapes)
-        step = ShardedUpdate(update.stored_tx, plan, lambda: update.logical, plan.tree, {})
+        step = ShardedUpdate(update.stored_tx, plan, lambda: update.logical, plan.tree, {}, update.moments)
         grads = [_gradient(x, plan, accumulate) for x in plan.layouts]
         return step.streamed(jax.tree.leaves(plan.shapes), grads, *state, run=scheduled).moved
     return None

@@ -13,7 +13,7 @@ from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, pad
-from jzero.update.zero_state import ZeroState
+from jzero.update.zero_state import Quantized, ZeroState, inner_of, scales_of
 
 
 def widen(values: PyTree, params: PyTree, plan: Plan) -> PyTree:
@@ -32,15 +32,16 @@ def widen_abstract(params: PyTree, plan: Plan) -> PyTree:
 def with_master(
     inner: PyTree, wide: PyTree, params: PyTree, frozen: Sequence[bool], counts: bool, plan: Plan
 ) -> PyTree:
-    """`ZeroState` if any param needs a master, or the state a count; else `inner`."""
+    """`ZeroState` if any param needs a master, or the state a count or scales; else `inner`."""
     masters = [
         pad(as_stored(w, x, plan), x.state_shape, x.state, plan) if plan.config.master_for(x.dtype) and not f else None
         for w, x, f in zip(jax.tree.leaves(wide), plan.layouts, frozen, strict=True)
     ]
-    if all(m is None for m in masters) and not counts:
+    scales = scales_of(inner)
+    if all(m is None for m in masters) and not counts and scales is None:
         return inner
     count = plan.constrain(jnp.zeros((), jnp.int32), P()) if counts else None
-    return ZeroState(inner, jax.tree.structure(params).unflatten(masters), count)
+    return ZeroState(inner_of(inner), jax.tree.structure(params).unflatten(masters), count, scales)
 
 
 def as_stored(master: jax.Array, x: Layout, plan: Plan) -> jax.Array:
@@ -55,9 +56,10 @@ def as_stored(master: jax.Array, x: Layout, plan: Plan) -> jax.Array:
 
 
 def split_master(state: PyTree, params: PyTree) -> tuple[PyTree, list[jax.Array | None]]:
-    """The inner state, and one master or None per param."""
+    """The inner state, with its scales if it has any, and one master or None per param."""
     if isinstance(state, ZeroState):
-        return state.inner, align(state.master, params, where="jzero.zero: the master")
+        inner = state.inner if state.moment_scales is None else Quantized(state.inner, state.moment_scales)
+        return inner, align(state.master, params, where="jzero.zero: the master")
     return state, [None] * len(jax.tree.leaves(params))
 
 
@@ -67,4 +69,6 @@ def state_specs(state: PyTree, plan: Plan) -> list[PartitionSpec]:
         return plan.state_specs(state)
     known = plan.tree.flatten_up_to(state.master)
     masters = [x.state for m, x in zip(known, plan.layouts, strict=True) if m is not None]
-    return [*plan.state_specs(state.inner), *masters, *([] if state.rounding_count is None else [P()])]
+    count = [] if state.rounding_count is None else [P()]
+    scales = [] if state.moment_scales is None else plan.state_specs(Quantized(None, state.moment_scales))
+    return [*plan.state_specs(state.inner), *masters, *count, *scales]

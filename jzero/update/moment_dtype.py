@@ -29,6 +29,7 @@ import optax
 
 from jzero.core.dependence import raised_inputs, sources_of_outputs
 from jzero.core.types import PyTree
+from jzero.layout.leaf_rule import Layout
 from jzero.sharding import Plan
 
 ROUNDING_COUNT = "rounding_count"
@@ -41,10 +42,10 @@ def needs_count(tx: Any, plan: Plan, params: Any) -> bool:
     Args:
       tx, plan, params: as for `with_moment_dtype`.
     """
-    if plan.config.moment_dtype != jnp.bfloat16:
+    if plan.config.moment_dtype not in (jnp.bfloat16, jnp.int8):
         return False
-    moments = [x.seen for x in _leaves(tx, plan, params) if x.is_moment]
-    return any(seen != jnp.bfloat16 for seen in moments) and not _counts(tx, params)
+    moments = [x.seen for x in leaves_of(tx, plan, params) if x.moment_of]
+    return any(seen != jnp.bfloat16 for seen in moments) and not counts_of(tx, params)
 
 
 def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransformationExtraArgs:
@@ -66,8 +67,8 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
     """
     dtype = plan.config.moment_dtype
     extra = optax.with_extra_args_support(tx)
-    known = functools.cache(lambda: _leaves(tx, plan, params))
-    counts = functools.cache(lambda: _counts(tx, params))
+    known = functools.cache(lambda: leaves_of(tx, plan, params))
+    counts = functools.cache(lambda: counts_of(tx, params))
 
     def stored(state, count):
         leaves, tree = jax.tree.flatten(state)
@@ -76,17 +77,17 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
         salt = jnp.asarray(count).astype(jnp.uint32)
         rows = enumerate(zip(leaves, known(), strict=True))
         return tree.unflatten(
-            [rounded(x, dtype, salt + i) if leaf.is_moment else _astype(x, leaf.dtype) for i, (x, leaf) in rows]
+            [rounded(x, dtype, salt + i) if leaf.moment_of else _astype(x, leaf.dtype) for i, (x, leaf) in rows]
         )
 
     def init(params):
-        return stored(tx.init(_wide(params, dtype)), 0)
+        return stored(tx.init(widened(params, dtype)), 0)
 
     def update(updates, state, params=None, **kwargs):
         count = kwargs.pop(ROUNDING_COUNT, None)
         leaves, tree = jax.tree.flatten(state)
         seen = tree.unflatten([_astype(x, leaf.seen) for x, leaf in zip(leaves, known(), strict=True)])
-        updates, new = extra.update(_wide(updates, dtype), seen, _wide(params, dtype), **kwargs)
+        updates, new = extra.update(widened(updates, dtype), seen, widened(params, dtype), **kwargs)
         return updates, stored(new, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -99,34 +100,41 @@ def _astype(x: Any, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
-def _wide(tree: PyTree, dtype: Any) -> PyTree:
-    """Floating leaves in at least this dtype; None stays None."""
+def widened(tree: PyTree, dtype: Any) -> PyTree:
+    """Floating leaves in at least this dtype, in fp32 for int8; None stays None."""
+    dtype = _computed_in(dtype)
     return jax.tree.map(
         lambda x: _astype(x, jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
 
 
-class _Leaf(NamedTuple):
-    """A leaf of a state: whether it is a moment, its own dtype, and the one in which `tx` sees it."""
+class Leaf(NamedTuple):
+    """A leaf of a state: the param of a moment, its own dtype, and the one in which `tx` sees it."""
 
-    is_moment: bool
+    moment_of: Layout | None
     dtype: Any
     seen: Any
 
 
-def _leaves(tx: Any, plan: Plan, params: PyTree) -> list[_Leaf]:
+def leaves_of(tx: Any, plan: Plan, params: PyTree) -> list[Leaf]:
     """What is known of each leaf of the state of `tx`."""
-    dtype = plan.config.moment_dtype
-    state, wide = (jax.eval_shape(tx.init, p) for p in (params, _wide(params, dtype)))
+    dtype = _computed_in(plan.config.moment_dtype)
+    state, wide = (jax.eval_shape(tx.init, p) for p in (params, widened(params, dtype)))
     sources = sources_of_outputs(lambda p: jax.tree.leaves(tx.init(p)), params)
     found = []
     for x, w, copy, of in zip(jax.tree.leaves(state), jax.tree.leaves(wide), plan.copies(state), sources, strict=True):
         moment = copy is not None and not of and jnp.issubdtype(x.dtype, jnp.floating)
-        found.append(_Leaf(moment, x.dtype, jnp.promote_types(w.dtype, dtype) if moment else w.dtype))
+        seen = jnp.promote_types(w.dtype, dtype) if moment else w.dtype
+        found.append(Leaf(copy if moment else None, x.dtype, seen))
     return found
 
 
-def _counts(tx: Any, params: Any) -> list[int]:
+def _computed_in(dtype: Any) -> Any:
+    """The dtype in which moments that are stored in another one are computed at least."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.int8 else dtype
+
+
+def counts_of(tx: Any, params: Any) -> list[int]:
     """Positions of the state's leaves that every step raises; empty if the update needs more arguments (value=)."""
     first = len(jax.tree.leaves(params))
 
@@ -153,13 +161,13 @@ def rounded(x: Any, dtype: Any, salt: Any) -> Any:
     x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     # the lower half is what bf16 has no room for: the larger it is, the more often the sum carries into the upper
-    up = (bits + (_hash(bits + salt * jnp.uint32(0x9E3779B9)) >> 16)) & jnp.uint32(0xFFFF0000)
+    up = (bits + (hashed(bits + salt * jnp.uint32(0x9E3779B9)) >> 16)) & jnp.uint32(0xFFFF0000)
     up = jax.lax.bitcast_convert_type(up, jnp.float32)
     return jnp.where(jnp.isfinite(x) & jnp.isfinite(up), up, x).astype(dtype)
 
 
-def _hash(x: Any) -> Any:
-    """Every bit of the result depends on every bit of `x` (uint32; the constants of C. Wellons' `lowbias32`)."""
+def hashed(x: Any) -> Any:
+    """Random bits: each depends on every bit of `x` (uint32; the constants of C. Wellons' `lowbias32`)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

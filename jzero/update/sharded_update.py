@@ -40,6 +40,7 @@ from jzero.offload import placements_of, streamed, where_they_lie
 from jzero.sharding import Plan
 from jzero.stream.placement import Placement
 from jzero.update import remainder
+from jzero.update.int8_moments import Int8Moments
 from jzero.update.owners import on_owners
 from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
 
@@ -54,6 +55,7 @@ class ShardedUpdate:
       logical: gives the state as `tx` knows it, abstract.
       tree: of the params.
       extra: keyword arguments of the update.
+      moments: 8-bit moments of `tx`; its state is then `Quantized`.
     """
 
     tx: Any
@@ -61,6 +63,7 @@ class ShardedUpdate:
     logical: Callable[[], Any]
     tree: Any
     extra: Any
+    moments: Int8Moments | None = None
 
     def cut(self, inner, master):
         """State and masters in the shapes that the wrapped transformation knows."""
@@ -105,7 +108,11 @@ class ShardedUpdate:
         with jax.named_scope("jzero.update"):
             grads = [g if g is None else g.astype(w.dtype) for g, w in zip(grads, wide, strict=True)]
             update = on_owners(optax.with_extra_args_support(self.tx).update, plan)
-            deltas, inner = update(self.tree.unflatten(grads), inner, self.tree.unflatten(wide), **self.extra)
+            trees = self.tree.unflatten(grads), inner, self.tree.unflatten(wide)
+            if self.moments is None:
+                deltas, inner = update(*trees, **self.extra)
+            else:
+                deltas, inner = self.moments.update(update, *trees, self.extra)
             inner = pin_state(inner, plan)
             deltas = align(deltas, self.tree.unflatten(wide), where="jzero.zero: the wrapped update")
             moved = [self._moved(*row) for row in zip(shards, wide, master, deltas, layouts, strict=True)]

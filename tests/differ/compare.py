@@ -36,7 +36,9 @@ from differ.grammar import OUTSIDE, batch_parts
 from differ.models import batch_of, form_of, model_of
 from differ.refusals import refusal
 from differ.runs import RUNS, initial
+from jzero.layout import blocks
 
+SMALL = blocks.LEAST_QUANTIZED
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -117,7 +119,7 @@ class Plain:
 
     def in_fp32(self, tree):
         """Gradients, params or state as the update takes them."""
-        if self.wide or self.case["config"].get("moment_dtype") != "float32":
+        if self.wide or self.case["config"].get("moment_dtype") not in ("float32", "int8"):
             return tree
         return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
@@ -250,6 +252,7 @@ def run_case(case: dict) -> Outcome:
     """Run a case; never raises."""
     with _folder() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        blocks.LEAST_QUANTIZED = 16 if case["config"].get("moment_dtype") == "int8" else SMALL  # the models are tiny
         try:
             initial(case)  # before any context of a mesh
             _run(case, Path(folder))
@@ -326,6 +329,8 @@ def _run(case: dict, folder: Path) -> None:
             tolerances.gradients(grads, own, where, others)
         plain.update(grads if case["fed"] else own)
         _check_params(run, plain, tolerances, where)
+        if run.config.get("moment_dtype") == "int8":
+            _take_moments(run, plain, tolerances, where)
     _check_end(run, plain, tolerances, case)
 
 
@@ -480,6 +485,25 @@ class Tolerances:
                 )
 
 
+    def codes(self, got: list, want: list, where: str, apart: list[float]) -> None:
+        """Optimizer state, floating leaves to the distance of two codes beside the tolerance of `state`."""
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            _same_form(g, w, f"{where}: leaf {i}")
+            if not jnp.issubdtype(w.dtype, jnp.floating):
+                continue
+            g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+            largest = float(np.max(np.abs(w), initial=0, where=np.isfinite(w)))
+            # values c^4 s / 127^4 are 4 c^3 s / 127^4 apart, and more by 6 / c of that; a scale is at most the largest
+            near = np.maximum(np.abs(g), np.abs(w))
+            gap = 4.6 / 127 * largest**0.25 * near**0.75 + 16 * largest / 127**4
+            part = max(2e-4, 5e-3 if not self.case["fed"] else 0.0, self.rounded_state * 1.5, 6 * self.excess())
+            off = np.abs(g - w) - gap - part * largest - min(8 * apart[i], 0.02 * largest) - 1e-9
+            if not (off[np.isfinite(w)] <= 0).all():
+                worst = np.unravel_index(np.nanargmax(off), off.shape) if off.ndim else ()
+                pair = f"{g[worst]:.4g}, plain {w[worst]:.4g}, largest {largest:.3g}"
+                raise Differs(f"{where}: leaf {i} {w.shape} is {pair}")
+
+
 def _same_form(got, want, where: str) -> None:
     if got.shape != want.shape:
         raise Differs(f"{where}: shape {got.shape}, plain {want.shape}")
@@ -493,15 +517,39 @@ def _check_params(run, plain: Plain, tolerances: Tolerances, where: str) -> None
     tolerances.values(host(run.visible()), jax.tree.leaves(plain.params), f"{where}: params", apart)
 
 
-def _check_moments(inner: list, plain: Plain, config: dict) -> None:
+def _check_moments(inner: list, plain: Plain, run) -> None:
     """Some of what starts at zero and has a param's shape is stored in the dtype that the config asks for."""
     shapes = {x.shape for x in jax.tree.leaves(plain.own(plain.params))}
     first = [np.asarray(_number(x)) for x in jax.tree.leaves(plain.fresh_state())]
     zeros = [x.ndim > 1 and x.shape in shapes and jnp.issubdtype(x.dtype, np.floating) and not x.any() for x in first]
     moments = [g for g, z in zip(inner, zeros, strict=True) if z]
-    asked = config.get("moment_dtype")
+    asked = run.config.get("moment_dtype")
+    if asked == "int8":  # the state was decoded for the comparison
+        if any(map(run.plan.blocks, run.plan.trained.layouts)) and not any(
+            x.dtype == jnp.int8 for x in jax.tree.leaves(run.opt_state())
+        ):
+            raise Differs("moment_dtype=int8 and no codes")
+        return
     if asked and moments and all(g.dtype != asked for g in moments):
         raise Differs(f"moment_dtype={asked} and no moment of that dtype: {[str(g.dtype) for g in moments]}")
+
+
+def _take_moments(run, plain: Plain, tolerances: Tolerances, where: str) -> None:
+    """Moments in 8 bits are at most a code away from those of the plain run, which goes on with them.
+
+    So its next params are compared to rounding, whatever the codes have lost.
+    """
+    _, inner, _ = run.parts()
+    for of in (plain, plain.beside):
+        if of is None:
+            continue
+        leaves, tree = jax.tree.flatten(of.opt_state)
+        if of is plain:
+            apart = of.apart(lambda x: x.opt_state)
+            tolerances.codes(inner, [_number(x) for x in leaves], f"{where}: optimizer state", apart)
+        moments = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
+        taken = [jnp.asarray(g, x.dtype) if m else x for g, x, m in zip(inner, leaves, moments, strict=True)]
+        of.opt_state = tree.unflatten(taken)
 
 
 def _check_weights(run, plain: Plain, event: dict, case: dict, folder: Path) -> None:
@@ -531,7 +579,7 @@ def _check_end(run, plain: Plain, tolerances: Tolerances, case: dict) -> None:
     plain.flush()
     _, inner, masters = run.parts()
     want = [_number(x) for x in jax.tree.leaves(plain.opt_state)]
-    _check_moments(inner, plain, run.config)
+    _check_moments(inner, plain, run)
     tolerances.state(inner, want, "optimizer state", plain.apart(lambda x: x.opt_state))
     if case["flavour"] == "nnx":
         from differ.runs import host

@@ -100,7 +100,19 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     free = [at for at in range(1, case["steps"]) if str(at) not in case["events"]]
     if flavour != "plain" and free and rng.random() < 0.35:
         draw_files(rng, case, rng.choice(free))
+    if rng.random() < 0.2:
+        draw_int8(rng, case)
     return case
+
+
+def draw_int8(rng, case: dict) -> None:
+    """Moments in 8 bits, where all places of a case may have them."""
+    configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+    rounded = case["optimizer"] in SIGNS or "trust_ratio" in case["wraps"]
+    if not rounded and not any(c["tier"] in OUTSIDE for c in configs):
+        size = rng.choice((8, 16, 32))
+        for config in configs:
+            config |= {"moment_dtype": "int8", "quantize_block": size}
 
 
 def draw_blocks(rng, flavour: str, head: str) -> list[str]:
@@ -280,6 +292,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     if any(config.get("master_dtype") == "remainder" for config in places):
         tier = case["config"]["tier"]  # it comes from an update outside of the program, or goes there
         yield "remainder", "outside" if tier in OUTSIDE else tier
+    if case["config"].get("moment_dtype") == "int8":
+        yield "int8", case["config"]["tier"]
     for name in ("reference", "sum", "begins"):
         if case.get(name):
             yield name, case["flavour"]
@@ -290,7 +304,7 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     for wrap in case["wraps"]:
         yield "wrap", wrap
     for name, value in case["config"].items():
-        if name not in ("stage", "tier"):
+        if name not in ("stage", "tier", "quantize_block"):
             yield "field", f"{name}={value}"
     if case.get("trainable"):
         yield "trainable", f"{case['trainable']}, {case['flavour']}"
@@ -313,6 +327,6 @@ SHARES = {
     "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005, "scan_axes": 0.01,
     "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "begins": 0.03,
     "weights": 0.003,
-    "remainder": 0.001,
+    "remainder": 0.001, "int8": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

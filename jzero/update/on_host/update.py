@@ -46,7 +46,7 @@ def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> Z
       chain: the transformation.
       step: of the train state, which files keep; None: 0.
     """
-    inner, masters, count = full if isinstance(full, ZeroState) else (full, None, None)
+    inner, masters, count = full[:3] if isinstance(full, ZeroState) else (full, None, None)
     given, known = jax.tree.leaves(params), [None] * len(chain.masters)
     known = known if masters is None else chain.plan.tree.flatten_up_to(masters)
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in (*given, *jax.tree.leaves(inner)))
