@@ -392,15 +392,15 @@ class ZeroConfig:
         """Whether the master of a param of `dtype` is stored as a remainder."""
         return isinstance(self.master_dtype, str) and self.master_dtype == "remainder" and dtype == jnp.bfloat16
 
-    def adam_bytes(self, dtype: Any) -> int:
+    def adam_bytes(self, dtype: Any, *, wide: bool = False) -> int:
         """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master if it has one.
 
-        An update outside of the program keeps a master of every param. (With 8-bit moments without their scales, and as
-        if all of them were quantized.)
+        An update outside of the program keeps a master of every param. With 8-bit moments their scales are left out;
+        `wide`: of a param whose moments stay in their own dtype.
         """
         dtype = check_dtype(dtype, "dtype", where="ZeroConfig.adam_bytes", floating=False)
         master = self.master_for(dtype) or (dtype if self.updates_outside else None)
-        moment = self.moment_dtype or master or dtype
+        moment = (None if wide and self.moment_dtype == jnp.int8 else self.moment_dtype) or master or dtype
         stored = 2 if self.keeps_remainder(dtype) else master.itemsize if master else 0
         return 2 * moment.itemsize + stored
 

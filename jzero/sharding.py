@@ -386,11 +386,16 @@ class Plan:
         return {x.keys: x for x in self.layouts}
 
     def blocks(self, x: Layout) -> Blocks | None:
-        """The blocks of the moments of a param; None where they are not quantized (`quantized` says why)."""
+        """The blocks of the moments of a param; None where they are not in 8 bits."""
         if self.config.moment_dtype != jnp.int8:
             return None
         found = quantized(x, self.config.quantize_block, self.mesh)
         return found if isinstance(found, Blocks) else None
+
+    def stays_wide(self, x: Layout) -> str:
+        """Why the moments of a param are not in 8 bits although the plan asks for them; empty if they are."""
+        found = quantized(x, self.config.quantize_block, self.mesh)
+        return "" if isinstance(found, Blocks) else found
 
     def copy_specs(self, tree: PyTree) -> list[PartitionSpec]:
         """The layout of every leaf of the rest of a state: that of the moments for copies of params, else whole."""

@@ -54,7 +54,7 @@ class Config:
     --offload host."""
     master_dtype: Literal["remainder"] | None = None
     """remainder: with --model.param-dtype bfloat16, masters are stored as the 16 bits that the params lack."""
-    moment_dtype: Literal["bfloat16", "float32"] | None = None
+    moment_dtype: Literal["int8", "bfloat16", "float32"] | None = None
     """Of AdamW's stored moments; that of the params (or of their masters) where left out."""
     steps: int = 1000
     """Optimizer steps; the learning rate reaches its end there."""

@@ -64,7 +64,7 @@ from train import data, processes
 from train.checkpoints import Checkpoints, check_identity, saved_steps, set_aside
 from train.config import PRESETS, Config
 from train.facts import facts
-from train.log import Log
+from train.log import NOT_FINITE, Log
 from train.memory import check_fits
 from train.model import GPT, sample
 from train.stopping import Stopping
@@ -171,6 +171,9 @@ def gradients(state: TrainState, batch: dict[str, jax.Array]) -> tuple[Any, dict
 def updated(state: TrainState, grads: Any, metrics: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state after an update; in fp16 gradients that overflow change nothing but the scale of the loss."""
     scale, state = state.scale, state.apply_gradients(grads=grads)
+    if jzero.plan_of(state).config.moment_dtype == jnp.int8:
+        scales = jax.tree.leaves(state.opt_state.moment_scales)
+        metrics = {**metrics, NOT_FINITE: sum(jnp.sum(~jnp.isfinite(x)) for x in scales)}
     if scale is None:
         return state, metrics
     scale = scale.update(state.opt_state)

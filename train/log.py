@@ -26,6 +26,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+NOT_FINITE = "scales_not_finite"
+"""The metric that ends a run: how many scales of 8-bit moments are infinite or no number."""
+
 
 class Log:
     """Collects the losses of a run, in nats per byte. Only the first process shows and writes anything.
@@ -115,6 +118,13 @@ class Log:
     def _read(self, *, leave: int) -> None:
         while len(self.unread) > leave:
             step, metrics = self.unread.pop(0)
+            metrics = dict(metrics)
+            if lost := int(metrics.pop(NOT_FINITE, 0)):
+                raise FloatingPointError(
+                    f'step {step}: moment_dtype="int8": {lost} scales of blocks are not finite, and with them all '
+                    "moments of these blocks. A gradient was not finite: the loss diverged, or needs "
+                    "optax.apply_if_finite."
+                )
             self.latest = {k: float(v) for k, v in metrics.items() if k != "loss"}
             self.losses.append((step, float(metrics["loss"])))
             self.steps_since += 1

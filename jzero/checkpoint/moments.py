@@ -27,6 +27,7 @@ from jzero.layout.leaf_rule import path_keys
 from jzero.layout.padding import padded
 from jzero.layout.placement import on_device, put
 from jzero.layout.specs import whole_mesh
+from jzero.optim import is_wrapped
 from jzero.update.int8_moments import BlockArray, quantize
 
 FP32, INT8 = np.dtype(np.float32), np.dtype(np.int8)
@@ -76,11 +77,18 @@ def with_values(
     return have
 
 
-def same_policy(leaves: Sequence[NamedLeaf], stored: Mapping[Name, Described]) -> bool:
-    """Both sides have moments in 8 bits and blocks of one size: only the plans say which leaves stay wide."""
+def same_policy(leaves: Sequence[NamedLeaf], stored: Mapping[Name, Described], tx: Any) -> bool:
+    """Both sides have moments in 8 bits and blocks of one size: only the plans say which leaves stay wide.
+
+    Args:
+      leaves: of the target.
+      stored: what the checkpoint holds.
+      tx: the transformation of the target.
+    """
     here = {leaf.name: leaf.shape for leaf in leaves if leaf.name[0] == SCALES}
     there = {name: shape for name, (shape, _) in stored.items() if name[0] == SCALES}
-    return bool(here and there) and all(there.get(name, shape) == shape for name, shape in here.items())
+    asked = is_wrapped(tx) and tx.init.plan.config.moment_dtype == INT8
+    return asked and bool(there) and all(there.get(name, shape) == shape for name, shape in here.items())
 
 
 def load(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -> dict[Name, Any]:

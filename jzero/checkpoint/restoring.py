@@ -121,7 +121,7 @@ def restore(
     checks = _opened(path, where)
     tree, stored = store.stored(path)
     wanted = [leaf if leaf.name in stored else remainders.as_master(leaf) for leaf in wanted]
-    convert = cast or moments.same_policy(wanted, stored)
+    convert = cast or moments.same_policy(wanted, stored, parts.tx)
     wanted = moments.as_values(wanted, stored, convert=convert)
     have = remainders.with_masters(stored, kept={leaf.name for leaf in wanted})
     have = moments.with_values(have, wanted, convert=convert)

@@ -67,7 +67,7 @@ class Inputs(Asked):
     """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
     master_dtype: Literal["remainder"] | None = None
     """remainder: the fp32 master of a bf16 param is stored as the 16 bits that the param lacks."""
-    moment_dtype: Literal["bfloat16", "float32"] | None = None
+    moment_dtype: Literal["int8", "bfloat16", "float32"] | None = None
     """Dtype of the stored moments; that of the params (or of their masters) if omitted."""
     offload: Literal["host", "disk"] | None = None
     """Keep optimizer state and masters in host memory and stream them through the device, or in files on a disk."""

@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jzero.core.errors import counted, human_bytes, table, typed_shape
+from jzero.core.errors import counted, human_bytes, listing, table, typed_shape
 from jzero.core.random_keys import is_key
 from jzero.core.types import Shaped
 from jzero.layout.specs import shard_factor
+from jzero.layout.state_layouts import SCALES
 
 SHOWN = 3
 
@@ -36,6 +38,7 @@ def describe_plan(plan: Any, tx: Any) -> str:
         state = _state_leaves(plan, tx)
         parts += ["", table(columns, [row[: len(columns)] for row, _ in state])]
         parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
+        parts += _quantized_lines(plan, state) if config.moment_dtype == jnp.int8 else []
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
     bytes_whole = sum(x.nbytes for x in whole)
     frozen = [x for x in plan.layouts if x.frozen is not None]
@@ -74,6 +77,21 @@ def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
         name = jax.tree_util.keystr(path)
         rows.append(([name, typed_shape(x), str(spec), human_bytes(size), memory], size))
     return rows
+
+
+def _quantized_lines(plan: Any, state: list[tuple[list[str], int]]) -> list[str]:
+    """How much of the state is quantized, and which params' moments are not, with the reasons."""
+    trained = [x for x in plan.layouts if x.frozen is None]
+    wide = [(x, plan.stays_wide(x)) for x in trained if plan.blocks(x) is None]
+    share = 1 - sum(x.size for x, _ in wide) / max(sum(x.size for x in trained), 1)
+    held: dict[str, int] = {}
+    for (name, *_), size in state:
+        for x, _ in wide:
+            if name.endswith(x.name) and SCALES not in name:
+                held[x.name] = held.get(x.name, 0) + size
+    rows = [(x.name, why, f"{human_bytes(held.get(x.name, 0))} of state per device") for x, why in wide]
+    line = f"moments of {share:.1%} of the trained values are in 8 bits, in blocks of {plan.config.quantize_block}"
+    return [f"{line}; wide are:\n{listing(rows)}"] if rows else [line]
 
 
 def _host_line(plan: Any, leaves: list[tuple[str, int]]) -> str:

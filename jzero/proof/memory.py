@@ -384,7 +384,9 @@ def _exchanged(plan: Plan, tx: optax.GradientTransformation | None) -> dict[tupl
 def _adam_bytes(plan: Plan) -> tuple[int, int, str]:
     held = {False: 0, True: 0}
     for x in (x for x in plan.layouts if x.frozen is None):
-        per_value = plan.config.adam_bytes(x.dtype)
+        blocks = plan.blocks(x)
+        per_value = plan.config.adam_bytes(x.dtype, wide=blocks is None)
+        scales = 0 if blocks is None else 2 * 4 * math.prod(blocks.scales_shape)
         on_host = plan.config.offload is not None and math.prod(x.shape) > 1
-        held[on_host] += math.prod(x.state_shape) * per_value // shard_factor(x.state, plan.mesh)
+        held[on_host] += (math.prod(x.state_shape) * per_value + scales) // shard_factor(x.state, plan.mesh)
     return held[False], held[True], "two moments per param assumed"

@@ -236,8 +236,12 @@ class Run:
             self.save(path)
         abstract = self.case["flavour"] != "plain" and (self.case["born"] or "disk" in config["tier"])
         other = self.fresh(mesh, config, abstract=abstract)
+        # a run that has quantized no leaf has saved no word of it
+        wide = config.get("moment_dtype") == "int8" and all(
+            x.dtype != jnp.int8 for x in jax.tree.leaves(self.opt_state())
+        )
         with other.context():
-            other.load(path)
+            other.load(path, cast=wide)
         return other
 
 
@@ -335,8 +339,8 @@ class LinenRun(Run):
     def save(self, path):
         jzero.checkpoint.save(path, self.state)
 
-    def load(self, path, only=None):
-        self.state = jzero.checkpoint.restore(path, self.state, only=only)
+    def load(self, path, only=None, cast=False):
+        self.state = jzero.checkpoint.restore(path, self.state, only=only, cast=cast)
 
     def resumed(self):
         """A state that goes on from a snapshot of this one's files, in a folder of its own."""
@@ -551,9 +555,9 @@ class PlainRun(LinenRun):
         state = {"params": self.state[0], "opt_state": self.state[1], "step": np.int32(self.steps)}
         jzero.checkpoint.save(path, state, tx=self.tx_wrapped)
 
-    def load(self, path):
+    def load(self, path, cast=False):
         like = {"params": self.state[0], "opt_state": self.state[1], "step": jnp.int32(0)}
-        state = jzero.checkpoint.restore(path, like, tx=self.tx_wrapped)
+        state = jzero.checkpoint.restore(path, like, tx=self.tx_wrapped, cast=cast)
         self.state, self.steps = (state["params"], state["opt_state"]), int(state["step"])
 
 
