@@ -18,8 +18,15 @@ def may_be_keys(x: Any) -> bool:
     return is_key(x) or (x.dtype == "uint32" and x.shape[-1:] == (2,))
 
 
+def key_impl(x: Any) -> Any:
+    """The generator of typed random keys, which may be abstract: `jax.random.key_impl` wants arrays."""
+    found = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), x)
+    return found[0]
+
+
 def by_data(act: Callable[..., Any], *arrays: Any) -> Any:
     """`act(*arrays)`; for random keys it is applied to their key data."""
     if not is_key(arrays[0]):
         return act(*arrays)
-    return jax.random.wrap_key_data(act(*map(jax.random.key_data, arrays)), impl=jax.random.key_impl(arrays[0]))
+    return jax.random.wrap_key_data(act(*map(jax.random.key_data, arrays)), impl=key_impl(arrays[0]))

@@ -224,9 +224,10 @@ class Jit:
             return jitted, ()
         stage, given = jitted.trace(*args, **kwargs), _by_key(args, kwargs)
         self._check_sharded(given.values(), stage.out_info)
-        if any(eqn.primitive.name == UPDATE for eqn in every_equation(stage.jaxpr.jaxpr)):
+        updates = any(eqn.primitive.name == UPDATE for eqn in every_equation(stage.jaxpr.jaxpr))
+        if updates:
             self._warn_if_lost(stage.out_info)
-        donated = self._donated(given, stage, named_arguments(self.step, self.options, "static", len(args)))
+        donated = self._donated(given, stage, named_arguments(self.step, self.options, "static", len(args)), updates)
         if not donated:
             return jitted, ()
         return jax.jit(self.step, **options, **_donating(donated)), donated
@@ -257,10 +258,15 @@ class Jit:
     def _compiler_options(self) -> dict[str, Any]:
         return {**self.plan.compiler_options, **(self.options.get("compiler_options") or {})}
 
-    def _donated(self, given: Mapping[Key, Any], traced: jax.stages.Traced, static: Sequence[Key]) -> list[Key]:
-        """Which arguments, by position or name, the step replaces: optimizer state, and params beside it."""
+    def _donated(
+        self, given: Mapping[Key, Any], traced: jax.stages.Traced, static: Sequence[Key], updates: bool
+    ) -> list[Key]:
+        """Which arguments, by position or name, the step replaces: optimizer state, and the params of an update.
+
+        The state may hold no copy of a param (plain SGD): then `updates` says that the step trains.
+        """
         state = replaced(given, traced, self._has_optimizer_state, static)
-        return state + replaced(given, traced, self._is_params, static) if state else []
+        return state + replaced(given, traced, self._is_params, static) if state or updates else []
 
     def _check_sharded(self, args: Iterable[PyTree], out: PyTree) -> None:
         """Raises ValueError for a `TrainState` that every device would train whole; the loss would not show it."""

@@ -112,10 +112,10 @@ def test_a_step_that_does_not_return_its_state_warns_once(mesh):
         jzero.jit(lambda s, b: train_step(s, b)[0].params, plan)(state, make_batch())
 
 
-def bare(mesh):
+def bare(mesh, chain=TX):
     params = {"w": jnp.ones((64, 32)), "b": jnp.zeros(32)}
     plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
-    tx = jzero.zero(TX, plan)
+    tx = jzero.zero(chain, plan)
 
     def update(params, opt_state, batch, scale):
         def loss_fn(p):
@@ -140,6 +140,16 @@ def test_params_and_optimizer_state_of_a_loop_without_flax(mesh):
     assert gone(state2)
     assert float(loss) < 2 * 64**2
     assert alive(params3)
+
+
+@pytest.mark.parametrize("rate", [0.1, optax.constant_schedule(0.1)], ids=["no state", "a count"])
+def test_params_of_an_optimizer_without_moments_are_donated(rate, mesh):
+    plan, update, params, opt_state = bare(mesh, optax.sgd(rate))
+    jzero.jit(update, plan)(params, opt_state, np.ones((16, 64), np.float32), 2.0)
+    assert gone(params)
+    own = plan.place({"w": jnp.ones((64, 32)), "b": jnp.zeros(32)})
+    jzero.jit(lambda p, x: (jax.tree.map(jnp.negative, p), x.sum()), plan)(own, np.ones((16, 64), np.float32))
+    assert alive(own)  # no update
 
 
 def test_optimizer_state_that_is_padded_in_every_leaf_is_donated(mesh):

@@ -239,10 +239,11 @@ def test_a_run_that_began_later_resumes_at_its_step(tmp_path, began):
         assert int(again.opt_state.master.generation) == 2
 
 
-def test_an_nnx_run_resumes_at_its_step(tmp_path):
+def test_an_nnx_run_resumes_at_its_step_with_its_random_key(tmp_path):
     def create():
         model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-2))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         optimizer.step.set_value(optimizer.step.get_value() + 3)
         return model, optimizer
 
@@ -252,6 +253,8 @@ def test_an_nnx_run_resumes_at_its_step(tmp_path):
     optimizer.opt_state.master.store.store.close()
     _, again = jzero.checkpoint.restore(tmp_path / "s", jzero.abstract(create, **fields))
     assert int(again.step.get_value()) == int(optimizer.step.get_value()) == 4
+    keys = [x.opt_state.inner[0].rng_key.get_value() for x in (again, optimizer)]
+    assert keys[0] == keys[1] != jax.random.key(0)
 
 
 def test_a_number_in_16_bits_and_a_frozen_param_beside_the_files(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.core.random_keys import is_key
+from jzero.core.random_keys import is_key, key_impl
 from jzero.layout.placement import host_data
 from jzero.update.on_host.chain import Chain
 
@@ -45,7 +45,7 @@ def unpacked(data: bytes, chain: Chain) -> list[Any]:
             leaf, x = chain.leaves[int(k)], file[k]
             x = x if x.dtype.name == name else x.view(jax.numpy.dtype(name)).reshape(leaf.shape)
             if is_key(leaf):
-                x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf))
+                x = jax.random.wrap_key_data(x, impl=key_impl(leaf))
             out[int(k)] = x
     rows = zip(out, chain.specs, strict=True)
     return [None if x is None else jax.device_put(x, chain.plan.sharding(spec)) for x, spec in rows]
