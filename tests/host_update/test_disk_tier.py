@@ -240,9 +240,10 @@ def test_a_run_that_began_later_resumes_at_its_step(tmp_path, began):
 
 
 def test_an_nnx_run_resumes_at_its_step_with_its_random_key(tmp_path):
+    tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-2))
+
     def create():
         model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
-        tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-2))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         optimizer.step.set_value(optimizer.step.get_value() + 3)
         return model, optimizer
