@@ -1,8 +1,8 @@
 """How far 8-bit moments are from exact ones, rounded to nearest and at random: `python benchmarks/moments.py`.
 
 Moving averages of squares (and of values) of normal gradients, 64 blocks of 256 values, 5,000 steps. Printed: the mean
-of the stored average over the last 3,000 steps beside the truth, by quantiles over the values, for gradients of equal
-sizes and for sizes that differ by a factor of e within a block. Less than a minute on one core.
+of the stored average over the last 3,000 steps, as a share of that of the same average in fp32, by quantiles over the
+values, for gradients of equal sizes and for sizes that differ by a factor of e within a block. Half a minute on a core.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ BLOCKS = Blocks.of(SHAPE, None, SHAPE[1])
 
 
 def mean_ratio(decay: float, spread: float, squares: bool, at_random: bool) -> np.ndarray:
-    """The mean of the stored average over the truth, for every value."""
+    """The mean of the stored average over that of the exact one, for every value."""
     size = jnp.exp(spread * jax.random.normal(jax.random.key(0), SHAPE))
     offset = 0.0 if squares else 0.1
 
     def step(carry, i):
-        codes, scales, total = carry
+        codes, scales, exact, totals = carry
         grads = size * (jax.random.normal(jax.random.fold_in(jax.random.key(1), i), SHAPE) + offset)
-        new = decay * decoded(codes, scales, BLOCKS) + (1 - decay) * (jnp.square(grads) if squares else grads)
+        term = (1 - decay) * (jnp.square(grads) if squares else grads)
+        exact, new = decay * exact + term, decay * decoded(codes, scales, BLOCKS) + term
         scales = scale_of(new, BLOCKS)
         codes = encoded(new, scales, BLOCKS, i.astype(jnp.uint32) if at_random else None)
-        return (codes, scales, total + jnp.where(i >= FIRST, decoded(codes, scales, BLOCKS), 0)), None
+        counted = jnp.where(i >= FIRST, jnp.stack([decoded(codes, scales, BLOCKS), exact]), 0)
+        return (codes, scales, exact, totals + counted), None
 
-    start = jnp.zeros(SHAPE, jnp.int8), jnp.zeros(BLOCKS.scales_shape), jnp.zeros(SHAPE)
-    (_, _, total), _ = jax.jit(lambda: jax.lax.scan(step, start, jnp.arange(STEPS)))()
-    return np.asarray(total / (STEPS - FIRST) / (jnp.square(size) if squares else offset * size))
+    zeros = jnp.zeros(SHAPE)
+    start = jnp.zeros(SHAPE, jnp.int8), jnp.zeros(BLOCKS.scales_shape), zeros, jnp.stack([zeros, zeros])
+    (*_, totals), _ = jax.jit(lambda: jax.lax.scan(step, start, jnp.arange(STEPS)))()
+    return np.asarray(totals[0] / totals[1])
 
 
 def main() -> None:

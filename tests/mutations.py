@@ -172,6 +172,24 @@ def _():
     wrap(optim, "with_moment_dtype", alike)
 
 
+@mutation("8-bit moments are rounded to nearest", "int8_moments")
+def _():
+    from jzero.update import int8_moments
+
+    wrap(int8_moments, "encoded", lambda encoded, x, scales, blocks, salt=None: encoded(x, scales, blocks))
+
+
+@mutation("a value that is small in its block becomes zero", "int8_moments")
+def _():
+    from jzero.update import int8_moments
+
+    def encoded(original, x, scales, blocks, salt=None):
+        codes = original(x, scales, blocks, salt)
+        return codes * (abs(codes) > 1)
+
+    wrap(int8_moments, "encoded", encoded)
+
+
 @mutation("masters are rounded to even beside remainders", "remainder")
 def _():
     import jax.numpy as jnp

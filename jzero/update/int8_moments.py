@@ -7,9 +7,9 @@ is arithmetic. A table of 256 values and a search in it compiled to 50 MB of tem
 all small second moments of a block into zeros, and the update divides by them.
 
 [Note: rounding of codes]
-Rounded to nearest, a second moment with a decay of 0.999 would only move where a gradient is four times its usual size:
-the mean of its distribution ends up to 86 % too high (normal gradients of one size), where random rounding is off by 5
-to 8 % (`python benchmarks/moments.py`). So codes are rounded up or down at random, with the hash and the count of
+Rounded to nearest, a second moment with a decay of 0.999 moves up at large gradients alone, and down with its scale
+alone: for normal gradients of one size it ends 44 % too high in the median, where random rounding is 0.5 % off (`python
+benchmarks/moments.py`). So codes are rounded up or down at random, with the hash and the count of
 `moment_dtype.py`. What a code holds exactly is kept, as a skipped step needs it. A value that is not zero never becomes
 zero: a zero second moment beside a first moment that is not would be divided by.
 
