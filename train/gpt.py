@@ -172,8 +172,8 @@ def updated(state: TrainState, grads: Any, metrics: dict[str, jax.Array]) -> tup
     """The state after an update; in fp16 gradients that overflow change nothing but the scale of the loss."""
     scale, state = state.scale, state.apply_gradients(grads=grads)
     if jzero.plan_of(state).config.moment_dtype == jnp.int8:
-        scales = jax.tree.leaves(state.opt_state.moment_scales)
-        metrics = {**metrics, NOT_FINITE: sum(jnp.sum(~jnp.isfinite(x)) for x in scales)}
+        scales = jax.tree.leaves(getattr(state.opt_state, "moment_scales", None))
+        metrics = {**metrics, NOT_FINITE: jnp.asarray(sum(jnp.sum(~jnp.isfinite(x)) for x in scales))}
     if scale is None:
         return state, metrics
     scale = scale.update(state.opt_state)

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jzero.core.ordering import tied
 from jzero.core.types import PyTree
 from jzero.layout.blocks import Blocks
+from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import on_device
 from jzero.sharding import Plan
 from jzero.update.moment_dtype import ROUNDING_COUNT, counts_of, hashed, leaves_of, widened
@@ -119,8 +120,7 @@ class Int8Moments:
     def seen(self, state: Quantized) -> PyTree:
         """The state as `tx` knows it."""
         leaves, tree = jax.tree.flatten(state.inner)
-        scales = tree.flatten_up_to(state.moment_scales)
-        rows = zip(leaves, scales, self.moments, strict=True)
+        rows = zip(leaves, scales_by_leaf(state.inner, state.moment_scales), self.moments, strict=True)
         return tree.unflatten([decoded(x, s, m.blocks) if m.blocks else x.astype(m.seen) for x, s, m in rows])
 
     def scales(self, state: PyTree) -> Scales:
@@ -158,13 +158,18 @@ class BlockArray(NamedTuple):
         return self.values if self.blocks is None else _decoded(*map(on_device, self[:2]), blocks=self.blocks)
 
 
+def scales_by_leaf(inner: PyTree, scales: PyTree) -> Scales:
+    """The scales of each leaf of a state, by their paths: NNX has other nodes where a part has no leaves."""
+    known = {path_keys(k): s for k, s in jax.tree_util.tree_leaves_with_path(scales)}
+    found = [known.pop(path_keys(k), None) for k, _ in jax.tree_util.tree_leaves_with_path(inner)]
+    assert not known, f"scales without moments: {list(known)}"
+    return found
+
+
 def block_leaves(opt_state: PyTree) -> list[BlockArray]:
     """The leaves of the inner part of an optimizer state, real or abstract."""
-    leaves, tree = jax.tree.flatten(inner_of(opt_state))
-    scales = scales_of(opt_state)
-    if scales is None:
-        return [BlockArray(x) for x in leaves]
-    rows = zip(leaves, tree.flatten_up_to(scales), strict=True)
+    inner = inner_of(opt_state)
+    rows = zip(jax.tree.leaves(inner), scales_by_leaf(inner, scales_of(opt_state)), strict=True)
     return [BlockArray(x) if s is None else BlockArray(x, s, Blocks.between(x.shape, s.shape)) for x, s in rows]
 
 
