@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -30,7 +29,6 @@ from jzero.core.types import PyTree, PyTreeDef
 from jzero.core.xla_options import compiler_options, params_on_host_limit
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import micro_batches, place_batch
-from jzero.layout.blocks import Blocks, quantized
 from jzero.layout.describe import describe_plan
 from jzero.layout.explicit import constrained, typed_mesh
 from jzero.layout.host_mesh import host_mesh
@@ -384,18 +382,6 @@ class Plan:
     def by_keys(self) -> dict[tuple[str, ...], Layout]:
         """The layouts by the path of their param."""
         return {x.keys: x for x in self.layouts}
-
-    def blocks(self, x: Layout) -> Blocks | None:
-        """The blocks of the moments of a param; None where they are not in 8 bits."""
-        if self.config.moment_dtype != jnp.int8:
-            return None
-        found = quantized(x, self.config.quantize_block, self.mesh)
-        return found if isinstance(found, Blocks) else None
-
-    def stays_wide(self, x: Layout) -> str:
-        """Why the moments of a param are not in 8 bits although the plan asks for them; empty if they are."""
-        found = quantized(x, self.config.quantize_block, self.mesh)
-        return "" if isinstance(found, Blocks) else found
 
     def copy_specs(self, tree: PyTree) -> list[PartitionSpec]:
         """The layout of every leaf of the rest of a state: that of the moments for copies of params, else whole."""

@@ -53,7 +53,7 @@ class Config:
     """Params and their gradients in pinned host memory too, fetched where they are used; with --stage 3 alone. Implies
     --offload host."""
     master_dtype: Literal["remainder"] | None = None
-    """remainder: with --model.param-dtype bfloat16, masters are stored as the 16 bits that the params lack."""
+    """remainder: with --param-dtype bfloat16, masters are stored as the 16 bits that the params lack."""
     moment_dtype: Literal["int8", "bfloat16", "float32"] | None = None
     """Of AdamW's stored moments; that of the params (or of their masters) where left out."""
     steps: int = 1000

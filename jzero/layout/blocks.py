@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,15 +94,21 @@ class Blocks:
         return flat[..., : self.run].reshape(self.shape)
 
 
-def quantized(x: Layout, size: int, mesh: Mesh) -> Blocks | str:
-    """The blocks of the moments of a param, or why they stay wide."""
+def blocks_of(x: Layout, plan: Any) -> Blocks | None:
+    """The blocks of the moments of a param; None where they are not in 8 bits."""
+    if plan.config.moment_dtype != jnp.int8 or why_wide(x, plan):
+        return None
+    return Blocks.of(x.shape, x.scan_dim, plan.config.quantize_block)
+
+
+def why_wide(x: Layout, plan: Any) -> str:
+    """Why a plan with 8-bit moments keeps those of a param wide; empty if it does not."""
     if x.size < LEAST_QUANTIZED:
         return f"fewer than {LEAST_QUANTIZED} values"
     if LOOKED_UP in x.keys:
         return f"a lookup reads it (its path has {LOOKED_UP!r})"
     if x.padded:
         return f"stored padded to {list(x.state_shape)}"
-    blocks = Blocks.of(x.shape, x.scan_dim, size)
-    if blocks.spec(x.state, mesh) is None:
-        return f"its layout would cut blocks of {size}"
-    return blocks
+    size = plan.config.quantize_block
+    cut = Blocks.of(x.shape, x.scan_dim, size).spec(x.state, plan.mesh) is None
+    return f"its layout would cut blocks of {size}" if cut else ""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jzero.core.errors import counted, human_bytes, listing, table, typed_shape
 from jzero.core.random_keys import is_key
 from jzero.core.types import Shaped
+from jzero.layout.blocks import blocks_of, why_wide
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import SCALES
 
@@ -82,7 +83,7 @@ def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
 def _quantized_lines(plan: Any, state: list[tuple[list[str], int]]) -> list[str]:
     """How much of the state is quantized, and which params' moments are not, with the reasons."""
     trained = [x for x in plan.layouts if x.frozen is None]
-    wide = [(x, plan.stays_wide(x)) for x in trained if plan.blocks(x) is None]
+    wide = [(x, why_wide(x, plan)) for x in trained if blocks_of(x, plan) is None]
     share = 1 - sum(x.size for x, _ in wide) / max(sum(x.size for x in trained), 1)
     held: dict[str, int] = {}
     for (name, *_), size in state:

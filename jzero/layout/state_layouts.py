@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.core.random_keys import is_key
 from jzero.core.types import PyTree, Shaped
+from jzero.layout.blocks import blocks_of
 from jzero.layout.leaf_rule import Layout, cut_leaf, keyed_shapes
 from jzero.layout.specs import P, make_spec, spec_entries
 
@@ -38,9 +39,9 @@ def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[i
     """
     shape = tuple(np.shape(leaf))
     if SCALES in keys:
-        found = ((x, plan.blocks(x)) for x in named_by(keys, plan.by_keys))
-        x, blocks = next((x, b) for x, b in found if b is not None and b.scales_shape == shape)
-        return blocks.spec(x.state, plan.mesh), shape
+        found = ((x, blocks_of(x, plan)) for x in named_by(keys, plan.by_keys))
+        specs = (b.spec(x.state, plan.mesh) for x, b in found if b is not None and b.scales_shape == shape)
+        return next(spec for spec in specs if spec is not None), shape
     for x in named_by(keys, plan.by_keys):
         extra = len(shape) - len(x.shape) if x.shape else 0
         if extra >= 0 and shape[extra:] in (x.shape, x.state_shape):

@@ -26,6 +26,7 @@ from jzero.core.errors import (
     table,
 )
 from jzero.core.types import PyTree
+from jzero.layout.blocks import blocks_of
 from jzero.layout.describe import leaf_bytes
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import shard_factor, spec_axes
@@ -384,7 +385,7 @@ def _exchanged(plan: Plan, tx: optax.GradientTransformation | None) -> dict[tupl
 def _adam_bytes(plan: Plan) -> tuple[int, int, str]:
     held = {False: 0, True: 0}
     for x in (x for x in plan.layouts if x.frozen is None):
-        blocks = plan.blocks(x)
+        blocks = blocks_of(x, plan)
         per_value = plan.config.adam_bytes(x.dtype, wide=blocks is None)
         scales = 0 if blocks is None else 2 * 4 * math.prod(blocks.scales_shape)
         on_host = plan.config.offload is not None and math.prod(x.shape) > 1

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from jzero.core.ordering import tied
 from jzero.core.types import PyTree
-from jzero.layout.blocks import Blocks
+from jzero.layout.blocks import Blocks, blocks_of
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import on_device
 from jzero.sharding import Plan
@@ -81,7 +81,8 @@ class Int8Moments:
                 'ZeroConfig(moment_dtype="int8"): the state of this optimizer has no moments (floating arrays of the '
                 "shapes of the params whose first values do not depend on them). Leave moment_dtype out."
             )
-        return [Moment(x.dtype, x.seen, None if x.moment_of is None else self.plan.blocks(x.moment_of)) for x in leaves]
+        blocks = [None if x.moment_of is None else blocks_of(x.moment_of, self.plan) for x in leaves]
+        return [Moment(x.dtype, x.seen, b) for x, b in zip(leaves, blocks, strict=True)]
 
     @functools.cached_property
     def counts(self) -> list[int]:
@@ -121,7 +122,9 @@ class Int8Moments:
         """The state as `tx` knows it."""
         leaves, tree = jax.tree.flatten(state.inner)
         rows = zip(leaves, scales_by_leaf(state.inner, state.moment_scales), self.moments, strict=True)
-        return tree.unflatten([decoded(x, s, m.blocks) if m.blocks else x.astype(m.seen) for x, s, m in rows])
+        return tree.unflatten(
+            [x.astype(m.seen) if m.blocks is None or s is None else decoded(x, s, m.blocks) for x, s, m in rows]
+        )
 
     def scales(self, state: PyTree) -> Scales:
         """The scales of a state of `tx`, for each leaf."""

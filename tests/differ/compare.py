@@ -37,6 +37,7 @@ from differ.models import batch_of, form_of, model_of
 from differ.refusals import refusal
 from differ.runs import RUNS, initial
 from jzero.layout import blocks
+from jzero.layout.blocks import blocks_of
 
 SMALL = blocks.LEAST_QUANTIZED
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -526,7 +527,7 @@ def _check_moments(inner: list, plain: Plain, run) -> None:
     asked = run.config.get("moment_dtype")
     if asked == "int8":  # the state was decoded for the comparison
         codes = [x for x in jax.tree.leaves(run.opt_state()) if x.dtype == jnp.int8]
-        expected = "frozen" not in run.case["wraps"] and any(map(run.plan.blocks, run.plan.trained.layouts))
+        expected = "frozen" not in run.case["wraps"] and any(blocks_of(x, run.plan) for x in run.plan.trained.layouts)
         if moments and expected and not codes:
             raise Differs("moment_dtype=int8 and no codes")
         return
