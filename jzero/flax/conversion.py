@@ -187,7 +187,7 @@ def _fresh_inner(
     """The leaves of a fresh inner state for the masters: unrounded, unlike those of 16-bit params."""
     home, (given, tree) = plan.update_plan, jax.tree.flatten(parts.params)
     if home.config.moment_dtype == jnp.int8:
-        home = dataclasses.replace(home, config=dataclasses.replace(home.config, moment_dtype=None))
+        home = dataclasses.replace(home, config=dataclasses.replace(home.config, moment_dtype=jnp.float32))
     params = [
         placed(p, x.state_shape, home.sharding(x.state)) for p, x in zip(given, plan.layouts, strict=True)
     ]

@@ -36,7 +36,7 @@ from jzero.layout.blocks import Blocks, blocks_of
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import on_device
 from jzero.sharding import Plan
-from jzero.update.moment_dtype import ROUNDING_COUNT, counts_of, hashed, leaves_of, widened
+from jzero.update.moment_dtype import ROUNDING_COUNT, counts_of, hashed, in_dtype, leaves_of, widened
 from jzero.update.zero_state import Quantized, inner_of, scales_of
 
 LEVELS = 127
@@ -123,7 +123,7 @@ class Int8Moments:
         leaves, tree = jax.tree.flatten(state.inner)
         rows = zip(leaves, scales_by_leaf(state.inner, state.moment_scales), self.moments, strict=True)
         return tree.unflatten(
-            [x.astype(m.seen) if m.blocks is None or s is None else decoded(x, s, m.blocks) for x, s, m in rows]
+            [in_dtype(x, m.seen) if m.blocks is None or s is None else decoded(x, s, m.blocks) for x, s, m in rows]
         )
 
     def scales(self, state: PyTree) -> Scales:
@@ -138,7 +138,7 @@ class Int8Moments:
         codes = []
         for i, (x, s, m) in enumerate(zip(leaves, scales, self.moments, strict=True)):
             if m.blocks is None or s is None:
-                codes.append(x.astype(m.dtype))
+                codes.append(in_dtype(x, m.dtype))
             else:
                 codes.append(encoded(x, s, m.blocks, None if salt is None else salt + i))
         return Quantized(tree.unflatten(codes), tree.unflatten(scales))

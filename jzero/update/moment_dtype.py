@@ -77,7 +77,7 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
         salt = jnp.asarray(count).astype(jnp.uint32)
         rows = enumerate(zip(leaves, known(), strict=True))
         return tree.unflatten(
-            [rounded(x, dtype, salt + i) if leaf.moment_of else _astype(x, leaf.dtype) for i, (x, leaf) in rows]
+            [rounded(x, dtype, salt + i) if leaf.moment_of else in_dtype(x, leaf.dtype) for i, (x, leaf) in rows]
         )
 
     def init(params):
@@ -86,14 +86,14 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
     def update(updates, state, params=None, **kwargs):
         count = kwargs.pop(ROUNDING_COUNT, None)
         leaves, tree = jax.tree.flatten(state)
-        seen = tree.unflatten([_astype(x, leaf.seen) for x, leaf in zip(leaves, known(), strict=True)])
+        seen = tree.unflatten([in_dtype(x, leaf.seen) for x, leaf in zip(leaves, known(), strict=True)])
         updates, new = extra.update(widened(updates, dtype), seen, widened(params, dtype), **kwargs)
         return updates, stored(new, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _astype(x: Any, dtype: Any) -> Any:
+def in_dtype(x: Any, dtype: Any) -> Any:
     """An array, real or abstract, in a dtype."""
     if getattr(x, "dtype", dtype) == dtype:
         return x
@@ -104,7 +104,7 @@ def widened(tree: PyTree, dtype: Any) -> PyTree:
     """Floating leaves in at least this dtype, in fp32 for int8; None stays None."""
     dtype = _computed_in(dtype)
     return jax.tree.map(
-        lambda x: _astype(x, jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+        lambda x: in_dtype(x, jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
 
 
@@ -125,7 +125,8 @@ def leaves_of(tx: Any, plan: Plan, params: PyTree) -> list[Leaf]:
     for x, w, copy, of in zip(jax.tree.leaves(state), jax.tree.leaves(wide), plan.copies(state), sources, strict=True):
         moment = copy is not None and not of and jnp.issubdtype(x.dtype, jnp.floating)
         seen = jnp.promote_types(w.dtype, dtype) if moment else w.dtype
-        found.append(Leaf(copy if moment else None, x.dtype, seen))
+        # numbers such as injected hyperparameters stay as wide as they are seen: a decay of 0.999 is 1 in bf16
+        found.append(Leaf(copy if moment else None, w.dtype if copy is None else x.dtype, seen))
     return found
 
 

@@ -283,6 +283,18 @@ def test_dtypes_that_squares_do_not_fit_are_refused(dtype):
         jzero.ZeroConfig(moment_dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_injected_decay_of_16_bit_params_is_not_rounded(dtype, mesh):
+    """0.999 is 1 in bf16, and Adam then divides by zero."""
+    tx = optax.inject_hyperparams(optax.adam)(1e-3)
+    fields = {"master_dtype": None, "moment_dtype": dtype}
+    for state in (lambda: create_state(tx, BF16), create_state(tx, BF16)):
+        state = shard(state, mesh, 2, **fields)
+        assert float(inner(state.opt_state).hyperparams["b2"]) == pytest.approx(0.999, abs=1e-6)
+    state, _ = run(state, steps=2)
+    assert all(jnp.isfinite(p).all() for p in jax.tree.leaves(state.params))
+
+
 def test_wider_moments_than_the_params(mesh):
     """bf16 params without a master: optax alone would keep bf16 moments."""
     state = shard(create_state(adamw(), BF16), mesh, 2, master_dtype=None, moment_dtype="float32")
