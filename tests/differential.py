@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -39,7 +40,11 @@ def environment(default_xla: bool) -> dict[str, str]:
     env |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "NPROC": "32", "PYTHONUNBUFFERED": "1"}
     env["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
     env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), env.get("PYTHONPATH", "")])
-    return env if default_xla else env | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    if default_xla:
+        return env
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # half of the time; see conftest.py
+        env["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    return env | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def gpu_environment(jobs: int) -> dict[str, str]:
