@@ -128,6 +128,25 @@ def make():
 
 
 @pytest.mark.unit
+def test_an_optimizer_with_arrays_of_the_creation_function(tmp_path):
+    def create(rate=None, key=None):
+        rate = jnp.linspace(1e-3, 1e-2, 4) if rate is None else rate
+        key = jax.random.key(0) if key is None else key
+        tx = optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(lambda count: rate[count]))
+        return TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=tx)
+
+    rate, disk = jnp.ones(4), jzero.Offload(tier="disk", path=tmp_path)
+    for shard in (jzero.shard, jzero.abstract):
+        with raises(TypeError, "(f32[4])", "Make the optimizer outside of the creation function."):
+            shard(create, stage=2)
+    jzero.shard(lambda: create(rate), stage=2)
+    with raises(TypeError, "a random key (key<fry>[])", "Make the optimizer outside"):
+        jzero.shard(lambda: create(rate), stage=2, offload=disk)
+    key = jax.random.key(0)
+    jzero.shard(lambda: create(rate, key), stage=2, offload=disk)
+
+
+@pytest.mark.unit
 def test_a_creation_function_that_needs_arguments():
     def create(config, seed=0):
         return create_state()

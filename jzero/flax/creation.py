@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,12 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jzero.comm.traced import expect_gathers
 from jzero.core.dependence import wide_sources
-from jzero.core.jaxprs import in_trace
+from jzero.core.errors import typed_shape
+from jzero.core.jaxprs import in_trace, is_tracer
 from jzero.core.ordering import tied
-from jzero.core.types import PyTreeDef
+from jzero.core.types import PyTree, PyTreeDef
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import converted
@@ -34,6 +37,7 @@ from jzero.layout.placement import check_same_program, put
 from jzero.offload import made_streamed
 from jzero.optim import check_memory, fresh_held, init_shapes, unwrap, zero
 from jzero.sharding import Plan
+from jzero.update.extra import with_extra
 from jzero.update.padded_state import pad
 from jzero.update.sharded_update import taken_over
 
@@ -106,7 +110,8 @@ def creation(
 
     target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
     out = target.replace(tx=zero(unwrap(shapes.tx), plan), apply_fn=wrapped_apply(shapes, plan))
-    if plan.config.in_files:
+    if plan.config.in_files:  # elsewhere the state is made in the trace
+        _check_outlives(lambda: jax.make_jaxpr(unwrap(shapes.tx).init)(shapes.taken).consts)
         return _born_into_files(flat, tree, out, home, rebuild), plan, target
     layout = jax.tree.leaves(shardings_of(out, home))
     jitted = jax.jit(made_streamed(born, layout, plan) if plan.config.streams else born, out_shardings=layout)
@@ -200,4 +205,22 @@ def trace_creator(
     dims = stacked_by_scan(jitted.trace().jaxpr.jaxpr, len(flat))  # JAX still has the trace of `eval_shape`
     stacks: dict[tuple[str, ...], int | None]
     stacks = {path_keys(k): d for (k, _), d in zip(flat, dims, strict=True) if d is not None}
+    _check_outlives(functools.partial(_update_constants, unwrap(parts.tx), parts.taken))
     return parts, box[1], stacks
+
+
+def _update_constants(tx: optax.GradientTransformation, params: PyTree) -> list[Any]:
+    state = jax.eval_shape(tx.init, params)
+    with contextlib.suppress(Exception):  # of the user's transformation, which wants arguments of its own
+        return with_extra(lambda update: jax.make_jaxpr(update)(params, state, params).consts, tx)
+    return []
+
+
+def _check_outlives(constants: Callable[[], list[Any]]) -> None:
+    """Raises TypeError if constants of an optimizer were made in the trace of a creation function, which has ended."""
+    if not in_trace() and (made := [x for x in constants() if is_tracer(x)]):
+        raise TypeError(
+            "jzero: the optimizer uses arrays that the creation function makes, such as a table of learning rates or a "
+            f"random key ({', '.join(typed_shape(x) for x in made)}). They exist only while that function is traced. "
+            "Make the optimizer outside of the creation function."
+        )
