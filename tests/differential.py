@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--first", type=int, default=0, help="index of the first case")
-    parser.add_argument("--only", help='cases that draw a kind of the coverage table: "scan_axes"')
+    parser.add_argument("--only", help='a kind of the coverage table, or one of it: "scan_axes", "tier disk"')
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, help="begin no case after this time")
     parser.add_argument("--xla", choices=("mixed", "default", "light"), default="mixed")
@@ -273,7 +273,7 @@ def main() -> int:
     else:
         drawn = (draw(args.seed, i) for i in itertools.count(args.first))
         drawn = (one for c in drawn if (one := on_one_device(c))) if args.gpu else drawn
-        wanted = (c for c in drawn if args.only is None or args.only in {kind for kind, _ in features(c)})
+        wanted = (c for c in drawn if args.only is None or any(args.only in (k, f"{k} {n}") for k, n in features(c)))
         cases = list(itertools.islice(wanted, args.cases))
     args.xla = "gpu" if args.gpu else args.xla
     started, done, failed, refused = time.monotonic(), [], [], collections.Counter()

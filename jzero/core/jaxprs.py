@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax._src import source_info_util
@@ -18,11 +18,22 @@ from jax.extend.core import Literal
 from jzero.core.errors import is_array
 from jzero.core.types import Jaxpr, JaxprEqn, PyTree
 
+T = TypeVar("T")
+
 
 def trace(fn: Callable[..., Sequence[Any]], *args: Any) -> tuple[Jaxpr, list[Any]]:
     """The jaxpr of a function of flat arrays to a flat list of arrays, and its constants."""
     closed: Any = jax.make_jaxpr(fn)(*args)
     return closed.jaxpr, list(closed.consts)
+
+
+def of_any_leaves(make: Callable[[], T]) -> T:
+    """`make()`, in which JAX puts trees together whose leaves are no arrays: `args_info`, `out_info`, `lower`.
+
+    Some states check the types of their fields when they are made (openpi's), except where a frame of JAX's `tree_util`
+    is on the stack. JAX's `stages` have none.
+    """
+    return jax.tree.map(lambda _: make(), 0)
 
 
 def split_arrays(tree: PyTree) -> tuple[list[Any], Callable[[Iterable[Any]], PyTree]]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from jzero.core.dependence import data_sources
 from jzero.core.errors import is_argument, table
+from jzero.core.jaxprs import of_any_leaves
 from jzero.core.nnx_modules import Apart, has_node, has_variable, owned_arrays
 from jzero.core.primitives import MIXES
 from jzero.core.types import PyTree, PyTreeDef
@@ -49,7 +50,7 @@ def replaced(
       static: the positions and names of static arguments.
     """
     forms = {k: form_of(arg) for k, arg in given.items() if jax.tree.leaves(arg)}
-    returned = _returned(traced.out_info, set(forms.values()))
+    returned = _returned(of_any_leaves(lambda: traced.out_info), set(forms.values()))
     found: list[Key] = []
     for form in dict.fromkeys(f for k, f in forms.items() if f in returned and is_candidate(given[k])):
         keys = [k for k, f in forms.items() if f == form]
@@ -198,7 +199,7 @@ def _returned(out: PyTree, forms: set[Form]) -> dict[Form, list[list[int]]]:
         for a, b in zip(_parts(part), _parts(numbers), strict=True):
             look(a, b)
 
-    look(out, tree.unflatten(range(len(leaves))))
+    look(out, jax.tree.unflatten(tree, range(len(leaves))))
     return found
 
 
@@ -206,7 +207,7 @@ def _reached(
     given: Mapping[Key, Any], traced: jax.stages.Traced, static: Sequence[Key], ends: Collection[str] = ()
 ) -> list[frozenset[Key]]:
     """For each leaf of the result the arguments whose values are in it; not through equations named in `ends`."""
-    names = sorted(traced.args_info[1])  # as JAX flattens them; those of static arguments are not there
+    names = sorted(of_any_leaves(lambda: traced.args_info)[1])  # as JAX flattens them; without static ones
     keys = [k for k in given if isinstance(k, int) and k not in static] + names
     sources = [frozenset((k,)) for k in keys for _ in jax.tree.leaves(given[k])]
     return data_sources(traced.jaxpr.jaxpr, traced.jaxpr.consts, sources, ends)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jzero.core.errors import check_arrays, check_function, is_argument
-from jzero.core.jaxprs import every_equation, is_tracer
+from jzero.core.jaxprs import every_equation, is_tracer, of_any_leaves
 from jzero.core.traces import keeping, traced
 from jzero.core.types import PyTree
 from jzero.core.update_mark import UPDATE
@@ -145,7 +145,7 @@ class Jit:
         """As `jax.jit(step).lower`; abstract batches are split as real ones are."""
         jitted, _, args, kwargs = self._ready(args, kwargs)
         stage, trace = traced(jitted, *args, **kwargs)
-        return keeping(stage.lower(), trace)
+        return keeping(of_any_leaves(stage.lower), trace)
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).trace`; abstract batches are split as real ones are."""
@@ -223,10 +223,11 @@ class Jit:
         if not self._chosen:
             return jitted, ()
         stage, given = jitted.trace(*args, **kwargs), _by_key(args, kwargs)
-        self._check_sharded(given.values(), stage.out_info)
+        out_info = of_any_leaves(lambda: stage.out_info)
+        self._check_sharded(given.values(), out_info)
         updates = any(eqn.primitive.name == UPDATE for eqn in every_equation(stage.jaxpr.jaxpr))
         if updates:
-            self._warn_if_lost(stage.out_info)
+            self._warn_if_lost(out_info)
         donated = self._donated(given, stage, named_arguments(self.step, self.options, "static", len(args)), updates)
         if not donated:
             return jitted, ()

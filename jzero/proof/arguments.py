@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import KeyPath
 
 from jzero.core.errors import check_function, check_ints, listing, typed_shape
+from jzero.core.jaxprs import of_any_leaves
 from jzero.core.nnx_modules import jit_of
 from jzero.core.random_keys import is_key
 from jzero.core.types import PyTree
@@ -185,7 +186,7 @@ def result_keys(compiled: jax.stages.Compiled) -> list[Keys]:
 
 def arguments_given(stage: jax.stages.Compiled | jax.stages.Traced) -> list[GivenArgument]:
     """The flat arguments of a program; those of a traced program have no shardings."""
-    infos, tree = jax.tree_util.tree_flatten_with_path(stage.args_info)
+    infos, tree = jax.tree_util.tree_flatten_with_path(of_any_leaves(lambda: stage.args_info))
     compiled = isinstance(stage, jax.stages.Compiled)
     # None is also what a state may hold in place of an array
     shardings = tree.flatten_up_to(stage.input_shardings) if compiled else [None] * len(infos)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from jzero.core.jaxprs import of_any_leaves
 from jzero.core.nnx_modules import variable_paths
 from jzero.layout.leaf_rule import Frozen, Layout, path_name
 from jzero.layout.specs import shard_factor
@@ -139,7 +140,8 @@ def arguments_of(
     compiled: jax.stages.Compiled, given: Sequence[GivenArgument], plan: Plan, module: Module, roles: Sequence[Role]
 ) -> list[Argument]:
     """The arguments of a program, with their roles."""
-    returned, variables = _returned(given, compiled, plan, module.results), variable_paths(compiled.args_info)
+    variables = variable_paths(of_any_leaves(lambda: compiled.args_info))
+    returned = _returned(given, compiled, plan, module.results)
     found = []
     for i, (x, role) in enumerate(zip(given, roles, strict=True)):
         name = path_name(variables.get(i, x.path[2:])) or f"argument {x.keys[-1]}"

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jzero.core.errors import check_int, check_kind, counted, nearest
+from jzero.core.jaxprs import of_any_leaves
 from jzero.core.traces import keep_trace, traced
 from jzero.core.types import PyTree
 from jzero.layout.mesh import mesh
@@ -127,7 +128,7 @@ class Pod:
         try:
             if hasattr(jitted, "trace"):
                 stage, trace = traced(jitted, *args, **kwargs)
-                lowered = stage.lower(lowering_platforms=("cuda",))
+                lowered = of_any_leaves(lambda: stage.lower(lowering_platforms=("cuda",)))
             else:
                 lowered = jitted.lower(*args, **kwargs)
         except RuntimeError as error:

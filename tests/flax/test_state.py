@@ -197,7 +197,10 @@ def test_a_state_that_checks_its_fields_when_it_is_made(mesh):
         assert type(like) is CheckedState
         state = shard(source, mesh, 3)
         assert jax.tree.structure(like) == jax.tree.structure(state)
-    state, _ = jax.jit(train_step)(state, jzero.plan_of(state).place_batch(batch()))
+    plan, step = jzero.plan_of(state), jzero.jit(train_step)
+    compiled = step.lower(state, plan.place_batch(batch())).compile()
+    assert jzero.explain(compiled, plan).memory.opt_state
+    state, _ = step(state, plan.place_batch(batch()))
     assert int(state.step) == 1
 
 

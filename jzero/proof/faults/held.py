@@ -18,6 +18,7 @@ import jax
 import optax
 
 from jzero.core.errors import human_bytes, typed_shape
+from jzero.core.jaxprs import of_any_leaves
 from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import Layout
 from jzero.proof.evidence import Argument, Evidence
@@ -94,7 +95,8 @@ def _optimizer_state(e: Evidence) -> dict[str, jax.ShapeDtypeStruct]:
     def is_state(x: PyTree) -> bool:
         return hasattr(x, "opt_state") and hasattr(x, "tx")
 
-    for x in filter(is_state, jax.tree.leaves(e.compiled.args_info, is_leaf=is_state)):
+    arguments = of_any_leaves(lambda: e.compiled.args_info)
+    for x in filter(is_state, jax.tree.leaves(arguments, is_leaf=is_state)):
         with contextlib.suppress(Exception):  # another model's; an `init` that wants more than params
             e.plan.match(x.params, where="jzero.check")
             return _by_path(e.plan, x.tx)
