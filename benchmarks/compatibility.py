@@ -6,8 +6,9 @@
     python benchmarks/compatibility.py --print            # the table of what is there
     python benchmarks/compatibility.py --checkouts FOLDER # with the rows that need checkouts (`IN_CHECKOUTS`)
 
-FOLDER holds checkouts from github.com: young-geng/EasyLM, google-research/big_vision, google/flax and
-luchris429/purejaxrl. They and Tunix need `pip install mlxu einops ml_collections google-tunix distrax gymnax==0.0.9`.
+FOLDER holds checkouts from github.com: young-geng/EasyLM, google-research/big_vision, google/flax,
+luchris429/purejaxrl and Physical-Intelligence/openpi. They and Tunix need `pip install mlxu einops ml_collections
+google-tunix distrax gymnax==0.0.9 augmax beartype==0.19.0 jaxtyping==0.2.36 tqdm-loggable fsspec safetensors`.
 
 Each row is a process of its own, takes half a minute to two, and becomes a line of `--out`; a stopped run goes on. Its
 script lies in `benchmarks/compatibility_scripts/`: lines that end in `# -` are those of the plain script alone, `# +`
@@ -54,8 +55,9 @@ ROWS = {  # by name: the script, and the packages that its code is from
     "gemma": ("checkouts", "flax/examples/gemma"),
     "ppo": ("purejaxrl_ppo", "purejaxrl"),
     "tunix": ("checkouts", "google-tunix"),
+    **dict.fromkeys(("openpi", "openpi_lora"), ("openpi_pi0", "openpi")),
 }
-IN_CHECKOUTS = ("easylm", "big_vision", "gemma", "ppo")
+IN_CHECKOUTS = ("easylm", "big_vision", "gemma", "ppo", "openpi", "openpi_lora")
 CHECKOUTS = "JZERO_CHECKOUTS"  # the folder of checkouts, for the process of a row
 
 

@@ -81,7 +81,7 @@ def variable_paths(trees: PyTree) -> dict[int, Any]:
 
     leaves, tree = jax.tree.flatten(trees)
     numbered = nnx.from_tree(
-        tree.unflatten(range(len(leaves))),
+        jax.tree.unflatten(tree, range(len(leaves))),
         merge_fn=lambda context, path, prefix, leaf: context.unflatten(leaf.graphdef, *leaf.states),
     )
     _, state = nnx.split([x for x in jax.tree.leaves(numbered, is_leaf=is_node) if is_node(x)])

@@ -113,7 +113,8 @@ def beside_objects(
         filled = []
         for some, (leaves, tree), take in zip(arrays, trees, taken, strict=True):
             new = iter(some)
-            filled.append(tree.unflatten([next(new) if t else x for x, t in zip(leaves, take, strict=True)]))
+            own = [next(new) if t else x for x, t in zip(leaves, take, strict=True)]
+            filled.append(jax.tree.unflatten(tree, own))
         *parts, state = filled
         return apart.call(call, (parts,), (), state)[0]
 

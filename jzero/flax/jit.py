@@ -193,11 +193,10 @@ class Jit:
         leaves, tree = jax.tree.flatten(arg)
         abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
         real = [x if w and not a else None for x, w, a in zip(leaves, rows, abstract, strict=True)]
-        placed = tree.flatten_up_to(self.plan.place_batch(tree.unflatten(real)))
+        placed = tree.flatten_up_to(self.plan.place_batch(jax.tree.unflatten(tree, real)))
         each = zip(leaves, rows, abstract, placed, strict=True)
-        return tree.unflatten(
-            [x if not w else abstract_batch(x, self.plan.batch) if a else p for x, w, a, p in each]
-        )
+        new = [x if not w else abstract_batch(x, self.plan.batch) if a else p for x, w, a, p in each]
+        return jax.tree.unflatten(tree, new)
 
     def _jit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
         """The jitted step for arguments of this structure, and the arguments that it donates by jzero's choice."""
