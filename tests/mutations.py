@@ -375,6 +375,13 @@ def _():
     wrap(jzero, "findings", other)
 
 
+@mutation("micro-batches draw the same numbers from a key that the loss closes over", "gradients")
+def _():
+    from jzero.gradients import batch_independence
+
+    batch_independence.shared_draws = lambda *args: []
+
+
 @mutation("all micro-batches but the first are dropped", "gradients")
 def _():
     import jax

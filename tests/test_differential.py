@@ -71,7 +71,7 @@ def test_the_shares_of_a_nightly_run_can_be_reached():
 
 @pytest.mark.unit
 def test_only_a_documented_refusal_of_ours_passes():
-    case = {"step": "jit", "wraps": []}
+    case = {"step": "jit", "wraps": [], "flavour": "linen"}
     text = "offload under a mesh of Explicit axes: use Auto axes"
     assert refusals.refusal(NotImplementedError(text), case) == "offload under an Explicit mesh"
     assert refusals.refusal(RuntimeError(text), case) is None
@@ -81,7 +81,10 @@ def test_only_a_documented_refusal_of_ours_passes():
     assert refusals.refusal(sort, case | {"wraps": ["median"]})
     padded = ValueError("implies that array axis 0 is partitioned 6 times")
     assert refusals.refusal(padded, case) is None
-    assert refusals.refusal(padded, {"step": "eager", "wraps": []})
+    assert refusals.refusal(padded, case | {"step": "eager"})
+    closed_over = ValueError("a key that is the same for all parts of the batch")
+    assert refusals.refusal(closed_over, case)
+    assert refusals.refusal(closed_over, case | {"flavour": "nnx"}) is None
 
 
 @pytest.mark.unit
@@ -93,6 +96,13 @@ def test_what_the_comparison_lets_pass_and_what_not():
     one = compare.np.ones(4, "float32")
     near.values([one * (1 + 1e-6)], [one], "params", [0.0])
     near.values([one * 1.001], [one], "params", [2e-4])  # rounding alone moves it as far
+    one_off = compare.np.float32([1, 1, 1, 2])
+    signs = compare.Tolerances(case | {"optimizer": "lion", "compute": "bfloat16"})
+    signs.started = near.started
+    signs.values([one_off], [one], "params", [0.0])  # the sign of a sum in 16 bits
+    for off in (one_off * 1.1, one_off * compare.np.nan):
+        with pytest.raises(compare.Differs):
+            signs.values([off], [one], "params", [0.0])
     near.gradients([one * (1 + 1e-6)], [one], "gradients", [one])
     near.state([one, compare.np.int32(3)], [one, compare.np.int32(3)], "state", [0.0, 0.0])
     for wrong in (

@@ -68,8 +68,8 @@ OPTIMIZERS: dict[str, Any] = {
 SMOOTH = ("sgd", "momentum", "nesterov", "optimistic_sgd", "fromage", "lars", "normalized")
 """Updates without a division by a small number or a sign: free runs stay beside each other."""
 
-SIGNS = ("lion", "signum", "sign_sgd", "rprop")
-"""Updates that are a sign: rounding of what the sign is taken of may turn it."""
+SIGNS = ("lion", "signum", "sign_sgd", "rprop", "cocob")
+"""Updates that are a sign, COCOB's first too: rounding of what the sign is taken of may turn it."""
 
 AMPLIFY = ("muon", "galore", "adabelief", "acprop", "rmsprop_centered")
 """Iterations, decompositions, differences of nearly equal numbers: each case measures how much rounding grows."""

@@ -19,13 +19,16 @@ REFUSALS = {
 SORTS = {"XLA's all-to-all of a sort": r"HLO all-to-all has operands with different shapes"}
 """Those of XLA, where an update sorts a leaf (docs/limits.md)."""
 
+CLOSED_OVER = {"micro-batches that would draw the same numbers": r"key that is the same for all parts of the batch"}
+"""Those of a linen loss that draws from a key that it closes over (an NNX module brings its own)."""
+
 EAGER = {"gradients of padded leaves outside of jit": r"implies that array axis \d+ is partitioned"}
 """Those of steps that are not jitted."""
 
 
 def refusal(error: BaseException, case: dict) -> str | None:
     """The name of the refusal that an error is; None for any other error."""
-    known = REFUSALS | (EAGER if case["step"] == "eager" else {})
+    known = REFUSALS | (EAGER if case["step"] == "eager" else {}) | (CLOSED_OVER if case["flavour"] == "linen" else {})
     text = re.sub(r"\s+", " ", str(error))
     if not isinstance(error, (ValueError, TypeError, NotImplementedError)):
         known = SORTS if "median" in case["wraps"] and isinstance(error, RuntimeError) else {}
