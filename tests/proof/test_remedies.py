@@ -186,6 +186,31 @@ def test_a_loop_of_unknown_length(mesh):
     assert found(lambda body, x: jax.lax.fori_loop(0, 9, lambda _, x: body(x), x)) == ()
 
 
+@pytest.mark.remedy("_endless", "jax.lax.with_sharding_constraint(numbers, plan.sharding(jax.P()))")
+def test_random_numbers_that_are_drawn_until_they_are_accepted(mesh):
+    def run(place):
+        state = jzero.shard(lambda: create_small(ADAM), stage=2, mesh=mesh)
+        plan = jzero.plan_of(state)
+
+        def step(state, data, key):
+            def loss(params):
+                numbers = place(jax.random.beta(key, 1.5, 1.0, data["x"].shape[:1]), plan)
+                return jnp.mean(state.apply_fn({"params": params}, data["x"] * numbers[:, None]) ** 2)
+
+            value, grads = jax.value_and_grad(jzero.gather_on_use(loss, plan))(state.params)
+            return state.apply_gradients(grads=grads), value
+
+        args = state, plan.place_batch(batch()), jax.random.key(0)
+        program = jzero.jit(step, plan).lower(*args).compile()
+        return jzero.findings(program, plan), program(*args)[1]
+
+    (finding,), loss = run(lambda numbers, plan: numbers)
+    assert "that ends when all devices have drawn their random numbers" in finding.text
+    found, same = run(lambda numbers, plan: jax.lax.with_sharding_constraint(numbers, plan.sharding(jax.P())))
+    assert found == ()
+    np.testing.assert_allclose(loss, same, rtol=1e-6)
+
+
 @pytest.mark.remedy("not_checked", "an init that takes params alone")
 def test_an_init_that_cannot_be_traced(mesh):
     over = []

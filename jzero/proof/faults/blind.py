@@ -20,6 +20,8 @@ from jzero.proof.unrolled import UPDATE
 NOT_CHECKED = "not_checked"
 SHARE_UNNAMED = 0.05  # of one Psi
 EXPLAINED = "not_trained"  # XLA has dropped the backward pass, or the update
+DRAWN_BY_REJECTION = ("_gamma", "_poisson", "_binomial")
+"""Functions of jax.random that draw again until every number is accepted; beta, dirichlet and t call the first."""
 REPORT = "report it to jzero with the version of jax; "
 
 
@@ -58,15 +60,27 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
 
 def _endless(e: Evidence) -> Faults:
     sites = endless(s for s, _ in e.sites)
-    if sites:
-        listed = ", ".join(f"%{s.name} ({s.op}, {human_bytes(s.wire_bytes)})" for s in sites[:MOST_NAMES])
-        yield (
-            f"{counted(len(sites), 'collective')} in a loop whose trip count XLA does not know, counted once: {listed}"
-            f"{more_text(sites)}.",
-            sum(s.wire_bytes for s in sites),
-            "jax.lax.scan or jax.lax.fori_loop with a length that is known when the step is traced; or no collective "
-            "in that loop.",
-        )
+    drawn = [s for s in sites if any(f"jit({name})" in s.stack for name in DRAWN_BY_REJECTION)]
+    for found in (drawn, [s for s in sites if s not in drawn]):
+        if found is drawn:
+            loop = "that ends when all devices have drawn their random numbers"
+            remedy = (
+                "jax.lax.with_sharding_constraint(numbers, plan.sharding(jax.P())): each device draws all of them, "
+                "and none waits for another."
+            )
+        else:
+            loop = "whose trip count XLA does not know"
+            remedy = (
+                "jax.lax.scan or jax.lax.fori_loop with a length that is known when the step is traced; or no "
+                "collective in that loop."
+            )
+        if found:
+            listed = ", ".join(f"%{s.name} ({s.op}, {human_bytes(s.wire_bytes)})" for s in found[:MOST_NAMES])
+            yield (
+                f"{counted(len(found), 'collective')} in a loop {loop}, counted once: {listed}{more_text(found)}.",
+                sum(s.wire_bytes for s in found),
+                remedy,
+            )
 
 
 def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
