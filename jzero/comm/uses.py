@@ -43,7 +43,7 @@ class Uses(dict[str, tuple[Use, ...]]):
     """What `jzero.uses_of` reads from a step: by name of a param its uses.
 
     Attributes:
-      micro_batches: into how many the step cuts its batch by `plan.micro_batches`; 1 where it does not.
+      micro_batches: how many that reduce gradients the step cuts its batch into; 1 where it does not.
     """
 
     micro_batches: int = 1

@@ -29,7 +29,7 @@ from jzero.core.jaxprs import split_arrays
 from jzero.gather.transform import as_written, gather_on_use
 from jzero.gradients.batch_independence import DEVICE, MICRO_BATCH, Loss
 from jzero.gradients.module_state import State
-from jzero.layout.batches import split_rows
+from jzero.layout.batches import micro_batch_scope, split_rows
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P
@@ -203,7 +203,8 @@ class Accumulation:
             x = jnp.asarray(x)
             if local_index is not None:
                 return x.reshape(k, x.shape[0] // k, *x.shape[1:])
-            return split_rows(x, k, self.plan.batch, n)
+            with micro_batch_scope(k):
+                return split_rows(x, k, self.plan.batch, n)
 
         stacked = [jax.tree.map(cut, args[i - 1]) for i in self.batch_argnums]
 

@@ -24,6 +24,11 @@ MICRO_SCOPE = "jzero.micro_batches_"
 """Followed by k: the named scope in which a step splits its batch."""
 
 
+def micro_batch_scope(k: int):
+    """Around the split of a batch into k micro-batches that each reduce gradients: `uses_of` and `check` read k."""
+    return jax.named_scope(f"{MICRO_SCOPE}{k}")
+
+
 def place_batch(batch: PyTree, sharding: NamedSharding, *, parts: int, axes: tuple[str, ...]) -> PyTree:
     """The batch in its layout. Scalars are replicated; arrays that have this layout already are returned unchanged.
 
@@ -72,7 +77,7 @@ def micro_batches(batch: PyTree, k: int, sharding: NamedSharding, *, parts: int)
             f"{len(bad)} of {counted(len(jax.tree.leaves(batch)), 'leaf', 'leaves')} evenly:\n{listing(bad)}\n"
             f"Dim 0 of every leaf must be a multiple of {local * k}; keep out of the batch what has no examples."
         )
-    with jax.named_scope(f"{MICRO_SCOPE}{k}"):  # `uses_of` reads it: `check` knows what was asked for
+    with micro_batch_scope(k):
         return jax.tree.map(lambda x: _micro(x, k, sharding, parts), batch)
 
 

@@ -240,7 +240,7 @@ class Evidence:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches `plan.micro_batches` makes in the step; 1 without it, or if that is not known."""
+        """How many micro-batches of the step reduce gradients, as it asks; 1 if that is not known."""
         return getattr(self.uses, "micro_batches", 1)
 
     @property

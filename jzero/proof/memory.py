@@ -187,7 +187,7 @@ def estimate(
     plan: Plan,
     *,
     tx: optax.GradientTransformation | None = None,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     model: Transformer | None = None,
     uses: Mapping[str, Sequence[str | Use]] | None = None,
 ) -> Estimate:
@@ -197,7 +197,7 @@ def estimate(
       plan: from `make_plan`, or `plan_of(state)`; any stage, any mesh.
       tx: the optimizer, wrapped or plain; its state is counted leaf by leaf from its own shapes. None: two
         moments in the master dtype for every param, as Adam keeps.
-      accumulate: micro-batches in a step.
+      accumulate: micro-batches in a step. None: as many as `uses_of` has found, or 1.
       model: a `jzero.Transformer` with the sizes of the model and of one device's micro-batch, to count
         activations as well. Without it: the model states alone.
       uses: by name of a param (as `plan.describe()` has it), what the model does with it, once for each use:
@@ -236,8 +236,9 @@ def estimate(
     if tx is not None:
         check_transformation(tx, where="jzero.estimate")
     check_kind(model, "model", Transformer, "a jzero.Transformer", where="jzero.estimate", optional=True)
-    check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
     known = checked_uses(uses, plan, where="jzero.estimate")
+    accumulate = known.micro_batches if accumulate is None else accumulate
+    check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
     state, away, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
     moved = 0 if model is None else accumulate * model.host
     on_host = host_bytes_of(plan, tx, away, accumulate=accumulate, uses=known)

@@ -62,7 +62,8 @@ def uses_of(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None, *
       `dtype` in which its gradient is made, and of a lookup the `rows` of all devices. A weight that is constant over a
       loop has one use in it. What no forward pass reads, or only one in a `jax.shard_map`, is left out; so is an L2
       term, or another that meets no batch and is computed on shards, and what reads params that the step has updated.
-      `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step.
+      `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step, or of `value_and_grad(accumulate=k)`
+      where each micro-batch reduces its gradients.
 
     Raises:
       TypeError: `step` is not a function, `plan` is not a plan, or no argument has a plan.
@@ -105,7 +106,7 @@ def _without_leading(dims: frozenset[int] | None) -> frozenset[int] | None:
 
 
 def _micro_batches(jaxpr: Any) -> int:
-    """The k of `plan.micro_batches`, the largest; 1 where the step does not call it."""
+    """The largest k of a `micro_batch_scope`; 1 where the step has none."""
     found, graph = 1, Graph(jaxpr, [None] * len(jaxpr.constvars))
     for node in graph.nodes:
         names = _names(node)

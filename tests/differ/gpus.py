@@ -24,7 +24,7 @@ FLAVOURS = {"linen": LinenRun, "nnx": NnxRun}
 
 def suits(case: dict) -> bool:
     """True for a case whose step is one program of several GPUs."""
-    here = case["flavour"] in FLAVOURS and "micro" not in case and case["step"] != "eager"
+    here = case["flavour"] in FLAVOURS and case["step"] != "eager"
     mesh = case["mesh"]["kind"] != "explicit" and case["mesh"]["n"] > 1
     return here and mesh and case["config"]["tier"] not in OUTSIDE and case["config"]["stage"] > 0
 
@@ -32,7 +32,8 @@ def suits(case: dict) -> bool:
 def wrong(case: dict, folder: Path) -> str:
     """What is wrong, empty for nothing."""
     config = {k: v for k, v in case["config"].items() if k != "in_flight_bytes"}  # so few for a small model alone
-    case = case | {"config": config, "width": case["width"] * WIDER, "born": True, "fed": False, "donate": True}
+    case = {k: v for k, v in case.items() if k != "reference"}  # a model of its own beside it, with gathers of its own
+    case |= {"config": config, "width": case["width"] * WIDER, "born": True, "fed": False, "donate": True}
     target = jzero.pod("h200", gpus_per_host=case["mesh"]["n"])
     run = FLAVOURS[case["flavour"]](case, folder, abstract=True, devices=target.devices)
     plan = run.plan

@@ -156,3 +156,19 @@ def test_uses_know_the_micro_batches(loop, mesh):
     state, plan, batch = setting(mesh, stage=3)
     assert jzero.uses_of(step_of(plan, by_plan, loop), state, batch).micro_batches == K
     assert jzero.uses_of(step_of(plan, by_reshape, loop), state, batch).micro_batches == 1
+
+
+@pytest.mark.parametrize(("reduce", "cuts"), [("microbatch", K), ("step", 1)])
+def test_an_estimate_counts_the_micro_batches_of_value_and_grad(reduce, cuts, mesh):
+    """As many as reduce gradients; `accumulate=` outweighs what was found."""
+    state, plan, batch = setting(mesh)
+
+    def step(state, batch):
+        loss_fn = lambda p, batch: jnp.mean((state.apply_fn({"params": p}, batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+        _, grads = jzero.value_and_grad(loss_fn, plan, accumulate=K, reduce=reduce)(state.params, batch)
+        return state.apply_gradients(grads=grads)
+
+    uses = jzero.uses_of(step, state, batch)
+    assert uses.micro_batches == cuts
+    assert jzero.estimate(plan, uses=uses).wire_psi == pytest.approx(1 + cuts)
+    assert jzero.estimate(plan, uses=uses, accumulate=2).wire_psi == pytest.approx(3)
