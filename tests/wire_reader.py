@@ -1,8 +1,8 @@
 """A second reader of compiled programs, to hold jzero's against: what one device sends in one run of a program.
 
 It shares nothing with `jzero.proof`, and knows less: no phases, no axes, no overlap. It walks the text from the entry,
-multiplies by the trip counts of loops, and adds up rings: (n-1)/n of a tensor, twice that for an all-reduce, all of it
-for a permutation. What it does not know it refuses.
+multiplies by the trip counts of loops, takes every branch, and adds up rings: (n-1)/n of a tensor, twice that for an
+all-reduce, all of it for a permutation. What it does not know it refuses.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def of(homes: dict[str, list[str]], name: str, devices: int) -> float:
 
 def called(rest: str) -> list[str]:
     """Names of what an instruction runs; a reduction's sum of two numbers sends nothing."""
-    roles = "body|condition|calls|to_apply|called_computations|branch_computations"
+    roles = "body|condition|calls|to_apply|called_computations|branch_computations|true_computation|false_computation"
     found = re.findall(rf"\b(?:{roles})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
     return [name for some in found for name in re.findall(r"[\w.\-]+", some)]
 

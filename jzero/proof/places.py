@@ -30,12 +30,14 @@ class Place:
       loops: trip counts of the loops on the path, outermost first; 0 where the compiler does not know one.
       callers: name stacks of the calling instructions, the nearest first.
       pair: the computation and the `async-start` whose body this is, else None.
+      in_branch: a conditional is on the path, which may take another branch.
     """
 
     computation: Computation
     loops: tuple[int, ...] = ()
     callers: tuple[str, ...] = ()
     pair: tuple[Computation, Instruction] | None = None
+    in_branch: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def _followed(module: Module, i: Instruction) -> list[str]:
 def _enter(place: Place, i: Instruction, callee: Computation) -> Place:
     loops = (*place.loops, i.trips or 0) if i.opcode == "while" else place.loops
     pair = (place.computation, i) if i.opcode == "async-start" else place.pair
-    return Place(callee, loops, (i.op_name, *place.callers), pair)
+    return Place(callee, loops, (i.op_name, *place.callers), pair, place.in_branch or i.opcode == "conditional")
 
 
 def work_before(home: Computation) -> tuple[list[int], list[int]]:

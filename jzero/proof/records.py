@@ -27,6 +27,7 @@ class Collective(Move):
       parts: tensors that XLA combined into each.
       computation: HLO computation in which they stand; `entry` for the one that runs once.
       names: of the instructions.
+      in_branch: True in a branch of a conditional: they are counted, whichever branch a step takes.
     """
 
     op: str
@@ -38,6 +39,7 @@ class Collective(Move):
     sliced: bool
     parts: int
     names: tuple[str, ...]
+    in_branch: bool = False
 
     @property
     def overlapped(self) -> bool:

@@ -59,6 +59,11 @@ class Report:
         return any(0 in c.loops for c in self.collectives)
 
     @property
+    def is_upper_bound(self) -> bool:
+        """True where a collective is in a branch of a conditional: it is counted, whether or not a step takes it."""
+        return any(c.in_branch for c in self.collectives)
+
+    @property
     def pcie(self) -> dict[str, int]:
         """Bytes of one device over PCIe in a step, loops counted: `{"to_device": ..., "to_host": ...}`."""
         return {
@@ -161,7 +166,7 @@ def _grouped(
     """Equal sites of one computation as one row, the largest traffic first."""
     rows: dict[tuple, list[Site]] = {}
     for s in sites:
-        shown = (s.op, s.dtype, s.bytes, s.wire_bytes, s.group_size, s.loops, s.phase, s.scope)
+        shown = (s.op, s.dtype, s.bytes, s.wire_bytes, s.group_size, s.loops, s.place.in_branch, s.phase, s.scope)
         key = (*shown, s.asynchronous, s.compute_ops > 0, s.sliced, s.tensors, s.computation, s.groups)
         rows.setdefault(key, []).append(s)
     found = []
@@ -178,7 +183,7 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
         group_size=s.group_size, loops=s.loops, phase=s.phase, scope=s.scope, asynchronous=s.asynchronous,
         compute_ops=sum(x.compute_ops for x in same), compute_bytes=sum(x.compute_bytes for x in same),
         sliced=s.sliced, parts=s.tensors, computation="entry" if s.computation == entry else s.computation,
-        names=tuple(x.name for x in same),
+        names=tuple(x.name for x in same), in_branch=s.place.in_branch,
     )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ def render(report: Report) -> str:
     lines += ["", title, *(lines_of(_collectives(report)) if report.collectives else [" none"])]
     lines += [f" ... and {counted(hidden, 'row')} with less traffic"] if hidden > 0 else []
     lines += ["", "sent by one device in a step", *lines_of(_wire(report))] if report.collectives else []
+    if report.is_upper_bound:
+        lines += [" branch : a collective in a branch of a conditional is counted, whether or not a step takes it"]
     if report.is_lower_bound:
         lines += [" >= : a collective in a loop whose trip count XLA does not know is counted once"]
     if report.unknown_calls:
@@ -83,8 +85,9 @@ def _axes(c: Collective, report: Report) -> str:
 
 
 def _where(c: Collective) -> str:
-    """`once`, or the loops around it: `loop 4 x 3`."""
-    return "loop " + " x ".join(str(n or "?") for n in c.loops) if c.loops else "once"
+    """`once`, or the loops around it: `loop 4 x 3`; and `branch` where a step may not come by."""
+    loops = ["loop " + " x ".join(str(n or "?") for n in c.loops)] if c.loops else []
+    return " ".join([*loops, *["branch"] * c.in_branch]) or "once"
 
 
 def _overlap(c: Collective) -> str:
@@ -98,10 +101,11 @@ def _wire(report: Report) -> Table:
     table = plain_table("", "bytes", "Psi", right=("bytes", "Psi"))
     over = {f"over {axis}": count for axis, count in wire.by_axis.items()}
     rows = [*wire.by_op.items(), *over.items(), ("total", wire.total)]
-    least = ">= " if report.is_lower_bound else ""
+    lower, upper = report.is_lower_bound, report.is_upper_bound
+    bound = ">= " if lower and not upper else "<= " if upper and not lower else "~ " if upper else ""
     for name, count in rows:
-        psi = f"{least}{count / wire.psi_bytes:.3f}" if wire.psi_bytes else "-"
-        table.add_row(name, least + human_bytes(count), psi)
+        psi = f"{bound}{count / wire.psi_bytes:.3f}" if wire.psi_bytes else "-"
+        table.add_row(name, bound + human_bytes(count), psi)
     return table
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from wire_reader import sent
 
 from jzero.proof.arguments import arguments_given
 from jzero.proof.pod import pod
@@ -147,6 +148,22 @@ def test_loops_of_a_cpu_program():
 
 
 @pytest.mark.unit
+def test_a_branch_is_counted_and_named():
+    mesh = cpu_mesh(data=8)
+
+    def summed(x, flag):
+        both = [lambda x: jax.lax.psum(x, "data"), lambda x: jax.lax.psum(x[::2], "data").repeat(2, 0)]
+        return jax.lax.psum(jax.lax.cond(flag, *both, x), "data")
+
+    run = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False))
+    program = run.lower(abstract(mesh, shape=(64, 64)), abstract(mesh, shape=(), dtype=bool)).compile()
+    report = explain(program)
+    assert sorted((c.bytes, c.in_branch) for c in report.collectives) == [(2**13, True), (2**14, False), (2**14, True)]
+    assert report.wire.total == sent(program.as_text()) == 2 * (2**13 + 2**14 + 2**14) * 7 // 8
+    assert report.is_upper_bound
+    assert f"<= {report.wire.total / 1000:.2f} kB" in str(report)
+
+
 def test_program_of_one_device():
     report = explain(jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile())
     assert (report.collectives, report.wire.total, report.devices, report.mesh_shape) == ((), 0, 1, None)
