@@ -328,11 +328,14 @@ class ZeroConfig:
         return {name: EFFECTS[name] for name in ignored if self.stage < EFFECTS[name].stage}
 
     def without_effect(self) -> list[str]:
-        """For each field that is set and has no effect at this stage, a line that says so."""
-        return [
+        """For each field that is set and has no effect, a line that says so."""
+        lines = [
             f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
             for name, effect in self._without_effect().items()
         ]
+        if self.quantize_block != ZeroConfig.quantize_block and self.moment_dtype != jnp.int8:
+            lines.append(f'quantize_block={self.quantize_block} has no effect without moment_dtype="int8".')
+        return lines
 
     @property
     def row(self) -> Stage:
