@@ -12,6 +12,8 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
+import jzero
+
 
 class Net(nn.Module):
     @nn.compact
@@ -41,6 +43,15 @@ def step(state, batch):
         return jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
 
     loss, grads = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def step_of_micro_batches(state, batch):
+    def loss_of(params, batch):
+        return jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+    run = jzero.value_and_grad(loss_of, jzero.plan_of(state), accumulate=2)
+    loss, grads = run(state.params, batch)
     return state.apply_gradients(grads=grads), loss
 
 

@@ -29,7 +29,8 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
     began = time.perf_counter()
     say("laying out the state")
     state, plan = subject.state(stage)
-    known = {"model": subject.model, "uses": subject.uses(state, plan), "accumulate": subject.job.accumulate}
+    accumulate = subject.job.accumulate if subject.job.accumulate > 1 else None  # `uses` knows those of a --step
+    known = {"model": subject.model, "uses": subject.uses(state, plan), "accumulate": accumulate}
     planned = estimate(plan, tx=_tx(state), **known)
     say(f"compiling for {len(subject.pod.devices)} {subject.pod.gpu}")
     compiled = subject.compile(state, plan, subject.micro_batch)

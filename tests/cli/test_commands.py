@@ -239,6 +239,17 @@ def test_micro_batches_of_a_preset(capsys):
 
 
 @pytest.mark.nightly
+@pytest.mark.pod
+def test_micro_batches_of_a_step(capsys):
+    """The estimate knows how many a step of the user's has: two layers gather three weights in each."""
+    step = ["--step", f"{FILE}:step_of_micro_batches", "--batch", f"{FILE}:make_batch", "--min-shard-bytes", "0"]
+    assert main(["plan", "--create", f"{FILE}:create", *step, "--stages", "2,3", "--json"]) == 0
+    for stage, psi in zip(json.loads(capsys.readouterr().out)["stages"], (3, 5), strict=True):
+        assert stage["estimate"]["wire_psi"] == pytest.approx(psi, rel=0.02)
+        assert stage["compiled"]["wire_psi"] == pytest.approx(psi, rel=0.02)
+
+
+@pytest.mark.nightly
 def test_a_crash_of_the_compiler_is_a_line_of_the_table(capfd):
     args = [
         "--create",
