@@ -7,7 +7,9 @@ or the tier. (Orbax notes in `_sharding` how each array lay; only a load without
 
 [Note: a padded leaf is laid out again]
 In its logical shape, a leaf that is stored padded has no equal pieces along the padded dim. For the save it is laid out
-over the devices as far as its dims divide: an all-to-all of that leaf, and no device holds more than it must.
+over the devices as far as its dims divide: an all-to-all of that leaf, and no device holds more than it must. Before,
+the axes that leave a dim become its minor ones, in a program of its own: where the major part of a dim moves to another
+one and the minor part stays, the partitioner of jaxlib 0.12 ends the process ("Could not slice dimension").
 
 [Note: what a model needs]
 Besides its params a model computes with statistics (BatchNorm's, power iterations') and, in NNX, with weights that are
@@ -263,6 +265,10 @@ def to_store(leaf: NamedLeaf) -> Any:
     x = on_device(leaf.value)
     sharding: Any = x.sharding
     mesh, spec = even(leaf.shape, sharding.spec, sharding.mesh)
+    now, then = (spec_entries(s, len(leaf.shape)) for s in (named_on(sharding.spec, mesh), spec))
+    leaving_last = [sorted(had, key=lambda name: name not in kept) for had, kept in zip(now, then, strict=True)]
+    if leaving_last != list(map(list, now)):
+        x = _cut(x.shape, NamedSharding(mesh, make_spec([tuple(e) for e in leaving_last])))(x)
     return _cut(leaf.shape, NamedSharding(mesh, spec))(x)
 
 
