@@ -166,7 +166,7 @@ def compiled(row: str, stage: int) -> dict[str, Any]:
     psi = sum(plan.param_bytes for plan in plans) * (N - 1) / N
     closed = 0.0
     for plan, tx in zip(plans, txs, strict=True):
-        uses = jzero.uses_of(names["step"], *names["args"], batch, plan=plan)
+        uses = jzero.param_uses(names["step"], *names["args"], batch, plan=plan)
         closed += jzero.estimate(plan, tx=tx, uses=uses).wire
         found |= {f.kind: str(f) for f in jzero.findings(program, plan)}
     return {"psi": sent / psi, "closed": closed / psi, "findings": found}

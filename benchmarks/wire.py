@@ -88,7 +88,7 @@ def prepared(
         create, stage=stage, mesh=pod.mesh({"data": n}), **{"min_shard_bytes": 0, **fields}
     )
     batch = jax.ShapeDtypeStruct((case.rows * n, *case.example.shape), case.example.dtype)
-    uses = jzero.uses_of(step_of(case), state, batch)
+    uses = jzero.param_uses(step_of(case), state, batch)
     return pod, state, batch, jzero.estimate(jzero.plan_of(state), tx=state.tx, uses=uses)
 
 

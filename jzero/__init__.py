@@ -19,18 +19,24 @@ from jzero.gradients.loss_scale import LossScale
 from jzero.gradients.value_and_grad import value_and_grad
 from jzero.layout.mesh import mesh
 from jzero.offload import select
-from jzero.optim import ZeroState, unwrap, zero
+from jzero.optim import ZeroState, zero
 from jzero.proof.check import CheckError, Finding, check, findings
 from jzero.proof.memory import Estimate, estimate
-from jzero.proof.network import describe_mesh
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
-from jzero.proof.transformer import Transformer
-from jzero.proof.uses import uses_of
+from jzero.proof.uses import param_uses
 from jzero.sharding import Plan, make_plan
 
 if _TYPE_CHECKING:
     from jzero import checkpoint, deepspeed
+
+
+_RENAMED = {
+    "Transformer": "Pass the sizes to jzero.estimate(plan, model={'layers': 32, 'width': 4096, ...}).",
+    "describe_mesh": "Print jzero.estimate(plan).network().",
+    "unwrap": "jzero.zero takes a transformation that is wrapped already; jzero.unshard(state) has the plain one.",
+    "uses_of": "It is called jzero.param_uses.",
+}
 
 
 def __dir__() -> list[str]:
@@ -45,6 +51,8 @@ def __getattr__(name: str) -> _Any:
         return version("jzero")
     if name in ("checkpoint", "deepspeed"):
         return _import_module(f"jzero.{name}")
+    if name in _RENAMED:
+        raise AttributeError(f"jzero.{name} is gone. {_RENAMED[name]}")
     raise AttributeError(f"module 'jzero' has no attribute {name!r}")
 
 
@@ -57,14 +65,12 @@ __all__ = [
     "Plan",
     "Pod",
     "ProofError",
-    "Transformer",
     "ZeroConfig",
     "ZeroState",
     "abstract",
     "check",
     "checkpoint",
     "deepspeed",
-    "describe_mesh",
     "estimate",
     "explain",
     "findings",
@@ -72,14 +78,13 @@ __all__ = [
     "jit",
     "make_plan",
     "mesh",
+    "param_uses",
     "plan_of",
     "pod",
     "remat",
     "select",
     "shard",
     "unshard",
-    "unwrap",
-    "uses_of",
     "value_and_grad",
     "zero",
 ]

@@ -58,7 +58,8 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
     stages 1 and 2, nothing at stage 3).
 
     Args:
-      tx: the whole chain. It sees gradients and params in the master dtype, in their logical shapes.
+      tx: the whole chain. It sees gradients and params in the master dtype, in their logical shapes. One that is
+        wrapped already is wrapped for this plan instead.
       plan: from `jzero.make_plan`. With `trainable` the chain takes the trained params alone; `init` and `update` take
         all of them, or the trained ones.
 
@@ -71,7 +72,7 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
       `updates="delta"` plain arrays of the master dtype.
 
     Raises:
-      TypeError: `tx` is not an optax transformation, or is wrapped already.
+      TypeError: `tx` is not an optax transformation.
       ValueError: from `init` and `update`: the plan was not made for these params; `update` got no params.
 
     Layout:
@@ -93,10 +94,7 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
     """
     check_transformation(tx, where="jzero.zero")
     check_plan(plan, where="jzero.zero")
-    if is_wrapped(tx):
-        raise TypeError(
-            "jzero.zero: this transformation is wrapped already. Wrap the plain one: jzero.unwrap(tx)."
-        )
+    tx = unwrap(tx)
     return ZeroTransformation(_Init(tx, plan), _Update(tx, plan))
 
 
@@ -198,12 +196,7 @@ def as_held(
 
 
 def unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The plain transformation inside a wrapped one; a plain one is returned as it is.
-
-    Raises:
-      TypeError: `tx` is not an optax transformation.
-    """
-    check_transformation(tx, where="jzero.unwrap")
+    """The plain transformation inside a wrapped one; a plain one is returned as it is."""
     return tx.init.tx if is_wrapped(tx) else tx
 
 
@@ -435,4 +428,4 @@ def check_explicit(plan: Plan, extra: Collection[str] = ()) -> None:
     typed_mesh(plan.array_mesh)
 
 
-__all__ = ["ZeroState", "unwrap", "zero"]
+__all__ = ["ZeroState", "zero"]

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from models import is_key
 
 import jzero
+from jzero.optim import unwrap
 
 P = jax.P
 SHAPES = {
@@ -77,7 +78,7 @@ def abstract(layout, tx=None, dtype=jnp.float32):
 
 def logical_shapes(state):
     """The shapes of the optimizer state as optax makes them, masters after them."""
-    inner = jax.eval_shape(jzero.unwrap(state.tx).init, state.params)
+    inner = jax.eval_shape(unwrap(state.tx).init, state.params)
     masters = state.opt_state.master if hasattr(state.opt_state, "master") else {}
     return [x.shape for x in jax.tree.leaves(inner)] + [
         state.params[k].shape for k in sorted(masters) if masters[k] is not None

@@ -31,6 +31,7 @@ from restore_memory import resident
 
 import jzero
 from jzero.layout.placement import check_rows, check_same
+from jzero.proof.network import what_crosses
 from jzero.update.on_host.disk import record
 
 STEPS, ROWS, LARGE = 4, 64, (2048, 16384)
@@ -85,7 +86,7 @@ def mesh_of(hosts: int, inner: str = "data", outer: str | None = None):
     mesh = jax.sharding.Mesh(devices.reshape(hosts, -1), (outer, inner))
     if jax.process_count() > 1:  # told from the devices alone
         assert mesh == jzero.mesh({outer: "hosts", inner: "host"}, devices=devices[::-1].tolist())
-        assert jzero.describe_mesh(mesh).count("cross between hosts") == 1
+        assert what_crosses(mesh, {}).count("cross between hosts") == 1
     return mesh
 
 

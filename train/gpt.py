@@ -295,7 +295,7 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     plan = jzero.plan_of(like)
     shapes = {"tokens": jax.ShapeDtypeStruct((config.batch, m.seq + 1), np.int32)}
     traced = gradients if plan.config.updates_outside else train_step
-    estimate = jzero.estimate(plan, tx=like.tx, uses=jzero.uses_of(traced, like, shapes))
+    estimate = jzero.estimate(plan, tx=like.tx, uses=jzero.param_uses(traced, like, shapes))
     log.print(corpus.source)
     log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
     log.print(plan.describe(), estimate)

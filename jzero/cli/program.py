@@ -33,7 +33,7 @@ from jzero.flax.shard import abstract, plan_of
 from jzero.layout.specs import axis_size
 from jzero.proof.pod import Pod, pod
 from jzero.proof.transformer import Transformer
-from jzero.proof.uses import uses_of
+from jzero.proof.uses import param_uses
 from jzero.sharding import Plan
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -147,7 +147,7 @@ class Subject:
     def uses(self, state: PyTree, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
         """What the step does with each param."""
         args = state if is_pair(state) else (state,)
-        return self._step_phrased(lambda: uses_of(self.step, *args, *self.batch, plan=plan), args, self.batch)
+        return self._step_phrased(lambda: param_uses(self.step, *args, *self.batch, plan=plan), args, self.batch)
 
     def _step_phrased(self, call: Callable[[], Any], args: tuple[PyTree, ...], batch: tuple[PyTree, ...]) -> Any:
         kinds = ", ".join(_kinds(args, batch))

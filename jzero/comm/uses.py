@@ -40,7 +40,7 @@ class Use:
 
 
 class Uses(dict[str, tuple[Use, ...]]):
-    """What `jzero.uses_of` reads from a step: by name of a param its uses.
+    """What `jzero.param_uses` reads from a step: by name of a param its uses.
 
     Attributes:
       micro_batches: how many that reduce gradients the step cuts its batch into; 1 where it does not.

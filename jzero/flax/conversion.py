@@ -198,7 +198,7 @@ def _fresh_inner(
             rows = zip(leaves, plan.layouts, strict=True)
             return tree.unflatten([cut(v, x.shape, x.state, home) for v, x in rows])
 
-        init: Any = zero(unwrap(tx), home).init
+        init: Any = zero(tx, home).init
         return inner_of(init.on_device(logical(params), None if masters is None else logical(masters)))
 
     return jax.tree.leaves(jax.jit(fresh)(params, known))

@@ -90,7 +90,7 @@ def creation(
     shapes, rebuild, stacks = trace_creator(create, trainable)
     plan = planned(shapes, stacks)
     home = _home(plan)
-    tx = zero(unwrap(shapes.tx), home)
+    tx = zero(shapes.tx, home)
     tree, count = jax.tree.structure(shapes), len(plan.layouts)
     flat = wide_sources(
         lambda: [jnp.asarray(x) for x in jax.tree.leaves(parts_of(create(), trainable, where="jzero"))],
@@ -109,7 +109,7 @@ def creation(
         return jax.tree.leaves(parts.replace(step=step_array(parts.step)))
 
     target = shapes.replace(opt_state=init_shapes(tx, shapes.params))
-    out = target.replace(tx=zero(unwrap(shapes.tx), plan), apply_fn=wrapped_apply(shapes, plan))
+    out = target.replace(tx=zero(shapes.tx, plan), apply_fn=wrapped_apply(shapes, plan))
     if plan.config.in_files:  # elsewhere the state is made in the trace
         _check_outlives(lambda: jax.make_jaxpr(unwrap(shapes.tx).init)(shapes.taken).consts)
         return _born_into_files(flat, tree, out, home, rebuild), plan, target

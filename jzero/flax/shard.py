@@ -181,7 +181,7 @@ def abstract(
         shapes, stacks, config=config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes
     )
     check_explicit(plan)
-    tx = zero(unwrap(shapes.tx), plan)
+    tx = zero(shapes.tx, plan)
     opt_state = init_shapes(tx, shapes.taken)
     check_belongs(shapes.replace(opt_state=logical_shapes(shapes)), tx)
     target = shapes.replace(opt_state=opt_state, tx=tx, apply_fn=wrapped_apply(shapes, plan))
@@ -279,7 +279,7 @@ def _place(parts: Parts, plan: Plan, held: HeldMemory) -> Parts:
 
     Optimizers put one array of zeros, or the params themselves (COCOB), into several leaves.
     """
-    tx = zero(unwrap(parts.tx), plan)
+    tx = zero(parts.tx, plan)
     parts = converted(parts, tx, plan, place=put, store=put)
     parts = parts.replace(tx=tx, apply_fn=wrapped_apply(parts, plan), step=step_array(parts.step))
     return map_shardings(parts, plan, lambda x, s: held.taken(put(as_array(x), s)))

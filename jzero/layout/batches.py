@@ -25,7 +25,7 @@ MICRO_SCOPE = "jzero.micro_batches_"
 
 
 def micro_batch_scope(k: int):
-    """Around the split of a batch into k micro-batches that each reduce gradients: `uses_of` and `check` read k."""
+    """Around the split of a batch into k micro-batches that each reduce gradients: `param_uses` and `check` read k."""
     return jax.named_scope(f"{MICRO_SCOPE}{k}")
 
 

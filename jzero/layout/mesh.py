@@ -32,7 +32,7 @@ def mesh(
     """A mesh whose axes keep to the boundaries of hosts and slices, with Auto axes.
 
     Devices are ordered slice by slice and host by host, whatever order they come in, and the last axis runs inside of a
-    host first. `print(jzero.describe_mesh(mesh))` says what crosses the network.
+    host first. `print(jzero.estimate(plan).network())` says what crosses the network.
 
     Args:
       axes: size by axis name, from the outermost to the innermost. A size is a number; -1 or "rest", for one axis, what

@@ -139,9 +139,9 @@ def findings(
     Args:
       compiled: a compiled train step: state in, new state out.
       plan: the plan of that state.
-      uses: what the step does with its params, `jzero.uses_of(step, state, batch)`: without it `more_than_closed_form`
-        is not looked for. None: the step of a program of `pod.compile` or `jzero.jit(step).lower(...)` is traced once
-        more to read them; for other programs they are not known.
+      uses: what the step does with its params, `jzero.param_uses(step, state, batch)`: without it
+        `more_than_closed_form` is not looked for. None: the step of a program of `pod.compile` or
+        `jzero.jit(step).lower(...)` is traced once more to read them; for other programs they are not known.
       ignore: kinds to leave out, and targets of custom calls that you know not to communicate, such as your own
         kernels.
 

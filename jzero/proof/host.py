@@ -17,7 +17,7 @@ from jzero.comm.uses import DEFAULT, Use
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import shard_factor
 from jzero.offload import scheduled
-from jzero.optim import init_shapes, unwrap, zero
+from jzero.optim import init_shapes, zero
 from jzero.sharding import HOST, Plan
 from jzero.update.masters import split_master
 from jzero.update.sharded_update import ShardedUpdate
@@ -82,7 +82,7 @@ def _of_update(
     if tx is None or not plan.config.streams:
         return None
     with contextlib.suppress(Exception):
-        tx = zero(unwrap(tx), plan)
+        tx = zero(tx, plan)
         update: Any = tx.update
         plan = plan.trained
         state = split_master(init_shapes(tx, plan.shapes), plan.shapes)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from jzero.comm import comm_of
 from jzero.comm.uses import GATHERS, Use, Uses
@@ -33,7 +34,8 @@ from jzero.layout.specs import shard_factor, spec_axes
 from jzero.offload import late_bytes
 from jzero.optim import chain_of, init_shapes, unwrap, zero
 from jzero.proof.host import host_bytes_of
-from jzero.proof.transformer import Transformer
+from jzero.proof.network import what_crosses
+from jzero.proof.transformer import Transformer, transformer_of
 from jzero.sharding import HOST, Plan, check_plan
 from jzero.update.masters import widen_abstract
 from jzero.update.owners import exchanged
@@ -73,6 +75,7 @@ class Estimate:
         link count once.
       psi: bytes of all params, whole.
       n: devices that split the batch.
+      mesh: the mesh of the plan.
       assumed: which optimizer state was counted.
       reasons: why `wire` is not the textbook's 2 Psi (3 at stage 3), each with its bytes; empty for micro-batches and
         for params and state on different axes, which have other formulas.
@@ -97,6 +100,7 @@ class Estimate:
     wire_by_axes: Mapping[str, int]
     psi: int
     n: int
+    mesh: Mesh
     assumed: str
     reasons: tuple[tuple[str, int], ...] = ()
 
@@ -159,6 +163,28 @@ class Estimate:
     def _unit(self) -> float:
         return self.psi * (self.n - 1) / self.n
 
+    def network(self, *, devices_per_host: int | None = None) -> str:
+        """A table of what stays inside of a host and what crosses the network.
+
+        One row per axis of the mesh: its size, how many hosts (and slices) a group of devices along it spans, and
+        whether its collectives stay within a host, cross between hosts of a slice, or cross between slices. Then one
+        row per set of axes that the step sends over, with the bytes that a device sends in a step and those that leave
+        a host: a ring over several hosts leaves each of them once, with the bytes that one device sends.
+
+        Args:
+          devices_per_host: as in `jzero.mesh`.
+
+        Raises:
+          TypeError, ValueError: `devices_per_host`, as in `jzero.mesh`.
+
+        Example:
+          >>> import jax, jzero
+          >>> plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=3)
+          >>> print(jzero.estimate(plan).network().splitlines()[0])
+          {'data': 8} over 1 host x 8 devices: cpu
+        """
+        return what_crosses(self.mesh, self.wire_by_axes, devices_per_host=devices_per_host)
+
     def __str__(self) -> str:
         always = ("params", "grads", "opt_state", "total")
         parts = ("params", "grads", "opt_state", "in_flight", "activations", "working", "total", "recomputed")
@@ -188,7 +214,7 @@ def estimate(
     *,
     tx: optax.GradientTransformation | None = None,
     accumulate: int | None = None,
-    model: Transformer | None = None,
+    model: Mapping[str, Any] | Transformer | None = None,
     uses: Mapping[str, Sequence[str | Use]] | None = None,
 ) -> Estimate:
     """Bytes per device and wire bytes of a run, in closed form.
@@ -197,22 +223,30 @@ def estimate(
       plan: from `make_plan`, or `plan_of(state)`; any stage, any mesh.
       tx: the optimizer, wrapped or plain; its state is counted leaf by leaf from its own shapes. None: two
         moments in the master dtype for every param, as Adam keeps.
-      accumulate: micro-batches in a step. None: as many as `uses_of` has found, or 1.
-      model: a `jzero.Transformer` with the sizes of the model and of one device's micro-batch, to count
-        activations as well. Without it: the model states alone.
+      accumulate: micro-batches in a step. None: as many as `param_uses` has found, or 1.
+      model: the sizes of a transformer, to count activations as well; without it the model states alone. A mapping
+        with `layers`, `width` (features of the residual stream), `heads`, `seq` (tokens in a sequence), `batch=1` (one
+        device's sequences in a micro-batch), `vocab=0` (rows of the logits; 0 leaves them out), `ffn=4 * width`
+        (features inside of the MLP) and `dtype="bfloat16"` (of the activations). `remat=True`: a block's input is saved
+        and the block is computed again in the backward pass; False: all that the backward pass reads is saved.
+        `flash=False`: True if attention scores are never stored whole. `partition=1`: devices over which a saved input
+        is split, and `offload=False`: True if it waits in host memory, as `jzero.remat(Block, plan, partition=,
+        offload=)` does it.
       uses: by name of a param (as `plan.describe()` has it), what the model does with it, once for each use:
-        `jzero.uses_of(step, state, batch)` reads it from the step. A plan knows shapes and not uses: without it a param
-        counts as one matmul in its own dtype. By hand: `"matmul"`, `"lookup"`, or `"kept"` for what the backward pass
-        does not read. A tied embedding, `{"['embed']['embedding']": ("lookup", "matmul")}`, is reduced twice at stages
-        2 and 3, and gathered three times at stage 3. The gradient of a bf16 param that is used in fp32 is reduced in
-        fp32, and that of an fp32 param used in bf16 in bf16.
+        `jzero.param_uses(step, state, batch)` reads it from the step. A plan knows shapes and not uses: without it a
+        param counts as one matmul in its own dtype. By hand: `"matmul"`, `"lookup"`, or `"kept"` for what the
+        backward pass does not read. A tied embedding, `{"['embed']['embedding']": ("lookup", "matmul")}`, is reduced
+        twice at stages 2 and 3, and gathered three times at stage 3. The gradient of a bf16 param that is used in
+        fp32 is reduced in fp32, and that of an fp32 param used in bf16 in bf16.
 
     Returns:
       An `Estimate`; printing it gives a table.
 
     Raises:
-      TypeError: `plan` is not a plan, `model` is not a `Transformer`, or `accumulate` is not an integer.
-      ValueError: `accumulate` is below 1; `uses` names a param that is not in the plan, or an unknown kind of use.
+      TypeError: `plan` is not a plan, `accumulate` is not an integer, or `model` is not a mapping, lacks a size or has
+        one that is unknown or of another type.
+      ValueError: `accumulate` or a size is below 1, `partition` or `offload` stand beside `remat=False`; `uses` names a
+        param that is not in the plan, or an unknown kind of use.
 
     Cost:
       Memory per leaf of B bytes: B over the devices that its layout names; with accumulation gradients are
@@ -235,12 +269,12 @@ def estimate(
     check_plan(plan, where="jzero.estimate")
     if tx is not None:
         check_transformation(tx, where="jzero.estimate")
-    check_kind(model, "model", Transformer, "a jzero.Transformer", where="jzero.estimate", optional=True)
+    sizes = transformer_of(model, where="jzero.estimate")
     known = checked_uses(uses, plan, where="jzero.estimate")
     accumulate = known.micro_batches if accumulate is None else accumulate
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
     state, away, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
-    moved = 0 if model is None else accumulate * model.host
+    moved = 0 if sizes is None else accumulate * sizes.host
     on_host = host_bytes_of(plan, tx, away, accumulate=accumulate, uses=known)
     here = [x for x in plan.layouts if not plan.lives_on_host(x)]
     extra = _exchanged(plan, tx)
@@ -261,14 +295,15 @@ def estimate(
         to_device=on_host.to_device + moved,
         to_host=on_host.to_host + moved,
         devices_per_process=max(counts.values()),
-        activations=0 if model is None else model.saved,
-        activations_host=0 if model is None else model.host,
-        recomputed=0 if model is None else model.recomputed,
-        working=0 if model is None else model.working + _gathered_bytes(plan),
+        activations=0 if sizes is None else sizes.saved,
+        activations_host=0 if sizes is None else sizes.host,
+        recomputed=0 if sizes is None else sizes.recomputed,
+        working=0 if sizes is None else sizes.working + _gathered_bytes(plan),
         wire_by_axes=comm_of(plan).wire_by_axes(accumulate=accumulate, uses=known, extra=extra),
         reasons=() if accumulate > 1 else _reasons(plan, known, extra),
         psi=plan.param_bytes,
         n=plan.batch_parts,
+        mesh=plan.mesh,
         assumed=assumed,
     )
 
@@ -293,7 +328,7 @@ def checked_uses(uses: Mapping[str, Sequence[str | Use]] | None, plan: Plan, *, 
             known = " or ".join(map(repr, GATHERS))
             raise ValueError(
                 f"{where}: uses[{name!r}] is {some!r}. Pass a word for each use: {known}; or "
-                "jzero.uses_of(step, state, batch)."
+                "jzero.param_uses(step, state, batch)."
             )
         found[name] = tuple(u if isinstance(u, Use) else Use(u) for u in some)
     return found
@@ -347,7 +382,7 @@ def _gathered_bytes(plan: Plan) -> int:
 
 def planned_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     """The optimizer state as the plan lays it out, a tree of `jax.ShapeDtypeStruct` with shardings."""
-    state = init_shapes(zero(unwrap(tx), plan), plan.shapes)
+    state = init_shapes(zero(tx, plan), plan.shapes)
     rows = zip(jax.tree.leaves(state), plan.state_shardings(state), strict=True)
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in rows]
     return jax.tree.unflatten(jax.tree.structure(state), placed)
@@ -370,7 +405,7 @@ def _exchanged(plan: Plan, tx: optax.GradientTransformation | None) -> dict[tupl
     """What the optimizer's matrices cost on their way to their owners and back; nothing where it mixes no dims."""
     if tx is None:
         return {}
-    update: Any = zero(unwrap(tx), plan).update
+    update: Any = zero(tx, plan).update
     try:
         plan = plan.trained
         return exchanged(update.stored_tx, plan, widen_abstract(plan.shapes, plan))

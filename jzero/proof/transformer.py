@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jzero.core.errors import check_dtype, check_flag, check_int
+from jzero.core.errors import check_dtype, check_flag, check_int, check_kind, nearest
+
+WHERE = "jzero.estimate: model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """The sizes that `estimate` needs to count a transformer's activations; of the part that one device computes.
+    """The sizes that `estimate` needs to count a transformer's activations: of the part that one device computes.
 
     Args:
       layers: blocks.
@@ -57,18 +61,15 @@ class Transformer:
     offload: bool = False
 
     def __post_init__(self):
-        where = "jzero.Transformer"
-        check_dtype(self.dtype, "dtype", where=where)
+        check_dtype(self.dtype, "dtype", where=WHERE)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in ("remat", "flash", "offload"):
-                check_flag(value, field.name, where=where)
+                check_flag(value, field.name, where=WHERE)
             elif field.name != "dtype" and not (field.name == "ffn" and value is None):
-                check_int(value, field.name, where=where, low=0 if field.name == "vocab" else 1)
+                check_int(value, field.name, where=WHERE, low=0 if field.name == "vocab" else 1)
         if not self.remat and (self.offload or self.partition > 1):
-            raise ValueError(
-                "jzero.Transformer(remat=False): only saved block inputs are split or offloaded."
-            )
+            raise ValueError(f"{WHERE}: with remat=False no block input is saved that could be split or offloaded.")
 
     @property
     def _kept(self) -> int:
@@ -112,3 +113,24 @@ class Transformer:
         """Bytes alive on top at the worst moment: one block computed again, or fp32 logits and their gradient."""
         logits = 2 * 4 * self.batch * self.seq * self.vocab
         return max(self.block if self.remat else 0, logits)
+
+
+def transformer_of(model: Mapping[str, Any] | Transformer | None, *, where: str) -> Transformer | None:
+    """The sizes in a mapping.
+
+    Raises:
+      TypeError: not a mapping, a size that is missing, unknown or of another type.
+      ValueError: as `Transformer`.
+    """
+    if model is None or isinstance(model, Transformer):
+        return model
+    rule = "a mapping of sizes, {'layers': 32, 'width': 4096, ...}"
+    check_kind(model, "model", Mapping, rule, where=where, optional=True)
+    fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(Transformer)}
+    for name in model:
+        if name not in fields:
+            raise TypeError(f"{where}: model has no size {name!r}.{nearest(str(name), fields)}")
+    missing = [name for name, needed in fields.items() if needed and name not in model]
+    if missing:
+        raise TypeError(f"{where}: model lacks {', '.join(missing)}. Pass these sizes as well.")
+    return Transformer(**model)

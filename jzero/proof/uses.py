@@ -45,7 +45,7 @@ _GRAD = re.compile(r"jvp\(|transpose\(|jzero\.")
 _CUT = re.compile(rf"{re.escape(MICRO_SCOPE)}(\d+)")
 
 
-def uses_of(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None, **kwargs: PyTree) -> Uses:
+def param_uses(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None, **kwargs: PyTree) -> Uses:
     """What a train step does with each param: for `estimate(plan, uses=)`, which knows only shapes without it.
 
     The step is traced as plain Flax would, without jzero's collectives, and nothing is compiled.
@@ -72,15 +72,15 @@ def uses_of(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None, *
       >>> import jax, jax.numpy as jnp, jzero
       >>> plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, stage=3)
       >>> step = jax.grad(lambda params, x: (x @ params["w"].astype("float32")).sum())
-      >>> jzero.uses_of(step, plan.shapes, jnp.ones((8, 64)), plan=plan)
+      >>> jzero.param_uses(step, plan.shapes, jnp.ones((8, 64)), plan=plan)
       {"['w']": (Use(kind='kept', dtype=dtype('float32'), rows=0),)}
     """
     plan = find_plan((*args, *kwargs.values())) if plan is None else plan
-    check_plan(plan, where="jzero.uses_of")
+    check_plan(plan, where="jzero.param_uses")
     assert plan is not None
-    jitted = jitted_fn(step, (), (args, kwargs), where="jzero.uses_of")
+    jitted = jitted_fn(step, (), (args, kwargs), where="jzero.param_uses")
     if jitted is not step:  # one that the user jitted may have static arguments
-        check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.uses_of")
+        check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.param_uses")
     with as_written():
         return uses_in(jitted.trace(*args, **kwargs), plan)
 

@@ -120,7 +120,8 @@ def test_frozen_weights_are_gathered_twice_and_never_reduced(make, way):
     x = jax.ShapeDtypeStruct((512, DIM), BF16, sharding=plan.batch)
     given = {} if donate is None else {"donate_argnums": donate}
     compiled = pod.compile(step, *state, x, compiler_options=QUICK, plan=plan, **given)
-    report, estimate = jzero.explain(compiled, plan), jzero.estimate(plan, tx=tx, uses=jzero.uses_of(step, *state, x))
+    uses = jzero.param_uses(step, *state, x)
+    report, estimate = jzero.explain(compiled, plan), jzero.estimate(plan, tx=tx, uses=uses)
     frozen = [x for x in plan.layouts if x.frozen is not None]
     lora = sum(x.size for x in plan.layouts) - sum(x.size for x in frozen)
     assert sum(x.nbytes for x in frozen) == BASE

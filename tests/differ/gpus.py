@@ -45,7 +45,7 @@ def wrong(case: dict, folder: Path) -> str:
     other = sent(compiled.as_text())
     if report.wire.total != other:
         return f"explain says {report.wire.total} bytes, the second reader {other}"
-    closed = jzero.estimate(plan, tx=run.wrapped(), uses=jzero.uses_of(run.run, *args, plan=plan)).wire
+    closed = jzero.estimate(plan, tx=run.wrapped(), uses=jzero.param_uses(run.run, *args, plan=plan)).wire
     if abs(report.wire.total - closed) > SHARE * max(closed, report.wire.psi_bytes) and not (found or found.notes):
         return f"{report.wire.total} bytes are sent, the estimate says {closed}, and check says nothing"
     return ""

@@ -1,4 +1,4 @@
-"""`jzero.mesh` on simulated hosts and slices, and what `describe_mesh` says crosses the network."""
+"""`jzero.mesh` on simulated hosts and slices, and what is said to cross the network."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 import jzero
 from jzero.layout.topology import HostPosition, hosts_of, span
+from jzero.proof.network import what_crosses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +106,8 @@ def test_slices():
     assert along(mesh, "replica") == [0, 2]
     assert along(mesh, "data") == [0, 1]
     assert dict(jzero.mesh({"all": "hosts", "data": "host"}, devices=devices).shape) == {"all": 4, "data": 8}
-    assert "8         2 hosts" not in jzero.describe_mesh(mesh)
-    lines = jzero.describe_mesh(mesh).splitlines()
+    assert "8         2 hosts" not in what_crosses(mesh, {})
+    lines = what_crosses(mesh, {}).splitlines()
     assert lines[0] == "{'replica': 2, 'data': 2, 'model': 8} over 4 hosts x 8 devices in 2 slices: fake"
     assert [re.split(r"  +", line)[2:] for line in lines[3:]] == [
         ["2 hosts, 2 slices", "cross between slices"],
@@ -122,7 +123,7 @@ def test_one_process_per_gpu_has_its_machine_as_host():
     unnumbered = [Device(i, i) for i in range(16)]
     mesh = jzero.mesh(replica="hosts", data="host", devices=unnumbered, devices_per_host=8)
     assert dict(mesh.shape) == {"replica": 2, "data": 8}
-    assert "16 devices" not in jzero.describe_mesh(mesh, devices_per_host=8)
+    assert "16 devices" not in what_crosses(mesh, {}, devices_per_host=8)
     assert span(mesh, ["data"], devices_per_host=8).hosts == 1
     assert span(mesh, ["data"]).hosts == 8
     assert hosts_of(unnumbered[:2]) == [HostPosition(0, 0), HostPosition(0, 1)]
@@ -198,8 +199,6 @@ def test_wrong_kinds():
     assert jzero.mesh(model=2, pipe=-1).shape == {"model": 2, "pipe": 4}  # not taken for pod=
     with pytest.raises(ValueError, match="devices_per_host=3"):
         jzero.mesh(devices_per_host=3)
-    with pytest.raises(TypeError, match="needs a mesh or a plan, got dict"):
-        jzero.describe_mesh({})  # type: ignore[arg-type]
 
 
 @pytest.mark.unit
@@ -209,7 +208,7 @@ def test_what_a_step_sends_over_the_network():
     shapes, size = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}, 2**22
 
     def leaves(**fields):
-        text = jzero.describe_mesh(jzero.make_plan(shapes, mesh=mesh, **fields), devices_per_host=4)
+        text = jzero.estimate(jzero.make_plan(shapes, mesh=mesh, **fields)).network(devices_per_host=4)
         rows = [re.split(r"  +", line) for line in text.splitlines()]
         return {r[0]: r[-2:] for r in rows if r[0] in ("replica", "data", "replica+data") and len(r) == 6}
 

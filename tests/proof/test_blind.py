@@ -198,7 +198,7 @@ def test_a_program_without_params_is_refused():
             read(foreign, plan)
 
 
-@pytest.mark.remedy("not_checked", "uses=jzero.uses_of(step, state, batch)")
+@pytest.mark.remedy("not_checked", "uses=jzero.param_uses(step, state, batch)")
 def test_a_step_that_cannot_be_traced_again_is_said():
     """It wants a context that is over when `check` traces it: rules that need a trace were dropped without a word."""
     inside = [True]
@@ -286,7 +286,7 @@ def test_an_nnx_step_by_record(stage, jit, ema):
     held = jzero.estimate(plan, tx=optimizer.tx)
     assert report.memory.params == held.params
     assert report.memory.opt_state == held.opt_state
-    uses = jzero.uses_of(step, model, optimizer, x, *averages, plan=plan)
+    uses = jzero.param_uses(step, model, optimizer, x, *averages, plan=plan)
     assert set(uses) == {x.name for x in plan.layouts}
     assert report.wire.psi == pytest.approx(jzero.estimate(plan, uses=uses).wire_psi, rel=0.01)
     assert [f.kind for f in findings(compiled, plan)] == ["state_too_large"] * (stage == 3)  # the frozen weight

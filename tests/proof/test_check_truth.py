@@ -153,7 +153,7 @@ def test_a_step_that_never_updates(stage, donated, mesh):
 
     def found(step):
         program = lowered(step, state, data, donate_argnums=donated)
-        every = jzero.findings(program, plan, uses=jzero.uses_of(step, state, data))
+        every = jzero.findings(program, plan, uses=jzero.param_uses(step, state, data))
         return [f for f in every if f.kind != "state_not_donated"]
 
     def forgets_to_update(state, data):  # nothing needs the gradients: XLA drops them
@@ -177,7 +177,7 @@ def test_a_step_that_never_updates(stage, donated, mesh):
     program = lowered(forgets_to_update, state, data, donate_argnums=(0,))
     (finding,) = jzero.findings(program, plan)  # nobody says what it reads
     assert finding.kind == "not_trained"
-    assert finding.text.endswith("if it is not to train, pass uses=jzero.uses_of(step, ...).")
+    assert finding.text.endswith("if it only evaluates, pass uses=jzero.param_uses(step, ...).")
 
     assert found(updates) == []
     for_another = lambda state, data: (state, *grads_of(state, data))  # noqa: E731 - gradients to add up
@@ -432,7 +432,7 @@ def test_nnx_step_that_never_updates(mesh):
 
     def found(step):
         jitted = nnx.jit(step, donate_argnums=(0, 1))
-        program, uses = jitted.lower(model, optimizer, data).compile(), jzero.uses_of(jitted, model, optimizer, data)
+        program, uses = jitted.lower(model, optimizer, data).compile(), jzero.param_uses(jitted, model, optimizer, data)
         return jzero.findings(program, plan, uses=uses)
 
     (finding,) = found(forgets_to_update)

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jzero
+from jzero.proof.transformer import Transformer
 
 VALUES = 1024 * 512
 LEAF = {"w": jax.ShapeDtypeStruct((1024, 512), "bfloat16")}
@@ -72,7 +73,7 @@ def test_weights_that_are_kept_are_gathered_once():
     assert jzero.estimate(kept).wire_psi == 2
     assert jzero.estimate(kept, accumulate=4).wire_psi == 8
     assert jzero.estimate(kept, uses={"['w']": ["lookup", "matmul"]}).wire_psi == 3  # reduced by each
-    model = jzero.Transformer(layers=2, width=64, heads=2, seq=64)
+    model = {"layers": 2, "width": 64, "heads": 2, "seq": 64}
     more = jzero.estimate(kept, model=model).working - jzero.estimate(plan_of(3), model=model).working
     assert (more, jzero.estimate(kept).states) == (
         0,
@@ -122,36 +123,36 @@ def test_a_transformer_counts_activations_as_korthikanti_does():
     """34 s b h + 5 a s^2 b bytes per layer in 16 bits (arXiv:2205.05198, equation 1), and one input with remat."""
     s, b, h, a, layers = 2048, 3, 6144, 64, 5
     sizes = {"layers": layers, "width": h, "heads": a, "seq": s, "batch": b}
-    kept = jzero.Transformer(**sizes, remat=False)
+    kept = Transformer(**sizes, remat=False)
     assert kept.saved == layers * (34 * s * b * h + 5 * a * s * s * b)
-    remat = jzero.Transformer(**sizes, vocab=50304)
+    remat = Transformer(**sizes, vocab=50304)
     assert remat.saved == layers * 2 * s * b * h
     assert remat.working == max(kept.saved // layers, 8 * s * b * 50304)
-    assert jzero.Transformer(**sizes, flash=True).working == 34 * s * b * h
+    assert Transformer(**sizes, flash=True).working == 34 * s * b * h
 
 
 @pytest.mark.unit
 def test_saved_inputs_are_split_or_on_the_host():
     sizes = {"layers": 12, "width": 1024, "heads": 16, "seq": 512}
     one = 2 * 512 * 1024
-    plain, split = jzero.Transformer(**sizes), jzero.Transformer(**sizes, partition=4)
-    away, both = (jzero.Transformer(**sizes, offload=True, partition=n) for n in (1, 4))
+    plain, split = Transformer(**sizes), Transformer(**sizes, partition=4)
+    away, both = (Transformer(**sizes, offload=True, partition=n) for n in (1, 4))
     assert [m.saved for m in (plain, split, away, both)] == [12 * one, 3 * one, 2 * one, one // 2]
     assert [m.host for m in (plain, split, away, both)] == [0, 0, 12 * one, 3 * one]
     assert plain.recomputed == both.recomputed == 12 * (plain.block - one)
-    assert jzero.Transformer(**sizes, remat=False).recomputed == 0
+    assert Transformer(**sizes, remat=False).recomputed == 0
     e = jzero.estimate(plan_of(2), model=away, accumulate=2)
     assert (e.activations, e.activations_host, e.recomputed) == (2 * one, 12 * one, away.recomputed)
     assert e.to_host == e.to_device == 2 * 12 * one
     assert e.host_per_process == 12 * one * e.devices_per_process
     assert "activations on the host" in str(e)
-    with pytest.raises(ValueError, match=r"jzero\.Transformer\(remat=False\)"):
-        jzero.Transformer(**sizes, remat=False, offload=True)
+    with pytest.raises(ValueError, match=r"jzero\.estimate: model: with remat=False"):
+        jzero.estimate(plan_of(2), model={**sizes, "remat": False, "offload": True})
 
 
 @pytest.mark.unit
 def test_a_model_adds_activations_and_what_is_gathered():
-    model = jzero.Transformer(layers=2, width=64, heads=2, seq=16)
+    model = Transformer(layers=2, width=64, heads=2, seq=16)
     split, whole = (jzero.estimate(plan_of(stage), model=model) for stage in (3, 2))
     assert whole.working == model.working
     assert (
@@ -166,11 +167,15 @@ def test_bad_input():
     plan = plan_of(2)
     with pytest.raises(TypeError, match=r"plan must be a jzero.Plan, not dict\. Pass jzero\.plan_of"):
         jzero.estimate(LEAF)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"model must be a jzero\.Transformer or None, not int"):
+    with pytest.raises(TypeError, match=r"model must be a mapping of sizes, .* or None, not int"):
         jzero.estimate(plan, model=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"jzero\.estimate\(accumulate=0\)"):
         jzero.estimate(plan, accumulate=0)
     with pytest.raises(TypeError, match="must be an integer"):
         jzero.estimate(plan, accumulate=True)
-    with pytest.raises(ValueError, match=r"jzero\.Transformer\(layers=0\)"):
-        jzero.Transformer(layers=0, width=1, heads=1, seq=1)
+    with pytest.raises(ValueError, match=r"jzero\.estimate: model\(layers=0\)"):
+        jzero.estimate(plan, model={"layers": 0, "width": 1, "heads": 1, "seq": 1})
+    with pytest.raises(TypeError, match=r"model has no size 'layer'\. Did you mean 'layers'"):
+        jzero.estimate(plan, model={"layer": 2})
+    with pytest.raises(TypeError, match="model lacks width, heads, seq"):
+        jzero.estimate(plan, model={"layers": 2})

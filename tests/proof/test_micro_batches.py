@@ -116,7 +116,7 @@ def test_programs_of_the_cpu(cut, loop, mesh):
         program = (
             jax.jit(step, donate_argnums=0).lower(state, batch).compile({"xla_backend_optimization_level": 0})
         )
-        return [f.kind for f in jzero.findings(program, plan, uses=jzero.uses_of(step, state, batch))]
+        return [f.kind for f in jzero.findings(program, plan, uses=jzero.param_uses(step, state, batch))]
 
     assert found(cut) == ["batch_not_split"]
     assert found(by_plan) == []
@@ -154,8 +154,8 @@ def test_reductions_per_micro_batch(stage, mesh):
 @pytest.mark.parametrize("loop", [in_scan, in_python])
 def test_uses_know_the_micro_batches(loop, mesh):
     state, plan, batch = setting(mesh, stage=3)
-    assert jzero.uses_of(step_of(plan, by_plan, loop), state, batch).micro_batches == K
-    assert jzero.uses_of(step_of(plan, by_reshape, loop), state, batch).micro_batches == 1
+    assert jzero.param_uses(step_of(plan, by_plan, loop), state, batch).micro_batches == K
+    assert jzero.param_uses(step_of(plan, by_reshape, loop), state, batch).micro_batches == 1
 
 
 @pytest.mark.parametrize(("reduce", "cuts"), [("microbatch", K), ("step", 1)])
@@ -168,7 +168,7 @@ def test_an_estimate_counts_the_micro_batches_of_value_and_grad(reduce, cuts, me
         _, grads = jzero.value_and_grad(loss_fn, plan, accumulate=K, reduce=reduce)(state.params, batch)
         return state.apply_gradients(grads=grads)
 
-    uses = jzero.uses_of(step, state, batch)
+    uses = jzero.param_uses(step, state, batch)
     assert uses.micro_batches == cuts
     assert jzero.estimate(plan, uses=uses).wire_psi == pytest.approx(1 + cuts)
     assert jzero.estimate(plan, uses=uses, accumulate=2).wire_psi == pytest.approx(3)

@@ -59,7 +59,7 @@ def compiled(scan, tied=True, n=8, clip=False, accumulate=1, layers=3):
     step = gpt_step if accumulate == 1 else accumulating(plan, accumulate)
     batch = tokens(n * accumulate)
     program = pod.compile(step, state, batch, donate_argnums=0, plan=plan, compiler_options=QUICK)
-    return program, plan, jzero.explain(program, plan), state, jzero.uses_of(step, state, batch)
+    return program, plan, jzero.explain(program, plan), state, jzero.param_uses(step, state, batch)
 
 
 @pytest.mark.default_cases("True-True-8-True-1", "False-False-1-False-1", "True-False-8-True-2")

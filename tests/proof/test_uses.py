@@ -1,4 +1,4 @@
-"""`jzero.uses_of`: what a step does with its params, read from its trace."""
+"""`jzero.param_uses`: what a step does with its params, read from its trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def uses(case, stage, mesh, metric=None):
 
     state = jzero.abstract(create, stage=stage, mesh=mesh, min_shard_bytes=0)
     batch = jax.ShapeDtypeStruct((8, *case.example.shape), case.example.dtype)
-    found = jzero.uses_of(step, state, batch)
+    found = jzero.param_uses(step, state, batch)
     return {k.removesuffix("']").split("['", 1)[1]: v for k, v in found.items()}
 
 
@@ -91,7 +91,7 @@ def test_nnx(jit, mesh):
         optimizer.update(model, grads)
         return loss
 
-    found = jzero.uses_of(jit(step), model, optimizer, jax.ShapeDtypeStruct((8, 16), F32))
+    found = jzero.param_uses(jit(step), model, optimizer, jax.ShapeDtypeStruct((8, 16), F32))
     kernels = [v for k, v in found.items() if "kernel" in k]
     assert [[(use.kind, use.dtype) for use in v] for v in kernels] == [[("kept", BF16)], [("matmul", BF16)]]
 
@@ -110,7 +110,7 @@ def test_what_is_traced_for_it_is_not_used_for_the_step(mesh):
         return state.apply_gradients(grads=grads)
 
     x = jax.ShapeDtypeStruct((8, 64), F32)
-    assert jzero.uses_of(step, state, x).keys() == {"['w']"}
+    assert jzero.param_uses(step, state, x).keys() == {"['w']"}
     assert "jzero.gather_weight" in step.lower(state, x).as_text(debug_info=True)
 
 
@@ -132,14 +132,14 @@ def test_a_term_of_weights_alone_is_computed_on_shards(term, mesh):
     plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), F32)}, stage=3, mesh=mesh, min_shard_bytes=0)
     more, times = TERMS[term]
     step = jax.grad(lambda p, x: jnp.sin(x @ p["w"]).sum() + more(p["w"], x))
-    found = jzero.uses_of(step, plan.shapes, jax.ShapeDtypeStruct((8, 64), F32), plan=plan)
+    found = jzero.param_uses(step, plan.shapes, jax.ShapeDtypeStruct((8, 64), F32), plan=plan)
     assert len(found["['w']"]) == 1 + times
 
 
 def test_the_estimate_says_why(mesh):
     plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), BF16)}, stage=3, mesh=mesh, min_shard_bytes=0)
     step = jax.grad(lambda p, x: jnp.tanh(jnp.tanh(x * p["w"][0, 0]) @ p["w"].astype(F32)).sum())
-    dot = functools.partial(jzero.uses_of, plan=plan)(step, plan.shapes, jax.ShapeDtypeStruct((8, 64), F32))
+    dot = functools.partial(jzero.param_uses, plan=plan)(step, plan.shapes, jax.ShapeDtypeStruct((8, 64), F32))
     e = jzero.estimate(plan, uses={"['w']": dot["['w']"][-1:]})
     assert e.wire_psi == pytest.approx(4)
     assert "dtype of compute  +1.00 Psi" in str(e)
@@ -149,8 +149,8 @@ def test_the_estimate_says_why(mesh):
 
 
 def test_refusals(mesh):
-    with pytest.raises(TypeError, match=r"jzero\.uses_of"):
-        jzero.uses_of(lambda x: x, jnp.ones(8))
+    with pytest.raises(TypeError, match=r"jzero\.param_uses"):
+        jzero.param_uses(lambda x: x, jnp.ones(8))
     plan = jzero.make_plan({"w": jnp.ones((64, 64))}, mesh=mesh)
-    with pytest.raises(TypeError, match=r"jzero\.uses_of"):
-        jzero.uses_of(3, plan=plan)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"jzero\.param_uses"):
+        jzero.param_uses(3, plan=plan)  # pyright: ignore[reportArgumentType]

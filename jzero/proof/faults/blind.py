@@ -53,7 +53,7 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
         yield (
             f"more_than_closed_form, and gradients that are zero (not_trained), were not looked for: {e.uses_unknown}.",
             0,
-            "uses=jzero.uses_of(step, state, batch), in the contexts that the step wants; or compile with "
+            "uses=jzero.param_uses(step, state, batch), in the contexts that the step wants; or compile with "
             "pod.compile(step, ...) or jzero.jit(step, plan).lower(...).compile().",
         )
 

@@ -1,7 +1,7 @@
 """Fault of the wire as a whole: more is sent than the closed form says.
 
 [Note: what is compared]
-The closed form is `estimate`'s: from the plan and from what the step does with each param (`uses_of`), not from the
+The closed form is `estimate`'s: from the plan and from what the step does with each param (`param_uses`), not from the
 compiled program. Collectives outside of it are left out of the sum: the optimizer's own arithmetic
 (`optimizer_moves`) and its exchange of matrices, the user's collectives in a `jax.shard_map`, and axes over which ZeRO
 does not split. Micro-batches are counted in the program; a loop that is taken for one makes the closed form larger.

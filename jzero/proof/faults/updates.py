@@ -67,7 +67,7 @@ def _unchanged(e: Evidence) -> Faults:
     yield (
         f"the step takes optimizer state and never updates: {counted(len(leaves), 'param comes', 'params come')} back "
         f"as {'it' if len(leaves) == 1 else 'they'} went in. {names_text(leaves)}"
-        + (" It has no backward pass; if it is not to train, pass uses=jzero.uses_of(step, ...)." if guessed else ""),
+        + (" It has no backward pass; if it only evaluates, pass uses=jzero.param_uses(step, ...)." if guessed else ""),
         sum(x.held for x in leaves),
         "linen: return state.apply_gradients(grads=grads); NNX: optimizer.update(model, grads); optax: params = "
         "optax.apply_updates(params, updates), with updates from tx.update(grads, opt_state, params).",
