@@ -134,8 +134,9 @@ class _Graph(WeightGraph):
     def added(self, node: Node) -> None:
         super().added(node)
         if node.name in SAME:
-            pairs = zip(node.outs, node.ins, strict=True)
-            self.parent.update((out, i) for out, i in pairs if i in self.parent)
+            pairs = [(out, i) for out, i in zip(node.outs, node.ins, strict=True) if i in self.parent]
+            self.parent.update(pairs)
+            self.split.update((out, self.split[i]) for out, i in pairs if i in self.split)
 
     def weights_of(self, node: Node) -> list[int]:
         return [] if node.name in SAME else super().weights_of(node)

@@ -114,6 +114,21 @@ def test_what_is_traced_for_it_is_not_used_for_the_step(mesh):
     assert "jzero.gather_weight" in step.lower(state, x).as_text(debug_info=True)
 
 
+def test_a_frozen_weight_that_is_used_by_index_is_cut_on_its_shard(mesh):
+    """openpi's LoRA: each part is gathered by itself, half of the bytes of the whole."""
+    shapes = {name: jax.ShapeDtypeStruct((2, 64, 64), BF16) for name in ("base", "lora")}
+    plan = jzero.make_plan(
+        shapes, stage=3, mesh=mesh, min_shard_bytes=0, scan_axes={}, trainable=lambda path, _: path == ("lora",)
+    )
+
+    def loss(params, x):
+        return sum(((x @ params["lora"][i] + x @ params["base"][i]) ** 2).mean() for i in (0, 1))
+
+    step = jax.grad(jzero.gather_on_use(loss, plan))
+    found = jzero.param_uses(step, plan.shapes, jax.ShapeDtypeStruct((8, 64), F32), plan=plan)
+    assert [[use.part for use in some] for some in found.values()] == [[0.5, 0.5], [0.5, 0.5]]
+
+
 TERMS = {  # of a loss: what it adds, and how often it counts as a use of the weight
     "decay": (lambda w, x: (w**2).sum(), 0),
     "norm": (lambda w, x: optax.global_norm([w]), 0),
