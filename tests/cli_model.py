@@ -21,6 +21,9 @@ class Net(nn.Module):
         return nn.Dense(256)(jnp.tanh(nn.Dense(256)(x)))
 
 
+FILE = __file__
+SUBJECT = ["--create", f"{FILE}:create", "--step", f"{FILE}:step", "--batch", "x=f32[32,256], y=f32[32,256]"]
+"""The arguments of a command that name this file."""
 NET, ADAM = Net(), optax.adam(1e-3)
 
 

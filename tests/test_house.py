@@ -61,3 +61,11 @@ def test_no_class_name_twice():
         node.name for file in FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)
     )
     assert not [name for name, count in classes.items() if count > 1 and not name.startswith("_")]
+
+
+def test_no_test_imports_another():
+    """What several tests share is in tests/*.py."""
+    for file in Path(__file__).parent.rglob("*.py"):
+        names = [n.module or "" for n in ast.walk(parsed(file)) if isinstance(n, ast.ImportFrom)]
+        names += [a.name for n in ast.walk(parsed(file)) if isinstance(n, ast.Import) for a in n.names]
+        assert not [n for n in names if n.startswith("test_")], file

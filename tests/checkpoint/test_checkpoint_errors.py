@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_files import raw, values_of
 from layouts import SHAPES, abstract, assert_same, create, mesh_of, scrambled, shard
 from models import is_key
-from test_checkpoint_kinds import create_nnx, raw, values_of
+from states import create_nnx
 
 import jzero
 from jzero import checkpoint

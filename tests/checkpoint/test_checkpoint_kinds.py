@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_files import raw, values_of
 from flax import nnx
 from layouts import (
-    SHAPES,
     abstract,
     assert_laid_out_like,
     assert_same,
-    bits,
     create,
     logical_values,
     mesh_of,
@@ -24,11 +23,10 @@ from layouts import (
 from layouts import shard as shard_in
 from models import batch, is_key
 from optax import contrib
-from test_state import FullState, create_full, create_nnx, full_step, nnx_step
+from states import FullState, create_full, create_nnx, full_step, nnx_step
 
 import jzero
 from jzero import checkpoint
-from jzero.layout.leaf_rule import path_keys
 
 OPTIMIZERS = {
     "clip, adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
@@ -86,13 +84,6 @@ def test_a_train_state_with_more_fields(tmp_path):
     assert_same(jax.jit(full_step)(state, placed), jax.jit(full_step)(same, placed))
 
 
-def values_of(pair):
-    """Names and bits of a pair, without padding (there is none: every shape here divides, or is small)."""
-    model, optimizer = pair
-    tree = nnx.as_pure((nnx.state(model), nnx.state(optimizer)))
-    return {path_keys(k): bits(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 @pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_an_nnx_pair(dtype, tmp_path):
@@ -116,22 +107,6 @@ def test_an_nnx_pair(dtype, tmp_path):
     if dtype == jnp.float32:
         plain = make()
         assert values_of(checkpoint.restore(tmp_path / "saved", plain)) == want
-
-
-def raw(n, stage, dtype=jnp.float32, seed=0, **fields):
-    """(mapping, wrapped transformation) of a plain optax loop."""
-    params = {
-        k: jnp.asarray(np.random.default_rng([seed, len(s)]).standard_normal(s), dtype)
-        for k, s in SHAPES.items()
-    }
-    plan = jzero.make_plan(params, stage=stage, mesh=mesh_of(n), min_shard_bytes=0, **fields)
-    tx = jzero.zero(optax.adam(1e-2), plan)
-    params = plan.place(params)
-    opt_state = tx.init(params)
-    grads = jax.tree.map(lambda p: p / 8, params)
-    updates, opt_state = jax.jit(tx.update)(grads, opt_state, params) if seed else (None, opt_state)
-    del updates
-    return {"params": params, "opt_state": opt_state, "epoch": jnp.int32(3 + seed), "seen": 7 * seed}, tx
 
 
 def test_a_mapping_with_its_transformation(tmp_path):

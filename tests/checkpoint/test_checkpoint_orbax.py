@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as v0
 import pytest
+from checkpoint_files import raw, values_of
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from layouts import (
@@ -23,8 +24,7 @@ from layouts import (
 from models import batch
 from orbax.checkpoint import v1 as ocp
 from programs import cached
-from test_checkpoint_kinds import raw, values_of
-from test_state import create_nnx, nnx_step
+from states import create_nnx, nnx_step
 
 import jzero
 from jzero import checkpoint

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_files import raw
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from layouts import SHAPES, abstract, assert_same, create, mesh_of, scrambled, shard
 from models import batch
-from test_checkpoint_kinds import create_nnx, raw
-from test_state import create_full, full_step, nnx_step
+from states import create_full, create_nnx, full_step, nnx_step
 
 import jzero
 from jzero import checkpoint

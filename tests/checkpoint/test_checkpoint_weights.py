@@ -19,7 +19,7 @@ from layouts import mesh_of
 from models import batch, logical
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
-from test_state import create_nnx, nnx_step
+from states import create_nnx, nnx_step
 
 import jzero
 from jzero import checkpoint

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import pytest
+from cli_model import FILE, SUBJECT
 
 from jzero.__main__ import main
 from jzero.cli.inputs import (
@@ -26,8 +26,6 @@ from jzero.cli.process import run_job
 from jzero.cli.search import largest_that_fits
 
 pytestmark = pytest.mark.pod
-FILE = str(Path(__file__).parents[1] / "cli_model.py")
-SUBJECT = ["--create", f"{FILE}:create", "--step", f"{FILE}:step", "--batch", "x=f32[32,256], y=f32[32,256]"]
 
 
 def test_batches():

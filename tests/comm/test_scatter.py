@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equations import equations
 from jax.sharding import AxisType
 from layouts import mesh_of
 from models import assert_batch_is_split, max_error
-from test_gather import equations
 
 import jzero
 from jzero.comm.reduce_scatter import needs_scatter

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gpu_states import BOUND, abstract_state
 from programs import QUICK, cached, gpt_step, small_state, tokens
 
 import jzero
@@ -18,8 +19,6 @@ from jzero.proof.transfers import find_transfers
 
 pytestmark = pytest.mark.pod
 
-MIB = 2**20
-BOUND = 64 * MIB
 SHAPES = [(1024, 4096), (4096, 2048), (2048, 1024), (8192, 1024), (4096, 1536), (768,)]
 
 
@@ -50,14 +49,6 @@ def plan_for(count, stage, wider=1, **fields):
     mesh = jzero.pod("h200").mesh({"data": 8})
     tier = jzero.Offload(in_flight_bytes=BOUND, **fields)
     return jzero.make_plan(params, stage=stage, mesh=mesh, offload=tier)
-
-
-def abstract_state(tx, plan):
-    state = jax.eval_shape(tx.init, plan.shapes)
-    leaves = zip(jax.tree.leaves(state), plan.state_shardings(state), strict=True)
-    return jax.tree.unflatten(
-        jax.tree.structure(state), [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in leaves]
-    )
 
 
 @cached

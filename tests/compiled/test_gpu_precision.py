@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from test_gpu_offload import abstract_state
+from gpu_states import abstract_state
 
 import jzero
 from benchmarks import precision

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equations import equations, is_gather
 from models import BATCH, DIM_IN, DIM_OUT, batch, create_state, loss_of, max_error, train_step
 
 import jzero
-from jzero.core.linear import LINEAR
 
 P = jax.P
 
@@ -197,28 +197,6 @@ def test_dropout_and_static_arguments(mesh):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def equations(closed):
-    """Every equation of a jaxpr, those of inner jaxprs too."""
-    for eqn in getattr(closed, "jaxpr", closed).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else [value]:
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
-
-
-def is_gather(eqn) -> bool:
-    """A constraint from the stored to the used layout, which here is whole."""
-    if eqn.primitive.name != LINEAR:
-        return False
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    inner = jax.make_jaxpr(eqn.params["fn"])(*shapes).eqns
-    if not inner:  # an identity with a transpose of its own
-        return False
-    last = inner[-1]
-    return last.primitive.name == "sharding_constraint" and not last.params["sharding"].spec
-
-
 @pytest.mark.parametrize("bucket_bytes", [None, 64], ids=["one bucket", "cut"])
 def test_rows_of_a_gathered_table_are_arrays_of_their_own(bucket_bytes, mesh):
     """Else XLA looks them up again in the backward pass of a norm that reads them: the table is alive until then."""
@@ -235,7 +213,6 @@ def test_rows_of_a_gathered_table_are_arrays_of_their_own(bucket_bytes, mesh):
 
     assert barriers(3) >= 1
     assert barriers(2) == 0
-
 
 
 def test_the_gathered_weight_is_never_kept_for_the_backward_pass(mesh):

@@ -7,14 +7,14 @@ reads the program compiled for GPUs.
 from __future__ import annotations
 
 import flax.linen as nn
+import gather_losses as breadth
 import jax
 import jax.numpy as jnp
+import loop_losses as loops
+import nnx_losses as modules
 import numpy as np
 import optax
 import pytest
-import test_gather_breadth as breadth
-import test_gather_nnx as modules
-import test_loop_weights as loops
 from flax import nnx
 from flax.training.train_state import TrainState
 from models import assert_batch_is_split, batch, create_state, loss_of, max_error, train_step

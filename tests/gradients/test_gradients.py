@@ -11,8 +11,8 @@ import models
 import numpy as np
 import optax
 import pytest
+from equations import equations
 from flax.training.train_state import TrainState
-from test_gather import equations
 
 import jzero
 

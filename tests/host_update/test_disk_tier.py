@@ -8,13 +8,13 @@ import gc
 import os
 import shutil
 
+import host_updates as host
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizer_chains as streamed
 import pytest
-import test_host_update as host
-import test_offload as streamed
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh

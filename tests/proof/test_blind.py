@@ -5,8 +5,6 @@ A text is attacked where it is clean (a fault must not be silent) and where it i
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import re
 
@@ -16,24 +14,15 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from mistakes import constrained, in_a_loop, with_text
 from programs import QUICK, SEQ, gpt_loss, gpt_step, small_state, tokens
-from test_check import constrained, in_a_loop
 
 import jzero
-from jzero.core.traces import keep_trace, trace_of
+from jzero.core.traces import trace_of
 from jzero.proof.check import CheckError, findings
 from jzero.proof.record import record_of
 
 pytestmark = pytest.mark.pod
-
-
-def with_text(compiled, text):
-    """The same program, as if XLA had written this text of it."""
-    other = copy.copy(compiled)
-    other._executable = copy.copy(compiled._executable)
-    other._executable._program = dataclasses.replace(compiled._executable._program, text=text)
-    keep_trace(other, trace_of(compiled))
-    return other
 
 
 @functools.cache
@@ -359,5 +348,4 @@ def test_programs_of_jzero_jit_keep_their_trace():
     again = trace_of(compiled).again
     assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves((again.args, again.keywords)))
     assert findings(compiled, plan) == ()
-
 

@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
+from mistakes import BOTH, constrained, found_in, in_a_loop, unrolled_by_python, whole
 from programs import (
     QUICK,
     SEQ,
@@ -37,25 +38,6 @@ from jzero.proof.faults import KINDS
 pytestmark = pytest.mark.pod
 
 LAYERS = 3
-
-
-def constrained(tree, spec):
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec(x)), tree)
-
-
-def whole(tree, mesh):
-    return constrained(tree, lambda x: jax.NamedSharding(mesh, P()))
-
-
-def found_in(state, plan, step=gpt_step, *, batch=None, donate=0, options=QUICK):
-    batch = tokens() if batch is None else batch
-    program = jzero.pod("h200").compile(
-        step, state, batch, donate_argnums=donate, plan=plan, compiler_options=options
-    )
-    return {f.kind: f for f in findings(program, plan)}
-
-
-BOTH = pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 
 
 @pytest.mark.default_cases("scan-2", "unrolled-3")
@@ -267,19 +249,6 @@ def naive_gathering(state, plan):
         return model.apply({"params": params}, tokens)
 
     return state.replace(apply_fn=apply)
-
-
-def in_a_loop(grads_of, zeros, parts):
-    return jax.lax.scan(
-        lambda total, part: (jax.tree.map(jnp.add, total, grads_of(part)), None), zeros, parts
-    )[0]
-
-
-def unrolled_by_python(grads_of, zeros, parts):
-    total = zeros
-    for i in range(len(jax.tree.leaves(parts)[0])):
-        total = jax.tree.map(jnp.add, total, grads_of(jax.tree.map(lambda x: x[i], parts)))  # noqa: B023
-    return total
 
 
 def microbatches_found(stage, scan, accumulate, parts=4):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from mistakes import BOTH, constrained, found_in, in_a_loop
 from programs import QUICK, gpt_loss, gpt_step, small_gpt, small_state, tokens
-from test_check import BOTH, constrained, found_in, in_a_loop
 
 import jzero
 

@@ -14,9 +14,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from mistakes import BOTH, constrained, in_a_loop, in_host_memory, unrolled_by_python, whole
 from programs import QUICK
-from test_check import BOTH, constrained, in_a_loop, unrolled_by_python, whole
-from test_check_offload import in_host_memory
 
 import jzero
 from jzero.proof.check import findings

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from mistakes import BOTH, in_host_memory, on_device
 from programs import QUICK, cached, gpt_loss, gpt_step, small_gpt, small_state, tokens
-from test_check import BOTH
 
 import jzero
 from jzero.proof.check import findings
@@ -20,15 +20,6 @@ from jzero.proof.evidence import Evidence
 from jzero.proof.hlo import parse
 
 pytestmark = pytest.mark.pod
-
-
-def in_host_memory(tree):
-    """The abstract arrays of a state in pinned host memory, its scalars on the device."""
-
-    def move(x):
-        return x.update(sharding=x.sharding.with_memory_kind("pinned_host")) if x.ndim else x
-
-    return jax.tree.map(move, tree)
 
 
 def at_once(state, batch, plan, home):
@@ -131,10 +122,6 @@ def test_own_programs_are_clean(stage, scan, clip):
     compiled, plan = own_program(stage, scan, clip)
     assert compiled.memory_analysis().host_argument_size_in_bytes > 3 * plan.in_flight_bytes
     assert findings(compiled, plan) == ()
-
-
-def on_device(tree):
-    return jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), tree)
 
 
 def test_state_that_is_not_offloaded():

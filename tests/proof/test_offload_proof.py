@@ -13,9 +13,9 @@ import re
 import jax
 import optax
 import pytest
+from cli_model import SUBJECT
 from flax.training.train_state import TrainState
 from programs import QUICK, cached, gpt_step, small_gpt, tokens
-from test_commands import SUBJECT
 
 import jzero
 from jzero.__main__ import main

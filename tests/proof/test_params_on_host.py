@@ -11,10 +11,9 @@ import jax
 import jaxlib.version
 import optax
 import pytest
+from cli_model import SUBJECT
+from mistakes import on_device, with_text
 from programs import QUICK, cached, gpt_loss, gpt_state, gpt_step, tokens
-from test_blind import with_text
-from test_check_offload import on_device
-from test_commands import SUBJECT
 
 import jzero
 from jzero.__main__ import main

@@ -115,7 +115,7 @@ def test_what_is_traced_for_it_is_not_used_for_the_step(mesh):
 
 
 def test_a_frozen_weight_that_is_used_by_index_is_cut_on_its_shard(mesh):
-    """openpi's LoRA: each part is gathered by itself, half of the bytes of the whole."""
+    """As in the LoRA of openpi: each part is gathered by itself, half of the bytes of the whole."""
     shapes = {name: jax.ShapeDtypeStruct((2, 64, 64), BF16) for name in ("base", "lora")}
     plan = jzero.make_plan(
         shapes, stage=3, mesh=mesh, min_shard_bytes=0, scan_axes={}, trainable=lambda path, _: path == ("lora",)

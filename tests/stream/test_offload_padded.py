@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gpu_states import BOUND, abstract_state
 from models import max_error
-from test_gpu_offload import BOUND, abstract_state
 
 import jzero
 from jzero.proof.hlo import parse

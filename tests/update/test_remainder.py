@@ -17,7 +17,7 @@ from layouts import LAYOUTS, SHAPES, create
 from models import adamw, create_state
 from optax import contrib
 from programs import program
-from test_state import NnxModel
+from states import NnxModel
 
 import jzero
 from jzero.update.remainder import INFINITY, NAN, join, split
