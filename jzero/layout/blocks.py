@@ -4,22 +4,25 @@
 A block is a run of `size` values in row-major order. Runs begin anew at each layer of a stack, and wherever a whole
 number of them fills the trailing dims; the last run of a row may be short. So blocks are a function of the shape and
 the stack dim, not of the stage or the number of devices: between two plans codes and scales are moved as they are.
-A plan that would cut a block keeps the leaf wide.
+A plan that would cut a block keeps the leaf wide; where it may choose, it splits a dim that cuts none (`uncut`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import axis_size, make_spec, spec_entries
+
+if TYPE_CHECKING:
+    from jzero.config import ZeroConfig
+    from jzero.layout.leaf_rule import Layout
 
 LEAST_QUANTIZED = 4096
 """Leaves of fewer values stay wide: they are few bytes, and often norms and biases (the rule of bitsandbytes)."""
@@ -103,12 +106,27 @@ def blocks_of(x: Layout, plan: Any) -> Blocks | None:
 
 def why_wide(x: Layout, plan: Any) -> str:
     """Why a plan with 8-bit moments keeps those of a param wide; empty if it does not."""
-    if x.size < LEAST_QUANTIZED:
-        return f"fewer than {LEAST_QUANTIZED} values"
-    if LOOKED_UP in x.keys:
-        return f"a lookup reads it (its path has {LOOKED_UP!r})"
+    if never := _never(x.shape, x.keys):
+        return never
     if x.padded:
         return f"stored padded to {list(x.state_shape)}"
     size = plan.config.quantize_block
     cut = Blocks.of(x.shape, x.scan_dim, size).spec(x.state, plan.mesh) is None
     return f"its layout would cut blocks of {size}" if cut else ""
+
+
+def _never(shape: Sequence[int], keys: Sequence[str]) -> str:
+    """Why no plan keeps the moments of a param in 8 bits; empty if one may."""
+    if math.prod(shape) < LEAST_QUANTIZED:
+        return f"fewer than {LEAST_QUANTIZED} values"
+    return f"a lookup reads it (its path has {LOOKED_UP!r})" if LOOKED_UP in keys else ""
+
+
+def uncut(
+    shape: Sequence[int], keys: Sequence[str], scan_dim: int | None, config: ZeroConfig, mesh: Mesh
+) -> Callable[[PartitionSpec], bool] | None:
+    """Whether a layout of the moments of a param cuts no block; None where they are not in 8 bits anyway."""
+    if config.moment_dtype != jnp.int8 or _never(shape, keys):
+        return None
+    blocks = Blocks.of(shape, scan_dim, config.quantize_block)
+    return lambda spec: blocks.spec(spec, mesh) is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jax.tree_util import KeyPath
 from jzero.config import ZeroConfig
 from jzero.core.errors import human_bytes
 from jzero.core.types import PyTree, Shaped
+from jzero.layout.blocks import uncut
 from jzero.layout.specs import (
     axis_size,
     entry_axes,
@@ -163,8 +164,9 @@ def make_layout(
     min_shard_bytes = min_shard_bytes if state_dim is None else 0
     # the axes that share params first: a shard of the state is then a part of the shard of the param
     rest = tuple(a for a in config.axes if a not in config.param_axes)
+    prefer = uncut(shape, path_keys(path), scan_dim, config, mesh)
     over, whole, reason = cut_leaf(
-        shape, leaf.dtype, base, (*config.param_axes, *rest), config, mesh, min_shard_bytes, skip
+        shape, leaf.dtype, base, (*config.param_axes, *rest), config, mesh, min_shard_bytes, skip, prefer=prefer
     )
     if frozen is Frozen.APART and over.shape != shape:  # it has no state to pad
         over, reason = PaddedSplit(over.even, shape, over.even), reason if over.even == base else ""
@@ -206,8 +208,12 @@ def cut_leaf(
     min_shard_bytes: int,
     skip: Sequence[int] = (),
     several: bool = True,
+    prefer: Callable[[PartitionSpec], bool] | None = None,
 ) -> tuple[PaddedSplit, Whole | None, str]:
-    """How a leaf is split over `axes` by the rules of a config, and why not into equal pieces."""
+    """How a leaf is split over `axes` by the rules of a config, and why not into equal pieces.
+
+    `prefer`: as for `add_axes`.
+    """
     n, nbytes = axis_size(mesh, axes), math.prod(shape) * jnp.dtype(dtype).itemsize
     taken = [a for a in axes if a in spec_axes(base)]
     whole = PaddedSplit(base, shape, base)
@@ -217,7 +223,7 @@ def cut_leaf(
         return whole, Whole.TAKEN, f"already split over {', '.join(map(repr, taken))} by its own layout"
     if nbytes < min_shard_bytes:
         return whole, Whole.SMALL, f"{human_bytes(nbytes)} < min_shard_bytes {human_bytes(min_shard_bytes)}"
-    found = find_split(shape, base, axes, mesh, skip=skip, several=several)
+    found = find_split(shape, base, axes, mesh, skip=skip, several=several, prefer=prefer)
     if found is not None and found.shape == shape:
         return found, None, ""
     reason = f"no dim divisible by {n}"

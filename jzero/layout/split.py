@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -57,6 +57,7 @@ def find_split(
     *,
     skip: Sequence[int] = (),
     several: bool = True,
+    prefer: Callable[[PartitionSpec], bool] | None = None,
 ) -> PaddedSplit | None:
     """The best way to split an array over `axes`, added to the layout that it has.
 
@@ -67,12 +68,13 @@ def find_split(
       mesh: the user's mesh; gives the sizes.
       skip: dims never to cut (a scan's).
       several: more than one dim may be cut.
+      prefer: as for `add_axes`.
 
     Returns:
       A `PaddedSplit`; None where cutting saves nothing: scalars, and arrays of as many values as their dims.
     """
     shape = tuple(shape)
-    single = add_axes(shape, base, axes, mesh, skip=skip)
+    single = add_axes(shape, base, axes, mesh, skip=skip, prefer=prefer)
     if single is not None:
         return PaddedSplit(single, shape, single)
     entries = spec_entries(base, len(shape))
@@ -90,12 +92,19 @@ def find_split(
 
 
 def add_axes(
-    shape: Sequence[int], base: PartitionSpec, axes: Sequence[str], mesh: Mesh, *, skip: Sequence[int] = ()
+    shape: Sequence[int],
+    base: PartitionSpec,
+    axes: Sequence[str],
+    mesh: Mesh,
+    *,
+    skip: Sequence[int] = (),
+    prefer: Callable[[PartitionSpec], bool] | None = None,
 ) -> PartitionSpec | None:
     """`base` with `axes` added to one dim: the first free dim that divides, else the first that can be shared.
 
     Args:
       shape, base, axes, mesh, skip: as for `find_split`.
+      prefer: the first for which it is true comes before them, if there is one.
 
     Returns:
       The new spec, or None where no dim divides.
@@ -104,11 +113,9 @@ def add_axes(
     n = axis_size(mesh, axes)
     free = [d for d in range(len(shape)) if not entries[d] and d not in skip]
     shared = [d for d in range(len(shape)) if entries[d] and d not in skip]
-    for dim in free + shared:
-        if shape[dim] and shape[dim] % (n * axis_size(mesh, entries[dim])) == 0:
-            entries[dim] = (*entries[dim], *axes)
-            return make_spec(entries)
-    return None
+    dims = [d for d in free + shared if shape[d] and shape[d] % (n * axis_size(mesh, entries[d])) == 0]
+    found = [make_spec([(*e, *axes) if d == dim else e for d, e in enumerate(entries)]) for dim in dims]
+    return next(filter(prefer, found) if prefer else iter(()), next(iter(found), None))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -150,6 +150,18 @@ def test_which_leaves_are_quantized(mesh):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(("dtype", "state"), [("int8", P(("model", "data"))), (None, P("model", "data"))])
+def test_a_plan_splits_a_dim_that_cuts_no_block(dtype, state):
+    """A kernel whose rows tensor parallelism has: pieces of its columns would have 128 values."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    shapes = {"w": jax.ShapeDtypeStruct((128, 512), jnp.float32)}
+    given = {"param_specs": {"w": P("model")}, "mesh": mesh, "min_shard_bytes": 0, "scan_axes": {}}
+    plan = jzero.make_plan(shapes, stage=3, moment_dtype=dtype, **given)
+    assert (plan.layouts[0].state, plan.layouts[0].stored, plan.layouts[0].used) == (state, state, P("model"))
+    assert (blocks_of(plan.layouts[0], plan) is None) == (dtype is None)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("fields", [{}, {"master_dtype": "remainder", "stage": 3}])
 def test_estimate_counts_codes_and_scales(mesh, fields):
     state = run(ADAMW, steps=1, dtype=jnp.bfloat16 if fields else jnp.float32, mesh=mesh, **fields)
