@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -290,6 +291,32 @@ def test_what_is_refused(mesh):
 # --- compiled for GPUs -------------------------------------------------------------------------------------------
 
 
+def stored_in_32_bits(text: str) -> set[int]:
+    """How many values each result in 32 bits has, outside of fused computations, whose values stay in registers."""
+    inside, within = set(re.findall(r"fusion\(.*calls=(%[\w.-]+)", text)), ""
+    found = set()
+    for line in text.splitlines():
+        if begin := re.match(r"(?:ENTRY )?(%[\w.-]+) \(.*\{$", line):
+            within = begin[1]
+        result = re.match(r"\s+(?:ROOT )?%[\w.-]+ = (.*?) [\w-]+\(", line)
+        if result and within not in inside:
+            shapes = re.findall(r"\b[fsu]32\[([\d,]+)\]", result[1])
+            found |= {math.prod(map(int, dims.split(","))) for dims in shapes}
+    return found
+
+
+@pytest.mark.pod
+@pytest.mark.nightly
+def test_what_an_offloaded_update_moves_over_pcie():
+    """Nine bytes per quantized param and step, both ways together, where fp32 masters and moments take 24."""
+    small = program(stage=2, offload="host", master_dtype="remainder", moment_dtype="int8")
+    moved = small.report.pcie
+    assert moved["to_device"] == moved["to_host"] == small.estimate.to_device
+    quantized = sum(x.size for x in small.plan.layouts if blocks_of(x, small.plan)) / 8
+    others = sum(x.size for x in small.plan.layouts) / 8 - quantized
+    assert 8 * quantized < sum(moved.values()) - 2 * 10 * others < 9 * quantized
+
+
 @pytest.mark.pod
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
@@ -304,4 +331,7 @@ def test_nothing_wide_is_alive_in_an_update(stage):
     assert per_value <= 1.02 * (2 + 2.03 * share + 8 * (1 - share))
     temps = [p.program.memory_analysis().temp_size_in_bytes for p in (small, wide)]
     assert temps[0] <= 1.02 * temps[1]
+    shards = {x.size // 64 for x in small.plan.layouts if blocks_of(x, small.plan)}
+    assert not shards & stored_in_32_bits(small.program.as_text())
+    assert shards <= stored_in_32_bits(wide.program.as_text())  # the moments themselves
     assert jzero.findings(small.program, small.plan) == ()
