@@ -3,6 +3,7 @@
     python benchmarks/step.py                            # 8 simulated devices or all GPUs: 11 minutes, two busy cores
     python benchmarks/step.py --sizes tiny --forms scan  # part of it: 2 minutes there
     python benchmarks/step.py --sizes small --stages 2 --muon
+    python benchmarks/step.py --sizes medium --forms scan --stages 2 --policies
     python benchmarks/step.py --help
 
 Writes `<out>/<date>-<backend>.md` with a plot beside it; needs jzero[train]. Each pair of programs is timed in
@@ -24,6 +25,9 @@ kept / first", with one that gathers all weights before the model begins.
 
 Muon (`--muon`): stage 2 by hand, each matrix gathered once before Newton-Schulz, which every device computes for all of
 them; and plain data parallelism, where nothing has to be gathered. Neither has a goal.
+
+Policies (`--policies`): stage 2 with bf16 params and smaller state, against fp32 masters and moments. Rounding and
+quantizing are arithmetic, which a CPU pays for; on a GPU the update is bound by memory (docs/mixed_precision.md).
 """
 
 from __future__ import annotations
@@ -67,6 +71,13 @@ SIZES = {
     "medium": (Model(width=256, layers=4, heads=4, seq=64), 8),
 }
 """Model and batch, in sequences over all devices."""
+POLICIES = {
+    "bf16 moments": {"moment_dtype": "bfloat16"},
+    "int8 moments": {"moment_dtype": "int8"},
+    "remainders": {"master_dtype": "remainder"},
+    "remainders, int8 moments": {"master_dtype": "remainder", "moment_dtype": "int8"},
+}
+"""Fields of `ZeroConfig` that make the state smaller."""
 TURN = 0.01
 """Seconds after which the two programs of a pair change places, at the earliest."""
 
@@ -83,6 +94,8 @@ class Config:
     """ZeRO stages."""
     muon: bool = False
     """Also stage 2 with Muon: against Muon by hand on gathered matrices, and with a replicated state."""
+    policies: bool = False
+    """Also stage 2 with smaller optimizer state, against fp32 masters and moments; bf16 params."""
     rounds: int = 20
     """Alternating rounds; each gives one ratio."""
     seconds: float = 0.1
@@ -225,6 +238,19 @@ def with_muon(model: Model, rows: int) -> list[tuple[str, bool, tuple[Program, P
     ]
 
 
+def with_policies(model: Model, rows: int) -> list[tuple[str, bool, tuple[Program, Program]]]:
+    """Stage 2 with each of `POLICIES`, against fp32 masters and moments."""
+    mesh, create = Mesh(np.array(jax.devices()), ("data",)), creator(dataclasses.replace(model, dtype="bfloat16"))
+    batch = batch_of(model, rows, mesh)
+
+    def stored(**fields: Any) -> Program:
+        state = jzero.shard(create, stage=2, mesh=mesh, min_shard_bytes=MIN_SHARD_BYTES, **fields)
+        return build((state, train_step, {}), batch)
+
+    wide = stored()
+    return [(f"2, {name} / fp32", False, (stored(**fields), wide)) for name, fields in POLICIES.items()]
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """One comparison: `seconds` of the two programs per step, f64[rounds] each; `goal`: of jzero with its equal."""
@@ -306,6 +332,7 @@ def measure(config: Config) -> list[Pair]:
             model = dataclasses.replace(model, scan=form == "scan", dtype=config.dtype)
             pairs = pairs_of(programs(model, rows, config.stages), config.stages)
             pairs += with_muon(model, rows) if config.muon else []
+            pairs += with_policies(model, rows) if config.policies else []
             for program in {id(p): p for *_, both in pairs for p in both}.values():
                 program.warm_up()
             times = in_turns([both for *_, both in pairs], config)

@@ -9,10 +9,10 @@ Vocabulary
   wire bytes     bytes that one device sends; rings assumed
 
 What always holds
-  There is one object per kind of collective: `WeightGather`, `GradientReduce`, `UpdateGather` (`comm_of(plan)` has all
-  three), and `MatrixExchange`. Each knows its layouts, its transport, the scope under which its operations appear in a
-  program, and its cost. The step calls these objects; `estimate`, `explain`, `check`, buckets and checkpoint policies
-  read them.
+  There is one object per kind of collective: `WeightGather`, `GradientReduce`, `UpdateGather`, `HostTransfer` (all four
+  in `comm_of(plan)`), and `MatrixExchange`. Each knows its layouts, the scope under which its operations appear in a
+  program, and its cost; `WeightGather` has a transport too. The step calls these objects; `estimate`, `explain`,
+  `check`, buckets and checkpoint policies read them.
 """
 
 from jzero.comm.collectives import Comm, comm_of

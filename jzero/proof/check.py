@@ -16,7 +16,7 @@ from jzero.proof.evidence import Evidence
 from jzero.proof.faults import KINDS, faults
 from jzero.proof.faults.blind import NOT_CHECKED, not_checked
 from jzero.proof.faults.closed_form import less_than_closed_form
-from jzero.proof.faults.rules import on_gpus_alone
+from jzero.proof.faults.rules import not_looked_for
 from jzero.proof.hlo import parse
 from jzero.proof.memory import checked_uses
 from jzero.proof.models import check_plan_fits
@@ -173,7 +173,7 @@ def findings(
     rows = [Finding(kind, *row) for kind, rows in found.items() for row in rows]
     if NOT_CHECKED not in ignore:
         rows += [Finding(NOT_CHECKED, *row) for row in not_checked(evidence, ignore, found)]
-    left_out, in_part = on_gpus_alone() if evidence.on_cpu else ({}, {})
+    left_out, in_part = not_looked_for(evidence)
     left_out |= dict.fromkeys((kind for kind in ignore if kind in KINDS), "by ignore=")
     in_part = {kind: why for kind, why in in_part.items() if kind not in left_out}
     notes = () if "weights_not_gathered_on_use" in found else less_than_closed_form(evidence)

@@ -289,6 +289,7 @@ def test_two_models_in_a_step(stage, second, mesh):
     both = lowered(step, state, other, data, donate_argnums=(0, 1))
     assert kinds(both, plan) == []
     assert kinds(both, other_plan) == []
+    assert jzero.findings(both, plan).in_part["state_too_large"].startswith("beside the params of another model")
     alone = jzero.explain(lowered(train_step, state, data, donate_argnums=0), plan).wire
     size = sum(x.nbytes for p in (plan, other_plan) for x in p.layouts)
     assert jzero.explain(both, plan).wire.psi_bytes == pytest.approx(size * 7 / 8, rel=1e-3)
@@ -331,6 +332,7 @@ def test_a_frozen_reference(stage):
     pod = jzero.pod("h200")
     program = pod.compile(step, state, state.params, data, data, donate_argnums=0)
     assert kinds(program, plan) == (["reduction_per_microbatch"] if stage == 3 else [])  # two calls of the model
+    assert "beside a copy of the params" in jzero.findings(program, plan).left_out["more_than_closed_form"]
     if stage == 2:
         assert "state_not_donated" in kinds(pod.compile(step, state, state.params, data, data), plan)
 

@@ -98,11 +98,20 @@ def less_than_closed_form(e: Evidence) -> Iterator[str]:
             )
 
 
+def incomparable(e: Evidence) -> str:
+    """Why what is sent cannot be compared with the closed form, although uses are known; empty if it can be."""
+    if not (e.trains and e.module.has_backward):
+        return "in a step that does not train"
+    if e.others:
+        return "beside the params of another model"
+    if e.frozen:
+        return "beside a copy of the params, which is gathered too"
+    return "where a stack is split along its layers" if e.split_stacks else ""
+
+
 def _compared(e: Evidence) -> tuple[list[Sent], list[Planned], float, float, float] | None:
     """What is sent and what is planned, row by row and in bytes, and the bytes of one Psi; None if not known."""
-    if e.on_cpu or e.uses is None or e.split_stacks or not e.trains or not e.module.has_backward:
-        return None
-    if e.others or e.frozen:  # its weights are gathered too
+    if e.on_cpu or e.uses is None or incomparable(e):
         return None
     rows, times = list(_sent(e)), max([e.micro_batches, *(_micro_batches(e, s) for s, _ in e.sites)])
     planned = list(_planned(e, times))

@@ -94,7 +94,19 @@ def faults(e: Evidence) -> dict[str, list[tuple[str, int, str]]]:
     return {kind: rows for kind in KINDS if (rows := [row for r in RULES if r.kind == kind for row in found[r.find]])}
 
 
-def on_gpus_alone() -> tuple[dict[str, str], dict[str, str]]:
+def not_looked_for(e: Evidence) -> tuple[dict[str, str], dict[str, str]]:
+    """Kinds that were not looked for in this program, and those that were in part; each with the reason."""
+    left_out, in_part = _on_gpus_alone() if e.on_cpu else ({}, {})
+    if not e.on_cpu and e.uses is not None and (why := closed_form.incomparable(e)):
+        left_out["more_than_closed_form"] = why
+    if e.others:
+        beside = "beside the params of another model"
+        in_part["state_too_large"] = f"{beside}: not each leaf by the plan's closed form"
+        in_part["not_trained"] = f"{beside}: not whether all params come back as they went in"
+    return left_out, in_part
+
+
+def _on_gpus_alone() -> tuple[dict[str, str], dict[str, str]]:
     """Kinds that programs of the CPU backend do not show, and those that they show in part; each with the reason."""
     left_out, in_part, where = {}, {}, "in a program of the CPU backend"
     for kind in KINDS:
