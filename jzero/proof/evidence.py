@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from jzero.comm.uses import Use
+from jzero.comm.uses import Use, Uses
 from jzero.comm.weights import WeightGather
+from jzero.core.traces import trace_of
+from jzero.gather.transform import as_written
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import entry_axes, shard_factor
 from jzero.proof.arguments import GivenArgument, arguments_given
@@ -25,6 +27,7 @@ from jzero.proof.record import TraceRecord, record_of
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
 from jzero.proof.unread import read
 from jzero.proof.unrolled import step_of, updates_in
+from jzero.proof.uses import uses_in
 from jzero.sharding import Plan
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
@@ -67,6 +70,23 @@ class Evidence:
     def others(self) -> int:
         """Elements of the params of other models in the same step."""
         return sum(x.size for x in self.leaves if x.is_others_param)
+
+    @functools.cached_property
+    def beside(self) -> list[tuple[Plan, Uses]]:
+        """The other models that the step trains, each with the uses of its params; empty where not all are known."""
+        trace = trace_of(self.compiled)
+        if not self.others or trace is None or self.record is None:
+            return []
+        plans = [u.plan for u in {u.params: u for u in self.record.others(self.plan)}.values()]
+        alike = all(p.mesh == self.plan.mesh and p.config.axes == self.plan.config.axes for p in plans)
+        distinct = len({self.plan, *plans}) == 1 + len(plans)  # of two models with equal plans the trace tells one
+        if not (alike and distinct and sum(x.size for p in plans for x in p.layouts) == self.others):
+            return []
+        try:
+            with as_written():
+                return [(p, uses_in(trace.again(), p)) for p in plans]
+        except Exception:  # of the user's step, outside of its contexts: it is then said not to be compared
+            return []
 
     @functools.cached_property
     def state(self) -> list[Argument]:

@@ -310,6 +310,42 @@ def test_two_models_in_a_step(stage, second, mesh):
         assert "not_trained" in kinds(lost, other_plan)
 
 
+@pytest.mark.nightly
+@pytest.mark.pod
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_wire_of_two_models_is_compared(stage):
+    pod = jzero.pod("h200")
+    fields = {"stage": stage, "mesh": pod.mesh({"data": 8}), "min_shard_bytes": 0}
+
+    def create(width):
+        def apply_fn(variables, x):
+            return jnp.tanh(x @ variables["params"]["in"]) @ variables["params"]["out"]
+
+        params = {"in": jnp.ones((DIM_IN, width)), "out": jnp.ones((width, DIM_OUT))}
+        return TrainState.create(apply_fn=apply_fn, params=params, tx=TX)
+
+    state, other = (jzero.abstract(functools.partial(create, width), **fields) for width in (64, 128))
+    plan = jzero.plan_of(state)
+
+    def step(state, other, data):
+        state, loss = train_step(state, data)
+        other, more = train_step(other, data)
+        return state, other, loss + more
+
+    def sorts(state, other, data):
+        *new, loss = step(state, other, data)
+        return *new, loss + jnp.sort(other.opt_state[0].mu["in"], 0)[0].sum()
+
+    data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    clean, more = (
+        jzero.findings(pod.compile(fn, state, other, data, donate_argnums=(0, 1)), plan) for fn in (step, sorts)
+    )
+    assert clean == ()
+    assert clean.notes == ()
+    assert "more_than_closed_form" in clean.looked_for
+    assert [f.kind for f in more] == ["more_than_closed_form"]
+
+
 @pytest.mark.default_cases("3")
 @pytest.mark.pod
 @pytest.mark.parametrize("stage", [2, 3])

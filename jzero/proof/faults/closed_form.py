@@ -13,12 +13,12 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero.comm import comm_of
 from jzero.comm.exchange import MatrixExchange
-from jzero.comm.uses import DEFAULT
+from jzero.comm.uses import DEFAULT, Use
 from jzero.core.errors import human_bytes
 from jzero.layout.leaf_rule import Frozen, Layout
 from jzero.layout.specs import axis_of
@@ -35,6 +35,7 @@ from jzero.proof.faults.wording import (
     names_text,
 )
 from jzero.proof.places import primitive_of
+from jzero.sharding import Plan
 
 REMEDY = (
     "at the equation that is named: what sorts, searches or constrains a whole param, gradient or moment goes into a "
@@ -102,7 +103,7 @@ def incomparable(e: Evidence) -> str:
     """Why what is sent cannot be compared with the closed form, although uses are known; empty if it can be."""
     if not (e.trains and e.module.has_backward):
         return "in a step that does not train"
-    if e.others:
+    if e.others and not e.beside:
         return "beside the params of another model"
     if e.frozen:
         return "beside a copy of the params, which is gathered too"
@@ -116,7 +117,13 @@ def _compared(e: Evidence) -> tuple[list[Sent], list[Planned], float, float, flo
     rows, times = list(_sent(e)), max([e.micro_batches, *(_micro_batches(e, s) for s, _ in e.sites)])
     planned = list(_planned(e, times))
     sent, closed = (sum(row[-1] for row in some) for some in (rows, planned))
-    return rows, planned, sent, closed, e.plan.param_bytes * (e.plan.batch_parts - 1) / e.plan.batch_parts
+    psi = sum(plan.param_bytes for plan, _ in _models(e)) * (e.plan.batch_parts - 1) / e.plan.batch_parts
+    return rows, planned, sent, closed, psi
+
+
+def _models(e: Evidence) -> list[tuple[Plan, Mapping[str, Sequence[Use]]]]:
+    """The plan and the uses of each model that the step trains."""
+    return [(e.plan, e.uses or {}), *e.beside]
 
 
 def _sent(e: Evidence) -> Iterator[Sent]:
@@ -131,11 +138,12 @@ def _sent(e: Evidence) -> Iterator[Sent]:
 
 
 def _planned(e: Evidence, times: int) -> Iterator[Planned]:
-    comm, zero = comm_of(e.plan), set(e.plan.config.axes)
-    # at stages 0 and 1 gradients are reduced once, unless `reduce="microbatch"` was asked for
-    asked = not e.plan.config.row.grads and any(s.scope == "microbatch" for s in e.over_zero_axes(*REDUCES))
-    for x in e.plan.layouts:
-        of = x, times, (e.uses or {}).get(x.name, DEFAULT)
+    zero = set(e.plan.config.axes)
+    by_part = any(s.scope == "microbatch" for s in e.over_zero_axes(*REDUCES))
+    for plan, uses, x in [(owner, of, x) for owner, of in _models(e) for x in owner.layouts]:
+        # at stages 0 and 1 gradients are reduced once, unless `reduce="microbatch"` was asked for
+        comm, asked = comm_of(plan), by_part and not plan.config.row.grads
+        of = x, times, uses.get(x.name, DEFAULT)
         gathers = itertools.chain(comm.updates.wire(x), comm.weights.wire(*of))
         for reduces, sent in ((True, comm.gradients.wire(*of)), (False, gathers)):
             size = sum(size for axes, size in sent if zero & set(map(axis_of, axes)))
@@ -183,7 +191,7 @@ def _excess(e: Evidence, rows: Iterable[Sent], planned: Iterable[Planned]) -> li
 def _by_size(e: Evidence) -> dict[int, tuple[list[Layout], set[int]]]:
     """By elements of a param, or of a layer of it: the params that cannot be told apart, and all their sizes."""
     groups: dict[int, tuple[list[Layout], set[int]]] = {}
-    for x in e.plan.layouts:
+    for x in (x for plan, _ in _models(e) for x in plan.layouts):
         layouts, sizes = [x], {e.local(x), e.local(x, sliced=True)}
         sizes |= {n * math.prod(x.state_shape) // x.size for n in sizes}  # padded, as it is reduced
         for others, more in {id(g): g for n in sizes if (g := groups.get(n))}.values():
