@@ -6,5 +6,6 @@ Vocabulary
   coupled      a loss in which examples are combined before they are summed (batch statistics, contrastive losses)
 
 What always holds
-  The gradient is that of the whole batch, or the call is refused.
+  The gradient is that of the whole batch, or the call is refused. Exceptions: coupled="allow", modules with batch
+  statistics (those of whole micro-batches), and a loss that jzero cannot check, which gets a warning.
 """

@@ -1,7 +1,7 @@
 """Sums losses, aux and gradients over micro-batches, and decides where the gradients are reduced.
 
 [Note: one reduction or many]
-Gradients can be reduced in two places:
+Gradients can be reduced in two places (N devices; 1 Psi: (N-1)/N of the bytes of all params):
 
 - After the loop ("step"): each device sums its own gradients, whole and in fp32, and one reduce-scatter follows. This
   sends 1 Psi whatever the number of micro-batches, and holds 4 bytes per parameter.

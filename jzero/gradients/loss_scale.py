@@ -29,14 +29,14 @@ _STATIC = {"static": True}
 class LossScale:
     """A dynamic loss scale for fp16, carried in the train state.
 
-    It grows by `growth` after `growth_interval` steps without an overflow, and shrinks by `backoff` when gradients have
+    It is multiplied by `growth` after `growth_interval` steps without an overflow, and by `backoff` when gradients have
     overflowed in `hysteresis` steps since it last changed.
 
     Args:
       initial: the first scale. Powers of two keep the mantissa.
       growth_interval: steps without overflow after which it grows.
-      growth: by how much it grows.
-      backoff: by how much it shrinks.
+      growth: factor by which it grows.
+      backoff: factor below 1 by which it shrinks.
       hysteresis: how many overflows make it shrink; the others only skip their step.
       minimum: it does not go below.
       maximum: it does not go above.
@@ -44,7 +44,7 @@ class LossScale:
     Attributes:
       value: f32 scalar, the scale now.
       skipped: i32 scalar, how many steps have overflowed.
-      good_steps: i32 scalar, steps without overflow since it last changed.
+      good_steps: i32 scalar, steps since the last overflow or growth.
       overflows: i32 scalar, overflows since it last changed.
 
     Raises:
@@ -138,7 +138,7 @@ def _taken(after: Any) -> jax.Array:
     if len(noted) != 1:
         raise TypeError(
             f"jzero.LossScale.update: found {len(noted)} states of optax.apply_if_finite in this "
-            f"{type(after).__name__}, and needs one. Wrap the whole chain, tx = optax.apply_if_finite(tx, 10**6), and "
+            f"{type(after).__name__}, not one. Wrap the whole chain, tx = optax.apply_if_finite(tx, 10**6), and "
             "pass the optimizer state after the step; or pass a bool scalar, True where all gradients were finite."
         )
     return noted[0].last_finite

@@ -67,7 +67,7 @@ class State:
         """Why gradients must be reduced in each micro-batch; empty if "step" is possible."""
         if self.of_batch:
             return (
-                "changes state of the module by the examples (batch statistics, as BatchNorm has them):\n"
+                "changes state of the module based on the examples (batch statistics, as in BatchNorm):\n"
                 f"{listing([(n,) for n in self.of_batch])}\nEach device would compute it from its own rows."
             )
         if self.new_keys:

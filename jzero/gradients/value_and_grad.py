@@ -289,7 +289,7 @@ class _ValueAndGrad:
         if self.plan.config.reduce_dtype is not None and not self.plan.config.row.grads:
             raise ValueError(
                 f"{WHERE}: the loss {why} So its gradients are reduced in each micro-batch, where stage "
-                f"{self.plan.config.stage} does not know reduce_dtype. Pass stage=2, or leave reduce_dtype out."
+                f"{self.plan.config.stage} does not support reduce_dtype. Pass stage=2, or leave reduce_dtype out."
             )
         return dataclasses.replace(used, mode="microbatch")
 

@@ -10,8 +10,8 @@ than the bound.
 [Note: chunks]
 A group above the bound is divided into chunks if all of its operations are elementwise: a chunk is sliced from the host
 array, and its result is written to the same place. A dim that n devices share is viewed as [n, size/n], so that a chunk
-holds the same part of every shard. In one array the fetch of a chunk waits for the write of the one before; chunks of
-several arrays take turns, and the bus is busy both ways. `chunks.py` says how a padded leaf is cut.
+holds the same part of every shard. Of two consecutive chunks of one array, the second is fetched before the first is
+written; chunks of several arrays take turns, and the bus is busy both ways. `chunks.py` says how a padded leaf is cut.
 
 [Note: vectors beside a matrix]
 Adafactor keeps a row and a column for each matrix, and computes the whole update from them. They have other shapes than

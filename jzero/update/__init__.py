@@ -10,6 +10,6 @@ Vocabulary
 
 What always holds
   The wrapped transformation sees the shapes and dtypes that it would see without sharding. A param that is not the
-  cast of its master was replaced by the user, and its master takes it over. Owners compute whatever mixes. No optimizer
-is known by its name here: the rule is about equations.
+  cast of its master was replaced by the user, and its master takes it over. Owners compute what mixes, except
+  regions too large for one device, which XLA computes. No optimizer is known by name: the rule is about equations.
 """

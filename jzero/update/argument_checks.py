@@ -25,8 +25,8 @@ def check_count(given: bool, wanted: bool) -> None:
     if given != wanted:
         raise ValueError(
             f"jzero.zero: update: this optimizer state has {'a' if given else 'no'} rounding_count, and its plan needs "
-            f'{"one" if wanted else "none"}: a state has one where moment_dtype="bfloat16" rounds the moments of a '
-            "chain that counts no step. Pass what tx.init(params) or the last update returned; jzero.shard(state, ...) "
+            f'{"one" if wanted else "none"}: a state has one where moment_dtype (bf16, int8) rounds the moments of a '
+            "chain without a count. Pass what tx.init(params) or the last update returned; jzero.shard(state, ...) "
             "converts a train state of another plan, jzero.checkpoint.restore(path, like) one in a checkpoint."
         )
 

@@ -1,6 +1,7 @@
 """Leaves of an update that are not arrays of differences: `param + leaf` is the new param.
 
-A leaf is opaque and can be added only to its own param; see [Note: an update knows its param] in `optim.py`.
+A leaf is opaque and meant for its own param; the sum checks shape and dtype alone. See [Note: an update knows its
+param] in `optim.py`.
 """
 
 from __future__ import annotations

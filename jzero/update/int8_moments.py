@@ -2,16 +2,16 @@
 
 [Note: the map]
 A code c from -127 to 127 stands for sign(c) (|c| / 127)^4 times the scale of its block, the largest magnitude in it.
-The fourth power keeps small values: the least is 4e-9 of the scale, and next to each other values differ by 4/|c|. It
-is arithmetic. A table of 256 values and a search in it compiled to 50 MB of temp for two leaves. A linear map turns
+The fourth power keeps small values: the least is 4e-9 of the scale, and neighbors differ by a factor 1 + 4/|c|. It is
+computed, since a table of 256 values and a search in it compiled to 50 MB of temp for two leaves. A linear map turns
 all small second moments of a block into zeros, and the update divides by them.
 
 [Note: rounding of codes]
-Rounded to nearest, a second moment with a decay of 0.999 moves up at large gradients alone, and down with its scale
-alone: for normal gradients of one size it ends 44 % too high in the median, where random rounding is 0.5 % off (`python
+Rounded to nearest, a second moment with a decay of 0.999 rises only at large gradients and falls only with its scale:
+for normal gradients of one variance it ends 44 % too high in the median, where random rounding is 0.5 % off (`python
 benchmarks/moments.py`). So codes are rounded up or down at random, with the hash and the count of
-`moment_dtype.py`. What a code holds exactly is kept, as a skipped step needs it. A value that is not zero never becomes
-zero: a zero second moment beside a first moment that is not would be divided by.
+`moment_dtype.py`. What a code holds exactly is kept, as a skipped step needs it. A nonzero value never becomes zero:
+the update could divide a nonzero first moment by a zero second moment.
 
 [Note: the update is computed twice]
 All scales must exist before the first code, and a scale needs the moments of its whole block. Kept, they would be an
@@ -112,7 +112,7 @@ class Int8Moments:
         return [s for s, _ in rows], state._replace(inner=tree.unflatten([x for _, x in rows]))
 
     def salt(self, new: PyTree, count: Any) -> Any:
-        """What makes the random bits of this step others than those of the last, uint32."""
+        """A uint32 that gives this step other random bits than the last."""
         if count is None:
             leaves = jax.tree.leaves(new)
             count = sum(leaves[i].astype(jnp.uint32) for i in self.counts)
@@ -157,7 +157,7 @@ class BlockArray(NamedTuple):
         return jnp.result_type(self.values) if self.blocks is None else jnp.dtype(jnp.float32)
 
     def wide(self) -> Any:
-        """The values, where the codes lie."""
+        """The values; those of codes are computed in device memory."""
         return self.values if self.blocks is None else _decoded(*map(on_device, self[:2]), blocks=self.blocks)
 
 

@@ -22,7 +22,7 @@ from jzero.layout.specs import axis_size
 from jzero.sharding import Plan
 from jzero.update.mixing import Mixing, Region
 
-DECOMPOSITION = 10  # operations of a decomposition, in matmuls of its size
+DECOMPOSITION = 10  # operations of a decomposition, over n^3 for an n x n matrix (a matmul has 2)
 SMALL = 1 / 16  # an operand goes whole to all owners if that sends at most this part of the largest
 
 

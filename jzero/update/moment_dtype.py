@@ -2,9 +2,9 @@
 
 [Note: a moment in 16 bits]
 A second moment with a decay of 0.999 moves by less than a thousandth of itself in a step. bf16 has 8 bits: rounded to
-nearest it would stop far from where it should go (at a third of it, from zero), and never fall again. So moments are
+nearest, it would stall far from its target (from zero, at a third of it), and never decrease. So moments are
 rounded up or down with the probabilities that make the mean right. The random bits are a hash of the value itself and
-of a count of steps: nothing else is stored for them, and a step can be repeated bit by bit. What bf16 holds exactly
+of a count of steps: nothing else is stored for them, and a step can be repeated bit for bit. What bf16 holds exactly
 is kept exactly: zeros, padding, and the state of a step that is skipped.
 
 [Note: a count of steps]
@@ -33,7 +33,7 @@ from jzero.layout.leaf_rule import Layout
 from jzero.sharding import Plan
 
 ROUNDING_COUNT = "rounding_count"
-"""The keyword argument with jzero's own count, for chains that `needs_count` names."""
+"""The keyword argument with jzero's own count, for chains that need it (`needs_count`)."""
 
 
 def needs_count(tx: Any, plan: Plan, params: Any) -> bool:
@@ -131,7 +131,7 @@ def leaves_of(tx: Any, plan: Plan, params: PyTree) -> list[Leaf]:
 
 
 def _computed_in(dtype: Any) -> Any:
-    """The dtype in which moments that are stored in another one are computed at least."""
+    """The narrowest dtype in which moments stored in `dtype` are computed."""
     return jnp.dtype(jnp.float32) if dtype == jnp.int8 else dtype
 
 

@@ -23,8 +23,8 @@ def update_leaves(
     """The leaves that `update` returns.
 
     Args:
-      news: the new value of a param with a master, the difference for one without; for a param in host memory always
-        the new value, there already and in its stored layout. None where a param stays.
+      news: the new value of a param with a master; the difference for one without, or with updates="delta". For a param
+        in host memory always the new value, already there in its stored layout. None where a param stays.
       masters: one per param, or None.
       plan: the layouts.
     """

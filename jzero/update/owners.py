@@ -58,7 +58,7 @@ class Owners:
         if large:
             warnings.warn(
                 f"jzero: this optimizer computes {human_bytes(max(large))} of arrays of several params together, "
-                "more than one device is to own. XLA gathers their shards for each operation; jzero.check says what "
+                "too much for one device to own. XLA gathers their shards for each operation; jzero.check says what "
                 "that sends.",
                 stacklevel=2,
             )

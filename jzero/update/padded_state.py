@@ -27,7 +27,7 @@ def cut_state(state, logical, plan: Plan):
 
 
 def check_state(state, logical, *, where: str) -> None:
-    """Raises ValueError for an optimizer state with other leaves than `logical`, what its transformation makes."""
+    """Raises ValueError unless a state has as many leaves, of as many dims, as `logical`, from its transformation."""
     got, want = ([np.ndim(x) for x in jax.tree.leaves(tree)] for tree in (state, logical))
     if got != want:
         other = "" if len(got) != len(want) else " with other numbers of dims"

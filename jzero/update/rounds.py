@@ -6,9 +6,9 @@ pieces go to the owners, each owner computes, and the pieces of the results come
 The matrices of a round are on their way while the round before it is computed, so at most two rounds are in memory.
 
 [Note: what is left over]
-Matrices that do not fill the last round of their kind are dealt out together, each to the device that has least to do
-by FLOPs, and each device computes what it owns (`lax.switch`); unless that takes as long as round after round. A row of
-the exchange is then as long as the pieces that the busiest owner gets.
+Matrices that do not fill the last round of their kind share one round if that takes less than 0.9 of the FLOPs of one
+round per kind. Each goes to the device with the least to do so far, and each device computes what it owns
+(`lax.switch`). A row of the exchange is then as long as the pieces that the busiest owner gets.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Rounds:
         return dict(zip(widths, rows, strict=True)), tree.unflatten(flat)
 
     def _rows(self, now: Round, local: dict[int, Any], widths: dict[np.dtype, int]) -> Iterator[Any]:
-        """By dtype, a row for every device: the pieces that this device has of its matrices."""
+        """By dtype, a row for every owner: this device's pieces of the matrices that the owner gets."""
         for dtype, width in widths.items():
             rows = []
             for device, own in enumerate(now.owned):
@@ -253,7 +253,7 @@ class Rounds:
 
 
 def _filled(parts: list[Any], shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Parts one behind the other along the last dim, and zeros up to its size."""
+    """Parts concatenated along the last dim, then zeros up to its size."""
     missing = shape[-1] - sum(p.shape[-1] for p in parts)
     rest = [jnp.zeros((*shape[:-1], missing), dtype)] if missing else []
     return jnp.concatenate([*parts, *rest], axis=-1)

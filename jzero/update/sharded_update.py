@@ -16,11 +16,11 @@ step of the tests' GPT (4 layers, 64 H200): 106.6 MB without, 5.2 MB with; on ja
 of cuBLAS. Vectors do not wait: they are small, and what their gradients are computed from would wait with them.
 
 [Note: read twice]
-In a `lax.scan` of steps Shardy lets what reads the param in the forward pass read the shard instead: 3.5 Psi for a
-step of stage 2. It replaces the uses of a value by the end of a chain of constraints on it (stored, then split),
-where no constraint of the chain has another reader. So the stored param has one, the barrier of the note above. A
-barrier between the two constraints does it as well, but the slices then are buffers of their own: 0.2 GB for a 7.5B GPT
-on 64 H100 at stage 2, 0.4 GB for a 2.6B one at stage 1.
+In a `lax.scan` of steps, Shardy makes the forward pass read the shard instead of the param: 3.5 times the bytes of the
+params are sent in a step of stage 2. It replaces uses of a value with the end of a chain of constraints on it (stored,
+then split) if no constraint of the chain has another reader. So the stored param gets another reader, the barrier of
+the note above. A barrier between the two constraints works too, but the slices then have buffers of their own: 0.2 GB
+for a 7.5B GPT on 64 H100 at stage 2, 0.4 GB for a 2.6B one at stage 1.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ShardedUpdate:
         return inner, [m if m is None else cut(m, x.shape, x.state, self.plan) for m, x in rows]
 
     def masters(self, shards: list, master: list) -> list:
-        """The masters, with what the user has changed in the params since; of params without one their shards."""
+        """The masters, with what the user has changed in the params since; for params without one, their shards."""
         return self.joined(self.taken_over(shards, master), master)
 
     def taken_over(self, shards: list, master: list) -> list:
@@ -93,7 +93,7 @@ class ShardedUpdate:
         return master is not None and self.plan.config.keeps_remainder(x.dtype)
 
     def __call__(self, shards: list, wide: list, grads: list, inner, master: list):
-        """For every param, on its shard: the new value if it has a master, else the difference.
+        """For every param, on its shard: the new value, or the difference without a master or with updates="delta".
 
         Args:
           shards: params on the shards of their state; read only with `updates="delta"`.
@@ -176,7 +176,7 @@ class ShardedUpdate:
 
 
 def on_shards(params: list, plan: Plan) -> tuple[list, list]:
-    """Params on the shards of their optimizer state; and, in their stored layout, those that this splits.
+    """Params on the shards of their optimizer state; and those that are stored in another layout, in that layout.
 
     Params in host memory stay as they are. Every other one is constrained to its stored layout first, or else the carry
     of a scan over steps would take the layout of the shard: see [Note: read twice].

@@ -376,7 +376,7 @@ def test_what_create_refuses(path):
         ValueError, match=r"2 of 4 units are larger than a quarter .*'embed'.*buffer_bytes=114688"
     ):
         create(path, buffer_bytes=95_000)
-    with pytest.raises(ValueError, match=r"(?s)1 name of units twice:.*norm"):
+    with pytest.raises(ValueError, match=r"(?s)1 unit name used twice:.*norm"):
         create(path, [*UNITS, UNITS[2]])
     with pytest.raises(TypeError, match="must be pairs of a shape and a dtype"):
         FileUnit("x", ((3,),))  # pyright: ignore[reportArgumentType]

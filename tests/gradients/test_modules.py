@@ -220,7 +220,7 @@ STEP = {"reduce": "step"}
 @pytest.mark.parametrize(
     ("loss", "statistics", "options", "says"),
     [
-        (loss_of, True, STEP, r'\(reduce="step"\): the loss changes state of the module by the examples.*mean.*rows'),
+        (loss_of, True, STEP, r'\(reduce="step"\): the loss changes state of the module based on .*mean.*rows'),
         (loss_of, True, {"coupled": "refuse"}, r"couples examples"),
         (contrastive, False, {}, r"couples examples \(dot_general.*coupled=\"allow\""),
         (sow, False, {}, r"value_and_grad: the loss adds, removes or replaces the Variables \['seen'\].*as aux"),
@@ -255,7 +255,7 @@ def test_arguments_of_the_wrong_kind(mesh):
     with pytest.raises(ValueError, match=r"rng_argnums names argument 2, an NNX object.*leave it out"):
         jzero.value_and_grad(lambda m, x, r: loss_of(m, x), plan, accumulate=K, rng_argnums=2)(model, x, nnx.Rngs(0))
     narrow_plan = sharded(True, 1, mesh, reduce_dtype="float32")
-    with pytest.raises(ValueError, match=r"stage 1 does not know reduce_dtype. Pass stage=2"):
+    with pytest.raises(ValueError, match=r"stage 1 does not support reduce_dtype. Pass stage=2"):
         jzero.value_and_grad(loss_of, narrow_plan[2], accumulate=K)(narrow_plan[0], x)
 
 

@@ -218,7 +218,7 @@ def test_bad_input(mesh):
             jzero.LossScale(**{field: value})
     scale, plain = jzero.LossScale(), optax.adam(1e-2)
     with pytest.raises(
-        TypeError, match=r"found 0 states of optax\.apply_if_finite in this tuple, and needs one"
+        TypeError, match=r"found 0 states of optax\.apply_if_finite in this tuple, not one"
     ):
         scale.update(plain.init({"w": jnp.ones(3)}))
     plan = jzero.make_plan({"w": jnp.ones((16, 16))}, stage=1, mesh=mesh)

@@ -115,7 +115,7 @@ def test_an_optimizer_that_mixes_the_dims_of_a_matrix(monkeypatch):
     exchanged = [(c.op, c.phase) for c in report.collectives if c.scope == "exchange"]
     assert set(exchanged) == {("all-to-all", "update")}
     monkeypatch.setattr("jzero.update.owners.MOST", 0)
-    with pytest.warns(UserWarning, match="more than one device is to own"):
+    with pytest.warns(UserWarning, match="too much for one device to own"):
         report, found, _ = compiled(min_shard_bytes=0)
     wire = report.wire
     assert set(found) == {"optimizer_moves"}

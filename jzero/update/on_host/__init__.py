@@ -8,7 +8,7 @@ in an optimizer state for an array that a *store* keeps; a *unit* is the arrays 
     units.py         its update as one program per unit (`update_graph.py`: as a graph)
     store.py         who keeps the arrays and runs the units
     disk_tier.py     the same with the arrays in files (`file_layout.py`: which are where; `small_leaves.py`: the rest)
-    disk/            units on a local disk; a whole generation survives any crash; knows no JAX
+    disk/            units on a local disk; a whole generation survives any crash; does not use JAX
     initial.py       a new state in files
     running.py       a store in use: its updates in order, one step late or not
     landing.py       gradients to shards, new params to their stored layouts

@@ -69,7 +69,7 @@ class Chain:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The paths of the leaves; of a master that of its param."""
+        """The paths of the leaves; for a master, that of its param."""
         inner = [path_name(k) for k, _ in jax.tree_util.tree_leaves_with_path(self.inner)]
         return [*inner, *(x.name for x, m in zip(self.plan.layouts, self.masters, strict=True) if m is not None)]
 
@@ -137,7 +137,7 @@ class Chain:
 
     @functools.cached_property
     def initial(self) -> Units:
-        """What makes a new state of masters (of params, where a param has none), each in its stored shape."""
+        """The units that make a new state from masters (from params that have none), in stored shapes."""
         home, layouts = self.plan.update_plan, self.plan.layouts
         wide = [
             jax.ShapeDtypeStruct(x.state_shape, x.dtype if m is None else m.dtype)
@@ -155,7 +155,7 @@ class Chain:
 
     @functools.cached_property
     def _state_places(self) -> list[Placement]:
-        """Where the leaves of the state lie: what is kept outside, unless it is a single value, on its shards."""
+        """Where the leaves of the state lie: those kept outside on their shards, except single values."""
         rows = zip(self.leaves, self.specs, self.kept, strict=True)
         return [self._place(x, spec) if kept else DEVICE for x, spec, kept in rows]
 

@@ -1,6 +1,6 @@
 """Masters and moments in files: the update of `Store`, with each unit read before it runs and written after it.
 
-Of each leaf a process keeps the pieces of its own devices, each once. Small leaves, which the user holds, are
+Each process keeps its own devices' pieces of every leaf, each once. Small leaves, which the user holds, are
 committed with every generation, so that a folder is a whole optimizer state; its masters give the params. With them
 goes the step that the train state was at when the files were made; each generation is one step more.
 """
@@ -89,7 +89,9 @@ class DiskTier(Store):
         """The folder of an earlier run, and the small leaves that belong to its generation.
 
         Raises:
-          FileNotFoundError: the run ended before its first generation was whole.
+          FileNotFoundError: no folder, or the run ended before its first generation was whole.
+          ValueError: the processes are more than one generation apart.
+          TypeError, ValueError, RuntimeError, OSError: as for `FileLayout` and `DiskStore.open`.
         """
         layout = FileLayout(chain)
         disk = DiskStore.open(layout.path, layout.files, identity=layout.identity, **layout.options)
@@ -146,7 +148,7 @@ class DiskTier(Store):
                 yield at, self.arrays[at], None
 
     def update(self, params, changed, grads, small, extra):
-        """As `Store.update`; after an error files and tier are at the generation before, and it can be tried again."""
+        """As `Store.update`; after an error, files and tier are at the last generation: the update can be retried."""
         tiny: dict[int, Any] = {at: jax.tree.map(jax.numpy.copy, self.arrays[at]) for at in self.layout.tiny}
         try:
             return (yield from super().update(params, changed, grads, small, extra))

@@ -67,10 +67,10 @@ class FileLayout:
         return f"{k}: {names[0]}" + (f" and {counted(len(names) - 1, 'array')} with it" if names[1:] else "")
 
     def report(self) -> None:
-        """Warns of numbers that need arrays whole, which the buffer does not hold; names them.
+        """Warns of numbers that need whole arrays of more bytes than a frame of the buffer; lists them.
 
         Raises:
-          MemoryError: the memory of the host does not hold them either.
+          MemoryError: the host has too little free memory for them and the buffer.
         """
         rows = [(group, size) for group, size in self.units.whole_for_numbers() if size > self.buffer // FRAMES]
         if not rows:

@@ -1,11 +1,11 @@
 """What stands in an optimizer state for arrays that live outside of the device.
 
 [Note: the store lives as long as a state]
-A handle has no leaves, so that `jit` and tree functions pass it on; what it says is the same from step to step. The one
-leaf, the stamp, has the number of the store and of the updates. It goes through programs as data: the structure of a
-tree knows no store, so that all states of a kind, abstract ones too, share their programs, and jit, which keeps
-structures for as long as the process lives, keeps no arrays with them. Nodes, which users hold, keep the store itself.
-A node that JAX has made keeps all stores of its kind until its stamp is read, which may not be there yet.
+A handle has no leaves, so `jit` and tree functions pass it on; it does not change from step to step. The one leaf, the
+stamp, holds the number of the store and the number of updates. It goes through programs as data, and tree structures do
+not refer to a store. So all states of a kind, abstract ones too, share their programs, and jit, which keeps structures
+as long as the process lives, keeps no arrays alive. Nodes (`Held`), which users hold, keep the store alive. A node that
+JAX has made keeps all stores of its kind until its stamp is read, since the stamp may not be computed yet.
 
 [Note: plain orbax]
 Orbax would save the stamp, and nothing of what the handles stand for, without a word. It names leaves by the keys on

@@ -167,7 +167,7 @@ class Running:
             if self.chain.plan.config.in_files and not self.store.broken:
                 remedy = (
                     f"The files are of generation {self.store.generation}. Drop this state (del state), and go on from "
-                    "them: jzero.checkpoint.restore(path, jzero.abstract(create, ...)), path being that of the Offload"
+                    "them: jzero.checkpoint.restore(path, jzero.abstract(create, ...)), with the path of the Offload"
                 )
             raise RuntimeError(
                 f"jzero: with delay=1 the update of generation {self.store.generation} failed beside a later step "
@@ -196,7 +196,7 @@ class Running:
         """One update of the store, from arrays on the host.
 
         Returns:
-          New params on the devices, by their numbers, and with `delay` on the host; and the small leaves on the host.
+          New params on the devices, by number; the same on the host, empty without `delay`; small leaves on the host.
         """
         plan, layouts = self.chain.plan, self.chain.plan.layouts
         found: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Who keeps masters and moments outside of the device, and updates them unit by unit."""
+"""Keeps masters and moments outside of the device, and updates them unit by unit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ class Store:
           extra: keyword arguments of the update.
 
         Yields:
-          (number of the param, its new value or chunks of it), as they come; then the new `small` as the result.
+          (number of the param, (its new value or a chunk of it, the chunk or None)), as they come.
+
+        Returns:
+          The new `small`, and the new values of single-value params, by number.
         """
         self.check_whole()
         try:

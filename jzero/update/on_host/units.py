@@ -10,9 +10,9 @@ AdamW with bf16 params updates 0.22 G params/s, against 0.55 where nothing is fr
 old, and a new param that of its gradient.
 
 [Note: numbers before units]
-A number that is made from large arrays (a norm, an inner product) is there before any unit runs. It is added up chunk
-by chunk where a reduction of elementwise values makes it and all that the store keeps of it is cut alike. Any other is
-made from whole arrays, by whatever equation: no list says what makes a number.
+A number made from large arrays (a norm, an inner product) is computed before any unit runs. It is reduced chunk by
+chunk if it is a reduction of elementwise values and all stored arrays that it reads are cut alike. Any other number is
+computed from whole arrays, whatever the equation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jzero.stream.streaming import computed
 from jzero.update.on_host.update_graph import UpdateGraph
 
 WHOLE = 2**62  # a bound that cuts nothing
-TOGETHER = 64 * 2**20  # bytes of small arrays that one unit updates, at least
+TOGETHER = 64 * 2**20  # bytes of small arrays that one unit may hold; more if an array is larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Unit:
 
     Attributes:
       group: its results and its sources, by their numbers in the graph.
-      kept: the sources that the store keeps, and of each the result that takes its place (itself where none does).
+      kept: the sources that the store keeps, each with the result that replaces it (with itself if none does).
     """
 
     group: Group
@@ -128,7 +128,7 @@ class Units:
         return self.schedule.placements[source]
 
     def piece(self, x: Any, chunk: Chunk | None) -> Any:
-        """A chunk of a whole array that was given, in memory of its own."""
+        """A chunk of a whole array, in memory of its own; the array itself if `chunk` is None."""
         if chunk is None:
             return x
         key = ("piece", x.shape, x.dtype, x.sharding, chunk.view, chunk.shape)
@@ -156,7 +156,7 @@ class Units:
             known[value] = part
 
     def number_groups(self) -> Iterable[Group]:
-        """The groups that make numbers: of gradients whole, else see [Note: numbers before units]."""
+        """The groups that make numbers. Gradients alone are read whole; else see [Note: numbers before units]."""
         for values, sources in {g.values: g.sources for g in self.schedule.scalars}.items():
             own = [self._chunks(s) for s in sources if s in self.kept]
             cut = own and all(chunks == own[0] for chunks in own) and self._adds_up(values[0], sources, own[0])
@@ -164,7 +164,7 @@ class Units:
                 yield Group(values, sources, 0, chunk)
 
     def whole_for_numbers(self) -> list[tuple[Group, int]]:
-        """Numbers for which what is kept in several parts must be there at once, and its bytes in this process."""
+        """Numbers that need stored arrays of several units at once, and the bytes of these arrays in this process."""
         found = []
         for group in self.number_groups():
             own = [s for s in group.sources if s in self.kept]

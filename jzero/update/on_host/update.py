@@ -130,12 +130,13 @@ def update_held(grads: Sequence[Any], state: Any, params: Sequence[Any], extra: 
     Raises:
       TypeError: a state without handles, or an abstract one.
       ValueError: an older state.
+      RuntimeError: the arrays of the state are gone, or an update was broken off.
     """
     held = held_in(state)
     running = None if held is None else held.store
     if running is None:
         raise TypeError(
-            "jzero.zero: update: this optimizer state has no handles to arrays on the host. Pass what tx.init(params), "
-            "jzero.shard or the last update returned."
+            "jzero.zero: update: this optimizer state is abstract, or has no handles to arrays outside of the device. "
+            "Pass what tx.init(params), jzero.shard or the last update returned."
         )
     return running.update(grads, state, params, extra)

@@ -25,7 +25,7 @@ def units_of(units: Sequence[FileUnit], *, where: str) -> tuple[FileUnit, ...]:
     twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ValueError(
-            f"{where}: {counted(len(twice), 'name')} of units twice:\n{listing([(n,) for n in twice])}"
+            f"{where}: {counted(len(twice), 'unit name')} used twice:\n{listing([(n,) for n in twice])}"
         )
     return tuple(units)
 

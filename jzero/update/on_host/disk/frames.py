@@ -15,7 +15,7 @@ LEAST = 4  # frames: one is read ahead, one updated, one written behind, and one
 
 
 class Frames:
-    """As many frames of the size of the largest unit as the buffer holds; pages that nobody uses cost no memory.
+    """Frames of the largest unit's size: as many as the buffer holds, at most units + 1. Unused pages cost no memory.
 
     Args:
       units: those of the store.

@@ -153,7 +153,7 @@ def load(folder: Path) -> Record | None:
 
     Raises:
       DamagedStore: none is whole.
-      ValueError: the newest is of another version.
+      ValueError: one of them has another version.
     """
     files = [f for f in (file_of(folder, n) for n in (0, 1)) if f.exists()]
     whole = [r for r in (Record.decode(f.read_bytes(), file=f) for f in files) if r is not None]

@@ -108,8 +108,9 @@ class DiskStep:
           arrays: new values; views that `read` returned may have been changed in place and must not be used any more.
 
         Raises:
-          ValueError: other shapes or dtypes, written before in this step, or a store opened read-only.
-          RuntimeError: the caller holds all frames.
+          ValueError: an index out of range, other shapes or dtypes, a unit announced but not read or already written in
+            this step, or a store opened read-only.
+          RuntimeError: the caller holds all frames, or the step has ended.
           OSError, DamagedStore: a read or a write failed; names the file.
         """
         with self._changed:

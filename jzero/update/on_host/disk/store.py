@@ -33,7 +33,8 @@ class DiskStore:
 
     Cost:
       Twice the bytes of all units on the disk, allocated by `create`. `buffer_bytes` of host memory at most, allocated
-      when first used. A step reads and writes each unit once, and flushes once per unit and twice per commit.
+      when first used. A step reads and writes each unit once, and flushes once per unit and once per commit
+      (up to three times if files are new).
 
     Example:
       >>> import tempfile, numpy as np
@@ -99,7 +100,8 @@ class DiskStore:
         Raises:
           ValueError: two units of one name, a unit larger than a quarter of the buffer, folders of another number of
             processes, or a store that is there already: nothing is overwritten.
-          TypeError: an identity that is not JSON.
+          TypeError: an identity that JSON cannot hold, or an argument of a wrong type.
+          DamagedStore: the folder has records, but none is whole.
           FolderInUse: another run has it open.
           OSError: the disk is full (says what is needed and free), or nothing can be written there.
         """

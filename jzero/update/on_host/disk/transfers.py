@@ -23,7 +23,7 @@ class DamagedStore(RuntimeError):
 
 
 class DiskTransfer:
-    """One unit on its way; `finished` is set when all of its requests are done, or one has failed.
+    """One unit on its way; `finished` is set when all of its requests are done, or skipped after an error.
 
     Args:
       unit, file: what, and from or to where.
