@@ -195,9 +195,11 @@ class _Block:
 
     def inputs(self, args: Sequence[PyTree]) -> Sequence[int]:
         """The positions of the block's input."""
-        if self.argnums is not None and all(-len(args) <= i < len(args) for i in self.argnums):
-            return self.argnums
         floating = [i for i, x in enumerate(args) if _is_floating(x)]
+        if self.argnums is not None and all(-len(args) <= i < len(args) for i in self.argnums):
+            asked = [args[i] for i in self.argnums]
+            if any(map(_is_floating, jax.tree.leaves(asked))):
+                return self.argnums
         if not floating or self.argnums is not None:
             raise ValueError(
                 f"jzero.remat: what is the block's input? argnums={self.argnums}, and of its {len(args)} positional "

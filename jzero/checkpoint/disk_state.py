@@ -7,12 +7,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jzero.checkpoint import store
-from jzero.checkpoint.logical import apart
 from jzero.core.errors import listing
 from jzero.core.types import PyTree
-from jzero.flax.adapters import Parts, is_pair
+from jzero.flax.adapters import Parts, is_pair, take_apart
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.placement import put
 from jzero.layout.specs import P
@@ -60,9 +61,12 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
             "jzero.checkpoint.save(path, state)."
         )
     running.check(held)
-    if path.exists() and any(path.iterdir()):
+    there = path.exists() and any(path.iterdir())
+    if jax.process_count() > 1:  # before any of them makes its folder
+        there = bool(multihost_utils.process_allgather(np.int32(there)).any())
+    if there:
         raise ValueError(f"{where}: {path} exists and is not replaced. Pass another folder, one per step.")
-    parts = apart(state, None, where)
+    parts = take_apart(state, where=where, values=False)
     fields = jax.tree_util.tree_leaves_with_path(parts.rest)
     if fields:
         warnings.warn(

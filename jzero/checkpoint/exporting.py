@@ -6,11 +6,13 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
@@ -73,11 +75,17 @@ def export(
       TypeError: `include` is a single string, or `names` is not a function or mapping.
       CheckpointDamaged: as `restore`.
       FileNotFoundError: there is nothing at `path`.
+      RuntimeError: the job has several processes.
 
     Cost:
       256 MiB of host memory, or the largest leaf. A tied weight is one leaf and one tensor.
     """
     where = "jzero.checkpoint.export"
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"{where}: this job has {jax.process_count()} processes. Export in a process of its own, beside the job or "
+            "after it: that needs neither devices nor the model."
+        )
     check_names(names, where)
     include = check_texts(include, "include", where)
     check_int(max_file_bytes, "max_file_bytes", where=where, low=1)
@@ -93,7 +101,7 @@ def export(
     done = 0
     outputs = _outputs(file, len(groups))
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _Files(checksum_file(file)) as written:
+    with _Files(file) as written:
         for name, group in zip(outputs, groups, strict=True):
             with written.open(name) as out:
                 out.write(_header(group))
@@ -104,7 +112,7 @@ def export(
                     if progress is not None:
                         progress(done, total)
         if len(groups) > 1:
-            index = file.with_name(file.name + ".index.json")
+            index = _index(file)
             weight_map = {t.name: f.name for f, group in zip(outputs, groups, strict=True) for t in group}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
             with written.open(index) as out:
@@ -115,10 +123,17 @@ def export(
 
 
 class _Files:
-    """Files that get their names, and checksums beside them, once all are written; a failure leaves nothing."""
+    """Files that get their names, and checksums beside them, once all are written; a failure leaves nothing.
 
-    def __init__(self, sums: Path):
-        self._sums = sums
+    They replace all files of an earlier export to the same name, which may have been split in another way.
+    """
+
+    def __init__(self, file: Path):
+        self._sums = checksum_file(file)
+        numbered = re.compile(re.escape(file.stem) + r"-\d{5}-of-\d{5}\.safetensors")
+        beside = sorted(file.parent.iterdir()) if file.parent.exists() else []
+        # the index first: without it the others are read together
+        self._before = [_index(file), file, *(f for f in beside if numbered.fullmatch(f.name))]
         self._digests: dict[Path, str] = {}
 
     def __enter__(self) -> _Files:
@@ -144,6 +159,9 @@ class _Files:
         self._sums.unlink(missing_ok=True)
         for file in self._digests:
             durable.rename(_temporary(file), file)
+        for file in self._before:
+            if file not in self._digests:
+                file.unlink(missing_ok=True)
         durable.write(self._sums, checksum_text(self._digests).encode())
 
 
@@ -229,6 +247,10 @@ def _grouped(tensors: Sequence[_Tensor], sizes: Sequence[int], most: int) -> lis
     return groups
 
 
+def _index(file: Path) -> Path:
+    return file.with_name(file.name + ".index.json")
+
+
 def _outputs(file: Path, count: int) -> list[Path]:
     if count == 1:
         return [file]
@@ -255,6 +277,9 @@ def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tu
     """The tensors in order, read a bounded number of bytes at a time."""
     sizes = [math.prod(t.shape) * t.stored.itemsize for t in tensors]
     for group in _grouped(tensors, sizes, READ_BYTES):
-        read = remainders.load(path, tree, {t.source: store.Numpy(t.shape, t.stored) for t in group})
+        targets = {t.source: store.Numpy(t.shape, t.stored) for t in group}
+        moved = {name: t for name, t in targets.items() if name[0] == "opt_state"}  # maybe in 8 bits
+        read = moments.load(path, tree, moved) if moved else {}
+        read |= remainders.load(path, tree, {name: t for name, t in targets.items() if name not in moved})
         for t in group:
             yield t, read[t.source]

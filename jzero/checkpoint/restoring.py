@@ -107,6 +107,12 @@ def restore(
         restore(path, adapters.with_optimizer(like), cast=cast, only=only)
         return like
     if disk_state.is_folder(path):
+        if only is not None or cast:
+            option = 'only="params"' if only is not None else "cast=True"
+            raise ValueError(
+                f"{where}: {path} is a folder of Offload(tier='disk'), from which a run goes on as it is: {option} is "
+                "for checkpoints of jzero.checkpoint.save. Save the restored state there first."
+            )
         parts = on_auto_mesh(apart(like, tx, where))
         return together(like, on_context_mesh(disk_state.reopened_parts(path, parts, where)))
     path = store.locate(path, where)

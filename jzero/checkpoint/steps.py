@@ -213,12 +213,12 @@ class Steps:
     def _path(self, step: int | None) -> Path:
         where = "jzero.checkpoint.Steps"
         if step is None:
-            last = np.int32(max(self.steps, default=-1))
-            if jax.process_count() > 1:  # all read the same one
-                last = multihost_utils.broadcast_one_to_all(last)
-            if last < 0:
+            step = max(self.steps, default=-1)
+            if jax.process_count() > 1:  # all read the same one; jax has no 64 bits by default
+                halves = multihost_utils.broadcast_one_to_all(np.array([step >> 31, step & (2**31 - 1)], np.int32))
+                step = (int(halves[0]) << 31) + int(halves[1])
+            if step < 0:
                 raise FileNotFoundError(f"{where}: no step in {self.folder}.")
-            step = int(last)
         check_int(step, "step", where=where, low=0)
         return self.folder / str(step)
 

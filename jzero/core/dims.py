@@ -75,7 +75,7 @@ MOVED_DIMS: dict[str, DimRule] = {
     "sort": _if_not_in("dimension"),
     "split": _if_not_in("axis"),
     "squeeze": _reordered,
-    "top_k": lambda eqn, dim: dim if dim != eqn.invars[0].aval.ndim - 1 else None,
+    "top_k": _if_not_in("axis"),
     "transpose": _reordered,
 }  # fmt: skip
 """For an equation and a dim of its operands: the dim of the result along which the same values lie, index by index.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -56,13 +56,13 @@ def innermost(stage: Any, kind: type[Stage]) -> Stage:
     return stage
 
 
-def keeping(lowered: Any, trace: Trace) -> Any:
-    """The same lowered program; `trace_of` will know what is compiled from it."""
+def keeping(lowered: Any, trace: Trace, options: Mapping[str, Any] | None = None) -> Any:
+    """The same lowered program; `trace_of` will know what is compiled from it, with these options of XLA."""
     inner = innermost(lowered, jax.stages.Lowered)
     compile_lowered = inner.compile
 
-    def compiled(*args, **kwargs):
-        program = compile_lowered(*args, **kwargs)
+    def compiled(compiler_options=None, **kwargs):
+        program = compile_lowered({**(options or {}), **(compiler_options or {})} or None, **kwargs)
         keep_trace(program, trace)
         return program
 

@@ -90,17 +90,16 @@ def check_state(state: Any, *, where: str) -> None:
         raise _unknown(state, where)
 
 
-def take_apart(state: Any, *, where: str) -> Parts:
-    """The parts of a state.
+def take_apart(state: Any, *, where: str, values: bool = True) -> Parts:
+    """The parts of a state; without `values` handles stay, and nothing is read from files.
 
     Raises:
       TypeError: a kind that jzero does not know.
     """
-    if is_train_state(state):
-        return whole(_train_state_parts(state))
-    if is_pair(state):
-        return whole(_pair_parts(*state))
-    raise _unknown(state, where)
+    if not (is_train_state(state) or is_pair(state)):
+        raise _unknown(state, where)
+    parts = _train_state_parts(state) if is_train_state(state) else _pair_parts(*state)
+    return whole(parts) if values else parts
 
 
 def whole(parts: Parts) -> Parts:

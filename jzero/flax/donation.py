@@ -172,13 +172,20 @@ def subtrees(out: PyTree) -> Iterator[PyTree]:
 
 
 def named_arguments(step: Callable[..., Any], options: Mapping[str, Any], what: str, count: int) -> list[Key]:
-    """The arguments that options of `jax.jit` name as "static" or "donate": positions below `count`, and names."""
-    numbers, names = options.get(f"{what}_argnums", ()), options.get(f"{what}_argnames", ())
-    positions = {n % count for n in ((numbers,) if isinstance(numbers, int) else numbers or ())}
-    asked = (names,) if isinstance(names, str) else names or ()
-    parameters = list(inspect.signature(step).parameters) if asked else []
-    positions |= {parameters.index(n) for n in asked if n in parameters}
-    return [*sorted(p for p in positions if p < count), *asked]
+    """The arguments that options of `jax.jit` make "static" or "donate", in a call with `count` positional arguments.
+
+    Positions below `count`, and names. Where one option is given, JAX infers the other from the signature.
+    """
+    numbers, names = options.get(f"{what}_argnums"), options.get(f"{what}_argnames")
+    given = numbers is not None, names is not None
+    numbers = (numbers,) if isinstance(numbers, int) else numbers or ()
+    names = (names,) if isinstance(names, str) else names or ()
+    if given in ((True, False), (False, True)):
+        parameters = enumerate(inspect.signature(step).parameters.values())
+        either = [(i, p.name) for i, p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        both = [(i, name) for i, name in either if i in numbers or name in names]
+        numbers, names = (*numbers, *(i for i, _ in both)), dict.fromkeys((*names, *(name for _, name in both)))
+    return [*sorted({n % count for n in numbers if -count <= n < count}), *names]
 
 
 def _parts(out: PyTree) -> Sequence[PyTree]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,7 +145,8 @@ class Jit:
         """As `jax.jit(step).lower`; abstract batches are split as real ones are."""
         jitted, _, args, kwargs = self._ready(args, kwargs)
         stage, trace = traced(jitted, *args, **kwargs)
-        return keeping(of_any_leaves(stage.lower), trace)
+        options = jitted.compiler_options if isinstance(jitted, NnxJit) else None
+        return keeping(of_any_leaves(stage.lower), trace, options)
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(step).trace`; abstract batches are split as real ones are."""
@@ -200,11 +201,14 @@ class Jit:
 
     def _jit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Key]]:
         """The jitted step for arguments of this structure, and the arguments that it donates by jzero's choice."""
-        objects = [k for k, x in _by_key(args, kwargs).items() if is_object(x)]
+        given = _by_key(args, kwargs)
+        objects = [k for k, x in given.items() if is_object(x)]
         key: Any = tuple(objects)
         if self._chosen:  # an object's structure is that of the program, which is looked up by it later
-            others = [x for k, x in (*enumerate(args), *sorted(kwargs.items())) if k not in objects]
-            key = key, tuple(map(jax.tree.structure, others)), tuple(sorted(kwargs))
+            static = self._static(len(args))
+            fixed = [(k, x) for k, x in given.items() if k in static and isinstance(x, Hashable)]
+            others = [(k, jax.tree.structure(x)) for k, x in given.items() if k not in objects and k not in static]
+            key = key, frozenset(fixed), frozenset(others)
         if key not in self._jitted:
             self._jitted[key] = (self._jit_nnx if objects else self._jit_arrays)(args, kwargs)
         return self._jitted[key]
@@ -227,7 +231,7 @@ class Jit:
         updates = any(eqn.primitive.name == UPDATE for eqn in every_equation(stage.jaxpr.jaxpr))
         if updates:
             self._warn_if_lost(out_info)
-        donated = self._donated(given, stage, named_arguments(self.step, self.options, "static", len(args)), updates)
+        donated = self._donated(given, stage, self._static(len(args)), updates)
         if not donated:
             return jitted, ()
         return jax.jit(self.step, **options, **_donating(donated)), donated
@@ -241,7 +245,12 @@ class Jit:
             donated = self._donated_with_objects(_by_key(args, kwargs))
             options |= _donating(donated)
         jitted = nnx.jit(self.step, **options)
-        return NnxJit(jitted, self._compiler_options) if self._compiler_options else jitted, donated
+        options = self._compiler_options
+        return NnxJit(jitted, options, self._static) if options else jitted, donated
+
+    def _static(self, count: int) -> list[Key]:
+        """The static arguments of a call with so many positional ones."""
+        return named_arguments(self.step, self.options, "static", count)
 
     def _donated_with_objects(self, given: Mapping[Key, Any]) -> list[Key]:
         """What the step replaces, and all objects if one is an optimizer or other optimizer state is replaced."""
@@ -249,7 +258,7 @@ class Jit:
         def may_be(arg: PyTree) -> bool:
             return self._has_optimizer_state(arg) or self._is_params(arg)
 
-        static = named_arguments(self.step, self.options, "static", sum(isinstance(k, int) for k in given))
+        static = self._static(sum(isinstance(k, int) for k in given))
         others = beside_objects(self.step, given, may_be, static)
         trains = any(map(is_nnx_optimizer, given.values())) or any(self._has_optimizer_state(given[k]) for k in others)
         return [k for k, x in given.items() if k in others or is_object(x)] if trains else []

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.config import ZeroConfig
-from jzero.core.errors import human_bytes, listing, typed_shape
+from jzero.core.errors import counted, human_bytes, listing, typed_shape
 from jzero.core.types import PyTree
 from jzero.flax.adapters import Parts, is_train_state
 from jzero.flax.conversion import as_array
@@ -80,7 +80,8 @@ def _notes_on_rest(rest: PyTree, plan: Plan) -> list[str]:
         return []
     largest = ", ".join(name for name, _ in sorted(whole, key=lambda row: -row[1])[:3])
     count, size = len(whole), human_bytes(sum(b for _, b in whole))
-    return [f"{count} arrays outside of the params stay whole on every device, {size} in all ({largest})."]
+    stay = "stays" if count == 1 else "stay"
+    return [f"{counted(count, 'array')} outside of the params {stay} whole on every device, {size} in all ({largest})."]
 
 
 def wrapped_apply(parts: Parts, plan: Plan) -> GatherOnUse | None:
@@ -147,7 +148,8 @@ def check_devices(parts: Parts, plan: Plan) -> None:
     ]
     if bad:
         raise ValueError(
-            f"jzero.shard: {len(bad)} arrays are committed to devices that are not in the mesh of {len(mesh)}:\n"
+            f"jzero.shard: {counted(len(bad), 'array is', 'arrays are')} committed to devices that are not in the mesh "
+            f"of {len(mesh)}:\n"
             f"{listing(bad)}\nPass a mesh with these devices, or move the state first: jax.device_get(state)."
         )
 

@@ -87,9 +87,9 @@ def _quantized_lines(plan: Any, state: list[tuple[list[str], int]]) -> list[str]
     share = 1 - sum(x.size for x, _ in wide) / max(sum(x.size for x in trained), 1)
     held: dict[str, int] = {}
     for (name, *_), size in state:
-        for x, _ in wide:
-            if name.endswith(x.name) and SCALES not in name:
-                held[x.name] = held.get(x.name, 0) + size
+        owner = max((x.name for x in trained if name.endswith(x.name)), key=len, default="")
+        if SCALES not in name:
+            held[owner] = held.get(owner, 0) + size
     rows = [(x.name, why, f"{human_bytes(held.get(x.name, 0))} of state per device") for x, why in wide]
     line = f"moments of {share:.1%} of the trained values are in 8 bits, in blocks of {plan.config.quantize_block}"
     return [f"{line}; wide are:\n{listing(rows)}"] if rows else [line]

@@ -422,6 +422,7 @@ def test_subjects_and_plans_of_the_wrong_kind(mesh):
         ((BATCH, 7, DIM), {}, "'model' (2 devices) cannot split dim 1 of the block's input f32[8,7,24]: 7 = 3 x 2 + 1"),
         ((BATCH, 7, DIM), {"dim": 3}, "it has 3 dims"),
         ((BATCH, SEQ, DIM), {"argnums": 2}, "argnums=(2,), and of its 2 positional arguments 1 are"),
+        ((BATCH, SEQ, DIM), {"argnums": ()}, "argnums=(), and of its 2 positional arguments 1 are"),
     ],
 )  # fmt: skip
 def test_inputs_that_cannot_be_split(shape, fields, message, mesh):

@@ -96,6 +96,14 @@ def test_a_reader_of_a_folder_that_is_not_there_does_not_make_it(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_step_above_32_bits(tmp_path):
+    with checkpoint.Steps(tmp_path) as steps:
+        steps.save(3_000_000_000, tree(), custom={"tokens": 1})
+        steps.wait()
+        assert steps.custom() == {"tokens": 1}
+        steps.restore(tree())
+
+
 def test_a_step_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
     fill(tmp_path, [3.0, 2.0])
     small = checksums.Checksums.small

@@ -371,6 +371,20 @@ def test_an_nnx_pair(options, mesh):
     assert train.eval_shape(model, optimizer, X).shape == ()
 
 
+@pytest.mark.parametrize("options", [{}, {"compiler_options": {"xla_cpu_enable_fast_math": False}}])
+@pytest.mark.parametrize("static", [{"static_argnums": 3}, {"static_argnames": "train"}])
+def test_an_nnx_step_with_a_static_argument(static, options, mesh):
+    model, optimizer = pair(mesh)
+
+    def step(model, optimizer, batch, train=False):
+        return nnx_step(model, optimizer, batch) if train else jnp.mean(model(batch) ** 2)
+
+    step = jzero.jit(step, **static, **options)
+    losses = [float(step(model, optimizer, X, train)) for train in (True, False, True, False)]
+    losses += [float(step(model, optimizer, X)), float(step(model, optimizer, X, train=True))]
+    assert losses[0] > losses[1] == losses[2] > losses[3] == losses[4] == losses[5]
+
+
 def with_averages(model, optimizer, average, arrays, batch):
     loss = nnx_step(model, optimizer, batch)
     new = nnx.as_pure(nnx.state(model, nnx.Param))
@@ -439,8 +453,11 @@ def test_xla_gets_the_options_of_the_plan(mesh, monkeypatch):
     monkeypatch.setattr(jzero.Plan, "compiler_options", {"xla_no_such_option": 1})
     with pytest.raises(Exception, match="xla_no_such_option"):
         jzero.jit(lambda x: x + 1, plan)(X)
+    model = nnx.Linear(DIM_IN, 8, rngs=nnx.Rngs(0))
     with pytest.raises(Exception, match="xla_no_such_option"):
-        jzero.jit(lambda model, x: model(x), plan)(nnx.Linear(DIM_IN, 8, rngs=nnx.Rngs(0)), X)
+        jzero.jit(lambda model, x: model(x), plan)(model, X)
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        jzero.jit(lambda model, x: model(x), plan).lower(model, X).compile()
 
 
 @pytest.mark.pod
@@ -468,6 +485,26 @@ def test_as_a_decorator(mesh):
     np.testing.assert_allclose(one * 2, two, rtol=1e-6)
     assert forward.__doc__ == "Documented."
     assert repr(forward).startswith("<jzero.jit: test_as_a_decorator")
+
+
+@pytest.mark.parametrize("static", [{"static_argnums": 2}, {"static_argnames": "train"}])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_static_argument_decides_what_is_donated(first, static, mesh):
+    """Evaluation and training by one function: only training replaces the state."""
+
+    def step(state, batch, train=False):
+        return train_step(state, batch) if train else state.apply_fn({"params": state.params}, batch["x"]).mean()
+
+    step, state = jzero.jit(step, **static), jzero.shard(create_small(TX), stage=1, mesh=mesh)
+    for train in (first, not first):
+        before = state
+        if train:
+            state, _ = step(state, make_batch(), train=True)
+            assert gone(before.opt_state)
+        else:
+            step(state, make_batch())
+            step(state, make_batch(), False)
+            assert alive(state)
 
 
 def test_the_plan_is_that_of_the_state(mesh):

@@ -343,6 +343,18 @@ def test_batch_norm_is_refused_and_can_be_allowed(mesh):
     assert abs(float(one) - float(allowed)) > 1e-5
 
 
+def test_the_hardest_examples_along_a_dim_that_is_not_the_last(mesh):
+    plan = jzero.make_plan({"w": jnp.ones((8, 64))}, stage=2, mesh=mesh)
+
+    def loss(axis, params, batch):
+        return jax.lax.top_k((batch @ params["w"]) ** 2, 4, axis=axis)[0].mean()
+
+    rows = plan.place_batch(np.random.default_rng(0).standard_normal((64, 8), np.float32))
+    with pytest.warns(UserWarning, match=r"could not be checked for examples .* \(top_k"):
+        jzero.value_and_grad(functools.partial(loss, 0), plan, accumulate=K)({"w": jnp.ones((8, 64))}, rows)
+    jzero.value_and_grad(functools.partial(loss, 1), plan, accumulate=K)({"w": jnp.ones((8, 64))}, rows)
+
+
 # --- bad input ------------------------------------------------------------------------------------------------
 
 

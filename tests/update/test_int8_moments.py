@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 from programs import program
+from safetensors.numpy import load_file
 
 import jzero
 from jzero.layout.blocks import Blocks, blocks_of
@@ -273,6 +274,20 @@ def test_resharding_and_checkpoints(place, mesh, tmp_path):
     if kept:
         for a, b in zip(jax.tree.leaves(back.opt_state), jax.tree.leaves(trained().opt_state), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_moments_are_exported_as_values(tmp_path):
+    jzero.checkpoint.save(tmp_path / "codes", trained())
+    (file,) = jzero.checkpoint.export(tmp_path / "codes", tmp_path / "m.safetensors", include=("opt_state",))
+    (found,) = [x for name, x in load_file(file).items() if name.startswith("opt_state") and name.endswith("mu.up")]
+    want = jzero.unshard(trained().opt_state, tx=trained().tx)
+    np.testing.assert_array_equal(found, np.asarray(inner_of(want)[0].mu["up"], np.float32))
+
+
+def test_wide_leaves_are_listed_with_their_own_bytes(mesh):
+    shapes = {"w": jnp.ones((8, 8)), "block": {"w": jnp.ones((512, 512))}}
+    plan = jzero.make_plan(shapes, stage=0, mesh=mesh, moment_dtype="int8")
+    assert re.search(r"\['w'\] .*fewer than 4096 values +512 B of state", plan.describe(ADAMW))
 
 
 @pytest.mark.unit
