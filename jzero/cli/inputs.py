@@ -40,7 +40,7 @@ def load_function(target: str, flag: str) -> Callable[..., Any]:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            known = [k for k in vars(found) if not k.startswith("_")]
+            known = [k for k in dir(found) if not k.startswith("_")]
             raise InputError(f"{flag} {target}: {where} has no {part!r}.{nearest(part, known)}")
         found = getattr(found, part)
     if not callable(found):
@@ -64,8 +64,11 @@ def _load_module(name: str, flag: str) -> ModuleType:
 def _load_file(path: Path, flag: str) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{flag}: no file {path}.")
-    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {flag}"  # their jax.py is not jax
-    spec = importlib.util.spec_from_file_location(name, path)
+    there = sys.modules.get(path.stem)
+    if there is not None and getattr(there, "__file__", None) == str(path.resolve()):
+        return there  # both --create and --step name it
+    name = path.stem if there is None else f"{path.stem} of {flag}"  # their jax.py is not jax
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

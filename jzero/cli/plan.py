@@ -22,13 +22,13 @@ from jzero.cli.inputs import (
 from jzero.cli.job import Answers, Asked, Job, Json
 from jzero.cli.presets import PRESETS
 from jzero.cli.process import run_job
-from jzero.cli.show import JAX_TAKES, VARIABLE, findings_text, stage_table, title
+from jzero.cli.show import JAX_TAKES, OLDER, VARIABLE, findings_text, stage_table, title
 from jzero.config import Offload, ZeroConfig
 from jzero.core.errors import check_int, nearest
 from jzero.proof.pod import check_pod
 
-FETCHES = 3
-"""The stage whose params can live in host memory."""
+FETCHES, OUTSIDE = 3, 2
+"""The least stage whose params can live in host memory, and that of an update outside of the program."""
 WHOLE_BELOW = "below it the model reads whole params on the device"
 NO_FILES = "no files are written by a plan"
 
@@ -83,9 +83,9 @@ class Inputs(Asked):
     Implies --offload host."""
     in_flight_bytes: int | None = None
     """With --offload: bytes of state of one device that may be on it at once; chosen from its size if omitted."""
-    memory_fraction: float = dataclasses.field(default_factory=lambda: float(os.environ.get(VARIABLE) or JAX_TAKES))
-    """Part of a GPU's memory that a program may take: what JAX allocates, XLA_PYTHON_CLIENT_MEM_FRACTION or 0.75. The
-    rest is for CUDA, NCCL and fragments."""
+    memory_fraction: float = dataclasses.field(default_factory=lambda: _taken_by_jax())
+    """Part of a GPU's memory that a program may take: what JAX allocates, XLA_CLIENT_MEM_FRACTION or 0.75. The rest is
+    for CUDA, NCCL and fragments."""
 
     def job(self, *, stages: list[int], search: bool, detail: bool = False) -> Job:
         """The job for these flags, checked as far as possible without loading the model.
@@ -109,7 +109,8 @@ class Inputs(Asked):
         if tier:
             fields["offload"] = tier
             Offload(**tier)
-        ZeroConfig(**{k: v for k, v in fields.items() if k != "offload"})
+        for stage in stages:
+            ZeroConfig(**{**fields, "stage": stage, "offload": Offload(**tier) if tier else None})
         if not 0 < self.memory_fraction <= 1:
             raise InputError(f"--memory-fraction {self.memory_fraction}: must be above 0 and at most 1.")
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(Asked)}
@@ -163,6 +164,21 @@ class Inputs(Asked):
             parse_batch(self.batch)
 
 
+def _taken_by_jax() -> float:
+    """The part of a GPU's memory that JAX takes, by its variable or the one of older versions.
+
+    Raises:
+      InputError: the variable is not a number.
+    """
+    for name in (VARIABLE, OLDER):
+        if text := os.environ.get(name):
+            try:
+                return float(text)
+            except ValueError:
+                raise InputError(f"{name}={text}: must be a number above 0 and at most 1.") from None
+    return JAX_TAKES
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCommand(Inputs):
     """Stages side by side: bytes per device and on the wire, estimated and as XLA compiled them, and what fits."""
@@ -181,6 +197,8 @@ class PlanCommand(Inputs):
         stages, left_out = parse_stages(self.stages), []
         if self.offload_params is not None and FETCHES in stages:
             stages, left_out = [FETCHES], [s for s in stages if s != FETCHES]
+        elif max(stages) >= OUTSIDE and (self.update == "host" or self.offload == "disk"):
+            stages, left_out = [s for s in stages if s >= OUTSIDE], [s for s in stages if s < OUTSIDE]
         job = self.job(stages=stages, search=self.search)
         if self.plot is not None:
             check_plot(self.plot)
@@ -190,8 +208,9 @@ class PlanCommand(Inputs):
         if self.json:
             print(json.dumps(as_json(job, answers), indent=2))
         else:
-            note = [f"stage {', '.join(map(str, left_out))} left out: --offload-params host needs stage {FETCHES}, "
-                    f"{WHOLE_BELOW}."] if left_out else []  # fmt: skip
+            why = f"--offload-params host needs stage {FETCHES}, {WHOLE_BELOW}"
+            why = why if self.offload_params else "an update outside of the program needs stage 2 or 3"
+            note = [f"stage {' and '.join(map(str, left_out))} left out: {why}."] if left_out else []
             print("\n".join([title(job, answers), *note, *stage_table(results, job.fraction),
                              *findings_text(results)]))  # fmt: skip
         if self.plot is not None:

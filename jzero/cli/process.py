@@ -47,6 +47,8 @@ def run_job(job: Job) -> Answers:
                 break
             if stage is None:
                 raise InputError(f"the compiling process ended before it began: {crash}")
+            if stage in answers["results"]:  # it had ended, and what failed are other numbers of GPUs
+                break
             answers["results"][stage] = {"stage": stage, "crash": crash}
             left = left[left.index(stage) + 1 :]
     return answers

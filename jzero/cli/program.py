@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from jzero.cli.inputs import (
     signature,
 )
 from jzero.cli.job import Job
-from jzero.comm.uses import Use
+from jzero.comm.uses import Uses
 from jzero.config import ZeroConfig
 from jzero.core.errors import division, listing, typed_shape
 from jzero.core.random_keys import is_key
@@ -144,7 +144,7 @@ class Subject:
         """Tokens that a step of a preset trains on, over all devices."""
         return None if self.model is None else self.batch[0]["tokens"].shape[0] * self.model.seq
 
-    def uses(self, state: PyTree, plan: Plan) -> Mapping[str, tuple[Use, ...]]:
+    def uses(self, state: PyTree, plan: Plan) -> Uses:
         """What the step does with each param."""
         args = state if is_pair(state) else (state,)
         return self._step_phrased(lambda: param_uses(self.step, *args, *self.batch, plan=plan), args, self.batch)

@@ -72,14 +72,15 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
     """Estimated bytes per device at a stage by number of devices; of several mesh axes the first one grows."""
     job, totals = subject.job, {}
     (first, size), *rest = subject.mesh.shape.items()
-    inner = subject.mesh.devices.size // size
+    inner, here = subject.mesh.devices.size // size, subject.abstract(stage, subject.mesh)
+    accumulate = max(job.accumulate, subject.uses(here, plan_of(here)).micro_batches)
     for n in (n for n in counts if n % inner == 0):
         hosts = max(1, n // job.gpus_per_host)
         if n % hosts:
             continue
         mesh = pod(job.gpu, hosts=hosts, gpus_per_host=n // hosts).mesh({first: n // inner, **dict(rest)})
         state = subject.abstract(stage, mesh)
-        totals[n] = estimate(plan_of(state), tx=_tx(state), model=subject.model, accumulate=job.accumulate).total
+        totals[n] = estimate(plan_of(state), tx=_tx(state), model=subject.model, accumulate=accumulate).total
     return totals
 
 

@@ -11,7 +11,7 @@ from jzero.proof.tables import lines_of, plain_table
 
 COMPARED = ("params", "opt_state", "wire")
 OFF, SHARE_OFF = "*", 0.05
-VARIABLE, JAX_TAKES = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
+VARIABLE, OLDER, JAX_TAKES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
 SHARE_SHOWN = 1e-4  # of a device's bytes: a step counter that an update outside of the program keeps to itself
 
 
@@ -86,7 +86,7 @@ def _reason(e: Json, why: str, size: int) -> str:
 def _host_table(done: list[Json], unit: str, shown: Callable[..., list[str]]) -> list[str]:
     """With offload: host memory, and what crosses PCIe."""
     if any("update" in r for r in done):
-        return _update_table(done, shown)
+        return _update_table(done, unit, shown)
     if not any(r["estimate"]["host"] for r in done):
         return []
     numbers = ("host", "host/node", "to device", "to host", "in flight")
@@ -99,10 +99,10 @@ def _host_table(done: list[Json], unit: str, shown: Callable[..., list[str]]) ->
     return lines_of(table)
 
 
-def _update_table(done: list[Json], shown: Callable[..., list[str]]) -> list[str]:
+def _update_table(done: list[Json], unit: str, shown: Callable[..., list[str]]) -> list[str]:
     """For an update outside of the program: host memory, files, what crosses PCIe, and how long it takes."""
     numbers = ("host", "host/node", "disk/node", "to device", "to host", "from disk", "to disk", "update")
-    table = plain_table("stage", "", *numbers, right=numbers)
+    table = plain_table("stage", unit, *numbers, right=numbers)
     for r in done:
         e = r["estimate"]
         moved = e["updated"] if e["disk"] else 0

@@ -184,13 +184,13 @@ def result_keys(compiled: jax.stages.Compiled) -> list[Keys]:
     return [path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(compiled.output_shardings)]
 
 
-def arguments_given(stage: jax.stages.Compiled | jax.stages.Traced) -> list[GivenArgument]:
-    """The flat arguments of a program; those of a traced program have no shardings."""
+def arguments_given(stage: jax.stages.Compiled | jax.stages.Traced, *, tokens: int = 0) -> list[GivenArgument]:
+    """The flat arguments of a program; those of a traced program have no shardings. `tokens`: `Module.tokens`."""
     infos, tree = jax.tree_util.tree_flatten_with_path(of_any_leaves(lambda: stage.args_info))
     compiled = isinstance(stage, jax.stages.Compiled)
     # None is also what a state may hold in place of an array
     shardings = tree.flatten_up_to(stage.input_shardings) if compiled else [None] * len(infos)
-    found, numbers = list[GivenArgument](), itertools.count()
+    found, numbers = list[GivenArgument](), itertools.count(tokens)
     for (path, x), sharding in zip(infos, shardings, strict=True):
         found.append(GivenArgument(
             path=path, keys=path_keys(path), shape=tuple(x.shape), dtype=x.dtype, donated=x.donated,

@@ -73,6 +73,9 @@ class Findings(tuple[Finding, ...]):
         self.left_out, self.in_part, self.notes = dict(left_out), dict(in_part), tuple(notes)
         return self
 
+    def __getnewargs__(self):
+        return tuple(self), self.left_out, self.in_part, self.notes
+
     def __repr__(self):
         lines = [f"{counted(len(self), 'finding')}, of {len(self.looked_for)} kinds looked for"]
         lines += [f"  {number}. {f}" for number, f in enumerate(self, 1)]
@@ -88,12 +91,15 @@ class CheckError(Exception):
     """A compiled step that does not do what its plan says; `findings` holds what is wrong."""
 
     def __init__(self, found: tuple[Finding, ...], plan: Plan):
-        self.findings = found
+        self.findings, self._plan = found, plan
         lines = "\n".join(f"  {number}. {f}" for number, f in enumerate(found, 1))
         super().__init__(
             f"jzero.check: {counted(len(found), 'finding')}; stage {plan.config.stage} ({plan.config.row.text}) "
             f"{'is not proven' if all(f.kind == NOT_CHECKED for f in found) else 'did not engage'}:\n{lines}"
         )
+
+    def __reduce__(self):
+        return type(self), (self.findings, self._plan)
 
 
 def check(
@@ -166,11 +172,11 @@ def findings(
     ignore = check_names(ignore, "ignore", where="jzero.check")
     compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
-    given = arguments_given(compiled)
+    given = arguments_given(compiled, tokens=module.tokens)
     check_plan_fits(given, plan, devices=module.partitions, trains=module.has_backward, where="jzero.check")
     evidence = Evidence(compiled, plan, module, *_uses(compiled, plan, uses))
-    found = {kind: rows for kind, rows in faults(evidence).items() if kind not in ignore}
-    rows = [Finding(kind, *row) for kind, rows in found.items() for row in rows]
+    found = faults(evidence)
+    rows = [Finding(kind, *row) for kind, rows in found.items() if kind not in ignore for row in rows]
     if NOT_CHECKED not in ignore:
         rows += [Finding(NOT_CHECKED, *row) for row in not_checked(evidence, ignore, found)]
     left_out, in_part = not_looked_for(evidence)

@@ -58,7 +58,7 @@ class Evidence:
     @functools.cached_property
     def given(self) -> list[GivenArgument]:
         """The arguments as jax describes them."""
-        return arguments_given(self.compiled)
+        return arguments_given(self.compiled, tokens=self.module.tokens)
 
     @functools.cached_property
     def leaves(self) -> list[Argument]:

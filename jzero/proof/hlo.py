@@ -33,6 +33,7 @@ _PARENTHESIS = re.compile(r"[()]")
 _HOST_SPACE = "S(5)"
 NAMES_DEVICES = ("replica_groups=", "source_target_pairs=", "channel_id=")
 """One of these is in the line of every instruction that communicates."""
+TOKEN = "token"  # the dtype of what orders effects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,7 +232,12 @@ class Module:
     @property
     def results(self) -> tuple[Shape, ...]:
         """The arrays that the program returns, on one device."""
-        return self.computations[self.entry].root.shapes
+        return tuple(x for x in self.computations[self.entry].root.shapes if x.dtype != TOKEN)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of ordered effects come before its arguments, and before its results."""
+        return len(self.computations[self.entry].root.shapes) - len(self.results)
 
     def lines(self, word: str) -> Iterator[str]:
         """The lines of its text that contain a word."""

@@ -172,8 +172,8 @@ def _results(eqn: Any, values: list[int | None], loops: tuple[int, ...], found: 
         return values
     elif name in STAYS and len(eqn.outvars) == 1:
         shape = eqn.outvars[0].aval.shape
-        alike = {v for a, v in zip(eqn.invars, values, strict=True) if a.aval.shape == shape}
-        return [alike.pop() if len(alike) == 1 else None]
+        alike = {v for a, v in zip(eqn.invars, values, strict=True) if a.aval.shape == shape} - {None}
+        return [alike.pop() if len(alike) == 1 else None]  # a param plus its update is the same param, for a second one
     return [None] * len(eqn.outvars)
 
 

@@ -208,7 +208,7 @@ def test_plan_as_a_table_with_a_jitted_step(capsys):
     assert [line.split()[:2] for line in out.splitlines() if "estimated  " in line] == [["2", "estimated"]]
     assert "jzero.check: nothing found at stage 2." in out
     assert "fits: in 0.75 of a GPU's memory (--memory-fraction)" in out
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION says before Python starts" in out
+    assert "XLA_CLIENT_MEM_FRACTION says before Python starts" in out
 
 
 def test_the_memory_that_jax_takes(monkeypatch):
@@ -217,10 +217,16 @@ def test_the_memory_that_jax_takes(monkeypatch):
     def fraction():
         return PlanCommand(preset="gpt2-small").job(stages=[2], search=False).fraction
 
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
     assert fraction() == 0.75
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    assert fraction() == 0.92
+    for name, value in zip(names, (0.92, 0.95), strict=True):
+        monkeypatch.setenv(name, str(value))
+        assert fraction() == value
+    monkeypatch.setenv(names[1], "most")
+    with pytest.raises(InputError, match="XLA_CLIENT_MEM_FRACTION=most: must be a number"):
+        fraction()
 
 
 @pytest.mark.nightly

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.experimental import io_callback
 from models import BATCH, DIM_IN, DIM_OUT, batch, create_small, create_state, loss_of, train_step
 
 import jzero
@@ -308,6 +311,30 @@ def test_two_models_in_a_step(stage, second, mesh):
     assert jzero.explain(frozen, plan).wire.psi_bytes == alone.psi_bytes
     if second is another:  # of two equal models, results are told apart by nothing
         assert "not_trained" in kinds(lost, other_plan)
+
+
+@pytest.mark.parametrize("how", [jzero.jit, functools.partial(jax.jit, donate_argnums=0)])
+def test_steps_that_python_repeats_and_a_callback_in_order(how, mesh):
+    state, plan = sharded(mesh, 2)
+
+    def step(state, data):
+        for _ in range(2):
+            state, loss = train_step(state, data)
+        io_callback(lambda loss: None, None, loss, ordered=True)  # its token comes before all arguments and results
+        return state, loss
+
+    program = how(step).lower(state, plan.place_batch(batch())).compile()
+    assert kinds(program, plan) == []
+    memory = jzero.explain(program, plan).memory
+    assert memory.aliased > 0.99 * (memory.params + memory.opt_state)
+    lost = jax.jit(lambda state, data: step(state, data)[1]).lower(state, plan.place_batch(batch())).compile()
+    assert kinds(lost, plan) == ["not_trained"]
+    assert jzero.findings(lost, plan, ignore=("not_trained",)) == ()
+    found = jzero.findings(lost, plan)
+    assert repr(pickle.loads(pickle.dumps(found))) == repr(copy.deepcopy(found)) == repr(found)
+    with pytest.raises(jzero.CheckError) as caught:
+        jzero.check(lost, plan)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.nightly

@@ -234,7 +234,7 @@ def test_the_command_line(capsys):
         assert e["to_device"] == e["to_host"] == c["to_device"] == c["to_host"] == e["host"]
         assert e["in_flight"] == 16384
         assert stage["findings"] == []
-    table = stage_table(answer["stages"])
+    table = stage_table(answer["stages"], 0.75)
     assert table[0].split()[:2] == ["stage", "MB"]
     assert table[5].split() == [
         "stage",
@@ -253,13 +253,13 @@ def test_the_command_line(capsys):
     assert [line.split()[-5:] for line in (table[6], table[8])] == [[*shown, "0.02"]] * 2
     plain = [r | {"estimate": r["estimate"] | {"host": 0}, "compiled": r["compiled"] | {"host_total": 0}}
              for r in answer["stages"]]  # fmt: skip
-    assert not any("host/node" in line for line in stage_table(plain))
+    assert not any("host/node" in line for line in stage_table(plain, 0.75))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--offload", "disk"], "disk"),
+        (["--offload", "disk", "--stages", "0"], "needs stage 2 or 3"),
         (["--in-flight-bytes", "4096"], "belongs to --offload host"),
         (["--offload", "host", "--in-flight-bytes", "0"], "in_flight_bytes=0"),
     ],

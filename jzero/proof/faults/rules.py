@@ -97,7 +97,11 @@ def faults(e: Evidence) -> dict[str, list[tuple[str, int, str]]]:
 def not_looked_for(e: Evidence) -> tuple[dict[str, str], dict[str, str]]:
     """Kinds that were not looked for in this program, and those that were in part; each with the reason."""
     left_out, in_part = _on_gpus_alone() if e.on_cpu else ({}, {})
-    if not e.on_cpu and e.uses is not None and (why := closed_form.incomparable(e)):
+    if e.uses is None:
+        without = "without the uses of the params"
+        left_out.setdefault("more_than_closed_form", without)
+        in_part["not_trained"] = f"{without}: not whether its loss reads other params than it trains"
+    elif not e.on_cpu and (why := closed_form.incomparable(e)):
         left_out["more_than_closed_form"] = why
     if e.others:
         beside = "beside the params of another model"
