@@ -96,8 +96,8 @@ class Offload:
       path: for `tier="disk"`: a folder that does not exist or is empty. Each process writes into a folder of its own in
         it.
       buffer_bytes: for `tier="disk"`: bytes of host memory through which state goes, in each process. None: 1 GiB.
-      in_flight_bytes: bytes of state, of one device, that are on the device at once; three groups of a third of it
-        are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
+      in_flight_bytes: bytes of one device's state that are on the device at once, as three groups of a third each,
+        which are fetched, updated and written. None: a 64th of a device's share of the state, from 64 MiB to 1 GiB.
       prefetch: True: the first groups may be fetched before the gradients are there. That takes in_flight_bytes more at
         the peak of the backward pass, and the update starts without waiting.
 
@@ -184,7 +184,7 @@ class ZeroConfig:
         the old one; "delta", plain arrays to add.
       offload: "host" or a `jzero.Offload`: optimizer state and masters live in pinned host memory, split as the stage
         says, and are streamed through the device. None: in device memory.
-      uneven: what to do with a leaf of which neither one dim divides nor several together: "pad" (its optimizer state
+      uneven: what to do with a leaf that divides along no dim, nor along several together: "pad" (its optimizer state
         is stored padded by zeros, and the optimizer sees its own shape; at stage 3 the param is stored in as many parts
         as divide it, or whole), "replicate" (all of it is whole, and the plan lists its bytes) or "error".
       min_shard_bytes: leaves of fewer bytes stay whole, and the plan lists them. 0 splits all. "auto": the largest

@@ -143,7 +143,7 @@ def mapped(
 
 
 def zeros_like_gradients(dtypes: Sequence[np.dtype], plan: Plan) -> list[jax.Array]:
-    """Zeros for the sums of gradients; for params in host memory they are there too."""
+    """Zeros for the sums of gradients, in host memory where the param is."""
     layouts = plan.trained.layouts
     layout = [plan.sharding(x.grad).with_memory_kind(HOST) if plan.lives_on_host(x) else None for x in layouts]
     rows = list(zip(layouts, dtypes, strict=True))
@@ -200,7 +200,8 @@ def select(pred: Any, new: PyTree, old: PyTree) -> PyTree:
       A tree like `old`; leaves in host memory stay there.
 
     Raises:
-      ValueError: the trees differ in structure, or `pred` is not a scalar.
+      TypeError: `pred` is not boolean, or a leaf is not an array or a number.
+      ValueError: the trees differ in structure or shapes, or `pred` is not a scalar.
 
     Cost:
       Leaves in host memory are fetched one by one, from both trees, and written: 3 times their bytes over PCIe. Both

@@ -68,11 +68,11 @@ def zero(tx: optax.GradientTransformation, plan: Plan) -> optax.GradientTransfor
       of `tx.init(params)`, with them it is `ZeroState(inner, master)`. (With 16-bit or
       8-bit moments and a chain that counts no steps it has a `rounding_count` in both cases, with 8-bit moments also
       `moment_scales`.) `update(grads, state, params)`
-      returns leaves to add to the params by `optax.apply_updates` or `p + u`, and nothing else; with
+      returns leaves that may only be added to the params, by `optax.apply_updates` or `p + u`; with
       `updates="delta"` plain arrays of the master dtype.
 
     Raises:
-      TypeError: `tx` is not an optax transformation.
+      TypeError: `tx` is not an optax transformation, or `plan` is not a Plan.
       ValueError: from `init` and `update`: the plan was not made for these params; `update` got no params.
 
     Layout:

@@ -274,6 +274,7 @@ class Plan:
         unchanged; scalars are replicated.
 
         Raises:
+          TypeError: a leaf is a traced value, a number in a list, or text.
           ValueError: the batch axes do not divide the leading dim of a leaf; lists the leaves. Or processes pass
             unequal numbers of rows (checked for each number that is new to this process).
         """
@@ -296,7 +297,7 @@ class Plan:
 
         Raises:
           TypeError: a leaf is not an array, or k is not an int.
-          ValueError: dim 0 of a leaf is not a multiple of N x k; lists the leaves.
+          ValueError: dim 0 of a leaf is not a multiple of N x k (lists the leaves), or k is below 1.
 
         Cost:
           No bytes on the wire; one copy of the batch.
@@ -330,7 +331,7 @@ class Plan:
 
     @functools.cached_property
     def update_plan(self) -> Plan:
-        """The plan by which the update runs: this plan, or for an update outside of the program that on the host mesh.
+        """The plan by which the update runs: this one; for an update outside of the program, the same on the host mesh.
 
         Raises:
           RuntimeError: a process has fewer CPU devices than devices of the mesh.
@@ -388,7 +389,7 @@ class Plan:
         return [x.state if x is not None and not x.padded else P() for x in self.copies(tree)]
 
     def copies(self, tree: PyTree) -> list[Layout | None]:
-        """For each leaf the param of its shape whose path is the end of its own, else None."""
+        """For each leaf the param of the same shape with whose path the leaf's path ends, else None."""
         return copies(tree, self.by_keys)
 
     def describe(self, tx: optax.GradientTransformation | None = None) -> str:
@@ -447,6 +448,7 @@ def make_plan(
         `uneven="error"`, `trainable` names no param or is not a tree like the params.
       TypeError: the params are not arrays, `scan_axes` does not map paths to dims, `trainable` is of another kind or an
         answer of it is not a bool.
+      NotImplementedError: params in host memory on GPUs, with jaxlib before 0.11.2.
 
     Example:
       >>> import jax, jzero

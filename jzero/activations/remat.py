@@ -76,8 +76,8 @@ def remat(
     Raises:
       TypeError: `plan` is not a Plan, or an argument is of the wrong kind.
       ValueError: an axis that is not in the mesh or that splits the batch; an `offload` that is not "host", or devices
-        without pinned host memory. When called: no argument is a floating-point array. When differentiated: the dim is
-        not there or not divisible.
+        without pinned host memory. When called: no argument is a floating-point array, or `argnums` is out of range.
+        When differentiated: the dim is not there or not divisible.
       NotImplementedError: when differentiated: `offload` in a scan, on GPUs with jaxlib before 0.11.2, whose XLA gets
         the gradients wrong (openxla/xla pull request 46231).
 

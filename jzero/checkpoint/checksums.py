@@ -194,7 +194,7 @@ class Checksums:
       damage: what is wrong with the checksum files themselves.
       custom: the caller's JSON.
       metrics: numbers by name, or None; where `damage` is empty.
-      has_metrics: they are under the checksums.
+      has_metrics: the metrics are under the checksums; earlier versions left them out.
     """
 
     def __init__(self, directory: Path):

@@ -104,7 +104,7 @@ def save_async(
 
 
 def host_copies(tree: PyTree) -> PyTree:
-    """The tree, its arrays in host memory copied there: see [Note: what lies in host memory is copied]."""
+    """The tree with its arrays in host memory copied: the next step may donate them while a save still reads them."""
     leaves, form = jax.tree.flatten(tree)
     held = [i for i, x in enumerate(leaves) if memory_kind(x) == HOST]
     copies = _copier(tuple(leaves[i].sharding for i in held))([leaves[i] for i in held]) if held else []

@@ -47,7 +47,7 @@ def converted(value: np.ndarray, wanted: np.dtype, where: str) -> np.ndarray:
         first = value[lost].reshape(-1)[0] if value.ndim else value[()]
         raise ValueError(
             f"{where}: {int(lost.sum())} of {value.size} values of {short_dtype(value.dtype)} cannot be held by "
-            f"{short_dtype(wanted)}, the first is {first}. Restore in a dtype that holds them."
+            f"{short_dtype(wanted)}, the first is {first}. Use a dtype that holds them."
         )
     return made
 

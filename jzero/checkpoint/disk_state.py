@@ -34,7 +34,7 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
     slot once the run writes there, since the run then has new files.
 
     Args:
-      path: a folder that does not exist, best on the same file system; each process makes its own folder in it.
+      path: a folder that does not exist or is empty, best on the same file system; each process makes its own in it.
       state: a TrainState or an NNX pair.
 
     Returns:
@@ -48,6 +48,7 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
     Raises:
       TypeError: the state has no files.
       ValueError: there is something at `path`, or the state is not the latest one.
+      RuntimeError: an update of the state was broken off.
       OSError: the disk is full or cannot be written.
     """
     where = "jzero.checkpoint.snapshot"
@@ -92,11 +93,11 @@ def reopened_parts(path: Path, parts: Parts, where: str) -> Parts:
     Args:
       path: the folder, or a snapshot of one.
       parts: of a state with a plan that names this path, or that has no files yet; only its rest (batch
-        statistics, an EMA) is used.
+        statistics, an EMA) and its frozen params are used.
       where: the caller, for errors.
 
     Raises:
-      ValueError: the plan is another one, or the rest has no values.
+      ValueError: the plan is another one, or the rest or the frozen params have no values.
     """
     tier = parts.tx.init.plan.config.offload_options if is_wrapped(parts.tx) else None
     if tier is None or tier.path is None:

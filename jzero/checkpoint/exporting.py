@@ -70,9 +70,9 @@ def export(
       The files written, the index last.
 
     Raises:
-      ValueError: two tensors get one name, a part is not there, safetensors lacks a dtype, or `dtype` cannot hold a
-        number.
-      TypeError: `include` is a single string, or `names` is not a function or mapping.
+      ValueError: `file` does not end in .safetensors, two tensors get one name, a part is not there, safetensors
+        lacks a dtype, or `dtype` cannot hold a number.
+      TypeError: `include` is a single string, or `names` is not a function or mapping, or does not give a string.
       CheckpointDamaged: as `restore`.
       FileNotFoundError: there is nothing at `path`.
       RuntimeError: the job has several processes.

@@ -2,20 +2,20 @@
 
 What is stored is a tree `{params, opt_state, step, master, ...}`: `opt_state` is that of the plain transformation, so
 that a run without masters stores the names that plain orbax stores of an ordinary TrainState, and one with masters the
-same names and `master` beside them. Its names, shapes, dtypes and values do not tell the stage, the number of devices
-or the tier. (Orbax notes in `_sharding` how each array lay; only a load without any target reads that.)
+same names and `master` beside them. Its names, shapes, dtypes and values do not depend on the stage, the number
+of devices or the tier. (Orbax notes in `_sharding` how each array lay; only a load without any target reads that.)
 
 [Note: a padded leaf is laid out again]
 In its logical shape, a leaf that is stored padded has no equal pieces along the padded dim. For the save it is laid out
-over the devices as far as its dims divide: an all-to-all of that leaf, and no device holds more than it must. Before,
-the axes that leave a dim become its minor ones, in a program of its own: where the major part of a dim moves to another
-one and the minor part stays, the partitioner of jaxlib 0.12 ends the process ("Could not slice dimension").
+over the devices as far as its dims divide: an all-to-all of that leaf, and no device holds more than it must. First,
+a separate program makes the axes that leave a dim its minor ones: where the major part of a dim moves to another dim
+and the minor part stays, the partitioner of jaxlib 0.12 ends the process ("Could not slice dimension").
 
 [Note: what a model needs]
 Besides its params a model computes with statistics (BatchNorm's, power iterations') and, in NNX, with weights that are
 not trained (below a LoRA). They lie in collections of a TrainState (`batch_stats/BatchNorm_0/mean`), and in NNX in the
-modules (`norm/mean`). The name says no more than that, so everything that deep counts, except random keys and their
-counts, and copies of params: an average is another model. (A variable of an NNX model's root is as deep as a field of a
+modules (`norm/mean`). The name tells nothing else, so jzero takes every array at that depth except random keys, their
+counts and copies of params: an average is another model. (A variable of an NNX model's root is as deep as a field of a
 TrainState; where the state itself is there, it counts.)
 """
 

@@ -113,7 +113,7 @@ def _dtype_of(x: Any) -> Any:
 
 
 def _of_python(stored: np.dtype, wanted: np.dtype, value: Any) -> bool:
-    """True if one of two single numbers is Python's, which has no dtype, such as a step; a bool is not a number."""
+    """True if one of two scalars is a Python number (such as a step), which has no dtype; a bool does not count."""
     if stored.kind in "iu" and wanted.kind in "iu":
         return np.int64 in (stored, wanted)
     return isinstance(value, float) and jnp.issubdtype(stored, jnp.floating)

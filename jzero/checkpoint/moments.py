@@ -39,9 +39,9 @@ def _scales(name: Name) -> Name:
 
 
 def as_values(leaves: Sequence[NamedLeaf], stored: Mapping[Name, Described], *, convert: bool) -> list[NamedLeaf]:
-    """The leaves to read: a moment in 8 bits as values, without its scales, unless its codes are stored in its blocks.
+    """The leaves to read: an 8-bit moment as values, without its scales, unless the checkpoint has the same blocks.
 
-    Without `convert`, one that is stored wide stays as it is, and does not match.
+    Without `convert`, an 8-bit moment that is stored wide stays as it is, and does not match.
     """
     targets, found = {leaf.name: leaf for leaf in leaves}, []
     for leaf in leaves:

@@ -66,7 +66,8 @@ def load_safetensors(
         dtype cannot hold.
       CheckpointDamaged: a file is not what its checksum says.
       FileNotFoundError: a file is missing.
-      TypeError: the state is abstract, or `ignore` is a single string.
+      TypeError: the state is abstract or of an unknown kind, `ignore` is a single string, or `names` is or gives the
+        wrong kind.
 
     Cost:
       Each shard is read by itself; no leaf is whole on a host or device unless its layout says so.

@@ -70,7 +70,7 @@ def restore(
       path: a checkpoint from `save`, or one that plain orbax (v1) wrote of a TrainState or any tree; or the folder of
         `Offload(tier="disk")` as a run left it: its last whole step is read, and `int(state.step)` is its number.
       like: a state in the wanted layout, or what `jzero.abstract` returns: any stage, mesh, number of devices or
-        processes, tier; also an ordinary unsharded state. Its values are not used.
+        processes, tier; also an ordinary unsharded state. Its values are used only for fields that are not read.
       tx: for a mapping of `params` and `opt_state`, the transformation from `jzero.zero`.
       cast: convert dtypes. What is widened keeps its value, what is narrowed is rounded; a value that the new dtype
         cannot hold at all is refused. Masters start as the params where the checkpoint has none, and are left out
@@ -88,7 +88,7 @@ def restore(
     Raises:
       ValueError: leaves that are missing, left over, or of another shape or dtype, all of them listed; nothing is read.
         With `cast`, values that the new dtype cannot hold: NaN or 300 as int8, 1e6 as float16.
-      TypeError: `cast` is not a bool, `like` is not a state.
+      TypeError: `cast` is not a bool, `like` is not a state or a tree of arrays, or has no params for `only`.
       CheckpointDamaged: a file is not as it was saved; names the leaves and the last good checkpoint.
       FileNotFoundError: there is nothing at `path`.
 
@@ -157,7 +157,7 @@ def verify(path: store.PathLike) -> int:
       path: a checkpoint from `jzero.checkpoint.save`.
 
     Returns:
-      The number of bytes read.
+      The number of bytes under checksums. Across processes each reads a share, and all of them must call.
 
     Raises:
       CheckpointDamaged: a flipped byte, a truncated, missing or swapped file; names files and leaves.
@@ -176,7 +176,7 @@ def verify(path: store.PathLike) -> int:
 
 
 def custom(path: store.PathLike) -> Any:
-    """The JSON that was saved with a checkpoint, or None.
+    """The JSON that was saved with a checkpoint, or None. Across processes all of them must call.
 
     Raises:
       CheckpointDamaged: its checksum is wrong.

@@ -55,9 +55,10 @@ def save(
 
     Raises:
       FileExistsError: there is something at `path` already.
-      ValueError: two leaves that would be stored under one name: `{"a": {"b": x}, "a.b": y}`.
+      ValueError: two leaves would be stored under one name (`{"a": {"b": x}, "a.b": y}`), or `path` is empty or has
+        the name of a temporary folder of orbax.
       NotImplementedError: a `path` that is the address of a bucket.
-      TypeError: `custom` is not JSON, or the state is of an unknown kind.
+      TypeError: `custom` is not JSON, a leaf is abstract, traced or not an array, or `tx` does not go with the state.
       OSError: the disk is full or cannot be written; what was there before is untouched.
 
     Layout:
@@ -88,7 +89,7 @@ def save_async(
       exception, finishes the save first, and says so; after 300 s it is abandoned, and the process ends with 1.
 
     Raises:
-      FileExistsError, TypeError, OSError: as for `save`.
+      FileExistsError, ValueError, NotImplementedError, TypeError, OSError: as for `save`.
 
     Cost:
       Host memory for a copy of all shards of this process until they are written, also of those that are in host

@@ -202,8 +202,8 @@ class Steps:
             if path.exists():
                 raise
             raise FileNotFoundError(
-                f"jzero.checkpoint.Steps.restore: {path} was removed while it was read: the run that writes there "
-                f"keeps only its last steps. There are {self.steps} now."
+                f"jzero.checkpoint.Steps.restore: {path} is not there: no such step was saved, or the run that writes "
+                f"there has removed it (it keeps only its last steps). There are {self.steps} now."
             ) from error
 
     def custom(self, step: int | None = None) -> Any:

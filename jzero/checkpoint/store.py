@@ -50,7 +50,8 @@ def absolute(path: PathLike, where: str) -> Path:
 
     Raises:
       TypeError: `path` is not a path.
-      NotImplementedError: an address (`gs://...`), or a name that orbax keeps for itself.
+      NotImplementedError: an address (`gs://...`).
+      ValueError: an empty path, or one with a null character.
     """
     if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
         raise TypeError(f"{where}: a path must be a string or a pathlib.Path, not {type(path).__name__}: {path!r}.")
@@ -66,14 +67,14 @@ def absolute(path: PathLike, where: str) -> Path:
 
 
 def check_free(path: Path, where: str) -> None:
-    """Raises FileExistsError where something is at the path, OSError where nothing can be written beside it."""
+    """Raises FileExistsError if the path exists, ValueError for a reserved name, OSError if nothing can be written."""
     if TEMPORARY in path.name:
         raise ValueError(
             f"{where}: {path.name}: names with {TEMPORARY!r} are of saves under way. Pass another."
         )
     if path.exists() or path.is_symlink():
         raise FileExistsError(
-            f"jzero.checkpoint.save: {path} exists and is not replaced. Save to another path (one per step), or remove "
+            f"{where}: {path} exists and is not replaced. Save to another path (one per step), or remove "
             "it first."
         )
     if jax.process_index() == 0:

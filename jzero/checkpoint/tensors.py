@@ -25,7 +25,7 @@ DTYPES = {
 
 
 def renamed(name: str, names: Any) -> Any:
-    """What a function or a mapping gives for a name; the name itself if there is neither, or no entry."""
+    """What a function or a mapping gives for a name; the name itself if `names` is None or has no entry for it."""
     return name if names is None else names(name) if callable(names) else names.get(name, name)
 
 

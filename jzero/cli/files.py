@@ -56,7 +56,7 @@ class ExportCommand:
     file: Annotated[Path, tyro.conf.Positional]
     """Where to: model.safetensors. Split, with an index beside it, above --max-file-bytes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of all floating-point tensors; as stored if omitted."""
+    """Of floating-point params and what --include names. If omitted: the fp32 masters if any, else as stored."""
     max_file_bytes: int = 5_000_000_000
     """Of tensors in one file."""
     include: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ def largest_that_fits(
     Returns:
       (size, exact): the largest measured size that fits, or 0 if even 1 does not; and whether the next size does not
       fit, as measured, or as the line says once it has predicted a measurement. If the next may fit, at most 1 % is
-      left.
+      left, unless `most` measurements were made.
 
     Example:
       >>> largest_that_fits(lambda size: 50 + 7 * size, {8: 106}, 200)

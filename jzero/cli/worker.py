@@ -21,7 +21,7 @@ SIZES = [2**i for i in range(11)]
 
 
 def main() -> None:
-    """Reads the job, answers with events: `doing`, `about`, `result`, `line`, `error`, `end`."""
+    """Reads the job, answers with events: `doing`, `about`, `stage`, `result`, `lines`, `error`, `end`."""
     with os.fdopen(int(sys.argv[1]), "w") as out:
         try:
             _run(Job.from_json(sys.stdin.read()), out)

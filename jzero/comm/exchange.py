@@ -22,7 +22,7 @@ class Pieces:
     """How an array is cut into the pieces of its devices.
 
     Attributes:
-      shape: of the whole array, `(1,)` of a scalar; a dim that nothing divides is rounded up.
+      shape: of the whole array, `(1,)` for a scalar. `padded` rounds up each dim that its axes do not divide.
       split: for each dim, the axes that split it.
       axes: all axes, in the order of the exchange.
       sizes: the sizes of the axes.

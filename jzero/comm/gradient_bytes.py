@@ -47,7 +47,7 @@ def _one(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Sent]:
     scattered = gradients.is_scattered(x.shape, x.state)
     if scattered and not x.vector:
         steps = [own for _, own in scatter_steps(len(x.shape), x.state, plan)]
-    elif scattered:  # all-reduced and sliced, see [Note: several dims] in `split.py`
+    elif scattered:  # all-reduced and sliced, see [Note: vectors first whole] in `gradients.py`
         steps, whole = [], tuple(a for a in plan.batch_axes if a not in taken)
     elif use.rows and split:
         size = min(size, _rows_bytes(gradients, x, use, itemsize))

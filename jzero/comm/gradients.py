@@ -12,8 +12,8 @@ be an all-reduce wherever something stands between it and the slice (a loss scal
 scan over layers): 3 Psi for a step of stage 1, where 2 are needed.
 
 [Note: what spreads back]
-The layout of a gradient spreads back into what it is computed from, and where a weight is used value by value (`v *
-scale`) into the forward pass. Beside tensor parallelism, in a layout that does not cut one dim over all of the batch's
+The layout of a gradient spreads back into what it is computed from and, where a weight is used value by value (`v *
+scale`), into the forward pass. Beside tensor parallelism, in a layout that does not cut one dim over all of the batch's
 axes (a hybrid; pieces along two dims), XLA's partitioner can then compute wrong values (jaxlib 0.10 and 0.12 with
 Shardy, on CPU devices; the program is the canary `spread_layouts_are_wrong`). There the layout spreads forward alone
 (`core/one_way.py`), except at a matmul, a convolution or a lookup, whose operand is the weight itself: XLA makes the
@@ -205,7 +205,7 @@ class GradientReduce:
     def at_update(self, grads: Sequence[Any]) -> list[Any]:
         """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole].
 
-        One in host memory lies there on its shards.
+        A gradient in host memory is on its shards already, and stays there.
         """
         walked = was_walked(self.plan)
         with jax.named_scope(SCOPE):

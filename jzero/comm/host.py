@@ -53,8 +53,8 @@ class HostTransfer:
 
         Args:
           x: the layouts of the param.
-          accumulate: micro-batches in a step. Each fetches the weights and writes their gradients; sums of these, in at
-            least fp32, are fetched and written in each as well, and once more to be divided.
+          accumulate: micro-batches in a step. Each fetches the weights and writes their gradients. The sums of these,
+            in at least fp32, are written as zeros, then fetched and written in each and once more to be divided.
           uses: what the param is used for: it is fetched whenever it is gathered.
         """
         if not self.plan.lives_on_host(x):

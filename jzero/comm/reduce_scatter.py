@@ -8,8 +8,8 @@ device's own rows, and reduce-scattered there dim by dim: padded first, as the o
 scatter carries the most, and goes over the innermost axes, which are closest together.
 
 [Note: beside other axes]
-A value that tensor parallelism splits stays split: each of its devices scatters its part. A dim that both cut is not:
-a part of a part would be taken for that of another device. XLA gathers such a value over the other axes first.
+A value that tensor parallelism splits stays split: each of its devices scatters its part. A dim that both cut does
+not: a part of a part would be taken for that of another device. XLA gathers such a value over the other axes first.
 
 [Note: bf16 on CPUs]
 XLA for CPUs sums bf16 over devices in fp32 (its pass `all-reduce-promotion`), and aborts the process where the mesh has

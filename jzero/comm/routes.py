@@ -4,8 +4,8 @@
 its bytes, and docs/design.md shows all routes in a table (`python docs/make_routes.py`).
 
 Where
-  `USE`: at the use that makes the gradient. So is every gradient at stage 3, and at stage 2 where there are several
-  buckets; else only one that XLA would reduce badly by itself.
+  `USE`: at the use that makes the gradient: every gradient at stage 3, and at stage 2 with several buckets or a
+  `reduce_dtype`; otherwise only one that XLA would reduce badly by itself.
   `LOOP`: once, after the backward loop that sums it; see [Note: a weight that every round uses] in `gather/loops.py`.
   `UPDATE`: by the optimizer's update, which reduces every gradient that is still whole.
 

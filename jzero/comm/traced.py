@@ -40,7 +40,7 @@ def gather_traced(plan: Plan) -> None:
 
 
 def update_traced(plan: Plan) -> None:
-    """An update by this plan is traced; warns once where no gather was before it."""
+    """An update by this plan is traced; warns once if no gather was traced before it."""
     if plan in _expected and plan not in _traced:
         _expected.discard(plan)
         warnings.warn(

@@ -8,9 +8,9 @@ import numpy as np
 
 EVALUATED = "evaluated"
 GATHERS = {"matmul": 2, "lookup": 1, "kept": 1, EVALUATED: 1}
-"""By use, how often a weight is gathered for it: forward and backward. The gradient of a lookup needs none. "kept": the
-backward pass reads none either. The weight is reshaped or broadcast, and the result is kept; or it multiplies the
-batch, of which no gradient is taken. "evaluated": by a forward pass outside of `jax.grad`, for a metric."""
+"""How often each kind of use gathers a weight, forward and backward. "lookup": its gradient does not read the weight.
+"kept": nor does the backward pass. The weight is reshaped or broadcast, and the result is kept; or it multiplies the
+batch, of which no gradient is taken. "evaluated": a forward pass outside of `jax.grad` reads it, for a metric."""
 
 
 @dataclasses.dataclass(frozen=True)

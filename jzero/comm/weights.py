@@ -18,8 +18,8 @@ from jzero.layout.specs import shard_factor, spec_axes
 from jzero.sharding import Plan
 
 LOOP_BYTES = 2**30
-"""Of weights that are constant over a loop, whole: enough for the output head of a model of 8 billion bf16 params
-(128256 x 4096), and with as much for its gradient 2.5 % of an 80 GB device."""
+"""Whole bytes of the weights that are constant over a loop: enough for the output head of a model of 8 billion bf16
+params (128256 x 4096). With as much again for its gradient that is 2.6 % of an 80 GB device."""
 LOOP_BUCKETS = 8  # times `bucket_bytes`, if that is more than `LOOP_BYTES`
 
 
@@ -98,7 +98,7 @@ class WeightGather:
         Args:
           x: the layouts of the param.
           accumulate: micro-batches in a step; each gathers.
-          uses: what the param is used for. With `reshard_after_forward=False` it is gathered for the first alone.
+          uses: what the param is used for. With `reshard_after_forward=False` uses under `jax.grad` share one gather.
         """
         axes = tuple(a for a in spec_axes(x.stored) if a not in spec_axes(x.used))
         times = [(GATHERS[use.kind] * use.part, use) for use in uses]

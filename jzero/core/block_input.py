@@ -49,8 +49,8 @@ class InputStorage:
     Attributes:
       mesh, axes, dim: split over these axes of the mesh along this dim; no axes: it keeps its layout.
       host: in pinned host memory.
-      refused: why it cannot be kept so.
-      loop_limit: why it cannot be kept so in a loop.
+      refused: why it cannot be kept this way.
+      loop_limit: why it cannot be kept this way in a loop.
     """
 
     mesh: Mesh | None

@@ -69,10 +69,10 @@ class _Raised(NamedTuple):
 
 
 def raised_inputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[int | None]:
-    """For each output of `fn` the input that it is with a constant added, whatever the inputs are; else None.
+    """For each output of `fn` the input that it equals plus a constant, whatever the inputs are; else None.
 
-    Integer scalars of at least 32 bits. A count that stays at the end of its dtype once it is there, as optax's do, is
-    one; one that is raised in some cases only (a `cond`, a product) is not.
+    Only integer scalars of at least 32 bits. A count that stops at the maximum of its dtype, as optax's do, is found;
+    one that is raised only in some cases (a `cond`, a product) is not.
 
     Args:
       fn: a function of trees to a flat list.

@@ -28,7 +28,7 @@ def trace(fn: Callable[..., Sequence[Any]], *args: Any) -> tuple[Jaxpr, list[Any
 
 
 def of_any_leaves(make: Callable[[], T]) -> T:
-    """`make()`, in which JAX puts trees together whose leaves are no arrays: `args_info`, `out_info`, `lower`.
+    """`make()`, in which JAX builds trees whose leaves are not arrays: `args_info`, `out_info`, `lower`.
 
     Some states check the types of their fields when they are made (openpi's), except where a frame of JAX's `tree_util`
     is on the stack. JAX's `stages` have none.

@@ -71,9 +71,10 @@ def owned_arrays(tree: PyTree) -> list[tuple[KeyPath, Any, jax.Array]]:
 
 
 def variable_paths(trees: PyTree) -> dict[int, Any]:
-    """By number of a leaf the path of its Variable in its object, for trees of objects, or as `nnx.jit` splits them.
+    """The path of each leaf's Variable in its object, by the leaf's number.
 
-    The path of a Variable of several objects is that in the first of them. Leaves outside of objects have none.
+    For trees of objects, whole or as `nnx.jit` splits them. A Variable of several objects has its path in the first of
+    them. Leaves outside of objects have none.
     """
     if "flax.nnx" not in sys.modules:
         return {}

@@ -67,7 +67,7 @@ def row_lookup(eqn: JaxprEqn) -> bool:
 
 
 def lookup_gradient(eqn: JaxprEqn, index: jax.Array, cotangent: jax.Array, rows: int) -> jax.Array:
-    """The gradient of the table of a `row_lookup`; of some columns, for some columns of the cotangent."""
+    """The gradient of the table of a `row_lookup`; given some columns of the cotangent, that of the same columns."""
     params = {**eqn.params, "slice_sizes": (1, cotangent.shape[-1])}
 
     def lookup(table):

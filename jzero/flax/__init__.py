@@ -5,6 +5,7 @@ Vocabulary
   conversion   an optimizer state for another plan or with other masters, with the same values (`conversion.py`)
 
 What always holds
-  The state that comes back has the class and the structure of the given one, and shares no memory with it.
+  The state that comes back has the class and the structure of the given one, and shares no memory with it. (An NNX
+  pair is changed in place.)
   Flax is imported only for a state that uses it.
 """

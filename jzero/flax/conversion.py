@@ -42,7 +42,7 @@ def check_belongs(parts: Parts, tx: optax.GradientTransformation) -> None:
         f"jzero: the optimizer state does not belong to the params: "
         f"{counted(len(rows), 'leaf differs', 'leaves differ')} from what tx.init "
         f"gives for them:\n{listing([('leaf', 'tx.init', 'given'), *rows])}\nBuild it with tx.init(params), as "
-        "TrainState.create does; if it is of a part of the params, say of which: trainable=."
+        "TrainState.create does; if it covers only some of the params, name them with trainable=."
     )
 
 
@@ -69,8 +69,8 @@ def converted(
     """The parts with the optimizer state for this plan: the same values, in the dtypes that `init` gives for masters.
 
     Params are as they were, unless masters become remainders or remainders masters: then they are rounded by the rule
-    of the new plan. (On a tie, a plan with fp32 masters would take a param of the other rule for one that the user
-    replaced.)
+    of the new plan. (Otherwise, where the rules round a tie differently, a plan with fp32 masters would assume that
+    the user replaced the param.)
 
     Leaf by leaf: `place(x, sharding)` puts it on its devices, where it is converted, and `store(x, sharding)` where it
     lives. `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
@@ -165,7 +165,7 @@ def _state_for(
 
 @functools.partial(jax.jit, static_argnames="shape")
 def _widened(param: jax.Array, rest: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The fp32 master of a pair, and the param as this rounds it, cut to its shape: see `_state_for`."""
+    """The fp32 master of a pair, and the param as that master rounds, cut to its shape: see `converted`."""
     master = remainder.join(param, rest)
     return master, unpadded(master.astype(param.dtype), shape)
 

@@ -126,7 +126,7 @@ def creation(
 
 
 def _computed_once(leaves: list[Any], masters: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Params and masters behind barriers, so that all that is made from one sees the same value.
+    """Params and masters behind barriers, so that everything computed from one of them sees the same value.
 
     Otherwise XLA may skip the rounding of a param that the program widens again (its excess precision), and a copy of
     the param in the state would differ from the master that the pair stands for.
@@ -142,7 +142,7 @@ def _born_into_files(
     home: Plan,
     rebuild: Callable[[Parts], Any],
 ) -> Callable[[], Any]:
-    """Creates a state in files: each time some params and their masters, in a program of their own."""
+    """Creates a state in files: a few params and their masters at a time, each group by its own program."""
     plan, out = out.tx.init.plan, out.replace(opt_state=None)
     layout, target = (jax.tree.leaves(shardings_of(out, p)) for p in (home, plan))
     leaves: dict[int, Any] = {}

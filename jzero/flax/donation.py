@@ -2,8 +2,8 @@
 
 [Note: what replaces what]
 An argument is replaced if the step returns a tree of its form (structure, shapes and dtypes) that keeps some of its
-values. Gradients have the form of the params, too; but what reaches them only through products, sums or lookups
-(`NOT_KEPT`) was read by a model.
+values. Gradients have the form of the params too, but an argument that reaches them only through products, sums or
+lookups (`NOT_KEPT`) was only read by a model.
 
 If several arguments have one form (a reference, a target network) and fewer come back, the form does not say which, and
 the data flow alone does not either: the new params are made from both. So an argument counts as replaced if it reaches
@@ -82,8 +82,8 @@ def check_unshared(given: Mapping[Key, Any], donated: Sequence[Key]) -> None:
             if other == key:
                 what = f"argument {key!r} holds an array twice ({jax.tree_util.keystr(place)} and {name})"
             raise RuntimeError(
-                f"jzero.jit: the {what}, and the step replaces one of them: its arrays are donated. Pass arrays of "
-                "their own as the other: jax.tree.map(jnp.copy, x), also for what nnx.clone or nnx.state returned."
+                f"jzero.jit: the {what}, and the step replaces one of them: its arrays are donated. Pass a copy as the "
+                "other: jax.tree.map(jnp.copy, x), also for what nnx.clone or nnx.state returned."
             )
 
 

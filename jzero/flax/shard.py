@@ -95,7 +95,9 @@ def shard(
       ValueError: the mesh has no such axis, the optimizer state does not belong to the params, a filter names no param
         or one that the optimizer does not train (NNX `wrt`), arrays are committed to devices outside of the mesh, an
         existing state is not the same on every process.
-      NotImplementedError: inside of a `jax.jit`, under an Explicit mesh or with an update outside of the program.
+      NotImplementedError: inside of a `jax.jit`, under an Explicit mesh or with an update outside of the program; or
+        anywhere, `offload` under an Explicit mesh, or params in host memory on GPUs with jaxlib before 0.11.2.
+      MemoryError: what `offload` keeps in host memory does not fit.
 
     Layout:
       params `Layout.stored`, moments and masters `Layout.state`, scalars replicated; see `Plan.describe`.
@@ -166,7 +168,7 @@ def abstract(
       The same class with abstract leaves (for an NNX pair, a new pair).
 
     Raises:
-      TypeError, ValueError: as for `shard`.
+      TypeError, ValueError, NotImplementedError: as for `shard`.
     """
     adapters.check_state(state, where="jzero.abstract")
     config = make_config(config, fields, where="jzero.abstract")
@@ -235,7 +237,7 @@ def unshard(tree: Any, *, tx: Any = None, params: Any = None) -> Any:
 
     Raises:
       TypeError: `tx` is not a transformation from `jzero.zero`.
-      ValueError: `params` are needed and not given.
+      ValueError: `params` are needed and not given, or are not those of the plan.
 
     Cost:
       The bytes of the whole tree on every device; an all-gather.

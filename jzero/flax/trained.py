@@ -1,4 +1,4 @@
-"""Which params of a state its optimizer takes: `trainable=` says it, `wrt=` of an NNX optimizer, or its state."""
+"""Which params of a state its optimizer takes, as `trainable=`, `wrt=` of an NNX optimizer, or the state tells."""
 
 from __future__ import annotations
 

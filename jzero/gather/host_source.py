@@ -3,9 +3,9 @@
 [Note: a weight in host memory]
 Nothing is computed in host memory. What the program does to such a weight before its use (a cast, a transpose) is put
 off until the shard is in device memory, which is where it is gathered: at the use, inside of what the backward pass
-runs again. JAX wants the cotangent of an array in host memory there too; two such cotangents would be added by a kernel
-that reads host memory, and XLA writes the layers of a scan into a stack in host memory only where nothing, no barrier
-either, stands between the copy of a layer and its place. So where a weight enters a function or a region, its value and
+runs again. JAX wants the cotangent of an array in host memory there too. A kernel that reads host memory would add two
+such cotangents, and XLA writes the layers of a scan into a stack in host memory only where nothing, not even a barrier,
+stands between the copy of a layer and its place. So where a weight enters a function or a region, its value and
 its gradient are separated: the value has no gradient, and a `variable` that is never computed stands for the gradient
 in device memory. The gradients of the uses are added and tied there, and the sum is written to host memory at the
 entry. Each region or scan takes the array from the entry; if there are several, each takes a copy (the same array), and

@@ -118,7 +118,7 @@ class Weight:
         return self._lying(self.source.entered(self.shard, comm, used=used, regions=regions))
 
     def handed(self) -> Weight:
-        """For a region or a scan, which it enters anew."""
+        """The same weight with its gradient, for a region or a scan, where it enters again."""
         return self._lying(self.source.handed(self.shard))
 
     def fetched(self, comm: Comm) -> Weight:
@@ -152,7 +152,7 @@ def unwrap(values: Sequence[Any]):
 
 
 def for_region(values: Sequence[Any]) -> list[Any]:
-    """Values for a region or a scan, which weights enter anew."""
+    """The values for a region or a scan, where weights enter again: see `Weight.handed`."""
     return [v.handed() if isinstance(v, Weight) else v for v in values]
 
 

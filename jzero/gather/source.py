@@ -76,7 +76,7 @@ class ShardSource:
         return shard, self
 
     def handed(self, shard: Any) -> tuple[Any, ShardSource]:
-        """The array with its gradient, for a region or a scan, which it enters anew, and as a function's result."""
+        """The array with its gradient: for a region or a scan, where it enters again, or as a function's result."""
         return shard, self
 
     def fetched(self, shard: Any, comm: Comm) -> tuple[Any, ShardSource]:

@@ -111,8 +111,8 @@ class _Tied:
       rows: the carriers, each with the key of its weight.
       waiting: positions of the carriers that are gathered late.
       reduced: keys of the weights whose gradients are reduced here.
-      specs: of the arrays that only wait, the first arguments and the last results: frozen weights, with their layout,
-        and weights that are fetched late (None).
+      specs: layouts of the arrays that only wait, which are the first arguments and the last results. None for a weight
+        that is fetched late; the others are frozen weights.
     """
 
     walk: Walk

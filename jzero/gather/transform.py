@@ -272,13 +272,14 @@ def gather_on_use(fn: Callable, plan: Plan) -> Callable:
       A callable with the signature of `fn`; it compares and hashes by `fn` and the plan.
 
     Raises:
-      TypeError: `fn` is not a function, `plan` not a plan.
+      TypeError: `fn` is not a function, `plan` not a plan; when called, if the params are missing or `fn` returns a
+        function.
       ValueError: when called, if the first argument holds none of the plan's params.
 
     Cost:
-      Per device: `prefetch` + 1 buckets of gathered weights; in a remat region all of its own. Wire: 1 Psi forward,
-      1 Psi backward for the gathers, 1 Psi for the gradients. With `reshard_after_forward=False` all gathered weights
-      stay until the backward pass is done with them, and it gathers none.
+      Per device: `prefetch` + 1 buckets of gathered weights; in a remat region smaller than a bucket, all of it. Wire:
+      1 Psi forward, 1 Psi backward for the gathers, 1 Psi for the gradients. With `reshard_after_forward=False` all
+      gathered weights stay until the backward pass is done with them, and it gathers none.
 
     References:
       Rajbhandari et al., ZeRO (arXiv:1910.02054), section 5.3; Zhao et al., PyTorch FSDP (arXiv:2304.11277).

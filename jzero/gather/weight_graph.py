@@ -21,7 +21,7 @@ from jzero.core.regions import bodies, handed_through, loop_consts, scan_parts
 from jzero.gather.sharded_weight import ON_SHARD, PIECES, is_cut_on_shard
 
 MOVES = frozenset(("concatenate", "reshape", "broadcast_in_dim", "transpose", "squeeze", "slice", "rev", "copy"))
-"""Values go to other places: a cast may as well come before them."""
+"""They only move values, so a cast may as well come before them."""
 
 
 class WeightGraph(Graph):
@@ -112,7 +112,7 @@ class WeightGraph(Graph):
         return [] if self.stays(node) else list(dict.fromkeys(i for i in node.ins if i in self.parent))
 
     def part(self, value: int) -> float:
-        """How much of the weight among the arguments a weight that was made from it is; 1 for other values."""
+        """The fraction of its argument that a weight still holds after cuts; 1 for other values."""
         if value not in self.parent:
             return 1.0
         return math.prod(self.avals[value].shape) / max(math.prod(self.avals[self.root(value)].shape), 1)
@@ -217,7 +217,7 @@ def tied_tables(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
 def loop_constants(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
     """Positions of the weights that every round of a loop uses: [Note: a weight that every round uses] in `loops.py`.
 
-    Of a stack whose layer is constant over a loop inside of the scan, too.
+    So are stacks whose layer is constant over a loop inside of the scan.
     """
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()
@@ -241,7 +241,7 @@ def value_wise(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
 
 
 def read_narrow(jaxpr: Any, weights: Sequence[bool]) -> dict[int, np.dtype]:
-    """By position, the dtype of the weights that are read in a narrower one alone."""
+    """By position, the dtype of each weight that is read only in one narrower dtype."""
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found = {at: graph.narrow(i) for at, (i, w) in enumerate(zip(graph.ins, weights, strict=True)) if w}
     return {at: dtype for at, dtype in found.items() if dtype is not None}

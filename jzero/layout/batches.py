@@ -40,7 +40,7 @@ def place_batch(batch: PyTree, sharding: NamedSharding, *, parts: int, axes: tup
 
     Raises:
       TypeError: the batch has traced values, lists of numbers or strings.
-      ValueError: the axes do not divide dim 0 of a leaf; lists the leaves.
+      ValueError: the axes do not divide dim 0 of a leaf; lists the leaves. Or processes pass unequal numbers of rows.
     """
     _check_batch(batch)
     bad, local = _uneven(batch, sharding, parts)

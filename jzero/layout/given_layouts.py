@@ -196,7 +196,7 @@ def _as_spec(given: Any) -> PartitionSpec | None:
 
 
 def _array_spec(leaf: Any, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
-    """The layout of an array without the ZeRO axes: a split over those is of an earlier run, not the model's."""
+    """The layout of an array without the ZeRO axes: a split over those comes from an earlier run, not the model."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and set(spec_axes(sharding.spec)) <= set(mesh.axis_names):
         return make_spec(

@@ -93,8 +93,8 @@ def check_same(tree: PyTree, *, where: str) -> None:
     outline = "\n".join(f"{name} {typed_shape(x)}" for name, x in named)
     if len(set(_gathered([zlib.crc32(outline.encode())])[:, 0].tolist())) > 1:
         raise ValueError(
-            f"{where}: the processes bring trees of other paths, shapes or dtypes; this one, process "
-            f"{jax.process_index()}, has {len(named)} leaves that lie on each process alone. Build the same state on "
+            f"{where}: the paths, shapes or dtypes of the trees differ between processes; process "
+            f"{jax.process_index()} has {len(named)} leaves that are local to it. Build the same state on "
             "every process, or pass the function that creates it."
         )
     sums = _gathered([_checksum(x) for _, x in named])

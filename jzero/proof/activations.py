@@ -2,8 +2,8 @@
 
 [Note: saved]
 A value is saved where forward code makes it and backward code reads it. A loop over layers saves stacks: results of the
-forward loop that are not what went in. Tuples, barriers and bitcasts between are not readers. Weights that were cast or
-gathered in the forward pass and kept count as well: they take the same memory, and a plan that does not want them finds
+forward loop that are not what went in. Tuples, barriers and bitcasts in between are not readers. Weights that were cast
+or gathered in the forward pass and kept count as well: they take the same memory, and whoever does not want them finds
 them here. In the body of a loop over micro-batches each iteration saves its own, in the same memory: it counts once.
 """
 

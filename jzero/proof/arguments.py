@@ -136,7 +136,7 @@ class GivenArgument:
       path, keys: in the arguments, also as text; the first two keys say which argument it is in.
       shape, dtype: of the whole array.
       donated: True where its buffer is given away.
-      sharding: None where the program does not use it.
+      sharding: None where the program does not use it, or is only traced.
       number: of its parameter in the program; None where the program does not use it.
     """
 

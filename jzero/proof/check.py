@@ -51,7 +51,7 @@ class Findings(tuple[Finding, ...]):
     Attributes:
       looked_for: the kinds that were looked for.
       left_out: the other kinds, and why each was not.
-      in_part: of the kinds that were looked for, what was not.
+      in_part: kinds that were looked for only in part, and what of each was not looked for.
       notes: not faults, but worth a look: less is sent than `estimate` says.
     """
 
@@ -145,9 +145,9 @@ def findings(
     Args:
       compiled: a compiled train step: state in, new state out.
       plan: the plan of that state.
-      uses: what the step does with its params, `jzero.param_uses(step, state, batch)`: without it
-        `more_than_closed_form` is not looked for. None: the step of a program of `pod.compile` or
-        `jzero.jit(step).lower(...)` is traced once more to read them; for other programs they are not known.
+      uses: what the step does with its params, `jzero.param_uses(step, state, batch)`. None: the step of a program of
+        `pod.compile` or `jzero.jit(step).lower(...)` is traced once more to read them. For other programs they are not
+        known; `more_than_closed_form` and gradients that are zero (`not_trained`) are then not looked for.
       ignore: kinds to leave out, and targets of custom calls that you know not to communicate, such as your own
         kernels.
 

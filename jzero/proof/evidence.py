@@ -174,9 +174,9 @@ class Evidence:
         return flat + sum(math.prod(d) for d in s.dims if len(d) > 1 and self.is_weight(d))
 
     def is_optimizers(self, s: Site) -> bool:
-        """True for a collective of the arithmetic of the wrapped transformation; constraints are jzero's.
+        """True for a collective that the arithmetic of the wrapped transformation makes; constraints are jzero's.
 
-        So is the reduction of a gradient that is named after the first cast behind it.
+        So are reductions of gradients, which XLA may name after the first cast behind them.
         """
         gradient = s.op in REDUCES and s.primitive == "convert_element_type"
         mine = s.phase == "update" and s.scope == "update"
@@ -242,7 +242,7 @@ class Evidence:
         """True for a program that should return a new state, even if it does not.
 
         Either an update of its params was traced, or it takes optimizer state and one of these holds: it has a backward
-        pass or a traced update, the state is in an argument without params, or an argument of it is donated.
+        pass or a traced update, the state is in an argument without params, or a leaf of params or state is donated.
         """
         if self.record is not None and self.record.of(self.plan):
             return True  # `optax.sgd` has no state

@@ -71,7 +71,7 @@ class Argument(GivenArgument, Role):
     aliased: bool
 
     def planned(self, plan: Plan) -> int | None:
-        """Bytes on one device by the plan, None for a leaf that is not a copy of a param."""
+        """Bytes on one device by the plan, None for a leaf that is neither a param nor a copy of one."""
         x = self.layout
         if x is None:
             return None

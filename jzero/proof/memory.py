@@ -116,7 +116,10 @@ class Estimate:
 
     @property
     def host_per_process(self) -> int:
-        """Pinned host memory of one process, in bytes: what JAX's limit per process has to allow."""
+        """Host memory of one process, in bytes. All of it is pinned unless the update runs outside of the program.
+
+        JAX's limit per process has to allow what is pinned.
+        """
         return (self.host + self.activations_host) * self.devices_per_process
 
     @property
@@ -236,15 +239,16 @@ def estimate(
         `jzero.param_uses(step, state, batch)` reads it from the step. A plan knows shapes and not uses: without it a
         param counts as one matmul in its own dtype. By hand: `"matmul"`, `"lookup"`, or `"kept"` for what the
         backward pass does not read. A tied embedding, `{"['embed']['embedding']": ("lookup", "matmul")}`, is reduced
-        twice at stages 2 and 3, and gathered three times at stage 3. The gradient of a bf16 param that is used in
-        fp32 is reduced in fp32, and that of an fp32 param used in bf16 in bf16.
+        twice, but once at stage 1 and at stage 2 with a single bucket; it is gathered three times at stage 3. The
+        gradient of a bf16 param that is used in fp32 is reduced in fp32, and that of an fp32 param used in bf16 in
+        bf16.
 
     Returns:
       An `Estimate`; printing it gives a table.
 
     Raises:
-      TypeError: `plan` is not a plan, `accumulate` is not an integer, or `model` is not a mapping, lacks a size or has
-        one that is unknown or of another type.
+      TypeError: `plan` is not a plan, `tx` not an optax transformation, `accumulate` not an integer, `uses` or `model`
+        not a mapping; or `model` lacks a size or has one that is unknown or of another type.
       ValueError: `accumulate` or a size is below 1, `partition` or `offload` stand beside `remat=False`; `uses` names a
         param that is not in the plan, or an unknown kind of use.
 
@@ -322,7 +326,7 @@ def checked_uses(uses: Mapping[str, Sequence[str | Use]] | None, plan: Plan, *, 
     found.micro_batches = getattr(uses, "micro_batches", 1)
     for name, some in (uses or {}).items():
         if name not in names:
-            raise ValueError(f"{where}: uses= names {name!r}, no param of the plan.{nearest(name, names)}")
+            raise ValueError(f"{where}: uses= names {name!r}, which is not a param of the plan.{nearest(name, names)}")
         kinds = [getattr(u, "kind", u) for u in some] if isinstance(some, (tuple, list)) else []
         if not kinds or any(not isinstance(k, str) or k not in GATHERS for k in kinds):
             known = " or ".join(map(repr, GATHERS))

@@ -94,7 +94,7 @@ def check_plan_fits(given: Sequence[GivenArgument], plan: Plan, *, devices: int,
         unlike = [] if _has_params(given, plan, by_name=by_name) else sorted(wanted)
     if unlike:
         rows = [("/".join(k), f"program: {shapes.get(k, 'none')}", f"plan: {wanted.get(k, 'none')}") for k in unlike]
-        raise ValueError(f"{where}: the plan is not of the params of this program:\n{listing(rows)}\n{remedy}")
+        raise ValueError(f"{where}: the plan does not match the params of this program:\n{listing(rows)}\n{remedy}")
 
 
 def _has_params(given: Sequence[GivenArgument], plan: Plan, *, by_name: bool) -> bool:

@@ -35,7 +35,7 @@ Path = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class WrongSlice:
-    """A slice in a loop that is taken where its index does not point to.
+    """A slice in a loop that is taken from where its index does not point.
 
     Attributes:
       name: of the instruction.

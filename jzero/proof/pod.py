@@ -54,7 +54,7 @@ class Pod:
           give its shardings to `jax.ShapeDtypeStruct`, and the program to `compile`.
 
         Raises:
-          TypeError: a size is not an int.
+          TypeError: `axes` is not a mapping, or a size is not an int.
           ValueError: the sizes do not multiply to the number of devices; as `jzero.mesh` where one is a word.
 
         Example:
@@ -107,6 +107,7 @@ class Pod:
           `output_shardings`; calling it raises NotImplementedError.
 
         Raises:
+          TypeError: `fn` is not a function, or `plan`, `donate_argnums` or `compiler_options` is of the wrong kind.
           ImportError: `ptxas` is not installed.
           NotImplementedError: the program needs cuDNN attention, which needs a real GPU.
           ValueError: leaves laid out elsewhere, a batch that the plan does not divide, no leaf on the pod's

@@ -93,7 +93,7 @@ class TraceRecord:
     def of(self, plan: Plan) -> list[Update]:
         """The updates of the params of a plan, or of the same params by another one.
 
-        Those of the first one's params, where another model has an equal plan.
+        If several models have equal plans, only the updates of the first one's params.
         """
         equal = [u for u in self.updates if u.plan == plan]
         equal = equal or [u for u in self.updates if _alike(u.plan, plan)]

@@ -79,7 +79,7 @@ def explain(compiled: jax.stages.Compiled, plan: Plan | None = None) -> Report:
 
     Args:
       compiled: `jax.jit(step).lower(*args).compile()` on any backend, or what `pod.compile` returns.
-      plan: a `jzero.Plan`; adds multiples of Psi, and its mesh where the program does not name one.
+      plan: a `jzero.Plan`; adds multiples of Psi and the bytes of params and optimizer state. Its mesh names the axes.
 
     Returns:
       A `Report`.
@@ -143,11 +143,11 @@ def text_of(compiled: jax.stages.Compiled) -> str:
     """
     remedy = "Pass jax.jit(step).lower(*args).compile(), or what pod.compile(step, *args) returns."
     if not isinstance(compiled, jax.stages.Compiled):
-        raise TypeError(f"jzero.explain: needs a compiled program, got {type(compiled).__name__}.\n{remedy}")
+        raise TypeError(f"jzero: needs a compiled program, got {type(compiled).__name__}.\n{remedy}")
     text = compiled.as_text()
     if not text or not text.startswith("HloModule"):
         raise TypeError(
-            f"jzero.explain: this compiled program has no HLO text (a backend that keeps none?).\n{remedy}"
+            f"jzero: this compiled program has no HLO text (a backend that keeps none?).\n{remedy}"
         )
     return text
 

@@ -85,7 +85,7 @@ def _axes(c: Collective, report: Report) -> str:
 
 
 def _where(c: Collective) -> str:
-    """`once`, or the loops around it: `loop 4 x 3`; and `branch` where a step may not come by."""
+    """`once`, or the loops around it: `loop 4 x 3`; and `branch` in a branch that a step may not take."""
     loops = ["loop " + " x ".join(str(n or "?") for n in c.loops)] if c.loops else []
     return " ".join([*loops, *["branch"] * c.in_branch]) or "once"
 

@@ -36,7 +36,7 @@ class Transformer:
 
     Raises:
       TypeError: a size is not an integer, a flag not a bool, `dtype` not a dtype.
-      ValueError: a size below 1 (`vocab`: below 0); `partition` or `offload` without `remat`.
+      ValueError: a size below 1 (`vocab`: below 0); `dtype` is not floating; `partition` or `offload` without `remat`.
 
     Example:
       >>> Transformer(layers=36, width=4096, heads=32, seq=1024).saved  # 36 inputs, bf16[1024,4096]

@@ -60,13 +60,13 @@ def param_uses(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None
       By name of a param, a `Use` for each place where the forward pass reads it: its `kind` (`"matmul"`, `"lookup"`,
       `"kept"` where the backward pass does not read it, or `"evaluated"` in a forward pass outside of `jax.grad`), the
       `dtype` in which its gradient is made, and of a lookup the `rows` of all devices. A weight that is constant over a
-      loop has one use in it. What no forward pass reads, or only one in a `jax.shard_map`, is left out; so is an L2
-      term, or another that meets no batch and is computed on shards, and what reads params that the step has updated.
+      loop has one use in it. Left out are params that no forward pass reads, or only one in a `jax.shard_map`; terms
+      that meet no batch and are computed on shards, such as L2; and what reads params that the step has updated.
       `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step, or of `value_and_grad(accumulate=k)`
       where each micro-batch reduces its gradients.
 
     Raises:
-      TypeError: `step` is not a function, `plan` is not a plan, or no argument has a plan.
+      TypeError: `step` is not a function, `plan` is not a plan, no argument has a plan, or an argument is not an array.
 
     Example:
       >>> import jax, jax.numpy as jnp, jzero
@@ -198,7 +198,7 @@ class _Region:
     def entered(
         self, graph: WeightGraph, node: Node, moves: set[int], among: Collection[int]
     ) -> dict[int, list[Use]]:
-        """The uses of these weights in a region: of branches the one with the most; of a constant of a loop one."""
+        """The uses of these weights in a region: those of the branch with the most; one for a constant of a loop."""
         inner, skipped = bodies(node.eqn)
         operands, loop = node.ins[skipped:], node.name in LOOPS
         weights, moving = ([i in some for i in operands] for some in (among, moves))

@@ -113,7 +113,7 @@ def test_a_step_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
         return small(sums)
 
     monkeypatch.setattr(checksums.Checksums, "small", removed)
-    with pytest.raises(FileNotFoundError, match=r"2 was removed while it was read: .* There are \[1\] now"):
+    with pytest.raises(FileNotFoundError, match=r"2 is not there: .* There are \[1\] now"):
         checkpoint.Steps(tmp_path).restore(tree())
 
 

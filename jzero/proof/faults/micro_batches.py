@@ -61,7 +61,7 @@ def _sent_in_all(e: Evidence) -> str:
 
 
 def _least(x: Argument) -> float:
-    """Bytes that all micro-batches together move at least: a device's share of the array, or half of it for two."""
+    """Bytes that all micro-batches together move at least: half of a device's share of the array (with two of them)."""
     return x.held / 2
 
 

@@ -151,7 +151,7 @@ def offloaded_copied(e: Evidence) -> Faults:
 
 
 def offloaded_on_device(e: Evidence) -> Faults:
-    """Without `plan.config.offload`: more than half, or than two params' share, whichever is more."""
+    """More state on the device than `in_flight_bytes`; without `offload`, than half of it or two params' shares."""
     total = sum(x.held for x in e.state if x.on_host)
     sizes = [x.size // shard_factor(x.state, e.plan.mesh) for x in e.plan.layouts]
     if not (total and sum(sizes)):

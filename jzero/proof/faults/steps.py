@@ -36,8 +36,8 @@ def slices_wrong(e: Evidence) -> Faults:
             for x in found[:MOST_NAMES]
         )
         yield (
-            f"{counted(len(found), 'slice', 'slices')} in a loop will be taken where the index does not point to, and "
-            f"the values are wrong: {shown}{more_text(found)}.",
+            f"{counted(len(found), 'slice', 'slices')} in a loop will be taken from where the index does not point: "
+            f"the values are wrong. {shown}{more_text(found)}.",
             sum(x.bytes * (x.trips or 1) for x in found),
             "jaxlib >= 0.11.2, which needs Python 3.12 (openxla/xla pull request 46231); or layers that are not in a "
             "scan, or no offload in it.",
