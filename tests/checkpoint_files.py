@@ -1,4 +1,4 @@
-"""What is in the files of a checkpoint, read without jzero."""
+"""A plain optax loop to save, and the names and bits of an NNX pair."""
 
 from __future__ import annotations
 

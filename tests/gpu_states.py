@@ -1,4 +1,4 @@
-"""A state whose offload is compiled for GPUs."""
+"""The optimizer state of a plan, without arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss of an NNX module whose weights are used by index, in a scan and in a remat region."""
+"""An NNX module with scanned and plain layers, sharded, its loss, and its values."""
 
 from __future__ import annotations
 

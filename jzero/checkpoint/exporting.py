@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from jzero.checkpoint.tensors import (
     check_texts,
     checksum_file,
     checksum_text,
+    files_of,
     renamed,
 )
 from jzero.core import durable
@@ -54,9 +54,10 @@ def export(
 
     Args:
       path: a checkpoint of `jzero.checkpoint.save` or plain orbax.
-      file: `model.safetensors`. Above `max_file_bytes` in all it is split: `model-00001-of-00003.safetensors` and so
-        on, with `model.safetensors.index.json` as the Hugging Face hub has it. Their checksums lie beside them, in
-        `model.safetensors.xxh3`, which `load_safetensors` and `xxhsum -c` read.
+      file: `model.safetensors`; files of an earlier export to it are replaced. Above `max_file_bytes` it is split:
+        `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json` as the Hugging Face hub
+        has it. Their checksums lie beside them, in `model.safetensors.xxh3`, which `load_safetensors` and `xxhsum
+        -c` read.
       dtype: of the floating-point params and of what `include` names; statistics stay as stored. None: as stored, or
         the fp32 master if there is one.
       max_file_bytes: of tensors in one file; one larger tensor has a file of its own.
@@ -97,6 +98,11 @@ def export(
     have = moments.with_values(remainders.with_masters(have), (), convert=True)
     tensors = _tensors(have, dtype, names, include, where)
     groups = _grouped(tensors, [t.nbytes for t in tensors], max_file_bytes)
+    if len(groups) == 1 and _index(file).exists() and _index(file).name not in files_of(checksum_file(file)):
+        raise ValueError(
+            f"{where}: {_index(file)} is not of an earlier export, and would be read in place of {file.name}. Export "
+            "to another name or folder."
+        )
     total = sum(t.nbytes for t in tensors)
     done = 0
     outputs = _outputs(file, len(groups))
@@ -125,15 +131,13 @@ def export(
 class _Files:
     """Files that get their names, and checksums beside them, once all are written; a failure leaves nothing.
 
-    They replace all files of an earlier export to the same name, which may have been split in another way.
+    They replace the files of an earlier export to the same name, by its checksums: it may have been split differently.
     """
 
     def __init__(self, file: Path):
         self._sums = checksum_file(file)
-        numbered = re.compile(re.escape(file.stem) + r"-\d{5}-of-\d{5}\.safetensors")
-        beside = sorted(file.parent.iterdir()) if file.parent.exists() else []
         # the index first: without it the others are read together
-        self._before = [_index(file), file, *(f for f in beside if numbered.fullmatch(f.name))]
+        self._before = sorted((file.with_name(n) for n in files_of(self._sums)), key=lambda f: f != _index(file))
         self._digests: dict[Path, str] = {}
 
     def __enter__(self) -> _Files:

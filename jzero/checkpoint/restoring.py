@@ -91,6 +91,7 @@ def restore(
       TypeError: `cast` is not a bool, `like` is not a state or a tree of arrays, or has no params for `only`.
       CheckpointDamaged: a file is not as it was saved; names the leaves and the last good checkpoint.
       FileNotFoundError: there is nothing at `path`.
+      ValueError: `only` or `cast` with a folder of `Offload(tier="disk")`.
 
     Layout:
       Every leaf as in `like`; each process reads its shards.

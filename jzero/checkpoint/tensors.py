@@ -59,6 +59,11 @@ def checksum_text(digests: Mapping[Path, str]) -> str:
     return f"{lines}# {xxhash.xxh3_64_hexdigest(lines.encode())}\n"
 
 
+def files_of(sums: Path) -> list[str]:
+    """The names of the files of an export, by its checksums; empty without them, or if they are damaged."""
+    return list(_digests(sums) or ())
+
+
 def damaged(files: Iterable[Path]) -> list[Damage]:
     """What is wrong with files that have checksums beside them; other files are not checked."""
     found, read = [], functools.cache(_digests)

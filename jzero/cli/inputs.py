@@ -64,10 +64,10 @@ def _load_module(name: str, flag: str) -> ModuleType:
 def _load_file(path: Path, flag: str) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{flag}: no file {path}.")
-    there = sys.modules.get(path.stem)
-    if there is not None and getattr(there, "__file__", None) == str(path.resolve()):
+    loaded = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path.resolve()))
+    if (there := next(loaded, None)) is not None:
         return there  # both --create and --step name it
-    name = path.stem if there is None else f"{path.stem} of {flag}"  # their jax.py is not jax
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {flag}"  # their jax.py is not jax
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None

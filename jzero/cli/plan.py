@@ -83,9 +83,9 @@ class Inputs(Asked):
     Implies --offload host."""
     in_flight_bytes: int | None = None
     """With --offload: bytes of state of one device that may be on it at once; chosen from its size if omitted."""
-    memory_fraction: float = dataclasses.field(default_factory=lambda: _taken_by_jax())
-    """Part of a GPU's memory that a program may take: what JAX allocates, XLA_CLIENT_MEM_FRACTION or 0.75. The rest is
-    for CUDA, NCCL and fragments."""
+    memory_fraction: float | None = None
+    """Part of a GPU's memory that a program may take; if omitted, what JAX allocates: XLA_CLIENT_MEM_FRACTION or 0.75.
+    The rest is for CUDA, NCCL and fragments."""
 
     def job(self, *, stages: list[int], search: bool, detail: bool = False) -> Job:
         """The job for these flags, checked as far as possible without loading the model.
@@ -111,12 +111,13 @@ class Inputs(Asked):
             Offload(**tier)
         for stage in stages:
             ZeroConfig(**{**fields, "stage": stage, "offload": Offload(**tier) if tier else None})
-        if not 0 < self.memory_fraction <= 1:
-            raise InputError(f"--memory-fraction {self.memory_fraction}: must be above 0 and at most 1.")
+        fraction = _taken_by_jax() if self.memory_fraction is None else self.memory_fraction
+        if not 0 < fraction <= 1:
+            raise InputError(f"--memory-fraction {fraction}: must be above 0 and at most 1.")
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(Asked)}
         return Job(
             **asked, mesh=parse_axes(self.mesh, "--mesh"), fields=fields, stages=stages, search=search,
-            fraction=self.memory_fraction, detail=detail, bandwidths=dataclasses.asdict(self.bandwidths),
+            fraction=fraction, detail=detail, bandwidths=dataclasses.asdict(self.bandwidths),
         )  # fmt: skip
 
     def _tier(self) -> Json:

@@ -47,7 +47,8 @@ def run_job(job: Job) -> Answers:
                 break
             if stage is None:
                 raise InputError(f"the compiling process ended before it began: {crash}")
-            if stage in answers["results"]:  # it had ended, and what failed are other numbers of GPUs
+            if stage in answers["results"]:  # the stage had ended
+                print(f"other numbers of GPUs could not be estimated: {crash}", file=sys.stderr)
                 break
             answers["results"][stage] = {"stage": stage, "crash": crash}
             left = left[left.index(stage) + 1 :]

@@ -203,7 +203,7 @@ def _phrased(call: Callable[[], Any], flag: str, what: str) -> Any:
         foreign = (PACKAGE, "site-packages", "<frozen")
         ours = [f for f in frames if not any(place in f.filename for place in foreign)]
         place = f"\n  at {Path(ours[-1].filename).name}:{ours[-1].lineno}: {ours[-1].line}" if ours else ""
-        first = str(error).strip().split("\n\n")[0][:400]
+        first = str(error).strip().split("\n\n")[0][:2000]
         rule = (
             "A step takes the state first, then the batch, and returns the new state (for an update outside of the "
             "program, the gradients)."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jzero.flax.donation import (
     replaced,
     subtrees,
 )
-from jzero.flax.nnx_jit import NnxJit
+from jzero.flax.nnx_jit import NnxJit, hashed
 from jzero.flax.shard import plans_in
 from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_of
 from jzero.layout.batches import abstract_batch
@@ -206,7 +206,7 @@ class Jit:
         key: Any = tuple(objects)
         if self._chosen:  # an object's structure is that of the program, which is looked up by it later
             static = self._static(len(args))
-            fixed = [(k, x) for k, x in given.items() if k in static and isinstance(x, Hashable)]
+            fixed = [(k, *hashed(x)) for k, x in given.items() if k in static]
             others = [(k, jax.tree.structure(x)) for k, x in given.items() if k not in objects and k not in static]
             key = key, frozenset(fixed), frozenset(others)
         if key not in self._jitted:

@@ -27,7 +27,7 @@ class NnxJit:
         static = self.static(len(args))
         taken = tuple(x for i, x in enumerate(args) if i not in static)
         named = {k: x for k, x in kwargs.items() if k not in static}
-        fixed = tuple((k, x) for k, x in (*enumerate(args), *sorted(kwargs.items())) if k in static)
+        fixed = tuple((k, *hashed(x)) for k, x in (*enumerate(args), *sorted(kwargs.items())) if k in static)
         graph, arrays = nnx.split((taken, named))
         leaves = jax.tree.leaves(arrays)
         types = tuple((np.shape(x), jax.dtypes.result_type(x), getattr(x, "sharding", None)) for x in leaves)
@@ -41,3 +41,12 @@ class NnxJit:
         if name in ("jitted", "compiler_options", "static"):  # not set yet: copying
             raise AttributeError(name)
         return getattr(self.jitted, name)
+
+
+def hashed(x: Any) -> tuple[type, Any]:
+    """A static argument as part of a key; what cannot be hashed is left to JAX, which refuses it."""
+    try:
+        hash(x)
+    except TypeError:
+        return type(x), None
+    return type(x), x

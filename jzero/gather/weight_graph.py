@@ -117,6 +117,16 @@ class WeightGraph(Graph):
             return 1.0
         return math.prod(self.avals[value].shape) / max(math.prod(self.avals[self.root(value)].shape), 1)
 
+    def cut(self, value: int) -> tuple[Any, ...]:
+        """What tells a part of a weight from its other parts: the cuts on the way from the argument."""
+        found = []
+        while self.parent[value] != value:
+            node, before = self.makers[value], self.parent[value]
+            if self.avals[value].size < self.avals[before].size:
+                found.append((node.name, str(node.eqn.params), *(i for i in node.ins if i != before)))
+            value = before
+        return tuple(found)
+
     def uses_by_root(self, regions: Sequence[str]) -> tuple[set[int], collections.Counter[int]]:
         """The weights among the arguments that are used here, and how often regions, or the results, take each.
 

@@ -91,15 +91,21 @@ class CheckError(Exception):
     """A compiled step that does not do what its plan says; `findings` holds what is wrong."""
 
     def __init__(self, found: tuple[Finding, ...], plan: Plan):
-        self.findings, self._plan = found, plan
+        self.findings = found
         lines = "\n".join(f"  {number}. {f}" for number, f in enumerate(found, 1))
         super().__init__(
             f"jzero.check: {counted(len(found), 'finding')}; stage {plan.config.stage} ({plan.config.row.text}) "
             f"{'is not proven' if all(f.kind == NOT_CHECKED for f in found) else 'did not engage'}:\n{lines}"
         )
 
-    def __reduce__(self):
-        return type(self), (self.findings, self._plan)
+    def __reduce__(self):  # without the plan: that of a pod cannot be pickled
+        return _with_text, (self.findings, str(self))
+
+
+def _with_text(found: tuple[Finding, ...], text: str) -> CheckError:
+    error = CheckError.__new__(CheckError, text)
+    error.findings = found
+    return error
 
 
 def check(

@@ -78,7 +78,11 @@ class Evidence:
         if not self.others or trace is None or self.record is None:
             return []
         plans = [u.plan for u in {u.params: u for u in self.record.others(self.plan)}.values()]
-        alike = all(p.mesh == self.plan.mesh and p.config.axes == self.plan.config.axes for p in plans)
+        own, mine = self.plan.config, self.updates
+        alike = all(
+            p.mesh == self.plan.mesh and (p.config.axes, p.batch_axes) == (own.axes, self.plan.batch_axes)
+            and sum(u.times for u in self.record.of(p)) == mine for p in plans
+        )  # fmt: skip
         distinct = len({self.plan, *plans}) == 1 + len(plans)  # of two models with equal plans the trace tells one
         if not (alike and distinct and sum(x.size for p in plans for x in p.layouts) == self.others):
             return []

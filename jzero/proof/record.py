@@ -62,6 +62,11 @@ class Update:
         """How often the update runs; a `while` loop counts once."""
         return executions(self.loops)
 
+    def repeats(self, first: Update) -> bool:
+        """True for an update of the same params, or of those that an earlier update has made: no arguments."""
+        pairs = zip(self.params, first.params, strict=True)
+        return self.tx == first.tx and all(mine in (None, theirs) for mine, theirs in pairs)
+
     def copies(self, plan: Plan) -> list[Layout | None]:
         """For each leaf of the state the param that it is a copy of (a moment, a master), in this plan."""
         rows = zip(map(path_keys, self.paths), self.shapes, strict=True)
@@ -97,7 +102,7 @@ class TraceRecord:
         """
         equal = [u for u in self.updates if u.plan == plan]
         equal = equal or [u for u in self.updates if _alike(u.plan, plan)]
-        return [u for u in equal if u.params == equal[0].params]
+        return [u for u in equal if u.repeats(equal[0])]
 
     def names(self, plan: Plan) -> bool:
         """True where the trace says of every param that the optimizer takes which argument it is."""
@@ -172,8 +177,8 @@ def _results(eqn: Any, values: list[int | None], loops: tuple[int, ...], found: 
         return values
     elif name in STAYS and len(eqn.outvars) == 1:
         shape = eqn.outvars[0].aval.shape
-        alike = {v for a, v in zip(eqn.invars, values, strict=True) if a.aval.shape == shape} - {None}
-        return [alike.pop() if len(alike) == 1 else None]  # a param plus its update is the same param, for a second one
+        alike = {v for a, v in zip(eqn.invars, values, strict=True) if a.aval.shape == shape}
+        return [alike.pop() if len(alike) == 1 else None]
     return [None] * len(eqn.outvars)
 
 

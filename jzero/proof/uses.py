@@ -187,7 +187,7 @@ class _Region:
                     some = set(used) if node.name in REMAT else graph.inside(node, _in_remat)
                     again |= {at[graph.root(value)] for value in some}
             elif under and node not in on_shards:
-                for value in {(graph.root(i), graph.part(i)): i for i in used}.values():  # a transpose: the same
+                for value in {(graph.root(i), graph.cut(i)): i for i in used}.values():  # a transpose: the same
                     found[at[graph.root(value)]].append(inside.use(graph, node, value, moves))
             elif outside and _evaluates(graph, node, data):
                 for value in {graph.root(i): i for i in used}.values():

@@ -136,8 +136,15 @@ def test_large_weights_are_split_with_an_index(path, tmp_path):
     assert seen[-1] == (total, total)
     one = [f for f in files if sum(x.nbytes for x in load_file(f).values()) > 12_000]
     assert all(len(load_file(f)) == 1 for f in one)  # a tensor above the limit is alone
+    other = tmp_path / "m-00001-of-00001.safetensors"
+    other.write_bytes(b"of someone else")
     (whole_file,) = checkpoint.export(path, tmp_path / "m.safetensors")
+    assert other.exists()
+    other.unlink()
     assert {f.name for f in tmp_path.glob("m*")} == {"m.safetensors", "m.safetensors.xxh3"}  # no older file is left
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="is not of an earlier export"):
+        checkpoint.export(path, tmp_path / "m.safetensors")
     assert set(load_file(whole_file)) == {name.removeprefix("model.") for name in tensors}
 
 

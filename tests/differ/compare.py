@@ -469,7 +469,8 @@ class Tolerances:
             error = self.error(g, w)
             allowed = part * moved + min(8 * apart[i], 0.01 * moved)
             allowed += 4 * rounding * float(np.max(np.abs(w), initial=0)) + least + 1e-9
-            if not error <= allowed:
+            turned = float(np.max(np.abs(g - w), initial=0)) > 2 * moved + allowed  # further than by a sign
+            if turned or not error <= allowed:
                 raise Differs(
                     f"{where}: leaf {i} {w.shape} differs by {error:.3g}, allowed {allowed:.3g}, it has moved by "
                     f"{moved:.3g}"

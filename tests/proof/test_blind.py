@@ -183,7 +183,7 @@ def test_a_program_without_params_is_refused():
     plan = jzero.make_plan({"w": jnp.ones((64, 64))}, stage=0)
     foreign = jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile()
     for read in (findings, jzero.check, jzero.explain):
-        with pytest.raises(ValueError, match="the plan is does not match the params of this program"):
+        with pytest.raises(ValueError, match="the plan does not match the params of this program"):
             read(foreign, plan)
 
 

@@ -313,9 +313,11 @@ def test_two_models_in_a_step(stage, second, mesh):
         assert "not_trained" in kinds(lost, other_plan)
 
 
+@pytest.mark.parametrize("tx", [TX, optax.sgd(1e-2, 0.9)], ids=["fp32 adam", "bf16 momentum"])
 @pytest.mark.parametrize("how", [jzero.jit, functools.partial(jax.jit, donate_argnums=0)])
-def test_steps_that_python_repeats_and_a_callback_in_order(how, mesh):
-    state, plan = sharded(mesh, 2)
+def test_steps_that_python_repeats_and_a_callback_in_order(how, tx, mesh):
+    dtype = jnp.float32 if tx is TX else jnp.bfloat16
+    state, plan = sharded(mesh, 2, create=functools.partial(create_state, tx, dtype))
 
     def step(state, data):
         for _ in range(2):
@@ -327,6 +329,7 @@ def test_steps_that_python_repeats_and_a_callback_in_order(how, mesh):
     assert kinds(program, plan) == []
     memory = jzero.explain(program, plan).memory
     assert memory.aliased > 0.99 * (memory.params + memory.opt_state)
+    assert memory.opt_state == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.opt_state))
     lost = jax.jit(lambda state, data: step(state, data)[1]).lower(state, plan.place_batch(batch())).compile()
     assert kinds(lost, plan) == ["not_trained"]
     assert jzero.findings(lost, plan, ignore=("not_trained",)) == ()

@@ -83,7 +83,7 @@ def test_weights_that_are_kept_are_gathered_once():
 
 @pytest.mark.unit
 def test_uses_that_are_wrong():
-    with pytest.raises(ValueError, match=r"uses= names 'w', not a param of the plan\."):
+    with pytest.raises(ValueError, match=r"uses= names 'w', which is not a param of the plan\."):
         jzero.estimate(plan_of(3), uses={"w": ["lookup"]})
     for wrong in ("lookup", [], ["embed"]):
         with pytest.raises(ValueError, match="Pass a word for each use: 'matmul' or 'lookup'"):

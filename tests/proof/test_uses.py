@@ -127,6 +127,9 @@ def test_a_frozen_weight_that_is_used_by_index_is_cut_on_its_shard(mesh):
     step = jax.grad(jzero.gather_on_use(loss, plan))
     found = jzero.param_uses(step, plan.shapes, jax.ShapeDtypeStruct((8, 64), F32), plan=plan)
     assert [[use.part for use in some] for some in found.values()] == [[0.5, 0.5], [0.5, 0.5]]
+    step = jax.grad(jzero.gather_on_use(lambda p, x: (x @ (p["lora"][0] * p["lora"][1])).mean(), plan))
+    found = jzero.param_uses(step, plan.shapes, jax.ShapeDtypeStruct((8, 64), F32), plan=plan)
+    assert [use.part for use in found["['lora']"]] == [0.5, 0.5]
 
 
 TERMS = {  # of a loss: what it adds, and how often it counts as a use of the weight

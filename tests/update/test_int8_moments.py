@@ -323,13 +323,13 @@ def stored_in_32_bits(text: str) -> set[int]:
 @pytest.mark.pod
 @pytest.mark.nightly
 def test_what_an_offloaded_update_moves_over_pcie():
-    """Nine bytes per quantized param and step, both ways together, where fp32 masters and moments take 24."""
+    """8.1 bytes per quantized param and step, both ways together, where fp32 masters and moments take 24."""
     small = program(stage=2, offload="host", master_dtype="remainder", moment_dtype="int8")
     moved = small.report.pcie
     assert moved["to_device"] == moved["to_host"] == small.estimate.to_device
     quantized = sum(x.size for x in small.plan.layouts if blocks_of(x, small.plan)) / 8
     others = sum(x.size for x in small.plan.layouts) / 8 - quantized
-    assert 8 * quantized < sum(moved.values()) - 2 * 10 * others < 9 * quantized
+    assert 8 * quantized < sum(moved.values()) - 2 * 10 * others < 8.15 * quantized
 
 
 @pytest.mark.pod

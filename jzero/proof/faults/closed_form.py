@@ -152,9 +152,12 @@ def _planned(e: Evidence, times: int) -> Iterator[Planned]:
 
 def _of_untouched(e: Evidence, times: int) -> float:
     """Gradients of params that the optimizer leaves unchanged: XLA drops them, unless the step reads them."""
-    comm = comm_of(e.plan)
-    some = (dataclasses.replace(x, frozen=None) for x in e.plan.layouts if x.frozen is Frozen.KEPT)
-    return sum(size for x in some for _, size in comm.gradients.wire(x, times, (e.uses or {}).get(x.name, DEFAULT)))
+    rows = [(plan, uses, x) for plan, uses in _models(e) for x in plan.layouts if x.frozen is Frozen.KEPT]
+    sent = (
+        comm_of(plan).gradients.wire(dataclasses.replace(x, frozen=None), times, uses.get(x.name, DEFAULT))
+        for plan, uses, x in rows
+    )
+    return sum(size for some in sent for _, size in some)
 
 
 class _More(NamedTuple):

@@ -106,7 +106,8 @@ def not_looked_for(e: Evidence) -> tuple[dict[str, str], dict[str, str]]:
     if e.others:
         beside = "beside the params of another model"
         in_part["state_too_large"] = f"{beside}: not each leaf by the plan's closed form"
-        in_part["not_trained"] = f"{beside}: not whether all params come back as they went in"
+        more = f"{beside}: not whether all params come back as they went in"
+        in_part["not_trained"] = f"{in_part['not_trained']}; {more}" if "not_trained" in in_part else more
     return left_out, in_part
 
 
