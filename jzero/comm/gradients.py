@@ -140,7 +140,7 @@ class GradientReduce:
 
     def dtypes(self, w: Reduced, made: np.dtype) -> tuple[np.dtype | None, np.dtype | None]:
         """(made, sent) of a `Route` for a gradient that a use makes in the dtype `made`."""
-        asked = self.plan.config.reduce_dtype
+        asked = None if made.kind == "c" else self.plan.config.reduce_dtype  # a cast would drop the imaginary part
         wide = asked or made
         matrix = len(w.shape) > 1 and w.grad != w.used
         narrower = asked is not None and asked.itemsize < made.itemsize and matrix

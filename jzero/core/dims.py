@@ -19,7 +19,7 @@ def _reshaped(eqn: JaxprEqn, dim: int) -> int | None:
     for j, size in enumerate(new):
         if math.prod(new[:j]) == before and size > 1:
             inside = math.prod(new[j + 1 :])
-            return j if inside <= after and after % inside == 0 else None
+            return j if 0 < inside <= after and after % inside == 0 else None
     return None
 
 

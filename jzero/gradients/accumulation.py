@@ -151,7 +151,7 @@ class Accumulation:
 
     def _reduced(self, grad, x: Layout, spec):
         """One device's mean gradient, reduced to the layout `spec`; padded where its pieces would be unequal."""
-        grad = grad.astype(self.plan.config.reduce_dtype or x.dtype)
+        grad = grad.astype(x.dtype if x.dtype.kind == "c" else self.plan.config.reduce_dtype or x.dtype)
         return comm_of(self.plan).gradients.of_devices(grad, spec, x.used)
 
     # --- a reduction in every micro-batch -------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jzero.core.errors import listing
 from jzero.gradients.coupling import CONST, Kind, Mixed, Ratio, Rows, Total, Unknown, kinds_of_results
 from jzero.gradients.growth import MIXED, Growth, growths
 from jzero.gradients.module_state import State, is_key
-from jzero.gradients.random_draws import Sources, shared_draws
+from jzero.gradients.random_draws import DRAWS, Sources, Unmatched, shared_draws
 
 _SUBJECT = "jzero.value_and_grad: the loss"
 MICRO_BATCH, DEVICE = "micro-batch", "device"
@@ -94,7 +94,16 @@ class Loss:
             def differs(sources: Sources) -> bool:
                 return self.parts <= set().union(*(own[i] for i in sources))
 
-            drawn = shared_draws(small[0], large[0], differs)
+            try:
+                drawn = shared_draws(small[0], large[0], differs)
+            except Unmatched as at:
+                drawn = []
+                if any(eqn.primitive.name in DRAWS for eqn in jaxprs.every_equation(small[0])):
+                    warnings.warn(
+                        f"{_SUBJECT} has other equations for a larger batch ({at}), so it could not be checked for "
+                        "random numbers that are the same for all parts of the batch.",
+                        stacklevel=6,
+                    )
             _refuse_draws(drawn, names)
             grown = growths(small, large)
         return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1:])]

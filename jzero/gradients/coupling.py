@@ -26,7 +26,7 @@ from jzero.core.block_input import BEGIN, END
 from jzero.core.dims import MOVED_DIMS, dim_in_result, dot_dims, lookup_dims
 from jzero.core.primitives import CALLS, CONTROL_FLOW, ELEMENTWISE, LINEAR_ELEMENTWISE, REDUCING
 from jzero.core.products import example_dims
-from jzero.core.regions import through_bodies, while_parts
+from jzero.core.regions import scan_parts, through_bodies, while_parts
 from jzero.core.traversal import traverse
 
 
@@ -152,11 +152,21 @@ def _of_sums(eqn, name: str, ins: list[Kind]) -> Kind:
 # --- shapes, reductions, products -------------------------------------------------------------------------------
 
 
+COMPARES = frozenset(
+    """
+    sort top_k cummax cummin cumprod cumlogsumexp reduce_window reduce_window_max reduce_window_min
+    """.split()  # noqa: SIM905 - as in `core/primitives.py`
+)
+"""Of operations that move or keep a dim, those that are not linear: of sums over examples they are not sums."""
+
+
 def _moved(eqn, ins: list[Kind]) -> Kind | None:
     """An operation that moves the examples' dim, or keeps it."""
     kind = next(k for k in ins if not isinstance(k, Const))
     if any(not isinstance(k, Const) and k != kind for k in ins):
         return None
+    if isinstance(kind, (Total, Ratio)) and eqn.primitive.name in COMPARES:
+        return Mixed(_where(eqn))
     if not isinstance(kind, Rows) or kind.dim < 0:
         return kind
     dim = MOVED_DIMS[eqn.primitive.name](eqn, kind.dim)
@@ -273,6 +283,8 @@ def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
         sliced=sliced, stacked=lambda k: Rows(k.dim + 1, k.scaled) if isinstance(k, Rows) else k,
     )  # fmt: skip
     assert outs is not None
+    if eqn.primitive.name == "scan" and any(isinstance(k, Rows) and k.dim == 0 for k in ins) and _hands_on(eqn, outs):
+        return [Unknown(where) if isinstance(k, Rows) else k for k in outs]
     if eqn.primitive.name == "cond" and not isinstance(ins[0], Const):
         return [Mixed(where)] * len(outs)
     if eqn.primitive.name == "while":
@@ -280,6 +292,13 @@ def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
         (stop,) = kinds_of_results(stops, [*ins[:own], *outs])
         return outs if isinstance(stop, Const) else [Unknown(where)] * len(outs)
     return outs
+
+
+def _hands_on(eqn, outs: list[Kind]) -> bool:
+    """True for a scan over examples that hands something of them on to the next."""
+    body, consts, carry = scan_parts(eqn)
+    changed = [kind for k, kind in enumerate(outs[:carry]) if body.outvars[k] is not body.invars[consts + k]]
+    return any(isinstance(kind, Rows) and kind.dim < 0 for kind in changed)
 
 
 _STRUCTURED = {

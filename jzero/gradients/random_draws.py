@@ -13,6 +13,12 @@ from jzero.core.regions import bodies, through_bodies
 DRAWS = ("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32")
 """Primitives that make random numbers from a key."""
 Sources = frozenset[int]
+
+
+class Unmatched(Exception):
+    """The two traces have different equations, first where the text says."""
+
+
 NONE: Sources = frozenset()
 
 
@@ -20,6 +26,9 @@ def shared_draws(a: Any, b: Any, split: Callable[[Sources], bool]) -> list[tuple
     """Where the traces of a function draw numbers for each example from a key that is the same in all parts.
 
     A draw whose shape does not depend on the batch (a random projection) is the same for all examples anyway.
+
+    Raises:
+      Unmatched: the function has another equation for a larger batch.
 
     Args:
       a, b: the jaxpr for a batch, and for a larger one.
@@ -39,6 +48,8 @@ def shared_draws(a: Any, b: Any, split: Callable[[Sources], bool]) -> list[tuple
             return NONE if is_literal(v) else env[v]
 
         for one, other in zip(a.eqns, b.eqns, strict=False):
+            if one.primitive is not other.primitive:
+                raise Unmatched(place_of(one) or one.primitive.name)
             lines.append(place_of(one) or (lines[-1] if lines else ""))
             outs = equation(one, other, [read(v) for v in one.invars])
             lines.pop()

@@ -205,13 +205,13 @@ def read_params_first(wide: list, stored: list, grads: list, plan: Plan):
     """See [Note: old params die early]: no gradient is used before every old param has been read."""
     if not stored:
         return wide, grads
-    split = [i for i, x in enumerate(plan.layouts) if x.state != x.stored and memory_kind(wide[i]) != HOST]
+    split = [i for i, x in enumerate(plan.layouts) if x.state != x.stored and x.size and memory_kind(wide[i]) != HOST]
     wide, _ = after(wide, stored)
-    if not plan.config.row.grads:
+    if not plan.config.row.grads or not split:
         return wide, grads
     smallest = min(split, key=lambda i: plan.layouts[i].size)
     first = jax.lax.slice(wide[smallest], (0,) * wide[smallest].ndim, (1,) * wide[smallest].ndim)
-    token = jnp.signbit(first).astype(jnp.int32).reshape(())
+    token = jnp.signbit(jnp.real(first)).astype(jnp.int32).reshape(())
     waits = [g is not None and not x.vector for g, x in zip(grads, plan.layouts, strict=True)]
     rows = [tied(g, token) if wait else (g, token) for g, wait in zip(grads, waits, strict=True)]
     # jaxlib 0.12 drops a barrier's operand whose result nobody reads: all tokens are read, by a sum that is never

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -341,6 +342,52 @@ def test_batch_norm_is_refused_and_can_be_allowed(mesh):
     one, _ = jzero.value_and_grad(loss, plan)(params, placed)
     allowed, _ = jzero.value_and_grad(loss, plan, accumulate=K, coupled="allow")(params, placed)
     assert abs(float(one) - float(allowed)) > 1e-5
+
+
+def _returns(rows):
+    """Discounted sums along the batch, as over the steps of an episode."""
+    return jax.lax.scan(lambda carry, r: (0.9 * carry + r,) * 2, 0.0, rows, reverse=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("of_rows", "says"),
+    [
+        (lambda rows: (_returns(rows) ** 2).mean(), "could not be checked for examples that depend on each other"),
+        (lambda rows: jnp.sort(jnp.eye(4, len(rows)) @ rows)[-2:].mean(), "couples examples"),
+        (lambda rows: jax.lax.scan(lambda c, r: (c + r,) * 2, 0.0, rows)[1].mean(), "could not be checked"),
+        (lambda rows: jax.lax.scan(lambda c, r: (c, r**2), 0.0, rows)[1].mean(), ""),
+    ],
+    ids=["returns", "sorted sums", "a running sum", "a map"],
+)
+def test_scans_and_sorts_over_examples(of_rows, says, mesh):
+    plan = jzero.make_plan({"w": jnp.ones((8, 1))}, stage=2, mesh=mesh, min_shard_bytes=0)
+    rows = plan.place_batch(np.random.default_rng(0).standard_normal((64, 8), np.float32))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loss = jzero.value_and_grad(lambda p, x: of_rows((x @ p["w"])[:, 0]), plan, accumulate=K)
+            loss({"w": jnp.ones((8, 1))}, rows)
+        except ValueError as error:
+            caught = [*caught, error]
+    texts = [str(getattr(w, "message", w)) for w in caught]
+    assert any(says in text for text in texts) if says else not texts, texts
+
+
+def test_complex_params_keep_their_imaginary_part(mesh):
+    params = {"w": jnp.full((64, 64), 1 + 2j, jnp.complex64), "none": jnp.zeros((8, 0))}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, reduce_dtype="float32")
+    x = np.random.default_rng(0).standard_normal((16, 64), np.float32)
+
+    def loss(params, x):
+        return (jnp.abs(x @ params["w"]) ** 2).mean()
+
+    want = jax.grad(loss)(params, x)["w"]
+    _, grads = jax.jit(jzero.value_and_grad(loss, plan))(plan.place(params), plan.place_batch(x))
+    np.testing.assert_allclose(grads["w"], want, rtol=1e-5)
+    tx = jzero.zero(optax.sgd(0.1), plan)
+    placed = plan.place(params)
+    step = jax.jit(lambda grads, state, p: optax.apply_updates(p, tx.update(grads, state, p)[0]))
+    np.testing.assert_allclose(step(grads, tx.init(placed), placed)["w"], params["w"] - 0.1 * want, rtol=1e-5)
 
 
 def test_the_hardest_examples_along_a_dim_that_is_not_the_last(mesh):

@@ -293,6 +293,38 @@ def test_replaced_params_are_taken_over():
     del want
 
 
+def test_what_is_overwritten_without_being_read_is_kept():
+    """The last gradient: only an inner product reads it, before any group runs."""
+
+    def update(grads, last, params=None):
+        return jax.tree.map(lambda g: -(0.1 + optax.tree.vdot(grads, last)) * g, grads), grads
+
+    tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    params = {"w": jnp.ones((64, 32)), "v": jnp.ones((32, 64))}
+    plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=HOST)
+    outside, state, last = jzero.zero(tx, plan), None, tx.init(params)
+    placed, state = plan.place(params), jzero.zero(tx, plan).init(plan.place(params))
+    for i in range(3):
+        grads = jax.tree.map(lambda p, i=i: 0.01 * (i + 1) * jnp.ones_like(p), params)
+        updates, last = tx.update(grads, last, params)
+        params = optax.apply_updates(params, updates)
+        updates, state = outside.update(jax.device_get(grads), state, placed)  # numpy gradients, as MPI gives them
+        placed = optax.apply_updates(placed, updates)
+    assert max_error(placed, params) < 1e-6
+
+
+def test_an_update_that_fails_before_it_begins_can_be_repeated():
+    tx = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau())
+    params = {"w": jnp.ones((64, 32))}
+    plan = jzero.make_plan(params, stage=2, min_shard_bytes=0, offload=HOST)
+    outside, placed = jzero.zero(tx, plan), plan.place(params)
+    state, grads = outside.init(placed), plan.place(params)
+    with pytest.raises(TypeError, match="value"):
+        outside.update(grads, state, placed)
+    updates, _ = outside.update(grads, state, placed, value=jnp.float32(1))
+    assert max_error(optax.apply_updates(placed, updates), params) > 0
+
+
 def test_an_older_state_is_refused():
     old = jzero.shard(create_state(), stage=2, offload=HOST)
     new = steps(old, 1)

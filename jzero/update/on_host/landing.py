@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jzero.comm import comm_of
 from jzero.layout.leaf_rule import Layout
@@ -20,6 +22,7 @@ from jzero.update.padded_state import cut, pad
 
 def on_shards(grads: Sequence[Any], plan: Plan) -> list[Any]:
     """Gradients on the shards of their state, in stored shapes; those that lie there already as they are."""
+    grads = [jnp.asarray(g) if isinstance(g, np.ndarray) else g for g in grads]
     rows = enumerate(zip(grads, plan.layouts, strict=True))
     away = [i for i, (g, x) in rows if g is not None and not _on_shard(g, x, plan)]
     if not away:

@@ -73,10 +73,12 @@ class Store:
           The new `small`, and the new values of single-value params, by number.
         """
         self.check_whole()
+        self._touched = False
         try:
             result = yield from self._update(params, changed, grads, small, extra)
         except BaseException as error:
-            self.broken = f"{type(error).__name__}: {error}"[:200]
+            if self._touched:  # else the state is as it was, and the call can be repeated
+                self.broken = f"{type(error).__name__}: {error}"[:200]
             raise
         self.generation += 1
         return result
@@ -154,6 +156,7 @@ class Store:
         own = self._own(units, unit, given)
         outs = units.outs_of(group, known, [fetch(s, group) for s in group.sources], own=own)
         news = dict(zip(group.values, outs, strict=True))
+        self._touched = True
         self.write(units, unit, news)
         return news
 

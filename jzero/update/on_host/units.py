@@ -108,7 +108,10 @@ class Units:
             at = self.schedule.placement_of(value).replaces
             if at is not None:
                 places[self.graph.ins[at]] = value
-        return Unit(group, tuple((s, places.get(s, s)) for s in group.sources if s in self.kept))
+        read = [s for s in group.sources if s in self.kept]
+        # what is overwritten without being read, such as the last gradient, is kept as well
+        written = [s for s in places if s in self.kept and s not in read]
+        return Unit(group, tuple((s, places.get(s, s)) for s in (*read, *written)))
 
     def _chunks(self, source: int) -> list[Chunk | None]:
         """The chunks in which the store keeps an argument."""
