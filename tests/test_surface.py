@@ -27,6 +27,18 @@ def test_dir_shows_the_public_names():
     assert jzero.__version__[0].isdigit()
 
 
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("Transformer", r"jzero\.estimate\(plan, model="), ("describe_mesh", r"jzero\.estimate\(plan\)\.network"),
+        ("unwrap", r"jzero\.zero takes"), ("uses_of", r"jzero\.param_uses"),
+    ],
+)  # fmt: skip
+def test_an_old_name_says_the_new_one(name, now):
+    with pytest.raises(AttributeError, match=rf"jzero\.{name} is gone\. .*{now}"):
+        getattr(jzero, name)
+
+
 def test_a_plan_prints_as_its_table(plan):
     assert repr(plan) == plan.describe()
     assert "['w']" in repr(plan)

@@ -281,9 +281,6 @@ def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tu
     """The tensors in order, read a bounded number of bytes at a time."""
     sizes = [math.prod(t.shape) * t.stored.itemsize for t in tensors]
     for group in _grouped(tensors, sizes, READ_BYTES):
-        targets = {t.source: store.Numpy(t.shape, t.stored) for t in group}
-        moved = {name: t for name, t in targets.items() if name[0] == "opt_state"}  # maybe in 8 bits
-        read = moments.load(path, tree, moved) if moved else {}
-        read |= remainders.load(path, tree, {name: t for name, t in targets.items() if name not in moved})
+        read = moments.load(path, tree, {t.source: store.Numpy(t.shape, t.stored) for t in group})
         for t in group:
             yield t, read[t.source]

@@ -108,9 +108,9 @@ class Inputs(Asked):
         tier = self._tier()
         if tier:
             fields["offload"] = tier
-            Offload(**tier)
+        offload = Offload(**tier) if tier else None
         for stage in stages:
-            ZeroConfig(**{**fields, "stage": stage, "offload": Offload(**tier) if tier else None})
+            ZeroConfig(**{**fields, "stage": stage, "offload": offload})
         fraction = _taken_by_jax() if self.memory_fraction is None else self.memory_fraction
         if not 0 < fraction <= 1:
             raise InputError(f"--memory-fraction {fraction}: must be above 0 and at most 1.")

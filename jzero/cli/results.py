@@ -72,8 +72,10 @@ def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, in
     """Estimated bytes per device at a stage by number of devices; of several mesh axes the first one grows."""
     job, totals = subject.job, {}
     (first, size), *rest = subject.mesh.shape.items()
-    inner, here = subject.mesh.devices.size // size, subject.abstract(stage, subject.mesh)
-    accumulate = max(job.accumulate, subject.uses(here, plan_of(here)).micro_batches)
+    inner, accumulate = subject.mesh.devices.size // size, job.accumulate
+    if subject.model is None:  # a --step has micro-batches of its own
+        here = subject.abstract(stage, subject.mesh)
+        accumulate = subject.uses(here, plan_of(here)).micro_batches
     for n in (n for n in counts if n % inner == 0):
         hosts = max(1, n // job.gpus_per_host)
         if n % hosts:

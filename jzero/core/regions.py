@@ -40,6 +40,11 @@ def scan_parts(eqn: JaxprEqn) -> tuple[Jaxpr, int, int]:
     return opened(p["jaxpr"])[0], consts, carry
 
 
+def kept_carries(body: Jaxpr, first: int, carried: int) -> list[bool]:
+    """For each carry of a scan: does a round return it unchanged? The first is argument `first` of the body."""
+    return [v is c for v, c in zip(body.outvars[:carried], body.invars[first : first + carried], strict=True)]
+
+
 def while_parts(eqn: JaxprEqn) -> tuple[tuple[Jaxpr, int], tuple[Jaxpr, int]]:
     """The condition and the body of a while loop, each with the number of its own constants."""
     cond, body = (opened(eqn.params[f"{name}_jaxpr"])[0] for name in ("cond", "body"))

@@ -177,10 +177,10 @@ def named_arguments(step: Callable[..., Any], options: Mapping[str, Any], what: 
     Positions below `count`, and names. Where one option is given, JAX infers the other from the signature.
     """
     numbers, names = options.get(f"{what}_argnums"), options.get(f"{what}_argnames")
-    given = numbers is not None, names is not None
+    one_given = (numbers is None) != (names is None)
     numbers = (numbers,) if isinstance(numbers, int) else numbers or ()
     names = (names,) if isinstance(names, str) else names or ()
-    if given in ((True, False), (False, True)):
+    if one_given:
         parameters = enumerate(inspect.signature(step).parameters.values())
         either = [(i, p.name) for i, p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         both = [(i, name) for i, name in either if i in numbers or name in names]

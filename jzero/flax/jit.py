@@ -104,6 +104,7 @@ class Jit:
     _jitted: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _compared: set[Any] = dataclasses.field(default_factory=set)
     _by_plan: dict[Plan, Jit] = dataclasses.field(default_factory=dict)
+    _statics: dict[int, list[Key]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "__wrapped__", self.step)
@@ -250,7 +251,9 @@ class Jit:
 
     def _static(self, count: int) -> list[Key]:
         """The static arguments of a call with so many positional ones."""
-        return named_arguments(self.step, self.options, "static", count)
+        if count not in self._statics:  # the signature is not looked up again in every step
+            self._statics[count] = named_arguments(self.step, self.options, "static", count)
+        return self._statics[count]
 
     def _donated_with_objects(self, given: Mapping[Key, Any]) -> list[Key]:
         """What the step replaces, and all objects if one is an optimizer or other optimizer state is replaced."""

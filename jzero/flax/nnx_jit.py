@@ -16,7 +16,7 @@ class NnxJit:
 
     jitted: Any
     compiler_options: Mapping[str, Any]
-    static: Callable[[int], Collection[int | str]] = lambda count: ()
+    static: Callable[[int], Collection[int | str]]
     """Which arguments are static in a call with so many positional ones: positions, and names."""
     _compiled: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 

@@ -26,7 +26,7 @@ from jzero.core.block_input import BEGIN, END
 from jzero.core.dims import MOVED_DIMS, dim_in_result, dot_dims, lookup_dims
 from jzero.core.primitives import CALLS, CONTROL_FLOW, ELEMENTWISE, LINEAR_ELEMENTWISE, REDUCING
 from jzero.core.products import example_dims
-from jzero.core.regions import scan_parts, through_bodies, while_parts
+from jzero.core.regions import kept_carries, scan_parts, through_bodies, while_parts
 from jzero.core.traversal import traverse
 
 
@@ -296,9 +296,8 @@ def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
 
 def _hands_on(eqn, outs: list[Kind]) -> bool:
     """True for a scan over examples that hands something of them on to the next."""
-    body, consts, carry = scan_parts(eqn)
-    changed = [kind for k, kind in enumerate(outs[:carry]) if body.outvars[k] is not body.invars[consts + k]]
-    return any(isinstance(kind, Rows) and kind.dim < 0 for kind in changed)
+    rows = zip(kept_carries(*scan_parts(eqn)), outs, strict=False)  # the carries come first
+    return any(isinstance(kind, Rows) and kind.dim < 0 for kept, kind in rows if not kept)
 
 
 _STRUCTURED = {

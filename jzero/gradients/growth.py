@@ -21,7 +21,7 @@ from jzero.core.dims import dot_dims
 from jzero.core.jaxprs import is_literal, is_tracer, opened
 from jzero.core.primitives import CALLS, ELEMENTWISE, LINEAR_ELEMENTWISE
 from jzero.core.random_keys import is_key
-from jzero.core.regions import bodies, rounds, scan_parts, while_parts
+from jzero.core.regions import bodies, kept_carries, rounds, scan_parts, while_parts
 
 ZERO = "zero"
 """The growth of a zero, which grows like whatever it is added to."""
@@ -163,7 +163,7 @@ def _loop(one, other, ins: list[Growth]) -> list[Growth]:
     if times == 1.0:
         return [*carry, *outs[carried:]]
     sums = _sums_up(bodies(one)[0][0][0], first, carried)
-    kept = _kept(bodies(one)[0][0][0], first, carried)
+    kept = kept_carries(bodies(one)[0][0][0], first, carried)
     totals = [
         g * times if isinstance(g, float) and s and z == ZERO else g if k else None
         for g, s, z, k in zip(carry, sums, start, kept, strict=True)
@@ -190,11 +190,6 @@ def _sums_up(body, first: int, carried: int) -> list[bool]:
         return len(rest) == 1 and not reads(rest[0], set())
 
     return [adds(v, c) for v, c in zip(body.outvars[:carried], carries, strict=True)]
-
-
-def _kept(body, first: int, carried: int) -> list[bool]:
-    """For each carry of a scan: does a round return it unchanged?"""
-    return [v is c for v, c in zip(body.outvars[:carried], body.invars[first : first + carried], strict=True)]
 
 
 # --- equations ------------------------------------------------------------------------------------------------

@@ -13,22 +13,17 @@ from jzero.core.regions import bodies, through_bodies
 DRAWS = ("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32")
 """Primitives that make random numbers from a key."""
 Sources = frozenset[int]
+NONE: Sources = frozenset()
 
 
 class Unmatched(Exception):
     """The two traces have different equations, first where the text says."""
 
 
-NONE: Sources = frozenset()
-
-
 def shared_draws(a: Any, b: Any, split: Callable[[Sources], bool]) -> list[tuple[str, Sources]]:
     """Where the traces of a function draw numbers for each example from a key that is the same in all parts.
 
     A draw whose shape does not depend on the batch (a random projection) is the same for all examples anyway.
-
-    Raises:
-      Unmatched: the function has another equation for a larger batch.
 
     Args:
       a, b: the jaxpr for a batch, and for a larger one.
@@ -37,6 +32,9 @@ def shared_draws(a: Any, b: Any, split: Callable[[Sources], bool]) -> list[tuple
     Returns:
       For each such draw its line, and the numbers of the arguments that its key comes from: none where the function
       closes over it.
+
+    Raises:
+      Unmatched: the function has another equation for a larger batch.
     """
     found: dict[str, Sources] = {}
     lines: list[str] = []  # of the calls that enclose an equation: JAX's own functions have none

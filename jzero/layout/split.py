@@ -115,7 +115,8 @@ def add_axes(
     shared = [d for d in range(len(shape)) if entries[d] and d not in skip]
     dims = [d for d in free + shared if shape[d] and shape[d] % (n * axis_size(mesh, entries[d])) == 0]
     found = [make_spec([(*e, *axes) if d == dim else e for d, e in enumerate(entries)]) for dim in dims]
-    return next(filter(prefer, found) if prefer else iter(()), next(iter(found), None))
+    preferred = list(filter(prefer, found)) if prefer else []
+    return next(iter([*preferred, *found]), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,6 @@ import jax
 from jzero.comm.uses import Use
 from jzero.core.errors import check_names, counted, human_bytes
 from jzero.core.traces import innermost, trace_of
-from jzero.gather.transform import as_written
 from jzero.proof.arguments import arguments_given
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults import KINDS, faults
@@ -21,7 +20,7 @@ from jzero.proof.hlo import parse
 from jzero.proof.memory import checked_uses
 from jzero.proof.models import check_plan_fits
 from jzero.proof.report import text_of
-from jzero.proof.uses import uses_in
+from jzero.proof.uses import uses_again
 from jzero.sharding import Plan, check_plan
 
 
@@ -202,8 +201,7 @@ def _uses(
     if trace is None:
         return None, "jzero did not trace this program, and uses= was not passed"
     try:
-        with as_written():
-            return uses_in(trace.again(), plan), ""
+        return uses_again(trace, plan)[0], ""
     except Exception as error:  # of the user's step, outside of its contexts: reported, not raised
         why = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         return None, f"the step could not be traced again ({why})"

@@ -13,7 +13,6 @@ import jax
 from jzero.comm.uses import Use, Uses
 from jzero.comm.weights import WeightGather
 from jzero.core.traces import trace_of
-from jzero.gather.transform import as_written
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import entry_axes, shard_factor
 from jzero.proof.arguments import GivenArgument, arguments_given
@@ -27,7 +26,7 @@ from jzero.proof.record import TraceRecord, record_of
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
 from jzero.proof.unread import read
 from jzero.proof.unrolled import step_of, updates_in
-from jzero.proof.uses import uses_in
+from jzero.proof.uses import uses_again
 from jzero.sharding import Plan
 
 THROUGH = frozenset(("get-tuple-element", "bitcast", "copy", "convert", "transpose", "reshape", "tuple"))
@@ -87,8 +86,7 @@ class Evidence:
         if not (alike and distinct and sum(x.size for p in plans for x in p.layouts) == self.others):
             return []
         try:
-            with as_written():
-                return [(p, uses_in(trace.again(), p)) for p in plans]
+            return list(zip(plans, uses_again(trace, *plans), strict=True))
         except Exception:  # of the user's step, outside of its contexts: it is then said not to be compared
             return []
 

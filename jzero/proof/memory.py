@@ -249,8 +249,8 @@ def estimate(
     Raises:
       TypeError: `plan` is not a plan, `tx` not an optax transformation, `accumulate` not an integer, `uses` or `model`
         not a mapping; or `model` lacks a size or has one that is unknown or of another type.
-      ValueError: `accumulate` or a size is below 1, `partition` or `offload` stand beside `remat=False`; `uses` names a
-        param that is not in the plan, or an unknown kind of use.
+      ValueError: `accumulate` or a size is below 1; `partition` or `offload` is passed with `remat=False`; `uses` names
+        a param that is not in the plan, or an unknown kind of use.
 
     Cost:
       Memory per leaf of B bytes: B over the devices that its layout names; with accumulation gradients are

@@ -25,14 +25,14 @@ def what_crosses(mesh: Mesh, sent: Mapping[str, int], *, devices_per_host: int |
     every = spanned(mesh.axis_names)
     rows = [[axis, found.size, *_facts(found)] for axis in mesh.axis_names for found in [spanned([axis])]]
     out = [_title(mesh, every), table(["axis", "size", "a group is on", "its collectives"], rows)]
+    if not sent:
+        return "\n".join(out)
     moved, total = [], 0
     for name, size in sent.items():
         found = spanned(name.split("+"))
         leaves = size * found.groups_per_host if found.hosts > 1 else 0
         total += leaves
         moved.append([name, found.size, *_facts(found), human_bytes(size), human_bytes(leaves)])
-    if not sent:
-        return "\n".join(out)
     header = ["sent over", "size", "a group is on", "its collectives", "a device sends", "leaves a host"]
     return "\n".join([*out, "", table(header, moved), f"{human_bytes(total)} leave each host in a step"])
 

@@ -28,7 +28,7 @@ def step_of(module: Module) -> Place | None:
 
 
 def updates_in(module: Module, home: Computation) -> int:
-    """The number of consecutive updates in a computation; 1 if there are none."""
+    """The number of consecutive updates in a computation, at least 1."""
     values = _numbered(module, home, ())
     return max((max(_flat(values.values()), default=0) + 1) // 2, 1)
 

@@ -18,7 +18,7 @@ from jzero.core.graph import Graph, Node
 from jzero.core.primitives import ELEMENTWISE, LOOPS, REDUCING, REMAT
 from jzero.core.products import PRODUCTS, gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
-from jzero.core.traces import innermost
+from jzero.core.traces import Trace, innermost
 from jzero.core.types import PyTree
 from jzero.core.update_mark import FROZEN
 from jzero.gather.transform import as_written
@@ -83,6 +83,13 @@ def param_uses(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None
         check_arrays((args, kwargs), "the arguments", good=is_argument, where="jzero.param_uses")
     with as_written():
         return uses_in(jitted.trace(*args, **kwargs), plan)
+
+
+def uses_again(trace: Trace, *plans: Plan) -> list[Uses]:
+    """The uses of the params of each plan, from one more trace of the step; raises what the step raises."""
+    with as_written():
+        stage = trace.again()
+        return [uses_in(stage, plan) for plan in plans]
 
 
 def uses_in(stage: Any, plan: Plan) -> Uses:

@@ -16,11 +16,11 @@ step of the tests' GPT (4 layers, 64 H200): 106.6 MB without, 5.2 MB with; on ja
 of cuBLAS. Vectors do not wait: they are small, and what their gradients are computed from would wait with them.
 
 [Note: read twice]
-In a `lax.scan` of steps, Shardy makes the forward pass read the shard instead of the param: 3.5 times the bytes of the
-params are sent in a step of stage 2. It replaces uses of a value with the end of a chain of constraints on it (stored,
-then split) if no constraint of the chain has another reader. So the stored param gets another reader, the barrier of
-the note above. A barrier between the two constraints works too, but the slices then have buffers of their own: 0.2 GB
-for a 7.5B GPT on 64 H100 at stage 2, 0.4 GB for a 2.6B one at stage 1.
+In a `lax.scan` of steps, Shardy makes the forward pass read the shard instead of the param: a step of stage 2 sends
+3.5 Psi. It replaces uses of a value with the end of a chain of constraints on it (stored, then split) if no constraint
+of the chain has another reader. So the stored param gets another reader, the barrier of the note above. A barrier
+between the two constraints works too, but the slices then have buffers of their own: 0.2 GB for a 7.5B GPT on 64 H100
+at stage 2, 0.4 GB for a 2.6B one at stage 1.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from models import DIM_IN, DIM_OUT, assert_batch_is_split, batch, create_state, loss_of, max_error, train_step
+from states import nnx_step
 
 import jzero
 from jzero.config import EFFECTS
@@ -371,16 +372,6 @@ def test_optimizer_sharding_that_is_no_zero_layout_is_refused(bad, mesh_2x4):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_optimizer_sharding_names_the_dim_of_the_state(stage, mesh_2x4):
     """Small as the param is; at stage 3 it is stored so, too. Trained, and laid out again at another stage."""
-
-    @nnx.jit
-    def step(model, optimizer, batch):
-        def loss(model):
-            return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
-
     model, optimizer = jzero.shard(create_apart, stage=stage, mesh=mesh_2x4)
     plan = jzero.plan_of(optimizer)
     base, apart = P(None, "model"), P(None, ("model", "data"))
@@ -390,8 +381,8 @@ def test_optimizer_sharding_names_the_dim_of_the_state(stage, mesh_2x4):
     for i in range(3):
         assert moment.get_value().sharding.spec == (apart if stage else base)
         assert model.up.kernel.get_value().sharding.spec == (apart if stage == 3 else base)
-        loss = step(model, optimizer, plan.place_batch(batch(i)))
-        np.testing.assert_allclose(loss, step(*plain, batch(i)), rtol=1e-5)
+        loss = nnx_step(model, optimizer, plan.place_batch(batch(i)))
+        np.testing.assert_allclose(loss, nnx_step(*plain, batch(i)), rtol=1e-5)
     other = jzero.plan_of(jzero.shard((model, optimizer), stage=3 - stage))
     assert other.by_keys["up", "kernel"].state == (apart if stage < 3 else base)
 
