@@ -156,6 +156,20 @@ WRAPS: dict[str, Any] = {
     "norm_of_update": lambda tx: optax.chain(tx, optax.clip_by_global_norm(0.3)),
 }
 
+def by_last_gradient(tx):
+    """Steps grow with the inner product with the last gradient, which is overwritten without being read by leaf."""
+
+    def update(updates, last, params=None):
+        factor = 1 + 0.2 * jnp.tanh(optax.tree.vdot(updates, last).astype(jnp.float32))
+        return jax.tree.map(lambda g: (factor * g.astype(jnp.float32)).astype(g.dtype), updates), updates
+
+    keeps = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    return optax.chain(keeps, tx)
+
+
+RARE = {"last_gradient": by_last_gradient}
+"""Wrappers that only some cases draw, by their config."""
+
 HYPERPARAMS = {
     "adam": optax.adam, "adamw": optax.adamw, "momentum": functools.partial(optax.sgd, momentum=0.9),
     "lion": optax.lion, "rmsprop": optax.rmsprop, "adagrad": optax.adagrad,
@@ -173,7 +187,7 @@ def _chain(base: str, inject: bool, wraps: tuple[str, ...]) -> optax.GradientTra
     else:
         tx = OPTIMIZERS[base]()
     for name in wraps:
-        tx = WRAPS[name](tx)
+        tx = (WRAPS | RARE)[name](tx)
     return tx
 
 

@@ -109,6 +109,10 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     if flavour == "linen" and stateful == {"Dropout"} and rng.random() < 0.3:  # whose loss closes over its key: refused
         case["micro"] = {"accumulate": 2, "reduce": "microbatch"}
         case["rows"] *= 2
+    configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+    outside = any(c["tier"] in OUTSIDE for c in configs)
+    if outside and case["optimizer"] not in SIGNS and case["fed"] and rng.random() < 0.15:
+        case["wraps"] = [*case["wraps"], "last_gradient"]
     return case
 
 
