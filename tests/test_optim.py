@@ -13,6 +13,7 @@ import pytest
 from models import BATCH, DIM_IN, DIM_OUT, batch, create_state, max_error, shard, train_step
 
 import jzero
+from jzero.optim import whole_state
 
 P = jax.P
 
@@ -374,3 +375,28 @@ def test_a_transformation_that_reads_extra_arguments(mesh):
     tx, params = jzero.zero(tx, plan), plan.place(params)
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params, loss=0.25)
     np.testing.assert_allclose(optax.apply_updates(params, updates)["w"], 0.75)
+
+
+@pytest.mark.parametrize("where", [None, "host", "disk"])
+def test_no_update_changes_the_dtype_of_state(where, mesh, tmp_path):
+    """A chain keeps the gradient of a frozen bf16 param, which has no master."""
+
+    def update(grads, last, params=None):
+        return jax.tree.map(lambda g, t: jnp.sum(t).astype(g.dtype) - g, grads, last), grads
+
+    keeps = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    freeze = optax.masked(optax.set_to_zero(), {"w": False, "base": True})
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16), "base": jnp.ones((64, 64), jnp.bfloat16)}
+    disk = jzero.Offload(tier="disk", path=tmp_path / "state")
+    offload = {None: None, "host": jzero.Offload(update="host"), "disk": disk}[where]
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0, offload=offload)
+    tx, placed = jzero.zero(optax.chain(keeps, freeze), plan), plan.place(params)
+    state = tx.init(placed)
+    first = [x.dtype for x in jax.tree.leaves(whole_state(state, placed, tx)[0])]
+    for _ in range(2):
+        updates, state = tx.update(jax.tree.map(jnp.copy, placed), state, placed)
+        placed = optax.apply_updates(placed, updates)
+    assert [x.dtype for x in jax.tree.leaves(whole_state(state, placed, tx)[0])] == first
+    assert jnp.float32 in first
+    assert jnp.bfloat16 not in first
+    np.testing.assert_array_equal(np.asarray(placed["base"]), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,25 @@ from jzero.update.padded_state import align, pad
 from jzero.update.zero_state import Quantized, ZeroState, inner_of, scales_of
 
 
+def seen_dtype(x: Layout, plan: Plan) -> Any:
+    """The dtype in which the wrapped transformation sees a param and its gradient.
+
+    It is the same for a frozen param, which has no master: a chain may keep its gradient as state, and no update may
+    change the dtype of state.
+    """
+    return plan.config.master_for(x.dtype) or x.dtype
+
+
 def widen(values: PyTree, params: PyTree, plan: Plan) -> PyTree:
-    """Initial masters: `values` in the master dtype on their shards; leaves without a master keep their dtype."""
+    """Initial masters: `values` on their shards, in the dtype that the wrapped transformation sees."""
     rows = zip(jax.tree.leaves(values), plan.layouts, strict=True)
-    leaves = [plan.constrain(v.astype(plan.config.master_for(x.dtype) or x.dtype), x.state) for v, x in rows]
+    leaves = [plan.constrain(v.astype(seen_dtype(x, plan)), x.state) for v, x in rows]
     return jax.tree.structure(params).unflatten(leaves)
 
 
 def widen_abstract(params: PyTree, plan: Plan) -> PyTree:
     """Shapes of the params in the dtype that the wrapped transformation sees."""
-    leaves = [jax.ShapeDtypeStruct(x.shape, plan.config.master_for(x.dtype) or x.dtype) for x in plan.layouts]
+    leaves = [jax.ShapeDtypeStruct(x.shape, seen_dtype(x, plan)) for x in plan.layouts]
     return jax.tree.structure(params).unflatten(leaves)
 
 

@@ -41,6 +41,7 @@ from jzero.sharding import Plan
 from jzero.stream.placement import Placement
 from jzero.update import remainder
 from jzero.update.int8_moments import Int8Moments
+from jzero.update.masters import seen_dtype
 from jzero.update.owners import on_owners
 from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
 
@@ -106,7 +107,9 @@ class ShardedUpdate:
         """
         plan, layouts = self.plan, self.plan.layouts
         with jax.named_scope("jzero.update"):
-            grads = [g if g is None else g.astype(w.dtype) for g, w in zip(grads, wide, strict=True)]
+            dtypes = [seen_dtype(x, plan) for x in layouts]
+            wide = [w.astype(d) for w, d in zip(wide, dtypes, strict=True)]
+            grads = [g if g is None else g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
             update = on_owners(optax.with_extra_args_support(self.tx).update, plan)
             trees = self.tree.unflatten(grads), inner, self.tree.unflatten(wide)
             if self.moments is None:

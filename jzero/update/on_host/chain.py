@@ -15,6 +15,7 @@ from jzero.layout.leaf_rule import path_name
 from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.stream.placement import DEVICE, Placement
+from jzero.update.masters import seen_dtype
 from jzero.update.moment_dtype import ROUNDING_COUNT
 from jzero.update.on_host.host_arrays import param_on_host
 from jzero.update.on_host.units import Units
@@ -146,7 +147,8 @@ class Chain:
 
         def fn(*wide):
             tx, _ = self.make()
-            logical = [cut(w, x.shape, x.state, home) for w, x in zip(wide, layouts, strict=True)]
+            rows = zip(wide, layouts, strict=True)
+            logical = [cut(w, x.shape, x.state, home).astype(seen_dtype(x, home)) for w, x in rows]
             inner = pin_state(tx.init(self.plan.tree.unflatten(logical)), home)
             masters = [w for w, m in zip(wide, self.masters, strict=True) if m is not None]
             return [*jax.tree.leaves(inner), *masters]
