@@ -225,7 +225,7 @@ class Accumulation:
         def one(sums, step):
             number, parts = step
             args = complete(parts, number)
-            total, loss_sum, grad_sums, carry = sums
+            total, grad_sums, carry = sums
             run = trained_value_and_grad(fn, self.plan)
             (loss, (aux, values)), grads = run(params, args, state.with_carry(carry))
             carry = state.replaced(values).carry
@@ -240,7 +240,8 @@ class Accumulation:
             else:
                 grads = pin([_times(w, g, s.dtype) for g, s in zip(grads, grad_sums, strict=True)])
                 grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
-            return (total + w, loss_sum + _times(w, loss, jnp.float32), grad_sums, carry), _weighted(aux, w)
+            weighted = _times(w, loss, jnp.promote_types(loss.dtype, jnp.float32)), _weighted(aux, w)
+            return (total + w, grad_sums, carry), weighted
 
         layouts = self.plan.trained.layouts
         dtypes = [jnp.promote_types(x.dtype, jnp.float32) for x in layouts]
@@ -249,16 +250,19 @@ class Accumulation:
         else:
             rows = zip(layouts, dtypes, strict=True)
             zeros = pin([jnp.zeros(self._sum_shape(x), dtype) for x, dtype in rows])
-        start = (jnp.float32(0), jnp.float32(0), zeros, state.carry)
+        start = (jnp.float32(0), zeros, state.carry)
         steps = (jnp.arange(self.accumulate), stacked)
         # `check` reads this name: a reduction in each micro-batch is a fault where it was not asked for
         with jax.named_scope("jzero.microbatch" if self.mode == "microbatch" else "jzero.accumulate"):
-            (total, loss, sums, carry), aux = jax.lax.scan(one, start, steps)
-        return total, loss, jax.tree.map(lambda x: x.sum(0), aux), sums, carry
+            (total, sums, carry), each = jax.lax.scan(one, start, steps)
+        loss, aux = jax.tree.map(lambda x: x.sum(0), each)
+        return total, loss, aux, sums, carry
 
 
-def trained_value_and_grad(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """`jax.value_and_grad(fn, has_aux=True)`; its gradients are a list, for the params that the optimizer trains."""
+def trained_value_and_grad(
+    fn: Callable[..., Any], plan: Plan, value_and_grad: Callable[..., Any] = jax.value_and_grad
+) -> Callable[..., Any]:
+    """`value_and_grad(fn, has_aux=True)`; its gradients are a list, for the params that the optimizer trains."""
 
     def run(params, *args):
         leaves, tree = jax.tree.flatten(params)
@@ -267,7 +271,7 @@ def trained_value_and_grad(fn: Callable[..., Any], plan: Plan) -> Callable[..., 
         def of_own(own, *args):
             return fn(tree.unflatten(with_rest(own, at, lambda i: leaves[i])), *args)
 
-        return jax.value_and_grad(of_own, has_aux=True)(picked(leaves, at), *args)
+        return value_and_grad(of_own, has_aux=True)(picked(leaves, at), *args)
 
     return run
 

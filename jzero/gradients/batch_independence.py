@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jzero.core import jaxprs
 from jzero.core.errors import listing
@@ -52,7 +51,7 @@ class Loss:
 
         Raises:
           ValueError: the loss couples examples, is a ratio of sums and not weighted, neither a mean nor a sum, or
-            draws random numbers of a key that all parts share; or aux has one value per example.
+            draws random numbers of a key that all parts share; or aux has one value per example or a bool.
         """
         arrays, merged = jaxprs.split_arrays((self.params, tuple(self.args), list(self.state.values)))
         rows = [False] * len(jaxprs.split_arrays(self.params)[0])
@@ -72,7 +71,7 @@ class Loss:
         def flat(*arrays):
             loss, (aux, _) = self.fn(*merged(arrays))
             leaves = jax.tree_util.tree_leaves_with_path(aux)
-            aux_shapes[:] = [(k, np.shape(x)) for k, x in leaves]
+            aux_types[:] = [(jax.tree_util.keystr(k), jax.typeof(x)) for k, x in leaves]
             return [loss, *(x for _, x in leaves)]
 
         def traced(times: int):
@@ -80,15 +79,15 @@ class Loss:
             typed = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, arrays, strict=True)]
             return jaxprs.trace(flat, *typed)
 
-        aux_shapes: list[Any] = []
+        aux_types: list[tuple[str, Any]] = []
         small = traced(1)
-        _refuse_rows_in_aux(aux_shapes, examples)
+        _refuse_aux(aux_types, examples)
         if examples > 1 and not coupled:  # one example looks like a dim of size 1, and cannot be coupled with itself
             _refuse(kinds_of_results(small[0], [Rows(0) if r else CONST for r in rows])[0], self.weighted)
         try:
             small, large = small if examples > 1 else traced(2), traced(2 if examples > 1 else 4)
         except Exception:  # raised by the user's function: it works with one batch size only
-            grown: list[Growth] = [None] * (len(aux_shapes) + 1)
+            grown: list[Growth] = [None] * (len(aux_types) + 1)
         else:
 
             def differs(sources: Sources) -> bool:
@@ -142,12 +141,18 @@ def _refuse_draws(drawn: Sequence[tuple[str, frozenset[int]]], names: Sequence[s
     )
 
 
-def _refuse_rows_in_aux(shapes: Sequence[tuple[Any, tuple[int, ...]]], examples: int) -> None:
-    per_example = [f"{jax.tree_util.keystr(k)} {s}" for k, s in shapes if s and s[0] == examples]
+def _refuse_aux(types: Sequence[tuple[str, Any]], examples: int) -> None:
+    per_example = [f"{name} {x.shape}" for name, x in types if x.shape and x.shape[0] == examples]
     if per_example:
         raise ValueError(
             f"jzero.value_and_grad: aux {', '.join(per_example[:8])} has one value per example of a micro-batch "
             f"({examples}); aux is averaged over micro-batches. Return its mean or sum."
+        )
+    bools = [name for name, x in types if x.dtype == bool]
+    if bools:
+        raise ValueError(
+            f"jzero.value_and_grad: aux {', '.join(bools[:8])} is a bool, and micro-batches have one each. Return a "
+            "number: an int is summed, a float averaged."
         )
 
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jzero.core import jaxprs
-from jzero.core.dependence import passed_on
+from jzero.core.dependence import data_sources, passed_on
 from jzero.core.errors import listing, typed_shape
 from jzero.core.random_keys import is_key
 from jzero.gather.transform import as_written
@@ -37,12 +37,14 @@ class State:
       changed: for each array, whether the loss changes it.
       of_batch: the names of the arrays whose new values depend on the examples.
       new_keys: the names of the random keys that the loss replaces.
+      drawn: the names of the arrays whose new values depend on random keys that each device has for itself.
     """
 
     values: Sequence[Any] = ()
     changed: Sequence[bool] = ()
     of_batch: Sequence[str] = ()
     new_keys: Sequence[str] = ()
+    drawn: Sequence[str] = ()
 
     def replaced(self, values: Sequence[Any]) -> State:
         """The same with other values."""
@@ -75,11 +77,16 @@ class State:
                 f"replaces random keys of the module:\n{listing([(n,) for n in self.new_keys])}\nEach device draws "
                 "from its own keys, and would end up with a different one."
             )
+        if self.drawn:
+            return (
+                f"keeps random numbers in the module:\n{listing([(n,) for n in self.drawn])}\nEach device draws its "
+                "own, and would end up with different values."
+            )
         return ""
 
 
 def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[Any], paths: Sequence[Any],
-               batch: Sequence[bool]) -> State:  # fmt: skip
+               batch: Sequence[bool], keys: Sequence[bool]) -> State:  # fmt: skip
     """What a loss does with the state of its modules, from a trace of it.
 
     Args:
@@ -88,6 +95,7 @@ def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[
       values: the state, arrays.
       paths: of each of them.
       batch: for each array of `args`, whether it has examples along dim 0.
+      keys: for each array of `args`, whether it is a random key that each device has for itself.
 
     Raises:
       ValueError: the loss changes params, or the shape or dtype of its state.
@@ -105,6 +113,8 @@ def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[
         jaxpr, consts = jaxprs.trace(flat, *map(_shape, (*arrays, *values)))
     rows = [*[False] * count, *batch, *[False] * len(values)]
     kinds = kinds_of_results(jaxpr, [Rows(0) if r else CONST for r in rows])
+    own = [*[False] * count, *keys, *map(is_key, values)]
+    draws = data_sources(jaxpr, consts, [frozenset((i,) if k else ()) for i, k in enumerate(own)])[count:]
     same = passed_on(jaxpr, consts)
     _check_params(same[:count])
     _check_types(names, values, [v.aval for v in jaxpr.outvars[count:]])
@@ -114,6 +124,7 @@ def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[
         list(values), changed,
         [f"{n} {typed_shape(x)}" for n, x, c, k in rows_of_state if c and not isinstance(k, Const)],
         [n for n, x, c, _ in rows_of_state if c and is_key(x)],
+        [n for (n, x, c, _), d in zip(rows_of_state, draws, strict=True) if c and d and not is_key(x)],
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jzero.core.errors import check_choice, check_flag, check_function, check_int, check_ints
 from jzero.core.jaxprs import split_arrays
 from jzero.core.left_behind import left_behind
-from jzero.core.nnx_modules import Apart, has_module, has_node, is_module
+from jzero.core.nnx_modules import Apart, has_module, has_node, is_module, is_node, is_variable
 from jzero.core.random_keys import may_be_keys
 from jzero.gather.transform import gather_on_use
 from jzero.gradients.accumulation import Accumulation, trained_value_and_grad
@@ -54,7 +54,7 @@ def value_and_grad(
       plan: the plan of the params; for a module, of those that its optimizer trains (`wrt`).
       accumulate: number of micro-batches.
       has_aux: `loss_fn` returns (loss, aux). Over micro-batches integer leaves of aux and sums over examples are
-        summed, all others averaged.
+        summed, all others averaged; bools are refused.
       batch_argnums: positions of the arguments whose leaves have the batch as dim 0; params are position 0.
       rng_argnums: positions of random keys; each micro-batch gets its own (`fold_in` of its number), and with
         reduce="step" each device as well. A loss that draws numbers for each example from any other key is refused.
@@ -82,10 +82,10 @@ def value_and_grad(
 
     Raises:
       TypeError, ValueError: from here: wrong kinds, an unknown `reduce`, "step" at stage 3. From the function:
-        params that the plan was not made for, a batch that devices x micro-batches do not divide, aux with one
-        value per example, a loss that couples examples (BatchNorm, contrastive), that is neither a mean nor a sum over
-        them, or that draws numbers for each of them from a key that is not split; one that adds Variables to its
-        module, changes the shape or dtype of its state, or sets its params.
+        params that the plan was not made for, a batch that devices x micro-batches do not divide, aux with one value
+        per example or with a bool; a loss that couples examples (BatchNorm, contrastive), that is neither a mean nor a
+        sum over them, or that draws numbers for each of them from a key that is not split; a loss that sets a Variable
+        outside of an object, adds Variables to its module, changes the shape or dtype of its state, or sets its params.
 
     Layout:
       params: stored; batch: split over the batch axes; grads: `Layout.state` at stage 1 and for reduce="step", else
@@ -208,10 +208,15 @@ class _ValueAndGrad:
     def _plain_of_objects(self, params, args, kwargs):
         from flax import nnx
 
-        by_path = self.plan.trained.by_keys
-        wanted = nnx.DiffState(0, lambda path, _: tuple(map(str, path)) in by_path) if is_module(params) else 0
         fn = gather_on_use(self._loss, self.plan)
-        (loss, aux), grads = nnx.value_and_grad(fn, argnums=wanted, has_aux=True)(params, args, kwargs)
+        if is_module(params):
+            by_path = self.plan.trained.by_keys
+            wanted = nnx.DiffState(0, lambda path, _: tuple(map(str, path)) in by_path)
+            (loss, aux), grads = nnx.value_and_grad(fn, argnums=wanted, has_aux=True)(params, args, kwargs)
+        else:
+            run = trained_value_and_grad(fn, self.plan, nnx.value_and_grad)
+            (loss, aux), grads = run(params, args, kwargs)
+            grads = self._with_none(grads, params)
         if self.scale is not None:
             loss, grads = self._unscaled(loss, grads)
         return ((loss, aux) if self.has_aux else loss), grads
@@ -236,13 +241,13 @@ class _ValueAndGrad:
     def _of_batch(self, call, params, args, kwargs, values, paths):
         used = self.accumulation
         if used.mode == "plain":
-            gathering = gather_on_use(lambda p, *a: self._loss(p, a, kwargs), self.plan)
+            gathering = gather_on_use(lambda p, *a: self._checked_loss(p, a, kwargs), self.plan)
             (loss, aux), grads = trained_value_and_grad(gathering, self.plan)(params, *args)
         else:
             used.check_batch(args)
 
             def fn(params, args, values):
-                (loss, aux), _, values = call(self._loss, params, args, kwargs, values)
+                (loss, aux), _, values = call(self._checked_loss, params, args, kwargs, values)
                 self._check_generators()
                 return loss, (aux, values)
 
@@ -254,9 +259,12 @@ class _ValueAndGrad:
             values = state.with_carry(carry)
         if self.scale is not None:
             loss, grads = self._unscaled(loss, grads)
+        return ((loss, aux) if self.has_aux else loss), self._with_none(grads, params), values, used.mode
+
+    def _with_none(self, grads, params):
+        """The gradients in the structure of the params: None for those that the optimizer does not train."""
         at = numbers(params, self.plan, where=WHERE)
-        grads = jax.tree.structure(params).unflatten(with_rest(grads, at, lambda _: None))
-        return ((loss, aux) if self.has_aux else loss), grads, values, used.mode
+        return jax.tree.structure(params).unflatten(with_rest(grads, at, lambda _: None))
 
     def _check_generators(self) -> None:
         """Raises ValueError where the loss advances a random number generator that is not an argument."""
@@ -271,12 +279,13 @@ class _ValueAndGrad:
     def _state(self, call, params, args, kwargs, values, paths) -> State:
         """The state of the objects, with what the loss does to it."""
         used = dataclasses.replace(self.accumulation, mode="microbatch")
-        batch = [i + 1 in used.batch_argnums for i, arg in enumerate(args) for _ in split_arrays(arg)[0]]
+        numbers = [i + 1 for i, arg in enumerate(args) for _ in split_arrays(arg)[0]]
+        batch, keys = ([i in some for i in numbers] for some in (used.batch_argnums, used.rng_argnums))
 
         def fn(params, args, values):
             return call(self._loss, params, args, kwargs, values)[1:]
 
-        return read_state(fn, params, used.part(args), values, paths, batch)
+        return read_state(fn, params, used.part(args), values, paths, batch, keys)
 
     def _reduced_for(self, state: State) -> Accumulation:
         """Where gradients are reduced: in each micro-batch if what the loss does to its state does not allow "step"."""
@@ -304,6 +313,18 @@ class _ValueAndGrad:
 
         wide = mapped(unscaled, [leaves], self.plan, scalars=[by])
         return loss.astype(jnp.float32) * by, tree.unflatten(wide)
+
+    def _checked_loss(self, *given):
+        """`_loss`; raises ValueError where the loss sets a Variable outside of objects: its new value would be lost."""
+        leaves = jax.tree.leaves(given, is_leaf=lambda x: is_node(x) or is_variable(x))
+        alone = [(x, jax.tree.leaves(x)) for x in leaves if is_variable(x)]
+        out = self._loss(*given)
+        if any(a is not b for x, old in alone for a, b in zip(jax.tree.leaves(x), old, strict=True)):
+            raise ValueError(
+                f"{WHERE}: the loss sets an nnx.Variable that is an argument by itself, and the new value would be "
+                "lost. Pass an object that holds it (nnx.Dict(count=variable)), or return it as aux (has_aux=True)."
+            )
+        return out
 
     def _loss(self, params, args, kwargs):
         out = self.loss_fn(params, *args, **kwargs)

@@ -242,8 +242,24 @@ def test_aux_per_example_is_refused(mesh):
         out = state.apply_fn({"params": params}, batch["x"])
         return jnp.mean((out - batch["y"]) ** 2), {"logits": out}
 
+    vg = jzero.value_and_grad(loss, plan, accumulate=K, has_aux=True)
     with pytest.raises(ValueError, match=r"aux \['logits'\] \(16, 6, 5\) has one value per example"):
-        jzero.value_and_grad(loss, plan, accumulate=K, has_aux=True)(state.params, placed)
+        vg(state.params, placed)
+    vg = jzero.value_and_grad(
+        lambda *args: (loss(*args)[0], {"fits": loss(*args)[0] < 9}), plan, accumulate=K, has_aux=True
+    )
+    with pytest.raises(ValueError, match=r"aux \['fits'\] is a bool, .*an int is summed, a float averaged"):
+        vg(state.params, placed)
+
+
+def test_a_loss_in_fp64_stays_so(mesh):
+    with jax.enable_x64(True):
+        params = {"w": jnp.linspace(0.1, 1, 64, dtype=jnp.float64).reshape(16, 4)}
+        plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+        x = jnp.linspace(0, 1, 512).reshape(32, 16)
+        loss = jzero.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), plan, accumulate=2)(params, x)[0]
+        assert loss.dtype == jnp.float64
+        assert float(loss) == pytest.approx(float(jnp.mean((x @ params["w"]) ** 2)), rel=1e-13)
 
 
 @pytest.mark.default_cases("2-microbatch")

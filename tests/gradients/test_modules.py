@@ -183,6 +183,40 @@ def test_gradients_of_those_params_that_the_optimizer_trains(mesh):
     assert max_error(values(model.layers)["dense"], before) == 0
 
 
+def test_frozen_params_of_a_tree_have_no_gradient(mesh):
+    params = {"w": jnp.ones((DIM, 8)), "base": jnp.ones((DIM, 8))}
+    plan = jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0, trainable={"w": True, "base": False})
+
+    def loss(params, x, rngs):
+        return (nnx.Dropout(0.5)(x @ (params["w"] + params["base"]), rngs=rngs) ** 2).mean()
+
+    for accumulate in (1, K):
+        vg = jzero.value_and_grad(loss, plan, accumulate=accumulate)
+        _, grads = vg(plan.place(params), plan.place_batch(data()), nnx.Rngs(dropout=3))
+        assert grads["base"] is None
+        assert grads["w"].shape == (DIM, 8)
+
+
+def test_random_numbers_that_a_loss_keeps_are_those_of_all_devices(mesh):
+    plan = jzero.make_plan({"w": jnp.ones((DIM, 8))}, stage=1, mesh=mesh, min_shard_bytes=0)
+    noise = nnx.Variable(jnp.zeros(4))
+
+    def loss(params, x, rngs, kept):
+        kept["noise"].set_value(rngs.noise.uniform((4,)))
+        return ((x @ params["w"]) ** 2).mean()
+
+    vg = {how: jzero.value_and_grad(loss, plan, accumulate=K, reduce=how) for how in ("step", "auto")}
+    given = {"w": jnp.ones((DIM, 8))}, plan.place_batch(data()), nnx.Rngs(noise=3)
+    says = r"(?s)keeps random numbers in the module:.*\['noise'\].*different values.*Leave reduce out"
+    with pytest.raises(ValueError, match=says):
+        vg["step"](*given, nnx.Dict(noise=noise))
+    vg["auto"](*given, nnx.Dict(noise=noise))
+    assert len({np.asarray(s.data).tobytes() for s in noise[...].addressable_shards}) == 1
+    assert np.asarray(noise[...]).any()
+    with pytest.raises(ValueError, match=r"sets an nnx.Variable that is an argument by itself.*nnx.Dict"):
+        vg["auto"](*given, {"noise": noise})
+
+
 def sow(model, x):
     model.seen = nnx.Intermediate(model(x).mean())
     return loss_of(model, x)
