@@ -113,6 +113,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     outside = any(c["tier"] in OUTSIDE for c in configs)
     if outside and case["optimizer"] not in SIGNS and case["fed"] and rng.random() < 0.15:
         case["wraps"] = [*case["wraps"], "last_gradient"]
+    if case["optimizer"].startswith("schedule_free"):  # its update is a difference of params, rounded as they are
+        case["wraps"] = [x for x in case["wraps"] if x != "trust_ratio"]
     return case
 
 
