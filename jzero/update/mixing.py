@@ -23,6 +23,7 @@ from typing import Any
 from jzero.core.dims import dim_in_result
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import CONTROL_FLOW, ELEMENTWISE, REDUCING
+from jzero.core.random_keys import is_key
 from jzero.core.regions import bodies
 from jzero.core.splits import Split, followed, mixing, whole
 
@@ -50,7 +51,7 @@ class Mixing:
     Attributes:
       graph: the update, all calls inlined.
       split: how every value is split; a region's result comes back split like the value of its shape that it read.
-      branches: for each `cond` on more than one matrix, the `Mixing` of each of its branches.
+      branches: for each `cond` that is not a region as a whole, the `Mixing` of each of its branches.
       regions: in no order.
     """
 
@@ -89,13 +90,16 @@ class Mixing:
         return not mixes
 
     def _has_branches(self, node: Node) -> bool:
-        """True for a `cond` on more than one matrix: its branches have regions of their own."""
+        """True for a `cond` whose branches have regions of their own: on more than one matrix, or with random keys.
+
+        Keys do not go to owners.
+        """
         if node.name != "cond":
             return False
         splits = [self.split[i] for i in node.ins[1:]]
         wanted = [self._wanted.get(o, whole(self.graph.avals[o].shape)) for o in node.outs]
         inner = [Mixing(Graph(*branch), splits, wanted) for branch in bodies(node.eqn)[0]]
-        if max(len(m.regions) for m in inner) > 1:
+        if max(len(m.regions) for m in inner) > (not any(is_key(self.graph.avals[o]) for o in node.outs)):
             self.branches[node] = inner
         return node in self.branches
 

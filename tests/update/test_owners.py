@@ -377,3 +377,13 @@ def test_what_a_gpt_sends(stage):
         for c in compiled.report.collectives
         if c.op in ("all-reduce", "collective-permute") and c.bytes > 16384
     ]
+
+
+def test_random_keys_in_a_condition_on_one_matrix():
+    """`add_noise` keeps a key: the branch has a region, and the key is none of its results."""
+    noisy = optax.apply_if_finite(optax.chain(muon(), optax.add_noise(1e-3, 0.5, 3)), 3)
+    params, grads = {"a": arrays(0)["a"]}, [{"a": g["a"]} for g in gradients()[:3]]
+    got, _, compiled, plan = sharded(noisy, 2, params=params, grads=grads)
+    want, _, _ = run(noisy, params, grads)
+    assert max_error(got, want) < 2e-5
+    assert_matrices_have_owners(compiled, plan)
