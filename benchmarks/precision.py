@@ -55,6 +55,8 @@ POLICIES = {
     "fp32 params, compute_dtype=bf16": Policy(F32, None, {"compute_dtype": BF16}),
     "fp32, reduce_dtype=bf16": Policy(F32, F32, {"reduce_dtype": BF16}),
     "bf16 params": Policy(BF16, BF16),
+    "bf16 params, gather_dtype=int8": Policy(BF16, BF16, {"gather_dtype": "int8"}),
+    "bf16 params, gather_dtype=float8_e4m3fn": Policy(BF16, BF16, {"gather_dtype": "float8_e4m3fn"}),
     "bf16 params, reduce_dtype=fp32": Policy(BF16, BF16, {"reduce_dtype": F32}),
     'the same, reduce="microbatch"': Policy(BF16, BF16, {"reduce_dtype": F32}, reduce="microbatch"),
     "bf16 params, moment_dtype=bf16": Policy(BF16, BF16, {"moment_dtype": BF16}),

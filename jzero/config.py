@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ EFFECTS = {
         "it casts a param on its shard before it is gathered, and only stage 3 gathers on use",
         refused=True,
     ),
+    "gather_dtype": Effect(3, "only stage 3 gathers weights", refused=True),
     "reshard_after_forward": Effect(3, "params are whole between steps too", refused=True),
     "param_axis": Effect(3, "params are whole"),
     "prefetch": Effect(3, "nothing is gathered on use"),
@@ -74,6 +75,7 @@ BUFFER_BYTES = 2**30
 """The default of `Offload(buffer_bytes=)`."""
 
 MOMENT_DTYPES = ("int8", "bfloat16", "float32", "float64")
+GATHER_DTYPES = ("int8", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +173,11 @@ class ZeroConfig:
         is lost. (Params are then rounded with ties away from zero, and a param that you replace keeps the old
         remainder.)
       compute_dtype: stage 3: params are cast to it on the shard, before they are gathered.
+      gather_dtype: stage 3: "int8" or "float8_e4m3fn": weights travel in 8 bits, with one float32 scale per block of
+        `quantize_block` values, and the model computes with what arrives. Gradients are those of the weights as they
+        are used, and the update changes the exact ones. Or a mapping from mesh axis to dtype: over the other axes
+        weights travel as they are, after that. Weights of fewer than 4096 values, and those of which the layout would
+        cut a block, travel as they are; `describe` names them. None: all do.
       reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. `jzero.value_and_grad`
         honours it. At stages 2 and 3 plain `jax.grad` through a sharded `apply_fn` or `gather_on_use` honours it too,
         for the weights of matmuls and lookups; a wider one also for biases and scales, a narrower one also for
@@ -179,7 +186,7 @@ class ZeroConfig:
         float32 or float64. They are computed in the wider of this dtype and their own. None: their own. int8: in blocks
         with one float32 scale each, computed in float32; leaves of fewer than 4096 values, tables that lookups read and
         leaves of which the plan would cut a block stay in their own dtype, and `describe` names them.
-      quantize_block: values that share a scale, a power of two of at least 8.
+      quantize_block: values that share a scale, of moments and of gathered weights: a power of two of at least 8.
       updates: what the wrapped `update` returns: "deferred", objects that become the new param when they are added to
         the old one; "delta", plain arrays to add.
       offload: "host" or a `jzero.Offload`: optimizer state and masters live in pinned host memory, split as the stage
@@ -213,6 +220,7 @@ class ZeroConfig:
     param_axis: str | tuple[str, ...] | None = None
     master_dtype: Any = "auto"
     compute_dtype: Any = None
+    gather_dtype: Any = None
     reduce_dtype: Any = None
     moment_dtype: Any = None
     quantize_block: int = 256
@@ -231,6 +239,7 @@ class ZeroConfig:
             object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
         for name in ("master_dtype", "compute_dtype", "reduce_dtype", "moment_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
+        object.__setattr__(self, "gather_dtype", _gather_dtype(self.gather_dtype))
         check_int(self.quantize_block, "quantize_block", where="ZeroConfig", low=8)
         if self.updates == "land":
             raise ValueError("ZeroConfig(updates='land'): it is called 'deferred' now, and is the default.")
@@ -263,6 +272,12 @@ class ZeroConfig:
             raise ValueError(
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
                 "over a part of the axes that share the optimizer state."
+            )
+        unknown = sorted({a for a, _ in self.gathers_in_codes if a not in self.param_axes})
+        if self.row.params and unknown:
+            raise ValueError(
+                f"ZeroConfig(gather_dtype=...): weights are not gathered over {', '.join(map(repr, unknown))}, but "
+                f"over {', '.join(map(repr, self.param_axes))}. Name these axes."
             )
         for name, axes in self.logical_axis_rules:
             if set(_as_tuple(axes or ())) & set(self.axes):
@@ -333,8 +348,11 @@ class ZeroConfig:
             f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
             for name, effect in self._without_effect().items()
         ]
-        if self.quantize_block != ZeroConfig.quantize_block and self.moment_dtype != jnp.int8:
-            lines.append(f'quantize_block={self.quantize_block} has no effect without moment_dtype="int8".')
+        in_blocks = self.moment_dtype == jnp.int8 or self.gather_dtype is not None
+        if self.quantize_block != ZeroConfig.quantize_block and not in_blocks:
+            lines.append(
+                f'quantize_block={self.quantize_block} has no effect without moment_dtype="int8" or gather_dtype.'
+            )
         return lines
 
     @property
@@ -382,6 +400,24 @@ class ZeroConfig:
     def param_axes(self) -> tuple[str, ...]:
         """Mesh axes that share params at stage 3."""
         return self.axes if self.param_axis is None else _as_tuple(self.param_axis)
+
+    @property
+    def gathers_in_codes(self) -> tuple[tuple[str, np.dtype], ...]:
+        """The axes over which weights are gathered in codes of 8 bits, and the dtype of these, in this order."""
+        if self.gather_dtype is None:
+            return ()
+        if isinstance(self.gather_dtype, tuple):
+            return self.gather_dtype
+        return tuple((axis, self.gather_dtype) for axis in self.param_axes)
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """`param_axes` in the order in which they cut a dim.
+
+        The axes that are gathered first are the innermost ones: what they gather is then in one piece.
+        """
+        first = [a for a, _ in self.gathers_in_codes] if isinstance(self.gather_dtype, tuple) else []
+        return (*(a for a in self.param_axes if a not in first), *reversed(first))
 
     def master_for(self, dtype: Any) -> np.dtype | None:
         """The dtype of the master copy of a param of `dtype`; None if it needs none."""
@@ -471,6 +507,32 @@ def _rules(value: Any) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
             '(logical name, mesh axis or None), such as [("mlp", "model"), ("embed", None)].'
         )
     return tuple((name, _axes(axes or None, "logical_axis_rules", optional=True)) for name, axes in pairs)
+
+
+def _gather_dtype(value: Any) -> np.dtype | tuple[tuple[str, np.dtype], ...] | None:
+    """The dtype of codes, or (axis, dtype) pairs, which can be hashed."""
+    if value is None:
+        return None
+    if isinstance(value, (Mapping, tuple)):
+        pairs = tuple(value.items() if isinstance(value, Mapping) else value)
+        if not pairs or not all(isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) for row in pairs):
+            raise TypeError(
+                f"ZeroConfig(gather_dtype={shown(value)}): a mapping must have the names of mesh axes as keys and "
+                "dtypes as values, such as {'host': 'int8'}."
+            )
+        return tuple((axis, _code_dtype(dtype)) for axis, dtype in pairs)
+    return _code_dtype(value)
+
+
+def _code_dtype(value: Any) -> np.dtype:
+    rule = "a dtype, a mapping from mesh axis to dtype, or None"
+    dtype = check_dtype(value, "gather_dtype", where="ZeroConfig", rule=rule, floating=False)
+    if dtype.name not in GATHER_DTYPES:
+        raise ValueError(
+            f"ZeroConfig(gather_dtype={dtype.name}) must be one of {', '.join(GATHER_DTYPES)}. To gather weights in 16 "
+            "bits pass compute_dtype=."
+        )
+    return dtype
 
 
 def _dtype(value: Any, name: str) -> np.dtype | str | None:

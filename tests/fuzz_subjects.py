@@ -24,6 +24,7 @@ CALLED = "function class mesh"  # a Mesh is a decorator
 DTYPE = "class word function"  # jnp.dtype(int) is one; most words and classes are refused
 CONFIG = {"stage": "int zero", "axis": AXES, "batch_axis": f"none {AXES}", "param_axis": f"none {AXES}",
           "master_dtype": f"none {DTYPE}", "compute_dtype": f"none {DTYPE}", "reduce_dtype": f"none {DTYPE}",
+          "gather_dtype": f"none {DTYPE} dict",
           "moment_dtype": f"none {DTYPE}", "quantize_block": "", "updates": "", "offload": "none", "uneven": "",
           "min_shard_bytes": f"zero {COUNT}", "bucket_bytes": f"none {COUNT}", "prefetch": COUNT,
           "reshard_after_forward": FLAG, "logical_axis_rules": ""}  # fmt: skip

@@ -56,6 +56,8 @@ class Config:
     """remainder: with --param-dtype bfloat16, masters are stored as the 16 bits that the params lack."""
     moment_dtype: Literal["int8", "bfloat16", "float32"] | None = None
     """Of AdamW's stored moments; that of the params (or of their masters) where left out."""
+    gather_dtype: Literal["int8", "float8_e4m3fn"] | None = None
+    """Of weights on the wire, at stage 3; that of the params where left out."""
     steps: int = 1000
     """Optimizer steps; the learning rate reaches its end there."""
     batch: int = 32

@@ -69,6 +69,8 @@ class Inputs(Asked):
     """remainder: the fp32 master of a bf16 param is stored as the 16 bits that the param lacks."""
     moment_dtype: Literal["int8", "bfloat16", "float32"] | None = None
     """Dtype of the stored moments; that of the params (or of their masters) if omitted."""
+    gather_dtype: Literal["int8", "float8_e4m3fn"] | None = None
+    """Stage 3 alone: the dtype in which weights travel; that of the params, or of the model's casts, if omitted."""
     offload: Literal["host", "disk"] | None = None
     """Keep optimizer state and masters in host memory and stream them through the device, or in files on a disk."""
     update: Literal["device", "host"] = "device"
@@ -99,7 +101,9 @@ class Inputs(Asked):
         for name in ("batch_axis", "param_axis"):
             if getattr(self, name) is not None:
                 fields[name] = parse_names(getattr(self, name))
-        for name in ("master_dtype", "moment_dtype"):
+        if self.gather_dtype is not None and stages != [FETCHES]:
+            raise InputError(f"--gather-dtype needs stage {FETCHES}, which alone gathers weights: --stages {FETCHES}.")
+        for name in ("master_dtype", "moment_dtype", "gather_dtype"):
             if getattr(self, name) is not None:
                 fields[name] = getattr(self, name)
         if self.offload_params is not None and stages != [FETCHES]:

@@ -1,34 +1,46 @@
-"""How values travel: as they are, or encoded before a collective and decoded after it."""
+"""How values travel: as they are, or encoded before a collective and decoded after it.
+
+[Note: codes of weights]
+A block of values has one scale, which its largest magnitude sets: codes of int8 are evenly spaced multiples of it,
+those of float8_e4m3fn keep more of small values and less of large ones. (Moments have another map, see
+`int8_moments.py`: an update divides by them.) A block with a value that is not finite has a scale of NaN: it arrives
+as NaN, and the loss shows it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jzero.layout.blocks import Blocks, Hop
+
+SCALE = np.dtype(np.float32)
 
 
 class Transport(Protocol):
     """The form in which the values of one array travel.
 
-    An encoding need not be linear, so the tangent of an encoded array travels unencoded (`WeightGather.tangent`).
-
-    Args:
-      shape, dtype: of the whole array.
-      parts: how many equal shards of it travel.
+    An encoding need not be linear, so the tangent of an encoded array travels as it is (`WeightGather.tangent`).
     """
 
-    def __init__(self, shape: Sequence[int], dtype: np.dtype, parts: int): ...
-
     def encode(self, shard: jax.Array) -> Sequence[jax.Array]:
-        """The arrays to send for an array; each has its dims, and each device encodes its shard alone."""
+        """The arrays to send for an array; each device encodes its shard alone."""
         ...
 
     def decode(self, received: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """The array in `dtype`, from what was received; the shape of what was encoded, or of the whole of it."""
+        """The array in `dtype`, from what was received."""
+        ...
+
+    @property
+    def layouts(self) -> Sequence[tuple[PartitionSpec, PartitionSpec]]:
+        """Of each array that is sent, the layouts before and after."""
         ...
 
     @property
@@ -36,38 +48,104 @@ class Transport(Protocol):
         """Bytes of the arrays that are sent for the whole array."""
         ...
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the whole array once it is decoded."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True)
 class AsIs:
-    """Values travel in the dtype that they have."""
+    """Values travel in the dtype that they have.
+
+    Attributes:
+      shape, dtype: of the whole array.
+      before, after: its layouts.
+    """
 
     shape: Sequence[int]
     dtype: np.dtype
-    parts: int
+    before: PartitionSpec
+    after: PartitionSpec
 
-    def encode(self, shard: Any) -> Sequence[Any]:
+    def encode(self, shard: jax.Array) -> Sequence[jax.Array]:
         """The array itself."""
         return (shard,)
 
-    def decode(self, received: Sequence[Any], dtype: np.dtype) -> Any:
+    def decode(self, received: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """The array itself."""
         return received[0]
 
     @property
-    def sent_bytes(self) -> int:
-        """Its bytes."""
-        return self.held_bytes
+    def layouts(self) -> Sequence[tuple[PartitionSpec, PartitionSpec]]:
+        """Its own."""
+        return ((self.before, self.after),)
 
     @property
-    def held_bytes(self) -> int:
+    def sent_bytes(self) -> int:
         """Its bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-TRANSPORTS: dict[str, type[Transport]] = {"weights": AsIs}
-"""The transport of each kind of value. A new one is a class like `AsIs`, entered here."""
+@dataclasses.dataclass(frozen=True)
+class InCodes:
+    """Values travel as codes of 8 bits with one scale per block: see [Note: codes of weights].
+
+    Attributes:
+      blocks: of the whole array.
+      codes: int8 or float8_e4m3fn.
+      before, after: layouts of the array, which cut no block.
+      mesh: the user's.
+    """
+
+    blocks: Blocks
+    codes: np.dtype
+    before: PartitionSpec
+    after: PartitionSpec
+    mesh: Mesh
+
+    def encode(self, shard: jax.Array) -> Sequence[jax.Array]:
+        """Codes in the shape of the array, and scales."""
+        values = self.blocks.cut(shard.astype(SCALE))
+        largest = jnp.max(jnp.abs(values), axis=-1)
+        # a product with a constant, as XLA would make of the quotient in some programs: equal codes in all
+        scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), largest * (1 / _largest(self.codes)), jnp.nan)
+        share = shard.astype(SCALE) / self.blocks.spread(jnp.where(scales > 0, scales, 1))
+        if self.codes == jnp.int8:
+            share = jnp.clip(jnp.round(share), -_largest(self.codes), _largest(self.codes))
+        return share.astype(self.codes), scales
+
+    def decode(self, received: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """Codes times scales."""
+        codes, scales = received
+        return (codes.astype(SCALE) * self.blocks.spread(scales)).astype(dtype)
+
+    @property
+    def layouts(self) -> Sequence[tuple[PartitionSpec, PartitionSpec]]:
+        """Of codes and scales."""
+        before, after = (self.blocks.spec(spec, self.mesh) for spec in (self.before, self.after))
+        assert before is not None
+        assert after is not None
+        return (self.before, self.after), (before, after)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of codes and scales."""
+        return math.prod(self.blocks.shape) * self.codes.itemsize + math.prod(self.blocks.scales_shape) * SCALE.itemsize
+
+
+def _largest(codes: np.dtype) -> float:
+    """The largest magnitude of a code; int8 has none for -128."""
+    return 127.0 if codes == jnp.int8 else float(jnp.finfo(codes).max)
+
+
+def transport_of(hop: Hop, shape: Sequence[int], dtype: np.dtype, mesh: Mesh) -> Transport:
+    """The form in which an array of this shape and dtype is gathered in a hop."""
+    if hop.codes is None or hop.blocks is None:
+        return AsIs(tuple(shape), np.dtype(dtype), hop.before, hop.after)
+    return InCodes(hop.blocks, hop.codes, hop.before, hop.after, mesh)
+
+
+def sent(transport: Transport, x: jax.Array, constrain: Callable[[jax.Array, PartitionSpec], jax.Array]) -> jax.Array:
+    """An array in the layout that a transport brings it to, from the layout that it has."""
+    whole = []
+    for part, (before, after) in zip(transport.encode(x), transport.layouts, strict=True):
+        # pinned behind the encoding too, or the partitioner would gather first
+        whole.append(constrain(part if part is x else constrain(part, before), after))
+    found = transport.decode(whole, x.dtype)
+    return found if found is whole[0] else constrain(found, transport.layouts[0][1])

@@ -11,15 +11,18 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm.traced import gather_traced
-from jzero.comm.transport import TRANSPORTS, AsIs, Transport
+from jzero.comm.transport import Transport, sent, transport_of
 from jzero.comm.uses import GATHERS, Use
+from jzero.layout.blocks import Hop, hops, why_not_in_codes
 from jzero.layout.leaf_rule import Layout
-from jzero.layout.specs import shard_factor, spec_axes
+from jzero.layout.specs import make_spec, shard_factor, spec_axes, spec_entries
 from jzero.sharding import Plan
 
 LOOP_BYTES = 2**30
 """Whole bytes of the weights that are constant over a loop: enough for the output head of a model of 8 billion bf16
 params (128256 x 4096). With as much again for its gradient that is 2.6 % of an 80 GB device."""
+STACK = -1
+"""In an order of dims, the one along which layers are stacked: it comes first."""
 LOOP_BUCKETS = 8  # times `bucket_bytes`, if that is more than `LOOP_BYTES`
 
 
@@ -28,19 +31,18 @@ class WeightGather:
     """The all-gather of a stored weight.
 
     Attributes:
-      plan: gives the mesh.
-      transport: the form in which weights travel.
+      plan: gives the mesh, and the form in which weights travel.
     """
 
     plan: Plan
-    transport: type[Transport] = dataclasses.field(default_factory=lambda: TRANSPORTS["weights"])
 
     SCOPE = "jzero.gather_weight"
     """`named_scope` of its operations, by which `explain` and `check` know them."""
 
     def __call__(
-        self, shard: Any, stored: PartitionSpec, used: PartitionSpec, narrow: np.dtype | None = None
-    ) -> Any:
+        self, shard: Any, stored: PartitionSpec, used: PartitionSpec, narrow: np.dtype | None = None,
+        order: Sequence[int] | None = None,
+    ) -> Any:  # fmt: skip
         """The weight in its used layout and in the dtype of the shard.
 
         Args:
@@ -48,38 +50,51 @@ class WeightGather:
           stored, used: the two layouts.
           narrow: a dtype that holds its values, in which it travels. XLA itself puts a cast behind the gather in the
             forward pass, and in front of it in the backward pass.
+          order: of a weight that travels in codes: see `Weight.order`. None: it travels as it is.
         """
         if narrow is not None:
-            return self(shard.astype(narrow), stored, used).astype(shard.dtype)
+            return self(shard.astype(narrow), stored, used, order=order).astype(shard.dtype)
         constrain = self.plan.constrain
-        transport = self.form(shard.shape, shard.dtype, stored, used)
         gather_traced(self.plan)
         with jax.named_scope(self.SCOPE):
             shard = constrain(shard, stored)
-            # pinned behind the encoding too, or the partitioner would gather first
-            parts = [
-                part if part is shard else constrain(part, stored) for part in transport.encode(shard)
-            ]
-            whole = [constrain(part, used) for part in parts]
-            found = transport.decode(whole, shard.dtype)
-            return found if found is whole[0] else constrain(found, used)
+            if order is None:
+                return constrain(shard, used)
+            ways, dims = self._of_param(shard, stored, used, order)
+            whole = jax.lax.transpose(shard, dims)
+            for way in ways:
+                whole = sent(way, whole, constrain)
+            return constrain(jax.lax.transpose(whole, np.argsort(dims)), used)
+
+    def _of_param(
+        self, shard: Any, stored: PartitionSpec, used: PartitionSpec, order: Sequence[int]
+    ) -> tuple[list[Transport], list[int]]:
+        """The hops of a weight whose dims are in the order of the param, and its dims in that order.
+
+        Blocks are those of the param, so that all uses of a weight see the same values, transposed or not.
+        """
+        dims = [int(i) for i in np.argsort(order)]
+        shape = [shard.shape[i] for i in dims]
+        before, after = (
+            make_spec([entries[i] for i in dims])
+            for entries in (spec_entries(spec, len(dims)) for spec in (stored, used))
+        )
+        found = hops(shape, before, after, self.plan.config, self.plan.mesh, stack=STACK in order)
+        return [transport_of(hop, shape, shard.dtype, self.plan.mesh) for hop in found], dims
 
     @property
     def loop_bytes(self) -> int:
         """The most bytes of whole weights that are gathered before a loop; others are gathered in each round."""
         return max(LOOP_BYTES, LOOP_BUCKETS * self.plan.bucket_bytes)
 
-    def tangent(self, shard: Any, stored: PartitionSpec, used: PartitionSpec) -> Any:
-        """The same for a tangent of the weight, which travels as it is: the gather is linear, an encoding is not."""
-        return dataclasses.replace(self, transport=AsIs)(shard, stored, used)
-
-    def form(self, shape: Sequence[int], dtype: np.dtype, stored: PartitionSpec, used: PartitionSpec) -> Transport:
-        """The form in which a whole weight travels from its stored to its used layout."""
-        split, taken = (shard_factor(spec, self.plan.mesh) for spec in (stored, used))
-        return self.transport(tuple(shape), np.dtype(dtype), split // taken)
+    def order(self, x: Layout) -> tuple[int, ...] | None:
+        """The dims of a param, as `Weight.order` has them; None if it travels as it is."""
+        if self.plan.config.gather_dtype is None or x.stored == x.used or why_not_in_codes(x, self.plan):
+            return None
+        return tuple(STACK if dim == x.scan_dim else dim for dim in range(len(x.shape)))
 
     def dtype(self, x: Layout, use: Use) -> np.dtype:
-        """The dtype in which a param is gathered: the narrowest of its own, `compute_dtype` and that of its use."""
+        """The dtype in which a param is gathered as it is: the narrowest of its own, `compute_dtype` and its use's."""
         known = [d for d in (x.dtype, self.plan.config.compute_dtype, use.dtype) if d is not None]
         return min(known, key=lambda dtype: dtype.itemsize)
 
@@ -87,8 +102,8 @@ class WeightGather:
         """Bytes of a gathered param on one device, of one layer of a stack; 0 for one that is not gathered."""
         if x.stored == x.used:
             return 0
-        form = self.form(x.shape, self.plan.config.compute_dtype or x.dtype, x.stored, x.used)
-        return form.held_bytes // shard_factor(x.used, self.plan.mesh) // x.layers
+        itemsize = (self.plan.config.compute_dtype or x.dtype).itemsize
+        return x.size * itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
 
     def wire(
         self, x: Layout, accumulate: int, uses: Sequence[Use]
@@ -100,14 +115,19 @@ class WeightGather:
           accumulate: micro-batches in a step; each gathers.
           uses: what the param is used for. With `reshard_after_forward=False` uses under `jax.grad` share one gather.
         """
-        axes = tuple(a for a in spec_axes(x.stored) if a not in spec_axes(x.used))
         times = [(GATHERS[use.kind] * use.part, use) for use in uses]
         if not self.plan.config.reshard_after_forward:  # each forward pass gathers it once
             first = next((use for use in uses if use.has_gradient), None)
             times = [row for row in times if not row[1].has_gradient] + ([(1, first)] if first else [])
-        whole = sum(n * self.form(x.shape, self.dtype(x, use), x.stored, x.used).sent_bytes for n, use in times)
-        stored, used = (shard_factor(spec, self.plan.mesh) for spec in (x.stored, x.used))
-        yield axes, accumulate * ring(stored / used) * whole / used
+        layer = x.layer_shape, x.of_layer(x.stored), x.of_layer(x.used)
+        codes = self.order(x) is not None
+        found = hops(*layer, self.plan.config, self.plan.mesh) if codes else [Hop(*layer[1:])]
+        for hop in found:
+            before, after = (shard_factor(spec, self.plan.mesh) for spec in (hop.before, hop.after))
+            ways = ((n, transport_of(hop, x.layer_shape, self.dtype(x, use), self.plan.mesh)) for n, use in times)
+            whole = x.layers * sum(n * way.sent_bytes for n, way in ways)
+            axes = tuple(a for a in spec_axes(hop.before) if a not in spec_axes(hop.after))
+            yield axes, accumulate * ring(before / after) * whole / after
 
 
 def ring(n: float) -> float:

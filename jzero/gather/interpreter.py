@@ -113,7 +113,7 @@ def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:
 def remat(eqn, values: list[Any], walk: Walk) -> list[Any]:
     """The user's own remat region: its inputs are shards, and what it gathers is never saved."""
     flat, rewrap = unwrap(for_region(values))
-    size = sum(v.held_bytes(walk.comm) for v in values if isinstance(v, Weight))
+    size = sum(v.held_bytes for v in values if isinstance(v, Weight))
     inner = dataclasses.replace(walk, in_remat=True, ordered=walk.ordered and size >= walk.plan.bucket_bytes)
     handed = handed_through(eqn, [isinstance(v, Weight) for v in values])
     ((jaxpr, consts),), _ = bodies(eqn)

@@ -30,6 +30,8 @@ class Weight:
       narrow: the dtype that it was cast from, where that holds its values too; it travels in that one.
       source: where the shard lies.
       trained: False for a frozen weight: nothing waits for its gradient, which XLA drops if the step does not read it.
+      order: of a weight that travels in codes: which dim of the param each of its dims is, `STACK` for that of a stack.
+        None: it travels as it is.
     """
 
     shard: Any
@@ -40,6 +42,7 @@ class Weight:
     narrow: np.dtype | None = None
     source: ShardSource = DEVICE
     trained: bool = True
+    order: tuple[int, ...] | None = None
 
     @property
     def aval(self) -> Any:
@@ -81,11 +84,11 @@ class Weight:
         """Bytes of the whole weight in the dtype that the model computes with: those of its gradient, too."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def held_bytes(self, comm: Comm) -> int:
+    @property
+    def held_bytes(self) -> int:
         """Bytes of the whole weight once it is gathered; of one that is not gathered, those of its gradient."""
-        if not self.split:
-            return self.nbytes
-        return comm.weights.form(self.shape, self.narrow or self.dtype, self.stored, self.used).held_bytes
+        dtype = self.narrow or self.dtype
+        return math.prod(self.shape) * dtype.itemsize if self.split else self.nbytes
 
     @property
     def is_reduced(self) -> bool:
@@ -96,10 +99,11 @@ class Weight:
         """The same weight once it is gathered: whole, with a gradient that still goes to its shard."""
         return dataclasses.replace(self, shard=whole, stored=self.used, at_rest=self.shard)
 
-    def map(self, shard: Any, change: Callable[[PartitionSpec], PartitionSpec]) -> Weight:
-        """Another array in its place, with each layout changed alike."""
-        specs = change(self.stored), change(self.used), change(self.grad)
-        return Weight(shard, *specs, narrow=self.narrow, source=self.source, trained=self.trained)
+    def map(self, shard: Any, dims: Sequence[int]) -> Weight:
+        """Another array in its place, with these dims of the weight, in this order."""
+        specs = (_with_dims(spec, dims) for spec in (self.stored, self.used, self.grad))
+        order = None if self.order is None else tuple(self.order[i] for i in dims)
+        return Weight(shard, *specs, narrow=self.narrow, source=self.source, trained=self.trained, order=order)
 
     def sliced(self, layer: Any) -> Weight:
         """One layer of a stack, which has lost its leading dim."""
@@ -107,7 +111,10 @@ class Weight:
         def rest(spec: PartitionSpec) -> PartitionSpec:
             return P(*spec[1:])
 
-        return dataclasses.replace(self.map(layer, rest), source=self.source.map(rest))
+        return dataclasses.replace(
+            self, shard=layer, stored=rest(self.stored), used=rest(self.used), grad=rest(self.grad), at_rest=None,
+            source=self.source.map(rest), order=None if self.order is None else self.order[1:],
+        )  # fmt: skip
 
     def through(self, eqn) -> Weight:
         """The weight after an equation that only changes its shard, which may be put off."""
@@ -178,12 +185,12 @@ def _stopped(eqn, weight: Weight):
 def _moved(eqn, weight: Weight):
     """A transpose, or a squeeze."""
     changed = weight.through(eqn)
-    return changed.map(changed.shard, _layout_after(eqn, weight))
+    return changed.map(changed.shard, dims_in_order(eqn))
 
 
 def pieces(eqn, weight: Weight) -> list[Weight]:
     """Parts of a weight that an equation of `PIECES` cuts out of its shard."""
-    return [weight.map(shard, _layout_after(eqn, weight)) for shard in jaxprs.bind(eqn, [weight.shard])]
+    return [weight.map(shard, dims_in_order(eqn)) for shard in jaxprs.bind(eqn, [weight.shard])]
 
 
 def is_cut_on_shard(eqn, split: frozenset[int] | None) -> bool:
@@ -197,14 +204,8 @@ def is_cut_on_shard(eqn, split: frozenset[int] | None) -> bool:
     return all(before[i] == after[i] for i in split)
 
 
-def _layout_after(eqn, weight: Weight) -> Callable[[PartitionSpec], PartitionSpec]:
-    """What an equation makes of a layout of the weight: its dims in their new order."""
-    order, ndim = dims_in_order(eqn), len(weight.shape)
-    return lambda spec: P(*(_padded(spec, ndim)[i] for i in order))
-
-
-def _padded(spec: PartitionSpec, ndim: int) -> list[Any]:
-    return [spec[i] if i < len(spec) else None for i in range(ndim)]
+def _with_dims(spec: PartitionSpec, dims: Sequence[int]) -> PartitionSpec:
+    return P(*(spec[i] if i < len(spec) else None for i in dims))
 
 
 ON_SHARD: dict[str, Callable[[Any, Weight], Weight]] = {

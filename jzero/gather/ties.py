@@ -51,7 +51,7 @@ def find_ties(graph: WeightGraph, env, walk: Walk) -> dict[tuple[int, bool], lis
     found: dict[tuple[int, bool], list[buckets.Tie]] = collections.defaultdict(list)
     if walk.ordered:
         config, limit = walk.plan.config, walk.plan.bucket_bytes
-        sizes = {k: env[k].held_bytes(walk.comm) for k in graph.ins if isinstance(env[k], Weight)}
+        sizes = {k: env[k].held_bytes for k in graph.ins if isinstance(env[k], Weight)}
         rows = buckets.find_buckets(graph, sizes, limit, config.prefetch)
         written = {k for k in sizes if not env[k].source.direct}
         for tie in buckets.find_ties(graph, rows, config.prefetch, written):

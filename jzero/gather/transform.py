@@ -184,16 +184,17 @@ class GatherOnUse:
             if not any(picked) and not stored:
                 return fn(params, args, kwargs)
         walk = Walk(self.plan, evaluate, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
-        values = [
-            x if y is None else Weight(x, y.stored, y.used, y.grad, source=source_of(x, y), trained=y.frozen is None)
-            for x, y in zip(arrays, picked, strict=True)
-        ]
+        values = [x if y is None else self._weight(x, y, walk) for x, y in zip(arrays, picked, strict=True)]
         outs = evaluate(walk, jaxpr, consts, on_shards(values, walk), cast=self.plan.config.compute_dtype)
         outs = iter(plain(outs))
         filled = jax.tree.unflatten(out_tree[0], [next(outs) if o is None else o for o in others])
         for place in stored:
             place.put([next(outs) for _ in place.values])
         return filled
+
+    def _weight(self, x, y: Layout, walk: Walk) -> Weight:
+        order = walk.comm.weights.order(y)
+        return Weight(x, y.stored, y.used, y.grad, source=source_of(x, y), trained=y.frozen is None, order=order)
 
     def _check_no_function(self, outs: Sequence[Any]) -> None:
         """Raises TypeError for a function among the results: its weights no longer exist outside of the trace."""

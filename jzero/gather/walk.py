@@ -110,8 +110,8 @@ def gathered(value: Any, walk: Walk, *, reduces: bool = True, kind: str = OTHER)
 def _gathered(weight: Weight, walk: Walk, reduce: Callable[[Any], list[Any]]) -> Any:
     gather, layouts = walk.comm.weights, (weight.stored, weight.used)
     return linear(
-        lambda shard: [gather(shard, *layouts, weight.narrow)], reduce, [], [weight.shard],
-        tangent=lambda shard: [gather.tangent(shard, *layouts)],
+        lambda shard: [gather(shard, *layouts, weight.narrow, weight.order)], reduce, [], [weight.shard],
+        tangent=lambda shard: [gather(shard, *layouts)],  # as it is: an encoding is not linear
     )[0]  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def lookup(eqn, values: Sequence[Any], route: Route, walk: Walk) -> list[Any]:
         return apart(outs, table)
 
     def tangent(index, shard):
-        whole = walk.comm.weights.tangent(shard, table.stored, table.used) if table.split else shard
+        whole = walk.comm.weights(shard, table.stored, table.used) if table.split else shard
         return jaxprs.bind(eqn, [whole, index])
 
     def gradient(index, cotangent):

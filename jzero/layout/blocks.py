@@ -1,10 +1,11 @@
-"""Blocks of values that share a scale, for state in 8 bits.
+"""Blocks of values that share a scale, for state and gathered weights in 8 bits.
 
 [Note: blocks do not depend on the plan]
 A block is a run of `size` values in row-major order. Runs begin anew at each layer of a stack, and wherever a whole
 number of them fills the trailing dims; the last run of a row may be short. So blocks are a function of the shape and
 the stack dim, not of the stage or the number of devices: between two plans codes and scales are moved as they are.
 A plan that would cut a block keeps the leaf wide; where it may choose, it splits a dim that cuts none (`uncut`).
+Weights have the blocks of one layer, which is what is gathered.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.layout.specs import axis_size, make_spec, spec_entries
+from jzero.layout.specs import axis_of, axis_size, make_spec, spec_entries, without_dim
 
 if TYPE_CHECKING:
     from jzero.config import ZeroConfig
@@ -125,8 +127,69 @@ def _never(shape: Sequence[int], keys: Sequence[str]) -> str:
 def uncut(
     shape: Sequence[int], keys: Sequence[str], scan_dim: int | None, config: ZeroConfig, mesh: Mesh
 ) -> Callable[[PartitionSpec], bool] | None:
-    """Whether a layout of the moments of a param cuts no block; None where they are not in 8 bits anyway."""
-    if config.moment_dtype != jnp.int8 or _never(shape, keys):
-        return None
-    blocks = Blocks.of(shape, scan_dim, config.quantize_block)
-    return lambda spec: blocks.spec(spec, mesh) is not None
+    """Whether a layout of a param cuts no block of its moments or of the gathered weight; None where it has none."""
+    wanted: list[Callable[[PartitionSpec], bool]] = []
+    if config.moment_dtype == jnp.int8 and not _never(shape, keys):
+        moments = Blocks.of(shape, scan_dim, config.quantize_block)
+        wanted.append(lambda spec: moments.spec(spec, mesh) is not None)
+    layer = tuple(n for dim, n in enumerate(shape) if dim != scan_dim)
+    if config.gather_dtype is not None and config.row.params and math.prod(layer) >= LEAST_QUANTIZED:
+        weights = Blocks.of(layer, None, config.quantize_block)
+        wanted.append(lambda spec: weights.spec(without_dim(spec, len(shape), scan_dim), mesh) is not None)
+    return (lambda spec: all(fits(spec) for fits in wanted)) if wanted else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """A gather over some axes.
+
+    Attributes:
+      before, after: the layouts of the array.
+      codes: the dtype in which it travels; None: as it is.
+      blocks: of the codes.
+    """
+
+    before: PartitionSpec
+    after: PartitionSpec
+    codes: np.dtype | None = None
+    blocks: Blocks | None = None
+
+
+def hops(
+    shape: Sequence[int], stored: PartitionSpec, used: PartitionSpec, config: ZeroConfig, mesh: Mesh, *,
+    stack: bool = False,
+) -> list[Hop]:  # fmt: skip
+    """The gathers that bring a weight from its stored to its used layout; one without codes if these would cut a block.
+
+    Args:
+      shape: of the weight.
+      stored, used: its layouts.
+      config: names the dtypes and the size of blocks.
+      mesh: the user's.
+      stack: it is a stack of layers along dim 0.
+    """
+    blocks = Blocks.of(shape, 0 if stack else None, config.quantize_block)
+    found, here = [], spec_entries(stored, len(shape))
+    goal = spec_entries(used, len(shape))
+    kept = {a for e in goal for a in e}
+    by_dtype: dict[np.dtype, list[str]] = {}
+    for axis, dtype in config.gathers_in_codes:
+        by_dtype.setdefault(dtype, []).append(axis)
+    for dtype, axes in by_dtype.items():
+        there = [tuple(a for a in e if a in kept or axis_of(a) not in axes) for e in here]
+        if there != here:
+            found.append(Hop(make_spec(here), make_spec(there), dtype, blocks))
+            here = there
+    if found and any(blocks.spec(spec, mesh) is None for hop in found for spec in (hop.before, hop.after)):
+        return [Hop(stored, used)]
+    return [*found, Hop(make_spec(here), used)] if here != goal else found
+
+
+def why_not_in_codes(x: Layout, plan: Any) -> str:
+    """Why a weight that a plan gathers in codes travels as it is; empty if it does not."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        return f"its dtype is {x.dtype}"
+    if math.prod(x.layer_shape) < LEAST_QUANTIZED:
+        return f"fewer than {LEAST_QUANTIZED} values"
+    found = hops(x.layer_shape, x.of_layer(x.stored), x.of_layer(x.used), plan.config, plan.mesh)
+    return "" if any(hop.codes for hop in found) else f"its layout would cut blocks of {plan.config.quantize_block}"

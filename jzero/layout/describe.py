@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jzero.core.errors import counted, human_bytes, listing, table, typed_shape
 from jzero.core.random_keys import is_key
 from jzero.core.types import Shaped
-from jzero.layout.blocks import blocks_of, why_wide
+from jzero.layout.blocks import blocks_of, why_not_in_codes, why_wide
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import SCALES
 
@@ -40,6 +40,7 @@ def describe_plan(plan: Any, tx: Any) -> str:
         parts += ["", table(columns, [row[: len(columns)] for row, _ in state])]
         parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
         parts += _quantized_lines(plan, state) if config.moment_dtype == jnp.int8 else []
+    parts += _gathered_lines(plan) if config.gather_dtype is not None else []
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
     bytes_whole = sum(x.nbytes for x in whole)
     frozen = [x for x in plan.layouts if x.frozen is not None]
@@ -93,6 +94,20 @@ def _quantized_lines(plan: Any, state: list[tuple[list[str], int]]) -> list[str]
     rows = [(x.name, why, f"{human_bytes(held.get(x.name, 0))} of state per device") for x, why in wide]
     line = f"moments of {share:.1%} of the trained values are in 8 bits, in blocks of {plan.config.quantize_block}"
     return [f"{line}; wide are:\n{listing(rows)}"] if rows else [line]
+
+
+def _gathered_lines(plan: Any) -> list[str]:
+    """Which weights are gathered in codes, and which as they are, with the reasons."""
+    gathered = [x for x in plan.layouts if x.stored != x.used]
+    rows = [(x.name, why, human_bytes(x.nbytes)) for x in gathered if (why := why_not_in_codes(x, plan))]
+    codes = " and ".join(dict.fromkeys(str(dtype) for _, dtype in plan.config.gathers_in_codes))
+    if isinstance(plan.config.gather_dtype, tuple):
+        codes += f" over {', '.join(repr(axis) for axis, _ in plan.config.gathers_in_codes)}"
+    line = (
+        f"weights of {len(gathered) - len(rows)} of {counted(len(gathered), 'param')} are gathered in {codes}, in "
+        f"blocks of {plan.config.quantize_block}"
+    )
+    return [f"{line}; as they are:\n{listing(rows)}"] if rows else [line]
 
 
 def _host_line(plan: Any, leaves: list[tuple[str, int]]) -> str:

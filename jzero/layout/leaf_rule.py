@@ -35,6 +35,7 @@ from jzero.layout.specs import (
     named_axes,
     shard_factor,
     spec_axes,
+    without_dim,
 )
 from jzero.layout.split import PaddedSplit, add_axes, find_split
 
@@ -135,6 +136,10 @@ class Layout:
         """The shape of one layer of a stack; its own for a param that is not a stack."""
         return tuple(n for dim, n in enumerate(self.shape) if dim != self.scan_dim)
 
+    def of_layer(self, spec: PartitionSpec) -> PartitionSpec:
+        """What a layout of a stack is for one of its layers; for a param that is not a stack, the layout."""
+        return without_dim(spec, len(self.shape), self.scan_dim)
+
     @property
     def vector(self) -> bool:
         """A bias or a norm's scale, of one layer or of a stack of them."""
@@ -166,17 +171,17 @@ def make_layout(
     rest = tuple(a for a in config.axes if a not in config.param_axes)
     prefer = uncut(shape, path_keys(path), scan_dim, config, mesh)
     over, whole, reason = cut_leaf(
-        shape, leaf.dtype, base, (*config.param_axes, *rest), config, mesh, min_shard_bytes, skip, prefer=prefer
+        shape, leaf.dtype, base, (*config.cut_axes, *rest), config, mesh, min_shard_bytes, skip, prefer=prefer
     )
     if frozen is Frozen.APART and over.shape != shape:  # it has no state to pad
         over, reason = PaddedSplit(over.even, shape, over.even), reason if over.even == base else ""
     params = over.even
     if rest and over.spec != base:
-        if add_axes(shape, base, (*config.param_axes, *rest), mesh, skip=skip) is not None:
+        if add_axes(shape, base, (*config.cut_axes, *rest), mesh, skip=skip) is not None:
             # along one dim for all: along the same one for the params, or new params would have to cross it whole
             params = make_spec([tuple(a for a in entry_axes(e) if a not in rest) for e in over.spec])
         else:
-            inner = find_split(shape, base, config.param_axes, mesh, skip=skip)
+            inner = find_split(shape, base, config.cut_axes, mesh, skip=skip)
             params = base if inner is None or inner.shape != shape else inner.spec
             if params != base:
                 over = find_split(shape, params, rest, mesh, skip=skip) or over

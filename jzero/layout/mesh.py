@@ -199,7 +199,7 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
 
     Raises:
       TypeError: `mesh` is not a `jax.sharding.Mesh`.
-      ValueError: the config names an axis that the mesh does not have.
+      ValueError: the config names an axis that the mesh does not have, or needs its axes in another order.
     """
     context = context_mesh()
     if mesh is None and context is not None and set(config.axes) <= set(context.axis_names):
@@ -211,10 +211,28 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
     mesh = whole_mesh(mesh)  # that of arrays which an earlier plan laid out
     axes = (*config.axes, *config.batch_axes, *config.param_axes)
     check_axes(axes, mesh, where="jzero", remedy="Pass axis= one of its names, or another mesh.")
+    _check_order(mesh, config)
     if all(t == AxisType.Auto for t in mesh.axis_types):
         return mesh, []
     note = "the mesh has Explicit axes; without jax.set_mesh arrays lie on a mesh with Auto axes over the same devices."
     return auto_mesh(mesh), [note]
+
+
+def _check_order(mesh: Mesh, config: ZeroConfig) -> None:
+    """Raises ValueError for two hops in which the innermost axis of a weight is not the innermost axis of the mesh.
+
+    XLA makes a reduce-scatter of gradients only where pieces are in the order of the devices.
+    """
+    order = [a for a in mesh.axis_names if a in config.cut_axes]
+    if order != list(config.cut_axes):
+        rest = iter(config.cut_axes)
+        names = [next(rest) if a in config.cut_axes else a for a in mesh.axis_names]
+        dims = [mesh.axis_names.index(a) for a in names]
+        raise ValueError(
+            f"ZeroConfig(gather_dtype=...): weights are gathered over {config.cut_axes[-1]!r} first, so it must come "
+            f"after {', '.join(map(repr, config.cut_axes[:-1]))} in the mesh, or XLA all-reduces whole gradients. Pass "
+            f"mesh=Mesh(mesh.devices.transpose{tuple(dims)}, {tuple(names)})."
+        )
 
 
 def in_shard_map() -> bool:

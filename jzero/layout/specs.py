@@ -104,6 +104,11 @@ def spec_entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
     return [entry_axes(spec[i]) if i < len(spec) else () for i in range(ndim)]
 
 
+def without_dim(spec: PartitionSpec, ndim: int, dropped: int | None) -> PartitionSpec:
+    """The layout of an array of `ndim` dims after one of them is dropped; of None: its own."""
+    return make_spec([e for dim, e in enumerate(spec_entries(spec, ndim)) if dim != dropped])
+
+
 @functools.lru_cache(maxsize=1024)
 def primes(n: int) -> tuple[int, ...]:
     """The prime factors of n, ascending: 12 -> (2, 2, 3)."""

@@ -80,7 +80,7 @@ WITH_ALL = {  # what makes every mapped key matter
     "zero_optimization": {
         "stage": 3, "reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 2000,
         "stage3_param_persistence_threshold": 10, "offload_optimizer": {"device": "cpu"},
-        "zero_hpz_partition_size": 4,
+        "zero_hpz_partition_size": 4, "zero_quantized_weights": True,
     },
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
@@ -674,7 +674,7 @@ ZEROPP = {  # ZeRO++ over slow networks, activations on the host
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True, "check_grad_overflow": True},
     "zero_optimization": {
-        "stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": False,
+        "stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True,
         "stage3_prefetch_bucket_size": 1e7, "stage3_param_persistence_threshold": 1e5, "overlap_comm": True,
     },
     "activation_checkpointing": {"cpu_checkpointing": True, "contiguous_memory_optimization": True},
@@ -702,11 +702,11 @@ def test_three_whole_configs():
     found = read(ZEROPP, world=64)
     assert found.config == jzero.ZeroConfig(
         stage=3, axis=("replica", "data"), param_axis="data", bucket_bytes=20_000_000, min_shard_bytes=200_000,
-        reduce_dtype="bfloat16",
+        reduce_dtype="bfloat16", gather_dtype="int8",
     )  # fmt: skip
     assert found.mesh_axes == {"replica": 8, "data": 8}
     assert found.remat == {"offload": "host"}
-    assert [r.key for r in found.not_supported] == ["zero_optimization.zero_quantized_weights"]
+    assert [r.key for r in found.not_supported] == ["zero_optimization.zero_quantized_gradients"]
     for line in (
         'mesh = jzero.mesh({"replica": 8, "data": 8})',
         'jzero.make_plan(shapes, config, mesh=mesh), offload="host")',

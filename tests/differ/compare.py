@@ -32,9 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from rounded_weights import after_codes
 
 from differ.chains import AMPLIFY, SIGNS, SMOOTH, chain_of, trained_flags, trained_part
-from differ.grammar import OUTSIDE, batch_parts
+from differ.grammar import OUTSIDE, batch_parts, configs_of
 from differ.models import batch_of, form_of, model_of
 from differ.refusals import refusal
 from differ.runs import RUNS, initial
@@ -75,6 +76,7 @@ class Plain:
         self.handed = self.params  # as the last update returned them
         self.start = [np.asarray(x, np.float32) for x in jax.tree.leaves(self.params)]
         self.replaced = False
+        self.seen: Any = None  # params after their codes, as the sharded run's model sees them; None: as they are
         self.beside: Plain | None = None  # the run whose gradients are a rounding off, by `self.rounding`
         self.rounding = 0.0
         self.place(config, case["mesh"])
@@ -130,18 +132,33 @@ class Plain:
         """What the optimizer takes of a tree like the params."""
         return trained_part(tree, self.flags)
 
+    def see(self, run) -> None:
+        """Take the codes in which a sharded run gathers its weights now."""
+        self.seen = None
+        if run.config["stage"] == 3 and run.config.get("gather_dtype"):
+            found = after_codes(run.visible(), run.plan, self.case["compute"])
+            leaves = [p if x is None else x for p, x in zip(jax.tree.leaves(self.params), found, strict=True)]
+            self.seen = jax.tree.structure(self.params).unflatten(leaves)
+        if self.beside is not None:
+            self.beside.seen = self.seen
+
+    @property
+    def read(self):
+        """The params that the model reads."""
+        return self.params if self.seen is None else self.seen
+
     def gradients(self, batch, key):
         """(loss, gradients of trained params); the rest advances."""
         run, micro = _gradients(self.case["flavour"], self.form), self.case.get("micro")
         if micro is None or self.case["flavour"] != "nnx":
-            value, self.rest, grads = run(self.params, self.rest, batch, key)
+            value, self.rest, grads = run(self.read, self.rest, batch, key)
             return float(value), jax.tree.leaves(self.own(grads))
         found, start = [], self.rest
         for device in range(self.devices) if self.once else [None]:
             self.rest = start if device is None else of_device(start, device)
             for i in range(micro["accumulate"]):
                 cut = functools.partial(rows_of, devices=self.devices, k=micro["accumulate"], device=device, i=i)
-                value, self.rest, grads = run(self.params, self.rest, jax.tree.map(cut, batch), key)
+                value, self.rest, grads = run(self.read, self.rest, jax.tree.map(cut, batch), key)
                 found.append((float(value), [np.asarray(g, np.float32) for g in jax.tree.leaves(self.own(grads))]))
         self.rest = jax.tree.map(lambda new, old: old if is_key(old) else new, self.rest, start)
         values, grads = zip(*found, strict=True)
@@ -255,7 +272,8 @@ def run_case(case: dict) -> Outcome:
     """Run a case; never raises."""
     with _folder() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        blocks.LEAST_QUANTIZED = 16 if case["config"].get("moment_dtype") == "int8" else SMALL  # the models are tiny
+        in_codes = case["config"].get("moment_dtype") == "int8" or any("gather_dtype" in c for c in configs_of(case))
+        blocks.LEAST_QUANTIZED = 16 if in_codes else SMALL  # the models are tiny
         try:
             initial(case)  # before any context of a mesh
             _run(case, Path(folder))
@@ -322,6 +340,7 @@ def _run(case: dict, folder: Path) -> None:
         if event and event["kind"] == "skip":
             batch["x"] = batch["x"] * np.float32("nan")
         before = jax.tree.leaves(run.visible())
+        plain.see(run)
         loss, grads = run.step(batch, key)
         if case["step"] == "jzero.jit" and not run.outside and not any(x.is_deleted() for x in before):
             raise Differs(f"{where}: jzero.jit did not donate the params")
@@ -364,8 +383,10 @@ def _happens(event: dict, run, plain: Plain, case: dict, folder: Path):
             raise Differs("a pickled plan is not equal to the plan")
     elif kind == "second":
         other = run.fresh(run.mesh_spec, run.config)
-        first, fresh = other.step(batch_of(case, 0), jax.random.key(0))[0], Plain(case)
+        fresh = Plain(case)
         fresh.place(run.config, run.mesh_spec)
+        fresh.see(other)
+        first = other.step(batch_of(case, 0), jax.random.key(0))[0]
         Tolerances(case | {"config": run.config}).loss(first, fresh.gradients(batch_of(case, 0), jax.random.key(0))[0],
                                                        "a second state")  # fmt: skip
     elif kind == "resume":

@@ -71,7 +71,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["gather"] = True  # its backward pass contracts split dims, which jax refuses on Explicit axes
     if case["mesh"]["kind"] == "explicit" and flavour == "nnx" and "GRU" in case["blocks"]:
         case["gather"] = True  # the first carry of nnx.RNN is not split, which the scan refuses on Explicit axes
-    configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+    configs = configs_of(case)
     # a trust ratio takes steps as long as the params are: a GRU then amplifies rounding tenfold from step to step
     smooth = case["optimizer"] in SMOOTH and not {"apply_every", "trust_ratio"}.intersection(case["wraps"])
     exact = case["dtype"] == "float32" and not case["compute"] and not any(map(low_precision, configs))
@@ -109,23 +109,39 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     if flavour == "linen" and stateful == {"Dropout"} and rng.random() < 0.3:  # whose loss closes over its key: refused
         case["micro"] = {"accumulate": 2, "reduce": "microbatch"}
         case["rows"] *= 2
-    configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+    configs = configs_of(case)
     outside = any(c["tier"] in OUTSIDE for c in configs)
     if outside and case["optimizer"] not in SIGNS and case["fed"] and rng.random() < 0.15:
         case["wraps"] = [*case["wraps"], "last_gradient"]
+    if rng.random() < 0.25:
+        draw_codes(rng, case)
     if case["optimizer"].startswith("schedule_free"):  # its update is a difference of params, rounded as they are
         case["wraps"] = [x for x in case["wraps"] if x != "trust_ratio"]
     return case
 
 
+def configs_of(case: dict) -> list[dict]:
+    """All configs of a case: the first, and those of its events."""
+    return [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+
+
 def draw_int8(rng, case: dict) -> None:
     """Moments in 8 bits, where all places of a case may have them."""
-    configs = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+    configs = configs_of(case)
     rounded = case["optimizer"] in SIGNS or "trust_ratio" in case["wraps"]
     if not rounded and not any(c["tier"] in OUTSIDE for c in configs):
         size = rng.choice((8, 16, 32))
         for config in configs:
             config |= {"moment_dtype": "int8", "quantize_block": size}
+
+
+def draw_codes(rng, case: dict) -> None:
+    """Weights that are gathered in 8 bits, in the places that gather them."""
+    size = case["config"].get("quantize_block") or rng.choice((8, 8, 16))
+    case["width"] = rng.choice((16, 24))  # of others most layouts would cut blocks
+    for config in configs_of(case):
+        if config["stage"] == 3:
+            config |= {"gather_dtype": rng.choice(("int8", "float8_e4m3fn")), "quantize_block": size}
 
 
 def draw_blocks(rng, flavour: str, head: str) -> list[str]:
@@ -301,7 +317,9 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "plan of jzero.jit", case["flavour"]
     if case.get("scan_axes"):
         yield "scan_axes", f"{case['scan_axes']}, {'stacks' if stacks_of(case) else 'no stack'}"
-    places = [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+    places = configs_of(case)
+    for codes in sorted({config["gather_dtype"] for config in places if "gather_dtype" in config}):
+        yield "codes", f"{codes}, {case['config']['tier']}"
     if any(config.get("master_dtype") == "remainder" for config in places):
         tier = case["config"]["tier"]  # it comes from an update outside of the program, or goes there
         yield "remainder", "outside" if tier in OUTSIDE else tier
