@@ -61,13 +61,18 @@ def base_layouts(
     else:
         boxed = jax.tree.leaves(params, is_leaf=lambda x: metadata_layout(x) is not None)
         given = [s for box in boxed for s in [metadata_layout(box)] for _ in jax.tree.leaves(box)]
-    given = [(s or Given(None)).map(lambda spec: _with_rules(spec, rules)) for s in given]
+    given = [s or Given(None) for s in given]
     names = [a for s in given for spec in (s.spec, s.state) if spec is not None for a in named_axes(spec)]
-    each = ", ".join(f"({json.dumps(a)}, None)" for a in dict.fromkeys(names) if a not in mesh.shape)
+    targets = {a: [a] for a in names} | {name: [] for name, _ in rules}
+    for name, axes in rules:
+        targets[name].extend(entry_axes(axes))
+    lacking = [a for a in dict.fromkeys(names) if any(x not in mesh.shape for x in targets[a])]
+    each = ", ".join([*(f"({json.dumps(a)}, None)" for a in lacking), *(["*rules"] if rules else [])])
     remedy = (
         "For logical names, as in Flax metadata, pass param_specs=jax.P(), which ignores them, or "
-        f"logical_axis_rules=[{each}] with the mesh axis of each."
+        f"logical_axis_rules=[{each}] with the mesh axis of each{', before your rules' if rules else ''}."
     )
+    given = [s.map(lambda spec: _with_rules(spec, rules)) for s in given]
     out = []
     for (k, x), s in zip(flat, given, strict=True):
         spec = _array_spec(x, mesh, config.axes) if s.spec is None else s.spec

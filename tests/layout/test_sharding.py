@@ -273,6 +273,12 @@ def test_logical_names_are_ignored_or_translated(create, mesh_2x4):
     assert got["up"] == P("model")
     with pytest.raises(ValueError, match="no axis 'norm'"):
         used(logical_axis_rules=rules[:2])
+    rules = [("mlp", "model"), ("embed", ("expert", "tensor")), ("norm", None)]  # MaxText's name axes of its own mesh
+    with pytest.raises(ValueError, match="has no axis 'expert'") as error:
+        used(logical_axis_rules=rules)
+    offered = re.search(r"logical_axis_rules=(\[.*?\])", str(error.value))[1]
+    got = used(logical_axis_rules=eval(offered, {"rules": rules}))
+    assert got == {"scale": P(), "up": P(None, "model"), "down": P("model")}
 
 
 @pytest.mark.unit
