@@ -8,7 +8,8 @@
 
 FOLDER holds checkouts from github.com: young-geng/EasyLM, google-research/big_vision, google/flax,
 luchris429/purejaxrl and Physical-Intelligence/openpi. They and Tunix need `pip install mlxu einops ml_collections
-google-tunix distrax gymnax==0.0.9 augmax beartype==0.19.0 jaxtyping==0.2.36 tqdm-loggable fsspec safetensors`.
+google-tunix distrax gymnax==0.0.9 augmax beartype==0.19.0 jaxtyping==0.2.36 tqdm-loggable fsspec safetensors`. The row
+maxtext needs Python 3.12 or newer, and packages of its own: docs/compatibility.md.
 
 Each row is a process of its own, takes half a minute to two, and becomes a line of `--out`; a stopped run goes on. Its
 script lies in `benchmarks/compatibility_scripts/`: lines that end in `# -` are those of the plain script alone, `# +`
@@ -56,6 +57,7 @@ ROWS = {  # by name: the script, and the packages that its code is from
     "ppo": ("purejaxrl_ppo", "purejaxrl"),
     "tunix": ("checkouts", "google-tunix"),
     **dict.fromkeys(("openpi", "openpi_lora"), ("openpi_pi0", "openpi")),
+    "maxtext": ("maxtext_train", "maxtext"),
 }
 IN_CHECKOUTS = ("easylm", "big_vision", "gemma", "ppo", "openpi", "openpi_lora")
 CHECKOUTS = "JZERO_CHECKOUTS"  # the folder of checkouts, for the process of a row
@@ -138,6 +140,7 @@ def without_arrays(mesh: Any) -> Iterator[None]:
 
     real_jit, make_plan, abstract = jax.jit, jzero.make_plan, jzero.abstract
     with (
+        mock.patch.object(jzero, "mesh", return_value=mesh),
         mock.patch.object(jzero, "shard", lambda state, **f: abstract(state, mesh=mesh, **f)),
         mock.patch.object(jzero, "make_plan", lambda params, **f: make_plan(params, mesh=mesh, **f)),
         mock.patch.object(jzero.Plan, "place", place),
