@@ -136,7 +136,15 @@ def draw_int8(rng, case: dict) -> None:
 
 
 def draw_codes(rng, case: dict) -> None:
-    """Weights that are gathered in 8 bits, in the places that gather them."""
+    """Weights that are gathered in 8 bits, in the places that gather them.
+
+    Of a stack whose layout cuts the scanned dim XLA gathers all layers as they are: the dims are named, and there are no
+    loops in loops.
+    """
+    if "nested" in case["blocks"]:
+        return
+    if stacks_of(case):
+        case["scan_axes"] = "named"
     size = case["config"].get("quantize_block") or rng.choice((8, 8, 16))
     case["width"] = rng.choice((16, 24))  # of others most layouts would cut blocks
     for config in configs_of(case):
