@@ -261,7 +261,15 @@ def host_bytes(state: PyTree, plan: Plan, masters: Sequence[Any] = ()) -> int:
     of_state = (leaf_bytes(x) // shard_factor(spec, plan.mesh) for x, spec, hosted in rows if hosted)
     known = [(m, x.state) for m, x in zip(masters, plan.trained.layouts, strict=bool(masters)) if m is not None]
     of_masters = (leaf_bytes(m) // shard_factor(spec, plan.mesh) for m, spec in known)
-    return sum(of_state) + sum(of_masters) + param_bytes(plan) + late_bytes(plan)
+    return sum(of_state) + sum(of_masters) + param_bytes(plan) + late_bytes(plan) + _grads_outside(plan)
+
+
+def _grads_outside(plan: Plan) -> int:
+    """Bytes of the gradients that one device hands to an update outside of the program, beside those in host memory."""
+    if not plan.config.updates_outside:
+        return 0
+    grads = (x for x in plan.layouts if not plan.lives_on_host(x) and x.frozen is None)
+    return sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in grads)
 
 
 def param_bytes(plan: Plan) -> int:
@@ -306,9 +314,7 @@ def check_host_memory(state: PyTree, plan: Plan, masters: Sequence[Any] = ()) ->
         return
     hosted = param_bytes(plan) * len(devices)
     if plan.config.in_files and options is not None:  # masters and moments only pass through the buffer
-        grads = [x for x in plan.layouts if not plan.lives_on_host(x) and x.frozen is None]
-        needed = sum(x.nbytes // shard_factor(x.state, plan.mesh) for x in grads) * len(devices)
-        needed += hosted + late_bytes(plan) * len(devices) + options.buffer
+        needed = hosted + (_grads_outside(plan) + late_bytes(plan)) * len(devices) + options.buffer
     what = f" ({human_bytes(hosted)} of it params and their gradients)" if hosted else ""
     gigabytes = -(-needed * 21 // (20 * 10**9)) + 1  # what jax itself pins, and a twentieth for fragments
     limit = os.environ.get(LIMIT, "")

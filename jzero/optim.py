@@ -243,7 +243,7 @@ class _Init(_Wrapped):
         if self.own.config.offload is None:
             return jax.jit(self.typed)(params)
         check_explicit(self.own)
-        check_memory(self.tx, self.own)
+        check_memory(self.tx, self.plan)
         if self.own.config.updates_outside:
             check_outside(jax.tree.leaves(params), self.own)
             chain, placed = chain_of(self.tx, self.own), jax.tree.leaves(self.own.place(params))

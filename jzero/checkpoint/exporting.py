@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jzero.checkpoint import moments, remainders, store
 from jzero.checkpoint.converting import converted
-from jzero.checkpoint.logical import MASTER, Name, is_of_model
+from jzero.checkpoint.logical import MASTER, REMAINDER, Name, is_of_model
 from jzero.checkpoint.match import Described, text
 from jzero.checkpoint.restoring import checked
 from jzero.checkpoint.tensors import (
@@ -94,9 +94,9 @@ def export(
     if file.suffix != ".safetensors":
         raise ValueError(f"{where}: {file.name} must end in .safetensors.")
     checked(path, where)
-    tree, have = store.stored(path)
-    have = moments.with_values(remainders.with_masters(have), (), convert=True)
-    tensors = _tensors(have, dtype, names, include, where)
+    tree, stored = store.stored(path)
+    have = moments.with_values(remainders.with_masters(stored), (), convert=True)
+    tensors = _tensors(have, dtype, names, include, {name[1:] for name in stored if name[0] == REMAINDER}, where)
     groups = _grouped(tensors, [t.nbytes for t in tensors], max_file_bytes)
     if len(groups) == 1 and _index(file).exists() and _index(file).name not in files_of(checksum_file(file)):
         raise ValueError(
@@ -185,10 +185,16 @@ def _temporary(file: Path) -> Path:
 
 
 class _Tensor:
-    """One tensor of the output: its name, where it is read, and in which dtype it is written."""
+    """One tensor of the output: its name, where it is read, and in which dtype it is written.
 
-    def __init__(self, name: str, source: Name, stored: Described, dtype: np.dtype):
-        self.name, self.source, self.dtype = name, source, dtype
+    Of a param that is read from its master, `param` is the param as it is stored: what the user has changed in it since
+    the last update is not in the master yet.
+    """
+
+    def __init__(
+        self, name: str, source: Name, stored: Described, dtype: np.dtype, param: tuple[Name, Described] | None
+    ):
+        self.name, self.source, self.dtype, self.param = name, source, dtype, param
         self.shape, self.stored = stored
         self.nbytes = math.prod(self.shape) * dtype.itemsize
 
@@ -198,8 +204,10 @@ def _tensors(
     dtype: DTypeLike | None,
     names: Names,
     include: tuple[str, ...],
+    pairs: Collection[Name],
     where: str,
 ) -> list[_Tensor]:
+    """What is written; `pairs`: the params whose masters are stored as remainders, and follow them anyway."""
     top = {name[0] for name in have}
     for part in include:
         if part not in top:
@@ -229,7 +237,8 @@ def _tensors(
                 f"{where}: names gives {given_name!r} for {'.'.join(plain)!r}, but every tensor needs a name. To "
                 "export some params, save them alone: jzero.checkpoint.save(path, some_params)."
             )
-        found.append(_Tensor(given_name, source, stored, out))
+        beside = (name, have[name]) if source != name and name[1:] not in pairs else None
+        found.append(_Tensor(given_name, source, stored, out, beside))
     double = sorted(name for name, count in Counter(t.name for t in found).items() if count > 1)
     if double:
         raise ValueError(
@@ -281,6 +290,12 @@ def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tu
     """The tensors in order, read a bounded number of bytes at a time."""
     sizes = [math.prod(t.shape) * t.stored.itemsize for t in tensors]
     for group in _grouped(tensors, sizes, READ_BYTES):
-        read = moments.load(path, tree, {t.source: store.Numpy(t.shape, t.stored) for t in group})
+        targets = {t.source: store.Numpy(t.shape, t.stored) for t in group}
+        targets |= {name: store.Numpy(*of) for name, of in (t.param for t in group if t.param is not None)}
+        read = moments.load(path, tree, targets)
         for t in group:
-            yield t, read[t.source]
+            value = read[t.source]
+            if t.param is not None:
+                param = read[t.param[0]]
+                value = np.where(value.astype(param.dtype) == param, value, param.astype(value.dtype))
+            yield t, value

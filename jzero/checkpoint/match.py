@@ -43,10 +43,9 @@ def match(
       ValueError: every leaf that is missing, left over, or of another shape or dtype.
     """
     wanted = {leaf.name for leaf in leaves}
-    masters = any(name[0] == MASTER for name in have)
     sources, rows, castable = [], [], True
     for leaf in leaves:
-        name, want = _source(leaf, have, wanted, masters), describe(leaf)
+        name, want = _source(leaf, have, wanted), describe(leaf)
         if name is None:
             rows.append((text(leaf.name), "absent", _typed(*want), "missing"))
             castable = False
@@ -78,8 +77,8 @@ def match(
     return sources
 
 
-def _source(leaf: NamedLeaf, have: Mapping[Name, Described], wanted: set[Name], masters: bool) -> Name | None:
-    """The stored array that a leaf is read from; `masters`: whether any are stored."""
+def _source(leaf: NamedLeaf, have: Mapping[Name, Described], wanted: set[Name]) -> Name | None:
+    """The stored array that a leaf is read from."""
     master, kind = (MASTER, *leaf.name[1:]), leaf.name[0]
     if kind == "params" and master in have and leaf.name in have:
         dtype, stored = describe(leaf)[1], have[leaf.name][1]
@@ -89,7 +88,7 @@ def _source(leaf: NamedLeaf, have: Mapping[Name, Described], wanted: set[Name], 
     if leaf.name in have:
         return leaf.name
     param = ("params", *leaf.name[1:])
-    return param if kind == MASTER and not masters and param in have else None
+    return param if kind == MASTER and param in have else None
 
 
 def describe(leaf: NamedLeaf) -> Described:

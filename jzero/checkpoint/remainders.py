@@ -25,6 +25,7 @@ from jzero.layout.leaf_rule import path_keys
 from jzero.layout.padding import padded, unpadded
 from jzero.layout.placement import on_device, put
 from jzero.update import remainder
+from jzero.update.sharded_update import taken_over
 
 FP32 = np.dtype(np.float32)
 
@@ -58,13 +59,16 @@ def split_again(values: Mapping[Name, Any], leaves: Iterable[NamedLeaf]) -> dict
         master = found.pop(named(MASTER, leaf.name), None) if leaf.name[0] == REMAINDER else None
         if master is not None:
             param = targets[named("params", leaf.name)]
-            new, found[leaf.name] = _split(on_device(master))
+            new, found[leaf.name] = _split(on_device(found[param.name]), on_device(master))
             found[param.name] = put(padded(unpadded(new, leaf.shape), param.value.shape), param.value.sharding)
             found[leaf.name] = put(found[leaf.name], leaf.value.sharding)
     return found
 
 
-_split = jax.jit(remainder.split)
+@jax.jit
+def _split(param: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A pair of a master, with what the user has changed in its param before it was saved."""
+    return remainder.split(taken_over(padded(param, master.shape), master))
 
 
 def of_pairs(sources: Sequence[Source], stored: Mapping[Name, Described]) -> list[Source]:

@@ -46,7 +46,7 @@ from jzero.flax.state_plan import (
 from jzero.flax.trained import parts_of
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.explicit import auto_context, explicit_axes, on_auto_mesh, on_context_mesh
-from jzero.layout.placement import check_same, put
+from jzero.layout.placement import HOST, check_same, memory_kind, put
 from jzero.layout.specs import P, whole_mesh
 from jzero.optim import as_held, check_explicit, check_memory, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
@@ -248,7 +248,7 @@ def unshard(tree: Any, *, tx: Any = None, params: Any = None) -> Any:
     def whole(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
             return x
-        if not x.is_fully_replicated:
+        if not x.is_fully_replicated or memory_kind(x) == HOST:
             x = put(x, NamedSharding(whole_mesh(x.sharding.mesh), P()))
         return held.apart(x)
 

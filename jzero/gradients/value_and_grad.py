@@ -208,14 +208,18 @@ class _ValueAndGrad:
     def _plain_of_objects(self, params, args, kwargs):
         from flax import nnx
 
-        fn = gather_on_use(self._loss, self.plan)
+        def of_scale(params, args, kwargs, scale):  # which is not closed over: an Explicit mesh is part of its type
+            known = self if scale is None else dataclasses.replace(self, scale=Factor(scale))
+            return known._loss(params, args, kwargs)
+
+        fn, scale = gather_on_use(of_scale, self.plan), None if self.scale is None else self.scale.value
         if is_module(params):
             by_path = self.plan.trained.by_keys
             wanted = nnx.DiffState(0, lambda path, _: tuple(map(str, path)) in by_path)
-            (loss, aux), grads = nnx.value_and_grad(fn, argnums=wanted, has_aux=True)(params, args, kwargs)
+            (loss, aux), grads = nnx.value_and_grad(fn, argnums=wanted, has_aux=True)(params, args, kwargs, scale)
         else:
             run = trained_value_and_grad(fn, self.plan, nnx.value_and_grad)
-            (loss, aux), grads = run(params, args, kwargs)
+            (loss, aux), grads = run(params, args, kwargs, scale)
             grads = self._with_none(grads, params)
         if self.scale is not None:
             loss, grads = self._unscaled(loss, grads)
@@ -311,7 +315,7 @@ class _ValueAndGrad:
         def unscaled(by, g):
             return g.astype(jnp.promote_types(g.dtype, jnp.float32)) * by
 
-        wide = mapped(unscaled, [leaves], self.plan, scalars=[by])
+        wide = mapped(unscaled, [leaves], self.plan, scalars=[by], in_place=True)
         return loss.astype(jnp.float32) * by, tree.unflatten(wide)
 
     def _checked_loss(self, *given):

@@ -60,14 +60,17 @@ def host_bytes_of(
     host, hosted = comm_of(plan).host, [x for x in plan.layouts if plan.lives_on_host(x)]
     rows = [host.moved(x, accumulate, uses.get(x.name, DEFAULT)) for x in hosted]
     held = [host.held(x, accumulate) for x in hosted]
-    params = sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in hosted)
+    params, trained = (
+        sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in some)
+        for some in (hosted, [x for x in hosted if x.frozen is None])
+    )
     at_update = sum(total or grad for grad, total in held)
     grads = sum(map(sum, held))
     if plan.config.updates_outside:
         away, fetched = _leave(plan, accumulate)
-        grads, written = grads + away, away + params  # params that live on the host come back by way of the device
+        grads, written = grads + away, away + trained  # params that live on the host come back by way of the device
     else:
-        fetched, written = _of_update(plan, tx, accumulate) or (state + params + at_update, state + params)
+        fetched, written = _of_update(plan, tx, accumulate) or (state + trained + at_update, state + trained)
     return HostBytes(params, grads, fetched + sum(r[0] for r in rows), written + sum(r[1] for r in rows))
 
 

@@ -469,3 +469,31 @@ def test_an_nnx_pair_is_filled_in_place(tmp_path):
     assert not np.array_equal(np.asarray(other[0].kernel[...]), want)
     assert checkpoint.load_safetensors(file, other) is other
     np.testing.assert_array_equal(np.asarray(other[0].kernel[...]), want)
+
+
+def halves(**fields):
+    """A function that makes a state of two bf16 params, and that state, sharded."""
+
+    def create():
+        params = {"base": jnp.zeros((64, 64), jnp.bfloat16), "lora": jnp.zeros((64, 64), jnp.bfloat16)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    return create, jzero.shard(create, stage=2, min_shard_bytes=0, **fields)
+
+
+def test_what_was_replaced_since_the_last_update_is_exported_and_becomes_a_pair(tmp_path):
+    create, state = halves()
+    ones = jax.tree.map(jnp.ones_like, state.params)
+    path = jzero.checkpoint.save(tmp_path / "saved", state.replace(params=jzero.plan_of(state).place(ones)))
+    (file,) = jzero.checkpoint.export(path, tmp_path / "params.safetensors")
+    assert all((x == 1).all() for x in load_file(file).values())
+    pairs = jzero.abstract(create, stage=2, min_shard_bytes=0, master_dtype="remainder")
+    found = jzero.checkpoint.restore(path, pairs)
+    assert all((np.asarray(x) == 1).all() for x in jax.tree.leaves(found.params))
+
+
+def test_params_of_a_lora_go_into_a_state_that_trains_all(tmp_path):
+    _, state = halves(trainable=lambda keys, x: keys == ("lora",))
+    path = jzero.checkpoint.save(tmp_path / "saved", state)
+    found = jzero.checkpoint.restore(path, halves()[1], only="params", cast=True)
+    assert found.opt_state.master["base"].dtype == jnp.float32

@@ -626,7 +626,7 @@ def test_schedules_follow_deepspeeds_formulas(name, kind):
     for step in (0, 1, 5, 9, 10, 11, 50, 99):
         rise = math.log(step + 1) / math.log(n) if kind == "log" else step / n
         fall = {
-            "WarmupLR": peak, "WarmupDecayLR": peak * (total - step) / (total - n),
+            "WarmupLR": peak, "WarmupDecayLR": low + (peak - low) * (total - step) / (total - n),
             "WarmupCosineLR": peak * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - n) / (total - n))) / 2),
         }[name]  # fmt: skip
         expected = low + (peak - low) * rise if step < n else fall

@@ -138,8 +138,8 @@ def draw_int8(rng, case: dict) -> None:
 def draw_codes(rng, case: dict) -> None:
     """Weights that are gathered in 8 bits, in the places that gather them.
 
-    Of a stack whose layout cuts the scanned dim XLA gathers all layers as they are: the dims are named, and there are no
-    loops in loops.
+    Of a stack whose layout cuts the scanned dim XLA gathers all layers as they are: the dims are named, and there is no
+    loop in a loop.
     """
     if "nested" in case["blocks"]:
         return

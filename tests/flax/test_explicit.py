@@ -485,3 +485,20 @@ def test_the_program_for_eight_gpus_sends_what_it_sends_on_an_auto_mesh(stage, w
         sent.append(psi)
     assert sent[0] == sent[1]
     np.testing.assert_allclose(sent[1], want, rtol=0.1)  # the last weight is gathered once for both passes
+
+
+def test_a_loss_scale_on_the_mesh_and_a_module():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+
+        def create():
+            model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+            return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+        model, optimizer = jzero.shard(create, stage=3, min_shard_bytes=0)
+        plan = jzero.plan_of(optimizer)
+        scale = jax.device_put(jzero.LossScale(64.0), plan.sharding(jax.P()))
+        vg = jzero.value_and_grad(lambda m, x: (m(x) ** 2).mean(), plan, scale=scale)
+        loss, grads = vg(model, plan.place_batch(jnp.ones((64, 64))))
+        assert float(loss) == pytest.approx(float((create()[0](jnp.ones((64, 64))) ** 2).mean()), rel=1e-5)
+        assert len(jax.tree.leaves(grads)) == 2

@@ -505,3 +505,11 @@ def test_what_lies_outside_of_the_params_is_reported(mesh):
     notes = jzero.plan_of(pair).describe()
     assert "1 array outside of the params stays whole" in notes  # the kernel is a frozen param
     assert "(['table'])" in notes
+
+
+def test_unshard_brings_what_is_whole_in_host_memory_to_the_device():
+    params = {"w": jnp.ones((512, 512))}
+    mesh = jzero.mesh(devices=jax.devices()[:1])
+    plan = jzero.make_plan(params, stage=3, offload=jzero.Offload(params="host"), mesh=mesh)
+    whole = jzero.unshard(plan.place(params))["w"]
+    np.testing.assert_array_equal(jnp.ones((4, 512)) @ whole, 512)
