@@ -106,7 +106,8 @@ class LossScale:
 
         Args:
           after: the optimizer state (or the train state) after the step, in which `optax.apply_if_finite` has noted
-            whether it was taken; or a bool scalar, True where all gradients were finite.
+            whether it was taken; or a bool scalar, True where all gradients were finite. With `Offload(delay=1)` the
+            state knows of the step before: pass the bool, or the scale falls a step late and once more than it must.
 
         Raises:
           TypeError: a state without `optax.apply_if_finite`, or something else.
