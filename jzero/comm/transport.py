@@ -106,9 +106,8 @@ class InCodes:
         # a product with a constant, as XLA would make of the quotient in some programs: equal codes in all
         scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), largest * (1 / _largest(self.codes)), jnp.nan)
         share = shard.astype(SCALE) / self.blocks.spread(jnp.where(scales > 0, scales, 1))
-        if self.codes == jnp.int8:
-            share = jnp.clip(jnp.round(share), -_largest(self.codes), _largest(self.codes))
-        return share.astype(self.codes), scales
+        share = jnp.clip(share, -_largest(self.codes), _largest(self.codes))  # a scale that is subnormal is rounded
+        return (jnp.round(share) if self.codes == jnp.int8 else share).astype(self.codes), scales
 
     def decode(self, received: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Codes times scales."""
@@ -136,7 +135,8 @@ def _largest(codes: np.dtype) -> float:
 
 def transport_of(hop: Hop, shape: Sequence[int], dtype: np.dtype, mesh: Mesh) -> Transport:
     """The form in which an array of this shape and dtype is gathered in a hop."""
-    if hop.codes is None or hop.blocks is None:
+    wide = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1  # else it is cast before the gather
+    if hop.codes is None or hop.blocks is None or not wide:
         return AsIs(tuple(shape), np.dtype(dtype), hop.before, hop.after)
     return InCodes(hop.blocks, hop.codes, hop.before, hop.after, mesh)
 

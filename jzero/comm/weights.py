@@ -120,12 +120,13 @@ class WeightGather:
             first = next((use for use in uses if use.has_gradient), None)
             times = [row for row in times if not row[1].has_gradient] + ([(1, first)] if first else [])
         layer = x.layer_shape, x.of_layer(x.stored), x.of_layer(x.used)
+        layers = x.layers * shard_factor(layer[2], self.plan.mesh) / shard_factor(x.used, self.plan.mesh)  # a device's
         codes = self.order(x) is not None
         found = hops(*layer, self.plan.config, self.plan.mesh) if codes else [Hop(*layer[1:])]
         for hop in found:
             before, after = (shard_factor(spec, self.plan.mesh) for spec in (hop.before, hop.after))
             ways = ((n, transport_of(hop, x.layer_shape, self.dtype(x, use), self.plan.mesh)) for n, use in times)
-            whole = x.layers * sum(n * way.sent_bytes for n, way in ways)
+            whole = layers * sum(n * way.sent_bytes for n, way in ways)
             axes = tuple(a for a in spec_axes(hop.before) if a not in spec_axes(hop.after))
             yield axes, accumulate * ring(before / after) * whole / after
 

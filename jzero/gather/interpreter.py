@@ -103,7 +103,7 @@ def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:
     if name in ON_SHARD:
         changed = [ON_SHARD[name](eqn, values[0])]
     elif is_cut_on_shard(eqn, values[0].split_dims if isinstance(values[0], Weight) else None):
-        changed = pieces(eqn, values[0])
+        changed = pieces(eqn, values[0], walk.plan.config.quantize_block)
     if changed is not None:
         # pinned: the gathered layout would spread back over a cast before a remat region (`compute_dtype`)
         return changed if walk.in_remat else on_shards(changed, walk)

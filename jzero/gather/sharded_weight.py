@@ -13,9 +13,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm import Comm
+from jzero.comm.weights import STACK
 from jzero.core import jaxprs
 from jzero.core.dims import dims_in_order
 from jzero.gather.source import DEVICE, ShardSource
+from jzero.layout.blocks import Blocks
 from jzero.layout.specs import P, split_dims
 
 
@@ -188,9 +190,23 @@ def _moved(eqn, weight: Weight):
     return changed.map(changed.shard, dims_in_order(eqn))
 
 
-def pieces(eqn, weight: Weight) -> list[Weight]:
-    """Parts of a weight that an equation of `PIECES` cuts out of its shard."""
-    return [weight.map(shard, dims_in_order(eqn)) for shard in jaxprs.bind(eqn, [weight.shard])]
+def pieces(eqn, weight: Weight, size: int) -> list[Weight]:
+    """Parts of a weight that an equation of `PIECES` cuts out of its shard; `size`: of its blocks, if it has any."""
+    found = [weight.map(shard, dims_in_order(eqn)) for shard in jaxprs.bind(eqn, [weight.shard])]
+    return found if _keeps_blocks(eqn, weight, size) else [dataclasses.replace(w, order=None) for w in found]
+
+
+def _keeps_blocks(eqn, weight: Weight, size: int) -> bool:
+    """Whether the parts have the blocks of the whole weight: with others they would have other values in codes."""
+    if weight.order is None:
+        return True
+    before = weight.shape
+    after = dict(zip(dims_in_order(eqn), eqn.outvars[0].aval.shape, strict=True))
+    cut = {weight.order[i] for i, n in enumerate(before) if after.get(i) != n}
+    own = sorted(weight.order)
+    shape = [before[weight.order.index(i)] for i in own]
+    whole = Blocks.of(shape, 0 if STACK in own else None, size)
+    return all(own.index(i) < whole.lead for i in cut)
 
 
 def is_cut_on_shard(eqn, split: frozenset[int] | None) -> bool:

@@ -11,6 +11,7 @@ Weights have the blocks of one layer, which is what is gathered.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero.layout.specs import axis_of, axis_size, make_spec, spec_entries, without_dim
+from jzero.layout.specs import axis_of, axis_size, make_spec, spec_axes, spec_entries, without_dim
 
 if TYPE_CHECKING:
     from jzero.config import ZeroConfig
@@ -172,10 +173,8 @@ def hops(
     found, here = [], spec_entries(stored, len(shape))
     goal = spec_entries(used, len(shape))
     kept = {a for e in goal for a in e}
-    by_dtype: dict[np.dtype, list[str]] = {}
-    for axis, dtype in config.gathers_in_codes:
-        by_dtype.setdefault(dtype, []).append(axis)
-    for dtype, axes in by_dtype.items():
+    for dtype, rows in itertools.groupby(config.gathers_in_codes, key=lambda row: row[1]):
+        axes = [axis for axis, _ in rows]
         there = [tuple(a for a in e if a in kept or axis_of(a) not in axes) for e in here]
         if there != here:
             found.append(Hop(make_spec(here), make_spec(there), dtype, blocks))
@@ -187,9 +186,12 @@ def hops(
 
 def why_not_in_codes(x: Layout, plan: Any) -> str:
     """Why a weight that a plan gathers in codes travels as it is; empty if it does not."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-        return f"its dtype is {x.dtype}"
+    dtype = plan.config.compute_dtype or x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        return f"its dtype is {dtype}"
     if math.prod(x.layer_shape) < LEAST_QUANTIZED:
         return f"fewer than {LEAST_QUANTIZED} values"
+    if not {a for a, _ in plan.config.gathers_in_codes} & (set(spec_axes(x.stored)) - set(spec_axes(x.used))):
+        return "it is not split over the axes of gather_dtype"
     found = hops(x.layer_shape, x.of_layer(x.stored), x.of_layer(x.used), plan.config, plan.mesh)
     return "" if any(hop.codes for hop in found) else f"its layout would cut blocks of {plan.config.quantize_block}"

@@ -205,7 +205,10 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
     if mesh is None and context is not None and set(config.axes) <= set(context.axis_names):
         mesh = context
     if mesh is None:
-        mesh = Mesh(np.array(jax.devices()).reshape([-1] + [1] * (len(config.axes) - 1)), config.axes)
+        axes = config.axes
+        if isinstance(config.gather_dtype, tuple):
+            axes = (*config.cut_axes, *(a for a in axes if a not in config.cut_axes))
+        mesh = Mesh(np.array(jax.devices()).reshape([-1] + [1] * (len(axes) - 1)), axes)
     if not isinstance(mesh, Mesh):
         raise TypeError(f"jzero: mesh must be a jax.sharding.Mesh, not {type(mesh).__name__}.")
     mesh = whole_mesh(mesh)  # that of arrays which an earlier plan laid out
@@ -224,7 +227,7 @@ def _check_order(mesh: Mesh, config: ZeroConfig) -> None:
     XLA makes a reduce-scatter of gradients only where pieces are in the order of the devices.
     """
     order = [a for a in mesh.axis_names if a in config.cut_axes]
-    if order != list(config.cut_axes):
+    if isinstance(config.gather_dtype, tuple) and order != list(config.cut_axes):
         rest = iter(config.cut_axes)
         names = [next(rest) if a in config.cut_axes else a for a in mesh.axis_names]
         dims = [mesh.axis_names.index(a) for a in names]

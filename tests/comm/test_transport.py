@@ -237,3 +237,40 @@ def test_the_wire_counts_what_travels_and_buckets_what_is_held(mesh):
     assert comm_of(plan).weights.held_bytes(plan.layouts[0]) == 2 * 64 * 256  # decoded
     # two gathers in 8 bits with a scale of 32 bits per 256 values, one gradient in 16
     assert jzero.estimate(plan).wire == pytest.approx(7 / 8 * 4 * 64 * 256 * (2 * (1 + 4 / 256) + 2))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("stage", [1, 3])
+def test_axes_may_be_in_another_order_than_those_of_the_mesh(stage):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("host", "gpu"))
+    fields = {"gather_dtype": "int8"} if stage == 3 else {}
+    plan = jzero.make_plan({"w": jnp.zeros((64, 256))}, stage=stage, axis=("gpu", "host"), mesh=mesh, **fields)
+    assert plan.layouts[0].state == P(("gpu", "host"))
+    two_hops = {"axis": ("host", "gpu"), "gather_dtype": {"host": "int8"}}
+    assert jzero.make_plan({"w": jnp.zeros((64, 256))}, stage=3, **two_hops).mesh.axis_names == ("gpu", "host")
+
+
+@pytest.mark.unit
+def test_a_stack_over_pipeline_stages_is_gathered_by_the_devices_of_its_stage():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "data"))
+    plan = jzero.make_plan(
+        {"w": jax.ShapeDtypeStruct((8, 256, 256), "bfloat16")}, stage=3, mesh=mesh, param_specs={"w": P("pipe")},
+        scan_axes={"w": 0}, min_shard_bytes=0,
+    )  # fmt: skip
+    ((axes, size),) = comm_of(plan).weights.wire(plan.layouts[0], 1, (Use("matmul"),))
+    assert axes == ("data",)
+    assert size == 2 * 3 / 4 * plan.layouts[0].nbytes / 2
+
+
+def test_pieces_have_the_values_of_the_whole_weight_or_are_exact(mesh):
+    """In blocks of 256 those of 384 columns go over rows, and a slice would have blocks of its own."""
+    w = jax.random.normal(jax.random.key(0), (256, 384))
+    plan = jzero.make_plan({"w": w}, stage=3, mesh=mesh, min_shard_bytes=0, gather_dtype="int8")
+    fn = jax.jit(jzero.gather_on_use(lambda p: (p["w"][:, :128] * 1, p["w"] * 1), plan))
+    piece, whole = fn(plan.place({"w": w}))
+    np.testing.assert_array_equal(piece, w[:, :128])
+    np.testing.assert_array_equal(whole, rounded({"w": w}, plan)["w"])
+    layers = jzero.make_plan({"w": w.reshape(2, 128, 384)}, stage=3, mesh=mesh, min_shard_bytes=0, gather_dtype="int8")
+    fn = jax.jit(jzero.gather_on_use(lambda p: p["w"][1] * 1, layers))
+    got = fn(layers.place({"w": w.reshape(2, 128, 384)}))
+    np.testing.assert_allclose(got, rounded({"w": w.reshape(2, 128, 384)}, layers)["w"][1], rtol=1e-6)
