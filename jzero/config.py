@@ -411,12 +411,17 @@ class ZeroConfig:
         return tuple((axis, self.gather_dtype) for axis in self.param_axes)
 
     @property
+    def gathered_first(self) -> tuple[str, ...]:
+        """The axes over which weights are gathered in hops of their own; empty where one hop gathers over all."""
+        return tuple(a for a, _ in self.gathers_in_codes) if isinstance(self.gather_dtype, tuple) else ()
+
+    @property
     def cut_axes(self) -> tuple[str, ...]:
         """`param_axes` in the order in which they cut a dim.
 
         The axes that are gathered first are the innermost ones: what they gather is then in one piece.
         """
-        first = [a for a, _ in self.gathers_in_codes] if isinstance(self.gather_dtype, tuple) else []
+        first = self.gathered_first
         return (*(a for a in self.param_axes if a not in first), *reversed(first))
 
     def master_for(self, dtype: Any) -> np.dtype | None:

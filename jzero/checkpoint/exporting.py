@@ -296,6 +296,6 @@ def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tu
         for t in group:
             value = read[t.source]
             if t.param is not None:
-                param = read[t.param[0]]
+                param = read[t.param[0]]  # `taken_over` of the update, without a device
                 value = np.where(value.astype(param.dtype) == param, value, param.astype(value.dtype))
             yield t, value

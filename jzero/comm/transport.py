@@ -27,7 +27,7 @@ SCALE = np.dtype(np.float32)
 class Transport(Protocol):
     """The form in which the values of one array travel.
 
-    An encoding need not be linear, so the tangent of an encoded array travels as it is (`WeightGather.tangent`).
+    An encoding need not be linear, so the tangent of an array that travels in codes travels as it is.
     """
 
     def encode(self, shard: jax.Array) -> Sequence[jax.Array]:

@@ -73,7 +73,7 @@ class WeightGather:
 
         Blocks are those of the param, so that all uses of a weight see the same values, transposed or not.
         """
-        dims = [int(i) for i in np.argsort(order)]
+        dims = in_order_of_param(order)
         shape = [shard.shape[i] for i in dims]
         before, after = (
             make_spec([entries[i] for i in dims])
@@ -129,6 +129,11 @@ class WeightGather:
             whole = layers * sum(n * way.sent_bytes for n, way in ways)
             axes = tuple(a for a in spec_axes(hop.before) if a not in spec_axes(hop.after))
             yield axes, accumulate * ring(before / after) * whole / after
+
+
+def in_order_of_param(order: Sequence[int]) -> list[int]:
+    """The dims of a weight in the order that they have in its param, the dim of a stack first; see `Weight.order`."""
+    return [int(i) for i in np.argsort(order)]
 
 
 def ring(n: float) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm import Comm
-from jzero.comm.weights import STACK
+from jzero.comm.weights import STACK, in_order_of_param
 from jzero.core import jaxprs
 from jzero.core.dims import dims_in_order
 from jzero.gather.source import DEVICE, ShardSource
@@ -200,13 +200,10 @@ def _keeps_blocks(eqn, weight: Weight, size: int) -> bool:
     """Whether the parts have the blocks of the whole weight: with others they would have other values in codes."""
     if weight.order is None:
         return True
-    before = weight.shape
     after = dict(zip(dims_in_order(eqn), eqn.outvars[0].aval.shape, strict=True))
-    cut = {weight.order[i] for i, n in enumerate(before) if after.get(i) != n}
-    own = sorted(weight.order)
-    shape = [before[weight.order.index(i)] for i in own]
-    whole = Blocks.of(shape, 0 if STACK in own else None, size)
-    return all(own.index(i) < whole.lead for i in cut)
+    dims = in_order_of_param(weight.order)
+    whole = Blocks.of([weight.shape[i] for i in dims], 0 if STACK in weight.order else None, size)
+    return all(after.get(i) == weight.shape[i] for i in dims[whole.lead :])
 
 
 def is_cut_on_shard(eqn, split: frozenset[int] | None) -> bool:

@@ -208,30 +208,37 @@ class _ValueAndGrad:
     def _plain_of_objects(self, params, args, kwargs):
         from flax import nnx
 
-        def of_scale(params, args, kwargs, scale):  # which is not closed over: an Explicit mesh is part of its type
-            known = self if scale is None else dataclasses.replace(self, scale=Factor(scale))
-            return known._loss(params, args, kwargs)
+        def of_factor(params, args, kwargs, factor):
+            return self._with_factor(factor)._loss(params, args, kwargs)
 
-        fn, scale = gather_on_use(of_scale, self.plan), None if self.scale is None else self.scale.value
+        fn, factor = gather_on_use(of_factor, self.plan), self._factor
         if is_module(params):
             by_path = self.plan.trained.by_keys
             wanted = nnx.DiffState(0, lambda path, _: tuple(map(str, path)) in by_path)
-            (loss, aux), grads = nnx.value_and_grad(fn, argnums=wanted, has_aux=True)(params, args, kwargs, scale)
+            (loss, aux), grads = nnx.value_and_grad(fn, argnums=wanted, has_aux=True)(params, args, kwargs, factor)
         else:
             run = trained_value_and_grad(fn, self.plan, nnx.value_and_grad)
-            (loss, aux), grads = run(params, args, kwargs, scale)
+            (loss, aux), grads = run(params, args, kwargs, factor)
             grads = self._with_none(grads, params)
         if self.scale is not None:
             loss, grads = self._unscaled(loss, grads)
         return ((loss, aux) if self.has_aux else loss), grads
 
+    @property
+    def _factor(self):
+        """The value of the loss scale, if there is one: an argument of what runs, since a mesh is part of its type."""
+        return None if self.scale is None else self.scale.value
+
+    def _with_factor(self, factor):
+        """The same with this value of the loss scale."""
+        return self if factor is None else dataclasses.replace(self, scale=Factor(factor))
+
     def _evaluated(self, call, params, args, kwargs, values=(), paths=()):
         """(loss or (loss, aux), grads, the state of the objects, where gradients were reduced)."""
         trees, values = (params, args, kwargs), list(values)
 
-        def of_batch(scale, params, args, kwargs, values):
-            known = self if scale is None else dataclasses.replace(self, scale=Factor(scale))
-            return known._of_batch(call, params, args, kwargs, values, paths)
+        def of_batch(factor, params, args, kwargs, values):
+            return self._with_factor(factor)._of_batch(call, params, args, kwargs, values, paths)
 
         def specs(out):
             used = dataclasses.replace(self.accumulation, mode=out[3])
@@ -239,8 +246,7 @@ class _ValueAndGrad:
             own = [jax.typeof(x).sharding.spec for x in values]
             return [*result_specs(trees, out[0], self.plan), *grads, *own, P()]
 
-        scale = None if self.scale is None else self.scale.value
-        return in_auto_mode(of_batch, (scale, *trees, values), specs, self.plan.own_axes)
+        return in_auto_mode(of_batch, (self._factor, *trees, values), specs, self.plan.own_axes)
 
     def _of_batch(self, call, params, args, kwargs, values, paths):
         used = self.accumulation

@@ -101,8 +101,8 @@ def _gathered_lines(plan: Any) -> list[str]:
     gathered = [x for x in plan.layouts if x.stored != x.used]
     rows = [(x.name, why, human_bytes(x.nbytes)) for x in gathered if (why := why_not_in_codes(x, plan))]
     codes = " and ".join(dict.fromkeys(str(dtype) for _, dtype in plan.config.gathers_in_codes))
-    if isinstance(plan.config.gather_dtype, tuple):
-        codes += f" over {', '.join(repr(axis) for axis, _ in plan.config.gathers_in_codes)}"
+    if plan.config.gathered_first:
+        codes += f" over {', '.join(map(repr, plan.config.gathered_first))}"
     line = (
         f"weights of {len(gathered) - len(rows)} of {counted(len(gathered), 'param')} are gathered in {codes}, in "
         f"blocks of {plan.config.quantize_block}"

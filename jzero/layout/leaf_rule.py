@@ -169,15 +169,16 @@ def make_layout(
     min_shard_bytes = min_shard_bytes if state_dim is None else 0
     # the axes that share params first: a shard of the state is then a part of the shard of the param
     rest = tuple(a for a in config.axes if a not in config.param_axes)
+    axes = (*config.cut_axes, *rest)
     prefer = uncut(shape, path_keys(path), scan_dim, config, mesh)
     over, whole, reason = cut_leaf(
-        shape, leaf.dtype, base, (*config.cut_axes, *rest), config, mesh, min_shard_bytes, skip, prefer=prefer
+        shape, leaf.dtype, base, axes, config, mesh, min_shard_bytes, skip, prefer=prefer
     )
     if frozen is Frozen.APART and over.shape != shape:  # it has no state to pad
         over, reason = PaddedSplit(over.even, shape, over.even), reason if over.even == base else ""
     params = over.even
     if rest and over.spec != base:
-        if add_axes(shape, base, (*config.cut_axes, *rest), mesh, skip=skip) is not None:
+        if add_axes(shape, base, axes, mesh, skip=skip) is not None:
             # along one dim for all: along the same one for the params, or new params would have to cross it whole
             params = make_spec([tuple(a for a in entry_axes(e) if a not in rest) for e in over.spec])
         else:

@@ -206,7 +206,7 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
         mesh = context
     if mesh is None:
         axes = config.axes
-        if isinstance(config.gather_dtype, tuple):
+        if config.gathered_first:
             axes = (*config.cut_axes, *(a for a in axes if a not in config.cut_axes))
         mesh = Mesh(np.array(jax.devices()).reshape([-1] + [1] * (len(axes) - 1)), axes)
     if not isinstance(mesh, Mesh):
@@ -227,7 +227,7 @@ def _check_order(mesh: Mesh, config: ZeroConfig) -> None:
     XLA makes a reduce-scatter of gradients only where pieces are in the order of the devices.
     """
     order = [a for a in mesh.axis_names if a in config.cut_axes]
-    if isinstance(config.gather_dtype, tuple) and order != list(config.cut_axes):
+    if config.gathered_first and order != list(config.cut_axes):
         rest = iter(config.cut_axes)
         names = [next(rest) if a in config.cut_axes else a for a in mesh.axis_names]
         dims = [mesh.axis_names.index(a) for a in names]
