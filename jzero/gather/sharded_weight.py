@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -200,10 +201,26 @@ def _keeps_blocks(eqn, weight: Weight, size: int) -> bool:
     """Whether the parts have the blocks of the whole weight: with others they would have other values in codes."""
     if weight.order is None:
         return True
-    after = dict(zip(dims_in_order(eqn), eqn.outvars[0].aval.shape, strict=True))
     dims = in_order_of_param(weight.order)
-    whole = Blocks.of([weight.shape[i] for i in dims], 0 if STACK in weight.order else None, size)
-    return all(after.get(i) == weight.shape[i] for i in dims[whole.lead :])
+    shape = [weight.shape[i] for i in dims]
+    whole = Blocks.of(shape, 0 if STACK in weight.order else None, size)
+    first, inner = dims[whole.lead], math.prod(shape[whole.lead + 1 :])
+    cuts = {i: at for i in dims if (at := _cuts(eqn, i)) is not None}
+    if cuts.keys() & set(dims[whole.lead + 1 :]):
+        return False
+    return all(at == weight.shape[first] or at * inner % size == 0 for at in cuts.get(first, ()))
+
+
+def _cuts(eqn, dim: int) -> list[int] | None:
+    """Where an equation of `PIECES` cuts a dim; None if it does not."""
+    params, n = eqn.params, eqn.invars[0].aval.shape[dim]
+    if eqn.primitive.name == "slice":
+        found = [params["start_indices"][dim], params["limit_indices"][dim]]
+        step = 1 if params["strides"] is None else params["strides"][dim]
+        return None if (*found, step) == (0, n, 1) else found if step == 1 else list(range(n))
+    if dim != params["axis"]:
+        return None
+    return list(range(n)) if eqn.primitive.name == "unstack" else list(itertools.accumulate(params["sizes"]))
 
 
 def is_cut_on_shard(eqn, split: frozenset[int] | None) -> bool:

@@ -270,6 +270,13 @@ def test_pieces_have_the_values_of_the_whole_weight_or_are_exact(mesh):
     piece, whole = fn(plan.place({"w": w}))
     np.testing.assert_array_equal(piece, w[:, :128])
     np.testing.assert_array_equal(whole, rounded({"w": w}, plan)["w"])
+    plan = jzero.make_plan({"w": w}, stage=3, mesh=mesh, min_shard_bytes=0, gather_dtype="int8", quantize_block=128)
+    parts = jax.jit(jzero.gather_on_use(lambda p: [x * 1 for x in jnp.split(p["w"], (128, 200), 1)], plan))
+    for part, want in zip(parts(plan.place({"w": w})), jnp.split(w, (128, 200), 1), strict=True):
+        np.testing.assert_array_equal(part, want)  # all of them: one cut is inside of a block
+    parts = jax.jit(jzero.gather_on_use(lambda p: [x * 1 for x in jnp.split(p["w"], (128, 256), 1)], plan))
+    for part, want in zip(parts(plan.place({"w": w})), jnp.split(rounded({"w": w}, plan)["w"], 3, 1), strict=True):
+        np.testing.assert_array_equal(part, want)
     layers = jzero.make_plan({"w": w.reshape(2, 128, 384)}, stage=3, mesh=mesh, min_shard_bytes=0, gather_dtype="int8")
     fn = jax.jit(jzero.gather_on_use(lambda p: p["w"][1] * 1, layers))
     got = fn(layers.place({"w": w.reshape(2, 128, 384)}))

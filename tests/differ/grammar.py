@@ -139,9 +139,9 @@ def draw_codes(rng, case: dict) -> None:
     """Weights that are gathered in 8 bits, in the places that gather them.
 
     Of a stack whose layout cuts the scanned dim XLA gathers all layers as they are: the dims are named, and there is no
-    loop in a loop.
+    loop in a loop. A slice that cuts a block travels as it is: there is none ("indexed" takes three columns).
     """
-    if "nested" in case["blocks"]:
+    if {"nested", "indexed"}.intersection(case["blocks"]):
         return
     if stacks_of(case):
         case["scan_axes"] = "named"
