@@ -11,13 +11,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jzero.checkpoint import store
-from jzero.core.errors import listing
+from jzero.core.errors import counted, listing
 from jzero.core.types import PyTree
 from jzero.flax.adapters import Parts, is_pair, take_apart
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.placement import put
 from jzero.layout.specs import P
-from jzero.layout.trainable import numbers
+from jzero.layout.trainable import numbers, trained_part
 from jzero.optim import is_wrapped, reopened_state
 from jzero.update.on_host.handles import held_in
 
@@ -47,7 +47,9 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
 
     Raises:
       TypeError: the state has no files.
-      ValueError: there is something at `path`, or the state is not the latest one.
+      ValueError: there is something at `path`, the state is not the latest one, or a param or a hyper-parameter was
+        replaced since the last update. Params that came back from a jitted function are compared with their masters,
+        which reads the files.
       RuntimeError: an update of the state was broken off.
       OSError: the disk is full or cannot be written.
     """
@@ -74,6 +76,15 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
             f"{where}: a snapshot holds optimizer state, params and the step, and not these fields:\n"
             f"{listing([(path_name(k),) for k, _ in fields])}\nSave them beside it, with jzero.checkpoint.save.",
             stacklevel=2,
+        )
+    trained = trained_part(parts.params, parts.tx.init.plan, where=where)
+    unwritten = running.not_in_files(trained, jax.tree.leaves(parts.opt_state.inner))
+    if unwritten:
+        rows = listing([(name,) for name in unwritten])
+        raise ValueError(
+            f"{where}: {counted(len(unwritten), 'array was', 'arrays were')} replaced since the last update, and the "
+            f"files hold the values before:\n{rows}\nThe next update writes them: take the snapshot after it. Or save "
+            "the state as it is: jzero.checkpoint.save(path, state)."
         )
     running.snapshot(path)
     step, reached = parts.step, running.store.train_step

@@ -18,6 +18,11 @@ def may_be_keys(x: Any) -> bool:
     return is_key(x) or (x.dtype == "uint32" and x.shape[-1:] == (2,))
 
 
+def data(x: Any) -> Any:
+    """`x`; of random keys the key data."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
 def key_impl(x: Any) -> Any:
     """The generator of typed random keys, which may be abstract: `jax.random.key_impl` wants arrays."""
     found = []

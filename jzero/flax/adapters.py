@@ -218,10 +218,10 @@ def _pair_parts(model: Any, optimizer: Any) -> Parts:
 def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
     from flax import nnx
 
+    held = as_held(parts.opt_state, parts.params, parts.tx, step=parts.step)  # may raise: before the pair changes
     nnx.update(model, parts.params)
     nnx.update(model, parts.rest)
     optimizer.tx = parts.tx
-    held = as_held(parts.opt_state, parts.params, parts.tx, step=parts.step)
     optimizer.opt_state = nnx.data(_opt_variables(optimizer.opt_state, held))
     optimizer.step.set_value(parts.step)
 

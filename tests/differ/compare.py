@@ -136,7 +136,7 @@ class Plain:
         """Take the codes in which a sharded run gathers its weights now."""
         self.seen = None
         if run.config["stage"] == 3 and run.config.get("gather_dtype"):
-            found = after_codes(run.visible(), run.plan, self.case["compute"])
+            found = after_codes(run.visible(), run.plan, self.form.compute)
             leaves = [p if x is None else x for p, x in zip(jax.tree.leaves(self.params), found, strict=True)]
             self.seen = jax.tree.structure(self.params).unflatten(leaves)
         if self.beside is not None:

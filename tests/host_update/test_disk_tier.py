@@ -391,6 +391,29 @@ def test_a_snapshot_is_gone_on_from_in_another_folder(tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_snapshot_is_refused_while_the_files_lack_what_was_replaced(tmp_path, delay):
+    """A param, and a hyper-parameter; what only came back from a jitted function is no other."""
+    tx = optax.chain(optax.add_noise(0.1, 0.5, 3), optax.inject_hyperparams(optax.adam)(learning_rate=1e-2))
+    create = functools.partial(create_state, tx=tx, dtype=jnp.bfloat16)
+    fields = {"stage": 2, "min_shard_bytes": 0, "offload": disk(tmp_path / "s", delay=delay, buffer_bytes=2**15)}
+    state = jzero.shard(create, **fields)
+    for i in range(3):
+        jzero.checkpoint.snapshot(tmp_path / f"same{i}", state.replace(params=jax.tree.map(jnp.copy, state.params)))
+        state = host.steps(state, 1)
+    bias = state.params["Dense_0"]["bias"]
+    other = jax.tree.map(lambda p: p.at[-1].add(1) if p is bias else p, state.params)
+    with pytest.raises(ValueError, match=r"snapshot: 1 array was replaced since the last update.*\n.*Dense_0.*bias"):
+        jzero.checkpoint.snapshot(tmp_path / "replaced", state.replace(params=other))
+    assert not (tmp_path / "replaced").exists()
+    set_rate = jax.tree.map(lambda x: x, state.opt_state)
+    set_rate.inner[1].hyperparams["learning_rate"] = state.opt_state.inner[1].hyperparams["learning_rate"] / 2
+    with pytest.raises(ValueError, match="learning_rate"):
+        jzero.checkpoint.snapshot(tmp_path / "rate", state.replace(opt_state=set_rate))
+    after = host.steps(state.replace(params=other, opt_state=set_rate), 1)
+    jzero.checkpoint.snapshot(tmp_path / "after", after)
+
+
 def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):
     create, fields = functools.partial(create_state, tx=optax.adam(1e-2)), {"stage": 2, "min_shard_bytes": 0}
     offload = disk(tmp_path / "s")

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from jzero.stream.schedule import Group
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.disk import DiskStore
 from jzero.update.on_host.file_layout import FileLayout
-from jzero.update.on_host.host_arrays import joined, on_host
+from jzero.update.on_host.host_arrays import differ, joined, on_host
 from jzero.update.on_host.small_leaves import first_step, packed, unpacked
 from jzero.update.on_host.store import Store
 from jzero.update.on_host.units import Unit, Units
@@ -146,6 +146,29 @@ class DiskTier(Store):
         for at in self.layout.tiny:
             if at in leaves:
                 yield at, self.arrays[at], None
+
+    def small_leaves(self) -> list[Any]:
+        """The leaves that the user holds as the last update left them, on the devices; they are in the record."""
+        small = unpacked(self.disk.extra, self.chain)
+        return [x for x, kept in zip(small, self.chain.kept, strict=True) if not kept]
+
+    def differing(self, asked: Mapping[int, Callable[[], Any]]) -> set[int]:
+        """The masters, by leaf, whose casts are not the given params.
+
+        Args:
+          asked: functions that return the params on their shards on the host, one of which is held at a time.
+        """
+        found: set[int] = set()
+        last, param = -1, None
+        for at, x, chunk in self.every(set(asked)):
+            if at in found:
+                continue
+            if at != last:
+                last, param = at, asked[at]()
+            assert param is not None
+            if bool(differ(x.astype(param.dtype), self.layout.units.piece(param, chunk))):
+                found.add(at)
+        return found
 
     def update(self, params, changed, grads, small, extra):
         """As `Store.update`; after an error, files and tier are at the last generation: the update can be retried."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -70,3 +71,14 @@ def joined(pieces: Sequence[tuple[Any, Chunk | None]], sharding) -> Any:
 @functools.lru_cache(maxsize=256)
 def _join(chunks: tuple[Any, ...], sharding):
     return jax.jit(functools.partial(whole_of, chunks), out_shardings=sharding)
+
+
+@jax.jit
+def differ(a, b):
+    """True if two arrays differ anywhere."""
+    return jnp.any(others(a, b))
+
+
+def others(a, b):
+    """Where two arrays differ; NaN is equal to NaN."""
+    return (a != b) & ~((a != a) & (b != b))

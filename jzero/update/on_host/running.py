@@ -29,12 +29,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jzero.core.random_keys import by_data
+from jzero.core.random_keys import by_data, data
 from jzero.layout.host_mesh import moved
 from jzero.layout.specs import P
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.handles import Held, held_in
-from jzero.update.on_host.host_arrays import joined, on_devices, on_host, on_plan, param_on_host, to_host
+from jzero.update.on_host.host_arrays import (
+    differ,
+    joined,
+    on_devices,
+    on_host,
+    on_plan,
+    others,
+    param_on_host,
+    to_host,
+)
 from jzero.update.on_host.landing import landed, on_shards, whole_once_complete
 from jzero.update.on_host.store import RESTORE
 from jzero.update.zero_state import ZeroState
@@ -101,10 +110,32 @@ class Running:
 
     def snapshot(self, path: Any) -> str:
         """A copy of the files, once the update that is under way is in them; how it was made."""
-        if self._pending is not None:
-            self._finished()
-        self.store.check_whole()
         return self.store.disk.snapshot(path)
+
+    def not_in_files(self, params: Any, leaves: Sequence[Any]) -> list[str]:
+        """What the user has set since the last update: see [Note: which params were replaced].
+
+        Args:
+          params, leaves: of the user's state; `leaves` are the small ones.
+
+        Returns:
+          The names of params and of leaves of the optimizer state whose new values the files do not have.
+        """
+        mine, flat = self._small_on_host(leaves), jax.tree.leaves(params)
+        if self._pending is not None:
+            _, values, _ = self._finished()
+            self.store.check_whole()
+            replaced, small = set(self._replaced(flat, values)), self._handed_small
+        else:
+            self.store.check_whole()
+            changed, at = self._changed(flat), self.chain.master_leaves
+            asked = {at[i]: functools.partial(self._param, i, flat[i]) for i in at if changed[i]}
+            other = self.store.differing(asked)
+            replaced, small = {i for i in at if at[i] in other}, self._small_on_host(self.store.small_leaves())
+        rows = zip(self.chain.names, mine, small, strict=False)  # masters are not small
+        return [self.chain.plan.layouts[i].name for i in sorted(replaced)] + [
+            name for name, a, b in rows if a is not None and bool(differ(*map(data, (a, b))))
+        ]
 
     def settled(self, params: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Waits for an update that is under way.
@@ -181,7 +212,7 @@ class Running:
             if self._last[i]() is params[i]:
                 continue
             now = self._param(i, params[i])
-            if bool(_differ(now, handed)):
+            if bool(differ(now, handed)):
                 out[i] = _theirs_or(now, handed, values[i])
         return out
 
@@ -261,11 +292,6 @@ class Running:
         return param_on_host(param, self.chain.plan.layouts[i], self.chain.plan)
 
 
-@jax.jit
-def _differ(a, b):
-    return jnp.any(_other(a, b))
-
-
 def _theirs_or(mine: Any, handed: Any, new: Any) -> Any:
     """`new`, except where `mine` differs from what was handed out: there `mine`. Random keys too."""
     return by_data(_merged, mine, handed, new)
@@ -273,12 +299,7 @@ def _theirs_or(mine: Any, handed: Any, new: Any) -> Any:
 
 @jax.jit
 def _merged(mine, handed, new):
-    return jnp.where(_other(mine, handed), mine, new)
-
-
-def _other(a, b):
-    """Where two arrays differ; NaN is equal to NaN."""
-    return (a != b) & ~((a != a) & (b != b))
+    return jnp.where(others(mine, handed), mine, new)
 
 
 def _weak(x: Any) -> Any:
