@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jzero.checkpoint import store
@@ -71,9 +70,18 @@ def _split(param: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
     return remainder.split(taken_over(padded(param, master.shape), master))
 
 
-def of_pairs(sources: Sequence[Source], stored: Mapping[Name, Described]) -> list[Source]:
-    """The sources to read from pairs: masters, params read from their masters, and the params beside such masters."""
-    pairs = {named(MASTER, name) for name in stored if name[0] == REMAINDER}
+def of_pairs(sources: Sequence[Source], joins: Collection[Name]) -> list[Source]:
+    """The sources to read from a param and what is stored beside it.
+
+    These are masters stored as remainders, and masters that params are read from: what the user has changed in a param
+    since the last update is not in its master. To the masters of both kinds belong the params beside them.
+
+    Args:
+      sources: of all leaves.
+      joins: the names of what is stored and not read as such.
+    """
+    pairs = {named(MASTER, name) for name in joins if name[0] == REMAINDER}
+    pairs |= {s.name for s in sources if s.name[0] == MASTER and s.leaf.name[0] == "params"}
     masters = {s.leaf.name for s in sources if s.name in pairs and s.leaf.name[0] == MASTER}
     return [
         s for s in sources
@@ -82,20 +90,23 @@ def of_pairs(sources: Sequence[Source], stored: Mapping[Name, Described]) -> lis
 
 
 def read_pairs(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -> dict[Name, Any]:
-    """Masters that are stored as pairs, by the names of the targets, in their dtypes and layouts."""
+    """Masters with what is new in their params, by the names of the targets, in their dtypes and layouts."""
+    stored = {path_keys(k): x for k, x in jax.tree_util.tree_leaves_with_path(tree)}
     halves: dict[Name, store.Target] = {}
+    rest = {name: named(REMAINDER if named(REMAINDER, name) in stored else MASTER, name) for name in targets}
     for name, target in targets.items():
-        halves[named("params", name)] = _in(target, jnp.dtype(jnp.bfloat16))
-        halves[named(REMAINDER, name)] = _in(target, np.dtype(np.int16))
+        for half in (named("params", name), rest[name]):
+            halves[half] = _in(target, np.dtype(stored[half].dtype))
     read = store.load(path, tree, halves)
     found = {}
     for name, target in targets.items():
-        param, rest = read.pop(named("params", name)), read.pop(named(REMAINDER, name))
+        param, beside = read.pop(named("params", name)), read.pop(rest[name])
         if isinstance(target, store.Numpy):
-            found[name] = _joined_on_host(param, rest).astype(target.dtype)
+            join = _joined_on_host if rest[name][0] == REMAINDER else _followed_on_host
+            found[name] = join(param, beside).astype(target.dtype)
         else:
-            value = _joined(np.dtype(target.dtype))(on_device(param), on_device(rest))
-            found[name] = put(value, target.sharding)
+            join = _joined(rest[name][0], np.dtype(target.dtype))
+            found[name] = put(join(on_device(param), on_device(beside)), target.sharding)
     return found
 
 
@@ -115,8 +126,14 @@ def _in(target: store.Target, dtype: np.dtype) -> store.Target:
 
 
 @functools.cache
-def _joined(dtype: np.dtype):
-    return jax.jit(lambda param, rest: remainder.join(param, rest).astype(dtype))
+def _joined(kind: str, dtype: np.dtype):
+    join = remainder.join if kind == REMAINDER else taken_over
+    return jax.jit(lambda param, beside: join(param, beside).astype(dtype))
+
+
+def _followed_on_host(param: np.ndarray, master: np.ndarray) -> np.ndarray:
+    """`taken_over` without a device."""
+    return np.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
 
 
 def _joined_on_host(param: np.ndarray, rest: np.ndarray) -> np.ndarray:

@@ -143,9 +143,9 @@ def restore(
     refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}
     with auto_context():
-        pairs = remainders.of_pairs(sources, {k: x for k, x in stored.items() if k not in have})
+        pairs = remainders.of_pairs(sources, stored.keys() - have.keys())
         values |= _read(path, tree, [s for s in sources if s not in pairs], have, where)
-        values |= _read_pairs(path, tree, pairs, where)
+        values |= _read_pairs(path, tree, pairs, have, where)
         values |= {leaf.name: leaf.nothing() for leaf in fresh}
         values = moments.quantized_again(remainders.split_again(values, every), every)
     return together(like, on_context_mesh(filled(parts, values)))
@@ -262,7 +262,9 @@ def _read(
     return values
 
 
-def _read_pairs(path: Path, tree: PyTree, sources: Sequence[Source], where: str) -> dict[Name, Any]:
+def _read_pairs(
+    path: Path, tree: PyTree, sources: Sequence[Source], have: Mapping[Name, Described], where: str
+) -> dict[Name, Any]:
     """The values of leaves that are read from pairs: masters, then params, whose layouts may differ."""
     values = {}
     for masters in (True, False):
@@ -270,8 +272,9 @@ def _read_pairs(path: Path, tree: PyTree, sources: Sequence[Source], where: str)
         targets = {leaf.name: _target(leaf) for leaf in leaves}
         read = remainders.read_pairs(path, tree, targets) if targets else {}
         for leaf in leaves:
-            if loses(remainders.FP32, describe(leaf)[1], read[leaf.name]):
-                whole = remainders.read_pairs(path, tree, {leaf.name: store.Numpy(leaf.shape, remainders.FP32)})
+            stored = have[remainders.named(MASTER, leaf.name)][1]
+            if loses(stored, describe(leaf)[1], read[leaf.name]):
+                whole = remainders.read_pairs(path, tree, {leaf.name: store.Numpy(leaf.shape, stored)})
                 converted(whole[leaf.name], describe(leaf)[1], f"{where}: {text(leaf.name)}")
             values[leaf.name] = _as_given(read[leaf.name], leaf.value)
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import Any
@@ -474,22 +475,34 @@ def test_an_nnx_pair_is_filled_in_place(tmp_path):
 def halves(**fields):
     """A function that makes a state of two bf16 params, and that state, sharded."""
 
-    def create():
-        params = {"base": jnp.zeros((64, 64), jnp.bfloat16), "lora": jnp.zeros((64, 64), jnp.bfloat16)}
+    def create(dtype=jnp.bfloat16):
+        params = {"base": jnp.zeros((64, 64), dtype), "lora": jnp.zeros((64, 64), dtype)}
         return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
     return create, jzero.shard(create, stage=2, min_shard_bytes=0, **fields)
 
 
-def test_what_was_replaced_since_the_last_update_is_exported_and_becomes_a_pair(tmp_path):
-    create, state = halves()
-    ones = jax.tree.map(jnp.ones_like, state.params)
-    path = jzero.checkpoint.save(tmp_path / "saved", state.replace(params=jzero.plan_of(state).place(ones)))
+@pytest.mark.parametrize("offload", [None, "host"])
+def test_what_was_replaced_since_the_last_update_is_read_in_place_of_its_master(tmp_path, offload):
+    """Exported, and into params of other dtypes; what was not replaced is its master, unrounded."""
+    create, state = halves(offload=offload)
+    master = jax.tree.map(lambda m: jax.device_put(jnp.full(m.shape, 1.0001), m.sharding), state.opt_state.master)
+    ones = jzero.plan_of(state).place(jax.tree.map(lambda p: jnp.ones_like(p).at[0].set(5), state.params))
+    state = state.replace(params=ones, opt_state=state.opt_state._replace(master=master))
+    path = jzero.checkpoint.save(tmp_path / "saved", state)
+    want = np.full((64, 64), 1.0001, np.float32)
+    want[0] = 5
     (file,) = jzero.checkpoint.export(path, tmp_path / "params.safetensors")
-    assert all((x == 1).all() for x in load_file(file).values())
-    pairs = jzero.abstract(create, stage=2, min_shard_bytes=0, master_dtype="remainder")
-    found = jzero.checkpoint.restore(path, pairs)
-    assert all((np.asarray(x) == 1).all() for x in jax.tree.leaves(found.params))
+    assert all((x == want).all() for x in load_file(file).values())
+    fields = {"stage": 2, "min_shard_bytes": 0}
+    pairs = jzero.checkpoint.restore(path, jzero.abstract(create, **fields, master_dtype="remainder"))
+    assert all((np.asarray(x) == want.astype(x.dtype)).all() for x in jax.tree.leaves(pairs.params))
+    for dtype in ("float32", "float16"):
+        like = jzero.abstract(functools.partial(create, dtype), **fields)
+        found = jzero.checkpoint.restore(path, like, cast=True)
+        assert all((np.asarray(x) == want.astype(dtype)).all() for x in jax.tree.leaves(found.params))
+        if dtype == "float16":
+            assert all((np.asarray(x) == want).all() for x in jax.tree.leaves(found.opt_state.master))
 
 
 def test_params_of_a_lora_go_into_a_state_that_trains_all(tmp_path):
