@@ -242,8 +242,17 @@ def test_a_run_that_began_later_resumes_at_its_step(tmp_path, began):
         assert int(again.opt_state.master.generation) == 2
 
 
-def test_an_nnx_run_resumes_at_its_step_with_its_random_key(tmp_path):
-    tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-2))
+def advancing_keys(count):
+    """A transformation whose state is an array of keys, each the next one of itself after an update."""
+    def update(updates, keys, params=None):
+        return updates, jax.vmap(lambda k: jax.random.split(k, 1)[0])(keys)
+
+    return optax.GradientTransformation(lambda _: jax.random.split(jax.random.key(0), count), update)
+
+
+def test_an_nnx_run_resumes_at_its_step_with_its_random_keys(tmp_path):
+    """Also with more keys than a leaf that stays with the user has values: keys always stay there."""
+    tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), advancing_keys(32), optax.adam(1e-2))
 
     def create():
         model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
@@ -259,6 +268,9 @@ def test_an_nnx_run_resumes_at_its_step_with_its_random_key(tmp_path):
     assert int(again.step.get_value()) == int(optimizer.step.get_value()) == 4
     keys = [x.opt_state.inner[0].rng_key.get_value() for x in (again, optimizer)]
     assert keys[0] == keys[1] != jax.random.key(0)
+    many = [x.opt_state.inner[1].get_value() for x in (again, optimizer)]
+    assert (many[0] == many[1]).all()
+    assert (many[0] != jax.random.split(jax.random.key(0), 32)).all()
 
 
 def test_a_number_in_16_bits_and_a_frozen_param_beside_the_files(tmp_path):

@@ -54,8 +54,8 @@ class _Start:
                 small[v] = self.initial.made(at, None, self._single | few)
         self._arrays = {}
         values = [small.get(v) for v in self.initial.graph.outs]
-        rows = zip(values, chain.leaves, strict=True)
-        self.small = [v if v is not None and x.size <= FEW else None for v, x in rows]
+        rows = zip(values, chain.leaves, chain.kept, strict=True)
+        self.small = [v if x.size <= FEW or not kept else None for v, x, kept in rows]
 
     def _array(self, source: int, order: Sequence[int]) -> Any:
         """A master; loads with it as many of those that follow it in `order` as the buffer could hold."""
