@@ -57,6 +57,10 @@ POLICIES = {
     "bf16 params": Policy(BF16, BF16),
     "bf16 params, gather_dtype=int8": Policy(BF16, BF16, {"gather_dtype": "int8"}),
     "bf16 params, gather_dtype=float8_e4m3fn": Policy(BF16, BF16, {"gather_dtype": "float8_e4m3fn"}),
+    "bf16 params, reduce_dtype=int8": Policy(BF16, BF16, {"reduce_dtype": "int8"}),
+    "bf16 params, gather_dtype=int8, reduce_dtype=int8": Policy(
+        BF16, BF16, {"gather_dtype": "int8", "reduce_dtype": "int8"}
+    ),
     "bf16 params, reduce_dtype=fp32": Policy(BF16, BF16, {"reduce_dtype": F32}),
     'the same, reduce="microbatch"': Policy(BF16, BF16, {"reduce_dtype": F32}, reduce="microbatch"),
     "bf16 params, moment_dtype=bf16": Policy(BF16, BF16, {"moment_dtype": BF16}),
@@ -132,6 +136,9 @@ def compiled(policy: Policy, stage: int):
     return pod.compile(jax.jit(step, donate_argnums=0), state, tokens), plan
 
 
+KINDS = {"all-gather": "gathered"} | dict.fromkeys(("reduce-scatter", "all-reduce", "all-to-all"), "reduced")
+
+
 def row(name: str, stage: int) -> str:
     """One line of the table; bytes on the wire per parameter, by kind and dtype."""
     program, plan = compiled(POLICIES[name], stage)
@@ -140,10 +147,7 @@ def row(name: str, stage: int) -> str:
     unit = count * (N - 1) / N
     sent: dict[tuple[str, str], float] = collections.defaultdict(float)
     for c in report.collectives:
-        kind = {"all-gather": "gathered", "reduce-scatter": "reduced", "all-reduce": "reduced"}.get(
-            c.op, c.op
-        )
-        sent[kind, c.dtype] += c.total_wire_bytes / unit
+        sent[KINDS.get(c.op, c.op), c.dtype] += c.total_wire_bytes / unit
     parts = [f"{size:.2f} {kind} {dtype}" for (kind, dtype), size in sorted(sent.items()) if size > 0.01]
     found = {f.kind for f in jzero.findings(program, plan)}
     held, closed = memory.argument_size_in_bytes / count, jzero.estimate(plan).wire / unit

@@ -179,14 +179,17 @@ class ZeroConfig:
         weights travel as they are, after that. Weights of fewer than 4096 values, and those of which the layout would
         cut a block, travel as they are; `describe` names them. None: all do.
       reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. `jzero.value_and_grad`
-        honours it. At stages 2 and 3 plain `jax.grad` through a sharded `apply_fn` or `gather_on_use` honours it too,
-        for the weights of matmuls and lookups; a wider one also for biases and scales, a narrower one also for
-        convolutions. (Other gradients are reduced in the dtype in which they are made.)
+        honours it. (int8 is not one in which they are summed: at stages 2 and 3 gradients of matmuls, convolutions and
+        lookups with at least 4096 values travel in 8 bits, with one float32 scale per block of `quantize_block` values,
+        and are summed in float32 on the shard: over several axes, or hosts, each value is rounded twice.) At stages 2
+        and 3 plain `jax.grad` through a sharded `apply_fn` or `gather_on_use` honours it too, for the weights of
+        matmuls and lookups; a wider one also for biases and scales, a narrower one also for convolutions. (Other
+        gradients are reduced in the dtype in which they are made.)
       moment_dtype: dtype in which the optimizer's moments are stored: bfloat16 (rounded so that the mean is right),
         float32 or float64. They are computed in the wider of this dtype and their own. None: their own. int8: in blocks
         with one float32 scale each, computed in float32; leaves of fewer than 4096 values, tables that lookups read and
         leaves of which the plan would cut a block stay in their own dtype, and `describe` names them.
-      quantize_block: values that share a scale, of moments and of gathered weights: a power of two of at least 8.
+      quantize_block: values that share a scale, of moments, weights and gradients: a power of two of at least 8.
       updates: what the wrapped `update` returns: "deferred", objects that become the new param when they are added to
         the old one; "delta", plain arrays to add.
       offload: "host" or a `jzero.Offload`: optimizer state and masters live in pinned host memory, split as the stage
@@ -268,6 +271,11 @@ class ZeroConfig:
             )
         if self.quantize_block & (self.quantize_block - 1):
             raise ValueError(f"ZeroConfig(quantize_block={self.quantize_block}) must be a power of two, such as 256.")
+        if self.reduce_dtype == jnp.int8 and not self.row.grads:
+            raise ValueError(
+                f"ZeroConfig(reduce_dtype=int8) needs stage 2 or 3: at stage {self.stage} gradients stay whole, and "
+                "codes of different scales cannot be summed. Pass stage=2."
+            )
         if self.param_axis is not None and not set(self.param_axes) <= set(self.axes):
             raise ValueError(
                 f"ZeroConfig(param_axis={self.param_axis!r}) is not within axis={self.axis!r}: params are split "
@@ -348,10 +356,11 @@ class ZeroConfig:
             f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
             for name, effect in self._without_effect().items()
         ]
-        in_blocks = self.moment_dtype == jnp.int8 or self.gather_dtype is not None
+        in_blocks = jnp.int8 in (self.moment_dtype, self.reduce_dtype) or self.gather_dtype is not None
         if self.quantize_block != ZeroConfig.quantize_block and not in_blocks:
             lines.append(
-                f'quantize_block={self.quantize_block} has no effect without moment_dtype="int8" or gather_dtype.'
+                f"quantize_block={self.quantize_block} has no effect without gather_dtype, and with moment_dtype or "
+                'reduce_dtype other than "int8".'
             )
         return lines
 
@@ -545,4 +554,8 @@ def _dtype(value: Any, name: str) -> np.dtype | str | None:
     if value is None or (isinstance(value, str) and value in words):
         return value
     rule = "a dtype, 'auto', 'remainder' or None" if words else "a dtype or None"
-    return check_dtype(value, name, where="ZeroConfig", rule=rule, floating=name != "moment_dtype")
+    floating = name not in ("moment_dtype", "reduce_dtype")
+    dtype = check_dtype(value, name, where="ZeroConfig", rule=rule, floating=floating)
+    if name == "reduce_dtype" and not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
+        raise ValueError(f"ZeroConfig(reduce_dtype={shown(value)}) must be a floating dtype, or int8.")
+    return dtype

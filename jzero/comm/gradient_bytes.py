@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from jzero.comm.reduce_in_codes import CODES, hops, message_bytes
 from jzero.comm.reduce_scatter import scatter_steps
 from jzero.comm.routes import UPDATE
 from jzero.comm.uses import Use
@@ -39,6 +40,9 @@ def wire(gradients: GradientReduce, x: Layout, accumulate: int, uses: Sequence[U
 
 def _one(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Sent]:
     """What one reduction sends."""
+    if gradients.in_codes(x, x.layer_shape):
+        yield from _one_in_codes(gradients, x, use)
+        return
     plan, mesh, taken = gradients.plan, gradients.plan.mesh, spec_axes(x.used)
     split = tuple(a for a in spec_axes(x.state) if a not in taken)
     whole = tuple(a for a in plan.batch_axes if a not in split and a not in taken)
@@ -57,6 +61,19 @@ def _one(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Sent]:
     yield whole, 2 * ring(axis_size(mesh, whole)) * size
 
 
+def _one_in_codes(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Sent]:
+    """The same, where values travel in codes: exchange by exchange, then among replicas in the dtype they have."""
+    plan, taken = gradients.plan, spec_axes(x.used)
+    values = math.prod(x.state_shape) * use.part / shard_factor(x.used, plan.mesh)
+    for _, own in scatter_steps(len(x.shape), x.state, plan, but=taken):
+        for axis, devices, _ in reversed([hop for a in own for hop in hops(plan.array_mesh, a)]):
+            yield (axis_of(axis),), ring(devices) * message_bytes(values, plan)
+            values /= devices
+    cut = set(map(axis_of, spec_axes(x.state)))
+    whole = tuple(a for a in plan.batch_axes if a not in cut and a not in taken)
+    yield whole, 2 * ring(axis_size(plan.mesh, whole)) * values * _itemsize(plan, x, use)
+
+
 def _rows_bytes(gradients: GradientReduce, x: Layout, use: Use, itemsize: int) -> float:
     """Bytes of a lookup's cotangents: XLA sends these in place of the gradient if they are fewer.
 
@@ -70,9 +87,10 @@ def _rows_bytes(gradients: GradientReduce, x: Layout, use: Use, itemsize: int) -
 
 
 def _itemsize(plan: Plan, x: Layout, use: Use) -> int:
-    """Bytes per value of a gradient on the wire: of the dtype that was asked for, or in which it is made."""
+    """Bytes per value of a gradient that travels as it is: of the dtype that was asked for, or in which it is made."""
     config = plan.config
-    return (config.reduce_dtype or use.dtype or config.compute_dtype or x.dtype).itemsize
+    asked = None if config.reduce_dtype in CODES else config.reduce_dtype
+    return (asked or use.dtype or config.compute_dtype or x.dtype).itemsize
 
 
 def _by_lookup(uses: Sequence[Use]) -> list[list[Use]]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm.gradient_bytes import Sent, wire
+from jzero.comm.reduce_in_codes import CODES
 from jzero.comm.reduce_scatter import SCOPE, batch_axes, is_of_batch, needs_scatter, reduce_scatter, summed
 from jzero.comm.routes import (
     CONVOLUTION,
@@ -58,6 +60,7 @@ from jzero.comm.uses import Use
 from jzero.core.jaxprs import is_tracer
 from jzero.core.linear import linear
 from jzero.core.one_way import forward_only
+from jzero.layout import blocks
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
 from jzero.layout.specs import P, entry_axes, named_axes, shard_factor, spec_axes
@@ -144,7 +147,13 @@ class GradientReduce:
         wide = asked or made
         matrix = len(w.shape) > 1 and w.grad != w.used
         narrower = asked is not None and asked.itemsize < made.itemsize and matrix
+        narrower = narrower and (asked not in CODES or self.in_codes(w, w.shape))
         return wide if wide.itemsize > w.dtype.itemsize else None, asked if narrower else None
+
+    def in_codes(self, w: Reduced, shape: Sequence[int]) -> bool:
+        """Whether a gradient of this shape that jzero makes travels in codes: see `reduce_in_codes.py`."""
+        asked = self.plan.config.reduce_dtype in CODES and w.dtype.kind != "c" and w.dtype.itemsize > 1
+        return asked and len(shape) > 1 and w.grad != w.used and math.prod(shape) >= blocks.LEAST_QUANTIZED
 
     def by_xla(self, w: Reduced, kind: str) -> str:
         """How to reduce a gradient that XLA makes at a use of this kind: see [Note: by way of the used layout]."""
@@ -185,8 +194,9 @@ class GradientReduce:
         return grad if by == WHOLE else self.plan.constrain(grad, spec)
 
     def by_examples(
-        self, make: Callable[..., Any], rows: Sequence[Any], dims: Sequence[int] | None, spec: PartitionSpec
-    ) -> Any:
+        self, make: Callable[..., Any], rows: Sequence[Any], dims: Sequence[int] | None, spec: PartitionSpec,
+        sent: np.dtype | None = None,
+    ) -> Any:  # fmt: skip
         """The gradient `make(*rows)` on its shards, each device making that of its own examples where it can.
 
         Args:
@@ -194,13 +204,27 @@ class GradientReduce:
           rows: arrays with all examples.
           dims: of each of them the dim of the examples; None leaves the reduction to XLA.
           spec: layout of the result; see [Note: pieces along several dims] in `reduce_scatter.py`.
+          sent: the dtype in which it travels, that of codes only where devices make it; None: as it is made.
         """
-        found = None if dims is None else summed(make, rows, dims, spec, self.plan)
-        return self.plan.constrain(make(*rows), spec) if found is None else found
+        codes = sent if sent in CODES else None
 
-    def of_devices(self, grad: Any, spec: PartitionSpec, used: PartitionSpec) -> Any:
-        """Inside of a `shard_map` over the batch axes: the devices' gradients summed, on their shards."""
-        return reduce_scatter(grad, spec, self.plan, but=named_axes(self.plan.sharding(used).spec))
+        def narrow(*rows):
+            return make(*rows) if sent is None or codes else make(*rows).astype(sent)
+
+        found = None if dims is None else summed(narrow, rows, dims, spec, self.plan, codes)
+        return self.plan.constrain(narrow(*rows), spec) if found is None else found
+
+    def of_devices(self, grad: Any, x: Layout, spec: PartitionSpec) -> Any:
+        """Inside of a `shard_map` over the batch axes: the devices' gradients of a param, summed, in the layout `spec`.
+
+        In `reduce_dtype`, or else in the dtype of the param.
+        """
+        _, sent = self.dtypes(x, grad.dtype)
+        asked = x.dtype if grad.dtype.kind == "c" else self.plan.config.reduce_dtype or x.dtype
+        if asked in CODES:
+            asked = grad.dtype if sent in CODES else x.dtype
+        but = named_axes(self.plan.sharding(x.used).spec)
+        return reduce_scatter(grad.astype(asked), spec, self.plan, but=but, codes=sent if sent in CODES else None)
 
     def at_update(self, grads: Sequence[Any]) -> list[Any]:
         """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole].

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jzero.comm.reduce_in_codes import scatter_in_codes
 from jzero.core.jaxprs import is_tracer
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.mesh import in_shard_map
@@ -64,7 +65,9 @@ def of_batch(spec: PartitionSpec, plan: Plan) -> PartitionSpec:
     return make_spec([tuple(a for a in entry_axes(e) if a in axes) for e in plan.sharding(spec).spec])
 
 
-def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence[str] = ()) -> Any:
+def reduce_scatter(
+    value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence[str] = (), codes: np.dtype | None = None
+) -> Any:
     """Inside of a `shard_map` over the batch axes: this device's piece of the sum of all devices' values.
 
     Args:
@@ -72,6 +75,7 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence
       spec: of the sum.
       plan: gives the mesh; axes of the batch that `spec` does not name hold the same piece.
       but: axes that are not summed over.
+      codes: the dtype in which values travel, see `reduce_in_codes.py`; among replicas they travel as they are.
     """
     axes = tuple(a for a in batch_axes(plan) if a not in but)
     steps = scatter_steps(np.ndim(value), spec, plan, but=but)
@@ -81,9 +85,13 @@ def reduce_scatter(value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence
     rest = tuple(a for a in axes if not any(a in own for _, own in steps))
 
     def scatter(value):
+        dtype = value.dtype
         for dim, own in steps:
-            value = jax.lax.psum_scatter(value, own, scatter_dimension=dim, tiled=True)
-        return jax.lax.psum(value, rest) if rest else value
+            if codes is None:
+                value = jax.lax.psum_scatter(value, own, scatter_dimension=dim, tiled=True)
+            else:
+                value = scatter_in_codes(value, dim, own, codes, plan)
+        return jax.lax.psum(value.astype(dtype), rest) if rest else value.astype(dtype)
 
     batch, entries = set(batch_axes(plan)), plan.sharding(spec).spec
     # see [Note: beside other axes]
@@ -121,8 +129,9 @@ def scatter_steps(
 
 
 def summed(
-    make: Callable[..., Any], rows: Sequence[Any], dims: Sequence[int], spec: PartitionSpec, plan: Plan
-) -> Any | None:
+    make: Callable[..., Any], rows: Sequence[Any], dims: Sequence[int], spec: PartitionSpec, plan: Plan,
+    codes: np.dtype | None = None,
+) -> Any | None:  # fmt: skip
     """`make(*rows)`, linear in examples, made of each device's own and reduced to the pieces of `spec`.
 
     Args:
@@ -131,6 +140,7 @@ def summed(
       dims: of each of them, the dim of the examples.
       spec: layout of the result; its pieces may be unequal.
       plan: gives mesh and batch axes.
+      codes: the dtype in which values travel; None: as they are.
 
     Returns:
       The gradient in the shape of the weight, or None where that is not possible: outside of a trace, inside of a
@@ -145,7 +155,7 @@ def summed(
     shape = jax.eval_shape(make, *rows).shape
 
     def own(*rows):
-        return reduce_scatter(make(*rows), spec, plan)
+        return reduce_scatter(make(*rows), spec, plan, codes=codes)
 
     run = jax.shard_map(
         own, mesh=typed_mesh(plan.array_mesh), in_specs=tuple(make_spec([()] * d + [axes]) for d in dims),

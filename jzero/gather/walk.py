@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jzero.comm import Comm, comm_of
+from jzero.comm.reduce_in_codes import CODES
 from jzero.comm.routes import ONE_WAY, OTHER, ROUNDS, SHARD, Maker, Route
 from jzero.core.linear import linear
 from jzero.gather.sharded_weight import Weight
@@ -149,11 +150,12 @@ def warn_of_dtype(weight: Weight, made: np.dtype, walk: Walk) -> None:
     """Warns if XLA makes a large weight's gradient and reduces it in a wider dtype than `reduce_dtype`."""
     _, dtype = walk.comm.gradients.dtypes(weight, made)
     if dtype is not None and math.prod(weight.shape) * SHARE_SAID > sum(x.size for x in walk.plan.layouts):
+        layers = f"Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}"
+        compute = "" if dtype in CODES else f"Compute in {dtype.name} ({layers}). "
         warnings.warn(
             f"jzero: reduce_dtype={dtype.name} is narrower than the {made.name} in which the model computes, and XLA "
             f"reduces the gradient of a weight {weight.shape} in the dtype in which it is made: jzero makes "
-            f"those of plain matmuls, convolutions and lookups itself, and no others. Compute in {dtype.name} "
-            f"(Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}), or take "
-            'jzero.value_and_grad(reduce="step") at stage 1 or 2.',
+            f"those of plain matmuls, convolutions and lookups itself, and no others. {compute}At stages 1 and 2 "
+            'jzero.value_and_grad(reduce="step") reduces all of them in it.',
             stacklevel=2,
         )

@@ -105,13 +105,13 @@ def lookup(eqn, values: Sequence[Any], route: Route, walk: Walk) -> list[Any]:
 
     def gradient(index, cotangent):
         cotangent = cotangent if route.made is None else cotangent.astype(route.made)
-        return as_sent(lookup_gradient(eqn, index, cotangent, rows), route)
+        return lookup_gradient(eqn, index, cotangent, rows)
 
     def back(index, cotangent):
         def part(i, grad):
             some = jax.lax.dynamic_slice_in_dim(cotangent, i * (width // parts), width // parts, axis=-1)
             dims = (0, 0) if route.by == EXAMPLES else None
-            some = walk.comm.gradients.by_examples(gradient, (index, some), dims, table.grad)
+            some = walk.comm.gradients.by_examples(gradient, (index, some), dims, table.grad, route.sent)
             return jax.lax.dynamic_update_slice_in_dim(grad, some.astype(grad.dtype), i * (width // parts), axis=1)
 
         zeros = walk.plan.constrain(jax.numpy.zeros((rows, width), cotangent.dtype), table.grad)
@@ -132,24 +132,20 @@ def product(eqn, values: Sequence[Any], at: int, route: Route, walk: Walk) -> li
 
     def gradient(other, cotangent, *, piece):
         if eqn.primitive.name != "dot_general":
-            return as_sent(product_gradient(eqn, at, other, cotangent), route)
-        return as_sent(dot_gradient(eqn, at, other, cotangent, piece, route.made), route)
+            return product_gradient(eqn, at, other, cotangent)
+        return dot_gradient(eqn, at, other, cotangent, piece, route.made)
 
     def back(other, cotangent):
         def part(i, cotangent):
             piece = (route.dim, i * size, size) if route.parts > 1 else None
             dims = example_dims(eqn, at) if route.by == EXAMPLES else None
             make = functools.partial(gradient, piece=piece)
-            return walk.comm.gradients.by_examples(make, (other, cotangent), dims, weight.grad).astype(dtype)
+            grad = walk.comm.gradients.by_examples(make, (other, cotangent), dims, weight.grad, route.sent)
+            return grad.astype(dtype)
 
         return [walk.plan.constrain(joined(part, cotangent, route), weight.grad)]
 
     return linear(Product(eqn, at), back, [other], [gathered(weight, walk, reduces=False)])
-
-
-def as_sent(grad: Any, route: Route) -> Any:
-    """A gradient that one device has made, in the dtype in which it is sent."""
-    return grad if route.sent is None else grad.astype(route.sent)
 
 
 def unary(eqn, values: Sequence[Any], at: int, route: Route, walk: Walk) -> list[Any]:

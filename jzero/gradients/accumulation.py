@@ -151,8 +151,7 @@ class Accumulation:
 
     def _reduced(self, grad, x: Layout, spec):
         """One device's mean gradient, reduced to the layout `spec`; padded where its pieces would be unequal."""
-        grad = grad.astype(x.dtype if x.dtype.kind == "c" else self.plan.config.reduce_dtype or x.dtype)
-        return comm_of(self.plan).gradients.of_devices(grad, spec, x.used)
+        return comm_of(self.plan).gradients.of_devices(grad, x, spec)
 
     # --- a reduction in every micro-batch -------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from jzero.config import ZeroConfig
 from jzero.core.errors import listing, nearest, shown
 from jzero.layout.explicit import auto_mesh, context_mesh
 from jzero.layout.specs import check_axes, whole_mesh
-from jzero.layout.topology import grid, span
+from jzero.layout.topology import grid, hosts_along, span
 
 LEVELS = {"slices": 0, "hosts": 1, "host": 2}  # dims of `topology.grid`
 
@@ -215,6 +215,7 @@ def resolve_mesh(mesh: Mesh | None, config: ZeroConfig) -> tuple[Mesh, list[str]
     axes = (*config.axes, *config.batch_axes, *config.param_axes)
     check_axes(axes, mesh, where="jzero", remedy="Pass axis= one of its names, or another mesh.")
     _check_order(mesh, config)
+    _check_hosts(mesh, config)
     if all(t == AxisType.Auto for t in mesh.axis_types):
         return mesh, []
     note = "the mesh has Explicit axes; without jax.set_mesh arrays lie on a mesh with Auto axes over the same devices."
@@ -235,6 +236,17 @@ def _check_order(mesh: Mesh, config: ZeroConfig) -> None:
             f"ZeroConfig(gather_dtype=...): weights are gathered over {config.cut_axes[-1]!r} first, so it must come "
             f"after {', '.join(map(repr, config.cut_axes[:-1]))} in the mesh, or XLA all-reduces whole gradients. Pass "
             f"mesh=Mesh(mesh.devices.transpose{tuple(dims)}, {tuple(names)})."
+        )
+
+
+def _check_hosts(mesh: Mesh, config: ZeroConfig) -> None:
+    """Raises ValueError where gradients in codes cannot go to devices of the same host first."""
+    uneven = [a for a in config.axes if config.reduce_dtype == np.int8 and hosts_along(mesh, a) is None]
+    if uneven:
+        raise ValueError(
+            f"ZeroConfig(reduce_dtype=int8): gradients go to the devices of a host first, but along the axis "
+            f"{uneven[0]!r} of {mesh.shape[uneven[0]]} devices hosts have different numbers of them, or their devices "
+            "do not follow each other. Make the mesh with jzero.mesh, or leave reduce_dtype out."
         )
 
 

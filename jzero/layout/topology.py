@@ -135,3 +135,17 @@ def span(mesh: Mesh, axes: Sequence[str], *, devices_per_host: int | None = None
         groups_per_host=max(touched.values()),
         even=len({tuple(sorted(c.values())) for c in counts}) == 1 and len(set(counts[0].values())) == 1,
     )  # fmt: skip
+
+
+def hosts_along(mesh: Mesh, axis: str) -> int | None:
+    """On how many hosts the devices along an axis are, neighbours on one host; None if hosts have different numbers."""
+    places = hosts_of(list(mesh.devices.flat))
+    numbers = {place: i for i, place in enumerate(dict.fromkeys(places))}
+    hosts = np.reshape([numbers[p] for p in places], mesh.devices.shape)
+    lines = np.moveaxis(hosts, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    found = {len(set(line.tolist())) for line in lines}
+    count = found.pop()
+    if found or lines.shape[1] % count:
+        return None
+    pieces = lines.reshape(len(lines), count, -1)
+    return count if (pieces == pieces[..., :1]).all() else None

@@ -10,7 +10,8 @@ follows its own gradients and the step returns none, use optimizers that amplify
 [Note: tolerances]
 Gradients: relative to the leaf's largest value, for the narrowest dtype that they went through. A gradient in 16 bits
 that is further off, since what it sums cancels, must be as near to the gradient in fp32 as the plain run's is (twice
-its error, at most 0.2 of the largest value, is allowed more). Updates (fed): relative to how far the leaf has moved,
+its error, at most 0.2 of the largest value, is allowed more). One that travels in codes may be off by two roundings of
+each device's part, relative to the largest value of the part. Updates (fed): relative to how far the leaf has moved,
 plus rounding of its values. State: relative to the leaf's largest value. Where a chain amplifies rounding, a second
 plain run is fed the same gradients, each a rounding off: what lies between the two plain runs is allowed eight times
 over, up to 1 % of the movement and 2 % of a leaf of the state. Where an update is the sign of a sum, and gradients have
@@ -176,6 +177,18 @@ class Plain:
         read, rest = jax.tree.map(_in_fp32, (self.read, self.before))
         _, _, grads = _gradients(self.case["flavour"], form)(read, rest, batch, key)
         return [np.asarray(g, np.float32) for g in jax.tree.leaves(self.own(grads))]
+
+    def parts(self, batch, key) -> list[float]:
+        """By leaf: the mean of the largest magnitudes in the gradients that devices and micro-batches add up."""
+        micro = self.case.get("micro")
+        k, found = micro["accumulate"] if micro else 1, []
+        for device in range(self.devices):
+            for i in range(k):
+                cut = functools.partial(rows_of, devices=self.devices, k=k, device=device, i=i)
+                run = _gradients(self.case["flavour"], self.form)
+                _, _, grads = run(self.read, self.before, jax.tree.map(cut, batch), key)
+                found.append([float(np.max(np.abs(g), initial=0)) for g in jax.tree.leaves(self.own(grads))])
+        return [float(np.mean(x)) for x in zip(*found, strict=True)]
 
     def update(self, grads: list):
         """One step of the optimizer; with a delay the one before it."""
@@ -367,7 +380,8 @@ def _run(case: dict, folder: Path) -> None:
         if grads:
             if len(grads) == len(plain.flags):  # zeros, or what the model reads: of a frozen param no update takes it
                 grads = [g for g, t in zip(grads, plain.flags, strict=True) if t]
-            tolerances.gradients(grads, own, where, others, functools.partial(plain.truth, batch, key))
+            more = (functools.partial(of, batch, key) for of in (plain.truth, plain.parts))
+            tolerances.gradients(grads, own, where, others, *more)
         plain.update(grads if case["fed"] else own)
         _check_params(run, plain, tolerances, where)
         if run.config.get("moment_dtype") == "int8":
@@ -432,7 +446,9 @@ class Tolerances:
 
     def widen(self, config: dict) -> None:
         """Take in the dtypes of a config."""
-        self.dtypes += [str(config[k]) for k in ("compute_dtype", "reduce_dtype") if config.get(k)]
+        asked = [config.get(k) for k in ("compute_dtype", "reduce_dtype")]
+        self.dtypes += [str(dtype) for dtype in asked if dtype not in (None, "int8")]
+        self.in_codes = config.get("reduce_dtype") == "int8"
         eps = max(EPS[d] for d in self.dtypes)
         self.grads = max(3e-5, 12 * eps) if eps > 1e-6 else 2e-4
         if config.get("moment_dtype") == "bfloat16":
@@ -457,7 +473,9 @@ class Tolerances:
         if not abs(got - want) <= part * max(abs(want), 0.1) + min(8 * apart, 0.01 * abs(want)):
             raise Differs(f"{where}: loss {got!r}, plain {want!r}")
 
-    def gradients(self, got: list, want: list, where: str, beside: list, truth: Callable[[], Any]) -> None:
+    def gradients(
+        self, got: list, want: list, where: str, beside: list, truth: Callable[[], Any], parts: Callable[[], Any]
+    ) -> None:  # fmt: skip
         want = [np.asarray(x, np.float32) for x in want]
         most = max((float(np.max(np.abs(w), initial=0, where=np.isfinite(w))) for w in want), default=0.0)
         for i, (g, w, b) in enumerate(zip(got, want, beside, strict=True)):
@@ -474,6 +492,8 @@ class Tolerances:
             largest = float(np.max(np.abs(w), initial=0))
             allowed = max(self.grads, self.rounded_state) * (largest + few * most) + 1e-7
             allowed += min(8 * float(np.nanmax(np.abs(np.float32(b) - w), initial=0)), 0.01 * largest)
+            if not error <= allowed and self.in_codes:
+                allowed += 1.2 * 2 / 254 * parts()[i]
             if not error <= allowed and self.excess() and (exact := truth()) is not None:
                 # is it as near to the true gradient as the plain run is?
                 error = float(np.max(np.abs(g - exact[i]), initial=0))

@@ -115,6 +115,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["wraps"] = [*case["wraps"], "last_gradient"]
     if rng.random() < 0.25:
         draw_codes(rng, case)
+    if rng.random() < 0.12:
+        draw_gradient_codes(rng, case)
     if case["optimizer"].startswith("schedule_free"):  # its update is a difference of params, rounded as they are
         case["wraps"] = [x for x in case["wraps"] if x != "trust_ratio"]
     return case
@@ -150,6 +152,14 @@ def draw_codes(rng, case: dict) -> None:
     for config in configs_of(case):
         if config["stage"] == 3:
             config |= {"gather_dtype": rng.choice(("int8", "float8_e4m3fn")), "quantize_block": size}
+
+
+def draw_gradient_codes(rng, case: dict) -> None:
+    """Gradients that travel in 8 bits; the plain run takes them as they come."""
+    size, case["fed"] = rng.choice((8, 16)), True
+    for config in configs_of(case):
+        if config["stage"] >= 2:
+            config |= {"reduce_dtype": "int8", "quantize_block": config.get("quantize_block") or size}
 
 
 def draw_blocks(rng, flavour: str, head: str) -> list[str]:
@@ -328,6 +338,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     places = configs_of(case)
     for codes in sorted({config["gather_dtype"] for config in places if "gather_dtype" in config}):
         yield "codes", f"{codes}, {case['config']['tier']}"
+    if any(config.get("reduce_dtype") == "int8" for config in places):
+        yield "gradient codes", f"stage {case['config']['stage']}, {case['config']['tier']}"
     if any(config.get("master_dtype") == "remainder" for config in places):
         tier = case["config"]["tier"]  # it comes from an update outside of the program, or goes there
         yield "remainder", "outside" if tier in OUTSIDE else tier

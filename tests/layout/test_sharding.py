@@ -518,7 +518,7 @@ def test_a_field_below_its_stage_is_refused_or_noted(name):
 def test_a_block_of_moments_that_have_none_is_told(moments, told):
     shapes = {"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}
     notes = jzero.make_plan(shapes, stage=2, moment_dtype=moments, quantize_block=64).notes
-    assert any(note.startswith("quantize_block=64 has no effect without moment_dtype") for note in notes) == told
+    assert any(note.startswith("quantize_block=64 has no effect without gather_dtype") for note in notes) == told
 
 
 @pytest.mark.unit

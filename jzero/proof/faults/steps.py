@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jzero.comm.reduce_scatter import SCOPE
 from jzero.comm.weights import WeightGather
 from jzero.core.errors import counted
 from jzero.layout.specs import axis_size
@@ -115,7 +116,8 @@ def activations_moved(e: Evidence) -> Faults:
     sites = list(e.over_zero_axes("all-to-all", "ragged-all-to-all", "collective-permute"))
     least = min(e.weight_sizes, default=0)  # a vector is a statistic: BatchNorm over the whole batch
     forward = [s for s in e.over_zero_axes(*REDUCES) if s.phase == "forward" and sum(s.sizes) >= least]
-    sites = [s for s in sites if s.phase != "update" and f"jzero.{s.scope}" != WeightGather.SCOPE] + forward
+    mine = (WeightGather.SCOPE, SCOPE)
+    sites = [s for s in sites if s.phase != "update" and f"jzero.{s.scope}" not in mine] + forward
     moved = round(sum(s.wire_bytes * e.trips(s) for s in sites))
     if moved > max(SHARE_MOVED * e.plan.param_bytes, LEAST_MOVED):
         ops, largest = sorted({s.op for s in sites}), max(sites, key=lambda s: s.wire_bytes * e.trips(s))
