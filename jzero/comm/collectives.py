@@ -41,6 +41,7 @@ class Comm:
         *,
         accumulate: int = 1,
         uses: Mapping[str, Sequence[Use]] | None = None,
+        in_each: bool = False,
         extra: Mapping[tuple[str, ...], float] | None = None,
     ) -> dict[str, int]:
         """Bytes that one device sends in a step, rings assumed, by axes ("data", "replica+data").
@@ -49,6 +50,7 @@ class Comm:
           accumulate: micro-batches in a step.
           uses: by name of a param, what it is used for; each use is gathered and reduced by itself where that happens
             on use. A param that is not named has one matmul.
+          in_each: gradients are reduced in each micro-batch at stages 0 and 1 too.
           extra: what else is sent, by axes.
         """
         total: dict[str, float] = {}
@@ -61,7 +63,7 @@ class Comm:
 
         for x in self.plan.layouts:
             of = accumulate, (uses or {}).get(x.name, DEFAULT)
-            sent = self.gradients.wire(x, *of), self.updates.wire(x), self.weights.wire(x, *of)
+            sent = self.gradients.wire(x, *of, in_each=in_each), self.updates.wire(x), self.weights.wire(x, *of)
             for axes, size in itertools.chain(*sent):
                 add(axes, size)
         for axes, size in (extra or {}).items():

@@ -28,7 +28,6 @@ def wire(gradients: GradientReduce, x: Layout, accumulate: int, uses: Sequence[U
     if x.frozen is not None:
         return
     row, uses = gradients.plan.config.row, [use for use in uses if use.has_gradient]
-    accumulate = accumulate if row.grads else 1
     if not row.grads or gradients.where(x) == UPDATE:
         parts = [uses] if row.state else _by_lookup(uses)
         whole = [[dataclasses.replace(use, part=1.0) for use in some] for some in parts if some]

@@ -291,14 +291,14 @@ class GradientReduce:
         finer = pieces > parts > 1 and dims == own and is_of_batch(spec, self.plan)
         return finer or self.is_scattered(shape, spec)
 
-    def wire(self, x: Layout, accumulate: int, uses: Sequence[Use]) -> Iterator[Sent]:
+    def wire(self, x: Layout, accumulate: int, uses: Sequence[Use], *, in_each: bool = False) -> Iterator[Sent]:
         """(mesh axes, bytes that one device sends) of the reductions of a param's gradient in one step.
 
         Args:
           x: the layouts of the param.
           accumulate: micro-batches in a step. Gradients that stay whole (stages 0 and 1) are reduced once, after
-            the loop; where they are split, once per micro-batch and use.
+            the loop, unless `in_each`; where they are split, once per micro-batch and use.
           uses: what the param is used for; a frozen one has no gradient. Where gradients are reduced by the update, XLA
             adds those of all matmuls before it reduces them, and those of all lookups; at stage 0 these two apart.
         """
-        return wire(self, x, accumulate, uses)
+        return wire(self, x, accumulate if self.plan.config.row.grads or in_each else 1, uses)

@@ -44,9 +44,11 @@ class Uses(dict[str, tuple[Use, ...]]):
 
     Attributes:
       micro_batches: how many that reduce gradients the step cuts its batch into; 1 where it does not.
+      reduced_in_each: gradients are reduced in each of them at every stage.
     """
 
     micro_batches: int = 1
+    reduced_in_each: bool = False
 
 
 DEFAULT = (Use("matmul"),)

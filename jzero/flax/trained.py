@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -81,8 +85,29 @@ def _by_nnx_filter(state: Any, trainable: Any, where: str) -> list[bool]:
         named = nnx.filterlib.to_predicate(trainable)
     except Exception:  # Flax's own error message fails for values that are not filters
         return trained_by(trainable, nnx.as_pure(boxed), where=where)
-    found = [named(tuple(k.key for k in path), variable) for path, variable in flat]
+    if isinstance(trainable, _FUNCTIONS):  # strings, as for a tree, where Flax has numbers for positions in lists
+        found = [trainable(path_keys(path), variable) for path, variable in flat]
+        _warn_of_numbers(named, flat, found, where)
+    else:
+        found = [named(tuple(k.key for k in path), variable) for path, variable in flat]
     return checked_answers(found, [(jax.tree_util.keystr(k), v.get_value()) for k, v in flat], where=where)
+
+
+_FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
+
+
+def _warn_of_numbers(named: Any, flat: Sequence[tuple[Any, Any]], found: Sequence[Any], where: str) -> None:
+    """Warns where a function would name more params if positions in lists were numbers, as in Flax's own paths."""
+    for (path, variable), answer in zip(flat, found, strict=True):
+        keys = tuple(k.key for k in path)
+        with contextlib.suppress(TypeError):  # it joins them
+            if answer is False and any(isinstance(k, int) for k in keys) and named(keys, variable) is True:
+                warnings.warn(
+                    f"{where}: trainable does not name {path_keys(path)}, and would if positions in lists were "
+                    'numbers. A path is a tuple of strings: compare with "1", not with 1.',
+                    stacklevel=6,
+                )
+                return
 
 
 def _by_state(parts: Parts) -> Parts:

@@ -92,7 +92,7 @@ class Accumulation:
 
         return tuple(jax.tree.map(shape, arg) if i + 1 in self.batch_argnums else arg for i, arg in enumerate(args))
 
-    def check_loss(self, fn, params, args, state: State, *, coupled: bool) -> list[bool]:
+    def check_loss(self, fn, params, args, state: State, *, coupled: str) -> list[bool]:
         """For the loss and each leaf of aux: is it a sum over examples? Raises if micro-batches would change it."""
         batch, rngs = ([i - 1 for i in some] for some in (self.batch_argnums, self.rng_argnums))
         parts = [MICRO_BATCH] * (self.accumulate > 1) + [DEVICE] * (self.mode == "step")

@@ -18,6 +18,8 @@ from jzero.gradients.random_draws import DRAWS, Sources, Unmatched, shared_draws
 
 _SUBJECT = "jzero.value_and_grad: the loss"
 MICRO_BATCH, DEVICE = "micro-batch", "device"
+ALLOWED, STATISTICS = "allowed", "statistics"
+"""Why a loss may couple examples: the user says so, or its module keeps statistics of the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +45,12 @@ class Loss:
     weighted: bool
     parts: frozenset[str]
 
-    def check(self, *, coupled: bool) -> list[bool]:
+    def check(self, *, coupled: str) -> list[bool]:
         """For the loss and each leaf of aux: is it a sum over examples? Raises if micro-batches would change it.
 
         Args:
-          coupled: accept a loss that couples examples.
+          coupled: `ALLOWED`; `STATISTICS`: a loss may couple examples, but not be changed by micro-batches in another
+            way; empty: neither.
 
         Raises:
           ValueError: the loss couples examples, is a ratio of sums and not weighted, neither a mean nor a sum, or
@@ -82,8 +85,10 @@ class Loss:
         aux_types: list[tuple[str, Any]] = []
         small = traced(1)
         _refuse_aux(aux_types, examples)
-        if examples > 1 and not coupled:  # one example looks like a dim of size 1, and cannot be coupled with itself
-            _refuse(kinds_of_results(small[0], [Rows(0) if r else CONST for r in rows])[0], self.weighted)
+        if examples > 1 and coupled != ALLOWED:  # one example looks like a dim of size 1: nothing to couple it with
+            kind = kinds_of_results(small[0], [Rows(0) if r else CONST for r in rows])[0]
+            if not (coupled and isinstance(kind, (Mixed, Rows))):
+                _refuse(kind, self.weighted)
         try:
             small, large = small if examples > 1 else traced(2), traced(2 if examples > 1 else 4)
         except Exception:  # raised by the user's function: it works with one batch size only
@@ -107,11 +112,12 @@ class Loss:
             grown = growths(small, large)
         return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1:])]
 
-    def _is_sum(self, grown: Growth, coupled: bool) -> bool:
+    def _is_sum(self, grown: Growth, coupled: str) -> bool:
         """Whether the loss is a sum over examples; raises ValueError if it is neither a sum nor a mean."""
         if grown == 2.0 and not self.weighted:
             return True
-        if grown != 1.0 and not coupled and (grown or not self.weighted):
+        accepted = coupled == ALLOWED or (coupled == STATISTICS and grown is None)
+        if grown != 1.0 and not accepted and (grown or not self.weighted):
             what = {
                 2.0: "is a sum over examples, and weight= is for means",
                 MIXED: "adds up what grows with the batch (a sum over examples) and what does not (an L2 term, a mean)",

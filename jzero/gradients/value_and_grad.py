@@ -16,6 +16,7 @@ from jzero.core.nnx_modules import Apart, has_module, has_node, is_module, is_no
 from jzero.core.random_keys import may_be_keys
 from jzero.gather.transform import gather_on_use
 from jzero.gradients.accumulation import Accumulation, trained_value_and_grad
+from jzero.gradients.batch_independence import ALLOWED, STATISTICS
 from jzero.gradients.loss_scale import Factor, factor_of
 from jzero.gradients.module_state import State, read_state
 from jzero.layout.explicit import in_auto_mode, result_specs
@@ -66,11 +67,12 @@ def value_and_grad(
         "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" (then also "auto" at
         stage 2) returns gradients in that dtype, "microbatch" (stages 2 and 3) reduces bucket by bucket and rounds the
         sums to the params' dtype.
-        With a module that keeps batch statistics "auto" is always "microbatch", and "step" is refused.
+        With a module that keeps batch statistics "auto" is always "microbatch", and "step" is refused; with
+        coupled="allow", too, "auto" is "microbatch".
       coupled: what to do with a loss that couples examples (BatchNorm, contrastive), whose value differs on
         micro-batches. "refuse": raise an error if a trace of the loss shows it. "allow": take the loss of each
-        micro-batch as it is (with reduce="step": of each device's part). "auto": "allow" for a module that keeps batch
-        statistics, which are those of whole micro-batches; else "refuse".
+        micro-batch as it is, of the whole one (with reduce="step": of each device's part of it). "auto": accept what a
+        module with batch statistics couples, which are those of whole micro-batches; else "refuse".
       scale: a `jzero.LossScale` (or a number) for fp16: the loss is multiplied by it and the gradients are divided by
         it, in fp32, on their shards, after they are reduced in the dtype of the params.
 
@@ -263,7 +265,8 @@ class _ValueAndGrad:
 
             state = State() if call is _as_it_is else self._state(call, params, args, kwargs, values, paths)
             used = self._reduced_for(state)
-            coupled = self.coupled == "allow" or (self.coupled == "auto" and bool(state.of_batch))
+            of_batch = bool(state.of_batch) and self.coupled == "auto"
+            coupled = STATISTICS if of_batch else ALLOWED if self.coupled == "allow" else ""
             sums = used.check_loss(fn, params, args, state, coupled=coupled)
             loss, aux, grads, carry = used(fn, params, args, state, sums)
             values = state.with_carry(carry)
@@ -300,6 +303,8 @@ class _ValueAndGrad:
     def _reduced_for(self, state: State) -> Accumulation:
         """Where gradients are reduced: in each micro-batch if what the loss does to its state does not allow "step"."""
         used, why = self.accumulation, state.why_not_step
+        if self.coupled == "allow" and self.reduce == "auto":
+            why = why or "couples examples, and each device would compute it from its own rows."
         if used.mode != "step" or not why:
             return used
         remedy = "Leave reduce out: such a loss is reduced in each micro-batch."

@@ -288,7 +288,7 @@ def estimate(
     host = options.buffer // max(counts.values()) if options is not None and config.in_files else away
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in here),
-        grads=sum(_grad_bytes(x, plan, accumulate) for x in here if x.frozen is None),
+        grads=sum(_grad_bytes(x, plan, accumulate, known.reduced_in_each) for x in here if x.frozen is None),
         opt_state=state,
         host=host + on_host.params + on_host.grads + late_bytes(plan),
         host_params=on_host.params,
@@ -303,7 +303,9 @@ def estimate(
         activations_host=0 if sizes is None else sizes.host,
         recomputed=0 if sizes is None else sizes.recomputed,
         working=0 if sizes is None else sizes.working + _gathered_bytes(plan),
-        wire_by_axes=comm_of(plan).wire_by_axes(accumulate=accumulate, uses=known, extra=extra),
+        wire_by_axes=comm_of(plan).wire_by_axes(
+            accumulate=accumulate, uses=known, in_each=known.reduced_in_each, extra=extra
+        ),
         reasons=() if accumulate > 1 else _reasons(plan, known, extra),
         psi=plan.param_bytes,
         n=plan.batch_parts,
@@ -324,6 +326,7 @@ def checked_uses(uses: Mapping[str, Sequence[str | Use]] | None, plan: Plan, *, 
     names = [x.name for x in plan.layouts]
     found = Uses()
     found.micro_batches = getattr(uses, "micro_batches", 1)
+    found.reduced_in_each = getattr(uses, "reduced_in_each", False)
     for name, some in (uses or {}).items():
         if name not in names:
             raise ValueError(f"{where}: uses= names {name!r}, which is not a param of the plan.{nearest(name, names)}")
@@ -367,10 +370,11 @@ def _reasons(
     return tuple((why, size) for why, size in found if abs(size) > SHARE_SAID * plan.param_bytes)
 
 
-def _grad_bytes(x: Layout, plan: Plan, accumulate: int) -> int:
+def _grad_bytes(x: Layout, plan: Plan, accumulate: int, in_each: bool) -> int:
     itemsize = x.dtype.itemsize if accumulate == 1 else max(4, x.dtype.itemsize)
-    shape = x.state_shape if x.grad != x.used else x.shape
-    return math.prod(shape) * itemsize // shard_factor(x.grad, plan.mesh)
+    summed = x.state if in_each else x.grad
+    shape = x.state_shape if summed != x.used else x.shape
+    return math.prod(shape) * itemsize // shard_factor(summed, plan.mesh)
 
 
 def _gathered_bytes(plan: Plan) -> int:

@@ -103,7 +103,7 @@ def uses_in(stage: Any, plan: Plan) -> Uses:
         x = params[at]
         assert x is not None
         found[x.name] = found.get(x.name, ()) + tuple(uses)
-    found.micro_batches = _micro_batches(traced.jaxpr.jaxpr)
+    found.micro_batches, found.reduced_in_each = _micro_batches(traced.jaxpr.jaxpr)
     return found
 
 
@@ -112,14 +112,16 @@ def _without_leading(dims: frozenset[int] | None) -> frozenset[int] | None:
     return None if dims is None else frozenset(dim - 1 for dim in dims if dim)
 
 
-def _micro_batches(jaxpr: Any) -> int:
-    """The largest k of a `micro_batch_scope`; 1 where the step has none."""
-    found, graph = 1, Graph(jaxpr, [None] * len(jaxpr.constvars))
+def _micro_batches(jaxpr: Any) -> tuple[int, bool]:
+    """The largest k of a `micro_batch_scope`, 1 without one; and whether `value_and_grad` reduces in each of them."""
+    most, in_each, graph = 1, False, Graph(jaxpr, [None] * len(jaxpr.constvars))
     for node in graph.nodes:
         names = _names(node)
-        inside = [_micro_batches(body) for body, _ in bodies(node.eqn)[0]]
-        found = max(found, *inside, *(int(k) for k in _CUT.findall(names)), 1)
-    return found
+        most = max(most, *map(int, _CUT.findall(names)), 1)
+        in_each |= "jzero.microbatch" in names
+        for k, inside in (_micro_batches(body) for body, _ in bodies(node.eqn)[0]):
+            most, in_each = max(most, k), in_each or inside
+    return most, in_each
 
 
 def _params_of(given: Sequence[GivenArgument], plan: Plan, known: TraceRecord) -> list[Layout | None]:

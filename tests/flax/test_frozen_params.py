@@ -410,6 +410,19 @@ def raises(kind, *parts):
     return pytest.raises(kind, match="(?s)" + ".*".join(map(__import__("re").escape, parts)))
 
 
+def test_a_path_is_strings_for_modules_too(mesh):
+    """`make_plan` and `shard` say so; Flax's own filters have numbers for positions in lists."""
+
+    def trained(filter_):
+        plan = jzero.plan_of(jzero.abstract(lambda: pair(nnx.Param), stage=3, mesh=mesh, trainable=filter_)[1])
+        return [x.name for x in plan.layouts if x.frozen is None]
+
+    assert all("['layers'][1]" in name for name in trained(lambda path, leaf: path[:2] == ("layers", "1")))
+    assert trained(lambda path, leaf: "layers/1" in "/".join(path)) == trained(nnx.PathContains(1))
+    with pytest.warns(UserWarning, match=r"does not name \('layers', '1'.*compare with \"1\""):
+        trained(lambda path, leaf: 1 in path or path[-1] == "scale")
+
+
 def test_a_bad_filter_is_refused_before_anything_is_compiled(mesh):
     given: Any = {"stage": 3, "mesh": mesh}
     with raises(ValueError, "jzero.shard: trainable names none of the 7 params", "nothing to train"):

@@ -272,6 +272,38 @@ def test_what_micro_batches_of_a_module_cannot_do(loss, statistics, options, say
     assert max_error(values(model), values(create(statistics)[0])) == 0
 
 
+def masked(model, x):
+    return (model(x) ** 2).sum() / (x > 0).sum()
+
+
+def with_decay(model, x):
+    return (model(x) ** 2).sum() + 0.1 * (model.last.kernel[...] ** 2).sum()
+
+
+@pytest.mark.parametrize(("loss", "says"), [(masked, "Pass weight="), (with_decay, "adds up what grows with the b")])
+def test_a_counter_of_examples_excuses_no_other_loss(loss, says, mesh):
+    """Batch statistics couple examples, and no more is accepted of a module that has some."""
+    model, _, plan = modules(False, mesh)
+
+    def counted(model, x, count):
+        count["seen"].set_value(count["seen"][...] + x.sum())
+        return loss(model, x)
+
+    count = nnx.Dict(seen=nnx.Variable(jnp.float32(0)))
+    with pytest.raises(ValueError, match=says):
+        jzero.value_and_grad(counted, plan, accumulate=K)(model, plan.place_batch(data()), count)
+    assert count["seen"][...] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_may_couple_examples_sees_whole_micro_batches_at_every_stage(stage, mesh):
+    model, _, plan = sharded(False, stage, mesh)
+    model.eval()  # no dropout
+    x = plan.place_batch(data())
+    loss, _ = jzero.value_and_grad(contrastive, plan, accumulate=K, coupled="allow")(model, x)
+    assert float(loss) == pytest.approx(sum(float(contrastive(model, part)) for part in plan.micro_batches(x, K)) / K)
+
+
 @functools.cache
 def modules(statistics, mesh):
     return sharded(statistics, 1, mesh)
