@@ -10,6 +10,7 @@ after `jax.grad` either.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -80,16 +81,24 @@ def _may_change(x: Any) -> bool:
     """True for functions, lists, mappings, and objects with attributes that can be set."""
     if isinstance(x, (jax.Array, type, types.ModuleType)):
         return False
-    if isinstance(x, (list, dict)):
+    if isinstance(x, (list, dict, collections.deque)):
         return len(x) <= _LONG
     frozen = dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen  # pyright: ignore
-    return callable(x) or (hasattr(x, "__dict__") and not frozen)
+    return callable(x) or ((hasattr(x, "__dict__") or any(_slots(x))) and not frozen)
+
+
+def _slots(x: Any) -> Iterator[str]:
+    """The names of attributes that an object has without a `__dict__`."""
+    if type(x).__module__ != "builtins":
+        for cls in type(x).__mro__:
+            names = cls.__dict__.get("__slots__", ())
+            yield from (name for name in ((names,) if isinstance(names, str) else names) if hasattr(x, name))
 
 
 def _places(holder: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
     """The places of an object: (name, what is there, a function that writes there)."""
-    if isinstance(holder, (list, dict)):
-        for key, value in list(enumerate(holder) if isinstance(holder, list) else holder.items()):
+    if isinstance(holder, (list, dict, collections.deque)):
+        for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
             yield f"[{key!r}]", value, functools.partial(holder.__setitem__, key)
         return
     if isinstance(holder, types.FunctionType):
@@ -101,3 +110,6 @@ def _places(holder: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
         yield name, getattr(holder, name, None), lambda _: None  # these cannot be set, but what they hold can
     for name, value in list(getattr(holder, "__dict__", {}).items()):
         yield f"{type(holder).__name__}.{name}", value, functools.partial(vars(holder).__setitem__, name)
+    for name in list(_slots(holder)):
+        if not name.startswith("__"):
+            yield f"{type(holder).__name__}.{name}", getattr(holder, name), functools.partial(setattr, holder, name)

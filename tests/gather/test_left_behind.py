@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -49,6 +51,26 @@ def from_tuple_in_a_mapping(rng):
     return draw, lambda: held["state"][1]
 
 
+class Sequence:
+    """Haiku's: keys are made ahead, in a queue, by an object without a `__dict__`."""
+
+    __slots__ = ("key", "ahead")
+
+    def __init__(self, rng):
+        self.key, self.ahead = rng, collections.deque()
+
+    def __next__(self):
+        if not self.ahead:
+            self.key, *some = jax.random.split(self.key, 4)
+            self.ahead.extend(some)
+        return self.ahead.popleft()
+
+
+def from_slots(rng):
+    held = Sequence(rng)
+    return (lambda: next(held)), lambda: jnp.stack([held.key, *held.ahead])
+
+
 def step(params, rng, x, make, plan=None, **how):
     draw, rest = make(rng)
 
@@ -63,7 +85,7 @@ def step(params, rng, x, make, plan=None, **how):
     return out, jax.random.key_data(rest())
 
 
-CASES = [(3, from_object), (1, from_object), (3, from_variable), (3, from_tuple_in_a_mapping)]
+CASES = [(3, from_object), (1, from_object), (3, from_variable), (3, from_tuple_in_a_mapping), (3, from_slots)]
 
 
 @pytest.mark.parametrize(("stage", "make"), CASES)
