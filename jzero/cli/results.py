@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import optax
 
+from jzero.cli.inputs import InputError
 from jzero.cli.job import Json
 from jzero.cli.program import Subject
 from jzero.cli.search import largest_that_fits
@@ -53,19 +54,31 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
     if subject.job.detail:
         answer["report"] = str(report)
     if subject.job.search and subject.micro_batch:
-        answer["largest"] = _search(subject, state, plan, total, limit, say)
+        cuts = known["uses"].micro_batches if subject.model is None else 1
+        answer["largest"] = search(subject, state, plan, total, limit, say, cuts)
     return answer | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def _search(subject: Subject, state: PyTree, plan: Plan, total: int, limit: float, say: Say) -> Json:
-    def measure(micro_batch: int) -> int:
-        say(f"compiling with {counted(micro_batch, 'example')} per device, to see what fits")
-        memory = memory_of(subject.compile(state, plan, micro_batch))
+def search(subject: Subject, state: PyTree, plan: Plan, total: int, limit: float, say: Say, cuts: int = 1) -> Json:
+    """The largest number of examples per device that fits, a multiple of the `cuts` that the step makes.
+
+    Another size may be one that the step refuses, since it cuts its batch in a way that is not known: the search ends.
+    """
+    unit = cuts if subject.micro_batch % cuts == 0 else 1
+    found = {subject.micro_batch // unit: total}
+
+    def measure(units: int) -> int:
+        say(f"compiling with {counted(units * unit, 'example')} per device, to see what fits")
+        memory = memory_of(subject.compile(state, plan, units * unit))
         assert memory is not None
+        found[units] = memory.total
         return memory.total
 
-    size, exact = largest_that_fits(measure, {subject.micro_batch: total}, limit)
-    return {"micro_batch": size, "exact": exact}
+    try:
+        size, exact = largest_that_fits(measure, dict(found), limit)
+    except InputError:
+        size, exact = max((n for n, held in found.items() if held <= limit), default=0), False
+    return {"micro_batch": size * unit, "exact": exact}
 
 
 def totals_over(subject: Subject, counts: list[int], stage: int) -> dict[int, int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+import types
 
 import jax
 import pytest
 from cli_model import FILE, SUBJECT
 
 from jzero.__main__ import main
+from jzero.cli import results
 from jzero.cli.inputs import (
     InputError,
     load_function,
@@ -84,6 +86,25 @@ def test_search_finds_the_largest_micro_batch(start, limit, answer):
     assert (size, exact) == (answer, True)
     assert len(calls) <= 5
     assert start not in calls
+
+
+@pytest.mark.parametrize(("cuts", "answer"), [(4, (80, True)), (1, (32, False))])
+def test_search_of_a_step_that_cuts_its_batch(cuts, answer, monkeypatch):
+    """In multiples of its micro-batches; where these are not known, what was measured is the answer."""
+    sizes = []
+
+    def compiled(state, plan, size):
+        sizes.append(size)
+        if size % 4:
+            raise InputError("cannot split the batch evenly")
+        return size
+
+    monkeypatch.setattr(results, "memory_of", lambda size: types.SimpleNamespace(total=50 + 7 * size))
+    subject = types.SimpleNamespace(micro_batch=8, compile=compiled)
+    assert results.search(subject, None, None, 106, 50 + 7 * 83, print, cuts) == dict(
+        zip(("micro_batch", "exact"), answer, strict=True)
+    )
+    assert sizes[0] == 32
 
 
 def test_search_where_memory_is_flat_first():

@@ -54,7 +54,7 @@ def from_tuple_in_a_mapping(rng):
 class Sequence:
     """Haiku's: keys are made ahead, in a queue, by an object without a `__dict__`."""
 
-    __slots__ = ("key", "ahead")
+    __slots__ = ("ahead", "key")
 
     def __init__(self, rng):
         self.key, self.ahead = rng, collections.deque()
