@@ -22,6 +22,7 @@ from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import converted
 from jzero.flax.state_plan import (
+    check_explicit,
     check_placeable,
     is_real,
     map_shardings,
@@ -67,7 +68,7 @@ def born_sharded(create: Callable[[], Any], planned: Callable[..., Plan], traina
     """Runs a creation function so that each device makes only its own shards; `planned` is `plan_of_parts`."""
     with auto_context():
         make, plan, shapes = creation(create, planned, trainable)
-    check_placeable(plan)
+    check_explicit(plan) if in_trace() else check_placeable(plan)
     expect_gathers(plan)
     if plan.config.offload is not None:
         check_memory(unwrap(shapes.tx), plan)

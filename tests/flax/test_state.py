@@ -27,6 +27,7 @@ from models import (
     specs,
     train_step,
 )
+from programs import QUICK
 from states import FullState, create_full, create_nnx, full_step, nnx_step
 
 import jzero
@@ -162,6 +163,26 @@ def test_an_nnx_pair_and_another_stage_inside_of_a_jit(mesh):
     assert max_error((moved.params, logical(moved)), (state.params, logical(state))) == 0
     shapes = jax.eval_shape(lambda: jzero.abstract(create_state, stage=2, mesh=mesh) and jnp.zeros(3))
     assert shapes.shape == (3,)
+
+
+@pytest.mark.pod
+def test_a_whole_run_that_shards_its_state_is_proven_for_a_pod():
+    pod = jzero.pod("h200")
+    mesh = pod.mesh({"data": 8})
+
+    def run(batches):
+        state = jzero.shard(create_state(), stage=3, mesh=mesh, min_shard_bytes=0)
+        plans.append(jzero.plan_of(state))
+        return jax.lax.scan(train_step, state, batches)
+
+    plans = []
+    batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), batch(0))
+    program = pod.compile(jax.jit(run), batches, compiler_options=QUICK)
+    plan = plans[-1]
+    (loop,) = {c.trips for c in jzero.explain(program, plan).collectives if c.op == "all-gather"}
+    assert loop == 3
+    with pytest.raises(TypeError, match=r"compile-only devices"):
+        jzero.shard(create_state, stage=3, mesh=mesh)
 
 
 def test_what_does_not_work_inside_of_a_jit_says_so(mesh):
