@@ -176,7 +176,7 @@ def test_a_whole_run_that_shards_its_state_compiles_for_a_pod():
 
     batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), batch(0))
     program = pod.compile(jax.jit(run), batches, compiler_options=QUICK)
-    assert all(op in program.as_text() for op in ("all-gather", "reduce-scatter"))
+    assert "all-gather" in program.as_text()  # weights are split, and gathered where they are used
     with pytest.raises(TypeError, match=r"compile-only devices"):
         jzero.shard(create_state, stage=3, mesh=mesh)
 
