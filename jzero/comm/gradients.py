@@ -117,7 +117,8 @@ class GradientReduce:
         made, sent = self.dtypes(w, use.dtype)
         if use.kind == ROUNDS and made is None:  # a loop would sum it in its own dtype
             return Route(LOOP, WHOLE_FIRST, sent=sent)
-        cut = ordered and w.nbytes > CUT_BUCKETS * self.plan.bucket_bytes
+        most = 1 if sent in CODES else CUT_BUCKETS  # codes hold a message beside the gradient
+        cut = ordered and w.nbytes > most * self.plan.bucket_bytes
         scattered = reduced and self.is_scattered(w.shape, w.grad)
         if use.kind == LOOKUP and reduced:
             examples = sent is not None or self.lookup_is_scattered(w.shape, w.stored, w.grad)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero.comm.reduce_in_codes import CODES
 from jzero.core.errors import check_choice, check_flag, check_function, check_int, check_ints
 from jzero.core.jaxprs import split_arrays
 from jzero.core.left_behind import left_behind
@@ -63,10 +64,10 @@ def value_and_grad(
       weight: `weight(batch)`, the sum that a micro-batch's mean loss divides by (the number of tokens that are not
         padding), called like `loss_fn` without params. None: micro-batches count the same. With it the result is the
         one-batch mean, and a micro-batch of weight 0 contributes nothing, whatever its loss.
-      reduce: "step", once after the loop; "microbatch", in each; "auto": "step" at stages 0 and 1, else
-        "microbatch". One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" (then also "auto" at
-        stage 2) returns gradients in that dtype, "microbatch" (stages 2 and 3) reduces bucket by bucket and rounds the
-        sums to the params' dtype.
+      reduce: "step", once after the loop; "microbatch", in each; "auto": "step" at stages 0 and 1, else "microbatch".
+        One micro-batch needs neither, unless the plan has a `reduce_dtype`: "step" (then also "auto" at stage 2, but
+        for int8) returns gradients in that dtype (int8: in fp32), "microbatch" (stages 2 and 3) reduces bucket by
+        bucket and rounds the sums to the params' dtype.
         With a module that keeps batch statistics "auto" is always "microbatch", and "step" is refused; with
         coupled="allow", too, "auto" is "microbatch".
       coupled: what to do with a loss that couples examples (BatchNorm, contrastive), whose value differs on
@@ -135,7 +136,8 @@ def _mode(reduce: str, plan: Plan, accumulate: int) -> str:
             "whole gradient. Leave reduce out, or pass stage=2 (4 bytes per parameter more)."
         )
     if accumulate == 1:
-        in_place = plan.config.row.params or (plan.config.row.grads and reduce == "microbatch")
+        by_bucket = reduce == "microbatch" or (reduce == "auto" and plan.config.reduce_dtype in CODES)
+        in_place = plan.config.row.params or (plan.config.row.grads and by_bucket)
         return "plain" if plan.config.reduce_dtype is None or in_place else "step"
     if reduce == "auto":
         return "microbatch" if plan.config.row.grads else "step"

@@ -242,7 +242,9 @@ def reduced_once(case: dict, config: dict) -> bool:
     if micro is None or "BatchNorm" in case["blocks"]:
         return False
     if micro["accumulate"] == 1:
-        here = config["stage"] == 3 or (config["stage"] == 2 and micro["reduce"] == "microbatch")
+        in_codes = config.get("reduce_dtype") == "int8"
+        by_bucket = micro["reduce"] == "microbatch" or (micro["reduce"] == "auto" and in_codes)
+        here = config["stage"] == 3 or (config["stage"] == 2 and by_bucket)
         return config.get("reduce_dtype") is not None and not here
     return micro["reduce"] == "step" or (micro["reduce"] == "auto" and config["stage"] < 2)
 
