@@ -220,12 +220,12 @@ class GradientReduce:
 
         In `reduce_dtype`, or else in the dtype of the param.
         """
-        _, sent = self.dtypes(x, grad.dtype)
         asked = x.dtype if grad.dtype.kind == "c" else self.plan.config.reduce_dtype or x.dtype
+        codes = asked if self.in_codes(x, x.shape) and spec != x.used else None
         if asked in CODES:
-            asked = grad.dtype if sent in CODES else x.dtype
+            asked = x.dtype if codes is None else grad.dtype
         but = named_axes(self.plan.sharding(x.used).spec)
-        return reduce_scatter(grad.astype(asked), spec, self.plan, but=but, codes=sent if sent in CODES else None)
+        return reduce_scatter(grad.astype(asked), spec, self.plan, but=but, codes=codes)
 
     def at_update(self, grads: Sequence[Any]) -> list[Any]:
         """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole].
