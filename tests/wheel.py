@@ -1,4 +1,6 @@
-"""The wheel in an empty environment: `python tests/wheel.py` builds it, and runs README's example and `jzero plan`.
+"""The wheel in an empty environment: `python tests/wheel.py` makes it by `python -m build`, from the sdist.
+
+README's example and `jzero plan` run there.
 
 Nothing of the repository is on the path there, so a file that the wheel lacks, or a package that it does not ask for,
 shows.
@@ -35,10 +37,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="jzero-wheel-") as folder:
         where = Path(folder)
         run = lambda *args: subprocess.run(list(map(str, args)), cwd=where, check=True, env=ENVIRONMENT)  # noqa: E731
-        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", where, ROOT)
-        (wheel,) = where.glob("*.whl")
-        run(sys.executable, "-m", "venv", where / "venv")
-        python = where / "venv" / "bin" / "python"
+        for name in ("tools", "venv"):
+            run(sys.executable, "-m", "venv", where / name)
+        tools, python = (where / name / "bin" / "python" for name in ("tools", "venv"))
+        run(tools, "-m", "pip", "install", "-q", "build")
+        run(tools, "-m", "build", "--outdir", where, ROOT)  # the wheel is made from the sdist
+        (wheel,), (_,) = where.glob("*.whl"), where.glob("*.tar.gz")
         run(python, "-m", "pip", "install", "-q", f"{wheel}[pod]")
         (where / "example.py").write_text(example(), encoding="utf-8")
         run(python, "example.py")
