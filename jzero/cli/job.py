@@ -62,7 +62,7 @@ class Job(Asked):
       search: whether to look for the largest micro-batch that fits.
       fraction: how much of the GPU's memory a program may take.
       detail: whether to answer with the whole report.
-      bandwidths: GB per second of `pcie`, `memory` and `disk`, for an update outside of the program.
+      bandwidths: GB per second, by the names of `Bandwidths`.
       sizes: stages to estimate for other numbers of GPUs, too.
     """
 

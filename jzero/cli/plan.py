@@ -43,6 +43,10 @@ class Bandwidths:
     """Of a host's memory, reads and writes together."""
     disk: float = 10.0
     """Of a host's disks, reads and writes together."""
+    within_host: float = 450.0
+    """Of one GPU to others of its host, in each direction (NVLink)."""
+    between_hosts: float = 400.0
+    """Of a host to others, in each direction: all of its network cards."""
 
     def check(self) -> None:
         """Raises InputError for a bandwidth that is not above 0."""
@@ -81,7 +85,7 @@ class Inputs(Asked):
     buffer_bytes: int | None = None
     """With --offload disk: bytes of host memory in each process through which state goes; 1 GiB if omitted."""
     bandwidths: Bandwidths = dataclasses.field(default_factory=lambda: Bandwidths())
-    """For an update outside of the program: how long it takes."""
+    """For the time of the wire, and that of an update outside of the program."""
     offload_params: Literal["host"] | None = None
     """Keep params and their gradients in host memory too, and fetch each weight where it is used: stage 3 alone.
     Implies --offload host."""

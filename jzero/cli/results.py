@@ -48,9 +48,12 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
         "fits": total <= limit,
         "findings": [dataclasses.asdict(f) for f in findings(compiled, plan)],
     }
+    rates = {name: value * 1e9 for name, value in subject.job.bandwidths.items()}
+    links = {name: rates.pop(name) for name in ("within_host", "between_hosts")}
+    answer["wire_seconds"] = planned.wire_seconds(**links)
+    answer["gb_per_second"] = subject.job.bandwidths
     if plan.config.updates_outside:
-        rates = {name: value * 1e9 for name, value in subject.job.bandwidths.items()}
-        answer["update"] = {"seconds": planned.update_seconds(**rates), "gb_per_second": subject.job.bandwidths}
+        answer["update"] = {"seconds": planned.update_seconds(**rates)}
     if subject.job.detail:
         answer["report"] = str(report)
     if subject.job.search and subject.micro_batch:

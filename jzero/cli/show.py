@@ -130,9 +130,13 @@ def _notes(results: list[Json], fraction: float) -> list[str]:
         "Bytes per device. active: activations, logits, gathered weights (estimated for presets alone); compiled, the",
         "gradients are in it, since they share buffers. wire: sent by one device in a step.",
     ]
-    updates = [r["update"] for r in results if "update" in r]
-    if updates:
-        rates = updates[0]["gb_per_second"]
+    rates = results[0]["gb_per_second"]
+    times = ", ".join(f"stage {r['stage']} {1000 * r['wire_seconds']:.1f} ms" for r in results)
+    notes += [
+        f"The wire takes, at full links and with nothing beside it: {times} ({rates['within_host']:g} GB/s",
+        f"of a GPU within a host, {rates['between_hosts']:g} of a host between hosts: --bandwidths).",
+    ]
+    if any("update" in r for r in results):
         notes += [
             "The update runs outside of the compiled program. At stage 2 so does the gather of new params: the",
             "compiled wire is without that Psi. host, disk: of one device, and of all devices of a host (/node), with",

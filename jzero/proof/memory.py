@@ -34,7 +34,7 @@ from jzero.layout.specs import shard_factor, spec_axes
 from jzero.offload import late_bytes
 from jzero.optim import chain_of, init_shapes, unwrap, zero
 from jzero.proof.host import host_bytes_of
-from jzero.proof.network import what_crosses
+from jzero.proof.network import seconds_of, what_crosses
 from jzero.proof.transformer import Transformer, transformer_of
 from jzero.sharding import HOST, Plan, check_plan
 from jzero.update.masters import widen_abstract
@@ -187,6 +187,28 @@ class Estimate:
           {'data': 8} over 1 host x 8 devices: cpu
         """
         return what_crosses(self.mesh, self.wire_by_axes, devices_per_host=devices_per_host)
+
+    def wire_seconds(
+        self, *, within_host: float, between_hosts: float, devices_per_host: int | None = None
+    ) -> float:
+        """How long a step's collectives take at full links, one after the other and nothing beside them.
+
+        A collective whose groups span hosts takes as long as the slower of its links. Latency is not in it, nor the
+        time in which codes are made and read, so small messages and many devices take longer.
+
+        Args:
+          within_host: bytes per second that one device sends to others of its host, in one direction (NVLink).
+          between_hosts: bytes per second that a host sends to others, in one direction (all of its network cards).
+          devices_per_host: as in `jzero.mesh`.
+
+        Raises:
+          TypeError, ValueError: `devices_per_host`, as in `jzero.mesh`; a bandwidth that is not above 0.
+        """
+        if not min(within_host, between_hosts) > 0:
+            raise ValueError("jzero: Estimate.wire_seconds: bandwidths must be above 0 bytes per second.")
+        return seconds_of(
+            self.mesh, self.wire_by_axes, within_host, between_hosts, devices_per_host=devices_per_host
+        )
 
     def __str__(self) -> str:
         always = ("params", "grads", "opt_state", "total")

@@ -30,11 +30,31 @@ def what_crosses(mesh: Mesh, sent: Mapping[str, int], *, devices_per_host: int |
     moved, total = [], 0
     for name, size in sent.items():
         found = spanned(name.split("+"))
-        leaves = size * found.groups_per_host if found.hosts > 1 else 0
+        leaves = _leaving(size, found)
         total += leaves
         moved.append([name, found.size, *_facts(found), human_bytes(size), human_bytes(leaves)])
     header = ["sent over", "size", "a group is on", "its collectives", "a device sends", "leaves a host"]
     return "\n".join([*out, "", table(header, moved), f"{human_bytes(total)} leave each host in a step"])
+
+
+def seconds_of(
+    mesh: Mesh, sent: Mapping[str, int], within_host: float, between_hosts: float, *, devices_per_host: int | None
+) -> float:
+    """`Estimate.wire_seconds`; `sent`: bytes that one device sends, by mesh axes.
+
+    Raises:
+      TypeError, ValueError: `devices_per_host`, as in `jzero.mesh`.
+    """
+    mesh, total = whole_mesh(mesh), 0.0
+    for name, size in sent.items():
+        found = span(mesh, name.split("+"), devices_per_host=devices_per_host)
+        total += max(size / within_host, _leaving(size, found) / between_hosts)
+    return total
+
+
+def _leaving(size: int, found: Span) -> int:
+    """Bytes that leave a host where each of its devices sends `size`: once for each group on it."""
+    return size * found.groups_per_host if found.hosts > 1 else 0
 
 
 def _title(mesh: Mesh, every: Span) -> str:
