@@ -49,8 +49,8 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
         "findings": [dataclasses.asdict(f) for f in findings(compiled, plan)],
     }
     rates = {name: value * 1e9 for name, value in subject.job.bandwidths.items()}
-    links = {name: rates.pop(name) for name in ("within_host", "between_hosts")}
-    answer["wire_seconds"] = planned.wire_seconds(**links)
+    within, between = rates.pop("within_host"), rates.pop("between_hosts")
+    answer["wire_seconds"] = planned.wire_seconds(within_host=within, between_hosts=between)
     answer["gb_per_second"] = subject.job.bandwidths
     if plan.config.updates_outside:
         answer["update"] = {"seconds": planned.update_seconds(**rates)}
