@@ -70,6 +70,17 @@ def owned_arrays(tree: PyTree) -> list[tuple[KeyPath, Any, jax.Array]]:
     return found
 
 
+def whole_objects(trees: PyTree) -> PyTree:
+    """Trees in which the objects that `nnx.jit` splits are put together again."""
+    if "flax.nnx" not in sys.modules:
+        return trees
+    from flax import nnx
+
+    return nnx.from_tree(
+        trees, merge_fn=lambda context, path, prefix, leaf: context.unflatten(leaf.graphdef, *leaf.states)
+    )
+
+
 def variable_paths(trees: PyTree) -> dict[int, Any]:
     """The path of each leaf's Variable in its object, by the leaf's number.
 
@@ -81,10 +92,7 @@ def variable_paths(trees: PyTree) -> dict[int, Any]:
     from flax import nnx
 
     leaves, tree = jax.tree.flatten(trees)
-    numbered = nnx.from_tree(
-        jax.tree.unflatten(tree, range(len(leaves))),
-        merge_fn=lambda context, path, prefix, leaf: context.unflatten(leaf.graphdef, *leaf.states),
-    )
+    numbered = whole_objects(jax.tree.unflatten(tree, range(len(leaves))))
     _, state = nnx.split([x for x in jax.tree.leaves(numbered, is_leaf=is_node) if is_node(x)])
     return {number: path[1:] for path, number in jax.tree_util.tree_leaves_with_path(state)}
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
 from jzero.comm.uses import Use, Uses
 from jzero.comm.weights import WeightGather
+from jzero.core.jaxprs import of_any_leaves
+from jzero.core.nnx_modules import whole_objects
 from jzero.core.traces import trace_of
+from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import entry_axes, shard_factor
 from jzero.proof.arguments import GivenArgument, arguments_given
@@ -243,17 +248,44 @@ class Evidence:
     def trains(self) -> bool:
         """True for a program that should return a new state, even if it does not.
 
-        Either an update of its params was traced, or it takes optimizer state and one of these holds: it has a backward
-        pass or a traced update, the state is in an argument without params, or a leaf of params or state is donated.
+        Either an update of its params was traced, or it takes an optimizer and one of these holds: it has a backward
+        pass or a traced update, state is in an argument without params, or a leaf of params or state is donated.
         """
         if self.record is not None and self.record.of(self.plan):
-            return True  # `optax.sgd` has no state
+            return True
         mine = [x for x in self.leaves if x.is_param or x.layout is not None or x.in_opt_state]
         params = {x.argument for x in mine if x.is_param}
-        state = [x for x in mine if x.in_opt_state or not x.is_param]
-        beside = any(x.argument not in params for x in state)
-        made = self.module.has_backward or bool(self.record and self.record.updates)
-        return bool(state) and (made or beside or any(x.donated for x in mine))
+        beside = any(x.argument not in params for x in mine)
+        made = self.module.has_backward or (self.record is not None and self.record.differentiates)
+        return self.takes_optimizer and (made or beside or any(x.donated for x in mine))
+
+    @functools.cached_property
+    def takes_optimizer(self) -> bool:
+        """True where optimizer state comes in; or, since `optax.sgd` has none, an optimizer, or donated params.
+
+        Beside another model only state says it: without, a step may train the other alone.
+        """
+        if any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in self.leaves):
+            return True
+        donated = any(x.is_param and x.donated for x in self.leaves)
+        return not self.others and (donated or bool(self.train_states))
+
+    @functools.cached_property
+    def train_states(self) -> list[Any]:
+        """The objects with an optimizer and its state: those with the params of the plan, and those without params."""
+
+        def is_state(x: PyTree) -> bool:
+            return hasattr(x, "opt_state") and hasattr(x, "tx")
+
+        def fits(x: Any) -> bool:
+            with contextlib.suppress(ValueError):  # another model's
+                self.plan.match(x.params, where="jzero.check")
+                return True
+            return False
+
+        arguments = of_any_leaves(lambda: whole_objects(self.compiled.args_info))
+        found = filter(is_state, jax.tree.leaves(arguments, is_leaf=is_state))
+        return [x for x in found if not hasattr(x, "params") or fits(x)]
 
     @property
     def on_cpu(self) -> bool:

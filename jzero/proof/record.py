@@ -89,6 +89,11 @@ class TraceRecord:
     arguments: int
     frozen: tuple[tuple[Plan, Mapping[int, int]], ...] = ()
 
+    @property
+    def differentiates(self) -> bool:
+        """True where the trace has a backward pass or an update, which XLA may have dropped."""
+        return self.has_backward or bool(self.updates)
+
     def frozen_of(self, plan: Plan) -> dict[int, int]:
         """The arguments that are frozen weights of a plan, by their number in it."""
         mine = [found for p, found in self.frozen if p == plan]

@@ -430,9 +430,9 @@ class Net(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-def pair(mesh, stage, net=Net):
+def pair(mesh, stage, net=Net, tx=TX):
     model = net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     return jzero.shard((model, optimizer), stage=stage, mesh=mesh, min_shard_bytes=0)
 
 
@@ -508,6 +508,58 @@ def test_nnx_step_that_never_updates(mesh):
     assert "never updates: 2 params come back as they went in" in finding.text
     assert "NNX: optimizer.update(model, grads)" in finding.remedy
     assert found(nnx_step) == ()  # the same, and the remedy
+
+
+SGD = optax.sgd(0.1)
+
+
+@pytest.mark.remedy("_not_returned", "return the new state")
+@pytest.mark.remedy("_unchanged", "linen: return state.apply_gradients(grads=grads)")
+def test_an_optimizer_without_state(mesh):
+    """A TrainState has a `tx` all the same; its params alone do not say that it is to train."""
+    state, plan = sharded(mesh, 2, create=functools.partial(create_small, SGD))
+    data, donated = plan.place_batch(batch()), {"donate_argnums": 0}
+    forgets_to_update = lambda state, data: (state, grads_of(state, data)[0])  # noqa: E731
+    loss_only = lambda state, data: grads_of(state, data)[0]  # noqa: E731
+    norm_only = lambda state, data: optax.global_norm(grads_of(state, data)[1])  # noqa: E731
+    lost = [lowered(forgets, state, data, **donated), lowered(norm_only, state, data),
+            jzero.jit(loss_only, plan).lower(state, data).compile()]  # fmt: skip
+    unchanged = [lowered(forgets_to_update, state, data, **donated),
+                 jzero.jit(forgets_to_update, plan).lower(state, data).compile()]  # fmt: skip
+    for programs, text in ((lost, "nothing of the state comes back"), (unchanged, "never updates")):
+        for program in programs:
+            (finding,) = [f for f in jzero.findings(program, plan) if f.kind != "state_not_donated"]
+            assert finding.kind == "not_trained"
+            assert text in finding.text
+    of_params = lowered(lambda params, data: params, state.params, data, **donated)
+    assert kinds(of_params, plan) == ["not_trained"]
+    for evaluation in (evaluates, lambda state, data: (state, evaluates(state, data))):
+        for program in (lowered(evaluation, state, data), jzero.jit(evaluation, plan).lower(state, data).compile()):
+            assert kinds(program, plan) == []
+    assert kinds(lowered(train_step, state, data, **donated), plan) == []
+
+
+@pytest.mark.remedy("_unchanged", "NNX: optimizer.update(model, grads)")
+def test_an_nnx_optimizer_without_state(mesh):
+    model, optimizer = pair(mesh, 2, tx=SGD)
+    plan = jzero.plan_of(optimizer)
+    data = plan.place_batch(batch())
+
+    def loss_only(model, optimizer, data):
+        return nnx.value_and_grad(lambda model: jnp.mean((model(data["x"]) - data["y"]) ** 2))(model)[0]
+
+    def norm_only(model, optimizer, data):
+        return optax.global_norm(nnx.grad(lambda model: jnp.mean((model(data["x"]) - data["y"]) ** 2))(model))
+
+    def found(jitted):
+        return {f.kind: f for f in jzero.findings(jitted.lower(model, optimizer, data).compile(), plan)}
+
+    for jitted in (nnx.jit(norm_only), nnx.jit(loss_only, donate_argnums=(0, 1)), jzero.jit(loss_only, plan)):
+        assert "never updates" in found(jitted)["not_trained"].text
+    assert "nothing of the state comes back" in found(jax.jit(norm_only))["not_trained"].text
+    for jit in (nnx.jit, functools.partial(jzero.jit, plan=plan)):
+        assert found(jit(lambda model, optimizer, data: model(data["x"]))) == {}
+    assert found(nnx.jit(nnx_step, donate_argnums=(0, 1))) == {}
 
 
 def test_two_nnx_models(mesh):

@@ -18,8 +18,6 @@ import jax
 import optax
 
 from jzero.core.errors import human_bytes, typed_shape
-from jzero.core.jaxprs import of_any_leaves
-from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import Layout
 from jzero.proof.evidence import Argument, Evidence
 from jzero.proof.faults.state import whole_rows
@@ -91,14 +89,8 @@ def _optimizer_state(e: Evidence) -> dict[str, jax.ShapeDtypeStruct]:
     """The leaves of the planned optimizer state by path; none where no update says which `tx` it is of."""
     if e.record is not None and e.record.of(e.plan):
         return planned_by_record(e)[0]
-
-    def is_state(x: PyTree) -> bool:
-        return hasattr(x, "opt_state") and hasattr(x, "tx")
-
-    arguments = of_any_leaves(lambda: e.compiled.args_info)
-    for x in filter(is_state, jax.tree.leaves(arguments, is_leaf=is_state)):
-        with contextlib.suppress(Exception):  # another model's; an `init` that wants more than params
-            e.plan.match(x.params, where="jzero.check")
+    for x in (x for x in e.train_states if hasattr(x, "params")):
+        with contextlib.suppress(Exception):  # an `init` that wants more than params
             return _by_path(e.plan, x.tx)
     return {}
 

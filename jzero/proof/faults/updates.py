@@ -49,10 +49,9 @@ def _unchanged(e: Evidence) -> Faults:
     One that returns gradients leaves the update to another function. XLA drops a backward pass that nothing reads: what
     the program takes says that it is to train.
     """
-    optimizer = any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in e.leaves)
-    known = e.record is not None and (e.record.updates or e.record.has_backward)  # which XLA may have dropped
+    known = e.record is not None and e.record.differentiates
     guessed = e.uses is None and not known and not e.module.has_backward
-    trains = optimizer and (e.trains if guessed else e.module.has_backward or e.under_grad or known)
+    trains = e.takes_optimizer and (e.trains if guessed else e.module.has_backward or e.under_grad or known)
     if not trains or e.others or e.plan.config.updates_outside:
         return
     passed_on = _passed_on(e.module)
@@ -65,7 +64,7 @@ def _unchanged(e: Evidence) -> Faults:
     if any(others[n] > 0 for n in sizes):
         return
     yield (
-        f"the step takes optimizer state and never updates: {counted(len(leaves), 'param comes', 'params come')} back "
+        f"the step never updates: {counted(len(leaves), 'param comes', 'params come')} back "
         f"as {'it' if len(leaves) == 1 else 'they'} went in. {names_text(leaves)}"
         + (" It has no backward pass; if it only evaluates, pass uses=jzero.param_uses(step, ...)." if guessed else ""),
         sum(x.held for x in leaves),
