@@ -126,6 +126,8 @@ def _site(module: Module, place: Place, i: Instruction, work: Work) -> Site:
     op, (home, start) = kind(i), place.pair or (place.computation, i)
     done = home.done(start)
     shapes = _result(i, done if start is i else i)
+    if unknown := [s.dtype for s in shapes if s.has_unknown_dtype]:
+        raise ProofError(f"unknown dtype: {', '.join(unknown)}")
     groups, size = _groups(i, module.partitions)
     total = sum(s.nbytes for s in shapes) * (size if op == "reduce-scatter" else 1)
     paired = start.opcode.endswith("-start")

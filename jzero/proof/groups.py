@@ -22,8 +22,19 @@ Groups = tuple[tuple[int, ...], ...]
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _IOTA = r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
 _MESH = r"mesh\[[^\]]*\](?:,\s*device_ids=\((?:[^()]|\([^()]*\))*\))?\s*\{[^}]*\}"
-GROUPS = re.compile(rf"replica_groups=({_BRACES}|{_IOTA}|{_MESH})")
-PAIRS = re.compile(rf"source_target_pairs=({_BRACES})")
+_END = r"(?=[,\s]|$)"  # what goes on is another notation
+GROUPS = re.compile(rf"replica_groups=({_BRACES}|{_IOTA}|{_MESH}){_END}")
+PAIRS = re.compile(rf"source_target_pairs=({_BRACES}){_END}")
+
+
+def _listed(item: str) -> str:
+    return rf"(?:{item}(?:,\s*{item})*)?"
+
+
+_LIST = re.compile(r"\{" + _listed(r"\{[\d,\s]*\}") + r"\}")
+_PAIR_LIST = re.compile(r"\{" + _listed(r"\{\d+,\s*\d+\}") + r"\}")
+_SIZES, _AXES = _listed(r"'[^']*'=\d+"), _listed(r"'[^']*'(?::\(\d+\)\d+)?")
+_MESH_AXES = re.compile(rf"mesh\[{_SIZES}\][^{{]*\{{{_AXES}\}}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -47,12 +58,12 @@ def parse_groups(notation: str, devices: int) -> Groups:
       >>> parse_groups("mesh['a'=2,'b'=2] {'b'}", 4)
       ((0, 1), (2, 3))
     """
-    if notation.startswith("mesh"):
+    if _MESH_AXES.fullmatch(notation):
         return _rows(_mesh_groups(notation))
     if notation.startswith("["):
         shape, order = notation.split("<=")
         return _rows(_iota(order).reshape(_numbers(shape)))
-    if notation.startswith("{"):
+    if _LIST.fullmatch(notation):
         groups = tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", notation))
         return groups or (tuple(range(devices)),)
     raise ProofError(f"an unknown notation of replica groups: {notation[:80]!r}")
@@ -60,7 +71,13 @@ def parse_groups(notation: str, devices: int) -> Groups:
 
 @functools.lru_cache(maxsize=1024)
 def parse_pairs(notation: str) -> Groups:
-    """The (source, target) pairs of a collective-permute."""
+    """The (source, target) pairs of a collective-permute, from a list `{{0,1},{1,0}}`.
+
+    Raises:
+      ProofError: another notation.
+    """
+    if not _PAIR_LIST.fullmatch(notation):
+        raise ProofError(f"an unknown notation of source and target pairs: {notation[:80]!r}")
     return tuple(_numbers(pair) for pair in re.findall(r"\{([\d,\s]+)\}", notation))
 
 

@@ -63,6 +63,11 @@ class Shape:
         return -(-self.size * dtype_bits(self.dtype) // 8)
 
     @property
+    def has_unknown_dtype(self) -> bool:
+        """True where the bytes of an element are not known, and `nbytes` is 0."""
+        return self.dtype not in _BITS and not dtype_bits(self.dtype)
+
+    @property
     def strides(self) -> tuple[int, ...]:
         """Elements between neighbours along each dim."""
         order = [int(d) for d in self.layout.split(",") if d] or list(reversed(range(len(self.dims))))
@@ -337,7 +342,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits of one element: `bf16` 16, `f8e4m3fn` 8, `s4` 4, `pred` 8."""
+    """Bits of one element: `bf16` 16, `f8e4m3fn` 8, `s4` 4, `pred` 8; 0 for an unknown dtype."""
     if dtype in _BITS:
         return _BITS[dtype]
     digits = re.match(r"[a-z]+(\d+)", dtype)

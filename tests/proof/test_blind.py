@@ -48,6 +48,8 @@ def whole_gradients():
 ATTACKS = {
     "an opcode": (r" (all-gather|reduce-scatter)(-start|-done)?\(", r" super-\1\2(", "not a known collective"),
     "a notation": (r"replica_groups=(\[[^ ]*|mesh\[[^ ]* \S+)", "replica_groups=ring(8),", "no replica groups"),
+    "ranges": (r"replica_groups=(\[[^ ]*|mesh\[[^ ]* \S+)", "replica_groups={{0-3},{4-7}},", "unknown notation"),
+    "a suffix": (r"(replica_groups=(?:\[[^ ]*|mesh\[[^ ]* \S+)),", r"\1~2,", "no replica groups"),
     "trip counts": (r'"known_trip_count":\{"n":"\d+"\}', '"unroll":1', "whose trip count XLA does not know"),
     "a memory space": (r"(f32\[\d+\]\{0)\}", r"\1:S(9)}", "memory space S(9)"),
     "derivatives": (r"transpose\(jvp\(", "transpose(lin(", "has a backward pass, and none was recognized"),
@@ -60,7 +62,7 @@ ATTACKS = {
         "custom call of 'my_kernel'",
     ),
 }  # fmt: skip
-STOP = ("an opcode", "a notation", "a memory space")  # nothing of such a program can be counted
+STOP = ("an opcode", "a notation", "ranges", "a suffix", "a memory space")  # nothing of such a program can be counted
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

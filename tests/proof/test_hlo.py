@@ -245,8 +245,45 @@ def test_replica_groups(notation, devices, groups):
 
 @pytest.mark.unit
 def test_unknown_replica_groups_are_refused():
-    with pytest.raises(ValueError, match="unknown notation of replica groups: 'ring of 8'"):
-        parse_groups("ring of 8", 8)
+    for notation in ("ring of 8", "{{0-3},{4-7}}", "{0,1}", "mesh[data=8] {data}", "mesh['a'=8] {'a':[1]2}"):
+        with pytest.raises(ValueError, match=re.escape(f"unknown notation of replica groups: {notation!r}")):
+            parse_groups(notation, 8)
+
+
+GROUPS = r"(replica_groups=)(\[[^ ]*|mesh\[[^ ]* \S+|\{[^ ]*), "
+PAIRS = r"(source_target_pairs=)(\S*), "
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("backend", ["cpu", "h200"])
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (GROUPS, r"\1{{0-3},{4-7}}, ", "unknown notation of replica groups"),
+        (GROUPS, r"\1\2~2, ", "no replica groups in"),
+        (PAIRS, r"\1{0->1,1->0}, ", "unknown notation of source and target"),
+        (PAIRS, r"\1{{0,1,2}}, ", "unknown notation of source and target"),
+        (PAIRS, r"\1\2~2, ", "no replica groups in"),
+    ],
+)
+def test_devices_in_an_unknown_notation(old, new, said, backend, version):
+    """Each is named; none counts as a collective of all devices, or of none."""
+    text = gzip.decompress((HERE / f"manual.{backend}.jax{version}.txt.gz").read_bytes()).decode()
+    attacked, count = re.subn(old, new, text)
+    sites, failed = read_collectives(hlo.parse(attacked))
+    assert len(failed) == count == len(MANUAL) - len(sites) > 0
+    assert all(said in why for why in failed.values())
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("dtype", "unread"), [("float", 1), ("f8e4m3fn", 0)])
+def test_a_collective_of_an_unknown_dtype(dtype, unread):
+    line = f"ROOT %ar = ({dtype}[8]{{0}}, token[]) all-reduce(%x, %t), replica_groups={{}}, to_apply=%add"
+    module = program(f"%x = {dtype}[8]{{0}} parameter(0)", "%t = token[] after-all()", line)
+    sites, failed = read_collectives(module)
+    assert (len(sites), len(failed)) == (1 - unread, unread)
+    assert all("unknown dtype" in why for why in failed.values())
 
 
 @pytest.mark.parametrize(
