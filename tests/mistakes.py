@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.source_info_util import NameStack
 from jax.sharding import PartitionSpec as P
 from programs import QUICK, gpt_step, tokens
 
 import jzero
 from jzero.core.traces import keep_trace, trace_of
 from jzero.proof.check import findings
+from jzero.proof.record import names_are_known
 
 
 def constrained(tree, spec):
@@ -59,6 +62,17 @@ def in_host_memory(tree):
 
 def on_device(tree):
     return jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), tree)
+
+
+@contextlib.contextmanager
+def renamed_derivatives():
+    """A jax that names the passes of a derivative otherwise, in traces and in programs."""
+    names, transform = {"jvp": "fwd", "transpose": "bwd"}, NameStack.transform
+    names_are_known.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NameStack, "transform", lambda self, name: transform(self, names.get(name, name)))
+        yield
+    names_are_known.cache_clear()
 
 
 def with_text(compiled, text):

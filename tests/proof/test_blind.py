@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from mistakes import constrained, in_a_loop, with_text
+from mistakes import constrained, in_a_loop, renamed_derivatives, with_text
 from programs import QUICK, SEQ, gpt_loss, gpt_step, small_state, tokens
 
 import jzero
@@ -163,6 +163,16 @@ def test_a_fault_does_not_disappear_with_the_names(kind, attack):
     assert kind in {f.kind for f in findings(compiled, plan)}
     found = {f.kind for f in findings(with_text(compiled, re.sub(old, new, compiled.as_text())), plan)}
     assert found & {kind, "not_checked"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("make", [clean, *BAD.values()], ids=["clean", *BAD])
+def test_a_program_of_a_jax_that_names_derivatives_otherwise(make):
+    """The trace is of the same jax, and has no more of a backward pass in it than the text."""
+    with renamed_derivatives():
+        compiled, plan = getattr(make, "__wrapped__", make)()
+        found = findings(compiled, plan)
+    assert any("names the derivative otherwise" in f.text for f in found if f.kind == "not_checked")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.experimental import io_callback
+from mistakes import renamed_derivatives
 from models import BATCH, DIM_IN, DIM_OUT, batch, create_small, create_state, loss_of, train_step
 
 import jzero
@@ -420,6 +421,18 @@ def test_an_average_of_the_params_is_no_other_model(mesh):
 
     program = lowered(step, state, plan.place_batch(batch()), donate_argnums=0)
     assert jzero.explain(program, plan).wire.psi_bytes == pytest.approx(plan.param_bytes * 7 / 8, rel=1e-3)
+
+
+def test_a_jax_that_names_derivatives_otherwise(mesh):
+    """`test_blind.py` has it on GPUs. A fault in its program may be as silent as here a program without one."""
+    state, plan = sharded(mesh, 2)
+    with renamed_derivatives():
+        program = jzero.jit(lambda *args: train_step(*args), plan).lower(state, plan.place_batch(batch())).compile()
+        (finding,) = jzero.findings(program, plan)
+    assert finding.kind == "not_checked"
+    assert "this jax names the derivative otherwise than jzero reads" in finding.text
+    assert "jvp(" not in program.as_text()
+    assert kinds(program, plan) == []  # its trace has the names of then
 
 
 class Net(nnx.Module):

@@ -3,7 +3,8 @@
 [Note: names that are not recognized]
 Phases and scopes are read from the name stacks that jax writes into the program. If a version of jax named them
 otherwise, rules would fall silent. So what the trace says is compared with what was recognized: a backward pass, an
-update, and a phase for every collective of more than negligible size.
+update, and a phase for every collective of more than negligible size. A trace has the same names, so a derivative is
+traced, and looked at, once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jzero.core.errors import counted, human_bytes
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults.held import planned_by_record
 from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text
+from jzero.proof.record import names_are_known
 from jzero.proof.unread import endless, unknown_calls
 from jzero.proof.unrolled import UPDATE
 
@@ -85,6 +87,10 @@ def _endless(e: Evidence) -> Faults:
 
 def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
     """See [Note: names that are not recognized]."""
+    if not names_are_known():
+        yield (
+            "this jax names the derivative otherwise than jzero reads: forward and backward pass cannot be told apart."
+        )
     if e.record is not None and EXPLAINED not in found:
         if e.record.has_backward and e.record.of(e.plan) and not e.module.has_backward:
             yield "the step has a backward pass, and none was recognized in the names of the compiled program."
