@@ -26,6 +26,7 @@ from jzero.proof.groups import axes_of
 from jzero.proof.hlo import Computation, Instruction, Module
 from jzero.proof.leaves import Argument, arguments_of, roles_of
 from jzero.proof.lifetimes import most_on_device
+from jzero.proof.offsets import WrongSlice, wrong_slices
 from jzero.proof.places import executions, loops_of, phase_of
 from jzero.proof.record import TraceRecord, record_of
 from jzero.proof.transfers import GRADIENT, WEIGHT, Transfer, find_transfers
@@ -301,6 +302,11 @@ class Evidence:
     def under_grad(self) -> int:
         """How many params the step reads under `jax.grad`, by its uses."""
         return sum(any(use.has_gradient for use in uses) for uses in (self.uses or {}).values())
+
+    @functools.cached_property
+    def slices(self) -> tuple[list[WrongSlice], list[str]]:
+        """The slices in loops that are not where their index points, and those of which that is not known."""
+        return wrong_slices(self.module)
 
     @functools.cached_property
     def has_gathers(self) -> bool:

@@ -5,7 +5,8 @@ XLA:GPU notes beside a slice in a loop where it lies in iteration k: `byte_offse
 `dynamic_slice_config` (since jaxlib 0.12 in its field `linear`; the fields outside are 0). If an operand is in host
 memory, XLA copies what the offsets say and ignores the index. Before jaxlib 0.11.2 it wrote the offsets of a forward
 loop into backward loops as well (openxla/xla pull request 46231). So the index is computed here for the first
-iterations, from the scalars that the loop carries, and compared. An index that depends on anything else is skipped.
+iterations, from the scalars that the loop carries, and compared. An index that depends on anything else is not; if the
+slice is of host memory, its name is kept.
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ CONFIG = '"dynamic_slice_config":'
 SLICES = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # where the indices begin among the operands
 ITERATIONS = 8
 THROUGH = BARRIERS | {"bitcast", "copy", "reshape", "convert"}
+
+
+def _quotient(a: int, b: int) -> int:
+    """Toward zero; by zero -1, as XLA has it."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1) if b else -1
+
+
 COMPUTES: dict[str, Callable[..., Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "negate": operator.neg,
+    "divide": _quotient, "remainder": lambda a, b: a - b * _quotient(a, b),
     "minimum": min, "maximum": max, "and": operator.and_, "or": operator.or_,
     "select": lambda p, a, b: a if p else b, "clamp": lambda low, x, high: min(max(x, low), high),
 }  # fmt: skip
@@ -63,23 +72,27 @@ class _Frame:
     given: Callable[[int, Path, Path], int | None]
 
 
-def wrong_slices(module: Module) -> list[WrongSlice]:
+def wrong_slices(module: Module) -> tuple[list[WrongSlice], list[str]]:
     """The slices in loops whose written offsets are not those of their index; see [Note: offsets of a slice].
 
     Args:
       module: a parsed program.
+
+    Returns:
+      These slices, and the names of those of host memory whose index cannot be computed.
     """
     if not any(module.lines(CONFIG)):
-        return []
+        return [], []
     reader = _Reader(module)
     entry = _Frame(module.computations[module.entry], (), lambda *_: None)
-    found = (reader.wrong(frame, i) for frame, i in reader.slices(entry))
-    return list({x.name: x for x in found if x is not None}.values())
+    found = [reader.wrong(frame, i) for frame, i in reader.slices(entry)]
+    return list({x.name: x for x in found if x is not None}.values()), list(reader.unread)
 
 
 class _Reader:
     def __init__(self, module: Module):
         self.module = module
+        self.unread: dict[str, None] = {}  # names, in order
         self.value = functools.cache(self._value)
 
     def slices(self, frame: _Frame) -> Iterator[tuple[_Frame, Instruction]]:
@@ -160,19 +173,21 @@ class _Reader:
         depth = len(frame.loops) - 1 - level
         offset, stride = (int(linear.get(k, 0)) for k in ("byte_offset", "byte_stride"))
         trips = frame.loops[depth].trips
+        home = frame.computation.instructions
+        piece = i if i.opcode == "dynamic-slice" else home[i.operands[1]]
+        array = home[i.operands[0]].shapes[0]
         found: list[int] = []
         for k in range(min(ITERATIONS, trips or 2)):
             iterations = tuple(k if d == depth else 0 for d in range(len(frame.loops)))
             at = self.offset(frame, i, iterations)
             if at is None:
+                if array.on_host or piece.shapes[0].on_host:
+                    self.unread[i.name] = None
                 return None
             found.append(at)
         if all(at == offset + k * stride for k, at in enumerate(found)):
             return None
-        home = frame.computation.instructions
-        piece = i if i.opcode == "dynamic-slice" else home[i.operands[1]]
         needed = found[0], found[1] - found[0] if len(found) > 1 else 0
-        array = home[i.operands[0]].shapes[0]
         return WrongSlice(i.name, array, piece.nbytes, trips or 0, (offset, stride), needed)
 
     def offset(self, frame: _Frame, i: Instruction, iterations: Path) -> int | None:

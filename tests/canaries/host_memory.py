@@ -129,5 +129,6 @@ def backward_slices():
     from jzero.proof.offsets import wrong_slices
 
     version = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
-    wrong = [x.name for x in wrong_slices(parse(host_step().as_text()))]
-    return differences([("wrong slices", wrong, [])]) if version >= HOST_LOOPS else ""
+    wrong, unread = wrong_slices(parse(host_step().as_text()))
+    rows = [("wrong slices", wrong, []), ("slices with an index that cannot be computed", unread, [])]
+    return differences(rows) if version >= HOST_LOOPS else ""

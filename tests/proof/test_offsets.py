@@ -9,6 +9,7 @@ import types
 import pytest
 
 from jzero.proof import hlo
+from jzero.proof.faults.blind import slices_unread
 from jzero.proof.faults.steps import slices_wrong
 from jzero.proof.offsets import wrong_slices
 
@@ -20,8 +21,10 @@ def text_of(program, version):
     return gzip.decompress((HERE / f"{program}.h200.jax{version}.txt.gz").read_bytes()).decode()
 
 
-def found_in(text):
-    return wrong_slices(hlo.parse(text))
+def found_in(text, unread=()):
+    wrong, names = wrong_slices(hlo.parse(text))
+    assert names == list(unread)
+    return wrong
 
 
 def test_a_backward_loop_that_reads_the_host_as_a_forward_one_would():
@@ -58,11 +61,36 @@ def test_a_wrong_one_is_found_in_both_forms_read_or_written(version, right, wron
     assert len(found_in(text.replace(right, wrong))) == text.count(right) + len(found_in(text))
 
 
-def test_an_index_that_depends_on_more_than_counters_is_left_aside():
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("%param_1.34 = s32[] parameter(1)", "%param_1.34 = s32[] custom-call()"), (" subtract(", " ponder(")],
+)
+def test_an_index_that_cannot_be_computed_is_named(old, new):
     text = text_of("host_scan", "0.10.2")
-    unknown = text.replace("%param_1.34 = s32[] parameter(1)", "%param_1.34 = s32[] custom-call()")
+    unknown = text.replace(old, new)
     assert unknown != text
-    assert found_in(unknown) == []
+    assert found_in(unknown, unread=["dynamic-slice.2.1"]) == []
+    evidence = types.SimpleNamespace(slices=wrong_slices(hlo.parse(unknown)))
+    (said,) = slices_unread(evidence)
+    assert "1 slice of host memory in a loop with an index that jzero cannot compute" in said
+    assert "%dynamic-slice.2.1." in said
+    on_device = unknown.replace(":S(5)", "")
+    assert found_in(on_device) == []
+
+
+def test_indices_that_are_divided():
+    """Toward zero: -7 / 2 is -3, and the remainder -1."""
+    config = '"loop_index":"0","byte_offset":"0","byte_stride":"4"'
+    text = PROGRAM.format(config=f'backend_config={{"dynamic_slice_config":{{{config}}}}}')
+
+    def first(*lines):
+        text_of_index = "\n  ".join(f"%{line}" for line in lines)
+        return found_in(text.replace("%zero =", f"{text_of_index}\n  %zero =").replace("(%x, %i,", "(%x, %index,"))
+
+    signed = "seven = s32[] constant(-7)", "two = s32[] constant(2)", "four = s32[] constant(4)"
+    for opcode, expected in (("divide", 1), ("remainder", 3)):
+        (found,) = first(*signed, f"part = s32[] {opcode}(%seven, %two)", "index = s32[] add(%part, %four)")
+        assert found.needed == (4 * expected, 0)
 
 
 def test_layouts_and_outer_loops():
@@ -81,7 +109,7 @@ def test_layouts_and_outer_loops():
 
 def test_the_finding_says_where_and_the_remedy():
     def rule(version):
-        evidence = types.SimpleNamespace(module=hlo.parse(text_of("host_scan", version)), on_cpu=False)
+        evidence = types.SimpleNamespace(slices=wrong_slices(hlo.parse(text_of("host_scan", version))))
         return list(slices_wrong(evidence))
 
     assert rule("0.12.0.1") == []

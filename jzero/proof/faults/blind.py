@@ -49,7 +49,7 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
             0,
             "an init that takes params alone; or a look at jzero.explain(compiled, plan).memory.opt_state.",
         )
-    for text in _names(e, found):
+    for text in (*slices_unread(e), *_names(e, found)):
         yield text, 0, REPORT + "meanwhile a version that docs/compatibility.md lists."
     if e.uses is None and (e.trace_failed or not e.on_cpu):
         yield (
@@ -83,6 +83,17 @@ def _endless(e: Evidence) -> Faults:
                 sum(s.wire_bytes for s in found),
                 remedy,
             )
+
+
+def slices_unread(e: Evidence) -> Iterator[str]:
+    """See [Note: offsets of a slice] in `offsets.py`."""
+    _, unread = e.slices
+    if unread:
+        yield (
+            f"{counted(len(unread), 'slice')} of host memory in a loop with an index that jzero cannot compute: "
+            "whether XLA copies what it points to is not known. "
+            f"{', '.join(f'%{x}' for x in unread[:MOST_NAMES])}{more_text(unread)}."
+        )
 
 
 def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:

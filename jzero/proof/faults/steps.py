@@ -18,7 +18,6 @@ from jzero.proof.faults.wording import (
     more_text,
     names_text,
 )
-from jzero.proof.offsets import wrong_slices
 
 SHARE_MOVED = 0.01
 LEAST_MOVED = 16 * 2**10  # bytes: a percent of a small model is less than a few rows of a batch
@@ -28,7 +27,7 @@ REPEATED = 1.75
 
 def slices_wrong(e: Evidence) -> Faults:
     """Slices in loops that are not where their index points: see [Note: offsets of a slice] in `offsets.py`."""
-    found = wrong_slices(e.module)
+    found, _ = e.slices
     if found:
         shown = "; ".join(
             f"%{x.name} of {x.array.dtype}[{','.join(map(str, x.array.dims))}]"
