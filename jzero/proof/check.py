@@ -178,7 +178,7 @@ def findings(
     compiled = innermost(compiled, jax.stages.Compiled)
     module = parse(text_of(compiled))
     given = arguments_given(compiled, tokens=module.tokens)
-    check_plan_fits(given, plan, devices=module.partitions, trains=module.has_backward, where="jzero.check")
+    check_plan_fits(compiled, given, plan, devices=module.partitions, trains=module.has_backward, where="jzero.check")
     evidence = Evidence(compiled, plan, module, *_uses(compiled, plan, uses))
     found = faults(evidence)
     rows = [Finding(kind, *row) for kind, rows in found.items() if kind not in ignore for row in rows]

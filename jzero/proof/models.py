@@ -5,7 +5,8 @@ A leaf is recognized by its path. What is named `params` are params; the state a
 theirs. So in `step(generator, discriminator, batch)` there are two states, though many of their leaves have equal names
 and shapes. The plan's own params are those with the most of its names and shapes, among equals those that are laid out
 as it says. A copy within the same state, such as an EMA, is not another model. An NNX state has no names: there a tree
-is an argument, one with a scalar (a count) is an optimizer, and shapes decide.
+is an argument, one with a scalar (a count) is an optimizer, and shapes decide: a plan fits a program with a leaf for
+each of its matrices, which no traced update of another model takes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
 from jzero.proof.arguments import GivenArgument, Keys, result_keys
+from jzero.proof.record import record_of
 from jzero.sharding import Plan
 
 NAMELESS, STATE = "states", "opt_state"
@@ -65,11 +67,14 @@ def trained_beside(given: Sequence[GivenArgument], known: Collection[int]) -> li
     return [tree for tree in found if any((*tree[:-1], STATE) == k[: len(tree)] for k in keys)]
 
 
-def check_plan_fits(given: Sequence[GivenArgument], plan: Plan, *, devices: int, trains: bool, where: str) -> None:
+def check_plan_fits(
+    compiled: jax.stages.Compiled, given: Sequence[GivenArgument], plan: Plan, *, devices: int, trains: bool, where: str
+) -> None:
     """Raises ValueError for a program whose state is not that of the plan: what is said of it would be wrong.
 
     Args:
-      given: the arguments of the program.
+      compiled: the program.
+      given: its arguments.
       plan: the plan.
       devices: how many the program has; a single one says nothing about a mesh.
       trains: it has a backward pass, and so takes all params.
@@ -91,19 +96,45 @@ def check_plan_fits(given: Sequence[GivenArgument], plan: Plan, *, devices: int,
         unlike = sorted(keys for keys in compared if shapes.get(keys) != wanted.get(keys))
     else:  # leaves without names (NNX, a list), or with others than in the plan
         by_name = bool(own) and own[-1] != NAMELESS
-        unlike = [] if _has_params(given, plan, by_name=by_name) else sorted(wanted)
+        if by_name:
+            unlike = [] if _has_a_param(given, plan) else sorted(wanted)
+        else:
+            unlike = sorted(x.keys for x in _missing(_unclaimed(compiled, given, plan), plan))
     if unlike:
         rows = [("/".join(k), f"program: {shapes.get(k, 'none')}", f"plan: {wanted.get(k, 'none')}") for k in unlike]
         raise ValueError(f"{where}: the plan does not match the params of this program:\n{listing(rows)}\n{remedy}")
 
 
-def _has_params(given: Sequence[GivenArgument], plan: Plan, *, by_name: bool) -> bool:
-    """True where some leaf has the shape of a param, and with `by_name` its name."""
-    for leaf in given:
-        alike = named_by(leaf.keys[2:], plan.by_keys) if by_name else plan.layouts
-        if any(leaf.shape in (x.shape, x.state_shape) for x in alike):
-            return True
-    return False
+def _has_a_param(given: Sequence[GivenArgument], plan: Plan) -> bool:
+    """True where some leaf has the name and the shape of a param."""
+    return any(
+        leaf.shape in (x.shape, x.state_shape) for leaf in given for x in named_by(leaf.keys[2:], plan.by_keys)
+    )
+
+
+def _missing(leaves: Sequence[GivenArgument], plan: Plan) -> list[Layout]:
+    """The matrices of a plan for which there is no leaf of the shape; each leaf is one of them."""
+    left = collections.Counter(x.shape for x in leaves)
+    missing = []
+    trained = plan.trained.layouts
+    for x in [x for x in trained if not x.vector] or trained:
+        shape = next((shape for shape in (x.shape, x.state_shape) if left[shape]), None)
+        if shape is None:
+            missing.append(x)
+        else:
+            left[shape] -= 1
+    return missing
+
+
+def _unclaimed(
+    compiled: jax.stages.Compiled, given: Sequence[GivenArgument], plan: Plan
+) -> Sequence[GivenArgument]:
+    """The arguments that may be of the plan: where only other models are updated, theirs are not."""
+    record = record_of(compiled)
+    if record is None or record.of(plan):
+        return given
+    theirs = {i for update in record.updates for i in (*update.params, *update.state)}
+    return [x for i, x in enumerate(given) if i not in theirs]
 
 
 def _trees(given: Sequence[GivenArgument]) -> dict[Keys, list[GivenArgument]]:

@@ -105,7 +105,7 @@ def explain(compiled: jax.stages.Compiled, plan: Plan | None = None) -> Report:
     given, psi, by_kind = arguments_given(compiled), None, None
     if plan is not None:
         trains = module.has_backward
-        check_plan_fits(given, plan, devices=module.partitions, trains=trains, where="jzero.explain")
+        check_plan_fits(compiled, given, plan, devices=module.partitions, trains=trains, where="jzero.explain")
         known = record_of(compiled)
         recorded, roles = known is not None and known.names(plan), roles_of(given, plan, known)
         by_kind = argument_bytes(given, kinds_of(roles, recorded=recorded))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -652,3 +653,31 @@ def test_a_plan_of_another_nnx_model_is_refused(mesh):
     program = nnx.jit(lambda model, data: model(data["x"])).lower(model, batch()).compile()
     with pytest.raises(ValueError, match=r"does not match the params of this program"):
         jzero.explain(program, jzero.make_plan({"other": jnp.ones((3, 5))}, stage=2, mesh=mesh))
+
+
+class Square(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = (nnx.Linear(64, 64, use_bias=False, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def test_a_plan_with_the_shape_of_one_param_is_refused(mesh):
+    """Leaves without names: each param needs one, and those of a model whose update was traced are its own."""
+
+    def refuses(program, shapes, missing):
+        plan = jzero.make_plan({k: jnp.ones(s) for k, s in shapes.items()}, stage=2, mesh=mesh, min_shard_bytes=0)
+        for call in (jzero.findings, jzero.explain):
+            with pytest.raises(ValueError, match="does not match the params of this program") as caught:
+                call(program, plan)
+            assert re.findall(r"\n  (\w+)  program: none", str(caught.value)) == missing
+
+    model, optimizer = pair(mesh, 2, Square)
+    plan, data = jzero.plan_of(optimizer), {"x": jnp.ones((BATCH, 64)), "y": jnp.zeros((BATCH, 64))}
+    program = jzero.jit(nnx_step, plan).lower(model, optimizer, data).compile()
+    assert kinds(program, plan) == []
+    refuses(program, {"w": (64, 64)}, ["w"])
+    array = jax.device_put(jnp.ones((64, 128)), plan.sharding(jax.P()))
+    refuses(lowered(lambda x: x * 2, array), {"a": (64, 128), "b": (128, 64)}, ["b"])
+    refuses(lowered(lambda x, y: x * y, array, array), {"a": (64, 128), "b": (64, 128), "c": (64, 128)}, ["c"])
