@@ -315,6 +315,49 @@ def test_two_models_in_a_step(stage, second, mesh):
         assert "not_trained" in kinds(lost, other_plan)
 
 
+@pytest.mark.remedy("_unchanged", "linen: return state.apply_gradients(grads=grads)")
+def test_two_models_of_which_one_is_not_updated(mesh):
+    """As in a GAN: both states come in and go back."""
+    models = [sharded(mesh, 2, create=create) for create in (create_state, another)]
+    data = models[0][1].place_batch(batch())
+
+    def found(*trained):
+        def step(*args):
+            *states, data = args
+            new = [train_step(state, data)[0] if k in trained else state for k, state in enumerate(states)]
+            return *new, sum(loss_of(state.apply_fn, state.params, data) for state in states)
+
+        program = lowered(step, *(state for state, _ in models), data, donate_argnums=(0, 1))
+        return [jzero.findings(program, plan) for _, plan in models]
+
+    for trained in (0, 1):
+        of_both = found(trained)
+        assert of_both[trained] == ()
+        (finding,) = of_both[1 - trained]
+        assert finding.kind == "not_trained"
+        assert "never updates" in finding.text
+        assert not any("beside the params of another model" in f.in_part["not_trained"] for f in of_both)
+    assert found(0, 1) == [(), ()]
+
+
+def test_a_target_network_with_an_equal_plan(mesh):
+    """No path says which of both is the plan's."""
+    actor, plan = sharded(mesh, 2)
+    target, target_plan = sharded(mesh, 2)
+    assert plan == target_plan
+
+    def step(actor, target, data):
+        return train_step(actor, data)[0], target
+
+    def turned(target, actor, data):
+        return step(actor, target, data)[::-1]
+
+    for fn, args in ((step, (actor, target)), (turned, (target, actor))):
+        found = jzero.findings(lowered(fn, *args, plan.place_batch(batch()), donate_argnums=(0, 1)), plan)
+        assert found == ()
+        assert "not whether all params come back as they went in" in found.in_part["not_trained"]
+
+
 @pytest.mark.parametrize("tx", [TX, optax.sgd(1e-2, 0.9)], ids=["fp32 adam", "bf16 momentum"])
 @pytest.mark.parametrize("how", [jzero.jit, functools.partial(jax.jit, donate_argnums=0)])
 def test_steps_that_python_repeats_and_a_callback_in_order(how, tx, mesh):

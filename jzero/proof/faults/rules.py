@@ -103,9 +103,10 @@ def not_looked_for(e: Evidence) -> tuple[dict[str, str], dict[str, str]]:
         in_part["not_trained"] = f"{without}: not whether its loss reads other params than it trains"
     elif not e.on_cpu and (why := closed_form.incomparable(e)):
         left_out["more_than_closed_form"] = why
+    beside = "beside the params of another model"
     if e.others:
-        beside = "beside the params of another model"
         in_part["state_too_large"] = f"{beside}: not each leaf by the plan's closed form"
+    if updates.unknown_beside_others(e):
         more = f"{beside}: not whether all params come back as they went in"
         in_part["not_trained"] = f"{in_part['not_trained']}; {more}" if "not_trained" in in_part else more
     return left_out, in_part

@@ -7,9 +7,11 @@ import math
 
 from jzero.core.errors import counted
 from jzero.layout.specs import shard_factor
+from jzero.layout.state_layouts import Keys, named_by
 from jzero.proof.evidence import THROUGH, Evidence
 from jzero.proof.faults.wording import Faults, names_text
 from jzero.proof.hlo import Module
+from jzero.proof.leaves import prefix
 
 COPIES = THROUGH | {"copy-start", "copy-done"}
 
@@ -52,7 +54,7 @@ def _unchanged(e: Evidence) -> Faults:
     known = e.record is not None and e.record.differentiates
     guessed = e.uses is None and not known and not e.module.has_backward
     trains = e.takes_optimizer and (e.trains if guessed else e.module.has_backward or e.under_grad or known)
-    if not trains or e.others or e.plan.config.updates_outside:
+    if not trains or unknown_beside_others(e) or e.plan.config.updates_outside:
         return
     passed_on = _passed_on(e.module)
     leaves = [x for x in e.leaves if x.is_param and x.returned is not None]
@@ -71,6 +73,22 @@ def _unchanged(e: Evidence) -> Faults:
         "linen: return state.apply_gradients(grads=grads); NNX: optimizer.update(model, grads); optax: params = "
         "optax.apply_updates(params, updates), with updates from tx.update(grads, opt_state, params).",
     )
+
+
+def unknown_beside_others(e: Evidence) -> bool:
+    """True beside another model where the backward pass may be the other's alone, or the plan fits the other as well.
+
+    A step that takes the plan's optimizer state and gives it back is to train its params too.
+    """
+    if not e.others:
+        return False
+    alike = collections.Counter[Keys]()  # by tree: of two equal models no path says which is the plan's
+    for x in e.leaves:
+        layout = next(named_by(x.keys[2:], e.plan.by_keys), None) if x.is_others_param else None
+        if layout is not None and layout.shape == x.shape:
+            alike[prefix(x.keys, layout)] += 1
+    carried = any(x.in_opt_state and x.returned is not None for x in e.leaves)
+    return not carried or len(e.plan.layouts) in alike.values()
 
 
 def _gradients_not_returned(e: Evidence) -> Faults:
