@@ -18,14 +18,21 @@ from jzero.proof.hlo import NAMES_DEVICES, Module, parse_instruction
 
 MEMORY_SPACES = ("5",)
 """The known ones: pinned host memory. Device memory has no number in the text."""
-LOCAL_CALLS = (
-    "__cublas", "__cudnn", "__cusolver", "__cusparse", "__cub$", "__gpu$", "__onednn", "__ynn", "__custom_fusion",
-    "cublas_", "cudnn", "cusolver_", "cusparse_", "cufft", "cu_", "cub_", "lapack_", "blas_", "ducc_fft",
-    "dynamic_ducc_fft", "xla_ffi_python_", "xla_python_", "AllocateBuffer", "CreateBuffer", "Pin", "Unpin",
-    "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding", "SPMD", "PadToStatic", "SliceToDynamic",
-    "TopK", "ApproxTopK", "PartialReduce", "LayoutConstraint", "triton_kernel_call", "ResizeBilinear",
+LOCAL_CALLS = frozenset((
+    "AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveToHost", "MoveToDevice", "annotate_device_placement",
+    "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "PadToStatic", "SliceToDynamic", "TopK", "ApproxTopK",
+    "PartialReduce", "LayoutConstraint", "ResizeBilinear", "ResizeBilinearGrad", "triton_kernel_call",
+    "triton_kernel_call_ffi", "__custom_fusion", "__onednn_fusion", "__ynn_fusion", "cu_threefry2x32",
+    "cu_threefry2x32_ffi", "cu_lu_pivots_to_permutation", "cu_cholesky_update_ffi", "cu_tridiagonal_solve_perturbed",
+    "cublas_geqrf_batched_ffi", "cublas_getrf_batched_ffi", "cudnn_rnn", "cudnn_rnn_bwd", "cudnn_rnn_ffi",
+    "cudnn_rnn_bwd_ffi", "ducc_fft", "dynamic_ducc_fft",
+))  # fmt: skip
+"""The targets that compute on one device: those of XLA, of the libraries that it calls, of jax."""
+LOCAL_PREFIXES = (
+    "__cublas$", "__cudnn$", "__cusolver$", "__cusparse$", "__cub$", "__gpu$", "__onednn$", "__ynn$", "cusolver_",
+    "cusparse_", "lapack_", "blas_", "xla_ffi_python_", "xla_python_",
 )  # fmt: skip
-"""Prefixes of the targets that compute on one device: those of XLA, of the libraries that it calls, of jax."""
+"""What the names of others begin with. Each ends in a separator; a kernel of the user may begin with a word of XLA."""
 _TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
 _SPACE = re.compile(r"\bS\((\d+)\)")
 
@@ -41,7 +48,7 @@ def unknown_calls(module: Module) -> dict[str, int]:
     found: dict[str, int] = {}
     for line in module.lines("custom_call_target="):
         for target in _TARGET.findall(line):
-            if not target.startswith(LOCAL_CALLS):
+            if target not in LOCAL_CALLS and not target.startswith(LOCAL_PREFIXES):
                 found[target] = found.get(target, 0) + 1
     return found
 

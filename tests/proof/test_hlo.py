@@ -17,6 +17,7 @@ from jzero.proof.collectives import read_collectives
 from jzero.proof.groups import axes_of, parse_groups
 from jzero.proof.places import phase_of
 from jzero.proof.transfers import find_transfers
+from jzero.proof.unread import unknown_calls
 
 HERE = pathlib.Path(__file__).parents[1] / "hlo"
 VERSIONS = ("0.10.2", "0.12.0.1")
@@ -274,6 +275,26 @@ def test_devices_in_an_unknown_notation(old, new, said, backend, version):
     sites, failed = read_collectives(hlo.parse(attacked))
     assert len(failed) == count == len(MANUAL) - len(sites) > 0
     assert all(said in why for why in failed.values())
+
+
+FOREIGN = (
+    "cu_ring_allreduce", "PinnedAllGather", "TopKAllToAll", "SPMDExchange", "ShardingExchange", "cublas_mp",
+    "cub_exchange", "cudnn_all_reduce", "ducc_fft_exchange", "triton_kernel_call_in_ring", "__gpu_exchange",
+)  # fmt: skip
+LOCAL = (
+    "Pin", "Unpin", "TopK", "Sharding", "SPMDFullToShardShape", "MoveToHost", "annotate_device_placement",
+    "cu_threefry2x32_ffi", "cusolver_syevd_ffi", "lapack_ssyevd_ffi", "blas_strsm", "ducc_fft", "__cublas$lt$matmul",
+    "__cudnn$convForward", "__gpu$xla.gpu.triton", "__onednn$matmul", "xla_ffi_python_cpu_callback",
+)  # fmt: skip
+
+
+@pytest.mark.unit
+def test_calls_that_are_known_to_stay_on_one_device():
+    """A kernel of the user whose name begins as that of one of XLA's is not known."""
+    calls = (f'%c{k} = f32[8]{{0}} custom-call(%x), custom_call_target="{t}"' for k, t in enumerate(FOREIGN + LOCAL))
+    assert unknown_calls(program("%x = f32[8]{0} parameter(0)", *calls)) == dict.fromkeys(FOREIGN, 1)
+    for version in VERSIONS:
+        assert not any(unknown_calls(load(name, version)) for name in EXPECTED)
 
 
 @pytest.mark.unit
