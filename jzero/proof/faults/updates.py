@@ -46,7 +46,7 @@ def _not_returned(e: Evidence) -> Faults:
 
 
 def _unchanged(e: Evidence) -> Faults:
-    """A step that takes optimizer state, and gives every param back as it came.
+    """A step that is to train, and gives every param back as it came.
 
     One that returns gradients leaves the update to another function. XLA drops a backward pass that nothing reads: what
     the program takes says that it is to train.
