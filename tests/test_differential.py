@@ -107,14 +107,21 @@ def test_what_the_comparison_lets_pass_and_what_not():
         for loose in (signs, sums):
             with pytest.raises(compare.Differs):
                 loose.values([off], [one], "params", [0.0])
-    near.gradients([one * (1 + 1e-6)], [one], "gradients", [one])
+    none = lambda: None  # noqa: E731
+    near.gradients([one * (1 + 1e-6)], [one], "gradients", [one], none, none)
+    rounds, exact = compare.Tolerances(case | {"compute": "bfloat16"}), lambda: [one * 1.08]
+    rounds.gradients([one * 1.2], [one], "gradients", [one], exact, none)  # the plain run is as far from the truth
+    codes = compare.Tolerances(case | {"config": {"reduce_dtype": "int8", "stage": 2}})
+    codes.gradients([one * 1.03], [one], "gradients", [one], none, lambda: [4.0])  # a device's part was larger
     near.state([one, compare.np.int32(3)], [one, compare.np.int32(3)], "state", [0.0, 0.0])
     for wrong in (
         lambda: near.values([one * 1.001], [one], "params", [0.0]),
         lambda: near.values([one * 1.1], [one], "params", [1.0]),  # far more than rounding may
         lambda: near.values([one * float("nan")], [one], "params", [0.0]),
-        lambda: near.gradients([one * 1.01], [one], "gradients", [one]),
-        lambda: near.gradients([one[:2]], [one], "gradients", [one]),
+        lambda: near.gradients([one * 1.01], [one], "gradients", [one], none, none),
+        lambda: near.gradients([one[:2]], [one], "gradients", [one], none, none),
+        lambda: rounds.gradients([one * 1.4], [one], "gradients", [one], exact, none),
+        lambda: codes.gradients([one * 1.1], [one], "gradients", [one], none, lambda: [4.0]),
         lambda: near.state([one * 1.01], [one], "state", [0.0]),
         lambda: near.state([compare.np.int32(2)], [compare.np.int32(3)], "state", [0.0]),
         lambda: near.state([], [one], "state", [0.0]),
