@@ -149,6 +149,8 @@ def draw_codes(rng, case: dict) -> None:
         case["scan_axes"] = "named"
     size = case["config"].get("quantize_block") or rng.choice((8, 8, 16))
     case["width"] = rng.choice((16, 24))  # of others most layouts would cut blocks
+    if "sliced" in case["blocks"]:  # in two halves of the width
+        case["width"] = 16
     for config in configs_of(case):
         if config["stage"] == 3:
             config |= {"gather_dtype": rng.choice(("int8", "float8_e4m3fn")), "quantize_block": size}
