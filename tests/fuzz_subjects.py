@@ -44,7 +44,7 @@ def made() -> dict[str, Any]:
         "plan_3": jzero.make_plan(params, stage=3, mesh=mesh, min_shard_bytes=0),
         "pod": jzero.Pod("h200", 1, 8, 2**30, tuple(jax.devices())), "opt_state": tx.init(params),
         "sharded": jzero.shard(state, stage=2, mesh=mesh),
-        "compiled": jax.jit(lambda x: x * 2).lower(jnp.ones(8)).compile(),
+        "compiled": jax.jit(lambda p: p["w"] + p["b"]).lower(params).compile(),
     }  # fmt: skip
 
 
