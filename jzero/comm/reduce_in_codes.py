@@ -67,7 +67,6 @@ def _exchanged(rows: Any, hop: Hop, codes: np.dtype, plan: Plan) -> Any:
     came = jnp.reshape(came, (devices, length))
     some, scales = jnp.split(came, [flat.shape[1]], axis=1)
     scales = jax.lax.bitcast_convert_type(jnp.reshape(scales, (devices, -1, SCALE.itemsize)), SCALE)
-    some = some if codes == jnp.int8 else jax.lax.bitcast_convert_type(some, codes)
     return jnp.reshape(transport.decode((some, scales), SCALE).sum(0), rows.shape[1:])
 
 
