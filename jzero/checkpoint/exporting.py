@@ -296,6 +296,5 @@ def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tu
         for t in group:
             value = read[t.source]
             if t.param is not None:
-                param = read[t.param[0]]  # `taken_over` of the update, without a device
-                value = np.where(value.astype(param.dtype) == param, value, param.astype(value.dtype))
+                value = remainders.taken_over_on_host(read[t.param[0]], value)
             yield t, value

@@ -102,7 +102,7 @@ def read_pairs(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -
     for name, target in targets.items():
         param, beside = read.pop(named("params", name)), read.pop(rest[name])
         if isinstance(target, store.Numpy):
-            join = _joined_on_host if rest[name][0] == REMAINDER else _followed_on_host
+            join = _joined_on_host if rest[name][0] == REMAINDER else taken_over_on_host
             found[name] = join(param, beside).astype(target.dtype)
         else:
             join = _joined(rest[name][0], np.dtype(target.dtype))
@@ -131,7 +131,7 @@ def _joined(kind: str, dtype: np.dtype):
     return jax.jit(lambda param, beside: join(param, beside).astype(dtype))
 
 
-def _followed_on_host(param: np.ndarray, master: np.ndarray) -> np.ndarray:
+def taken_over_on_host(param: np.ndarray, master: np.ndarray) -> np.ndarray:
     """`taken_over` without a device."""
     return np.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
 

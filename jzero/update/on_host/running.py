@@ -110,7 +110,14 @@ class Running:
 
     def snapshot(self, path: Any) -> str:
         """A copy of the files, once the update that is under way is in them; how it was made."""
+        self._settle()
         return self.store.disk.snapshot(path)
+
+    def _settle(self) -> None:
+        """Waits for an update that is under way. Raises what it raised; RuntimeError where one was broken off."""
+        if self._pending is not None:
+            self._finished()
+        self.store.check_whole()
 
     def not_in_files(self, params: Any, leaves: Sequence[Any]) -> list[str]:
         """What the user has set since the last update: see [Note: which params were replaced].
@@ -121,13 +128,12 @@ class Running:
         Returns:
           The names of params and of leaves of the optimizer state whose new values the files do not have.
         """
+        self._settle()
         mine, flat = self._small_on_host(leaves), jax.tree.leaves(params)
         if self._pending is not None:
             _, values, _ = self._finished()
-            self.store.check_whole()
             replaced, small = set(self._replaced(flat, values)), self._handed_small
         else:
-            self.store.check_whole()
             changed, at = self._changed(flat), self.chain.master_leaves
             asked = {at[i]: functools.partial(self._param, i, flat[i]) for i in at if changed[i]}
             other = self.store.differing(asked)
