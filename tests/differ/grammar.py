@@ -117,6 +117,9 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         draw_codes(rng, case)
     if rng.random() < 0.12:
         draw_gradient_codes(rng, case)
+    on_device = case["config"]["tier"] in ("device", "stream") and case["mesh"]["kind"] != "explicit"
+    if flavour != "plain" and on_device and rng.random() < 0.2:
+        case["inside"] = True
     if case["optimizer"].startswith("schedule_free"):  # its update is a difference of params, rounded as they are
         case["wraps"] = [x for x in case["wraps"] if x != "trust_ratio"]
     return case
@@ -347,7 +350,7 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "remainder", "outside" if tier in OUTSIDE else tier
     if case["config"].get("moment_dtype") == "int8":
         yield "int8", case["config"]["tier"]
-    for name in ("reference", "sum", "begins"):
+    for name in ("reference", "sum", "begins", "inside"):
         if case.get(name):
             yield name, case["flavour"]
     yield "compared", "fed" if case["fed"] else "free"
@@ -378,7 +381,7 @@ SHARES = {
     "flavour": 0.25, "head": 0.02, "dtype": 0.05, "mesh": 0.02, "devices": 0.03, "stage": 0.05, "tier": 0.03,
     "optimizer": 0.005, "step": 0.01, "compared": 0.01, "layer": 0.015, "wrap": 0.01, "field": 0.01, "event": 0.01,
     "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005, "scan_axes": 0.01,
-    "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "begins": 0.03,
+    "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "begins": 0.03, "inside": 0.01,
     "weights": 0.003,
     "remainder": 0.001, "int8": 0.001,
 }  # fmt: skip

@@ -258,8 +258,25 @@ class LinenRun(Run):
 
         jax.eval_shape(lambda: made(*self.model.init()).params)
         given = (lambda: made(*self.model.init())) if self.case["born"] else made(*_initial("linen", self.form))
-        place = jzero.abstract if self.abstract else jzero.shard
-        self.state = place(given, mesh=self.mesh, **self.asked, **self.fields)
+        self.state = self.place(given, **self.asked)
+
+    def place(self, given, **asked):
+        """The state in its layout, made inside of a jit where the case says so: RL code has its whole run in one."""
+        of = functools.partial(jzero.abstract if self.abstract else jzero.shard, given, mesh=self.mesh)
+        inside = "inside" in self.case and not (self.abstract or self.outside or self.config["tier"] == "params")
+        if not inside:
+            return of(**asked, **self.fields)
+        if self.case["flavour"] != "nnx":
+            return jax.jit(lambda: of(**asked, **self.fields))()
+        graphs = []  # what a jit returns are the arrays
+
+        def arrays():
+            graph, leaves = nnx.split(of(**asked, **self.fields))
+            graphs.append(graph)
+            return leaves
+
+        leaves = jax.jit(arrays)()
+        return nnx.merge(graphs[0], leaves)
 
     @property
     def plan(self):
@@ -366,10 +383,10 @@ class NnxRun(LinenRun):
                 optimizer.step[...] = jnp.asarray(self.case["begins"], optimizer.step.dtype)
             return model, optimizer
 
-        given = create if self.case["born"] else create()
-        place = jzero.abstract if self.abstract else jzero.shard
+        inside = "inside" in self.case  # objects that a trace changes are made in it
+        given = create if self.case["born"] or inside else create()
         specs = self.layouts(*create()) if self.mesh_spec["kind"] == "tp" else {}
-        self.state = place(given, mesh=self.mesh, **specs, **self.asked, **self.fields)
+        self.state = self.place(given, **specs, **self.asked)
 
     def layouts(self, model, optimizer):
         """As Flax gives those of a model or of the pair: shardings, or logical names with rules."""
