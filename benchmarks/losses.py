@@ -83,8 +83,8 @@ def table(found: dict[str, list[Losses]], steps: int) -> str:
     base = [x.heldout for x in found[BASE]]
     mean = statistics.mean(base)
     lines = [
-        f"`python -m train.gpt --param-dtype bfloat16 --steps {steps}` and the flags of the row, on 8 simulated devices, "
-        f"jax {jax.__version__}. Losses are in nats per byte of held-out text. The seeds of the baseline are "
+        f"`python -m train.gpt --param-dtype bfloat16 --steps {steps}` and the flags of the row, on 8 simulated "
+        f"devices, jax {jax.__version__}. Losses are in nats per byte of held-out text. The seeds of the baseline are "
         f"{(max(base) - min(base)) / mean:.2%} apart.\n",
         "| policy | flags | seeds | held-out loss | against the baseline |",
         "|---|---|---|---|---|",

@@ -119,17 +119,11 @@ def span(mesh: Mesh, axes: Sequence[str], *, devices_per_host: int | None = None
       axes: names of some of its axes.
       devices_per_host: as for `hosts_of`; devices in the order of slices, processes and ids.
     """
-    flat = sorted(mesh.devices.flat, key=_order)
-    positions = hosts_of(flat, devices_per_host=devices_per_host)
-    where = {id(d): position for d, position in zip(flat, positions, strict=True)}  # devices need not be hashable
-    along = [mesh.axis_names.index(a) for a in axes]
-    last = np.moveaxis(mesh.devices, along, range(-len(along), 0)) if along else mesh.devices[..., None]
-    size = int(np.prod([mesh.devices.shape[i] for i in along], dtype=int))
-    groups = [[where[id(d)] for d in group] for group in last.reshape(-1, size)]
+    groups = _groups(mesh, axes, devices_per_host)
     counts = [collections.Counter(group) for group in groups]
     touched = collections.Counter(place for count in counts for place in count)
     return Span(
-        tuple(axes), size,
+        tuple(axes), len(groups[0]),
         hosts=max(len(c) for c in counts),
         slices=max(len({p.slice for p in c}) for c in counts),
         groups_per_host=max(touched.values()),
@@ -139,13 +133,21 @@ def span(mesh: Mesh, axes: Sequence[str], *, devices_per_host: int | None = None
 
 def hosts_along(mesh: Mesh, axis: str) -> int | None:
     """On how many hosts the devices along an axis are, neighbours on one host; None if hosts have different numbers."""
-    places = hosts_of(list(mesh.devices.flat))
-    numbers = {place: i for i, place in enumerate(dict.fromkeys(places))}
-    hosts = np.reshape([numbers[p] for p in places], mesh.devices.shape)
-    lines = np.moveaxis(hosts, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
-    found = {len(set(line.tolist())) for line in lines}
-    count = found.pop()
-    if found or lines.shape[1] % count:
+    groups = _groups(mesh, [axis])
+    count = len(set(groups[0]))
+    if any(len(set(group)) != count for group in groups) or mesh.shape[axis] % count:
         return None
-    pieces = lines.reshape(len(lines), count, -1)
-    return count if (pieces == pieces[..., :1]).all() else None
+    each = mesh.shape[axis] // count
+    pieces = [group[at : at + each] for group in groups for at in range(0, mesh.shape[axis], each)]
+    return count if all(len(set(piece)) == 1 for piece in pieces) else None
+
+
+def _groups(mesh: Mesh, axes: Sequence[str], devices_per_host: int | None = None) -> list[list[HostPosition]]:
+    """The positions of the devices of every group along some axes, in the order of the mesh."""
+    flat = sorted(mesh.devices.flat, key=_order)
+    positions = hosts_of(flat, devices_per_host=devices_per_host)
+    where = {id(d): position for d, position in zip(flat, positions, strict=True)}  # devices need not be hashable
+    along = [mesh.axis_names.index(a) for a in axes]
+    last = np.moveaxis(mesh.devices, along, range(-len(along), 0)) if along else mesh.devices[..., None]
+    size = int(np.prod([mesh.devices.shape[i] for i in along], dtype=int))
+    return [[where[id(d)] for d in group] for group in last.reshape(-1, size)]
