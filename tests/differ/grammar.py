@@ -120,6 +120,9 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     on_device = case["config"]["tier"] in ("device", "stream") and case["mesh"]["kind"] != "explicit"
     if flavour != "plain" and on_device and rng.random() < 0.2:
         case["inside"] = True
+    codes = case["config"].get("gather_dtype")
+    if codes and {case["mesh"]["kind"], case["mesh"].get("levels")} & {"two", "hpz", "hsdp"} and rng.random() < 0.5:
+        case["config"]["gather_dtype"] = {"gpu": codes}  # a hop of its own
     if case["optimizer"].startswith("schedule_free"):  # its update is a difference of params, rounded as they are
         case["wraps"] = [x for x in case["wraps"] if x != "trust_ratio"]
     return case
@@ -341,10 +344,14 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     if case.get("scan_axes"):
         yield "scan_axes", f"{case['scan_axes']}, {'stacks' if stacks_of(case) else 'no stack'}"
     places = configs_of(case)
-    for codes in sorted({config["gather_dtype"] for config in places if "gather_dtype" in config}):
-        yield "codes", f"{codes}, {case['config']['tier']}"
-    if any(config.get("reduce_dtype") == "int8" for config in places):
-        yield "gradient codes", f"stage {case['config']['stage']}, {case['config']['tier']}"
+    for codes in (config["gather_dtype"] for config in places if "gather_dtype" in config):
+        by_axis = isinstance(codes, dict)
+        yield "codes", f"{codes['gpu'] if by_axis else codes}, {case['config']['tier']}"
+        if by_axis:
+            yield "codes by axis", case["mesh"].get("levels") or case["mesh"]["kind"]
+    for config in places:
+        if config.get("reduce_dtype") == "int8":
+            yield "gradient codes", f"stage {config['stage']}, {config['tier']}"
     if any(config.get("master_dtype") == "remainder" for config in places):
         tier = case["config"]["tier"]  # it comes from an update outside of the program, or goes there
         yield "remainder", "outside" if tier in OUTSIDE else tier
@@ -360,7 +367,7 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     for wrap in case["wraps"]:
         yield "wrap", wrap
     for name, value in case["config"].items():
-        if name not in ("stage", "tier", "quantize_block"):
+        if name not in ("stage", "tier", "quantize_block", "gather_dtype"):
             yield "field", f"{name}={value}"
     if case.get("trainable"):
         yield "trainable", f"{case['trainable']}, {case['flavour']}"
@@ -383,5 +390,6 @@ SHARES = {
     "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005, "scan_axes": 0.01,
     "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "begins": 0.03,
     "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
+    "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""
