@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ class Pieces:
         by_name = dict(zip(self.axes, self.sizes, strict=True))
         return [math.prod(by_name[a] for a in entry) for entry in self.split]
 
-    def joined(self, rows: Any) -> Any:
+    def joined(self, rows: jax.Array) -> jax.Array:
         """The array, from its pieces as rows (devices, values of a piece)."""
         ordered = jnp.reshape(rows, (*self.sizes, *self.block))
         dims: list[int] = []
@@ -56,7 +55,7 @@ class Pieces:
         found = jnp.reshape(jnp.transpose(ordered, dims), self.padded)
         return found if self.padded == self.shape else found[tuple(slice(s) for s in self.shape)]
 
-    def rows(self, x: Any) -> Any:
+    def rows(self, x: jax.Array) -> jax.Array:
         """The reverse."""
         x = padded(jnp.reshape(x, self.shape), self.padded)
         by_name = dict(zip(self.axes, self.sizes, strict=True))
@@ -93,7 +92,7 @@ class MatrixExchange:
         """How many devices exchange."""
         return axis_size(self.plan.mesh, self.axes)
 
-    def __call__(self, rows: Any) -> Any:
+    def __call__(self, rows: jax.Array) -> jax.Array:
         """Sends row j to device j, and returns in row j what device j sent.
 
         Args:

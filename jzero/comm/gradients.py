@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -179,7 +178,7 @@ class GradientReduce:
         parts, dim = min(found, default=(1, dims[0] if dims else 0))
         return dim, parts
 
-    def by_layout(self, grad: Any, used: PartitionSpec, spec: PartitionSpec, by: str) -> Any:
+    def by_layout(self, grad: jax.Array, used: PartitionSpec, spec: PartitionSpec, by: str) -> jax.Array:
         """A gradient of the whole batch, reduced by XLA's own collective.
 
         Args:
@@ -195,9 +194,9 @@ class GradientReduce:
         return grad if by == WHOLE else self.plan.constrain(grad, spec)
 
     def by_examples(
-        self, make: Callable[..., Any], rows: Sequence[Any], dims: Sequence[int] | None, spec: PartitionSpec,
-        sent: np.dtype | None = None,
-    ) -> Any:  # fmt: skip
+        self, make: Callable[..., jax.Array], rows: Sequence[jax.Array], dims: Sequence[int] | None,
+        spec: PartitionSpec, sent: np.dtype | None = None,
+    ) -> jax.Array:  # fmt: skip
         """The gradient `make(*rows)` on its shards, each device making that of its own examples where it can.
 
         Args:
@@ -215,7 +214,7 @@ class GradientReduce:
         found = None if dims is None else summed(narrow, rows, dims, spec, self.plan, codes)
         return self.plan.constrain(narrow(*rows), spec) if found is None else found
 
-    def of_devices(self, grad: Any, x: Layout, spec: PartitionSpec) -> Any:
+    def of_devices(self, grad: jax.Array, x: Layout, spec: PartitionSpec) -> jax.Array:
         """Inside of a `shard_map` over the batch axes: the devices' gradients of a param, summed, in the layout `spec`.
 
         In `reduce_dtype`, or else in the dtype of the param.
@@ -227,7 +226,7 @@ class GradientReduce:
         but = named_axes(self.plan.sharding(x.used).spec)
         return reduce_scatter(grad.astype(asked), spec, self.plan, but=but, codes=codes)
 
-    def at_update(self, grads: Sequence[Any]) -> list[Any]:
+    def at_update(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
         """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole].
 
         A gradient in host memory is on its shards already, and stays there.
@@ -239,7 +238,7 @@ class GradientReduce:
                 g if g is None or memory_kind(g) == HOST else self.one_at_update(g, x, walked=walked) for g, x in rows
             ]
 
-    def where_they_leave(self, params: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+    def where_they_leave(self, params: Sequence[jax.Array], layouts: Sequence[Layout | None]) -> list[jax.Array]:
         """Params whose gradients are on shards when they leave the program: for an update outside of it.
 
         A leaf that is stored padded has no equal pieces; its gradient leaves whole.
@@ -252,11 +251,11 @@ class GradientReduce:
 
         return [leaving(p, x) for p, x in zip(params, layouts, strict=True)]
 
-    def _leaving(self, grad: Any, x: Layout) -> Any:
+    def _leaving(self, grad: jax.Array, x: Layout) -> jax.Array:
         with jax.named_scope(SCOPE):
             return grad if memory_kind(grad) == HOST else self.one_at_update(grad, x)
 
-    def one_at_update(self, grad: Any, x: Layout, *, walked: bool = True) -> Any:
+    def one_at_update(self, grad: jax.Array, x: Layout, *, walked: bool = True) -> jax.Array:
         """One gradient that reaches the optimizer, on the shards of its state.
 
         `walked`: the gradient comes from a walked loss, which has already reduced it if the weight is used value by

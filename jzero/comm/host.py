@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -33,14 +32,14 @@ class HostTransfer:
     WRITE = "jzero.write_gradient"
     """`named_scope`s of the copies."""
 
-    def fetch(self, shard: Any, spec: PartitionSpec) -> Any:
+    def fetch(self, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A shard in device memory; `spec`: its layout."""
         with jax.named_scope(self.FETCH):
             # pinned, or the gathered layout would spread back to the copy, and to the array in host memory
             shard = jax.device_put(shard, SPACE.Device) if memory_kind(shard) == HOST else shard
             return self.plan.constrain(shard, spec)
 
-    def write(self, grad: Any, spec: PartitionSpec) -> Any:
+    def write(self, grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A gradient in host memory, from the device; `spec`: its layout."""
         if memory_kind(grad) == HOST:
             return grad
@@ -76,7 +75,7 @@ class HostTransfer:
         size = math.prod(shape) // shard_factor(x.grad, self.plan.mesh)
         return size * x.dtype.itemsize, 0 if accumulate == 1 else size * max(4, x.dtype.itemsize)
 
-    def added(self, grads: Sequence[Any], spec: PartitionSpec) -> Any:
+    def added(self, grads: Sequence[jax.Array], spec: PartitionSpec) -> jax.Array:
         """The sum of gradients in host memory, taken in device memory: XLA would add them where they lie."""
         first, *rest = (self.fetch(g, spec) for g in grads)
         for grad in rest:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ Hop = tuple[str, int, list[list[int]] | None]
 """A mesh axis, how many of its devices exchange, and which do; None: all of them."""
 
 
-def scatter_in_codes(value: Any, dim: int, axes: Sequence[str], codes: np.dtype, plan: Plan) -> Any:
+def scatter_in_codes(value: jax.Array, dim: int, axes: Sequence[str], codes: np.dtype, plan: Plan) -> jax.Array:
     """Inside of a `shard_map` over `axes`: this device's piece along `dim` of the sum of all devices' values, in fp32.
 
     Args:
@@ -56,7 +55,7 @@ def scatter_in_codes(value: Any, dim: int, axes: Sequence[str], codes: np.dtype,
     return value
 
 
-def _exchanged(rows: Any, hop: Hop, codes: np.dtype, plan: Plan) -> Any:
+def _exchanged(rows: jax.Array, hop: Hop, codes: np.dtype, plan: Plan) -> jax.Array:
     """Row j goes to device j; the sum of the rows that come."""
     axis, devices, groups = hop
     flat = jnp.reshape(rows, (devices, -1))
@@ -76,7 +75,7 @@ def message_bytes(values: float, plan: Plan) -> float:
     return values * (1 + SCALE.itemsize / plan.config.quantize_block)
 
 
-def _as_bytes(x: Any) -> Any:
+def _as_bytes(x: jax.Array) -> jax.Array:
     return jnp.reshape(jax.lax.bitcast_convert_type(x, jnp.int8), (x.shape[0], -1))
 
 

@@ -20,7 +20,6 @@ jzero casts by itself; the numbers are the same. Programs for GPUs sum in bf16 a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +65,8 @@ def of_batch(spec: PartitionSpec, plan: Plan) -> PartitionSpec:
 
 
 def reduce_scatter(
-    value: Any, spec: PartitionSpec, plan: Plan, *, but: Sequence[str] = (), codes: np.dtype | None = None
-) -> Any:
+    value: jax.Array, spec: PartitionSpec, plan: Plan, *, but: Sequence[str] = (), codes: np.dtype | None = None
+) -> jax.Array:
     """Inside of a `shard_map` over the batch axes: this device's piece of the sum of all devices' values.
 
     Args:
@@ -105,12 +104,12 @@ def reduce_scatter(
         return _in_fp32_on_cpus(scatter, padded(value, even), plan)
 
 
-def sum_over_devices(value: Any, plan: Plan) -> Any:
+def sum_over_devices(value: jax.Array, plan: Plan) -> jax.Array:
     """Inside of a `shard_map` over the batch axes: the sum of all devices' values, whole on each."""
     return _in_fp32_on_cpus(lambda value: jax.lax.psum(value, batch_axes(plan)), value, plan)
 
 
-def _in_fp32_on_cpus(total: Callable[[Any], Any], value: Any, plan: Plan) -> Any:
+def _in_fp32_on_cpus(total: Callable[[jax.Array], jax.Array], value: jax.Array, plan: Plan) -> jax.Array:
     """`total(value)`, a sum over devices: see [Note: bf16 on CPUs]."""
     partial = set(batch_axes(plan)) != set(plan.array_mesh.axis_names)
     if value.dtype == jnp.bfloat16 and partial and plan.mesh.devices.flat[0].platform == "cpu":
@@ -129,9 +128,9 @@ def scatter_steps(
 
 
 def summed(
-    make: Callable[..., Any], rows: Sequence[Any], dims: Sequence[int], spec: PartitionSpec, plan: Plan,
+    make: Callable[..., jax.Array], rows: Sequence[jax.Array], dims: Sequence[int], spec: PartitionSpec, plan: Plan,
     codes: np.dtype | None = None,
-) -> Any | None:  # fmt: skip
+) -> jax.Array | None:  # fmt: skip
     """`make(*rows)`, linear in examples, made of each device's own and reduced to the pieces of `spec`.
 
     Args:

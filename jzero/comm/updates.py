@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -43,11 +42,11 @@ class UpdateGather:
     SCOPE = "jzero.gather_params"
     """`named_scope` of its operations."""
 
-    def __call__(self, shard: Any, x: Layout) -> Any:
+    def __call__(self, shard: jax.Array, x: Layout) -> jax.Array:
         """A new param, or the difference to it, in the stored layout."""
         return self.plan.constrain(shard, x.stored)
 
-    def by_layers(self, param: Any, shard: Any, x: Layout) -> Any:
+    def by_layers(self, param: jax.Array, shard: jax.Array, x: Layout) -> jax.Array:
         """The new stack of layers, gathered one by one into the buffer of the old one; see [Note: layer by layer]."""
         plan, count, dims = self.plan, x.shape[0], merged_dims(x)
 
@@ -65,12 +64,12 @@ class UpdateGather:
         flat = jax.lax.dynamic_update_slice_in_dim(flat, last, count - 1, 0)
         return plan.constrain(flat.reshape(x.shape), x.stored)
 
-    def in_turn(self, shards: Sequence[Any], layouts: Sequence[Layout]) -> list[Callable[[], Any]]:
+    def in_turn(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[Callable[[], jax.Array]]:
         """Functions that return the gathered leaves, each gather begun when the last copy is done.
 
         See [Note: one copy at a time].
         """
-        values: list[Any] = []
+        values: list[jax.Array] = []
         for shard, x in zip(shards, layouts, strict=True):
             if values:
                 shard, values[-1] = tied(shard, values[-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -40,9 +39,9 @@ class WeightGather:
     """`named_scope` of its operations, by which `explain` and `check` know them."""
 
     def __call__(
-        self, shard: Any, stored: PartitionSpec, used: PartitionSpec, narrow: np.dtype | None = None,
+        self, shard: jax.Array, stored: PartitionSpec, used: PartitionSpec, narrow: np.dtype | None = None,
         order: Sequence[int] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> jax.Array:  # fmt: skip
         """The weight in its used layout and in the dtype of the shard.
 
         Args:
@@ -67,7 +66,7 @@ class WeightGather:
             return constrain(jax.lax.transpose(whole, np.argsort(dims)), used)
 
     def _of_param(
-        self, shard: Any, stored: PartitionSpec, used: PartitionSpec, order: Sequence[int]
+        self, shard: jax.Array, stored: PartitionSpec, used: PartitionSpec, order: Sequence[int]
     ) -> tuple[list[Transport], list[int]]:
         """The hops of a weight whose dims are in the order of the param, and its dims in that order.
 

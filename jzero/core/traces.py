@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from jzero.core.nnx_modules import abstract
+from jzero.core.types import Jaxpr
 
 Stage = TypeVar("Stage")
 
@@ -24,7 +25,7 @@ class Trace:
       again: traces the same function once more, as `jax.jit(fn).trace` does.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     again: Callable[[], Any]
 
 

@@ -26,6 +26,7 @@ from jzero.comm import Comm
 from jzero.core import jaxprs
 from jzero.core.carriers import carried, value_of
 from jzero.core.linear import linear
+from jzero.core.types import JaxprEqn, Shaped
 from jzero.gather.source import DEVICE, Carrier, ShardSource
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
@@ -47,12 +48,12 @@ class Entry:
       variable: what stands for its gradient in device memory, once it is asked for.
     """
 
-    array: Any
+    array: jax.Array
     lies: HostSource
     comm: Comm
     used: bool
     left: int
-    variable: Any = None
+    variable: jax.Array | None = None
 
     def take(self) -> Any:
         """The array with its gradient, or a copy."""
@@ -69,11 +70,11 @@ class Entry:
         """The value of the variable, which nothing reads."""
         return jnp.zeros(self.array.shape, self.array.dtype)
 
-    def fetch(self, array: Any) -> Any:
+    def fetch(self, array: jax.Array) -> Any:
         """It, or a tangent of it, in device memory."""
         return self.comm.host.fetch(array, self.lies.stored)
 
-    def write(self, grad: Any) -> Any:
+    def write(self, grad: jax.Array) -> Any:
         """Its gradient, in host memory."""
         return self.comm.host.write(grad, self.lies.grad)
 
@@ -101,7 +102,7 @@ class HostSource(ShardSource):
     stored: PartitionSpec
     grad: PartitionSpec
     entry: Entry | None = None
-    variable: Any = None
+    variable: jax.Array | None = None
     steps: tuple[Any, ...] = ()
 
     @property
@@ -119,7 +120,7 @@ class HostSource(ShardSource):
         """Where it entered."""
         return self.entry
 
-    def after_steps(self, shard: Any) -> Any:
+    def after_steps(self, shard: Shaped) -> Shaped:
         """What was put off, done."""
         if isinstance(shard, jax.ShapeDtypeStruct):
             return jax.eval_shape(self.after_steps, shard) if self.steps else shard
@@ -127,7 +128,7 @@ class HostSource(ShardSource):
             (shard,) = jaxprs.bind(eqn, [shard])
         return shard
 
-    def through(self, eqn: Any, shard: Any) -> tuple[Any, ShardSource]:
+    def through(self, eqn: JaxprEqn, shard: jax.Array) -> tuple[Any, ShardSource]:
         """The equation is put off."""
         return shard, dataclasses.replace(self, steps=(*self.steps, eqn))
 
@@ -135,19 +136,19 @@ class HostSource(ShardSource):
         """That of a slice."""
         return dataclasses.replace(self, stored=change(self.stored), grad=change(self.grad))
 
-    def entered(self, shard: Any, comm: Comm, *, used: bool, regions: int) -> tuple[Any, HostSource]:
+    def entered(self, shard: jax.Array, comm: Comm, *, used: bool, regions: int) -> tuple[Any, HostSource]:
         """Value and gradient part here."""
         entry = Entry(shard, self, comm, used, regions + used)
         if used and jaxprs.in_differentiated_loop():
             entry.ready()  # a tie, whose barrier hides the stack from XLA, would make it else
         return value_of(shard), dataclasses.replace(self, entry=entry)
 
-    def handed(self, shard: Any) -> tuple[Any, ShardSource]:
+    def handed(self, shard: jax.Array) -> tuple[Any, ShardSource]:
         """Value and gradient together again."""
         assert self.entry is not None
         return carried(shard, self.entry.take()), dataclasses.replace(self, entry=None, variable=None)
 
-    def fetched(self, shard: Any, comm: Comm) -> tuple[Any, ShardSource]:
+    def fetched(self, shard: jax.Array, comm: Comm) -> tuple[Any, ShardSource]:
         """Copied to the device, then what was put off."""
         if self.entry is None:
             shard, entered = self.entered(shard, comm, used=True, regions=0)
@@ -159,7 +160,7 @@ class HostSource(ShardSource):
         )  # fmt: skip
         return self.after_steps(shard), DEVICE
 
-    def flat(self, shard: Any) -> Any:
+    def flat(self, shard: jax.Array) -> Any:
         """The value, and what stands for its gradient."""
         return shard if self.entry is None else (shard, self._of_use())
 
@@ -167,21 +168,21 @@ class HostSource(ShardSource):
         """The opposite of `flat`."""
         return (flat[0], dataclasses.replace(self, variable=flat[1])) if isinstance(flat, tuple) else (flat, self)
 
-    def carrier(self, shard: Any, is_reduced: bool) -> Carrier | None:
+    def carrier(self, shard: jax.Array, is_reduced: bool) -> Carrier | None:
         """That of the entry. What an equation uses becomes a variable, so that its gradient is written in the tie."""
         entry = self.entry
         if entry is None:
             return None
 
-        def put(weight: Weight, variable: Any) -> Weight:
+        def put(weight: Weight, variable: jax.Array) -> Weight:
             entry.variable = variable
             return weight
 
-        def put_back(weight: Weight, array: Any) -> Weight:
+        def put_back(weight: Weight, array: jax.Array) -> Weight:
             entry.array = array
             return weight
 
-        def written(grad: Any, reduce: Callable[[Any], Any]) -> Any:
+        def written(grad: jax.Array, reduce: Callable[[Any], Any]) -> Any:
             return entry.write(grad if memory_kind(grad) == HOST else reduce(grad))
 
         if entry.variable is not None:

@@ -30,6 +30,7 @@ from jzero.core.linear import LINEAR
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
+from jzero.core.types import Jaxpr
 from jzero.gather import loops
 from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, is_cut_on_shard, merged, pieces, unwrap
 from jzero.gather.ties import find_ties, tie
@@ -41,7 +42,7 @@ Rule = Callable[[Any, list[Any], Walk], list[Any]]
 
 
 def evaluate(
-    walk: Walk, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], *, cast: Any = None
+    walk: Walk, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, cast: Any = None
 ) -> list[Any]:
     """Outputs of the jaxpr; a weight that is passed through stays a weight.
 

@@ -17,6 +17,7 @@ from jzero.comm import Comm
 from jzero.comm.weights import STACK, in_order_of_param
 from jzero.core import jaxprs
 from jzero.core.dims import dims_in_order
+from jzero.core.types import Shaped
 from jzero.gather.source import DEVICE, ShardSource
 from jzero.layout.blocks import Blocks
 from jzero.layout.specs import P, split_dims
@@ -37,7 +38,7 @@ class Weight:
         None: it travels as it is.
     """
 
-    shard: Any
+    shard: jax.Array
     stored: PartitionSpec
     used: PartitionSpec
     grad: PartitionSpec
@@ -48,7 +49,7 @@ class Weight:
     order: tuple[int, ...] | None = None
 
     @property
-    def aval(self) -> Any:
+    def aval(self) -> Shaped:
         """Its shape and dtype, whole."""
         return self.source.after_steps(jax.ShapeDtypeStruct(np.shape(self.shard), self.shard.dtype))
 
@@ -98,17 +99,17 @@ class Weight:
         """Its gradient goes to its shard."""
         return self.grad != self.used
 
-    def as_whole(self, whole: Any) -> Weight:
+    def as_whole(self, whole: jax.Array) -> Weight:
         """The same weight once it is gathered: whole, with a gradient that still goes to its shard."""
         return dataclasses.replace(self, shard=whole, stored=self.used, at_rest=self.shard)
 
-    def map(self, shard: Any, dims: Sequence[int]) -> Weight:
+    def map(self, shard: jax.Array, dims: Sequence[int]) -> Weight:
         """Another array in its place, with these dims of the weight, in this order."""
         specs = (_with_dims(spec, dims) for spec in (self.stored, self.used, self.grad))
         order = None if self.order is None else tuple(self.order[i] for i in dims)
         return Weight(shard, *specs, narrow=self.narrow, source=self.source, trained=self.trained, order=order)
 
-    def sliced(self, layer: Any) -> Weight:
+    def sliced(self, layer: jax.Array) -> Weight:
         """One layer of a stack, which has lost its leading dim."""
 
         def rest(spec: PartitionSpec) -> PartitionSpec:

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from jzero.comm import Comm
 from jzero.core import jaxprs
+from jzero.core.types import JaxprEqn, Shaped
 
 if TYPE_CHECKING:
     from jzero.gather.sharded_weight import Weight
@@ -26,7 +28,7 @@ class Carrier:
       back: from the cotangent of what came out, and the function that reduces it, the cotangent of what went in.
     """
 
-    array: Any
+    array: jax.Array
     put: Callable[[Weight, Any], Weight]
     forward: Callable[[Any], Any] = lambda x: x
     tangent: Callable[[Any], Any] = lambda x: x
@@ -52,11 +54,11 @@ class ShardSource:
         """Weights with the same one share a gradient, which goes through a tie once; None: it shares with none."""
         return None
 
-    def after_steps(self, shard: Any) -> Any:
+    def after_steps(self, shard: Shaped) -> Shaped:
         """The shard, or its shape and dtype, after what was put off."""
         return shard
 
-    def through(self, eqn: Any, shard: Any) -> tuple[Any, ShardSource]:
+    def through(self, eqn: JaxprEqn, shard: jax.Array) -> tuple[Any, ShardSource]:
         """The shard after an equation of one operand."""
         return jaxprs.bind(eqn, [shard])[0], self
 
@@ -64,7 +66,7 @@ class ShardSource:
         """The source of a slice, whose layouts are changed so."""
         return self
 
-    def entered(self, shard: Any, comm: Comm, *, used: bool, regions: int) -> tuple[Any, ShardSource]:
+    def entered(self, shard: jax.Array, comm: Comm, *, used: bool, regions: int) -> tuple[Any, ShardSource]:
         """The shard at the entry of a function or a region.
 
         Args:
@@ -75,15 +77,15 @@ class ShardSource:
         """
         return shard, self
 
-    def handed(self, shard: Any) -> tuple[Any, ShardSource]:
+    def handed(self, shard: jax.Array) -> tuple[Any, ShardSource]:
         """The array with its gradient: for a region or a scan, where it enters again, or as a function's result."""
         return shard, self
 
-    def fetched(self, shard: Any, comm: Comm) -> tuple[Any, ShardSource]:
+    def fetched(self, shard: jax.Array, comm: Comm) -> tuple[Any, ShardSource]:
         """The shard in device memory."""
         return shard, self
 
-    def flat(self, shard: Any) -> Any:
+    def flat(self, shard: jax.Array) -> Any:
         """What is handed to a part of the program that uses it: the array, or a tuple."""
         return shard
 
@@ -91,7 +93,7 @@ class ShardSource:
         """The shard in that part, from what `flat` made of it."""
         return flat, self
 
-    def carrier(self, shard: Any, is_reduced: bool) -> Carrier | None:
+    def carrier(self, shard: jax.Array, is_reduced: bool) -> Carrier | None:
         """What goes through a tie; None where the gradient does not come there."""
         return Carrier(shard, lambda w, x: dataclasses.replace(w, shard=x))
 

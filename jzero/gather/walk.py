@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jzero.comm import Comm, comm_of
 from jzero.comm.reduce_in_codes import CODES
 from jzero.comm.routes import ONE_WAY, OTHER, ROUNDS, SHARD, Maker, Route
 from jzero.core.linear import linear
+from jzero.core.types import Jaxpr
 from jzero.gather.sharded_weight import Weight
 from jzero.sharding import Plan
 
@@ -50,7 +52,7 @@ class Walk:
         """A gathered weight is gone after its use."""
         return self.plan.config.row.params and self.plan.config.reshard_after_forward
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The results of a body, evaluated in the same way."""
         return self.evaluate(self, jaxpr, consts, args)
 
@@ -140,7 +142,7 @@ def before_loop(weight: Weight, walk: Walk, dtype: Any = None) -> Any:
     return _gathered(weight, walk, reduce)
 
 
-def reduced(grad: Any, weight: Weight, walk: Walk) -> Any:
+def reduced(grad: jax.Array, weight: Weight, walk: Walk) -> Any:
     """A weight's gradient that already exists, reduced by XLA."""
     gradients = walk.comm.gradients
     return gradients.by_layout(grad, weight.used, weight.grad, gradients.by_jzero(weight))

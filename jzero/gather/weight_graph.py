@@ -18,6 +18,7 @@ from jzero.core.graph import Graph, Node
 from jzero.core.primitives import INLINE, LOOPS, REMAT
 from jzero.core.products import PRODUCTS, row_lookup
 from jzero.core.regions import bodies, handed_through, loop_consts, scan_parts
+from jzero.core.types import Jaxpr, JaxprEqn
 from jzero.gather.sharded_weight import ON_SHARD, PIECES, is_cut_on_shard
 
 MOVES = frozenset(("concatenate", "reshape", "broadcast_in_dim", "transpose", "squeeze", "slice", "rev", "copy"))
@@ -35,7 +36,7 @@ class WeightGraph(Graph):
 
     def __init__(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         consts: Sequence[Any],
         weights: Sequence[bool],
         split: Sequence[frozenset[int] | None] = (),
@@ -56,7 +57,7 @@ class WeightGraph(Graph):
         """True where a weight is not used, only changed or cut on its shard."""
         return node.name in ON_SHARD or is_cut_on_shard(node.eqn, self.split.get(node.ins[0]) if node.ins else None)
 
-    def inlines(self, eqn: Any, ins: Sequence[int]) -> bool:
+    def inlines(self, eqn: JaxprEqn, ins: Sequence[int]) -> bool:
         """A call that reads a weight; a remat region stays one."""
         return eqn.primitive.name in INLINE and any(i in self.parent for i in ins)
 
@@ -178,7 +179,7 @@ class WeightGraph(Graph):
         return bool(aval.ndim) and issubdtype(aval.dtype, np.inexact)
 
 
-def handed_by_scan(eqn: Any, weights: Sequence[bool]) -> list[int | None]:
+def handed_by_scan(eqn: JaxprEqn, weights: Sequence[bool]) -> list[int | None]:
     """For each result of a scan: the stack among its operands whose layers the body returns as they came, or None.
 
     NNX returns a module's whole state from each layer.
@@ -197,7 +198,7 @@ def handed_by_scan(eqn: Any, weights: Sequence[bool]) -> list[int | None]:
     return [None if at < carry else handed(out) for at, out in enumerate(graph.outs)]
 
 
-def activation_bytes(jaxpr: Any, weights: Sequence[bool]) -> int:
+def activation_bytes(jaxpr: Jaxpr, weights: Sequence[bool]) -> int:
     """Bytes, over all devices, of the activations that weight gradients are made from; a loop counts one round."""
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     data, total = graph.data(), 0
@@ -214,7 +215,7 @@ def activation_bytes(jaxpr: Any, weights: Sequence[bool]) -> int:
     return total
 
 
-def tied_tables(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+def tied_tables(jaxpr: Jaxpr, weights: Sequence[bool]) -> set[int]:
     """Positions of the weights whose rows are looked up and that have another use: [Note: a tied embedding]."""
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     uses: dict[int, list[bool]] = collections.defaultdict(list)  # of each: is it a lookup
@@ -224,7 +225,7 @@ def tied_tables(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
     return {at for at, i in enumerate(graph.ins) if len(uses[i]) > 1 and any(uses[i])}
 
 
-def loop_constants(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+def loop_constants(jaxpr: Jaxpr, weights: Sequence[bool]) -> set[int]:
     """Positions of the weights that every round of a loop uses: [Note: a weight that every round uses] in `loops.py`.
 
     So are stacks whose layer is constant over a loop inside of the scan.
@@ -238,7 +239,7 @@ def loop_constants(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
     return graph.positions(found)
 
 
-def value_wise(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+def value_wise(jaxpr: Jaxpr, weights: Sequence[bool]) -> set[int]:
     """Positions of the weights that anything but a product or a lookup reads: `v * scale`, in regions too."""
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()
@@ -250,14 +251,14 @@ def value_wise(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
     return graph.positions(found)
 
 
-def read_narrow(jaxpr: Any, weights: Sequence[bool]) -> dict[int, np.dtype]:
+def read_narrow(jaxpr: Jaxpr, weights: Sequence[bool]) -> dict[int, np.dtype]:
     """By position, the dtype of each weight that is read only in one narrower dtype."""
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found = {at: graph.narrow(i) for at, (i, w) in enumerate(zip(graph.ins, weights, strict=True)) if w}
     return {at: dtype for at, dtype in found.items() if dtype is not None}
 
 
-def looked_up(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+def looked_up(jaxpr: Jaxpr, weights: Sequence[bool]) -> set[int]:
     """Positions of the weights whose rows are looked up, in regions and loops too."""
     graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()

@@ -163,7 +163,7 @@ def unary(eqn, values: Sequence[Any], at: int, route: Route, walk: Walk) -> list
     return linear(lambda x: jaxprs.bind(eqn, [x]), back, [], [gathered(weight, walk, reduces=False)])
 
 
-def joined(part: Callable[[int, Any], Any], cotangent: Any, route: Route) -> Any:
+def joined(part: Callable[[int, Any], Any], cotangent: jax.Array, route: Route) -> Any:
     """`part(i, cotangent)` for all parts, joined: each begins when the last but one is reduced."""
     done: list[Any] = []
     for i in range(route.parts):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +102,7 @@ class Chunk:
         return steps * (self.start[at] + jax.lax.broadcasted_iota(np.int32, self.shape, at))
 
 
-def whole_of(chunks: Sequence[Chunk], values: Sequence[Any]):
+def whole_of(chunks: Sequence[Chunk], values: Sequence[jax.Array]):
     """An array in its stored shape from all of its chunks."""
     whole = jnp.zeros(chunks[0].view, values[0].dtype)
     for x, chunk in zip(values, chunks, strict=True):

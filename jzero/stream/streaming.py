@@ -37,21 +37,22 @@ from jzero.core import jaxprs
 from jzero.core.graph import FlatFunction, on_chunk
 from jzero.core.ordering import after, tied
 from jzero.core.primitives import REDUCTIONS
+from jzero.core.types import Shaped
 from jzero.stream.chunks import Chunk, Form
 from jzero.stream.placement import Placement
 from jzero.stream.schedule import Excess, Group, Schedule
 
 
 def stream(
-    fn: Callable[..., Sequence[Any]],
-    args: Sequence[Any],
+    fn: Callable[..., Sequence[jax.Array]],
+    args: Sequence[jax.Array],
     placements: Sequence[Placement],
     out_placements: Callable[[], Sequence[Placement]],
     *,
     in_flight_bytes: int,
     gate: Sequence[int] = (),
     on_excess: Callable[[list[Excess]], None] = lambda excess: None,
-) -> list[Any]:
+) -> list[jax.Array]:
     """The results of `fn`, with its host arguments fetched group by group and its host results written back.
 
     Args:
@@ -73,8 +74,8 @@ def stream(
 
 
 def schedule_of(
-    fn: Callable[..., Sequence[Any]],
-    args: Sequence[Any],
+    fn: Callable[..., Sequence[jax.Array]],
+    args: Sequence[Shaped],
     placements: Sequence[Placement],
     out_placements: Callable[[], Sequence[Placement]],
     in_flight_bytes: int,
@@ -85,15 +86,15 @@ def schedule_of(
 
 
 def computed(
-    schedule: Schedule, group: Group, known: Mapping[int, Any], sources: Mapping[int, Any]
-) -> list[Any]:
+    schedule: Schedule, group: Group, known: Mapping[int, jax.Array], sources: Mapping[int, jax.Array]
+) -> list[jax.Array]:
     """The results of one group, or their chunks, for values of what it reads; inside of a trace."""
     run = _Run(schedule, [known.get(n) for n in schedule.graph.ins], ())
     run.values.update(known)
     return run.computed(group, dict(sources))
 
 
-def _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args) -> list[Any]:
+def _stream(fn, placements, out_placements, in_flight_bytes, gate, on_excess, args) -> list[jax.Array]:
     schedule = schedule_of(fn, args, placements, out_placements, in_flight_bytes)
     if schedule.excess:
         on_excess(schedule.excess)
@@ -111,20 +112,20 @@ class _Run:
 
     def __init__(self, schedule: Schedule, args: Sequence[Any], gate: Sequence[int]):
         self.schedule, self.graph = schedule, schedule.graph
-        self.values: dict[int, Any] = dict(self.graph.known)
-        self.host: dict[int, Any] = {}
+        self.values: dict[int, jax.Array] = dict(self.graph.known)
+        self.host: dict[int, jax.Array] = {}
         for number, arg in zip(self.graph.ins, args, strict=True):
             (self.values if schedule.placements[number].sharding is None else self.host)[number] = arg
         self.gate = [self.graph.ins[i] for i in gate]
         reads = self.graph.reads(self.gate)
         self.readers = {s: {v for v in self.graph.outs if s in reads.get(v, ())} for s in self.gate}
-        self.written: dict[int, Any] = {}  # results of groups: in their placement, as far as chunks have come
+        self.written: dict[int, jax.Array] = {}  # results of groups: in their placement, as far as chunks have come
         self.wrote: list[tuple[int, ...]] = []  # for every group that ran, its results
         self.filled: dict[int, int] = {}  # arguments whose buffer is filled, by chunks, with a result
         self.forms: dict[int, Form] = {}  # of results that are made of chunks
-        self.padded: dict[tuple[int, tuple[int, ...]], Any] = {}  # by stored shape
+        self.padded: dict[tuple[int, tuple[int, ...]], jax.Array] = {}  # by stored shape
 
-    def results(self) -> list[Any]:
+    def results(self) -> list[jax.Array]:
         """All results, each in its placement."""
         groups = [*self.schedule.first, *self.schedule.scalars, *self.schedule.groups]
         env = self._exchange(None, [], groups[0]) if groups else {}
@@ -145,14 +146,14 @@ class _Run:
             return self.host[value] if placement.sharding else self._fetch(value, None)
         return placement.take(self._evaluate(value, self.values))
 
-    def computed(self, group: Group, env: dict[int, Any]) -> list[Any]:
+    def computed(self, group: Group, env: dict[int, jax.Array]) -> list[jax.Array]:
         """The results of a group, or their chunks, on the device."""
         tie = None if group.sources else _Tie(self, 2)
         if group.chunk is None:
             return [self._evaluate(v, env, tie) for v in group.values]
         return [self._chunk(v, env, group.chunk, tie) for v in group.values]
 
-    def _exchange(self, group: Group | None, outs: list[Any], later: Group | None) -> dict[int, Any]:
+    def _exchange(self, group: Group | None, outs: list[jax.Array], later: Group | None) -> dict[int, jax.Array]:
         """Write the results of one group and fetch the arguments of the next: see [Note: two lanes]."""
         values = group.values if group else ()
         both = [g.nbytes for g in (group, later) if g is not None]
@@ -171,7 +172,7 @@ class _Run:
         # within one array, a chunk is fetched before the previous chunk is written: otherwise XLA copies the array
         placements = [self.schedule.placement_of(v) for v in values]
         lag = int(any(h.replaces is not None and self.graph.ins[h.replaces] in sources for h in placements))
-        env: dict[int, Any] = {}
+        env: dict[int, jax.Array] = {}
         for n in range(max(len(hosted), len(sources))):
             if n < len(sources):
                 with jax.named_scope("jzero.fetch"):
@@ -209,7 +210,7 @@ class _Run:
         """A host array in the shape that chunks are cut from; pinned, since XLA might split it along another dim."""
         return jax.lax.with_sharding_constraint(jnp.reshape(x, chunk.view), placement.of(chunk.layout))
 
-    def _evaluate(self, value: int, env: dict[int, Any], tie: _Tie | None = None, *, keep: bool = False):
+    def _evaluate(self, value: int, env: dict[int, jax.Array], tie: _Tie | None = None, *, keep: bool = False):
         """A whole value. Single numbers, and values that read no host argument, are kept for other groups.
 
         With a `tie`, the operations that begin here wait for it, and large results are kept only with `keep`.
@@ -226,7 +227,7 @@ class _Run:
                 (self.values if everywhere else env)[out] = result
         return env[value] if value in env else self.values[value]
 
-    def _chunk(self, value: int, env: dict[int, Any], chunk: Chunk, tie: _Tie | None):
+    def _chunk(self, value: int, env: dict[int, jax.Array], chunk: Chunk, tie: _Tie | None):
         """A chunk of a value, or the part of a single number that comes from that chunk."""
         if self.graph.is_small(value):
             node = self.graph.makers[value]
@@ -317,7 +318,7 @@ class _Tie:
         self.run = run
         self.waits_for = values or (run.gate if len(run.wrote) < back else run.wrote[-back])
 
-    def after(self, arrays: list[Any]) -> list[Any]:
+    def after(self, arrays: list[jax.Array]) -> list[jax.Array]:
         """The same arrays, available only once what they wait for is."""
         if not self.waits_for or not arrays:
             return arrays

@@ -18,6 +18,7 @@ from jzero.core.dims import dot_dims
 from jzero.core.graph import Graph
 from jzero.core.primitives import MATRIX_OPS
 from jzero.core.regions import bodies, rounds
+from jzero.core.types import Jaxpr
 from jzero.layout.specs import axis_size
 from jzero.sharding import Plan
 from jzero.update.mixing import Mixing, Region
@@ -159,7 +160,7 @@ def _constant(value: Any) -> Any:
     return value.shape, str(value.dtype), value.tobytes()
 
 
-def flops(jaxpr: Any) -> float:
+def flops(jaxpr: Jaxpr) -> float:
     """Operations of the matmuls and decompositions of a jaxpr; a `scan` body once per step, of branches the dearest."""
     total = 0.0
     for node in Graph(jaxpr, [None] * len(jaxpr.constvars)).nodes:

@@ -75,7 +75,7 @@ class Owners:
                 stacklevel=2,
             )
 
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
+    def __call__(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """The results of the update."""
         env = {**self.graph.known, **dict(zip(self.graph.ins, values, strict=True))}
         for step in self.steps():
@@ -129,14 +129,14 @@ class Owners:
         exchanges = [MatrixExchange(self.plan, axes) for axes in dict.fromkeys(k.axes for k in kinds)]
         return [(e, rounds([k for k in kinds if k.axes == e.axes], e.devices)) for e in exchanges]
 
-    def _node(self, node: Node, values: list[Any]) -> list[Any]:
+    def _node(self, node: Node, values: list[jax.Array]) -> list[jax.Array]:
         if node not in self.mixing.branches:
             return node.run(values)
         branches = [Owners(m, self.plan) for m in self.mixing.branches[node]]
         with node.scope():
             return switch_with(node.eqn, [lambda *v, b=b: b(v) for b in branches], values[0], values[1:])
 
-    def _regions(self, regions: list[Region], env: dict[int, Any]) -> None:
+    def _regions(self, regions: list[Region], env: dict[int, jax.Array]) -> None:
         """Compute regions, and enter their results in `env`."""
         results: dict[tuple[Matrix, int], Result] = {}
         for exchange, some in self._rounds(regions):
@@ -223,10 +223,10 @@ def exchanged(tx: Any, plan: Plan, params: Any) -> dict[tuple[str, ...], float]:
     return with_extra(wire, tx)
 
 
-def _traced(update: Callable, plan: Plan, args: tuple[Any, Any, Any, Any]) -> tuple[Mixing, list[Any], Any]:
+def _traced(update: Callable, plan: Plan, args: tuple[Any, Any, Any, Any]) -> tuple[Mixing, list[jax.Array], Any]:
     """The update as a graph with its regions, its arrays, and the tree of its results."""
     arrays, merged = jaxprs.split_arrays(args)
-    box: list[Any] = []
+    box: list[tuple[Any, list[Split]]] = []
 
     def flat(*arrays):
         grads, state, params, extra = merged(arrays)

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.core.ordering import after, tied
+from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
 from jzero.offload import placements_of, streamed, where_they_lie
@@ -63,7 +64,7 @@ class ShardedUpdate:
     plan: Plan
     logical: Callable[[], Any]
     tree: Any
-    extra: Any
+    extra: PyTree
     moments: Int8Moments | None = None
 
     def cut(self, inner, master):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.config import Offload
+from jzero.core.types import PyTree, Shaped
 from jzero.layout.leaf_rule import path_name
 from jzero.layout.specs import P
 from jzero.sharding import Plan
@@ -96,7 +97,7 @@ class Chain:
             for x, spec, k in rows
         ]
 
-    def units(self, grads: Sequence[Any], extra: Any, most: int | None = None) -> Units:
+    def units(self, grads: Sequence[Shaped], extra: PyTree, most: int | None = None) -> Units:
         """The update cut into units.
 
         Args:

@@ -19,11 +19,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jzero.stream.chunks import Chunk
 from jzero.stream.schedule import Group
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.disk import DiskStore
 from jzero.update.on_host.file_layout import FileLayout
-from jzero.update.on_host.host_arrays import differ, joined, on_host
+from jzero.update.on_host.host_arrays import Piece, differ, joined, on_host
 from jzero.update.on_host.small_leaves import first_step, packed, unpacked
 from jzero.update.on_host.store import Store
 from jzero.update.on_host.units import Unit, Units
@@ -37,7 +38,7 @@ class DiskTier(Store):
 
     gives_memory = False  # what is read lies in the frames of the buffer
 
-    def __init__(self, chain: Chain, disk: DiskStore, layout: FileLayout, small: Sequence[Any]):
+    def __init__(self, chain: Chain, disk: DiskStore, layout: FileLayout, small: Sequence[jax.Array | None]):
         super().__init__(chain, [None] * len(chain.leaves), layout.most)
         self.cut_as(layout.units, layout.types, layout.extra)
         self.generation, self.first_step = disk.generation - 1, first_step(disk.extra)
@@ -45,8 +46,9 @@ class DiskTier(Store):
         for at in layout.tiny:
             self.arrays[at] = on_host(small[at], chain.plan)
         self._step: Any = None
-        self._waiting: tuple[int, list[Any], list[Any]] | None = None  # file, its arrays, all that its unit computed
-        self._read: dict[int, dict[int, Any]] = {}
+        # file, its arrays, all that its unit computed
+        self._waiting: tuple[int, list[jax.Array], list[jax.Array]] | None = None
+        self._read: dict[int, dict[int, jax.Array]] = {}
         self._in_norms = False
         self._since_trim = 0  # bytes that were written
 
@@ -57,8 +59,9 @@ class DiskTier(Store):
 
     @classmethod
     def create(
-        cls, chain: Chain, contents: Callable[[Units, Unit], Sequence[Any]], small: Sequence[Any], *, step: Any = None
-    ) -> DiskTier:
+        cls, chain: Chain, contents: Callable[[Units, Unit], Sequence[jax.Array]], small: Sequence[jax.Array | None],
+        *, step: jax.Array | int | None = None,
+    ) -> DiskTier:  # fmt: skip
         """A new folder.
 
         Args:
@@ -85,7 +88,7 @@ class DiskTier(Store):
         return cls(chain, disk, layout, small)
 
     @classmethod
-    def open(cls, chain: Chain) -> tuple[DiskTier, list[Any]]:
+    def open(cls, chain: Chain) -> tuple[DiskTier, list[jax.Array]]:
         """The folder of an earlier run, and the small leaves that belong to its generation.
 
         Raises:
@@ -122,17 +125,17 @@ class DiskTier(Store):
         if disk is not None and not sys.is_finalizing():  # then the lock goes with the process
             disk.close()
 
-    def leaves(self) -> list[Any]:
+    def leaves(self) -> list[jax.Array | None]:
         """All arrays whole, in the memory of the host."""
-        found: dict[int, list[tuple[Any, Any]]] = {}
+        found: dict[int, list[Piece]] = {}
         for at, x, chunk in self.every(range(len(self.chain.leaves))):
             found.setdefault(at, []).append((x, chunk))
         return [self._whole(at, found[at]) if at in found else None for at in range(len(self.chain.leaves))]
 
-    def _whole(self, at: int, pieces: list[tuple[Any, Any]]) -> Any:
+    def _whole(self, at: int, pieces: list[Piece]) -> jax.Array:
         return joined(pieces, self.chain.plan.update_plan.sharding(self.chain.specs[at]))
 
-    def every(self, leaves: Collection[int]) -> Iterator[tuple[int, Any, Any]]:
+    def every(self, leaves: Collection[int]) -> Iterator[tuple[int, jax.Array, Chunk | None]]:
         """(leaf, array, chunk) of all that is kept of some leaves, in memory of its own."""
         with self.disk.begin() as step:
             step.read_ahead(range(len(self.layout.held)))
@@ -144,15 +147,15 @@ class DiskTier(Store):
                     if self.layout.units.kept[source] in leaves:
                         yield self.layout.units.kept[source], x, unit.group.chunk
         for at in self.layout.tiny:
-            if at in leaves:
-                yield at, self.arrays[at], None
+            if at in leaves and (x := self.arrays[at]) is not None:
+                yield at, x, None
 
-    def small_leaves(self) -> list[Any]:
+    def small_leaves(self) -> list[jax.Array]:
         """The leaves that the user holds as the last update left them, on the devices; they are in the record."""
         small = unpacked(self.disk.extra, self.chain)
         return [x for x, kept in zip(small, self.chain.kept, strict=True) if not kept]
 
-    def differing(self, asked: Mapping[int, Callable[[], Any]]) -> set[int]:
+    def differing(self, asked: Mapping[int, Callable[[], jax.Array]]) -> set[int]:
         """The masters, by leaf, whose casts are not the given params.
 
         Args:
@@ -172,7 +175,7 @@ class DiskTier(Store):
 
     def update(self, params, changed, grads, small, extra):
         """As `Store.update`; after an error, files and tier are at the last generation: the update can be retried."""
-        tiny: dict[int, Any] = {at: jax.tree.map(jax.numpy.copy, self.arrays[at]) for at in self.layout.tiny}
+        tiny: dict[int, jax.Array] = {at: jax.tree.map(jax.numpy.copy, self.arrays[at]) for at in self.layout.tiny}
         try:
             return (yield from super().update(params, changed, grads, small, extra))
         except BaseException:
@@ -214,7 +217,7 @@ class DiskTier(Store):
         pieces = [(self._copied(units, u)[source], u.group.chunk) for u in asked]
         return pieces[0][0] if group.chunk is not None else self._whole(units.kept[source], pieces)
 
-    def _copied(self, units: Units, unit: Unit) -> dict[int, Any]:
+    def _copied(self, units: Units, unit: Unit) -> dict[int, jax.Array]:
         """The arrays of a unit, which keep no frame of the buffer; those that were read last stay for the next call."""
         file = self.layout.number(units, unit)
         if file not in self._read:
@@ -223,7 +226,7 @@ class DiskTier(Store):
             self._step.release(file)
         return self._read[file]
 
-    def _taken_over(self, units: Units, unit: Unit, file: int, *, copy: bool = False) -> dict[int, Any]:
+    def _taken_over(self, units: Units, unit: Unit, file: int, *, copy: bool = False) -> dict[int, jax.Array]:
         """The arrays of a unit by their numbers, with what the user has changed in the params."""
         arrays = self.layout.arrays(self.layout.held[file], self._step.read(file), copy=copy)
         found = dict(zip((s for s, _ in unit.kept), arrays, strict=True))
@@ -233,7 +236,7 @@ class DiskTier(Store):
                 found[source] = _follow(units.piece(param(), unit.group.chunk), x)
         return found
 
-    def write(self, units: Units, unit: Unit, news: dict[int, Any]) -> None:
+    def write(self, units: Units, unit: Unit, news: dict[int, jax.Array]) -> None:
         """The new arrays of a unit go to its file once the next one is on its way."""
         if unit.kept:
             file = self.layout.number(units, unit)

@@ -20,6 +20,9 @@ from jzero.sharding import Plan
 from jzero.stream.chunks import Chunk, whole_of
 from jzero.update.padded_state import pad
 
+Piece = tuple[jax.Array, Chunk | None]
+"""An array, or a chunk of one."""
+
 
 def to_host(x: jax.Array, spec: PartitionSpec, plan: Plan) -> jax.Array:
     """An array that lies in a layout, on the host mesh in memory of its own."""
@@ -61,7 +64,7 @@ def on_plan(value: jax.Array, plan: Plan) -> NamedSharding:
     return NamedSharding(plan.array_mesh if split else plan.mesh, sharding.spec)
 
 
-def joined(pieces: Sequence[tuple[Any, Chunk | None]], sharding) -> Any:
+def joined(pieces: Sequence[Piece], sharding) -> jax.Array:
     """A whole array in its stored shape from its chunks."""
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0]

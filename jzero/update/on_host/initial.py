@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jzero.layout.state_layouts import FEW
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.disk_tier import DiskTier
@@ -13,11 +15,11 @@ from jzero.update.on_host.running import Running
 from jzero.update.on_host.units import Unit, Units
 from jzero.update.on_host.update import state_of
 
-Masters = Callable[[Sequence[int]], Mapping[int, Any]]
+Masters = Callable[[Sequence[int]], Mapping[int, jax.Array]]
 """Initial masters of params, by their numbers (the param itself, where it has none), in stored shapes on the host."""
 
 
-def fresh_handles(masters: Masters, chain: Chain, *, step: Any = None) -> Any:
+def fresh_handles(masters: Masters, chain: Chain, *, step: jax.Array | int | None = None) -> Any:
     """A new state in files.
 
     Args:
@@ -41,7 +43,7 @@ class _Start:
 
     def __init__(self, masters: Masters, chain: Chain):
         self.chain, self.initial, self._make = chain, chain.initial, masters
-        self._arrays: dict[int, Any] = {}
+        self._arrays: dict[int, jax.Array] = {}
         ins = self.initial.graph.ins
         self._params = {n: i for i, n in enumerate(ins)}
         self._single = self._made([n for n in ins if self.initial.graph.avals[n].size <= 1])
@@ -73,7 +75,7 @@ class _Start:
             needed = needed | other
         return sorted(needed)
 
-    def contents(self, units: Units, unit: Unit) -> list[Any]:
+    def contents(self, units: Units, unit: Unit) -> list[jax.Array]:
         """The arrays of a unit; units come in their order."""
         needed = self._needed(units, unit)
         if not needed <= self._arrays.keys():
@@ -87,7 +89,7 @@ class _Start:
     def _needed(self, units: Units, unit: Unit) -> set[int]:
         return {n for s, _ in unit.kept for n in self.initial.sources_of(units.kept[s])}
 
-    def _made(self, sources: Sequence[int]) -> dict[int, Any]:
+    def _made(self, sources: Sequence[int]) -> dict[int, jax.Array]:
         params = [self._params[n] for n in sources]
         if not params:
             return {}

@@ -16,11 +16,11 @@ from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import memory_kind, on_device
 from jzero.sharding import Plan
 from jzero.stream.chunks import whole_of
-from jzero.update.on_host.host_arrays import joined
+from jzero.update.on_host.host_arrays import Piece, joined
 from jzero.update.padded_state import cut, pad
 
 
-def on_shards(grads: Sequence[Any], plan: Plan) -> list[Any]:
+def on_shards(grads: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Gradients on the shards of their state, in stored shapes; those that lie there already as they are."""
     grads = [jnp.asarray(g) if isinstance(g, np.ndarray) else g for g in grads]
     rows = enumerate(zip(grads, plan.layouts, strict=True))
@@ -49,16 +49,17 @@ def _reduce(plan: Plan, layouts: tuple[Layout, ...]):
     return jax.jit(reduce, out_shardings=[plan.sharding(x.state) for x in layouts])
 
 
-def whole_once_complete(pieces: list[Any], x: Layout, plan: Plan) -> list[Any]:
+def whole_once_complete(pieces: list[Piece], x: Layout, plan: Plan) -> list[Piece]:
     """The chunks of a param, joined once all are there: to hold both for all params at once takes twice the memory."""
-    if sum(math.prod(chunk.shape) for _, chunk in pieces) < math.prod(pieces[0][1].view):
+    chunks = [chunk for _, chunk in pieces if chunk is not None]
+    if sum(math.prod(chunk.shape) for chunk in chunks) < math.prod(chunks[0].view):
         return pieces
     return [(joined(pieces, plan.sharding(x.state)), None)]
 
 
-def landed(found: dict[int, list[Any]], plan: Plan) -> list[Any]:
+def landed(found: dict[int, list[Piece]], plan: Plan) -> list[jax.Array | None]:
     """New params in their stored layouts, from their shards, which may be in chunks; None if unchanged."""
-    out: list[Any] = [None] * len(plan.layouts)
+    out: list[jax.Array | None] = [None] * len(plan.layouts)
     rest = {}
     for i, pieces in found.items():
         x = plan.layouts[i]

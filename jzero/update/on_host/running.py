@@ -20,7 +20,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,11 +30,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jzero.core.random_keys import by_data, data
+from jzero.core.types import PyTree
 from jzero.layout.host_mesh import moved
 from jzero.layout.specs import P
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.handles import Held, held_in
 from jzero.update.on_host.host_arrays import (
+    Piece,
     differ,
     joined,
     on_devices,
@@ -61,9 +63,9 @@ class Running:
         self.chain: Chain = store.chain
         self.generation = store.generation  # of what the user holds
         self.delay = self.chain.tier.delay
-        self._last: list[Any] = []  # weak references to the params that the last update returned
-        self._handed: dict[int, Any] = {}  # with `delay`: params with masters as the user has them, on the host
-        self._handed_small: list[Any] = []  # likewise the small leaves
+        self._last: list[Callable[[], Any]] = []  # weak references to the params that the last update returned
+        self._handed: dict[int, jax.Array] = {}  # with `delay`: params with masters as the user has them, on the host
+        self._handed_small: list[jax.Array] = []  # likewise the small leaves
         self._pending: Future | None = None
         self._lost = False  # the update under way has failed, and the user knows
         self._thread = ThreadPoolExecutor(1, "jzero-update") if self.delay else None
@@ -88,7 +90,7 @@ class Running:
             )
 
     def update(
-        self, grads: Sequence[Any], state: ZeroState, params: Sequence[Any], extra: Any
+        self, grads: Sequence[jax.Array], state: ZeroState, params: Sequence[jax.Array], extra: PyTree
     ) -> tuple[list, ZeroState]:
         """The new params, None where they stay, and the new state."""
         held = held_in(state)
@@ -119,7 +121,7 @@ class Running:
             self._finished()
         self.store.check_whole()
 
-    def not_in_files(self, params: Any, leaves: Sequence[Any]) -> list[str]:
+    def not_in_files(self, params: Any, leaves: Sequence[jax.Array]) -> list[str]:
         """What the user has set since the last update: see [Note: which params were replaced].
 
         Args:
@@ -143,7 +145,7 @@ class Running:
             name for name, a, b in rows if a is not None and bool(differ(*map(data, (a, b))))
         ]
 
-    def settled(self, params: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def settled(self, params: Any, leaves: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
         """Waits for an update that is under way.
 
         Args:
@@ -162,7 +164,9 @@ class Running:
         params = tree.unflatten([p if n is None else n for p, n in zip(flat, news, strict=True)])
         return params, self._small_on_devices(small)
 
-    def _late(self, grads: Sequence[Any], leaves: list, params: Sequence[Any], extra: Any) -> tuple[list, list]:
+    def _late(
+        self, grads: Sequence[jax.Array], leaves: list, params: Sequence[jax.Array], extra: PyTree
+    ) -> tuple[list, list]:
         """Starts this update, and returns what the last one computed: see [Note: one step late]."""
         assert self._thread is not None
         plan, masters = self.chain.plan, self.chain.master_leaves
@@ -211,7 +215,7 @@ class Running:
                 f"({type(error).__name__}: {error}), and its gradients are gone. {remedy}."
             ) from error
 
-    def _replaced(self, params: Sequence[Any], values: dict[int, Any]) -> dict[int, Any]:
+    def _replaced(self, params: Sequence[jax.Array], values: dict[int, jax.Array]) -> dict[int, jax.Array]:
         """The params that the user has replaced, on the host: their values, and the update's where they stayed."""
         out = {}
         for i, handed in self._handed.items():
@@ -228,7 +232,7 @@ class Running:
         return [None if x is None else _theirs_or(mine, handed, x) for mine, handed, x in rows]
 
     def _step(
-        self, grads: list, small: list, asked: list, changed: Sequence[bool], extra: Any
+        self, grads: list, small: list, asked: list, changed: Sequence[bool], extra: PyTree
     ) -> tuple[dict, dict, list]:
         """One update of the store, from arrays on the host.
 
@@ -236,8 +240,8 @@ class Running:
           New params on the devices, by number; the same on the host, empty without `delay`; small leaves on the host.
         """
         plan, layouts = self.chain.plan, self.chain.plan.layouts
-        found: dict[int, Any] = {}
-        values: dict[int, Any] = {}
+        found: dict[int, list[Piece]] = {}
+        values: dict[int, list[Piece]] = {}
         with contextlib.closing(self.store.update(asked, changed, grads, small, extra)) as step:
             while True:
                 try:
@@ -255,31 +259,31 @@ class Running:
             values[i] = [(value, None)]
         return found, {i: self._whole(i, pieces) for i, pieces in values.items()} if self.delay else {}, small
 
-    def _whole(self, i: int, pieces: list) -> Any:
+    def _whole(self, i: int, pieces: list[Piece]) -> jax.Array:
         """A new param on the host, from its chunks."""
         plan = self.chain.plan
         return joined(pieces, plan.update_plan.sharding(plan.layouts[i].state))
 
-    def _on_host(self, grads: Sequence[Any]) -> list:
+    def _on_host(self, grads: Sequence[jax.Array]) -> list:
         """Gradients on their shards on the host, in memory of their own."""
         plan = self.chain.plan
         rows = zip(on_shards(grads, plan), plan.layouts, strict=True)
         return [None if g is None else to_host(g, x.state, plan) for g, x in rows]
 
-    def _small_on_host(self, leaves: Sequence[Any]) -> list:
+    def _small_on_host(self, leaves: Sequence[jax.Array]) -> list:
         """The leaves that the user holds; None in the place of those that are kept."""
         mine = iter(leaves)
         return [None if k else on_host(next(mine), self.chain.plan) for k in self.chain.kept]
 
-    def _small_on_devices(self, small: Sequence[Any]) -> list:
+    def _small_on_devices(self, small: Sequence[jax.Array]) -> list:
         """The reverse."""
         rows = zip(small, self.chain.specs, strict=True)
         return [on_devices(x, spec, self.chain.plan) for x, spec in rows if x is not None]
 
-    def _extra_on_host(self, extra: Any) -> Any:
+    def _extra_on_host(self, extra: PyTree) -> Any:
         return jax.tree.map(lambda x: on_host(x, self.chain.plan), extra)
 
-    def _to_plan(self, value: Any) -> Any:
+    def _to_plan(self, value: jax.Array) -> jax.Array:
         """A new param, or a chunk of it, on the devices."""
         return moved(value, on_plan(value, self.chain.plan), copy=self._copies)
 
@@ -288,7 +292,7 @@ class Running:
         """True if new params must be copied: with `delay` their values stay on a host mesh that is the plan's own."""
         return bool(self.delay) and self.chain.plan.update_plan.mesh == self.chain.plan.mesh
 
-    def _changed(self, params: Sequence[Any]) -> list[bool]:
+    def _changed(self, params: Sequence[jax.Array]) -> list[bool]:
         """See [Note: which params were replaced]."""
         if not self._last:
             return [True] * len(params)

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
+from jzero.core.types import PyTree, Shaped
 from jzero.stream.schedule import Group
 from jzero.update.on_host.chain import Chain
-from jzero.update.on_host.host_arrays import joined
+from jzero.update.on_host.host_arrays import Piece, joined
 from jzero.update.on_host.units import Unit, Units
 from jzero.update.sharded_update import taken_over
 
@@ -33,13 +34,13 @@ class Store:
     gives_memory = True
     """New state takes the memory of the old."""
 
-    def __init__(self, chain: Chain, leaves: Sequence[Any], most: int | None = None):
+    def __init__(self, chain: Chain, leaves: Sequence[jax.Array | None], most: int | None = None):
         self.chain, self.generation, self.most = chain, 0, most
         self.arrays = [x if k else None for x, k in zip(leaves, chain.kept, strict=True)]
         self.broken = ""
         self._units: dict[Any, Units] = {}
 
-    def leaves(self) -> list[Any]:
+    def leaves(self) -> list[jax.Array | None]:
         """The arrays that are kept, whole; None in the place of a leaf that is not."""
         self.check_whole()
         return list(self.arrays)
@@ -54,8 +55,9 @@ class Store:
             )
 
     def update(
-        self, params: Sequence[Any], changed: Sequence[bool], grads: list[Any], small: list[Any], extra: Any
-    ):
+        self, params: Sequence[Callable[[], jax.Array]], changed: Sequence[bool], grads: list[jax.Array | None],
+        small: list[jax.Array | None], extra: PyTree,
+    ):  # fmt: skip
         """One update in place.
 
         Args:
@@ -96,10 +98,10 @@ class Store:
 
         units.scalars(known, fetch)
         small_outs = units.small_outs(known)
-        pieces: dict[int, list[Any]] = {}  # of small results that units compute
+        pieces: dict[int, list[Piece]] = {}  # of small results that units compute
         self.before_units(units)
         uses = collections.Counter(s for unit in units.units for s in unit.group.sources)
-        waiting: collections.deque[Any] = collections.deque()
+        waiting: collections.deque[list[tuple[int, Piece]]] = collections.deque()
         for unit in units.units:
             if unit.group.values:
                 news = self._run(units, unit, known, fetch, given)
@@ -117,18 +119,18 @@ class Store:
         small_outs |= {v: joined(some, units.everywhere) for v, some in pieces.items()}
         return self._small_results(units, numbers, small_outs)
 
-    def units_for(self, grads: Sequence[Any], extra: Any) -> Units:
+    def units_for(self, grads: Sequence[Shaped], extra: PyTree) -> Units:
         """The units for gradients and keyword arguments of these types."""
         types = _types(grads, extra)
         if str(types) not in self._units:
             self._units[str(types)] = self.chain.units(*types, self.most)
         return self._units[str(types)]
 
-    def cut_as(self, units: Units, grads: Sequence[Any], extra: Any) -> None:
+    def cut_as(self, units: Units, grads: Sequence[Shaped], extra: PyTree) -> None:
         """Sets the units for gradients and keyword arguments of these types."""
         self._units[str(_types(grads, extra))] = units
 
-    def frozen_reads(self, grads: Sequence[Any], extra: Any) -> set[int]:
+    def frozen_reads(self, grads: Sequence[Shaped], extra: PyTree) -> set[int]:
         """Which of the params without a master an update of these types reads."""
         units = self.units_for(grads, extra)
         groups = (*units.schedule.scalars, *(unit.group for unit in units.units))
@@ -144,13 +146,13 @@ class Store:
         """An array that is kept, for a group that reads it."""
         return self.arrays[units.kept[source]]
 
-    def write(self, units: Units, unit: Unit, news: dict[int, Any]) -> None:
+    def write(self, units: Units, unit: Unit, news: dict[int, jax.Array]) -> None:
         """The new arrays of a unit."""
         for source, value in unit.kept:
             if value in news:
                 self.arrays[units.kept[source]] = news[value]
 
-    def _run(self, units: Units, unit: Unit, known, fetch, given) -> dict[int, Any]:
+    def _run(self, units: Units, unit: Unit, known, fetch, given) -> dict[int, jax.Array]:
         """Dispatches a unit; returns its results by their numbers."""
         group = unit.group
         own = self._own(units, unit, given)
@@ -176,11 +178,11 @@ class Store:
     def _arguments(self, units: Units, params, grads, small, extra):
         """Large arguments as functions, small ones as values, and the number of the param that each result is."""
         chain, graph = self.chain, units.graph
-        given: dict[int, Callable[[], Any]] = {}
+        given: dict[int, Callable[[], jax.Array]] = {}
         known: dict[int, Any] = {}
         numbers = iter(graph.ins)
 
-        def add(x: Callable[[], Any], size: int):
+        def add(x: Callable[[], jax.Array], size: int):
             number = next(numbers)
             if size > 1:
                 given[number] = functools.cache(x)
@@ -201,7 +203,7 @@ class Store:
             known[number] = value
         return given, known, dict(zip(graph.outs, chain.master_leaves, strict=False))
 
-    def _small_results(self, units: Units, numbers: dict[int, int], outs: dict[int, Any]):
+    def _small_results(self, units: Units, numbers: dict[int, int], outs: dict[int, jax.Array]):
         """New values of the small leaves that the user holds, and of small params; small masters are kept."""
         news, values = [], units.graph.outs[len(numbers) :]
         for at, (value, k) in enumerate(zip(values, self.chain.kept, strict=True)):
@@ -217,5 +219,5 @@ class Store:
                 self.arrays[at] = _follow(params[i](), self.arrays[at])
 
 
-def _types(grads: Sequence[Any], extra: Any) -> tuple[list[Any], Any]:
+def _types(grads: Sequence[Shaped], extra: PyTree) -> tuple[list[jax.ShapeDtypeStruct], Any]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (list(grads), extra))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ import numpy as np
 
 from jzero.core.primitives import REDUCTIONS
 from jzero.core.random_keys import is_key
+from jzero.core.types import Shaped
 from jzero.stream.chunks import Chunk
 from jzero.stream.placement import Placement
 from jzero.stream.schedule import ALIVE, Group, Schedule
@@ -67,8 +68,8 @@ class Units:
 
     def __init__(
         self,
-        fn: Callable[..., Sequence[Any]],
-        args: Sequence[Any],
+        fn: Callable[..., Sequence[jax.Array]],
+        args: Sequence[Shaped],
         placements: Sequence[Placement],
         out_placements: Sequence[Placement],
         kept: Mapping[int, int],
@@ -144,7 +145,7 @@ class Units:
 
     # ---- running
 
-    def scalars(self, known: dict[int, Any], fetch: Callable[[int, Group], Any]) -> None:
+    def scalars(self, known: dict[int, jax.Array], fetch: Callable[[int, Group], Any]) -> None:
         """Adds to `known` the single numbers that are reduced from large arrays, such as a norm.
 
         Args:
@@ -201,14 +202,14 @@ class Units:
         """The large arguments that a result is computed from."""
         return tuple(sorted(self.schedule.reads.get(self.graph.outs[out], ())))
 
-    def made(self, out: int, chunk: Chunk | None, arrays: Mapping[int, Any]) -> Any:
+    def made(self, out: int, chunk: Chunk | None, arrays: Mapping[int, jax.Array]) -> Any:
         """One result, or a chunk of it, from whole arguments by their numbers."""
         sources = self.sources_of(out)
         group = Group((self.graph.outs[out],), sources, 0, chunk)
         known = {n: x for n, x in arrays.items() if x.size <= 1}
         return self.outs_of(group, known, [self.piece(arrays[s], chunk) for s in sources])[0]
 
-    def small_outs(self, known: dict[int, Any]) -> dict[int, Any]:
+    def small_outs(self, known: dict[int, jax.Array]) -> dict[int, jax.Array]:
         """The results that lie on every device, but for those that units compute from large arrays."""
         values = tuple(v for v in self.graph.outs if self.is_everywhere(v) and not self.schedule.reads.get(v))
         if not values:
@@ -220,8 +221,8 @@ class Units:
         return self.schedule.placement_of(value).sharding is None
 
     def outs_of(
-        self, group: Group, known: Mapping[int, Any], sources: Sequence[Any], *, own: Iterable[int] = ()
-    ) -> list[Any]:
+        self, group: Group, known: Mapping[int, jax.Array], sources: Sequence[jax.Array], *, own: Iterable[int] = ()
+    ) -> list[jax.Array]:
         """The results of a group.
 
         Args:
@@ -254,13 +255,15 @@ class Units:
             outs = jax.eval_shape(functools.partial(self._results, group, smalls), [known[n] for n in smalls], sources)
             known |= dict(zip(group.values, outs, strict=True)) if group in numbers else {}
 
-    def _results(self, group: Group, smalls: Sequence[int], values: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    def _results(
+        self, group: Group, smalls: Sequence[int], values: Sequence[jax.Array], sources: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """The results of a group, inside of a trace."""
         known, given = dict(zip(smalls, values, strict=True)), dict(zip(group.sources, sources, strict=True))
         outs = computed(self.schedule, group, known, given)
         return [self._pinned(v, x, group.chunk) for v, x in zip(group.values, outs, strict=True)]
 
-    def _program(self, group: Group, known: Mapping[int, Any], own: tuple[int, ...]):
+    def _program(self, group: Group, known: Mapping[int, jax.Array], own: tuple[int, ...]):
         smalls = self._small_inputs(group, known)
         positions = [i for i, s in enumerate(group.sources) if s in own]
 
@@ -284,7 +287,7 @@ class Units:
                 self._compiled[equal] = compiled
         return smalls, lambda values, sources: compiled(values, *split(sources)), compiled
 
-    def _small_inputs(self, group: Group, known: Mapping[int, Any]) -> list[int]:
+    def _small_inputs(self, group: Group, known: Collection[int]) -> list[int]:
         """The known values that a group is computed from, other than its sources."""
         found: dict[int, None] = {}
 

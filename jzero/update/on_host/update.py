@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.core.jaxprs import is_tracer
+from jzero.core.types import PyTree
 from jzero.layout.host_mesh import moved
 from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.disk_tier import DiskTier
 from jzero.update.on_host.handles import Handle, Held, held_in
-from jzero.update.on_host.host_arrays import on_plan, param_on_host
+from jzero.update.on_host.host_arrays import Piece, on_plan, param_on_host
 from jzero.update.on_host.landing import landed
 from jzero.update.on_host.running import Running
 from jzero.update.on_host.store import Store
@@ -30,14 +31,14 @@ MOVE = (
 )
 
 
-def check_outside(leaves: Sequence[Any], plan: Plan) -> None:
+def check_outside(leaves: Sequence[jax.Array], plan: Plan) -> None:
     """Raises TypeError where an update outside of the program is traced, with the two lines to move."""
     if any(is_tracer(x) for x in leaves):
         option = 'Offload(tier="disk")' if plan.config.in_files else 'Offload(update="host")'
         raise TypeError(f"jzero.zero: {MOVE.format(option=option)}")
 
 
-def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> ZeroState:
+def with_handles(full: Any, params: Any, chain: Chain, *, step: jax.Array | int | None = None) -> ZeroState:
     """A state whose large arrays are handles.
 
     Args:
@@ -61,7 +62,7 @@ def with_handles(full: Any, params: Any, chain: Chain, *, step: Any = None) -> Z
     return state_of(chain, leaves, store)
 
 
-def state_of(chain: Chain, own: Sequence[Any], running: Running | None) -> ZeroState:
+def state_of(chain: Chain, own: Sequence[jax.Array | None], running: Running | None) -> ZeroState:
     """The user's state: handles for the leaves that are kept outside, the others from `own`."""
     place = "disk" if chain.plan.config.in_files else "host"
     rows = zip(chain.leaves, own, chain.kept, strict=True)
@@ -74,12 +75,12 @@ def state_of(chain: Chain, own: Sequence[Any], running: Running | None) -> ZeroS
     return ZeroState(inner, Held(stamp, masters, total, running))
 
 
-def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, list[Any], int]:
+def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, list[jax.Array | None], int]:
     """The state in the files of an earlier run, or of a snapshot, the params (None without a master), and the step."""
     if snapshot is not None:
         DiskTier.copy(chain, snapshot)
     tier, small = DiskTier.open(chain)
-    found: dict[int, list[Any]] = {}
+    found: dict[int, list[Piece]] = {}
     plan, at = chain.plan, {leaf: i for i, leaf in chain.master_leaves.items()}
     for leaf, x, chunk in tier.every(set(at)):
         value = x.astype(plan.layouts[at[leaf]].dtype)
@@ -87,7 +88,7 @@ def reopened(chain: Chain, snapshot: Path | None = None) -> tuple[ZeroState, lis
     return state_of(chain, small, Running(tier, tier.train_step)), landed(found, plan), tier.train_step
 
 
-def _new_store(chain: Chain, leaves: Sequence[Any], step: Any, updates: int) -> Running:
+def _new_store(chain: Chain, leaves: Sequence[jax.Array], step: Any, updates: int) -> Running:
     if not chain.plan.config.in_files:
         return Running(Store(chain, leaves), updates)
 
@@ -124,7 +125,9 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
     return ZeroState(inner, chain.plan.tree.unflatten(wide), count), params
 
 
-def update_held(grads: Sequence[Any], state: Any, params: Sequence[Any], extra: Any) -> tuple[list, ZeroState]:
+def update_held(
+    grads: Sequence[jax.Array], state: Any, params: Sequence[jax.Array], extra: PyTree
+) -> tuple[list, ZeroState]:
     """The new params, None where they stay, and the new state of one with handles.
 
     Raises:

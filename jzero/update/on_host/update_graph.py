@@ -10,8 +10,8 @@ differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jzero.core.graph import FlatFunction, Node
@@ -20,7 +20,7 @@ from jzero.core.graph import FlatFunction, Node
 class _Product(Node):
     """A division by a single number: see [Note: a division is a product]."""
 
-    def run(self, values: Sequence[Any]) -> list[Any]:
+    def run(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         with self.scope():
             return [values[0] * (1 / values[1])]
 
