@@ -186,12 +186,12 @@ def check_arrays(
         raise TypeError(f"{where}: {count} are not arrays:\n{listing(odd)}\n{remedy}".rstrip())
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """True if `x` has a shape and a dtype of its own: an array, traced or not, or a `jax.ShapeDtypeStruct`."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
-def is_numeric(x: Any) -> bool:
+def is_numeric(x: object) -> bool:
     """True for an array with values and a dtype of JAX, and for a number that fits into one."""
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in "OSUMm"
@@ -200,7 +200,7 @@ def is_numeric(x: Any) -> bool:
     return isinstance(x, (jax.Array, float, complex)) or hasattr(x, "__jax_array__")
 
 
-def is_argument(x: Any) -> bool:
+def is_argument(x: object) -> bool:
     """True if a jitted function takes `x`: an array, abstract or real, or a number."""
     return is_numeric(x) or (is_array(x) and not isinstance(x, (np.ndarray, np.generic)))
 

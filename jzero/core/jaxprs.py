@@ -63,7 +63,7 @@ def every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
                     yield from every_equation(body)
 
 
-def is_tracer(value: Any) -> bool:
+def is_tracer(value: object) -> bool:
     """True for an abstract value inside of a trace."""
     return isinstance(value, Tracer)
 

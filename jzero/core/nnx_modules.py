@@ -24,7 +24,7 @@ def is_module_class(x: Any, package: str = "flax.nnx") -> TypeGuard[type]:
     return flax is not None and isinstance(x, type) and issubclass(x, flax.Module)
 
 
-def is_module(x: Any) -> bool:
+def is_module(x: object) -> bool:
     """True for an `nnx.Module`."""
     return is_module_class(type(x))
 
@@ -34,7 +34,7 @@ def has_module(tree: PyTree) -> bool:
     return any(is_module(x) for x in jax.tree.leaves(tree, is_leaf=is_module))
 
 
-def is_node(x: Any) -> bool:
+def is_node(x: object) -> bool:
     """True for an object of `flax.nnx` that holds Variables: a module, `nnx.Rngs`, a metric; not for an `nnx.State`."""
     flax: Any = sys.modules.get("flax.nnx")
     return flax is not None and flax.graphlib.is_graph_node(x) and not isinstance(x, flax.Variable)
@@ -51,7 +51,7 @@ def jit_of(args: Any) -> Callable[..., Any]:
     return flax.jit if has_node(args) else jax.jit
 
 
-def is_variable(x: Any) -> bool:
+def is_variable(x: object) -> bool:
     """True for an `nnx.Variable`."""
     flax: Any = sys.modules.get("flax.nnx")
     return flax is not None and isinstance(x, flax.Variable)

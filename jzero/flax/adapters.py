@@ -62,7 +62,7 @@ class Parts:
         return dataclasses.replace(self, **changes)
 
 
-def is_creator(state: Any) -> bool:
+def is_creator(state: object) -> bool:
     """True for a function that creates a state."""
     return callable(state) and not is_train_state(state) and not is_pair(state) and not hasattr(state, "tx")
 
@@ -137,7 +137,7 @@ def rebuilder(state: Any) -> Callable[[Parts], Any]:
     return _pair_rebuilder(*state)
 
 
-def is_train_state(state: Any) -> bool:
+def is_train_state(state: object) -> bool:
     """True for a Flax TrainState, and for a dataclass with its fields."""
     return all(
         hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")
@@ -167,7 +167,7 @@ def _train_state_from(like: Any, parts: Parts) -> Any:
     return state
 
 
-def is_pair(state: Any) -> bool:
+def is_pair(state: object) -> bool:
     """True for (nnx.Module, nnx.Optimizer)."""
     if not isinstance(state, (tuple, list)) or len(state) != 2 or not is_module(state[0]):
         return False
@@ -182,7 +182,7 @@ def with_optimizer(model: Any) -> Any:
     return model, nnx.Optimizer(model, optax.identity(), wrt=nnx.Param)
 
 
-def is_nnx_optimizer(x: Any) -> bool:
+def is_nnx_optimizer(x: object) -> bool:
     """True for an `nnx.Optimizer`."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Optimizer)
@@ -235,7 +235,7 @@ def _opt_variables(old: PyTree, new: PyTree) -> PyTree:
     from flax import nnx
     from flax.nnx.training.optimizer import OptArray
 
-    def is_handle(x: Any) -> bool:
+    def is_handle(x: object) -> bool:
         return isinstance(x, Handle)
 
     def filled(v: Any, value: Any) -> Any:

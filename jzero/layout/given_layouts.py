@@ -125,7 +125,7 @@ def _with_rules(spec: PartitionSpec, rules: Sequence[tuple[str, Any]]) -> Partit
 def _given_specs(param_specs: PyTree, params: PyTree) -> list[Given | None]:
     """The layout of every param in `param_specs=`."""
 
-    def is_spec(x: Any) -> bool:
+    def is_spec(x: object) -> bool:
         return isinstance(x, (PartitionSpec, NamedSharding, Given)) or x is None
 
     where = "jzero.make_plan"

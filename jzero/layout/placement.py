@@ -69,7 +69,7 @@ def device_type(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if memory_kind(x) == HOST else x
 
 
-def is_global(leaf: Any) -> bool:
+def is_global(leaf: object) -> bool:
     """True for an array that spans several processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
