@@ -555,7 +555,10 @@ class Tolerances:
             free = 5e-3 if not self.case["fed"] else 0.0
             part = max(2e-4, narrow, free, self.rounded_state * 1.5, 6 * self.excess())
             error = self.error(g, w)
-            least = 1e-6 if self.rounded_state else 1e-9  # differences that cancel in 16 bits, not quite in 32
+            # differences that cancel in 16 bits, not quite in 32; an update that is a difference of params is rounded
+            # as they are, where the gradient is zero too
+            near = self.rounded_state or self.case["optimizer"].startswith("schedule_free")
+            least = 1e-6 if near else 1e-9
             largest = float(np.max(np.abs(w), initial=0))
             allowed = part * largest + least + min(8 * apart[i], 0.02 * largest)
             if not error <= allowed and not (np.isnan(g) == np.isnan(w)).all():
