@@ -1,6 +1,6 @@
 """What low precision costs in loss: train/gpt.py at its default size, 1,000 steps, for each policy and several seeds.
 
-    python benchmarks/losses.py                     # about 45 minutes on two idle cores; stopped, it goes on
+    python benchmarks/losses.py                     # about 50 minutes on two idle cores; stopped, it goes on
     python benchmarks/losses.py --only wire --page benchmarks/results/losses.md --picture benchmarks/results/losses.png
 
 A run is `python -m train.gpt` with the flags of its row. Its folder stays in --out, and a run that has ended there is
@@ -39,7 +39,7 @@ POLICIES = {
     BASE: Policy("", 3),
     "masters as remainders": Policy("--master-dtype remainder"),
     "int8 moments": Policy("--moment-dtype int8"),
-    "bf16 moments": Policy("--moment-dtype bfloat16"),
+    "bf16 moments": Policy("--moment-dtype bfloat16", 3),
     "remainders, int8 moments": Policy("--master-dtype remainder --moment-dtype int8", 3),
     "stage 3": Policy("--stage 3", group="wire"),
     "int8 gathers": Policy("--stage 3 --gather-dtype int8", group="wire"),
