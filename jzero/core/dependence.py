@@ -15,9 +15,12 @@ from jzero.core.random_keys import is_key
 from jzero.core.regions import Body, through_bodies
 from jzero.core.traversal import Rule, traverse
 from jzero.core.types import Aval, Jaxpr, JaxprEqn, PyTree
+from jzero.core.update_mark import FROZEN, UPDATE
 
 Sources = frozenset[Any]
 NOTHING: Sources = frozenset()
+UNMIXED = ("optimization_barrier", "device_put", UPDATE, FROZEN)
+"""Primitives with many operands, each of which is a result of its own."""
 
 
 def constant_zero_outputs(fn: Callable[..., list[Any]], *trees: PyTree) -> list[bool]:
@@ -145,6 +148,8 @@ def data_sources(
         name = eqn.primitive.name
         if name in ends:
             return [NOTHING] * len(eqn.outvars)
+        if name in UNMIXED:
+            return values
         if name == "select_n":
             return [NOTHING.union(*values[1:])]
         if name == "shard_map":

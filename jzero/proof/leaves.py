@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -21,10 +21,11 @@ from jzero.core.nnx_modules import variable_paths
 from jzero.layout.leaf_rule import Frozen, Layout, path_name
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import named_by
-from jzero.proof.arguments import GivenArgument, Keys, result_keys
-from jzero.proof.hlo import Module, Shape
+from jzero.proof.arguments import GivenArgument, Keys
+from jzero.proof.hlo import Module
 from jzero.proof.models import NAMELESS, STATE, is_of, other_params, trained_beside
 from jzero.proof.record import TraceRecord
+from jzero.proof.returned import replaced_by
 from jzero.sharding import Plan
 
 
@@ -141,41 +142,16 @@ def arguments_of(
 ) -> list[Argument]:
     """The arguments of a program, with their roles."""
     variables = variable_paths(of_any_leaves(lambda: compiled.args_info))
-    returned = _returned(given, compiled, plan, module.results)
+    copies = [i for i, role in enumerate(roles) if role.layout is not None and not role.in_opt_state]
+    replaced = replaced_by(given, compiled, plan, module.results, copies)
     found = []
     for i, (x, role) in enumerate(zip(given, roles, strict=True)):
         name = path_name(variables.get(i, x.path[2:])) or f"argument {x.keys[-1]}"
-        back, on_host = returned.get(x.keys, (None, False))
+        back = module.results[replaced[i]] if i in replaced else None
         found.append(Argument(
-            **vars(x), **vars(role), name=name, returned=back, returned_on_host=on_host,
-            aliased=x.number in module.aliased,
+            **vars(x), **vars(role), name=name, returned=None if back is None else back.nbytes,
+            returned_on_host=back is not None and back.on_host, aliased=x.number in module.aliased,
         ))  # fmt: skip
-    return found
-
-
-def _returned(
-    given: Sequence[GivenArgument], compiled: jax.stages.Compiled, plan: Plan, shapes: Sequence[Shape]
-) -> Mapping[Keys, tuple[int, bool]]:
-    """Bytes of the result that stands where an argument did (their paths end alike), and if it is on the host."""
-    outs = result_keys(compiled)
-    if len(outs) != len(shapes):
-        return {}
-    by_end: dict[Keys, list[int]] = collections.defaultdict(list)
-    for at, keys in enumerate(outs):
-        for cut in range(min(3, len(keys))):
-            by_end[keys[cut:]].append(at)
-    alone = plan.by_keys.get(())  # params that are a bare array have no name, and come back at the top
-    if alone is not None:
-        sizes = (alone.shape, plan.param_sharding(alone).shard_shape(alone.shape))
-        by_end[()] = [i for i, keys in enumerate(outs) if len(keys) < 3 and shapes[i].dims in sizes]
-    found, taken = dict[Keys, tuple[int, bool]](), set[int]()
-    # a bare tree ends as `state.params` does: it comes later
-    for keys in sorted((x.keys for x in given), key=len, reverse=True):
-        ends = (len(keys) > 2 and by_end.get(keys)) or by_end.get(keys[2:], [])
-        at = next((i for i in ends if i not in taken), None)
-        if at is not None:
-            taken.add(at)
-            found[keys] = shapes[at].nbytes, shapes[at].on_host
     return found
 
 
