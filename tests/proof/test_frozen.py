@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
+from jzero.proof.faults import frozen
 
 DIM, RANK, LAYERS = 128, 4, 3
 TX = optax.adam(1e-3)
@@ -74,14 +76,14 @@ def step(state, batch, base=None):
     return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
 
 
-def found_in(create, mesh, stage=3, trainable=None, **arguments):
+def found_in(create, mesh, stage=3, trainable=None, step=step, rows=64, **arguments):
     state = jzero.abstract(create, stage=stage, mesh=mesh, min_shard_bytes=0, trainable=trainable)
     plan = jzero.plan_of(state)
     whole = {
         k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.sharding(jax.P()))
         for k, x in arguments.items()
     }
-    batch = jax.ShapeDtypeStruct((64, DIM), jnp.float32, sharding=plan.batch)
+    batch = jax.ShapeDtypeStruct((rows, DIM), jnp.float32, sharding=plan.batch)
     args = (state, batch, whole) if whole else (state, batch)
     program = jax.jit(step, donate_argnums=0).lower(*args).compile()
     return jzero.findings(program, plan), jzero.explain(program, plan).memory.arguments
@@ -107,6 +109,42 @@ def test_the_remedy_splits_them(way, mesh):
     found, held = found_in(given[0], mesh, trainable=given[1])
     assert found == ()
     assert held < BASE // 8 + 3 * (2 * LAYERS * DIM * RANK * 4) // 8 + 8 * DIM * 4 + 64
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32])
+def test_a_base_in_codes(dtype, mesh):
+    """Codes of at most 8 bits wherever they come in; wider integers, which may be indices, in the train state."""
+    codes = {k: x.astype(dtype) for k, x in weights().items()}
+    (finding,), _ = found_in(lambda: in_the_state().replace(base=codes), mesh)
+    assert (finding.kind, finding.bytes) == ("state_too_large", BASE * codes["w0"].dtype.itemsize // 4)
+    found, _ = found_in(beside_the_state, mesh, **codes)
+    assert [f.bytes for f in found] == ([finding.bytes] if dtype == jnp.int8 else [])
+
+
+@pytest.mark.remedy("not_checked", "Frozen weights: among the params")
+@pytest.mark.remedy("not_checked", "a part of the batch: plan.place_batch(batch)")
+def test_a_base_with_as_many_rows_as_the_batch(mesh):
+    (finding,), _ = found_in(beside_the_state, mesh, rows=DIM, **weights())
+    assert (finding.kind, finding.bytes) == ("not_checked", BASE)
+    assert "3 whole arrays have as many rows as the batch, and are frozen weights or a part of it" in finding.text
+    assert found_in(among_the_params, mesh, trainable=trained_ones, rows=DIM)[0] == ()
+
+
+@pytest.mark.remedy("state_too_large", "an argument of the step for each")
+def test_a_base_that_the_step_closes_over(mesh, monkeypatch):
+    base = {k: np.random.default_rng(i).normal(size=(DIM, DIM)) for i, k in enumerate(weights())}
+
+    def closes_over(state, batch):
+        return step(state, batch, base)
+
+    assert frozen.LARGE_CONSTANTS == 64 * 2**20
+    assert found_in(beside_the_state, mesh, step=closes_over)[0] == ()  # as large as masks are
+    monkeypatch.setattr(frozen, "LARGE_CONSTANTS", BASE - 1)
+    (finding,), _ = found_in(beside_the_state, mesh, step=closes_over)
+    assert (finding.kind, finding.bytes) == ("state_too_large", BASE)
+    assert "3 arrays that the step closes over, 196.61 kB, are constants of the program" in finding.text
+    assert "whole on every device: f32[128,128], f32[128,128], f32[128,128]." in finding.text
+    assert found_in(among_the_params, mesh, trainable=trained_ones)[0] == ()
 
 
 class Buffer(nnx.Variable):

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator
 
 from jzero.core.errors import counted, human_bytes
 from jzero.proof.evidence import Evidence
+from jzero.proof.faults.frozen import rows_or_weights
 from jzero.proof.faults.held import planned_by_record
-from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text
+from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text, names_text
 from jzero.proof.record import names_are_known
 from jzero.proof.unread import endless, unknown_calls
 from jzero.proof.unrolled import UPDATE
@@ -43,6 +44,14 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
                 f"if it does not: ignore=({target!r},).",
             )
     yield from _endless(e)
+    if rows := rows_or_weights(e):
+        yield (
+            f"{counted(len(rows), 'whole array has', 'whole arrays have')} as many rows as the batch, and "
+            f"{'is' if len(rows) == 1 else 'are'} frozen weights or a part of it: {names_text(rows)}",
+            sum(x.held for x in rows),
+            "a part of the batch: plan.place_batch(batch), or in one argument with what is split. Frozen weights: "
+            "among the params, state = jzero.shard(state, ..., trainable=lambda path, leaf: 'lora' in path).",
+        )
     if why := planned_by_record(e)[1]:
         yield (
             f"whether the optimizer state is held as planned was not looked for: its init cannot be traced ({why}).",
