@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.proof.faults import frozen
+from jzero.proof.hlo import parse
 
 DIM, RANK, LAYERS = 128, 4, 3
 TX = optax.adam(1e-3)
@@ -145,6 +148,16 @@ def test_a_base_that_the_step_closes_over(mesh, monkeypatch):
     assert "3 arrays that the step closes over, 196.61 kB, are constants of the program" in finding.text
     assert "whole on every device: f32[128,128], f32[128,128], f32[128,128]." in finding.text
     assert found_in(among_the_params, mesh, trainable=trained_ones)[0] == ()
+
+
+def test_clones_of_a_constant_count_once():
+    """As XLA names those that it copies into fusions, for the CPU and for GPUs."""
+    names = "c.1", "c.1.clone", "c.1.clone.2", "c_2_clone_1"
+    lines = [f"  %{name} = f32[8,8]{{1,0}} constant({{...}})" for name in names]
+    lines += ["  %mask = pred[8,8] constant({...})", "}"]
+    module = parse("\n".join(["HloModule step", "ENTRY %main () -> f32[] {", *lines]))
+    found = frozen.constants(types.SimpleNamespace(module=module))
+    assert [(x.dtype, x.dims) for x in found] == [("f32", (8, 8))] * 2
 
 
 class Buffer(nnx.Variable):

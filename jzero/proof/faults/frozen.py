@@ -9,6 +9,8 @@ they are not reported.
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 
@@ -20,6 +22,7 @@ from jzero.proof.models import other_trained_params
 
 SHARE_WHOLE = 0.05
 LARGE_CONSTANTS = 64 * 2**20  # bytes: a causal mask of 4096 x 4096 in fp32
+_CLONE = re.compile(r"[._]clone(?![a-z])")
 REMEDY = (
     "frozen weights among the params, which are split and gathered on use, with a filter that names the trained "
     "ones: state = jzero.shard(state, ..., trainable=lambda path, leaf: 'lora' in path). NNX: each of them an "
@@ -41,14 +44,14 @@ def frozen_whole(e: Evidence) -> Faults:
             size,
             REMEDY,
         )
-    constants = _constants(e)
-    size = sum(x.nbytes for x in constants)
+    closed = constants(e)
+    size = sum(x.nbytes for x in closed)
     if size > max(SHARE_WHOLE * e.plan.param_bytes, LARGE_CONSTANTS):
-        shown = ", ".join(f"{x.dtype}[{','.join(map(str, x.dims))}]" for x in constants[:MOST_NAMES])
+        shown = ", ".join(f"{x.dtype}[{','.join(map(str, x.dims))}]" for x in closed[:MOST_NAMES])
         yield (
-            f"{counted(len(constants), 'array')} that the step closes over, {human_bytes(size)}, "
-            f"{'is a constant' if len(constants) == 1 else 'are constants'} of the program and whole on every device: "
-            f"{shown}{more_text(constants)}.",
+            f"{counted(len(closed), 'array')} that the step closes over, {human_bytes(size)}, "
+            f"{'is a constant' if len(closed) == 1 else 'are constants'} of the program and whole on every device: "
+            f"{shown}{more_text(closed)}.",
             size,
             f"an argument of the step for each; {REMEDY} A mask or a table is made in the step, from jnp.arange.",
         )
@@ -92,10 +95,10 @@ def _split(e: Evidence) -> list[Argument]:
     return [b for b in e.batch if b.local[0] < b.shape[0]]
 
 
-def _constants(e: Evidence) -> list[Shape]:
+def constants(e: Evidence) -> list[Shape]:
     """The matrices of numbers that are constants of the program, largest first; XLA may have made clones of them."""
     rows = (parse_instruction(line) for line in e.module.lines(" constant({"))
-    shapes = {i.name.removesuffix(".clone"): i.shapes[0] for i in rows if i is not None}
+    shapes = {_CLONE.split(i.name)[0]: i.shapes[0] for i in rows if i is not None}
     found = [x for x in shapes.values() if x.dtype != "pred" and sum(d > 1 for d in x.dims) > 1]
     return sorted(found, key=lambda x: -x.nbytes)
 
