@@ -168,21 +168,22 @@ class _Reader:
         """A slice, where the written offsets are not those of its index."""
         config, _ = json.JSONDecoder().raw_decode(i.attrs.partition(CONFIG)[2])
         level, linear = int(config.get("loop_index", 0)), config.get("linear", config)
-        if level >= len(frame.loops):
+        home = frame.computation.instructions
+        piece = i if i.opcode == "dynamic-slice" else home[i.operands[1]]
+        array = home[i.operands[0]].shapes[0]
+        on_host = array.on_host or piece.shapes[0].on_host
+        if level >= len(frame.loops):  # of a loop that is not there
+            self.unread |= dict.fromkeys([i.name] if on_host else [])
             return None
         depth = len(frame.loops) - 1 - level
         offset, stride = (int(linear.get(k, 0)) for k in ("byte_offset", "byte_stride"))
         trips = frame.loops[depth].trips
-        home = frame.computation.instructions
-        piece = i if i.opcode == "dynamic-slice" else home[i.operands[1]]
-        array = home[i.operands[0]].shapes[0]
         found: list[int] = []
         for k in range(min(ITERATIONS, trips or 2)):
             iterations = tuple(k if d == depth else 0 for d in range(len(frame.loops)))
             at = self.offset(frame, i, iterations)
             if at is None:
-                if array.on_host or piece.shapes[0].on_host:
-                    self.unread[i.name] = None
+                self.unread |= dict.fromkeys([i.name] if on_host else [])
                 return None
             found.append(at)
         if all(at == offset + k * stride for k, at in enumerate(found)):

@@ -105,6 +105,8 @@ def test_layouts_and_outer_loops():
     assert found.needed == (0, 4)
     (found,) = found_in(program(0, 4))
     assert found.needed == (0, 0)
+    assert found_in(program(2, 4), unread=["piece"]) == []  # there are two loops
+    assert found_in(program(2, 4).replace(":S(5)", "")) == []
 
 
 def test_the_finding_says_where_and_the_remedy():
