@@ -63,6 +63,7 @@ class Site(Move):
       group_size: devices in one group.
       sliced: True for an all-reduce of which each device uses its own slice alone: an unfused reduce-scatter.
       stack: the name stack that phase and scope are read from.
+      is_pair_unread: True for a start and a done in a text that does not say whether the program waits between them.
       place, instruction: its computation as it is reached, and its instruction.
     """
 
@@ -75,6 +76,7 @@ class Site(Move):
     group_size: int
     sliced: bool
     stack: str
+    is_pair_unread: bool = False
     place: Place = dataclasses.field(repr=False)
     instruction: Instruction = dataclasses.field(repr=False)
 
@@ -139,6 +141,7 @@ def _site(module: Module, place: Place, i: Instruction, work: Work) -> Site:
         wire_bytes=_wire(op, total, groups, size), groups=groups, group_size=size, loops=place.loops,
         phase=phase_of(stack, module.has_backward), scope=scope_of(stack), stack=stack,
         asynchronous=paired and '"is_sync":true' not in start.attrs, compute_ops=ops, compute_bytes=written,
+        is_pair_unread=paired and '"is_sync":' not in start.attrs,
         sliced=op == "all-reduce" and only_sliced(module, place.computation, done if start is i else i, size),
         place=place, instruction=i,
     )  # fmt: skip

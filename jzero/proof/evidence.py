@@ -194,17 +194,23 @@ class Evidence:
         """Executions within one update, on average where a program has several."""
         return s.trips / self.updates
 
+    def loop_names(self, s: Site) -> list[str] | None:
+        """The name stacks of the loops around a collective, the innermost first; None where they are not known."""
+        found = [name for name in s.place.callers if name.endswith("while")]
+        if len(found) != len(s.loops):  # a loop that XLA has pipelined has no name: what is in it tells
+            found = loops_of(s.stack)
+        return found if len(found) == len(s.loops) else None
+
     def loss_iterations(self, s: Site) -> int:
         """Iterations of all loops around a collective that are inside of a differentiated function; 1 if none is.
 
-        A loop over micro-batches takes gradients in its body and is not one of them.
+        A loop over micro-batches takes gradients in its body and is not one of them. Where the names of the loops are
+        not known it is 1, and `check` says so.
         """
-        names = [name for name in s.place.callers if name.endswith("while")]
-        if len(names) != len(s.loops):  # a loop that XLA has pipelined has no name: what is in it tells
-            names = loops_of(s.stack)
-        if len(names) != len(s.loops):
+        names = self.loop_names(s)
+        if names is None:
             return 1
-        pairs = zip(names, reversed(s.loops), strict=True)  # the innermost first
+        pairs = zip(names, reversed(s.loops), strict=True)
         return math.prod(trips or 1 for name, trips in pairs if "jvp(" in name)
 
     @functools.cached_property

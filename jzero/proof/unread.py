@@ -2,19 +2,21 @@
 
 [Note: nothing counts as zero]
 Every instruction that names devices (replica groups, pairs, a channel) is a collective that was read, or is named
-here. So are unknown memory spaces, and custom calls with an unknown target: XLA's own stay on one device, but a kernel
-of the user may communicate without a trace in the text. A loop whose trip count XLA does not
-know is counted once; where it holds a collective, what is counted is a lower bound.
+here. So are unknown memory spaces and dtypes, and custom calls with an unknown target: XLA's own stay on one device,
+but a kernel of the user may communicate without a trace in the text. A loop whose trip count XLA does not know is
+counted once; where it holds a collective, what is counted is a lower bound.
 """
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Collection, Iterable, Iterator
 
 from jzero.core.errors import counted
-from jzero.proof.collectives import Site, read_collectives
+from jzero.proof.collectives import Site, kind, read_collectives
 from jzero.proof.hlo import NAMES_DEVICES, Module, parse_instruction
+from jzero.proof.places import walk
 
 MEMORY_SPACES = ("5",)
 """The known ones: pinned host memory. Device memory has no number in the text."""
@@ -40,7 +42,7 @@ _SPACE = re.compile(r"\bS\((\d+)\)")
 def read(module: Module) -> tuple[tuple[Site, ...], list[str]]:
     """The collectives of a program; and one sentence for each part that cannot be read."""
     sites, failed = read_collectives(module)
-    return sites, [*failed.values(), *_devices(module, sites, failed), *_spaces(module)]
+    return sites, [*failed.values(), *_devices(module, sites, failed), *_spaces(module), *_dtypes(module)]
 
 
 def unknown_calls(module: Module) -> dict[str, int]:
@@ -78,3 +80,12 @@ def _spaces(module: Module) -> Iterator[str]:
                 found[space] = found.get(space, 0) + 1
     for space, count in found.items():
         yield f"memory space S({space}), in {counted(count, 'array')}: not known as device or host memory"
+
+
+def _dtypes(module: Module) -> Iterator[str]:
+    """Dtypes of unknown size outside of fusions and collectives, which have a sentence of their own."""
+    homes = {place.computation.name: place.computation for place in walk(module)}
+    rows = (i for home in homes.values() for i in home.schedule if not kind(i))
+    found = collections.Counter(x.dtype for i in rows for x in i.shapes if x.has_unknown_dtype)
+    for dtype, count in found.items():
+        yield f"dtype {dtype}, in {counted(count, 'array')}: its bytes are not known"

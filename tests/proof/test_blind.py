@@ -20,6 +20,7 @@ from programs import QUICK, SEQ, gpt_loss, gpt_step, small_state, tokens
 import jzero
 from jzero.core.traces import trace_of
 from jzero.proof.check import CheckError, findings
+from jzero.proof.faults import KINDS
 from jzero.proof.record import record_of
 
 pytestmark = pytest.mark.pod
@@ -52,6 +53,9 @@ ATTACKS = {
     "a suffix": (r"(replica_groups=(?:\[[^ ]*|mesh\[[^ ]* \S+)),", r"\1~2,", "no replica groups"),
     "trip counts": (r'"known_trip_count":\{"n":"\d+"\}', '"unroll":1', "whose trip count XLA does not know"),
     "a memory space": (r"(f32\[\d+\]\{0)\}", r"\1:S(9)}", "memory space S(9)"),
+    "a dtype": (r"\bs32\[", "word[", "dtype word"),
+    "loops": (r"/while", "/cycle", "without a name that tells which loop is in the loss"),
+    "pairs": (r'"is_sync":', '"waits":', "without a mark that tells whether the program waits"),
     "derivatives": (r"transpose\(jvp\(", "transpose(lin(", "has a backward pass, and none was recognized"),
     "transposes": (r"transpose\(", "cotangent(", "has a backward pass, and none was recognized"),
     "updates": (r"jzero\.update", "zero_update", "has an update, and none was recognized"),
@@ -62,7 +66,8 @@ ATTACKS = {
         "custom call of 'my_kernel'",
     ),
 }  # fmt: skip
-STOP = ("an opcode", "a notation", "ranges", "a suffix", "a memory space")  # nothing of such a program can be counted
+# nothing of such a program can be counted
+STOP = ("an opcode", "a notation", "ranges", "a suffix", "a memory space", "a dtype")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -143,6 +148,42 @@ def summed_by_hand(state, batch):
     return state.apply_gradients(grads=grads), 0.0
 
 
+def split_params(state, batch):
+    plan = jzero.plan_of(state)
+
+    def split(params):
+        rows = zip(jax.tree.leaves(params), plan.layouts, strict=True)
+        return jax.tree.unflatten(jax.tree.structure(params), [plan.constrain(p, x.state) for p, x in rows])
+
+    loss, grads = jax.value_and_grad(lambda p: gpt_loss(state, split(p), batch))(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def logs_medians(state, batch):
+    loss, grads = jax.value_and_grad(lambda p: gpt_loss(state, p, batch))(state.params)
+    return state.apply_gradients(grads=grads), (loss, jax.tree.map(jnp.median, grads))
+
+
+def sorts_gradients():
+    def sort(updates, state, params=None):
+        return jax.tree.map(lambda g: jnp.sort(jnp.stack([g, 2 * g, g**2]), axis=1).sum(0), updates), state
+
+    sorts = optax.GradientTransformation(lambda params: optax.EmptyState(), sort)
+    return dict_program(tx=optax.chain(sorts, optax.adam(1e-3)))[:2]
+
+
+def wrong_stride():
+    """As jaxlib before 0.11.2 wrote it: the stride of a forward loop in a backward one."""
+    compiled, plan = clean()
+    return with_text(compiled, re.sub(r'"byte_stride":"-', '"byte_stride":"', compiled.as_text())), plan
+
+
+def comes_back_on_the_device():
+    """An offloaded state whose new values XLA leaves in device memory."""
+    compiled, plan = bad(2, offload="host")
+    return with_text(compiled, compiled.as_text().replace(":S(5)", "")), plan
+
+
 BAD = {
     "gradients_all_reduced": whole_gradients,
     "not_trained": functools.partial(bad, 2, lost, donate=()),
@@ -151,10 +192,25 @@ BAD = {
     "state_too_large": functools.partial(bad, 2, min_shard_bytes=2**20),
     "weights_not_gathered_on_use": functools.partial(bad, 3, apart),
     "reduction_per_microbatch": functools.partial(bad, 2, summed_by_hand, batch=lambda plan: tokens(32)),
+    "activations_moved": functools.partial(bad, 2, split_params),
+    "more_than_closed_form": functools.partial(bad, 2, logs_medians),
+    "optimizer_moves": sorts_gradients,
+    "loop_slices_wrong": wrong_stride,
+    "state_not_offloaded": comes_back_on_the_device,
 }
 
 
-@pytest.mark.default_cases(*(f"gradients_all_reduced-{attack}" for attack in ("derivatives", "all names", "an opcode")))
+def test_every_kind_has_a_bad_program():
+    """But for copies of params in host memory, which jaxlib before 0.11.2 cannot compile (test_params_on_host.py)."""
+    assert set(KINDS) - set(BAD) == {"host_transfers_waited_for"}
+
+
+ATTACKED = ("derivatives", "all names", "an opcode", "loops")
+
+
+@pytest.mark.default_cases(
+    *(f"gradients_all_reduced-{attack}" for attack in ATTACKED), *(f"loop_slices_wrong-{attack}" for attack in ATTACKED)
+)
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("kind", BAD)
 def test_a_fault_does_not_disappear_with_the_names(kind, attack):
@@ -299,12 +355,12 @@ def abstract_like(tree, specs, plan):
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def dict_program(called=lambda: None):
+def dict_program(called=lambda: None, tx=None):
     """As big_vision has it: `{"params", "opt"}`; nothing is called opt_state, and an average is called params."""
     target = jzero.pod("h200")
     shapes = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in (("up", (256, 1024)), ("down", (1024, 256)))}
     plan = jzero.make_plan(shapes, stage=2, mesh=target.mesh({"data": 8}), min_shard_bytes=0)
-    tx = jzero.zero(optax.adam(1e-3), plan)
+    tx = jzero.zero(tx or optax.adam(1e-3), plan)
     opt = jax.eval_shape(tx.init, plan.shapes)
     opt = abstract_like(opt, [*plan.state_specs(opt.inner), *(x.state for x in plan.layouts)], plan)
 

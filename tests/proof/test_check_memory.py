@@ -12,6 +12,8 @@ from flax.training.train_state import TrainState
 from models import batch, create_small, loss_of, train_step
 
 import jzero
+from jzero.proof.evidence import Evidence
+from jzero.proof.faults import KINDS
 
 KIND, WHOLE = "more than the closed form", "whole"
 ADAM = optax.adamw(1e-2)
@@ -90,6 +92,46 @@ def test_moments_in_a_wider_dtype_than_planned(stage, mesh):
     assert finding.bytes == held(wrong.opt_state) - held(state.opt_state)
     assert "comes in as f32[3,32], planned bf16[3,32]" in finding.text
     assert found_in(again(wrong, plan), plan) == {}
+
+
+@pytest.mark.remedy("not_checked", "an init that takes params alone")
+def test_an_init_that_cannot_be_traced_again(mesh):
+    """Of a program that jzero has not traced: its `tx` says what the state should be, or why it cannot."""
+    ready = [True]
+
+    def init(params):
+        if not ready:
+            raise KeyError("wants a batch")
+        return ADAM.init(params)
+
+    state, plan = sharded(mesh, 2, lambda: create_small(optax.GradientTransformation(init, ADAM.update)))
+    ready.clear()
+    found = found_in(state, plan)
+    assert set(found) == {"not_checked"}
+    assert "its init cannot be traced (KeyError: 'wants a batch')" in found["not_checked"].text
+    assert found_in(*sharded(mesh, 2)) == {}
+
+
+@pytest.mark.remedy("not_checked", "of a step that updates by jzero.zero(tx, plan)")
+def test_moments_without_their_optimizer(mesh, monkeypatch):
+    """In programs of the CPU it is in the text, in those for GPUs a finding: as of other rules that want a trace."""
+    state, plan = sharded(mesh, 2)
+
+    def step(both, data):
+        new, loss = train_step(state.replace(**both), data)
+        return {"params": new.params, "opt_state": new.opt_state}, loss
+
+    both, data = {"params": state.params, "opt_state": state.opt_state}, plan.place_batch(batch())
+    program = jax.jit(step, donate_argnums=0).lower(both, data).compile()
+    found = jzero.findings(program, plan)
+    assert found == ()
+    assert "not the dtypes of the optimizer state" in found.in_part["state_too_large"]
+    monkeypatch.setattr(Evidence, "on_cpu", False)
+    uses = {x.name: ("kept",) for x in plan.layouts}
+    (finding,) = jzero.findings(program, plan, uses=uses, ignore=KINDS)
+    assert "whether the optimizer state is held in the dtypes of the plan was not looked for" in finding.text
+    traced = jzero.jit(step, plan, donate_argnums=0).lower(both, data).compile()
+    assert jzero.findings(traced, plan, uses=uses, ignore=KINDS) == ()
 
 
 @pytest.mark.remedy("more_memory_than_closed_form", "Copies of the params as a tree with their names")

@@ -1,20 +1,21 @@
 """What could not be read or looked for, and why: `not_checked`.
 
 [Note: names that are not recognized]
-Phases and scopes are read from the name stacks that jax writes into the program. If a version of jax named them
+Phases, scopes and loops are read from the name stacks that jax writes into the program. If a version of jax named them
 otherwise, rules would fall silent. So what the trace says is compared with what was recognized: a backward pass, an
-update, and a phase for every collective of more than negligible size. A trace has the same names, so a derivative is
-traced, and looked at, once.
+update, and for every collective of more than negligible size a phase and its loops. A trace has the same names, so a
+derivative is traced, and looked at, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from jzero.core.errors import counted, human_bytes
+from jzero.proof.collectives import Site
 from jzero.proof.evidence import Evidence
 from jzero.proof.faults.frozen import rows_or_weights
-from jzero.proof.faults.held import planned_by_record
+from jzero.proof.faults.held import has_unknown_dtypes, planned_leaves
 from jzero.proof.faults.wording import MOST_NAMES, Faults, more_text, names_text
 from jzero.proof.record import names_are_known
 from jzero.proof.unread import endless, unknown_calls
@@ -44,6 +45,14 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
                 f"if it does not: ignore=({target!r},).",
             )
     yield from _endless(e)
+    if has_unknown_dtypes(e) and not e.on_cpu:
+        yield (
+            "whether the optimizer state is held in the dtypes of the plan was not looked for: jzero did not trace an "
+            "update of these params, and no argument holds their optimizer (tx).",
+            0,
+            "pod.compile(step, ...), or jzero.jit(step, plan).lower(...).compile(), of a step that updates by "
+            "jzero.zero(tx, plan); or a look at jzero.explain(compiled, plan).memory.opt_state.",
+        )
     if rows := rows_or_weights(e):
         yield (
             f"{counted(len(rows), 'whole array has', 'whole arrays have')} as many rows as the batch, and "
@@ -52,7 +61,7 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
             "a part of the batch: plan.place_batch(batch), or in one argument with what is split. Frozen weights: "
             "among the params, state = jzero.shard(state, ..., trainable=lambda path, leaf: 'lora' in path).",
         )
-    if why := planned_by_record(e)[1]:
+    if e.trains and (why := planned_leaves(e)[1]):
         yield (
             f"whether the optimizer state is held as planned was not looked for: its init cannot be traced ({why}).",
             0,
@@ -123,10 +132,18 @@ def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
             f"{missing} of {len(e.plan.layouts)} params of the update do not come in as arguments, and "
             "neither names nor shapes say which: what is held and returned is not known of them."
         )
-    unnamed = [s for s, _ in e.sites if not s.phase]
-    size = sum(s.wire_bytes * e.trips(s) for s in unnamed)
-    if not e.on_cpu and size > SHARE_UNNAMED * e.plan.param_bytes:
+    if not e.on_cpu:
+        yield from _unnamed(e, [s for s, _ in e.sites if not s.phase], "a name that tells forward, backward or update")
+        loops = [s for s, _ in e.sites if e.loop_names(s) is None]
+        yield from _unnamed(e, loops, "a name that tells which loop is in the loss, and which is over micro-batches")
+        pairs = [s for s, _ in e.sites if s.is_pair_unread]
+        yield from _unnamed(e, pairs, "a mark that tells whether the program waits for them (is_sync)", share=0)
+
+
+def _unnamed(e: Evidence, sites: Sequence[Site], what: str, share: float = SHARE_UNNAMED) -> Iterator[str]:
+    size = sum(s.wire_bytes * e.trips(s) for s in sites)
+    if size > share * e.plan.param_bytes:
         yield (
-            f"{counted(len(unnamed), 'collective')} of {human_bytes(round(size))} in a step without a name that tells "
-            f"forward, backward or update: {', '.join(f'%{s.name}' for s in unnamed[:MOST_NAMES])}{more_text(unnamed)}."
+            f"{counted(len(sites), 'collective')} of {human_bytes(round(size))} in a step without {what}: "
+            f"{', '.join(f'%{s.name}' for s in sites[:MOST_NAMES])}{more_text(sites)}."
         )

@@ -9,7 +9,6 @@ its optimizer state without a `tx` beside it, and one with two models.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -56,7 +55,7 @@ def more_memory_than_closed_form(e: Evidence) -> Faults:
 def _known(e: Evidence) -> Iterator[tuple[Argument, jax.ShapeDtypeStruct]]:
     """Params, optimizer state and named copies of params, each as one device should hold it."""
     params = dict(zip((x.name for x in e.plan.layouts), jax.tree.leaves(e.plan.shapes), strict=True))
-    state = _optimizer_state(e)
+    state = planned_leaves(e)[0]
     for x in e.leaves:
         place = x.place if x.in_opt_state else None
         if x.is_key:
@@ -85,23 +84,23 @@ def _as_moment(e: Evidence, x: Argument, layout: Layout) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(layout.state_shape, x.dtype, sharding=e.plan.sharding(layout.state))
 
 
-def _optimizer_state(e: Evidence) -> dict[str, jax.ShapeDtypeStruct]:
-    """The leaves of the planned optimizer state by path; none where no update says which `tx` it is of."""
-    if e.record is not None and e.record.of(e.plan):
-        return planned_by_record(e)[0]
-    for x in (x for x in e.train_states if hasattr(x, "params")):
-        with contextlib.suppress(Exception):  # an `init` that wants more than params
-            return _by_path(e.plan, x.tx)
-    return {}
-
-
-def planned_by_record(e: Evidence) -> tuple[dict[str, jax.ShapeDtypeStruct], str]:
-    """The planned optimizer state's leaves by path, from the program's record; or none, and the reason."""
+def planned_leaves(e: Evidence) -> tuple[dict[str, jax.ShapeDtypeStruct], str]:
+    """The leaves of the planned optimizer state by path; or none, and why its `tx` could not say them."""
     mine = e.record.of(e.plan) if e.record is not None else []
-    try:
-        return _by_path(e.plan, mine[0].tx) if mine else {}, ""
-    except Exception as error:  # of the user's transformation: an `init` that wants more than params
-        return {}, f"{type(error).__name__}: {error}"
+    txs = [mine[0].tx] if mine else [x.tx for x in e.train_states if hasattr(x, "params")]
+    why = ""
+    for tx in txs:
+        try:
+            return _by_path(e.plan, tx), ""
+        except Exception as error:  # of the user's transformation: an `init` that wants more than params
+            why = f"{type(error).__name__}: {error}"
+    return {}, why
+
+
+def has_unknown_dtypes(e: Evidence) -> bool:
+    """True for a step that carries optimizer state, and has no `tx` that says in which dtypes."""
+    carried = any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in e.state)
+    return carried and e.trains and not (e.others or any(planned_leaves(e)))
 
 
 def _by_path(plan: Plan, tx: optax.GradientTransformation) -> dict[str, jax.ShapeDtypeStruct]:

@@ -103,6 +103,8 @@ def not_looked_for(e: Evidence) -> tuple[dict[str, str], dict[str, str]]:
         in_part["not_trained"] = f"{without}: not whether its loss reads other params than it trains"
     elif not e.on_cpu and (why := closed_form.incomparable(e)):
         left_out["more_than_closed_form"] = why
+    if e.on_cpu and held.has_unknown_dtypes(e):
+        in_part["state_too_large"] = "without a traced update or a tx: not the dtypes of the optimizer state"
     beside = "beside the params of another model"
     if e.others:
         in_part["state_too_large"] = f"{beside}: not each leaf by the plan's closed form"
