@@ -133,7 +133,7 @@ def test_a_base_with_as_many_rows_as_the_batch(mesh):
     assert found_in(among_the_params, mesh, trainable=trained_ones, rows=DIM)[0] == ()
 
 
-@pytest.mark.remedy("state_too_large", "an argument of the step for each")
+@pytest.mark.remedy("frozen_whole", "an argument of the step for each")
 def test_a_base_that_the_step_closes_over(mesh, monkeypatch):
     base = {k: np.random.default_rng(i).normal(size=(DIM, DIM)) for i, k in enumerate(weights())}
 
