@@ -24,8 +24,8 @@ class Averaged(TrainState):
     average: Any
 
 
-def averaged(of=lambda params: params):
-    state = create_small(ADAM)
+def averaged(of=lambda params: params, tx=ADAM):
+    state = create_small(tx)
     return Averaged(**vars(state), average=of(state.params))
 
 
@@ -130,6 +130,9 @@ def test_moments_without_their_optimizer(mesh, monkeypatch):
     uses = {x.name: ("kept",) for x in plan.layouts}
     (finding,) = jzero.findings(program, plan, uses=uses, ignore=KINDS)
     assert "whether the optimizer state is held in the dtypes of the plan was not looked for" in finding.text
+    state, other = sharded(mesh, 2, lambda: averaged(tx=optax.sgd(0.1)))  # without state: an average is none
+    program = jax.jit(averages, donate_argnums=0).lower(state, data).compile()
+    assert jzero.findings(program, other, uses=uses, ignore=KINDS) == ()
     traced = jzero.jit(step, plan, donate_argnums=0).lower(both, data).compile()
     assert jzero.findings(traced, plan, uses=uses, ignore=KINDS) == ()
 

@@ -86,10 +86,8 @@ def _as_moment(e: Evidence, x: Argument, layout: Layout) -> jax.ShapeDtypeStruct
 
 def planned_leaves(e: Evidence) -> tuple[dict[str, jax.ShapeDtypeStruct], str]:
     """The leaves of the planned optimizer state by path; or none, and why its `tx` could not say them."""
-    mine = e.record.of(e.plan) if e.record is not None else []
-    txs = [mine[0].tx] if mine else [x.tx for x in e.train_states if hasattr(x, "params")]
     why = ""
-    for tx in txs:
+    for tx in _optimizers(e):
         try:
             return _by_path(e.plan, tx), ""
         except Exception as error:  # of the user's transformation: an `init` that wants more than params
@@ -100,7 +98,13 @@ def planned_leaves(e: Evidence) -> tuple[dict[str, jax.ShapeDtypeStruct], str]:
 def has_unknown_dtypes(e: Evidence) -> bool:
     """True for a step that carries optimizer state, and has no `tx` that says in which dtypes."""
     carried = any(x.in_opt_state or (x.layout is not None and not x.is_param) for x in e.state)
-    return carried and e.trains and not (e.others or any(planned_leaves(e)))
+    return carried and e.trains and not (e.others or e.plan.config.updates_outside or _optimizers(e))
+
+
+def _optimizers(e: Evidence) -> list[optax.GradientTransformation]:
+    """That of the traced update; else those of the states among the arguments."""
+    mine = e.record.of(e.plan) if e.record is not None else []
+    return [mine[0].tx] if mine else [x.tx for x in e.train_states if hasattr(x, "params")]
 
 
 def _by_path(plan: Plan, tx: optax.GradientTransformation) -> dict[str, jax.ShapeDtypeStruct]:
