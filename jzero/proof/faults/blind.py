@@ -45,7 +45,7 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
                 f"if it does not: ignore=({target!r},).",
             )
     yield from _endless(e)
-    if has_unknown_dtypes(e) and not e.on_cpu:
+    if has_unknown_dtypes(e) and not e.on_cpu and EXPLAINED not in found:
         yield (
             "whether the optimizer state is held in the dtypes of the plan was not looked for: jzero did not trace an "
             "update of these params, and no argument holds their optimizer (tx).",
