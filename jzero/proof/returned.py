@@ -81,7 +81,8 @@ def _by_values(
     by_path: Table,
     copies: Collection[int],
 ) -> None:
-    kept, avals = _sources(trace, range(len(given)), NOT_KEPT), trace.jaxpr.out_avals
+    kept = _sources(trace, range(len(given)), NOT_KEPT)
+    avals = [v.aval for v in opened(trace.jaxpr)[0].outvars]
     updates = {i: k for k, u in enumerate(record.updates) for i in (*u.params, *u.state) if i is not None}
     by_own = _results_of(kept, {i: i for i in by_path})
     by_update = _results_of(kept, updates)
