@@ -15,7 +15,6 @@ d-th crosses. Each value is then encoded twice. The sum in between is kept in fp
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -79,7 +78,6 @@ def _as_bytes(x: jax.Array) -> jax.Array:
     return jnp.reshape(jax.lax.bitcast_convert_type(x, jnp.int8), (x.shape[0], -1))
 
 
-@functools.cache  # asked for every gradient
 def hops(mesh: Mesh, axis: str) -> list[Hop]:
     """The exchanges along an axis, the one between hosts first: see [Note: the fast links first]."""
     size, hosts = mesh.shape[axis], hosts_along(mesh, axis)

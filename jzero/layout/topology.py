@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,6 +132,7 @@ def span(mesh: Mesh, axes: Sequence[str], *, devices_per_host: int | None = None
     )  # fmt: skip
 
 
+@functools.cache  # asked for every gradient
 def hosts_along(mesh: Mesh, axis: str) -> int | None:
     """On how many hosts the devices along an axis are, neighbours on one host; None if hosts have different numbers."""
     groups = _groups(mesh, [axis])
