@@ -24,7 +24,7 @@ from jzero.core.random_keys import is_key
 from jzero.core.regions import bodies, kept_carries, rounds, scan_parts, while_parts
 
 ZERO = "zero"
-"""The growth of a zero, which grows like whatever it is added to."""
+"""The growth of a zero or a nan, which grows like whatever it is added to."""
 NUMBERS = "numbers of the examples"
 """The growth of `arange(batch)` and of indices computed from it, which may only be used in a lookup."""
 MIXED = "mixed"
@@ -55,6 +55,8 @@ def _of_numbers(x: Any, y: Any) -> Growth:
     if not number or (x is y and np.size(x) > 1):
         return 1.0
     x, y = np.asarray(x), np.asarray(y)
+    if (x != x).all() and (y != y).all():
+        return ZERO  # `jnp.var` returns nan where it has nothing to divide by
     if (x == y).all():
         return 1.0 if x.any() else ZERO
     known = x.size == 1 and x.item() != 0 and y.item() != 0

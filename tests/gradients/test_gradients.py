@@ -372,8 +372,9 @@ def _returns(rows):
         (lambda rows: jnp.sort(jnp.eye(4, len(rows)) @ rows)[-2:].mean(), "couples examples"),
         (lambda rows: jax.lax.scan(lambda c, r: (c + r,) * 2, 0.0, rows)[1].mean(), "could not be checked"),
         (lambda rows: jax.lax.scan(lambda c, r: (c, r**2), 0.0, rows)[1].mean(), ""),
+        (lambda rows: jnp.var(jnp.outer(rows, jnp.arange(4.0)), axis=1).mean(), ""),
     ],
-    ids=["returns", "sorted sums", "a running sum", "a map"],
+    ids=["returns", "sorted sums", "a running sum", "a map", "a variance of each"],
 )
 def test_scans_and_sorts_over_examples(of_rows, says, mesh):
     plan = jzero.make_plan({"w": jnp.ones((8, 1))}, stage=2, mesh=mesh, min_shard_bytes=0)
