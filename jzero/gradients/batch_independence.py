@@ -11,7 +11,18 @@ import jax
 
 from jzero.core import jaxprs
 from jzero.core.errors import listing
-from jzero.gradients.coupling import CONST, Kind, Mixed, Ratio, Rows, Total, Unknown, kinds_of_results
+from jzero.gradients.coupling import (
+    CONST,
+    Kind,
+    Mixed,
+    Ratio,
+    Rows,
+    Statistic,
+    Total,
+    Unknown,
+    kinds_of_results,
+    kinds_with_statistics,
+)
 from jzero.gradients.growth import MIXED, Growth, growths
 from jzero.gradients.module_state import State, is_key
 from jzero.gradients.random_draws import DRAWS, Sources, Unmatched, shared_draws
@@ -49,8 +60,8 @@ class Loss:
         """For the loss and each leaf of aux: is it a sum over examples? Raises if micro-batches would change it.
 
         Args:
-          coupled: `ALLOWED`; `STATISTICS`: a loss may couple examples, but not be changed by micro-batches in another
-            way; empty: neither.
+          coupled: `ALLOWED`; `STATISTICS`: a loss may couple examples by the statistics that its module keeps; empty:
+            neither.
 
         Raises:
           ValueError: the loss couples examples, is a ratio of sums and not weighted, neither a mean nor a sum, or
@@ -72,10 +83,10 @@ class Loss:
         examples = next(x.shape[0] for x, r in zip(arrays, rows, strict=True) if r)
 
         def flat(*arrays):
-            loss, (aux, _) = self.fn(*merged(arrays))
+            loss, (aux, values) = self.fn(*merged(arrays))
             leaves = jax.tree_util.tree_leaves_with_path(aux)
             aux_types[:] = [(jax.tree_util.keystr(k), jax.typeof(x)) for k, x in leaves]
-            return [loss, *(x for _, x in leaves)]
+            return [loss, *(x for _, x in leaves), *values]
 
         def traced(times: int):
             shapes = [(times * x.shape[0], *x.shape[1:]) if r else x.shape for x, r in zip(arrays, rows, strict=True)]
@@ -85,10 +96,15 @@ class Loss:
         aux_types: list[tuple[str, Any]] = []
         small = traced(1)
         _refuse_aux(aux_types, examples)
-        if examples > 1 and coupled != ALLOWED:  # one example looks like a dim of size 1: nothing to couple it with
-            kind = kinds_of_results(small[0], [Rows(0) if r else CONST for r in rows])[0]
-            if not (coupled and isinstance(kind, (Mixed, Rows))):
-                _refuse(kind, self.weighted)
+        # one example looks like a dim of size 1, and one part is the whole batch: nothing to couple it with
+        if self.parts and examples > 1 and coupled != ALLOWED:
+            kinds = [Rows(0) if r else CONST for r in rows]
+            if coupled:
+                state = [len(aux_types) + 1 + i for i, c in enumerate(self.state.changed) if c]
+                kind = kinds_with_statistics(small[0], kinds, state)[0]
+            else:
+                kind = kinds_of_results(small[0], kinds)[0]
+            _refuse(kind, self.weighted)
         try:
             small, large = small if examples > 1 else traced(2), traced(2 if examples > 1 else 4)
         except Exception:  # raised by the user's function: it works with one batch size only
@@ -110,7 +126,7 @@ class Loss:
                     )
             _refuse_draws(drawn, names)
             grown = growths(small, large)
-        return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1:])]
+        return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1 : len(aux_types) + 1])]
 
     def _is_sum(self, grown: Growth, coupled: str) -> bool:
         """Whether the loss is a sum over examples; raises ValueError if it is neither a sum nor a mean."""
@@ -163,7 +179,7 @@ def _refuse_aux(types: Sequence[tuple[str, Any]], examples: int) -> None:
 
 
 def _refuse(kind: Kind, weighted: bool) -> None:
-    if isinstance(kind, (Mixed, Rows)) or (isinstance(kind, Total) and kind.clipped):
+    if isinstance(kind, (Mixed, Rows, Statistic)) or (isinstance(kind, Total) and kind.clipped):
         where = getattr(kind, "where", "at its end")
         raise ValueError(
             f"{_SUBJECT} couples examples ({where}): on micro-batches, or on one device's part of them, it differs "

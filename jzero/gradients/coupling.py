@@ -1,6 +1,6 @@
 """How each value of a traced loss depends on the examples of the batch.
 
-[Note: five kinds of value]
+[Note: kinds of value]
 Every value is one of these, found equation by equation:
 
 - `Const`: does not depend on the batch.
@@ -12,6 +12,14 @@ Every value is one of these, found equation by equation:
   a maximum or a root over the batch). The loss of a micro-batch then differs from its share of the whole batch's loss.
 
 The result of an operation without a rule here is `Unknown`, which leads to a warning and not to an error.
+
+[Note: statistics that a module keeps]
+BatchNorm stores the mean and the variance by which it normalizes. Such statistics are those of each micro-batch, on
+purpose, so they count as constants: `Statistic` is a function of them alone, and rows normalized by them stay rows.
+A sum (or a maximum) over examples is kept if the new state is computed from it without going back to the examples. A
+contrastive loss beside a counter is Mixed all the same, because its similarities are no such sums, and so is a softmax
+over the batch whose loss is stored: the loss is kept, not the sum that the softmax divides by. (Two calls of one jitted
+function share their equations, so that a sum in both of them is kept if one is.)
 """
 
 from __future__ import annotations
@@ -48,14 +56,27 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Linear in sums over examples. `clipped` by a maximum with a constant: then it is valid only as a divisor."""
+    """Linear in sums over examples. `clipped` by a maximum with a constant: then it is valid only as a divisor.
+
+    `sums` are the ids of the equations that summed, here and in `Ratio` and `Statistic`.
+    """
 
     clipped: bool = False
+    sums: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
     """A sum over examples divided by another."""
+
+    sums: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """Another function of sums that the module keeps: see [Note: statistics that a module keeps]."""
+
+    sums: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,28 +93,75 @@ class Unknown:
     where: str
 
 
-Kind = Const | Rows | Total | Ratio | Mixed | Unknown
+Kind = Const | Rows | Total | Ratio | Statistic | Mixed | Unknown
+SUMS = (Total, Ratio, Statistic)
 CONST = Const()
+NONE = frozenset[int]()
 
 
-def kinds_of_results(jaxpr, kinds: Sequence[Kind]) -> list[Kind]:
-    """The kinds of a jaxpr's results, from those of its arguments."""
-    consts = [CONST] * len(jaxpr.constvars)
-    return traverse(jaxpr, consts, kinds, _apply, literal=lambda value: CONST, calls=CALLS)
+def kinds_of_results(jaxpr, kinds: Sequence[Kind], kept: frozenset[int] | None = NONE) -> list[Kind]:
+    """The kinds of a jaxpr's results, from those of its arguments; `kept` is of sums that are constants (None: all)."""
+    consts, rule = [CONST] * len(jaxpr.constvars), functools.partial(_apply, kept=kept)
+    return traverse(jaxpr, consts, kinds, rule, literal=lambda value: CONST, calls=CALLS)
 
 
-def _apply(eqn, ins: list[Kind]) -> list[Kind]:
+def kinds_with_statistics(jaxpr, kinds: Sequence[Kind], state: Sequence[int]) -> list[Kind]:
+    """The same for a loss whose module keeps statistics; `state` are the results that hold its new state."""
+    new = kinds_of_results(jaxpr, kinds, None)
+    return kinds_of_results(jaxpr, kinds, _sums([new[i] for i in state]))
+
+
+def _apply(eqn, ins: list[Kind], kept: frozenset[int] | None) -> list[Kind]:
     """The kinds of an equation's results, from those of its operands."""
     if all(isinstance(k, Const) for k in ins):
         return [CONST] * len(eqn.outvars)
     name = eqn.primitive.name
     if name in _STRUCTURED:
-        return _STRUCTURED[name](eqn, ins)
+        return _STRUCTURED[name](eqn, ins, kept)
     found = next((k for kind in (Mixed, Unknown) for k in ins if isinstance(k, kind)), None)
-    if found is None:
-        rule = _elementwise if name in ELEMENTWISE else _moved if name in MOVED_DIMS else _RULES.get(name)
-        found = None if rule is None else rule(eqn, ins)
+    if found is not None and kept is not None and id(eqn) in kept:
+        found = Statistic(frozenset((id(eqn),)))
+    found = found or (_of_rows if any(isinstance(k, Rows) for k in ins) else _of_no_rows)(eqn, ins, kept)
     return [found or Unknown(_where(eqn))] * len(eqn.outvars)
+
+
+def _of_rows(eqn, ins: list[Kind], kept: frozenset[int] | None) -> Kind | None:
+    found = _by_rule(eqn, [CONST if isinstance(k, SUMS) and _are_kept(k.sums, kept) else _without_sums(k) for k in ins])
+    own, first = frozenset((id(eqn),)), ins[0]
+    if isinstance(found, SUMS):
+        return dataclasses.replace(found, sums=own)
+    if not isinstance(found, Mixed) or not isinstance(first, Rows) or eqn.primitive.name not in REDUCING:
+        return found
+    is_statistic = dim_in_result(eqn, 0, first.dim) is None and _are_kept(own, kept)  # a maximum
+    return Statistic(own) if is_statistic else found
+
+
+def _of_no_rows(eqn, ins: list[Kind], kept: frozenset[int] | None) -> Kind | None:
+    sums = _sums(ins)
+    if any(isinstance(k, Statistic) for k in ins):
+        return Statistic(sums) if _are_kept(sums, kept) else Mixed(_where(eqn))
+    found = _by_rule(eqn, list(map(_without_sums, ins)))
+    if isinstance(found, SUMS):
+        return dataclasses.replace(found, sums=sums)
+    return Statistic(sums) if _are_kept(sums, kept) else found
+
+
+def _sums(kinds: Sequence[Kind]) -> frozenset[int]:
+    return NONE.union(*(k.sums for k in kinds if isinstance(k, SUMS)))
+
+
+def _are_kept(sums: frozenset[int], kept: frozenset[int] | None) -> bool:
+    return bool(sums) and (kept is None or sums <= kept)
+
+
+def _by_rule(eqn, ins: list[Kind]) -> Kind | None:
+    name = eqn.primitive.name
+    rule = _elementwise if name in ELEMENTWISE else _moved if name in MOVED_DIMS else _RULES.get(name)
+    return None if rule is None else rule(eqn, ins)
+
+
+def _without_sums(kind: Kind) -> Kind:
+    return dataclasses.replace(kind, sums=NONE) if isinstance(kind, SUMS) else kind
 
 
 def _where(eqn) -> str:
@@ -266,10 +334,12 @@ def _join(a: Kind, b: Kind, where: str) -> Kind:
         return a
     if isinstance(a, Const):
         return b
+    if isinstance(a, SUMS) and isinstance(b, SUMS) and _without_sums(a) == _without_sums(b):
+        return dataclasses.replace(a, sums=a.sums | b.sums)
     return next((k for k in (a, b) if isinstance(k, (Mixed, Unknown))), Mixed(where))
 
 
-def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
+def _in_bodies(eqn, ins: list[Kind], kept: frozenset[int] | None) -> list[Kind]:
     """The kinds of the results of a loop, or of branches."""
 
     def sliced(kind: Kind) -> Kind:
@@ -279,7 +349,7 @@ def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
 
     where = _where(eqn)
     outs = through_bodies(
-        eqn, ins, lambda body, kinds: kinds_of_results(body[0], kinds), functools.partial(_join, where=where),
+        eqn, ins, lambda body, kinds: kinds_of_results(body[0], kinds, kept), functools.partial(_join, where=where),
         sliced=sliced, stacked=lambda k: Rows(k.dim + 1, k.scaled) if isinstance(k, Rows) else k,
     )  # fmt: skip
     assert outs is not None
@@ -289,7 +359,7 @@ def _in_bodies(eqn, ins: list[Kind]) -> list[Kind]:
         return [Mixed(where)] * len(outs)
     if eqn.primitive.name == "while":
         stops, own = while_parts(eqn)[0]
-        (stop,) = kinds_of_results(stops, [*ins[:own], *outs])
+        (stop,) = kinds_of_results(stops, [*ins[:own], *outs], kept)
         return outs if isinstance(stop, Const) else [Unknown(where)] * len(outs)
     return outs
 
@@ -301,6 +371,6 @@ def _hands_on(eqn, outs: list[Kind]) -> bool:
 
 
 _STRUCTURED = {
-    **dict.fromkeys(CONTROL_FLOW, _in_bodies), "optimization_barrier": lambda eqn, ins: ins,
-    BEGIN: lambda eqn, ins: [ins[0]] * 3, END: lambda eqn, ins: [ins[0]],
+    **dict.fromkeys(CONTROL_FLOW, _in_bodies), "optimization_barrier": lambda eqn, ins, kept: ins,
+    BEGIN: lambda eqn, ins, kept: [ins[0]] * 3, END: lambda eqn, ins, kept: [ins[0]],
 }  # fmt: skip

@@ -72,8 +72,9 @@ def value_and_grad(
         coupled="allow", too, "auto" is "microbatch".
       coupled: what to do with a loss that couples examples (BatchNorm, contrastive), whose value differs on
         micro-batches. "refuse": raise an error if a trace of the loss shows it. "allow": take the loss of each
-        micro-batch as it is, of the whole one (with reduce="step": of each device's part of it). "auto": accept what a
-        module with batch statistics couples, which are those of whole micro-batches; else "refuse".
+        micro-batch as it is, of the whole one (with reduce="step": of each device's part of it). "auto": accept
+        what is coupled by statistics alone that a module keeps (the mean and the variance of BatchNorm), which are
+        those of whole micro-batches; else "refuse".
       scale: a `jzero.LossScale` (or a number) for fp16: the loss is multiplied by it and the gradients are divided by
         it, in fp32, on their shards, after they are reduced in the dtype of the params.
 

@@ -280,19 +280,83 @@ def with_decay(model, x):
     return (model(x) ** 2).sum() + 0.1 * (model.last.kernel[...] ** 2).sum()
 
 
-@pytest.mark.parametrize(("loss", "says"), [(masked, "Pass weight="), (with_decay, "adds up what grows with the b")])
-def test_a_counter_of_examples_excuses_no_other_loss(loss, says, mesh):
-    """Batch statistics couple examples, and no more is accepted of a module that has some."""
-    model, _, plan = modules(False, mesh)
+def softmax_over_the_batch(model, x):
+    y = model(x)
+    e = jnp.exp(y - jax.lax.stop_gradient(y).max(0))
+    return (e / e.sum(0) * y).sum(0).mean()
 
+
+def log_of_mean(model, x):
+    return jnp.log(jnp.exp(model(x)).mean())
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (masked, "Pass weight="), (with_decay, "adds up what grows with the b"),
+        (contrastive, r"couples examples \(dot_general"), (softmax_over_the_batch, "couples examples"),
+        (log_of_mean, "couples examples"),
+    ],
+)  # fmt: skip
+def test_kept_statistics_excuse_no_other_loss(loss, says, mesh):
+    """Batch statistics couple examples, and no more is accepted of a module that has some, or keeps the loss."""
+    for statistics in (False, True)[: 1 if loss is with_decay else 2]:  # jzero cannot tell how BatchNorm grows
+        _refused_with_counters(*modules(statistics, mesh)[::2], loss, says)
+
+
+def _refused_with_counters(model, plan, loss, says):
     def counted(model, x, count):
+        value = loss(model, x)
         count["seen"].set_value(count["seen"][...] + x.sum())
-        return loss(model, x)
+        count["loss"].set_value(0.9 * count["loss"][...] + 0.1 * value)
+        return value
 
-    count = nnx.Dict(seen=nnx.Variable(jnp.float32(0)))
+    count = nnx.Dict(seen=nnx.Variable(jnp.float32(0)), loss=nnx.Variable(jnp.float32(0)))
     with pytest.raises(ValueError, match=says):
         jzero.value_and_grad(counted, plan, accumulate=K)(model, plan.place_batch(data()), count)
     assert count["seen"][...] == 0
+
+
+class Normed(nnx.Module):
+    """Statistics of three kinds: a variance computed around a mean that is not kept, a covariance, a maximum."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones((DIM, DIM)))
+        self.mean, self.var, self.top = (nnx.BatchStat(jnp.zeros(DIM)) for _ in range(3))
+        self.cov = nnx.BatchStat(jnp.eye(DIM))
+
+    def __call__(self, x):
+        x = x @ self.w[...]
+        mean, var, top = x.mean(0), jnp.var(x, 0), jnp.abs(x).max(0)
+        for kept, new in ((self.mean, mean), (self.var, var), (self.top, top)):
+            kept.set_value(0.9 * kept[...] + 0.1 * new)
+        self.cov.set_value(x.T @ x / len(x))
+        return (x - mean) / jnp.sqrt(var + 1e-5) / top @ jnp.linalg.cholesky(self.cov[...] + jnp.eye(DIM))
+
+
+def test_examples_may_be_coupled_by_all_statistics_that_a_module_keeps(mesh):
+    model = Normed()
+    pair = jzero.shard((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), stage=2, mesh=mesh)
+
+    def run(model, x, coupled):
+        vg = jzero.value_and_grad(loss_of, jzero.plan_of(pair), accumulate=K, coupled=coupled)
+        return vg(model, x)[0]
+
+    nnx.eval_shape(functools.partial(run, coupled="auto"), pair[0], data())
+    with pytest.raises(ValueError, match="couples examples"):
+        nnx.eval_shape(functools.partial(run, coupled="refuse"), pair[0], data())
+
+
+def test_one_micro_batch_may_couple_examples(mesh):
+    """With `reduce_dtype` at stage 2 a loss that changes state of the batch is reduced in each micro-batch: in one."""
+    model = Normed()
+    pair = jzero.shard((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), stage=2, mesh=mesh,
+                       reduce_dtype="bfloat16")  # fmt: skip
+
+    def run(model, x):
+        return jzero.value_and_grad(contrastive, jzero.plan_of(pair))(model, x)[0]
+
+    nnx.eval_shape(run, pair[0], data())
 
 
 @pytest.mark.parametrize("stage", [1, 2])
