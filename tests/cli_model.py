@@ -93,3 +93,19 @@ def pair_step(model, optimizer, x):
     loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
     optimizer.update(model, grads)
     return loss
+
+
+def create_reader():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Embed(64, 16, rngs=rngs), nnx.Linear(16, 64, rngs=rngs))
+    return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+
+
+def read_step(model, optimizer, tokens):
+    def loss_of(model, tokens):
+        out = model(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(out, tokens[:, 1:]).mean()
+
+    loss, grads = jzero.value_and_grad(loss_of, jzero.plan_of(optimizer), accumulate=2)(model, tokens)
+    optimizer.update(model, grads)
+    return loss

@@ -139,10 +139,13 @@ class Subject:
         config = self.job.config()
         return sizes[0] // (axis_size(self.mesh, config.batch_axes) * self.job.accumulate) if sizes else 0
 
-    @property
-    def tokens(self) -> int | None:
-        """Tokens that a step of a preset trains on, over all devices."""
-        return None if self.model is None else self.batch[0]["tokens"].shape[0] * self.model.seq
+    def tokens(self, uses: Uses) -> int | None:
+        """Tokens of a step over all devices: the most that it looks up in one param. None: it looks up no sequences."""
+        if self.model is not None:
+            return self.batch[0]["tokens"].shape[0] * self.model.seq
+        rows = max((use.rows for some in uses.values() for use in some), default=0) * uses.micro_batches
+        examples = max((x.shape[0] for x in jax.tree.leaves(self.batch) if _is_split(x)), default=0)
+        return rows if rows > examples else None
 
     def uses(self, state: PyTree, plan: Plan) -> Uses:
         """What the step does with each param."""

@@ -42,7 +42,7 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
         "stage": stage,
         "values": sum(x.size for x in plan.layouts),
         "micro_batch": subject.micro_batch,
-        "tokens_per_step": subject.tokens,
+        "tokens_per_step": subject.tokens(known["uses"]),
         "estimate": estimate_json(planned),
         "compiled": report_json(report, planned.devices_per_process),
         "fits": total <= limit,

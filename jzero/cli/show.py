@@ -29,8 +29,9 @@ def title(job: Job, answers: Answers) -> str:
     examples = f"{counted(results[0]['micro_batch'], 'example')} per device"
     if job.accumulate > 1:
         examples += f" and micro-batch, {job.accumulate} micro-batches"
-    if results[0]["tokens_per_step"]:
-        examples += f", {results[0]['tokens_per_step']:,} tokens per step"
+    tokens = next((r["tokens_per_step"] for r in results if r["tokens_per_step"]), None)
+    if tokens:
+        examples += f", {tokens:,} tokens per step"
     return f"{job.preset or job.create}: {count} params, {examples}\n{pod}"
 
 

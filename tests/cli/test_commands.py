@@ -25,6 +25,7 @@ from jzero.cli.job import Job
 from jzero.cli.plan import PlanCommand
 from jzero.cli.presets import PRESETS, creator
 from jzero.cli.process import run_job
+from jzero.cli.program import Subject
 from jzero.cli.search import largest_that_fits
 
 pytestmark = pytest.mark.pod
@@ -248,6 +249,16 @@ def test_the_memory_that_jax_takes(monkeypatch):
     monkeypatch.setenv(names[1], "most")
     with pytest.raises(InputError, match="XLA_CLIENT_MEM_FRACTION=most: must be a number"):
         fraction()
+
+
+@pytest.mark.parametrize(
+    ("create", "step", "batch", "tokens"),
+    [("create_reader", "read_step", "i32[32,9]", 32 * 8), ("create", "step", "x=f32[32,256], y=f32[32,256]", None)],
+)
+def test_tokens_of_a_step(create, step, batch, tokens):
+    """As many as it looks up: the last token of a sequence is only predicted."""
+    subject = Subject.of(job(create=f"{FILE}:{create}", step=f"{FILE}:{step}", batch=batch))
+    assert subject.tokens(subject.uses(*subject.state(2))) == tokens
 
 
 @pytest.mark.nightly
