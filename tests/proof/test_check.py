@@ -89,7 +89,8 @@ def test_no_gather_on_use_and_activations_moved(scan):
     program, plan = naive_program(scan)
     found = {f.kind: f for f in findings(program, plan)}
     assert set(found) >= {"weights_not_gathered_on_use", "activations_moved"}
-    assert "no weight is gathered where it is used" in found["weights_not_gathered_on_use"].text
+    text = f"{len(plan.layouts)} params are stored split, and no weight is gathered where it is used"  # vectors, too
+    assert text in found["weights_not_gathered_on_use"].text
     assert found["weights_not_gathered_on_use"].bytes == pytest.approx(plan.param_bytes, rel=0.01)
     assert "all-to-all" in found["activations_moved"].text
     assert found["activations_moved"].bytes > 0.05 * plan.param_bytes
@@ -131,6 +132,7 @@ def test_gradients_all_reduced(scan):
     found = found_in(state, plan, step)
     assert set(found) == {"gradients_all_reduced"}
     assert found["gradients_all_reduced"].bytes >= 0.9 * plan.param_bytes
+    assert f"of {len(plan.layouts)} split params" in found["gradients_all_reduced"].text
     assert found_in(state, plan) == {}
 
 

@@ -98,9 +98,10 @@ def grads_all_reduced(e: Evidence) -> Faults:
     smallest = min(e.local(x, sliced=True) for x in e.split if x.frozen is None)
     total = sum(n for _, n in rows) - allowed
     if total > SHARE_GRADS * elements(e) and any(values(s) >= smallest for s, _ in rows):
+        split = [x for x in e.plan.layouts if x.frozen is None and x.along_one_dim and not x.reason]
         yield (
             f"gradients are all-reduced over {axes_text(e.plan.config.axes)} where a reduce-scatter was planned: "
-            f"{100 * total / elements(e):.0f} % of the values of {len(e.split)} split params, whole on every device "
+            f"{100 * total / elements(e):.0f} % of the values of {len(split)} split params, whole on every device "
             "and sent twice.",
             round(sum(s.bytes * e.trips(s) for s, n in rows if n)),
             "hand the gradients to tx.update as jax.grad gives them: no with_sharding_constraint, pmean or output of "

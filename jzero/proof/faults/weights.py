@@ -25,8 +25,9 @@ SHARE_SAVED = 0.1
 
 def gather_on_use(e: Evidence) -> Faults:
     """Params that are stored split, with no gather where they are used."""
-    weights = [x for x in e.split if x.stored != x.used]
-    if weights and not e.has_gathers and (e.module.has_backward or _moves_weights(e)):
+    weights = [x for x in e.plan.layouts if x.stored != x.used]
+    found = any(x in e.split for x in weights)
+    if found and not e.has_gathers and (e.module.has_backward or _moves_weights(e)):
         yield (
             f"{counted(len(weights), 'param is', 'params are')} stored split, and no weight is gathered where it is "
             f"used: XLA chooses what to move. {names_text(weights)}",
