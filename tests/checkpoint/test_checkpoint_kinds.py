@@ -12,6 +12,7 @@ import pytest
 from checkpoint_files import raw, values_of
 from flax import nnx
 from layouts import (
+    LAYOUTS,
     abstract,
     assert_laid_out_like,
     assert_same,
@@ -21,7 +22,7 @@ from layouts import (
     scrambled,
 )
 from layouts import shard as shard_in
-from models import batch, is_key
+from models import batch, is_key, max_error
 from optax import contrib
 from states import FullState, create_full, create_nnx, full_step, nnx_step
 
@@ -82,6 +83,32 @@ def test_a_train_state_with_more_fields(tmp_path):
     same = checkpoint.restore(tmp_path / "saved", state)
     placed = jzero.plan_of(state).place_batch(batch(1))
     assert_same(jax.jit(full_step)(state, placed), jax.jit(full_step)(same, placed))
+
+
+@pytest.mark.default_cases("host of 5 devices")
+@pytest.mark.parametrize("source", [k for k in LAYOUTS if k != "model axis"])  # names the leaves of another state
+def test_an_nnx_pair_from_one_layout_into_others(source, tmp_path):
+    """And from each of these into plain NNX: moments are padded on five devices."""
+
+    def made(make, layout):
+        return make(create_nnx, min_shard_bytes=0, **LAYOUTS[layout]())
+
+    def updated(pair):
+        pair[1].update(pair[0], jax.tree.map(jnp.ones_like, nnx.state(pair[0], nnx.Param)))
+        return pair
+
+    checkpoint.save(tmp_path / "saved", updated(made(jzero.shard, source)))
+    want = checkpoint.restore(tmp_path / "saved", create_nnx())
+    twin = updated(create_nnx())
+    for i in (0, 1):
+        assert max_error(nnx.as_pure(nnx.state(want[i])), nnx.as_pure(nnx.state(twin[i]))) < 1e-6
+    for target in ("stage 0", "replicas", "5 devices", "host"):
+        empty = made(jzero.abstract, target)
+        layouts = [x.sharding for x in jax.tree.leaves(nnx.state(empty))]
+        back = checkpoint.restore(tmp_path / "saved", empty)
+        assert [x.sharding for x in jax.tree.leaves(nnx.state(back))] == layouts
+        checkpoint.save(tmp_path / target, back)
+        assert values_of(checkpoint.restore(tmp_path / target, create_nnx())) == values_of(want)
 
 
 @pytest.mark.default_cases("bfloat16")

@@ -107,6 +107,31 @@ def test_steps_of_micro_batches_are_those_of_a_plain_loop(kind, stage, mesh):
     assert int(model.layers.drop.rngs.count[...].max()) == 2 * K
 
 
+@pytest.mark.default_cases("3-microbatch")
+@pytest.mark.parametrize(("stage", "reduce"), [(1, "step"), (2, "microbatch"), (3, "microbatch")])
+def test_weights_of_micro_batches_and_aux(stage, reduce, mesh):
+    """Of a masked mean, as with a tree of params: the loss and the gradient of one batch, and counts are summed."""
+    model, _, plan = sharded(False, stage, mesh)
+    model.eval()  # no dropout
+    mask = (np.random.default_rng(5).random(ROWS) < 0.5).astype(np.float32)
+    mask[:3] = 0
+
+    def loss(model, batch):
+        out = model(batch["x"])
+        return ((out**2).mean(-1) * batch["mask"]).sum() / batch["mask"].sum(), {"hits": (out > 0).sum()}
+
+    options = {"has_aux": True, "weight": lambda batch: batch["mask"].sum(), "reduce": reduce}
+    vg = nnx.jit(jzero.value_and_grad(loss, plan, accumulate=K, **options))
+    batch = {"x": data(), "mask": mask}
+    (value, aux), grads = vg(model, plan.place_batch(batch))
+    plain = create(False)[0]
+    plain.eval()
+    (want, want_aux), want_grads = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(plain, batch)
+    assert float(value) == pytest.approx(float(want), rel=1e-6)
+    assert int(aux["hits"]) == int(want_aux["hits"])
+    assert max_error(nnx.as_pure(grads), nnx.as_pure(want_grads)) < 1e-6
+
+
 class Noisy(nnx.Module):
     """Returns what it draws."""
 

@@ -233,7 +233,11 @@ def test_born_in_16_bit_the_masters_are_not_rounded(mesh):
     assert_at_home(here.opt_state, jzero.plan_of(here))
 
 
-def test_an_nnx_pair(mesh):
+@pytest.mark.default_cases("adam-2")
+@pytest.mark.filterwarnings("ignore:jzero. offload:UserWarning")  # as above
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["adam", *(k for k in CHAINS if k != "several")])  # whose labels are a dict
+def test_an_nnx_pair(name, stage, mesh):
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 8, rngs=rngs)
@@ -243,18 +247,19 @@ def test_an_nnx_pair(mesh):
 
     def create():
         model = Net(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, optax.adam(1e-2) if name == "adam" else CHAINS[name](), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        loss_fn = jzero.gather_on_use(lambda m: jnp.mean(m(x) ** 2), jzero.plan_of(optimizer))
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
         return loss
 
     x = jax.random.normal(jax.random.key(1), (16, 16))
     losses = {}
     for tier in (None, "host"):
-        model, optimizer = jzero.shard(create, stage=2, mesh=mesh, min_shard_bytes=0, offload=tier)
+        model, optimizer = jzero.shard(create, stage=stage, mesh=mesh, min_shard_bytes=0, offload=tier)
         data = jzero.plan_of(optimizer).place_batch(x)
         losses[tier] = [float(step(model, optimizer, data)) for _ in range(4)]
         kinds = {
