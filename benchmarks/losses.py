@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def run(policy: Policy, seed: int, folder: Path, steps: int) -> Losses:
 
 
 def table(found: dict[str, list[Losses]], steps: int) -> str:
-    """Held-out losses, and the increase over the baseline's mean beside the spread of the baseline's seeds."""
+    """Held-out losses, and the mean over seeds of their increase over the baseline with the same seed."""
     base = [x.heldout for x in found[BASE]]
     mean = statistics.mean(base)
     lines = [
@@ -127,7 +128,7 @@ def draw(found: dict[str, list[Losses]], path: Path, steps: int) -> None:
 
 
 def main() -> None:
-    """Run what has not ended yet, print the table, draw the picture."""
+    """Run the policies that have no result yet, print the table, draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", choices=("state", "wire"), help="the baseline and one group of policies")
@@ -144,10 +145,12 @@ def main() -> None:
                 print(f"{name}, seed {seed}: {found[name][-1].heldout:.4f}", flush=True)
     text = table(found, args.steps)
     print(f"\n{text}")
-    if args.page:
-        args.page.write_text(f"# What low precision costs in loss\n\n{text}\n")
     if args.picture:
         draw(found, args.picture, args.steps)
+        text += f"\n\n![Training losses, and their distance from the baseline]({args.picture.name})"
+    if args.page:
+        ran = f"Printed by `python benchmarks/losses.py`, Python {platform.python_version()}. No GPU has run it."
+        args.page.write_text(f"# What low precision costs in loss\n\n{text}\n\n{ran}\n")
 
 
 if __name__ == "__main__":

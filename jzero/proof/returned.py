@@ -6,8 +6,9 @@ comes back. Where jzero has traced the program, a result replaces an argument wh
 old ones plus something, an average is a part of the old one. Gradients keep no values of the params, since these reach
 them only through products and sums. Of several results with values of an argument the path says which. New params that
 are cast from a master keep the values of that, so the params and the state of an update count as one. A result that
-keeps nothing (an orthogonal factor, a count that starts again) is known by its path; one in place of a param must be
-made from optimizer state, or it is a gradient. In a program that jzero has not traced, all results are known by paths.
+keeps no values (an orthogonal factor, a count that starts again) is matched by its path. Where it would replace a
+param, it must also depend on optimizer state; otherwise it is a gradient. In programs without a trace, paths decide
+alone.
 """
 
 from __future__ import annotations
