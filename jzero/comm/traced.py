@@ -23,12 +23,12 @@ def expect_gathers(plan: Plan) -> None:
 
 
 def walk_traced(plan: Plan) -> None:
-    """A loss of params of this plan is walked: gradients are reduced where weights are used value by value."""
+    """Gradients of a walked loss by this plan are traced: those of weights that are used value by value are reduced."""
     _walked.add(plan.trained)
 
 
 def was_walked(plan: Plan) -> bool:
-    """Whether a loss by this plan has been walked since the last call; each update calls this once."""
+    """Whether gradients of a walked loss were traced since the last call; each update calls this once."""
     walked = plan.trained in _walked
     _walked.discard(plan.trained)
     return walked

@@ -20,6 +20,7 @@ from jzero.comm.traced import walk_traced
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.left_behind import StoredValues, left_behind
+from jzero.core.linear import linear
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.core.update_mark import marked_frozen
 from jzero.gather.host_source import in_device_memory, source_of
@@ -162,10 +163,12 @@ class GatherOnUse:
         out_tree: list[Any] = []
         stored: list[StoredValues] = []
 
-        def on_arrays(*arrays):
+        def fill(arrays):
             rest = iter(arrays)
-            filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
-            filled = [self._cast(x, y) for x, y in zip(filled, layouts, strict=True)]
+            return [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
+
+        def on_arrays(*arrays):
+            filled = [self._cast(x, y) for x, y in zip(fill(arrays), layouts, strict=True)]
             with as_written():
                 outs, outs_tree = jax.tree.flatten(fn(*jax.tree.unflatten(tree, filled)))
             others[:] = [None if _is_output(o) else o for o in outs]
@@ -178,11 +181,13 @@ class GatherOnUse:
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *map(device_type, arrays))
         if comm_of(self.plan).gradients.on_use:
-            walk_traced(self.plan)
+            arrays = self._reports_back(arrays, picked)
         else:
-            picked = self._reduced_alone(jaxpr, picked)
+            read, picked = picked, self._reduced_alone(jaxpr, picked)
+            if self._spread(jaxpr, read) <= {i for i, y in enumerate(picked) if y}:
+                arrays = self._reports_back(arrays, read)
             if not any(picked) and not stored:
-                return fn(params, args, kwargs)
+                return fn(*jax.tree.unflatten(tree, fill(arrays)))
         walk = Walk(self.plan, evaluate, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [x if y is None else self._weight(x, y, walk) for x, y in zip(arrays, picked, strict=True)]
         outs = evaluate(walk, jaxpr, consts, on_shards(values, walk), cast=self.plan.config.compute_dtype)
@@ -219,15 +224,34 @@ class GatherOnUse:
         """
         weights = [y is not None for y in layouts]
         gradients = comm_of(self.plan).gradients
-        alone = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights)
-        spread = {i for i, y in enumerate(layouts) if y and not y.vector and gradients.spreads_wrongly(y.state)}
-        spread &= value_wise(jaxpr, weights) if spread else set()
-        alone |= spread
+        alone = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights) | self._spread(jaxpr, layouts)
         where = functools.partial(gradients.where, in_loop=jaxprs.in_loop())
         here = {i for i, y in enumerate(layouts) if y is not None and where(y, alone=i in alone) == USE}
-        if spread <= here:
-            walk_traced(self.plan)
         return [dataclasses.replace(y, grad=y.state) if y and i in here else None for i, y in enumerate(layouts)]
+
+    def _spreads(self, y: Layout | None) -> bool:
+        """The layout of its gradient must not spread back: [Note: what spreads back] in `comm/gradients.py`."""
+        return y is not None and not y.vector and comm_of(self.plan).gradients.spreads_wrongly(y.state)
+
+    def _spread(self, jaxpr, layouts: Sequence[Layout | None]) -> set[int]:
+        """Positions of such weights that are used value by value."""
+        found = {i for i, y in enumerate(layouts) if self._spreads(y)}
+        return found & value_wise(jaxpr, [y is not None for y in layouts]) if found else found
+
+    def _reports_back(self, arrays: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+        """The same arrays. When their gradients are traced, the update is told that this loss was walked.
+
+        Not when the loss is: an evaluation has no gradients, and the update after it may be that of another loss.
+        """
+
+        def back(g):
+            walk_traced(self.plan)
+            return [g]
+
+        return [
+            linear(lambda p: [p], back, [], [x])[0] if self._spreads(y) and jaxprs.is_tracer(x) else x
+            for x, y in zip(arrays, layouts, strict=True)
+        ]
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
