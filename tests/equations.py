@@ -26,4 +26,4 @@ def is_gather(eqn) -> bool:
     if not inner:  # an identity with a transpose of its own
         return False
     last = inner[-1]
-    return last.primitive.name == "sharding_constraint" and not last.params["sharding"].spec
+    return last.primitive.name == "sharding_constraint" and not any(last.params["sharding"].spec)

@@ -168,7 +168,7 @@ def make_layout(
     skip = tuple(d for d in range(len(shape)) if d == scan_dim or state_dim not in (None, d))
     min_shard_bytes = min_shard_bytes if state_dim is None else 0
     # the axes that share params first: a shard of the state is then a part of the shard of the param
-    rest = tuple(a for a in config.axes if a not in config.param_axes)
+    rest = tuple(a for a in config.axes if a not in config.param_axes and frozen is not Frozen.APART)  # no state
     axes = (*config.cut_axes, *rest)
     prefer = uncut(shape, path_keys(path), scan_dim, config, mesh)
     over, whole, reason = cut_leaf(

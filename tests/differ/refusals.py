@@ -12,7 +12,7 @@ REFUSALS = {
     "an optimizer state that is made of frozen params too": r"computes it from frozen ones too",
     "a unit of state larger than a quarter of the disk buffer": r"units? (is|are) larger than a quarter of the buffer",
     "8-bit moments of an optimizer that has none": r"has no moments",
-    "params on the host, GPUs only": r"needs? jaxlib",
+    "params on the host, GPUs only": r"needs? jaxlib|Use jaxlib",
 }
 
 

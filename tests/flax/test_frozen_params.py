@@ -406,6 +406,23 @@ def test_a_frozen_base_of_integers_is_split(mesh):
     assert np.array_equal(after.params["base"]["q"], base["q"])
 
 
+def test_within_a_node_a_frozen_param_needs_no_dim_for_all_devices():
+    """It has no state: 12 rows are split over the 4 devices of a node, where the state of a trained one needs 8."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"))
+    params = {"base": jax.random.normal(jax.random.key(0), (12, 7)), "lora": jnp.ones((12, 7))}
+    plan = jzero.make_plan(
+        params, stage=3, mesh=mesh, axis=("node", "gpu"), param_axis="gpu", min_shard_bytes=0, trainable=names
+    )
+    assert [x.stored for x in plan.layouts if x.frozen] == [jax.P("gpu")]
+
+    def loss(params, x):
+        return jnp.mean((x @ (params["base"] * params["lora"])) ** 2)
+
+    x = jax.random.normal(jax.random.key(1), (16, 12))
+    found = jax.jit(jax.grad(jzero.gather_on_use(loss, plan)))(plan.place(params), plan.place_batch(x))
+    assert max_error(found["lora"], jax.grad(loss)(params, x)["lora"]) < 1e-5
+
+
 def raises(kind, *parts):
     return pytest.raises(kind, match="(?s)" + ".*".join(map(__import__("re").escape, parts)))
 
