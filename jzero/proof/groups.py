@@ -35,6 +35,7 @@ _LIST = re.compile(r"\{" + _listed(r"\{[\d,\s]*\}") + r"\}")
 _PAIR_LIST = re.compile(r"\{" + _listed(r"\{\d+,\s*\d+\}") + r"\}")
 _SIZES, _AXES = _listed(r"'[^']*'=\d+"), _listed(r"'[^']*'(?::\(\d+\)\d+)?")
 _MESH_AXES = re.compile(rf"mesh\[{_SIZES}\][^{{]*\{{{_AXES}\}}")
+_ORDER = re.compile(r"(?:devices=)?(?:(?:\[[\d,]+\]<=)?\[[\d,]+\](?:T\([\d,]+\))?|(?:\[[\d,]+\])?[\d,\s]+)")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,7 +136,9 @@ def _split_axes(sizes: dict[str, int], taken) -> tuple[list[int], list[int]]:
 
 
 def _device_ids(text: str) -> np.ndarray:
-    """A device order inside a mesh: an iota as elsewhere, or the numbers themselves."""
+    """A device order inside a mesh: an iota as elsewhere, or the numbers themselves. ProofError for anything else."""
+    if not _ORDER.fullmatch(text):
+        raise ProofError(f"an unknown notation of a mesh's devices: {text[:80]!r}")
     text = text.removeprefix("devices=")
     if "<=" in text:
         return _iota(text.split("<=", 1)[1])

@@ -37,6 +37,7 @@ def handles(opt_state):
 
 
 @pytest.mark.default_cases("5-clip", "8-if finite", "8-muon", "8-columns", "1-hyperparams")
+@pytest.mark.filterwarnings("ignore:(?s)jzero.*several params together, too much for one device:UserWarning")  # L-BFGS
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("devices", [8, 5, 1])
 def test_any_chain_gives_the_plain_numbers(name, devices):
