@@ -69,9 +69,11 @@ def renamed_derivatives():
     """A jax that names the passes of a derivative otherwise, in traces and in programs."""
     names, transform = {"jvp": "fwd", "transpose": "bwd"}, NameStack.transform
     names_are_known.cache_clear()
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # or a cached program has its own names
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NameStack, "transform", lambda self, name: transform(self, names.get(name, name)))
         yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
     names_are_known.cache_clear()
 
 
