@@ -107,7 +107,7 @@ def test_states_that_differ_between_processes_are_refused(count):
         for call, leaf in (("shard", ".params['Dense_0']['kernel']"), ("place", "['Dense_0']['kernel']")):
             assert f"different values for 1 of {14 if call == 'shard' else 4} leaves" in said[call]
             assert f"  {leaf}  f32[24,32]  process 1 differs from process 0\nUse the same seed" in said[call]
-        assert "other paths, shapes or dtypes" in said["tree"]
+        assert "the paths, shapes or dtypes of the trees differ between processes" in said["tree"]
         assert f"({8 // count} parts in this process)" in said["batch"]
         for call in ("seed", "constant"):
             text = f"another program on process 1 than on process 0 ({count - 1} of {count} differ)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,21 @@ from jzero.layout.placement import put
 from jzero.layout.specs import P
 from jzero.layout.trainable import numbers, trained_part
 from jzero.optim import is_wrapped, reopened_state
-from jzero.update.on_host.handles import held_in
+from jzero.update.on_host.handles import Held, held_in
+from jzero.update.on_host.running import Running
 
 
 def is_folder(path: Path) -> bool:
     """True for a folder that `Offload(tier="disk", path=...)` has filled."""
     return path.is_dir() and any(path.glob("process-*-of-*"))
+
+
+def held_in_files(state: Any) -> tuple[Held, Running] | tuple[None, None]:
+    """What stands for the state and its store, of a state with `Offload(tier="disk")`; None twice for others."""
+    held = held_in(state[1].opt_state if is_pair(state) else getattr(state, "opt_state", None))
+    if held is None or held.store is None or not held.store.chain.plan.config.in_files:
+        return None, None
+    return held, held.store
 
 
 def snapshot(path: store.PathLike, state: PyTree) -> Path:
@@ -55,10 +65,8 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
     """
     where = "jzero.checkpoint.snapshot"
     path = store.absolute(path, where)
-    opt_state = state[1].opt_state if is_pair(state) else getattr(state, "opt_state", None)
-    held = held_in(opt_state)
-    running = None if held is None else held.store
-    if held is None or running is None or not running.chain.plan.config.in_files:
+    held, running = held_in_files(state)
+    if held is None or running is None:
         raise TypeError(
             f'{where}: {type(state).__name__} has no files: its plan has no Offload(tier="disk"). Save it with '
             "jzero.checkpoint.save(path, state)."

@@ -12,6 +12,7 @@ import numpy as np
 
 from jzero.checkpoint import remainders, store
 from jzero.checkpoint.converting import converted, convertible
+from jzero.checkpoint.disk_state import held_in_files
 from jzero.checkpoint.logical import (
     MASTER,
     Name,
@@ -66,8 +67,8 @@ def load_safetensors(
         dtype cannot hold.
       CheckpointDamaged: a file is not what its checksum says.
       FileNotFoundError: a file is missing.
-      TypeError: the state is abstract or of an unknown kind, `ignore` is a single string, or `names` is or gives the
-        wrong kind.
+      TypeError: the state is abstract, of an unknown kind or on disk (load before it goes there), `ignore` is a single
+        string, or `names` is or gives the wrong kind.
 
     Cost:
       Each shard is read by itself; no leaf is whole on a host or device unless its layout says so.
@@ -77,6 +78,12 @@ def load_safetensors(
     check_flag(cast, "cast", where=where)
     ignore = check_texts(ignore, "ignore", where)
     path = store.absolute(files, where)
+    if held_in_files(state)[0] is not None:
+        raise TypeError(
+            f'{where}: this state is in the files of Offload(tier="disk"), which only its updates change. Load into '
+            "one that is not: state = jzero.shard(create, ...), load_safetensors(files, state), then "
+            "jzero.shard(state, offload=...) writes the files."
+        )
     parts = adapters.take_apart(state, where=where)
     every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
     leaves = [remainders.as_master(leaf) for leaf in every]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -25,6 +26,7 @@ from states import create_nnx, nnx_step
 import jzero
 from jzero import checkpoint
 from jzero.checkpoint import exporting
+from jzero.checkpoint.disk_state import held_in_files
 
 
 class Net(nn.Module):
@@ -185,6 +187,25 @@ def test_what_cannot_be_exported(path, tmp_path):
 
 
 # -- in
+
+
+def test_before_the_state_is_in_files(path, trained, tmp_path):
+    """A state in files is changed by its updates alone; the refusal says what to do, and that works."""
+    (file,) = checkpoint.export(path, tmp_path / "m.safetensors")
+    offload = jzero.Offload(tier="disk", path=str(tmp_path / "state"), buffer_bytes=2**20)
+    fields = {"stage": 2, "mesh": mesh_of(8), "min_shard_bytes": 0}
+    filed = jzero.shard(lambda: create(seed=1), offload=offload, **fields)
+    with pytest.raises(TypeError, match="Load into one that is not"):
+        checkpoint.load_safetensors(file, filed, cast=True)
+    del filed
+    state = checkpoint.load_safetensors(file, jzero.shard(lambda: create(seed=1), **fields), cast=True)
+    filed = jzero.shard(state, offload=dataclasses.replace(offload, path=str(tmp_path / "new")), **fields)
+    equal(whole(filed.params), whole(trained.params))
+    _, kept = held_in_files(filed)
+    arrays, masters = kept.store.leaves(), jax.tree.leaves(state.opt_state.master)
+    found = {i: arrays[at] for i, at in kept.chain.master_leaves.items() if arrays[at] is not None}
+    assert len(found) > 3
+    assert all(np.array_equal(x, masters[i]) for i, x in found.items())  # the fp32 values of the file
 
 
 @pytest.mark.parametrize(
