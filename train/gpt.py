@@ -171,8 +171,8 @@ def gradients(state: TrainState, batch: dict[str, jax.Array]) -> tuple[Any, dict
 def updated(state: TrainState, grads: Any, metrics: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state after an update; in fp16 gradients that overflow change nothing but the scale of the loss."""
     scale, state = state.scale, state.apply_gradients(grads=grads)
-    if jzero.plan_of(state).config.moment_dtype == jnp.int8:
-        scales = jax.tree.leaves(getattr(state.opt_state, "moment_scales", None))
+    scales = jax.tree.leaves(getattr(state.opt_state, "moment_scales", None))
+    if scales:  # moments in int8
         metrics = {**metrics, NOT_FINITE: jnp.asarray(sum(jnp.sum(~jnp.isfinite(x)) for x in scales))}
     if scale is None:
         return state, metrics
