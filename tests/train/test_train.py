@@ -1,5 +1,6 @@
 """train/: the GPT learns, resumes bitwise, and refuses what cannot run; the digits pass 95 %."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,7 +23,7 @@ from jzero.core.errors import human_bytes
 from train import config as flags
 from train import digits, gpt, memory
 from train.config import PRESETS
-from train.log import read_metrics
+from train.log import Log, read_metrics
 from train.model import GPT, Model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -418,6 +419,17 @@ def test_every_dtype_starts_from_the_same_numbers():
     for a, master in zip(jax.tree.leaves(wide.params), jax.tree.leaves(state.opt_state.master), strict=True):
         # not the rounded ones: these are 2^-9 off
         np.testing.assert_allclose(a, jzero.unshard(master), rtol=1e-5, atol=1e-7)
+
+
+def test_a_scale_of_int8_moments_that_is_not_finite_stops_the_run(tmp_path):
+    plan = {"stage": 2, "moment_dtype": "int8", "min_shard_bytes": 0}
+    state = jzero.shard(lambda: gpt.create_state(with_model(width=64)), **plan)
+    bad = jax.tree.map(lambda p: jnp.full(p.shape, jnp.inf, p.dtype), state.params)
+    raises = pytest.raises(FloatingPointError, match='moment_dtype="int8"')
+    for grads, stops in ((state.params, contextlib.nullcontext()), (bad, raises)):
+        _, metrics = jax.jit(gpt.updated)(state, grads, {"loss": jnp.float32(0)})
+        with stops, Log(tmp_path, steps=1, every=1, tokens=1, start=0) as log:
+            log.step(1, metrics)
 
 
 @pytest.mark.nightly
