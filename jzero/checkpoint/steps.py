@@ -22,6 +22,7 @@ from jzero.checkpoint.restoring import custom, restore
 from jzero.checkpoint.saving import to_write
 from jzero.core.errors import check_choice, check_flag, check_int, check_kind
 from jzero.core.folder_lock import NAME, FolderInUse, FolderLock
+from jzero.core.processes import everywhere
 from jzero.core.types import PyTree
 
 
@@ -230,7 +231,8 @@ class Steps:
                 advice="To read, open the folder without saving; if you are certain that it is gone, remove "
                 f"{self.folder / NAME}.",
             )  # fmt: skip
-            _acquire_everywhere(writer)
+            one = writer.acquire if jax.process_index() == 0 else lambda: None  # for all of them
+            everywhere(one, f"jzero.checkpoint.Steps: lock {self.folder}", error=FolderInUse)
             weakref.finalize(self, writer.release)
             self._lock = writer
             store.clean_steps(self.folder)
@@ -281,24 +283,3 @@ class Steps:
                 f"({self._doubts[step]}). It is not compared with the others, and not deleted.",
                 stacklevel=3,
             )
-
-
-def _acquire_everywhere(lock: FolderLock) -> None:
-    """Process 0 takes the lock for all processes; if it cannot, all of them raise.
-
-    Raises:
-      FolderInUse: another run has it.
-    """
-    error: FolderInUse | OSError | None = None
-    if jax.process_index() == 0:
-        try:
-            lock.acquire()
-        except (FolderInUse, OSError) as found:
-            error = found
-    failed = error is not None
-    if jax.process_count() > 1:
-        failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failed)))
-    if failed and error is None:
-        error = FolderInUse(f"{lock.file.parent}: process 0 could not lock the folder; its error says why.")
-    if error is not None:
-        raise error

@@ -19,10 +19,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jzero.core.processes import everywhere
 from jzero.stream.chunks import Chunk
 from jzero.stream.schedule import Group
 from jzero.update.on_host.chain import Chain
 from jzero.update.on_host.disk import DiskStore
+from jzero.update.on_host.disk.step import WHERE
 from jzero.update.on_host.file_layout import FileLayout
 from jzero.update.on_host.host_arrays import Piece, differ, joined, on_host
 from jzero.update.on_host.small_leaves import first_step, packed, unpacked
@@ -74,7 +76,15 @@ class DiskTier(Store):
         layout.units.check()
         layout.report()
         small = [None if at in layout.filed else x for at, x in enumerate(small)]
-        disk = DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options)
+
+        def removed(disk):
+            disk.close()
+            shutil.rmtree(disk.folder, ignore_errors=True)
+
+        disk = everywhere(
+            lambda: DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options),
+            f"{WHERE}: make the folders in {layout.path}", undo=removed,
+        )  # fmt: skip
         try:
             with disk.begin() as first:
                 for file, unit in enumerate(layout.held):
@@ -82,8 +92,7 @@ class DiskTier(Store):
                 first.commit(packed(small, at_step))
             trim()
         except BaseException:
-            disk.close()
-            shutil.rmtree(disk.folder, ignore_errors=True)  # it has no contents
+            removed(disk)  # it has no contents
             raise
         return cls(chain, disk, layout, small)
 
@@ -97,13 +106,18 @@ class DiskTier(Store):
           TypeError, ValueError, RuntimeError, OSError: as for `FileLayout` and `DiskStore.open`.
         """
         layout = FileLayout(chain)
-        disk = DiskStore.open(layout.path, layout.files, identity=layout.identity, **layout.options)
-        if disk.generation == 0:
+
+        def opened():
+            disk = DiskStore.open(layout.path, layout.files, identity=layout.identity, **layout.options)
+            if disk.generation > 0:
+                return disk
             disk.close()
             raise FileNotFoundError(
-                f'jzero: Offload(tier="disk"): {disk.folder} is of generation 0: the run that made it ended before its '
-                "initial state was written. Nothing can be restored: remove the folder, and begin with jzero.shard."
+                f"{WHERE}: {disk.folder} is of generation 0: the run that made it ended before its initial state was "
+                "written. Nothing can be restored: remove the folder, and begin with jzero.shard."
             )
+
+        disk = everywhere(opened, f"{WHERE}: open the folders in {layout.path}", undo=DiskStore.close)
         _agree(disk)
         small = unpacked(disk.extra, chain)
         return cls(chain, disk, layout, small), small
@@ -113,8 +127,13 @@ class DiskTier(Store):
         """Makes the folder of `chain` from a snapshot of one, without a copy of bytes where the file system can."""
         layout = FileLayout(chain)
         given: dict[str, Any] = {"identity": layout.identity, **layout.options, "read_only": True}
-        with DiskStore.open(source, layout.files, **given) as disk:
-            disk.snapshot(layout.path)
+
+        def copied():
+            with DiskStore.open(source, layout.files, **given) as disk:
+                disk.snapshot(layout.path)
+                return Path(layout.path) / disk.folder.name
+
+        everywhere(copied, f"{WHERE}: copy {source} to {layout.path}", undo=shutil.rmtree)
 
     def close(self) -> None:
         """Gives the folder up."""
@@ -269,7 +288,7 @@ def _agree(disk: DiskStore) -> None:
     found = multihost_utils.process_allgather(np.int32(disk.generation)).tolist()
     if max(found) - min(found) > 1:
         raise ValueError(
-            f'jzero: Offload(tier="disk"): the folders in {disk.folder.parent} are of generations {found}, process by '
+            f"{WHERE}: the folders in {disk.folder.parent} are of generations {found}, process by "
             "process. A killed run leaves them at most one apart. Restore a checkpoint into another folder."
         )
     if disk.generation > min(found):
