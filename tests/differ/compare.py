@@ -371,6 +371,8 @@ def _run(case: dict, folder: Path) -> None:
         batch, key = batch_of(case, step), jax.random.key(step)
         if event and event["kind"] == "skip":
             batch["x"] = batch["x"] * np.float32("nan")
+        if event and event["kind"] == "full disk":
+            run.writes = event["writes"]
         before = jax.tree.leaves(run.visible())
         plain.see(run)
         loss, grads = run.step(batch, key)

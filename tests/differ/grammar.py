@@ -125,12 +125,25 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["config"]["gather_dtype"] = {"gpu": codes}  # a hop of its own
     if case["optimizer"].startswith("schedule_free"):  # its update is a difference of params, rounded as they are
         case["wraps"] = [x for x in case["wraps"] if x != "trust_ratio"]
+    free = [at for at in range(1, case["steps"]) if str(at) not in case["events"]]
+    if free and rng.random() < 0.4:
+        at = rng.choice(free)
+        if tier_at(case, at) in ("disk", "params and disk"):
+            full = {"kind": "full disk", "writes": rng.choice((0, 1, 4))}
+            case["events"] = dict(sorted({**case["events"], str(at): full}.items()))
     return case
 
 
 def configs_of(case: dict) -> list[dict]:
     """All configs of a case: the first, and those of its events."""
     return [case["config"], *(e["config"] for e in case["events"].values() if "config" in e)]
+
+
+def tier_at(case: dict, at: int) -> str:
+    """Where the state is before a step."""
+    moves = (e for i, e in case["events"].items() if e["kind"] in ("restore", "reshard") and int(i) < at)
+    moved = [e["config"]["tier"] for e in moves]
+    return [case["config"]["tier"], *moved][-1]
 
 
 def draw_int8(rng, case: dict) -> None:
@@ -282,9 +295,8 @@ def draw_events(rng, case: dict) -> dict[str, dict]:
 
 def draw_files(rng, case: dict, at: int) -> None:
     """An event that reads files: a snapshot of those of a state on disk goes on, or params are read alone."""
-    events = case["events"]
-    tier = [case["config"]["tier"], *(e["config"]["tier"] for i, e in events.items() if "config" in e and int(i) < at)]
-    kinds = ["resume"] * ("disk" in tier[-1]) + ["weights"] * ("late" not in tier[-1])
+    events, tier = case["events"], tier_at(case, at)
+    kinds = ["resume"] * ("disk" in tier) + ["weights"] * ("late" not in tier)
     if not kinds:
         return
     event: dict[str, Any] = {"kind": rng.choice(kinds)}
