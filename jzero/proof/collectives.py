@@ -63,7 +63,6 @@ class Site(Move):
       group_size: devices in one group.
       sliced: True for an all-reduce of which each device uses its own slice alone: an unfused reduce-scatter.
       stack: the name stack that phase and scope are read from.
-      is_pair_unread: True for a start and a done in a text that does not say whether the program waits between them.
       place, instruction: its computation as it is reached, and its instruction.
     """
 
@@ -76,7 +75,6 @@ class Site(Move):
     group_size: int
     sliced: bool
     stack: str
-    is_pair_unread: bool = False
     place: Place = dataclasses.field(repr=False)
     instruction: Instruction = dataclasses.field(repr=False)
 
@@ -140,11 +138,15 @@ def _site(module: Module, place: Place, i: Instruction, work: Work) -> Site:
         tensors=1 if op == "all-to-all" else len(i.operands), bytes=total,
         wire_bytes=_wire(op, total, groups, size), groups=groups, group_size=size, loops=place.loops,
         phase=phase_of(stack, module.has_backward), scope=scope_of(stack), stack=stack,
-        asynchronous=paired and '"is_sync":true' not in start.attrs, compute_ops=ops, compute_bytes=written,
-        is_pair_unread=paired and '"is_sync":' not in start.attrs,
+        asynchronous=_is_asynchronous(start) if paired else False, compute_ops=ops, compute_bytes=written,
         sliced=op == "all-reduce" and only_sliced(module, place.computation, done if start is i else i, size),
         place=place, instruction=i,
     )  # fmt: skip
+
+
+def _is_asynchronous(start: Instruction) -> bool | None:
+    """Whether the program goes on between a start and its done; None where the text does not say."""
+    return None if '"is_sync":' not in start.attrs else '"is_sync":true' not in start.attrs
 
 
 def _result(i: Instruction, done: Instruction) -> tuple[Shape, ...]:

@@ -48,7 +48,7 @@ class Move:
       computation: where it stands.
       bytes: of one execution, on one device.
       loops: trip counts of the loops around it, outermost first; 0 where the compiler does not know one.
-      asynchronous: True where the program goes on between start and done.
+      asynchronous: True where the program goes on between start and done; None where it does not say.
       phase: `forward`, `backward`, `update` or empty.
       scope: its `jzero.` named scope, such as `update`, or empty.
       compute_ops, compute_bytes: instructions between start and done that compute more than a scalar, and the bytes of
@@ -58,7 +58,7 @@ class Move:
     computation: str
     bytes: int
     loops: tuple[int, ...]
-    asynchronous: bool
+    asynchronous: bool | None
     phase: str
     scope: str
     compute_ops: int

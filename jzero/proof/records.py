@@ -21,7 +21,8 @@ class Collective(Move):
       axes: mesh axes along which the devices of a group differ; empty without a mesh.
       group_size: devices in a group; smaller than the axes' product when only part of an axis joins.
       trips: executions per step of each.
-      asynchronous: True when they are started and awaited apart, whether or not anything stands between.
+      asynchronous: True when they are started and awaited apart, whether or not anything stands between; None where the
+        program does not say whether it waits.
       compute_ops, compute_bytes: summed over all of them.
       sliced: True for an all-reduce of which each device uses its own slice alone: an unfused reduce-scatter.
       parts: tensors that XLA combined into each.
@@ -44,7 +45,7 @@ class Collective(Move):
     @property
     def overlapped(self) -> bool:
         """True when compute stands between the start and the done of every one of them."""
-        return self.asynchronous and self.compute_ops > 0
+        return bool(self.asynchronous) and self.compute_ops > 0
 
     @property
     def total_wire_bytes(self) -> int:

@@ -92,7 +92,7 @@ def _where(c: Collective) -> str:
 
 def _overlap(c: Collective) -> str:
     if not c.asynchronous:
-        return "sync"
+        return "?" if c.asynchronous is None else "sync"
     return human_bytes(c.compute_bytes) if c.overlapped else "nothing"
 
 

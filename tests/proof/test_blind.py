@@ -88,6 +88,8 @@ def test_a_text_that_jzero_does_not_expect(attack):
         report = jzero.explain(attacked, plan)
         assert report.is_lower_bound == (attack == "trip counts") == (">= " in str(report))
         assert ("my_kernel" in str(report)) == (attack == "a custom call")
+        assert (None in {c.asynchronous for c in report.collectives}) == (attack == "pairs")
+        assert attack != "pairs" or "  ?  " in str(report)  # for its overlap
     assert findings(attacked, plan, ignore=tuple({*found, "not_checked"})) == ()
 
 

@@ -359,7 +359,7 @@ def test_async_start_that_calls_a_collective():
     )
     module = program(
         "%x = f32[8]{0} parameter(0)",
-        "%start = ((f32[8]{0}), f32[2]{0}, u32[]) async-start(%x), calls=%wrapped",
+        "%start = ((f32[8]{0}), f32[2]{0}, u32[]) async-start(%x), calls=%wrapped, backend_config={\"is_sync\":false}",
         "%busy = f32[16]{0} fusion(%x), kind=kLoop, calls=%fused",
         "ROOT %done = f32[2]{0} async-done(%start)",
         others=wrapped,
@@ -373,7 +373,8 @@ def test_async_start_that_calls_a_collective():
 def test_start_whose_done_is_in_the_next_iteration():
     module = program(
         "%x = bf16[4]{0} parameter(0)",
-        "%ag = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}",
+        "%ag = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}, "
+        'backend_config={"is_sync":false}',
         "%busy = f32[16]{0} fusion(%x), kind=kLoop, calls=%fused",
         "ROOT %t = (bf16[4]{0}, bf16[16]{0}) tuple(%ag, %busy)",
     )

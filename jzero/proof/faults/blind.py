@@ -136,7 +136,7 @@ def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
         yield from _unnamed(e, [s for s, _ in e.sites if not s.phase], "a name that tells forward, backward or update")
         loops = [s for s, _ in e.sites if e.loop_names(s) is None]
         yield from _unnamed(e, loops, "a name that tells which loop is in the loss, and which is over micro-batches")
-        pairs = [s for s, _ in e.sites if s.is_pair_unread]
+        pairs = [s for s, _ in e.sites if s.asynchronous is None]
         yield from _unnamed(e, pairs, "a mark that tells whether the program waits for them (is_sync)", share=0)
 
 
