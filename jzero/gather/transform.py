@@ -187,7 +187,8 @@ class GatherOnUse:
             if self._spread(jaxpr, read) <= {i for i, y in enumerate(picked) if y}:
                 arrays = self._reports_back(arrays, read)
             if not any(picked) and not stored:
-                return fn(*jax.tree.unflatten(tree, fill(arrays)))
+                own = fill(arrays)[: len(jax.tree.leaves(params))]
+                return fn(jax.tree.unflatten(jax.tree.structure(params), own), args, kwargs)  # objects as they are
         walk = Walk(self.plan, evaluate, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
         values = [x if y is None else self._weight(x, y, walk) for x, y in zip(arrays, picked, strict=True)]
         outs = evaluate(walk, jaxpr, consts, on_shards(values, walk), cast=self.plan.config.compute_dtype)

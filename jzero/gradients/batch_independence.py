@@ -11,19 +11,9 @@ import jax
 
 from jzero.core import jaxprs
 from jzero.core.errors import listing
-from jzero.gradients.coupling import (
-    CONST,
-    Kind,
-    Mixed,
-    Ratio,
-    Rows,
-    Statistic,
-    Total,
-    Unknown,
-    kinds_of_results,
-    kinds_with_statistics,
-)
+from jzero.gradients.coupling import kinds_of_results, kinds_with_statistics
 from jzero.gradients.growth import MIXED, Growth, growths
+from jzero.gradients.kinds import CONST, Kind, Mixed, Ratio, Rows, Statistic, Total, Unknown
 from jzero.gradients.module_state import State, is_key
 from jzero.gradients.random_draws import DRAWS, Sources, Unmatched, shared_draws
 
@@ -31,6 +21,21 @@ _SUBJECT = "jzero.value_and_grad: the loss"
 MICRO_BATCH, DEVICE = "micro-batch", "device"
 ALLOWED, STATISTICS = "allowed", "statistics"
 """Why a loss may couple examples: the user says so, or its module keeps statistics of the batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Input:
+    """An array that a loss is called with.
+
+    Attributes:
+      name: of where it comes from.
+      in_batch: it has examples along dim 0.
+      own: the parts of the batch each of which has an array of its own.
+    """
+
+    name: str
+    in_batch: bool = False
+    own: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +73,9 @@ class Loss:
             draws random numbers of a key that all parts share; or aux has one value per example or a bool.
         """
         arrays, merged = jaxprs.split_arrays((self.params, tuple(self.args), list(self.state.values)))
-        rows = [False] * len(jaxprs.split_arrays(self.params)[0])
-        own: list[set[str]] = [set() for _ in rows]  # the parts of which each has its own
-        names = ["params"] * len(rows)
-        for i, arg in enumerate(self.args):
-            leaves = jaxprs.split_arrays(arg)[0]
-            rows += [i in self.batch] * len(leaves)
-            own += [set(self.parts) if i in (*self.batch, *self.rngs) else set()] * len(leaves)
-            names += [f"argument {i + 1}"] * len(leaves)
-        for x, changed in zip(self.state.values, self.state.changed, strict=True):
-            rows.append(False)
-            own.append({p for p, has in ((MICRO_BATCH, changed), (DEVICE, is_key(x))) if has})
-            names.append("the module")
-        examples = next(x.shape[0] for x, r in zip(arrays, rows, strict=True) if r)
+        inputs = self._inputs()
+        examples = next(x.shape[0] for x, i in zip(arrays, inputs, strict=True) if i.in_batch)
+        aux_types: list[tuple[str, Any]] = []
 
         def flat(*arrays):
             loss, (aux, values) = self.fn(*merged(arrays))
@@ -89,44 +84,56 @@ class Loss:
             return [loss, *(x for _, x in leaves), *values]
 
         def traced(times: int):
-            shapes = [(times * x.shape[0], *x.shape[1:]) if r else x.shape for x, r in zip(arrays, rows, strict=True)]
+            rows = zip(arrays, inputs, strict=True)
+            shapes = [(times * x.shape[0], *x.shape[1:]) if i.in_batch else x.shape for x, i in rows]
             typed = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, arrays, strict=True)]
             return jaxprs.trace(flat, *typed)
 
-        aux_types: list[tuple[str, Any]] = []
         small = traced(1)
         _refuse_aux(aux_types, examples)
         # one example looks like a dim of size 1, and one part is the whole batch: nothing to couple it with
         if self.parts and examples > 1 and coupled != ALLOWED:
-            kinds = [Rows(0) if r else CONST for r in rows]
-            if coupled:
-                state = [len(aux_types) + 1 + i for i, c in enumerate(self.state.changed) if c]
-                kind = kinds_with_statistics(small[0], kinds, state)[0]
-            else:
-                kind = kinds_of_results(small[0], kinds)[0]
-            _refuse(kind, self.weighted)
+            kinds: list[Kind] = [Rows(0) if i.in_batch else CONST for i in inputs]
+            state = [len(aux_types) + 1 + i for i, c in enumerate(self.state.changed) if c]
+            found = kinds_with_statistics(small[0], kinds, state) if coupled else kinds_of_results(small[0], kinds)
+            _refuse(found[0], self.weighted)
         try:
             small, large = small if examples > 1 else traced(2), traced(2 if examples > 1 else 4)
         except Exception:  # raised by the user's function: it works with one batch size only
             grown: list[Growth] = [None] * (len(aux_types) + 1)
         else:
-
-            def differs(sources: Sources) -> bool:
-                return self.parts <= set().union(*(own[i] for i in sources))
-
-            try:
-                drawn = shared_draws(small[0], large[0], differs)
-            except Unmatched as at:
-                drawn = []
-                if any(eqn.primitive.name in DRAWS for eqn in jaxprs.every_equation(small[0])):
-                    warnings.warn(
-                        f"{_SUBJECT} has other equations for a larger batch ({at}), so it could not be checked for "
-                        "random numbers that are the same for all parts of the batch.",
-                        stacklevel=6,
-                    )
-            _refuse_draws(drawn, names)
+            self._refuse_shared_draws(small[0], large[0], inputs)
             grown = growths(small, large)
         return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1 : len(aux_types) + 1])]
+
+    def _inputs(self) -> list[_Input]:
+        """What each array that the loss is called with is: those of params, then of `args`, then of the module."""
+        found = [_Input("params") for _ in jaxprs.split_arrays(self.params)[0]]
+        for i, arg in enumerate(self.args):
+            own = self.parts if i in (*self.batch, *self.rngs) else frozenset()
+            found += [_Input(f"argument {i + 1}", i in self.batch, own) for _ in jaxprs.split_arrays(arg)[0]]
+        for x, changed in zip(self.state.values, self.state.changed, strict=True):
+            own = frozenset(p for p, has in ((MICRO_BATCH, changed), (DEVICE, is_key(x))) if has)
+            found.append(_Input("the module", own=own))
+        return found
+
+    def _refuse_shared_draws(self, small, large, inputs: Sequence[_Input]) -> None:
+        """Raises ValueError for random numbers of a key that all parts share, in the traces of two batch sizes."""
+
+        def differs(sources: Sources) -> bool:
+            return self.parts <= set().union(*(inputs[i].own for i in sources))
+
+        try:
+            drawn = shared_draws(small, large, differs)
+        except Unmatched as at:
+            drawn = []
+            if any(eqn.primitive.name in DRAWS for eqn in jaxprs.every_equation(small)):
+                warnings.warn(
+                    f"{_SUBJECT} has other equations for a larger batch ({at}), so it could not be checked for "
+                    "random numbers that are the same for all parts of the batch.",
+                    stacklevel=7,
+                )
+        _refuse_draws(drawn, [i.name for i in inputs])
 
     def _is_sum(self, grown: Growth, coupled: str) -> bool:
         """Whether the loss is a sum over examples; raises ValueError if it is neither a sum nor a mean."""
