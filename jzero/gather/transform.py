@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.comm import comm_of
-from jzero.comm.routes import USE
-from jzero.comm.traced import walk_traced
 from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.left_behind import StoredValues, left_behind
-from jzero.core.linear import linear
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.core.update_mark import marked_frozen
+from jzero.gather.gradients_at_use import is_ordered, reduced_alone, telling_the_update, used_value_by_value
 from jzero.gather.host_source import in_device_memory, source_of
 from jzero.gather.interpreter import evaluate
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.walk import Walk, on_shards, plain
-from jzero.gather.weight_graph import activation_bytes, loop_constants, tied_tables, value_wise
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.mesh import in_shard_map
@@ -181,15 +177,15 @@ class GatherOnUse:
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *map(device_type, arrays))
         if comm_of(self.plan).gradients.on_use:
-            arrays = self._reports_back(arrays, picked)
+            arrays = telling_the_update(self.plan, arrays, picked)
         else:
-            read, picked = picked, self._reduced_alone(jaxpr, picked)
-            if self._spread(jaxpr, read) <= {i for i, y in enumerate(picked) if y}:
-                arrays = self._reports_back(arrays, read)
+            read, picked = picked, reduced_alone(self.plan, jaxpr, picked)
+            if used_value_by_value(self.plan, jaxpr, read) <= {i for i, y in enumerate(picked) if y}:
+                arrays = telling_the_update(self.plan, arrays, read)
             if not any(picked) and not stored:
                 own = fill(arrays)[: len(jax.tree.leaves(params))]
                 return fn(jax.tree.unflatten(jax.tree.structure(params), own), args, kwargs)  # objects as they are
-        walk = Walk(self.plan, evaluate, ordered=self._ordered(jaxpr, [y is not None for y in picked]))
+        walk = Walk(self.plan, evaluate, ordered=is_ordered(self.plan, jaxpr, [y is not None for y in picked]))
         values = [x if y is None else self._weight(x, y, walk) for x, y in zip(arrays, picked, strict=True)]
         outs = evaluate(walk, jaxpr, consts, on_shards(values, walk), cast=self.plan.config.compute_dtype)
         outs = iter(plain(outs))
@@ -210,49 +206,6 @@ class GatherOnUse:
                 "or a bound model), but weights are gathered only while it runs. Pass a function that takes all "
                 "arguments at once: apply_fn = lambda params, x: curried(params)(x)."
             )
-
-    def _ordered(self, jaxpr, weights: Sequence[bool]) -> bool:
-        """More than one bucket, and at stage 2 enough tokens: [Note: few tokens] in `buckets.py`."""
-        if not comm_of(self.plan).gradients.has_buckets:
-            return False
-        enough = self.plan.bucket_bytes * self.plan.batch_parts
-        return self.plan.config.row.params or activation_bytes(jaxpr, weights) >= enough
-
-    def _reduced_alone(self, jaxpr, layouts: list[Layout | None]) -> list[Layout | None]:
-        """The layouts of weights whose gradients XLA would reduce badly, or wrongly, by itself; None for the others.
-
-        See `GradientReduce.where`. These gradients go straight to the shards of the optimizer state.
-        """
-        weights = [y is not None for y in layouts]
-        gradients = comm_of(self.plan).gradients
-        alone = tied_tables(jaxpr, weights) | loop_constants(jaxpr, weights) | self._spread(jaxpr, layouts)
-        where = functools.partial(gradients.where, in_loop=jaxprs.in_loop())
-        here = {i for i, y in enumerate(layouts) if y is not None and where(y, alone=i in alone) == USE}
-        return [dataclasses.replace(y, grad=y.state) if y and i in here else None for i, y in enumerate(layouts)]
-
-    def _spreads(self, y: Layout | None) -> bool:
-        """The layout of its gradient must not spread back: [Note: what spreads back] in `comm/gradients.py`."""
-        return y is not None and not y.vector and comm_of(self.plan).gradients.spreads_wrongly(y.state)
-
-    def _spread(self, jaxpr, layouts: Sequence[Layout | None]) -> set[int]:
-        """Positions of such weights that are used value by value."""
-        found = {i for i, y in enumerate(layouts) if self._spreads(y)}
-        return found & value_wise(jaxpr, [y is not None for y in layouts]) if found else found
-
-    def _reports_back(self, arrays: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
-        """The same arrays. When their gradients are traced, the update is told that this loss was walked.
-
-        Not when the loss is: an evaluation has no gradients, and the update after it may be that of another loss.
-        """
-
-        def back(g):
-            walk_traced(self.plan)
-            return [g]
-
-        return [
-            linear(lambda p: [p], back, [], [x])[0] if self._spreads(y) and jaxprs.is_tracer(x) else x
-            for x, y in zip(arrays, layouts, strict=True)
-        ]
 
     def _cast(self, value, layout: Layout | None):
         """`compute_dtype`: a cast at the very start of the traced function, which the walk keeps on the shard."""
