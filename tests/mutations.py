@@ -225,7 +225,7 @@ def _():
     remainder.join = join
 
 
-@mutation("moments of a bare array are no moments", "moments")
+@mutation("moments of a bare array are no moments", "optim")
 def _():
     import sys
 

@@ -126,6 +126,9 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     if case["optimizer"].startswith("schedule_free"):  # its update is a difference of params, rounded as they are
         case["wraps"] = [x for x in case["wraps"] if x != "trust_ratio"]
     free = [at for at in range(1, case["steps"]) if str(at) not in case["events"]]
+    if free and not stateful and rng.random() < 0.03:
+        case["wraps"] = [*(x for x in case["wraps"] if x != "apply_if_finite"), "apply_if_finite"]
+        case["events"] = dict(sorted({**case["events"], str(free.pop()): {"kind": "skip"}}.items()))
     if free and rng.random() < 0.4:
         at = rng.choice(free)
         if tier_at(case, at) in ("disk", "params and disk"):
