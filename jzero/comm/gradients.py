@@ -17,8 +17,9 @@ scale`), into the forward pass. Beside tensor parallelism, in a layout that does
 axes (a hybrid; pieces along two dims), XLA's partitioner can then compute wrong values (jaxlib 0.10 and 0.12 with
 Shardy, on CPU devices; the program is the canary `spread_layouts_are_wrong`). There the layout spreads forward alone
 (`core/one_way.py`), except at a matmul, a convolution or a lookup, whose operand is the weight itself: XLA makes the
-reduce-scatter of a hybrid from what spreads back to these, and all-reduces whole gradients without it. The update does
-not see the uses, so for a loss that is not walked it lets the layouts of all weights spread forward only.
+reduce-scatter of a hybrid from what spreads back to these, and all-reduces whole gradients without it. So a walked loss
+reduces the gradients of such weights at their uses. The update does not see the uses, nor which of them were walked: it
+lets the layouts of all gradients spread forward only.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ from jzero.comm.routes import (
     Route,
     equal_parts,
 )
-from jzero.comm.traced import was_walked
 from jzero.comm.uses import Use
 from jzero.core.jaxprs import is_tracer
 from jzero.core.linear import linear
@@ -97,7 +97,7 @@ class GradientReduce:
         Args:
           x: its layouts.
           alone: XLA would reduce it badly by itself: a tied table, a weight that every round of a loop uses, or one
-            that is used value by value where `spreads_wrongly` holds.
+            of which `spreads_wrongly` holds.
           in_loop: in the loop over micro-batches, which at stage 1 sums whole gradients first.
         """
         scattered = not x.vector and not (in_loop and not self.plan.config.row.grads)
@@ -137,7 +137,7 @@ class GradientReduce:
         if use.kind == SPREAD and made is not None:
             return Route(USE, self.by_jzero(w), True, made)
         by = self.by_xla(w, use.kind)
-        if w.stored == w.used and not (ordered and reduced) and by != ONE_WAY:
+        if w.stored == w.used and not (ordered and reduced) and not self.spreads_wrongly(w.grad):
             return Route(UPDATE, WHOLE, sent=sent)
         return Route(USE, by, sent=sent)
 
@@ -231,11 +231,10 @@ class GradientReduce:
 
         A gradient in host memory is on its shards already, and stays there.
         """
-        walked = was_walked(self.plan)
         with jax.named_scope(SCOPE):
             rows = zip(grads, self.plan.layouts, strict=True)
             return [
-                g if g is None or memory_kind(g) == HOST else self.one_at_update(g, x, walked=walked) for g, x in rows
+                g if g is None or memory_kind(g) == HOST else self.one_at_update(g, x) for g, x in rows
             ]
 
     def where_they_leave(self, params: Sequence[jax.Array], layouts: Sequence[Layout | None]) -> list[jax.Array]:
@@ -255,15 +254,9 @@ class GradientReduce:
         with jax.named_scope(SCOPE):
             return grad if memory_kind(grad) == HOST else self.one_at_update(grad, x)
 
-    def one_at_update(self, grad: jax.Array, x: Layout, *, walked: bool = True) -> jax.Array:
-        """One gradient that reaches the optimizer, on the shards of its state.
-
-        `walked`: the gradient comes from a walked loss, which has already reduced it if the weight is used value by
-        value, or it is an argument of the program. Then its layout may spread back: a scan takes the layout of its
-        stack of gradients from here.
-        """
-        by = self.by_update(x)
-        return self.by_layout(grad, x.used, x.state, SHARD if by == ONE_WAY and walked else by)
+    def one_at_update(self, grad: jax.Array, x: Layout) -> jax.Array:
+        """One gradient that reaches the optimizer, on the shards of its state."""
+        return self.by_layout(grad, x.used, x.state, self.by_update(x))
 
     def is_shared(self, stored: PartitionSpec, grad: PartitionSpec) -> bool:
         """All devices of the batch share the gradient of a stored weight: [Note: by way of the used layout]."""

@@ -13,25 +13,12 @@ from jzero.sharding import Plan
 
 _expected: WeakSet[Plan] = WeakSet()
 _traced: WeakSet[Plan] = WeakSet()
-_walked: WeakSet[Plan] = WeakSet()
 
 
 def expect_gathers(plan: Plan) -> None:
     """A state has been sharded by this plan: a gather must be traced before an update is."""
     if plan.config.row.params and plan.n > 1 and any(x.stored != x.used for x in plan.layouts):
         _expected.add(plan)
-
-
-def walk_traced(plan: Plan) -> None:
-    """Gradients of a walked loss by this plan are traced: those of weights that are used value by value are reduced."""
-    _walked.add(plan.trained)
-
-
-def was_walked(plan: Plan) -> bool:
-    """Whether gradients of a walked loss were traced since the last call; each update calls this once."""
-    walked = plan.trained in _walked
-    _walked.discard(plan.trained)
-    return walked
 
 
 def gather_traced(plan: Plan) -> None:

@@ -19,7 +19,7 @@ from jzero.core.errors import check_function
 from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.core.update_mark import marked_frozen
-from jzero.gather.gradients_at_use import is_ordered, reduced_alone, telling_the_update, used_value_by_value
+from jzero.gather.gradients_at_use import is_ordered, reduced_alone
 from jzero.gather.host_source import in_device_memory, source_of
 from jzero.gather.interpreter import evaluate
 from jzero.gather.sharded_weight import Weight
@@ -159,12 +159,10 @@ class GatherOnUse:
         out_tree: list[Any] = []
         stored: list[StoredValues] = []
 
-        def fill(arrays):
-            rest = iter(arrays)
-            return [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
-
         def on_arrays(*arrays):
-            filled = [self._cast(x, y) for x, y in zip(fill(arrays), layouts, strict=True)]
+            rest = iter(arrays)
+            filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
+            filled = [self._cast(x, y) for x, y in zip(filled, layouts, strict=True)]
             with as_written():
                 outs, outs_tree = jax.tree.flatten(fn(*jax.tree.unflatten(tree, filled)))
             others[:] = [None if _is_output(o) else o for o in outs]
@@ -176,15 +174,10 @@ class GatherOnUse:
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *map(device_type, arrays))
-        if comm_of(self.plan).gradients.on_use:
-            arrays = telling_the_update(self.plan, arrays, picked)
-        else:
-            read, picked = picked, reduced_alone(self.plan, jaxpr, picked)
-            if used_value_by_value(self.plan, jaxpr, read) <= {i for i, y in enumerate(picked) if y}:
-                arrays = telling_the_update(self.plan, arrays, read)
+        if not comm_of(self.plan).gradients.on_use:
+            picked = reduced_alone(self.plan, jaxpr, picked)
             if not any(picked) and not stored:
-                own = fill(arrays)[: len(jax.tree.leaves(params))]
-                return fn(jax.tree.unflatten(jax.tree.structure(params), own), args, kwargs)  # objects as they are
+                return fn(params, args, kwargs)
         walk = Walk(self.plan, evaluate, ordered=is_ordered(self.plan, jaxpr, [y is not None for y in picked]))
         values = [x if y is None else self._weight(x, y, walk) for x, y in zip(arrays, picked, strict=True)]
         outs = evaluate(walk, jaxpr, consts, on_shards(values, walk), cast=self.plan.config.compute_dtype)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jzero.comm import Comm, comm_of
 from jzero.comm.reduce_in_codes import CODES
-from jzero.comm.routes import ONE_WAY, OTHER, ROUNDS, SHARD, Maker, Route
+from jzero.comm.routes import OTHER, ROUNDS, SHARD, Maker, Route
 from jzero.core.linear import linear
 from jzero.core.types import Jaxpr
 from jzero.gather.sharded_weight import Weight
@@ -104,7 +104,7 @@ def gathered(value: Any, walk: Walk, *, reduces: bool = True, kind: str = OTHER)
 
     if value.split:
         return _gathered(value, walk, reduce)
-    if not (reduces and value.is_reduced and (walk.ordered or by == ONE_WAY)):
+    if not (reduces and value.is_reduced and (walk.ordered or gradients.spreads_wrongly(value.grad))):
         return value.shard
     # reduced in the dtype in which it is made, before what casts it
     return linear(lambda x: [x], reduce, [], [value.shard])[0]

@@ -16,7 +16,7 @@ from jax.dtypes import issubdtype
 from jzero.core.dims import dims_in_order
 from jzero.core.graph import Graph, Node
 from jzero.core.primitives import INLINE, LOOPS, REMAT
-from jzero.core.products import PRODUCTS, row_lookup
+from jzero.core.products import row_lookup
 from jzero.core.regions import bodies, handed_through, loop_consts, scan_parts
 from jzero.core.types import Jaxpr, JaxprEqn
 from jzero.gather.sharded_weight import ON_SHARD, PIECES, is_cut_on_shard
@@ -236,18 +236,6 @@ def loop_constants(jaxpr: Jaxpr, weights: Sequence[bool]) -> set[int]:
         if node.name in LOOPS:
             found.update(i for i in node.ins[: loop_consts(node.eqn)] if i in graph.parent)
         found |= graph.inside(node, loop_constants)
-    return graph.positions(found)
-
-
-def value_wise(jaxpr: Jaxpr, weights: Sequence[bool]) -> set[int]:
-    """Positions of the weights that anything but a product or a lookup reads: `v * scale`, in regions too."""
-    graph = WeightGraph(jaxpr, [None] * len(jaxpr.constvars), weights)
-    found: set[int] = set()
-    for node in graph.nodes:
-        if bodies(node.eqn)[0]:
-            found |= graph.inside(node, value_wise)
-        elif node.name not in PRODUCTS and not row_lookup(node.eqn):
-            found.update(graph.weights_of(node))
     return graph.positions(found)
 
 
