@@ -72,9 +72,11 @@ def renamed_derivatives():
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # or a cached program has its own names
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NameStack, "transform", lambda self, name: transform(self, names.get(name, name)))
-        yield
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
-    names_are_known.cache_clear()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+            names_are_known.cache_clear()
 
 
 def with_text(compiled, text):

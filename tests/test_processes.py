@@ -113,7 +113,7 @@ def test_states_that_differ_between_processes_are_refused(count):
             text = f"another program on process 1 than on process 0 ({count - 1} of {count} differ)"
             assert text in said[call]
     *others, last = (worker["differing"] for worker in workers(count))
-    assert all(f"1 process failed, [{count - 1}]; their errors say why" in said["disk"] for said in others)
+    assert all(f"process {count - 1} failed; its error says why" in said["disk"] for said in others)
     assert last["left"][0] in last["disk"]
     assert last["left"] == [f"process-{count - 1:05}-of-{count:05}"]  # which was in the way: nobody left another
 

@@ -30,7 +30,7 @@ def is_folder(path: Path) -> bool:
 
 
 def held_in_files(state: Any) -> tuple[Held, Running] | tuple[None, None]:
-    """What stands for the state and its store, of a state with `Offload(tier="disk")`; None twice for others."""
+    """The `Held` and `Running` of a state with `Offload(tier="disk")`; `(None, None)` for any other."""
     held = held_in(state[1].opt_state if is_pair(state) else getattr(state, "opt_state", None))
     if held is None or held.store is None or not held.store.chain.plan.config.in_files:
         return None, None

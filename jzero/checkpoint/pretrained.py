@@ -81,7 +81,7 @@ def load_safetensors(
     if held_in_files(state)[0] is not None:
         raise TypeError(
             f'{where}: this state is in the files of Offload(tier="disk"), which only its updates change. Load into '
-            "one that is not: state = jzero.shard(create, ...), load_safetensors(files, state), then "
+            "one that is not: state = load_safetensors(files, jzero.shard(create, ...)); then "
             "jzero.shard(state, offload=...) writes the files."
         )
     parts = adapters.take_apart(state, where=where)

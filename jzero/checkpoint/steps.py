@@ -232,7 +232,7 @@ class Steps:
                 f"{self.folder / NAME}.",
             )  # fmt: skip
             one = writer.acquire if jax.process_index() == 0 else lambda: None  # for all of them
-            everywhere(one, f"jzero.checkpoint.Steps: lock {self.folder}", error=FolderInUse)
+            everywhere(one, f"lock {self.folder}", where="jzero.checkpoint.Steps", error=FolderInUse)
             weakref.finalize(self, writer.release)
             self._lock = writer
             store.clean_steps(self.folder)

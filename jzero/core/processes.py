@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,15 +11,14 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from jzero.core.errors import counted
-
 T = TypeVar("T")
 
 
 def everywhere(
     make: Callable[[], T],
-    doing: str,
+    what: str,
     *,
+    where: str,
     undo: Callable[[T], object] = lambda _: None,
     error: type[Exception] = RuntimeError,
 ) -> T:
@@ -26,23 +26,36 @@ def everywhere(
 
     Args:
       make: called on every process.
-      doing: where, and what cannot be done: "here: open the files".
+      what: what cannot be done then: "open the files".
+      where: the caller, for the message.
       undo: takes back what was made, on processes on which `make` succeeded.
-      error: what these raise.
+      error: the exception that these raise.
     """
     try:
-        made, failed = make(), None
+        made = make()
     except Exception as found:
-        made, failed = None, found
-    numbers = [0]
-    if jax.process_count() > 1:
-        numbers = multihost_utils.process_allgather(np.int32(failed is not None))
-    if failed is not None:
-        raise failed
-    if where := np.flatnonzero(numbers).tolist():
-        undo(made)  # pyright: ignore[reportArgumentType]
-        raise error(f"{doing}: {counted(len(where), 'process', 'processes')} failed, {where}; their errors say why.")
-    return made  # pyright: ignore[reportReturnType]
+        with contextlib.suppress(Exception):  # of processes that have lost each other: this error matters more
+            _failed(found)
+        raise
+    try:
+        others = _failed(None)
+        if others:
+            text = f"process {others[0]} failed; its error says why" if len(others) == 1 else ""
+            text = text or f"processes {', '.join(map(str, others))} failed; their errors say why"
+            raise error(f"{where}: cannot {what}: {text}.")
+    except Exception as found:  # one of ours, or the processes have lost each other
+        try:
+            undo(made)
+        finally:
+            raise found
+    return made
+
+
+def _failed(error: Exception | None) -> list[int]:
+    """The processes that have an error; every process calls this once."""
+    if jax.process_count() == 1:
+        return []
+    return np.flatnonzero(multihost_utils.process_allgather(np.int32(error is not None))).tolist()
 
 
 def key_value_client() -> Any:

@@ -93,6 +93,7 @@ def _are_kept(sums: frozenset[int], kept: frozenset[int] | None) -> bool:
 def _without_sums(kind: Kind) -> Kind:
     return dataclasses.replace(kind, sums=NONE) if isinstance(kind, SUMS) else kind
 
+
 # --- control flow -----------------------------------------------------------------------------------------------
 
 

@@ -99,7 +99,6 @@ def where_of(eqn) -> str:
     return f"{eqn.primitive.name} {jaxprs.place_of(eqn)}".strip()
 
 
-
 # --- elementwise ------------------------------------------------------------------------------------------------
 
 

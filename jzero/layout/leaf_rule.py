@@ -168,13 +168,18 @@ def make_layout(
     skip = tuple(d for d in range(len(shape)) if d == scan_dim or state_dim not in (None, d))
     min_shard_bytes = min_shard_bytes if state_dim is None else 0
     # the axes that share params first: a shard of the state is then a part of the shard of the param
-    rest = tuple(a for a in config.axes if a not in config.param_axes and frozen is not Frozen.APART)  # no state
+    rest = tuple(a for a in config.axes if a not in config.param_axes)
     axes = (*config.cut_axes, *rest)
     prefer = uncut(shape, path_keys(path), scan_dim, config, mesh)
     over, whole, reason = cut_leaf(
         shape, leaf.dtype, base, axes, config, mesh, min_shard_bytes, skip, prefer=prefer
     )
-    if frozen is Frozen.APART and over.shape != shape:  # it has no state to pad
+    if frozen is Frozen.APART and whole is Whole.UNEVEN and rest:  # it has no state that needs all axes
+        within = cut_leaf(shape, leaf.dtype, base, config.cut_axes, config, mesh, min_shard_bytes, skip, prefer=prefer)
+        if within[0].spec != base and within[0].shape == shape:
+            over, whole, reason = within
+            rest = ()
+    if frozen is Frozen.APART and over.shape != shape:  # nor one to pad
         over, reason = PaddedSplit(over.even, shape, over.even), reason if over.even == base else ""
     params = over.even
     if rest and over.spec != base:

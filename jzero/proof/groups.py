@@ -35,7 +35,7 @@ _LIST = re.compile(r"\{" + _listed(r"\{[\d,\s]*\}") + r"\}")
 _PAIR_LIST = re.compile(r"\{" + _listed(r"\{\d+,\s*\d+\}") + r"\}")
 _SIZES, _AXES = _listed(r"'[^']*'=\d+"), _listed(r"'[^']*'(?::\(\d+\)\d+)?")
 _MESH_AXES = re.compile(rf"mesh\[{_SIZES}\][^{{]*\{{{_AXES}\}}")
-_ORDER = re.compile(r"(?:devices=)?(?:(?:\[[\d,]+\]<=)?\[[\d,]+\](?:T\([\d,]+\))?|(?:\[[\d,]+\])?[\d,\s]+)")
+_ORDER = re.compile(r"(?:devices=)?(?:(?:\[[\d,]+\]<=)?\[[\d,]+\](?:T\([\d,\s]+\))?|(?:\[[\d,]+\])?[\d,\s]+)")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,7 +109,13 @@ def _mesh_groups(notation: str) -> np.ndarray:
     names = re.findall(r"'([^']*)'=(\d+)", mesh.split("]", 1)[0])
     sizes = {name: int(size) for name, size in names}
     ids = re.search(r"device_ids=\((.*)\)", mesh)
-    grid = _device_ids(ids[1]) if ids else np.arange(math.prod(sizes.values()))
+    every = np.arange(math.prod(sizes.values()))
+    try:
+        grid = _device_ids(ids[1]) if ids else every
+    except ValueError:  # of a transposition of another rank
+        grid = np.array([])
+    if not np.array_equal(np.sort(grid), every):
+        raise ProofError(f"an unknown notation of a mesh's devices: {notation[:120]!r}")
     taken = [(name, _numbers(sub)) for name, sub in re.findall(r"'([^']*)'(:\(\d+\)\d+)?", axes)]
     dims, last = _split_axes(sizes, taken)
     rest = [i for i in range(len(dims)) if i not in last]
@@ -136,9 +142,9 @@ def _split_axes(sizes: dict[str, int], taken) -> tuple[list[int], list[int]]:
 
 
 def _device_ids(text: str) -> np.ndarray:
-    """A device order inside a mesh: an iota as elsewhere, or the numbers themselves. ProofError for anything else."""
+    """A device order inside a mesh: an iota as elsewhere, or the numbers; empty (or a ValueError) for another."""
     if not _ORDER.fullmatch(text):
-        raise ProofError(f"an unknown notation of a mesh's devices: {text[:80]!r}")
+        return np.array([])
     text = text.removeprefix("devices=")
     if "<=" in text:
         return _iota(text.split("<=", 1)[1])

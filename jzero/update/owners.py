@@ -58,8 +58,8 @@ class Owners:
         if large:
             warnings.warn(
                 f"jzero: this optimizer computes {human_bytes(max(large))} of arrays of several params together, "
-                "too much for one device to own. XLA decides what it gathers for that: between nothing (L-BFGS) and "
-                "all shards, for each operation. jzero.explain says what is sent.",
+                "too much for one device to own. XLA decides how much it gathers for this, from nothing (L-BFGS) to "
+                "all shards in each operation; jzero.explain shows what is sent.",
                 stacklevel=2,
             )
         limit = device_memory(self.plan.mesh.devices.flat[0])

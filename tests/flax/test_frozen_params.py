@@ -414,6 +414,11 @@ def test_within_a_node_a_frozen_param_needs_no_dim_for_all_devices():
         params, stage=3, mesh=mesh, axis=("node", "gpu"), param_axis="gpu", min_shard_bytes=0, trainable=names
     )
     assert [x.stored for x in plan.layouts if x.frozen] == [jax.P("gpu")]
+    even = jzero.make_plan(
+        {"base": jnp.ones((16, 7)), "lora": jnp.ones((12, 7))}, stage=3, mesh=mesh, axis=("node", "gpu"),
+        param_axis="gpu", min_shard_bytes=0, trainable=names,
+    )  # fmt: skip
+    assert even.copy_specs({"base": jnp.ones((16, 7))}) == [jax.P(("gpu", "node"))]  # of an average
 
     def loss(params, x):
         return jnp.mean((x @ (params["base"] * params["lora"])) ** 2)

@@ -74,17 +74,17 @@ class DiskTier(Store):
         """
         layout, at_step = FileLayout(chain), 0 if step is None else int(step)
         layout.units.check()
-        layout.report()
         small = [None if at in layout.filed else x for at, x in enumerate(small)]
+
+        def made():
+            layout.report()
+            return DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options)
 
         def removed(disk):
             disk.close()
             shutil.rmtree(disk.folder, ignore_errors=True)
 
-        disk = everywhere(
-            lambda: DiskStore.create(layout.path, layout.files, identity=layout.identity, **layout.options),
-            f"{WHERE}: make the folders in {layout.path}", undo=removed,
-        )  # fmt: skip
+        disk = everywhere(made, f"make the folders in {layout.path}", where=WHERE, undo=removed)
         try:
             with disk.begin() as first:
                 for file, unit in enumerate(layout.held):
@@ -117,9 +117,13 @@ class DiskTier(Store):
                 "written. Nothing can be restored: remove the folder, and begin with jzero.shard."
             )
 
-        disk = everywhere(opened, f"{WHERE}: open the folders in {layout.path}", undo=DiskStore.close)
-        _agree(disk)
-        small = unpacked(disk.extra, chain)
+        disk = everywhere(opened, f"open the folders in {layout.path}", where=WHERE, undo=DiskStore.close)
+        try:
+            _agree(disk)
+            small = unpacked(disk.extra, chain)
+        except BaseException:
+            disk.close()
+            raise
         return cls(chain, disk, layout, small), small
 
     @classmethod
@@ -133,7 +137,10 @@ class DiskTier(Store):
                 disk.snapshot(layout.path)
                 return Path(layout.path) / disk.folder.name
 
-        everywhere(copied, f"{WHERE}: copy {source} to {layout.path}", undo=shutil.rmtree)
+        def removed(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+        everywhere(copied, f"copy {source} to {layout.path}", where=WHERE, undo=removed)
 
     def close(self) -> None:
         """Gives the folder up."""
@@ -291,8 +298,8 @@ def _agree(disk: DiskStore) -> None:
             f"{WHERE}: the folders in {disk.folder.parent} are of generations {found}, process by "
             "process. A killed run leaves them at most one apart. Restore a checkpoint into another folder."
         )
-    if disk.generation > min(found):
-        disk.step_back()
+    ahead = disk.generation > min(found)
+    everywhere(lambda: disk.step_back() if ahead else None, f"go back to generation {min(found)}", where=WHERE)
 
 
 @functools.cache
