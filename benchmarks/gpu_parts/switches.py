@@ -85,7 +85,7 @@ SWITCHES = (
     ),
     Switch(
         "a tied embedding reduced once",
-        patches=(("jzero.gather.transform:tied_tables", always(set())),),
+        patches=(("jzero.gather.gradients_at_use:tied_tables", always(set())),),
         stages=(1,),
     ),
     Switch(
@@ -93,7 +93,7 @@ SWITCHES = (
         patches=(
             (
                 "jzero.comm.gradients:GradientReduce.one_at_update",
-                lambda _: lambda self, grad, x, walked=True: self.plan.constrain(grad, x.state),
+                lambda _: lambda self, grad, x: self.plan.constrain(grad, x.state),
             ),
         ),
     ),
