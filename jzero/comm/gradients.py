@@ -137,9 +137,13 @@ class GradientReduce:
         if use.kind == SPREAD and made is not None:
             return Route(USE, self.by_jzero(w), True, made)
         by = self.by_xla(w, use.kind)
-        if w.stored == w.used and not (ordered and reduced) and not self.spreads_wrongly(w.grad):
+        if w.stored == w.used and not self.at_use(w, ordered=ordered):
             return Route(UPDATE, WHOLE, sent=sent)
         return Route(USE, by, sent=sent)
+
+    def at_use(self, w: Reduced, *, ordered: bool) -> bool:
+        """Whether the gradient of a weight that is stored whole is reduced at its use, and not by the update."""
+        return w.grad != w.used and (ordered or (len(w.shape) > 1 and self.spreads_wrongly(w.grad)))
 
     def dtypes(self, w: Reduced, made: np.dtype) -> tuple[np.dtype | None, np.dtype | None]:
         """(made, sent) of a `Route` for a gradient that a use makes in the dtype `made`."""

@@ -30,6 +30,9 @@ def everywhere(
       where: the caller, for the message.
       undo: takes back what was made, on processes on which `make` succeeded.
       error: the exception that these raise.
+
+    Raises:
+      Exception: what `make` raised on this process; `error` where it failed on others alone.
     """
     try:
         made = make()

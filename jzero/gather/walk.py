@@ -104,7 +104,7 @@ def gathered(value: Any, walk: Walk, *, reduces: bool = True, kind: str = OTHER)
 
     if value.split:
         return _gathered(value, walk, reduce)
-    if not (reduces and value.is_reduced and (walk.ordered or gradients.spreads_wrongly(value.grad))):
+    if not (reduces and gradients.at_use(value, ordered=walk.ordered)):
         return value.shard
     # reduced in the dtype in which it is made, before what casts it
     return linear(lambda x: [x], reduce, [], [value.shard])[0]

@@ -63,7 +63,10 @@ def parse_groups(notation: str, devices: int) -> Groups:
         return _rows(_mesh_groups(notation))
     if notation.startswith("["):
         shape, order = notation.split("<=")
-        return _rows(_iota(order).reshape(_numbers(shape)))
+        try:
+            return _rows(_iota(order).reshape(_numbers(shape)))
+        except ValueError as error:  # of another rank or size
+            raise ProofError(f"an unknown notation of replica groups: {notation[:80]!r}") from error
     if _LIST.fullmatch(notation):
         groups = tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", notation))
         return groups or (tuple(range(devices)),)

@@ -246,7 +246,8 @@ def test_replica_groups(notation, devices, groups):
 
 @pytest.mark.unit
 def test_unknown_replica_groups_are_refused():
-    for notation in ("ring of 8", "{{0-3},{4-7}}", "{0,1}", "mesh[data=8] {data}", "mesh['a'=8] {'a':[1]2}"):
+    for notation in ("ring of 8", "{{0-3},{4-7}}", "{0,1}", "mesh[data=8] {data}", "mesh['a'=8] {'a':[1]2}",
+                     "[2,3]<=[8]", "[2,4]<=[8]T(1,0)"):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(f"unknown notation of replica groups: {notation!r}")):
             parse_groups(notation, 8)
     for order in ("[4]", "[2,2]", "[4]T(1,0)", "0,1,2", "0,1,2,2", "[2,2]T(1~2,0)"):
