@@ -295,8 +295,8 @@ NNX_CASES = [
 ]
 
 
+@pytest.mark.default_cases("sm3-float32", "muon-float32")
 # by day those whose state holds no array, or several, for a param: a variable of NNX is then no leaf of the state
-@pytest.mark.default_cases("muon-float32", "sm3-float32", "multi_transform-bfloat16", "partition_frozen-float32")
 @pytest.mark.parametrize(("name", "dtype", "stage"), NNX_CASES)
 def test_an_nnx_pair_equals_plain_nnx(name, dtype, stage, mesh):
     """With 16-bit params the masters are compared, to a plain run in fp32 from the same values.

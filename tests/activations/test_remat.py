@@ -116,15 +116,7 @@ def functions(plan, scan, options):
     return loss
 
 
-@pytest.mark.default_cases(
-    "linen-unrolled-both",
-    "linen-scan-partition",
-    "linen-scan-offload",
-    "linen-scan-a name is offloaded",
-    "functions-unrolled-offload",
-    "functions-scan-both",
-    "functions-scan-dots are kept",
-)
+@pytest.mark.default_cases("linen-scan-partition", "functions-unrolled-offload", "functions-scan-both")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize("make", [linen, functions])
@@ -176,7 +168,7 @@ def test_a_function_of_an_nnx_module_under_nnx_scan(mesh):
     assert max_error(found, expected) < 2e-6
 
 
-@pytest.mark.default_cases("1-scan", "2-unrolled", "3-scan")
+@pytest.mark.default_cases("2-unrolled")
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_at_every_stage_equals_the_plain_one(stage, scan, mesh):

@@ -85,7 +85,7 @@ def test_a_train_state_with_more_fields(tmp_path):
     assert_same(jax.jit(full_step)(state, placed), jax.jit(full_step)(same, placed))
 
 
-@pytest.mark.default_cases("host of 5 devices")
+@pytest.mark.nightly
 @pytest.mark.parametrize("source", [k for k in LAYOUTS if k != "model axis"])  # names the leaves of another state
 def test_an_nnx_pair_from_one_layout_into_others(source, tmp_path):
     """And from each of these into plain NNX: moments are padded on five devices."""

@@ -189,6 +189,7 @@ def test_what_cannot_be_exported(path, tmp_path):
 # -- in
 
 
+@pytest.mark.nightly
 def test_before_the_state_is_in_files(path, trained, tmp_path):
     """A state in files is changed by its updates alone; the refusal says what to do, and that works."""
     (file,) = checkpoint.export(path, tmp_path / "m.safetensors")

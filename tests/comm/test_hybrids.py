@@ -111,7 +111,7 @@ def column_then_row(params):
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-@pytest.mark.default_cases("HSDP, stage 2", "hpZ")
+@pytest.mark.default_cases("hpZ")
 @pytest.mark.pod
 @pytest.mark.parametrize("kind", KINDS)
 def test_wire_bytes_per_axis_are_the_closed_form(kind):

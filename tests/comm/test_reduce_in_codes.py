@@ -176,6 +176,7 @@ def test_the_program_sends_what_the_estimate_says():
     assert not findings
 
 
+@pytest.mark.nightly
 @pytest.mark.pod
 def test_the_links_within_a_host_come_first():
     """One axis over two hosts: what leaves a device for the other host is an eighth of what it sends to its own."""

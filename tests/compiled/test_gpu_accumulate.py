@@ -74,6 +74,7 @@ def test_a_reduction_in_every_micro_batch(stage, scan):
     assert found == ()
 
 
+@pytest.mark.nightly
 def test_a_reduction_in_every_micro_batch_at_stage_1_is_no_fault():
     """It was asked for: as a module that keeps batch statistics needs it."""
     _, _, report, found = compiled(1, "microbatch", True)
@@ -95,7 +96,7 @@ def test_reduce_dtype_is_what_is_sent(stage, accumulate, psi):
     assert report.wire.psi == pytest.approx(psi, rel=0.02)
 
 
-@pytest.mark.default_cases("2-microbatch")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "reduce"), [(1, "step"), (2, "microbatch")])
 def test_with_replicas(stage, reduce):
     axes = (("replica", 2), ("data", 4))

@@ -77,7 +77,7 @@ def group_bytes(plan, per_value=12):
     return max(per_value * math.prod(x.state_shape) // 8 for x in plan.layouts)
 
 
-@pytest.mark.default_cases("adam")
+@pytest.mark.nightly
 @pytest.mark.parametrize("chain", CHAINS)
 def test_what_is_on_the_device_does_not_grow_with_the_leaves(chain):
     for count in (12, 48) if chain in ("adam", "steps") else (48,):

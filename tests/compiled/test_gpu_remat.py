@@ -101,6 +101,7 @@ def temp(report):
     return report.memory.temp
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=NIGHTLY), 2, pytest.param(3, marks=NIGHTLY)])
 def test_each_block_of_a_scan_keeps_its_input_divided_by_the_devices_of_the_axis(stage):
     """ZeRO paper, section 6.1: A / m instead of A."""
@@ -132,6 +133,7 @@ def test_offloaded_inputs_take_host_memory_and_none_of_the_device(scan, stage, o
     assert growth * (DEEP[scan] - SHALLOW[scan]) < A  # from 12 to 48 layers in a scan
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 def test_partition_sends_one_gather_of_the_input_more_per_block(scan):
     def sent(report):
@@ -191,6 +193,7 @@ def test_named_activations_go_to_the_host_beside_the_input():
     assert abs(per_layer("both", True, temp, policy=HIDDEN)) < 0.05 * A
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=NIGHTLY)])
 def test_stage_3_gathers_weights_twice_whatever_the_policy_keeps(scan):
     def gathered(report):

@@ -778,7 +778,7 @@ TRAINED = {  # SGD, since Adam's steps would hide what clipping does
 }  # fmt: skip
 
 
-@pytest.mark.default_cases("0", "2", "offload")
+@pytest.mark.default_cases("2", "offload")
 @pytest.mark.parametrize(
     "fields",
     [

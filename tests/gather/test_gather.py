@@ -133,6 +133,7 @@ MATMULS = {  # whose results are wider than the weight
 }
 
 
+@pytest.mark.default_cases("activations-dropped", "asked-reduce", "of its columns-kept")
 @pytest.mark.parametrize("fields", [{}, KEPT, {"reduce_dtype": "bfloat16"}], ids=["dropped", "kept", "reduce"])
 @pytest.mark.parametrize("way", MATMULS)
 def test_a_matmul_wider_than_its_weight(way, fields, mesh):

@@ -138,7 +138,7 @@ def bits(tree):
     return {k: (str(x.dtype), np.asarray(x).tobytes()) for k, x in floating}
 
 
-@pytest.mark.default_cases("scan remat-bfloat16")
+@pytest.mark.nightly
 @pytest.mark.parametrize("compute", [None, "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_leaves_params_and_frozen_values_as_they_are(kind, compute, mesh):

@@ -114,6 +114,7 @@ def test_forward_and_second_derivatives(case, mesh):
         assert max_error(got, derivative(fn)(loops.params(), loops.data())) < 1e-5
 
 
+@pytest.mark.default_cases("scan remat")
 @pytest.mark.parametrize("kind", ["list tied", "scan remat"])
 def test_modules(kind, mesh):
     """NNX, with dropout and batch statistics: three steps in place, compiled once."""
@@ -211,6 +212,7 @@ def loss_of_uneven(params, x):
     return sum(jnp.mean(jnp.tanh(x[:, : p.shape[0]] @ p) ** 2) for p in params.values())
 
 
+@pytest.mark.default_cases("through the device-host", "files-device")
 @pytest.mark.parametrize("params_on", ["host", "device"])
 @pytest.mark.parametrize("tier", ["through the device", "by the CPU", "files"])
 def test_leaves_that_no_one_dim_divides(tier, params_on, mesh, tmp_path):
@@ -264,7 +266,8 @@ def test_params_within_the_node(mesh_2x4):
     assert max_error(got.params, want.params) < 1e-6
 
 
-@pytest.mark.parametrize("scale", [None, jzero.LossScale(initial=2.0**10)], ids=["", "scaled"])
+@pytest.mark.default_cases("unscaled")
+@pytest.mark.parametrize("scale", [None, jzero.LossScale(initial=2.0**10)], ids=["unscaled", "scaled"])
 def test_micro_batches(scale, mesh):
     """Sums of gradients lie in host memory too."""
     state = create_state()

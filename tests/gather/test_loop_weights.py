@@ -32,6 +32,7 @@ def test_loss_and_gradients(case, stage, mesh):
     assert max_error(grads, want_grads) < (1e-2 if case == "cast" else 1e-5)
 
 
+@pytest.mark.default_cases("scan", "keys")
 @pytest.mark.parametrize("case", ["scan", "remat inside", "nested", "keys"])
 def test_forward_and_second_derivatives(case, mesh):
     """`jvp`, and a Hessian times a vector both ways round."""
@@ -78,6 +79,7 @@ def test_a_weight_beyond_the_bound_is_gathered_in_every_round(mesh, monkeypatch)
     assert max_error(jax.jit(jax.grad(ours))(placed, batch), jax.grad(fn)(params(), data())) < 1e-5
 
 
+@pytest.mark.default_cases("3-bfloat16-0.02")
 @pytest.mark.parametrize(("stage", "dtype", "tolerance"), [(1, None, 1e-5), (3, None, 1e-5), (3, "bfloat16", 2e-2)])
 def test_an_lstm(stage, dtype, tolerance, mesh):
     """Through `apply_fn` of Flax: `nn.RNN` is a scan of a cell whose weights are constant, and cast to its dtype."""

@@ -149,7 +149,7 @@ def test_gradients_of_examples_and_forward_derivatives(mesh, stage):
     assert float(forward(state, batch)) == pytest.approx(float(forward(plain, tokens())), rel=1e-4)
 
 
-@pytest.mark.default_cases("True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [True, False])
 def test_small_weights_leave_the_function_alone(mesh, tied):
     """But for a tied embedding, whose lookup has its own gradient: else its gradient is reduced twice."""

@@ -134,6 +134,7 @@ def test_one_micro_batch_is_the_plain_path(stage, mesh):
     assert jax.jit(vg).lower(state.params, placed).as_text() == plain or stage == 3
 
 
+@pytest.mark.nightly
 def test_a_train_step_with_it_equals_the_plain_run(mesh):
     state, plan, placed = sharded(2, mesh)
     plain = create()

@@ -89,7 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.default_cases("stage 3", "stage 2, in every micro-batch")
+@pytest.mark.default_cases("stage 2, in every micro-batch")
 @pytest.mark.parametrize("name", CASES)
 def test_an_overflow_on_one_shard_skips_the_step_everywhere(name, mesh):
     fields, options = CASES[name]

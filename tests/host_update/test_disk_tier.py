@@ -87,7 +87,7 @@ def test_masters_are_born_a_few_at_a_time(tmp_path, monkeypatch):
     assert all(jnp.any(m != p) for m, p in zip(masters, jax.tree.leaves(got.params), strict=True))  # wider
 
 
-@pytest.mark.default_cases("5-clip", "8-columns")
+@pytest.mark.default_cases("8-columns")
 @pytest.mark.filterwarnings("ignore:(?s)jzero.*several params together, too much for one device:UserWarning")  # L-BFGS
 @pytest.mark.filterwarnings("ignore:(?s)jzero. Offload.*cannot be added up part by part:UserWarning")
 @pytest.mark.parametrize("name", host.CHAINS)
@@ -171,6 +171,7 @@ def test_what_cannot_run_from_files_is_refused_before_there_are_any(tmp_path, mo
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.nightly
 def test_sums_of_micro_batches_fit_the_same_files(tmp_path):
     """Gradients in fp32 of params in bf16: units are cut alike, in one file and in chunks."""
     params = {"a": jnp.ones((512, 256), jnp.bfloat16), "b": jnp.ones((64, 64), jnp.bfloat16)}
@@ -213,7 +214,7 @@ def test_a_run_goes_on_from_its_folder(tmp_path):
     assert max_error(again.params, reference.params) < 1e-2
 
 
-@pytest.mark.default_cases("restored")
+@pytest.mark.nightly
 @pytest.mark.parametrize("began", ["born", "placed", "restored"])
 def test_a_run_that_began_later_resumes_at_its_step(tmp_path, began):
     """Its folder, and a snapshot of it."""
@@ -274,6 +275,7 @@ def test_an_nnx_run_resumes_at_its_step_with_its_random_keys(tmp_path):
     assert (many[0] != jax.random.split(jax.random.key(0), 32)).all()
 
 
+@pytest.mark.nightly
 def test_a_number_in_16_bits_and_a_frozen_param_beside_the_files(tmp_path):
     """The record holds the one; the other has a gradient, which an optimizer that looks at its tree must see."""
 
@@ -325,6 +327,7 @@ def test_a_full_disk_that_was_freed_is_gone_on_with(tmp_path, monkeypatch):
     assert max_error(whole.opt_state, want.opt_state) == 0
 
 
+@pytest.mark.nightly
 def test_a_late_update_that_a_full_disk_lost_is_named(tmp_path, monkeypatch):
     """Its gradients are gone; the remedy works."""
     fields = {"stage": 2, "min_shard_bytes": 0, "offload": disk(tmp_path / "s", delay=1)}
@@ -344,6 +347,7 @@ def test_a_late_update_that_a_full_disk_lost_is_named(tmp_path, monkeypatch):
     assert int(host.steps(again, 1).opt_state.master.generation) == 3
 
 
+@pytest.mark.nightly
 def test_replaced_params_are_taken_over_from_the_files(tmp_path):
     state = host.steps(jzero.shard(create_state(), stage=2, offload=disk(tmp_path / "s")), 1)
     plan = jzero.plan_of(state)
@@ -352,12 +356,14 @@ def test_replaced_params_are_taken_over_from_the_files(tmp_path):
     assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(state.params)) < 0.1
 
 
+@pytest.mark.nightly
 def test_one_step_late_through_files(tmp_path):
     late = jzero.shard(create_state(), stage=2, offload=disk(tmp_path / "s", delay=1))
     want = jzero.shard(create_state(), stage=2, offload=host.LATE)
     assert max_error(host.steps(late, 3).params, host.steps(want, 3).params) == 0
 
 
+@pytest.mark.nightly
 def test_checkpoints_to_and_from_files(tmp_path):
     create = functools.partial(create_state, dtype=jnp.bfloat16)
     fields = {"stage": 2, "min_shard_bytes": 0}
@@ -378,6 +384,7 @@ class WithAverage(TrainState):
     ema: jax.Array | None = None
 
 
+@pytest.mark.nightly
 def test_a_snapshot_is_gone_on_from_in_another_folder(tmp_path, monkeypatch):
     """The run that it is of goes on beside it, and changes nothing of it."""
     fields = {"stage": 2, "min_shard_bytes": 0}
@@ -404,6 +411,7 @@ def test_a_snapshot_is_gone_on_from_in_another_folder(tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_snapshot_is_refused_while_the_files_lack_what_was_replaced(tmp_path, delay):
     """A param, and a hyper-parameter; what only came back from a jitted function is no other."""
@@ -448,6 +456,7 @@ def test_a_folder_in_use_or_of_another_run_is_refused(tmp_path):
     assert int(kept.step) == 0
 
 
+@pytest.mark.default_cases("by a kill")
 @pytest.mark.parametrize("ended", ["by an error", "by a kill"])
 def test_a_run_that_ended_before_its_state_was_born(tmp_path, monkeypatch, ended):
     create, fields = create_state, {"stage": 2, "min_shard_bytes": 0, "offload": disk(tmp_path / "s")}

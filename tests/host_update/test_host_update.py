@@ -36,7 +36,7 @@ def handles(opt_state):
     ]
 
 
-@pytest.mark.default_cases("5-clip", "8-if finite", "8-muon", "8-columns", "1-hyperparams")
+@pytest.mark.default_cases("8-columns", "5-clip")
 @pytest.mark.filterwarnings("ignore:(?s)jzero.*several params together, too much for one device:UserWarning")  # L-BFGS
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("devices", [8, 5, 1])
@@ -151,7 +151,7 @@ def test_one_step_late():
     assert max_error(whole.opt_state, jzero.shard(hand, stage=2, min_shard_bytes=0).opt_state) == 0
 
 
-@pytest.mark.default_cases("f32-donated", "bf16-kept")
+@pytest.mark.default_cases("f32-donated")
 @pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_one_step_late_where_a_jitted_function_returns_the_state(dtype, donated):
@@ -173,6 +173,7 @@ def test_one_step_late_where_a_jitted_function_returns_the_state(dtype, donated)
     assert max_error(late.opt_state, kept.opt_state) == 0
 
 
+@pytest.mark.default_cases("donated")
 @pytest.mark.parametrize("donated", [False, True], ids=["kept", "donated"])
 def test_nnx_one_step_late(donated):
     """`nnx.jit` returns a model's params as new arrays at every call."""
@@ -202,6 +203,7 @@ def test_nnx_one_step_late(donated):
     assert max_error(nnx.state(model), nnx.state(create()[0])) > 1e-3
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("jitted", [False, True])
 def test_what_the_user_changes_between_late_updates_is_taken_over(jitted, tmp_path):
     """Pruned values, a learning rate: these are the user's, all others have the update that was under way."""
@@ -275,6 +277,7 @@ def test_an_error_of_a_late_update_surfaces_at_the_next(monkeypatch):
         steps(state, 1)
 
 
+@pytest.mark.nightly
 def test_replaced_params_are_taken_over():
     """Pruned by hand, and returned through a jitted function: the master follows, in values alone."""
     state = steps(jzero.shard(create_state(dtype=jnp.bfloat16), stage=2, offload=HOST), 2)
@@ -392,6 +395,7 @@ def test_a_dropped_state_gives_its_memory_back():
         lost.apply_gradients(grads=lost.params)
 
 
+@pytest.mark.nightly
 def test_a_program_compiled_for_an_abstract_state_runs_on_every_one():
     """It may return the state, also beside the state of another run."""
     fields = {"stage": 2, "min_shard_bytes": 0, "offload": HOST}
@@ -419,6 +423,7 @@ def test_a_program_compiled_for_an_abstract_state_runs_on_every_one():
     assert max_error(state.params, alone.params) == 0
 
 
+@pytest.mark.nightly
 def test_states_of_one_form_share_their_programs():
     """What a program returns has the store of what it was given, be it traced for another state; donated or not."""
     fields, found = {"stage": 2, "min_shard_bytes": 0, "offload": HOST}, []

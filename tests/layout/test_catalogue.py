@@ -17,7 +17,7 @@ from shapes import MODELS
 import jzero
 from jzero.layout.specs import named_axes, shard_factor
 
-DEVICES = (5, 8, 64, 256, 1024)
+DEVICES = (5, 64, *(pytest.param(n, marks=pytest.mark.nightly) for n in (8, 256, 1024)))
 
 
 class Device:

@@ -229,6 +229,7 @@ def test_what_is_stored_and_what_is_seen():
     )
 
 
+@pytest.mark.nightly
 def test_a_live_change_of_the_number_of_devices_keeps_every_bit():
     state = jzero.shard(create(optax.adam(1e-2)), stage=2, mesh=mesh_of(8), min_shard_bytes=0)
     state, _ = jax.jit(step)(state, jzero.plan_of(state).place_batch(batch(8)))
@@ -296,6 +297,7 @@ def test_init_of_zeros_alone_keeps_its_layout(dtype):
         assert [x.addressable_shards[0].data.shape for x in jax.tree.leaves(state)].count((3, 5, 4)) >= 2
 
 
+@pytest.mark.nightly
 def test_a_loop_of_steps_and_an_average_over_several_dims():
     state = jzero.shard(create_several(optax.adam(1e-2)), stage=3, mesh=mesh_of(8), min_shard_bytes=0)
     placed = jzero.plan_of(state).place_batch(batch(8, (5, 5)))

@@ -68,6 +68,7 @@ def test_without_remat_nothing_is_computed_again(scan):
     assert found.saved <= report(False, scan).memory.temp
 
 
+@pytest.mark.nightly
 def test_each_micro_batch_saves_as_much_as_a_step_of_one():
     one, two = (report(False, True, k).activations for k in (1, 2))
     assert one is not None
@@ -75,6 +76,7 @@ def test_each_micro_batch_saves_as_much_as_a_step_of_one():
     assert 0.9 * one.saved <= two.saved <= 1.1 * one.saved
 
 
+@pytest.mark.nightly
 def test_the_table_says_it():
     text = str(report(True, False))
     assert "from the forward to the backward pass" in text

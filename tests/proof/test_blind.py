@@ -388,6 +388,7 @@ def test_a_dict_state_by_record():
     assert findings(compiled, plan) == ()
 
 
+@pytest.mark.nightly
 def test_steps_in_a_row_are_counted_in_the_trace():
     """Two updates in a round of a loop, and three rounds: the text of XLA says it in no one place."""
     state, plan = small_state(2, scan=True)

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.pod
 LAYERS = 3
 
 
-@pytest.mark.default_cases("scan-2", "unrolled-3")
+@pytest.mark.default_cases("unrolled-3")
 @pytest.mark.parametrize("stage", [2, 3])
 @BOTH
 def test_batch_not_split(stage, scan):
@@ -52,6 +52,7 @@ def test_batch_not_split(stage, scan):
     assert "plan.place_batch(batch)" in finding.remedy
 
 
+@pytest.mark.nightly
 @pytest.mark.remedy("gradients_zero", "let the loss read its own argument")
 def test_a_loss_that_does_not_read_its_argument():
     """The loss and all layouts are right, and nothing is trained."""
@@ -81,9 +82,9 @@ def naive_program(scan):
     ), plan
 
 
+@pytest.mark.nightly
 @pytest.mark.remedy("gather_on_use", "or the apply_fn of the state that jzero.shard returned")
 @pytest.mark.remedy("activations_moved", "loss_fn = jzero.gather_on_use(loss_fn, plan), with ")
-@pytest.mark.default_cases("scan")
 @BOTH
 def test_no_gather_on_use_and_activations_moved(scan):
     program, plan = naive_program(scan)
@@ -97,6 +98,7 @@ def test_no_gather_on_use_and_activations_moved(scan):
     assert found_in(*small_state(3, scan=scan)) == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.remedy("activations_moved", "params as the plan stores them, with no constraint on them in the loss")
 def test_params_that_the_loss_splits():
     """At stage 2, where they are whole."""
@@ -362,8 +364,8 @@ def logs_medians(state, batch):
     return state.apply_gradients(grads=grads), (loss, medians)
 
 
+@pytest.mark.nightly
 @pytest.mark.remedy("more_than_closed_form", "goes into a function of its own, called when it is wanted")
-@pytest.mark.default_cases("scan")
 @BOTH
 def test_more_than_the_closed_form(scan):
     """What no other rule knows: the leaf, the equation and the bytes are named."""
@@ -378,6 +380,7 @@ def test_more_than_the_closed_form(scan):
     assert found_in(state, plan) == {}
 
 
+@pytest.mark.nightly
 def test_a_metric_with_a_forward_pass_of_its_own_is_in_the_closed_form():
     def step(state, batch):
         return gpt_step(state, batch), gpt_loss(state, state.params, batch)

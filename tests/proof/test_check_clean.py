@@ -15,7 +15,7 @@ import jzero
 pytestmark = pytest.mark.pod
 
 
-@pytest.mark.default_cases("scan-0", "scan-3", "unrolled-3")
+@pytest.mark.default_cases("scan-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @BOTH
 def test_clean(stage, scan):
@@ -48,7 +48,7 @@ def tensor_parallel(params):
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-@pytest.mark.default_cases("scan-3")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @BOTH
 def test_clean_with_tensor_parallelism(stage, scan):
@@ -64,6 +64,7 @@ def test_clean_with_replicas(scan):
     assert found_in(*small_state(2, scan=scan, mesh=mesh, batch_axis=("replica", "data"))) == {}
 
 
+@pytest.mark.nightly
 def test_batch_split_inside_of_the_step_is_no_fault():
     state, plan = small_state(2, scan=True)
 
@@ -86,7 +87,7 @@ def in_a_scan(stage, scan, unroll, step=gpt_step):
     return pod.compile(steps, state, batches, donate_argnums=0, compiler_options=QUICK), plan
 
 
-@pytest.mark.default_cases("1-True-1")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "scan", "unroll"),
     [(0, False, 4), (1, False, 4), (1, True, 1), (2, False, 2), (2, True, 1), (2, True, 4), (3, True, 2)],

@@ -67,6 +67,7 @@ def held(tree) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.default_cases("one vector")
 @pytest.mark.remedy("more_memory_than_closed_form", "state = jzero.shard(state, plan.config, mesh=mesh)")
 @pytest.mark.parametrize("tx", [HISTORY, optax.flatten(ADAM)], ids=["history", "one vector"])
 def test_state_that_has_no_shape_of_a_param(tx, mesh):
@@ -83,6 +84,7 @@ def test_state_that_has_no_shape_of_a_param(tx, mesh):
     assert KIND not in found_in(again(wrong, plan), plan)
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_moments_in_a_wider_dtype_than_planned(stage, mesh):
     state, plan = sharded(mesh, stage, moment_dtype="bfloat16")
@@ -137,6 +139,7 @@ def test_moments_without_their_optimizer(mesh, monkeypatch):
     assert jzero.findings(traced, plan, uses=uses, ignore=KINDS) == ()
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.remedy("more_memory_than_closed_form", "Copies of the params as a tree with their names")
 @pytest.mark.remedy("more_memory_than_closed_form", "A layout on the mesh that an average")
 @pytest.mark.parametrize("stage", [2, 3])

@@ -89,7 +89,7 @@ def found_in(pair, plan, step=train_step, *, donate=(0, 1), batch=None, rows=ROW
     return {f.kind: f for f in findings(compiled, plan)}
 
 
-@pytest.mark.default_cases("scan-2", "unrolled-1")
+@pytest.mark.default_cases("scan-2")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @BOTH
 def test_clean(stage, scan):

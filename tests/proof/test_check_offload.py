@@ -113,7 +113,7 @@ def test_fetched_at_once(scan):
     assert findings(*program(leaf_by_leaf, scan)) == ()
 
 
-@pytest.mark.default_cases("2-True-True")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "scan", "clip"),
     [(1, False, True), (3, False, True), (2, True, True), (3, True, True)],
@@ -191,6 +191,7 @@ def test_a_select_round_the_step():
     assert findings(compiled_step(state, plan), plan) == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.remedy("offloaded_on_device", "no device_put of it")
 def test_a_log_that_fetches_all_masters():
     state, plan = offloaded(2, True, clip=True)

@@ -45,6 +45,7 @@ def evaluates(state, data):
     return loss_of(state.apply_fn, state.params, data)
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.remedy("_not_returned", "return the new state")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_that_does_not_return_its_state(stage, mesh):
@@ -108,6 +109,7 @@ def test_an_optimizer_that_moves_what_is_no_param():
     assert two_matrices(tx, stage=0)[1] == two_matrices(TX, min_shard_bytes=0)[1] == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.remedy("optimizer_moves", "keeps these params' state whole on every device")
 @pytest.mark.pod
 def test_an_optimizer_that_mixes_the_dims_of_a_matrix(monkeypatch):
@@ -150,6 +152,7 @@ def grads_of(state, data):
     return jax.value_and_grad(lambda params: loss_of(state.apply_fn, params, data))(state.params)
 
 
+@pytest.mark.default_cases("2-donated0")
 @pytest.mark.remedy("_unchanged", "linen: return state.apply_gradients(grads=grads)")
 @pytest.mark.parametrize(("stage", "donated"), [(2, (0,)), (3, ())])
 def test_a_step_that_never_updates(stage, donated, mesh):
@@ -248,6 +251,7 @@ def test_the_jit_that_donates(named, mesh):
     assert found(eval(remedy, {"jax": jax, "step": train_step})) == ()
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.remedy("state_whole", "state = jzero.shard(state, plan.config, mesh=mesh)")
 @pytest.mark.remedy("state_not_donated", "; and results laid out like the arguments")
 @pytest.mark.parametrize("stage", [1, 3])
@@ -274,7 +278,7 @@ def another(tx=TX, width=40):
     return TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
 
 
-@pytest.mark.default_cases("3-another")
+@pytest.mark.nightly
 @pytest.mark.parametrize("second", [create_state, another])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_models_in_a_step(stage, second, mesh):
@@ -358,6 +362,7 @@ def test_a_target_network_with_an_equal_plan(mesh):
         assert "not whether all params come back as they went in" in found.in_part["not_trained"]
 
 
+@pytest.mark.default_cases("how1-fp32 adam")
 @pytest.mark.parametrize("tx", [TX, optax.sgd(1e-2, 0.9)], ids=["fp32 adam", "bf16 momentum"])
 @pytest.mark.parametrize("how", [jzero.jit, functools.partial(jax.jit, donate_argnums=0)])
 def test_steps_that_python_repeats_and_a_callback_in_order(how, tx, mesh):
@@ -421,7 +426,7 @@ def test_the_wire_of_two_models_is_compared(stage):
     assert [f.kind for f in more] == ["more_than_closed_form"]
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.nightly
 @pytest.mark.pod
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_frozen_reference(stage):

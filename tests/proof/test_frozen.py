@@ -92,6 +92,7 @@ def found_in(create, mesh, stage=3, trainable=None, step=step, rows=64, **argume
     return jzero.findings(program, plan), jzero.explain(program, plan).memory.arguments
 
 
+@pytest.mark.default_cases("beside_the_state-arguments1")
 @pytest.mark.remedy("frozen_whole", "trainable=lambda path, leaf: 'lora' in path")
 @pytest.mark.parametrize(("create", "arguments"), [(in_the_state, {}), (beside_the_state, weights())])
 def test_a_base_below_adapters(create, arguments, mesh):

@@ -105,6 +105,7 @@ def test_a_loop_of_the_user_at_stage_1():
         assert [f.kind for f in jzero.findings(program, plan)] == kinds
 
 
+@pytest.mark.default_cases("by_reshape-in_python")
 @pytest.mark.parametrize(
     ("cut", "loop"), [(by_reshape, in_scan), (by_reshape, in_python), (by_slices, in_python)]
 )

@@ -52,7 +52,7 @@ def compiled(stage, scan, chain, in_flight=192 * 1024, plan_only=False):
     return state, plan, program, jzero.explain(program, plan)
 
 
-@pytest.mark.default_cases("2-True-clip")
+@pytest.mark.nightly
 @pytest.mark.pod
 @pytest.mark.parametrize(
     ("stage", "scan", "chain"), [(1, False, "lion"), (2, True, "clip"), (3, False, "adamw")]

@@ -140,6 +140,7 @@ def test_two_processes_share_the_rows_of_one():
     np.testing.assert_array_equal(np.concatenate(halves, axis=1), whole)
 
 
+@pytest.mark.default_cases("1-2-8", "7-4-1", "23-8-2", "23-4-2")
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 8), (8, 2), (4, 2)])
 @pytest.mark.parametrize("taken", [1, 7, 23])
 def test_another_number_of_processes_goes_on_without_repeating_or_dropping_a_row(before, after, taken):

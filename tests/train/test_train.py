@@ -81,6 +81,7 @@ def leaves(state):
 # -- a run
 
 
+@pytest.mark.nightly
 def test_the_loss_falls(finished):
     _, result = finished
     losses = [loss for _, loss in result.losses]
@@ -141,6 +142,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(finished, tmp_path):
     assert rows == [10, 20, 20, 30, 40, 40, 40]
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_at_another_stage(finished, tmp_path):
     config = dataclasses.replace(copied(finished, tmp_path), stage=3)
     again = run(config)
@@ -421,6 +423,7 @@ def test_every_dtype_starts_from_the_same_numbers():
         np.testing.assert_allclose(a, jzero.unshard(master), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.nightly
 def test_a_scale_of_int8_moments_that_is_not_finite_stops_the_run(tmp_path):
     plan = {"stage": 2, "moment_dtype": "int8", "min_shard_bytes": 0}
     state = jzero.shard(lambda: gpt.create_state(with_model(width=64)), **plan)
@@ -497,6 +500,7 @@ def test_the_memory_of_the_machine_is_that_of_its_container(tmp_path, monkeypatc
     assert found[2] == 2**28
 
 
+@pytest.mark.default_cases("1000000-Pass --preset")
 @pytest.mark.parametrize(
     ("limit", "asks"), [(10**6, "Pass --preset"), (11 * 10**6, r"Pass --batch \d+ \(now")]
 )

@@ -164,6 +164,7 @@ def test_a_killed_run_goes_on_bitwise(whole, tmp_path):
     assert not list((out / "checkpoints").glob("*tmp*"))
 
 
+@pytest.mark.nightly
 def test_the_last_and_the_best_are_kept(whole):
     best = min(whole.heldout, key=lambda x: x[1])[0]
     assert saved_steps(whole.out) == sorted({best, 30})

@@ -163,6 +163,7 @@ def test_a_plan_splits_a_dim_that_cuts_no_block(dtype, state):
     assert (blocks_of(plan.layouts[0], plan) is None) == (dtype is None)
 
 
+@pytest.mark.default_cases("fields1")
 @pytest.mark.unit
 @pytest.mark.parametrize("fields", [{}, {"master_dtype": "remainder", "stage": 3}])
 def test_estimate_counts_codes_and_scales(mesh, fields):
@@ -173,6 +174,7 @@ def test_estimate_counts_codes_and_scales(mesh, fields):
     assert jzero.estimate(plan).opt_state == pytest.approx(held, abs=64)
 
 
+@pytest.mark.default_cases("fields1-adamw", "fields3-muon")
 @pytest.mark.parametrize("tx", [ADAMW, contrib.muon(1e-3)], ids=["adamw", "muon"])
 @pytest.mark.parametrize("fields", [{}, {"stage": 3}, {"offload": "host"}, {"stage": 0}])
 def test_an_update_computes_with_moments_that_are_not_rounded(fields, tx, mesh):
@@ -205,6 +207,7 @@ def test_a_skipped_step_changes_no_bit(mesh):
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.nightly
 def test_a_slow_average_of_a_chain_without_a_count(mesh):
     """Rounding to nearest, or alike in every step, would leave it elsewhere."""
     state = run(optax.chain(optax.trace(decay=0.997), optax.scale(-1e-6)), steps=0, mesh=mesh)
@@ -248,6 +251,7 @@ def trained():
     return run(ADAMW, mesh=jax.make_mesh((8,), ("data",)))
 
 
+@pytest.mark.default_cases("5 devices")
 @pytest.mark.parametrize("place", PLACES)
 def test_resharding_and_checkpoints(place, mesh, tmp_path):
     fields = dict(PLACES[place])

@@ -265,6 +265,7 @@ def test_a_live_change_there_and_back(mesh):
     run(back, steps=1)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_holds_what_is_stored(mesh, tmp_path):
     state, _ = run(shard(create_state(adamw(), BF16), mesh, 2, moment_dtype="bfloat16"), steps=2)
     jzero.checkpoint.save(tmp_path / "half", state)
@@ -283,6 +284,7 @@ def test_dtypes_that_squares_do_not_fit_are_refused(dtype):
         jzero.ZeroConfig(moment_dtype=dtype)
 
 
+@pytest.mark.default_cases("int8")
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_an_injected_decay_of_16_bit_params_is_not_rounded(dtype, mesh):
     """0.999 is 1 in bf16, and Adam then divides by zero."""

@@ -159,10 +159,7 @@ def assert_matrices_have_owners(compiled, plan, piece=None):
     assert all(max(sizes, default=0) <= SMALL for sizes in found.values()), found
 
 
-DEFAULT = ("muon-2", "apply_if_finite-2", "multi_transform-3")
-
-
-@pytest.mark.default_cases(*DEFAULT)
+@pytest.mark.default_cases("muon-2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", TXS)
 def test_values_are_those_of_the_run_without_jzero(kind, stage):
@@ -194,7 +191,7 @@ MESHES = {
 }
 
 
-@pytest.mark.default_cases("tensor parallelism", "offload")
+@pytest.mark.default_cases("offload")
 @pytest.mark.parametrize("kind", MESHES)
 def test_beside_other_axes_and_on_the_host(kind):
     """Owners are devices of all axes that split a matrix: what only some of them compute has no collective in it."""
@@ -335,7 +332,7 @@ def test_numbers_and_parts_of_matrices(kind):
 SECOND_ORDER = {"shampoo": shampoo, "soap": soap}
 
 
-@pytest.mark.default_cases("shampoo-2", "soap-3")
+@pytest.mark.default_cases("soap-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", SECOND_ORDER)
 def test_shampoo_and_soap(kind, stage):

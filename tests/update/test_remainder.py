@@ -144,7 +144,7 @@ def assert_params_of(state):
 LAYOUTS_OF_RUNS = [k for k in LAYOUTS if k != "model axis"]
 
 
-@pytest.mark.default_cases("adamw-stage 3", "muon-5 devices", "clip, adam-host")
+@pytest.mark.default_cases("clip, adam-host")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [(name, "stage 3") for name in CHAINS] + [("adamw", layout) for layout in LAYOUTS_OF_RUNS[:3] + LAYOUTS_OF_RUNS[4:]]
@@ -165,6 +165,7 @@ def test_masters_are_those_of_a_run_with_fp32_masters(name, layout):
     assert held[1] - held[0] == 2 * stored
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("born", [False, True])
 def test_nnx(born, mesh):
     """The optimizer of an NNX pair, made before or in `jzero.shard`; a step of `nnx.jit` changes both in place."""
@@ -246,10 +247,9 @@ MOVES = [
     (a, b, *kinds) for a, b in PLACES
     for kinds in itertools.product(KINDS, KINDS) if kinds != ("auto", "auto")
 ]  # fmt: skip
-DEFAULT = ["stage 2-host of 5 devices-auto-remainder", "host-stage 3-remainder-auto"]
 
 
-@pytest.mark.default_cases(*DEFAULT)
+@pytest.mark.default_cases("stage 2-host of 5 devices-auto-remainder")
 @pytest.mark.parametrize(("old", "new", "was", "becomes"), MOVES)
 def test_resharding_and_checkpoints(old, new, was, becomes, tmp_path):
     """Into another layout and the other kind of master: masters to the bit, params by the rule of the target."""
@@ -285,6 +285,7 @@ def test_a_checkpoint_of_one_bare_array(mesh, tmp_path):
     np.testing.assert_array_equal(got["opt_state"].master, np.asarray(state["params"], np.float32))
 
 
+@pytest.mark.default_cases("auto")
 @pytest.mark.parametrize("kind", KINDS)
 def test_safetensors(kind, tmp_path):
     """An export holds the fp32 masters; they are read into pairs."""
@@ -314,6 +315,7 @@ def test_a_checkpoint_of_pairs_into_a_state_with_one_wider_param(only, tmp_path,
     np.testing.assert_array_equal(jzero.unshard(got.params["bias"]), want)
 
 
+@pytest.mark.nightly
 def test_params_in_fp16_are_read_from_masters(tmp_path, mesh):
     """They are the masters, rounded once: else the next update would take them for params that someone replaced."""
     state = trained(made("stage 2", "remainder"))
@@ -331,6 +333,7 @@ def test_params_in_fp16_are_read_from_masters(tmp_path, mesh):
         jzero.checkpoint.restore(tmp_path / "large", like, cast=True)
 
 
+@pytest.mark.nightly
 def test_explicit_meshes_and_params_elsewhere(tmp_path):
     """Masters of params on one device; unshard, conversion and safetensors under a mesh with Explicit axes."""
     want = trained(made("stage 2", "remainder"))
