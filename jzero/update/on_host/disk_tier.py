@@ -234,14 +234,17 @@ class DiskTier(Store):
         """An array of the unit that is updated now; or of any, whole or a chunk, for a number that is made from it."""
         owners = [units.units[k] for k in units.owners[source]]
         if not self._in_norms:
-            unit = next(u for u in owners if u.group.chunk == group.chunk)
-            file = self.layout.number(units, unit)
-            if file not in self._read:
-                self._read[file] = self._taken_over(units, unit, file)
-            return self._read[file][source]
+            return self._in_frame(units, next(u for u in owners if u.group.chunk == group.chunk))[source]
         asked = [u for u in owners if group.chunk in (None, u.group.chunk)]
         pieces = [(self._copied(units, u)[source], u.group.chunk) for u in asked]
         return pieces[0][0] if group.chunk is not None else self._whole(units.kept[source], pieces)
+
+    def _in_frame(self, units: Units, unit: Unit) -> dict[int, jax.Array]:
+        """The arrays of a unit in its frame of the buffer, until they are written."""
+        file = self.layout.number(units, unit)
+        if file not in self._read:
+            self._read[file] = self._taken_over(units, unit, file)
+        return self._read[file]
 
     def _copied(self, units: Units, unit: Unit) -> dict[int, jax.Array]:
         """The arrays of a unit, which keep no frame of the buffer; those that were read last stay for the next call."""
@@ -265,8 +268,9 @@ class DiskTier(Store):
     def write(self, units: Units, unit: Unit, news: dict[int, jax.Array]) -> None:
         """The new arrays of a unit go to its file once the next one is on its way."""
         if unit.kept:
+            old = self._in_frame(units, unit)  # nothing of it has been read where new state is made of gradients alone
             file = self.layout.number(units, unit)
-            old = self._read.pop(file)
+            del self._read[file]
             self._written()
             self._waiting = file, [news[v] if v in news else old[s] for s, v in unit.kept], list(news.values())
 
