@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,3 +87,17 @@ def with_text(compiled, text):
     other._executable._program = dataclasses.replace(compiled._executable._program, text=text)
     keep_trace(other, trace_of(compiled))
     return other
+
+
+def without_asynchronous_copies(text):
+    """Each `copy-done(%start)` becomes a `copy` of what its `copy-start` has read."""
+    lines, sources = [], {}
+    for line in text.splitlines():
+        call = re.search(r" copy-(start|done)\(.*?%([\w.-]+)\)", line)
+        if call and call[1] == "start":
+            sources[re.match(r" *%([\w.-]+) = ", line)[1]] = call[2]
+            continue
+        if call:
+            line = line.replace(call[0], f" copy(%{sources[call[2]]})")
+        lines.append(line)
+    return "\n".join(lines)

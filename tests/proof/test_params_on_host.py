@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 
 import jax
 import jaxlib.version
 import optax
 import pytest
 from cli_model import SUBJECT
-from mistakes import on_device, with_text
+from mistakes import on_device, with_text, without_asynchronous_copies
 from programs import QUICK, cached, gpt_loss, gpt_state, gpt_step, tokens
 
 import jzero
@@ -141,20 +140,6 @@ def test_params_that_are_all_on_the_device():
     assert found["state_not_offloaded"].bytes > plan.param_bytes // 8 // 2
     own, *_ = compiled(True, layers=12)
     assert findings(own, plan) == ()
-
-
-def without_asynchronous_copies(text):
-    """Each `copy-done(%start)` becomes a `copy` of what its `copy-start` has read."""
-    lines, sources = [], {}
-    for line in text.splitlines():
-        call = re.search(r" copy-(start|done)\(.*?%([\w.-]+)\)", line)
-        if call and call[1] == "start":
-            sources[re.match(r" *%([\w.-]+) = ", line)[1]] = call[2]
-            continue
-        if call:
-            line = line.replace(call[0], f" copy(%{sources[call[2]]})")
-        lines.append(line)
-    return "\n".join(lines)
 
 
 @pytest.mark.remedy("transfers_waited_for", "leave XLA's asynchronous copies on")
