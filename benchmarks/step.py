@@ -3,7 +3,7 @@
     python benchmarks/step.py                            # 8 simulated devices or all GPUs: 11 minutes, two busy cores
     python benchmarks/step.py --sizes tiny --forms scan  # part of it: 2 minutes there
     python benchmarks/step.py --sizes small --stages 2 --muon
-    python benchmarks/step.py --sizes medium --forms scan --stages 2 --policies
+    python benchmarks/step.py --sizes medium --forms scan --stages 2 3 --policies
     python benchmarks/step.py --help
 
 Writes `<out>/<date>-<backend>.md` with a plot beside it; needs jzero[train]. Each pair of programs is timed in
@@ -26,8 +26,10 @@ kept / first", with one that gathers all weights before the model begins.
 Muon (`--muon`): stage 2 by hand, each matrix gathered once before Newton-Schulz, which every device computes for all of
 them; and plain data parallelism, where nothing has to be gathered. Neither has a goal.
 
-Policies (`--policies`): stage 2 with bf16 params and smaller state, against fp32 masters and moments. Rounding and
-quantizing are arithmetic, which a CPU pays for; on a GPU the update is bound by memory (docs/mixed_precision.md).
+Policies (`--policies`): bf16 params; stage 2 with smaller state against fp32 masters and moments, stage 3 with int8
+codes on the wire against 16 bits. Rounding and quantizing are arithmetic, which a CPU pays for, and its wire costs
+nothing; on a GPU the update is bound by memory (docs/mixed_precision.md), and codes pay where the wire is slow
+(docs/quantized.md).
 """
 
 from __future__ import annotations
@@ -71,13 +73,20 @@ SIZES = {
     "medium": (Model(width=256, layers=4, heads=4, seq=64), 8),
 }
 """Model and batch, in sequences over all devices."""
-POLICIES = {
-    "bf16 moments": {"moment_dtype": "bfloat16"},
-    "int8 moments": {"moment_dtype": "int8"},
-    "remainders": {"master_dtype": "remainder"},
-    "remainders, int8 moments": {"master_dtype": "remainder", "moment_dtype": "int8"},
+POLICIES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "bf16 moments": {"moment_dtype": "bfloat16"},
+        "int8 moments": {"moment_dtype": "int8"},
+        "remainders": {"master_dtype": "remainder"},
+        "remainders, int8 moments": {"master_dtype": "remainder", "moment_dtype": "int8"},
+    },
+    3: {
+        "int8 gathers": {"gather_dtype": "int8"},
+        "int8 gradients": {"reduce_dtype": "int8"},
+        "int8 gathers and gradients": {"gather_dtype": "int8", "reduce_dtype": "int8"},
+    },
 }
-"""Fields of `ZeroConfig` that make the state smaller."""
+"""Fields of `ZeroConfig`, by stage, that make the state or what is sent smaller."""
 TURN = 0.01
 """Seconds after which the two programs of a pair change places, at the earliest."""
 
@@ -95,7 +104,7 @@ class Config:
     muon: bool = False
     """Also stage 2 with Muon: against Muon by hand on gathered matrices, and with a replicated state."""
     policies: bool = False
-    """Also stage 2 with smaller optimizer state, against fp32 masters and moments; bf16 params."""
+    """Also smaller optimizer state at stage 2, and codes on the wire at stage 3; bf16 params."""
     rounds: int = 20
     """Alternating rounds; each gives one ratio."""
     seconds: float = 0.1
@@ -238,17 +247,21 @@ def with_muon(model: Model, rows: int) -> list[tuple[str, bool, tuple[Program, P
     ]
 
 
-def with_policies(model: Model, rows: int) -> list[tuple[str, bool, tuple[Program, Program]]]:
-    """Stage 2 with each of `POLICIES`, against fp32 masters and moments."""
+def with_policies(model: Model, rows: int, stages: Sequence[int]) -> list[tuple[str, bool, tuple[Program, Program]]]:
+    """Each of `POLICIES` against the same stage without it."""
     mesh, create = Mesh(np.array(jax.devices()), ("data",)), creator(dataclasses.replace(model, dtype="bfloat16"))
     batch = batch_of(model, rows, mesh)
 
-    def stored(**fields: Any) -> Program:
-        state = jzero.shard(create, stage=2, mesh=mesh, min_shard_bytes=MIN_SHARD_BYTES, **fields)
+    def stored(stage: int, **fields: Any) -> Program:
+        state = jzero.shard(create, stage=stage, mesh=mesh, min_shard_bytes=MIN_SHARD_BYTES, **fields)
         return build((state, train_step, {}), batch)
 
-    wide = stored()
-    return [(f"2, {name} / fp32", False, (stored(**fields), wide)) for name, fields in POLICIES.items()]
+    found = []
+    for stage in sorted({*stages} & {*POLICIES}):
+        wide = stored(stage)
+        for name, fields in POLICIES[stage].items():
+            found.append((f"{stage}, {name} / without", False, (stored(stage, **fields), wide)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +345,7 @@ def measure(config: Config) -> list[Pair]:
             model = dataclasses.replace(model, scan=form == "scan", dtype=config.dtype)
             pairs = pairs_of(programs(model, rows, config.stages), config.stages)
             pairs += with_muon(model, rows) if config.muon else []
-            pairs += with_policies(model, rows) if config.policies else []
+            pairs += with_policies(model, rows, config.stages) if config.policies else []
             for program in {id(p): p for *_, both in pairs for p in both}.values():
                 program.warm_up()
             times = in_turns([both for *_, both in pairs], config)

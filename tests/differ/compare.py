@@ -710,8 +710,12 @@ def _check_bytes(run, case: dict) -> None:
     leaves = [x for x in jax.tree.leaves(run.opt_state()) if hasattr(x, "dtype") and hasattr(x, "nbytes")]
     split = "hsdp" in (run.mesh_spec["kind"], run.mesh_spec.get("levels")), run.mesh_spec["kind"] == "tp"
     parts = len(run.mesh.devices.flat) // 2 ** sum(split)
-    padded = {x.shape for x in plan.layouts}  # other leaves are split where a dim divides, and else whole
-    split = [x.size > 2 * parts and (x.shape in padded or any(d % parts == 0 for d in x.shape)) for x in leaves]
+    padded = {x.shape for x in plan.layouts}  # others of more than 16 values are split where a dim divides, else whole
+
+    def is_split(x):
+        return x.size > 2 * parts if x.shape in padded else x.size > 16 and any(d % parts == 0 for d in x.shape)
+
+    split = [is_split(x) for x in leaves]
     few = sum(x.nbytes for x, s in zip(leaves, split, strict=True) if not s)
     large = sum(x.nbytes for x, s in zip(leaves, split, strict=True) if s)
     if state > few + 3.5 * large / parts:
