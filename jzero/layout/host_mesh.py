@@ -48,6 +48,8 @@ def moved(x: jax.Array, target: NamedSharding, *, copy: bool = False) -> jax.Arr
       target: a layout on the other mesh, and a memory kind.
       copy: the result shares no memory with `x`.
     """
+    if not x.size:  # what JAX has jitted lies whole on every device, whatever its layout says
+        return jax.make_array_from_callback(x.shape, target, lambda index: np.zeros(x.shape, x.dtype)[index])
     pieces = {s.device: s.data for s in x.addressable_shards}
     sources = x.sharding.devices_indices_map(x.shape)
     wanted = target.devices_indices_map(x.shape)

@@ -269,9 +269,13 @@ class Schedule:
         """Why results cannot be computed by chunks; empty where they can."""
         if form is None:
             return "arrays of several shapes or layouts"
+        shapes = (form.shape, form.stored)
+        for start in starts:
+            if self.reads.get(start) and self.graph.avals[start].shape not in shapes:
+                return self.graph.makers[start].name if start in self.graph.makers else "arrays of several shapes"
         for node in self._needed(starts):
-            of_form = any(self.graph.avals[o].shape in (form.shape, form.stored) for o in node.outs)
-            if of_form and self.reads.get(node.outs[0]) and not self.by_chunks(node, form):
+            of_form = any(self.graph.avals[o].shape in shapes for o in node.outs)
+            if of_form and any(map(self.reads.get, node.outs)) and not self.by_chunks(node, form):
                 return node.name
         return ""
 

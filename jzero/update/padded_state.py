@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import numpy as np
 
 from jzero.core.errors import counted
+from jzero.layout.leaf_rule import path_name
 from jzero.layout.padding import padded, unpadded
 from jzero.layout.placement import on_device
 from jzero.sharding import Plan
@@ -24,6 +27,18 @@ def cut_state(state, logical, plan: Plan):
     shapes = [tuple(x.shape) for x in jax.tree.leaves(logical)]
     rows = zip(leaves, shapes, plan.state_specs(state), strict=True)
     return jax.tree.unflatten(tree, [cut(x, shape, spec, plan) for x, shape, spec in rows])
+
+
+def check_dtypes(before, after, kept: Iterable[bool]) -> None:
+    """Raises TypeError for a leaf that is kept outside of device memory, and that an update gives another dtype."""
+    rows = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), kept, strict=False)
+    for (path, old), new, k in rows:
+        if k and old.dtype != new.dtype:
+            raise TypeError(
+                f"jzero: the update gives {path_name(path)} of the optimizer state the dtype {new.dtype}, and tx.init "
+                f"made it in {old.dtype}. State outside of device memory keeps its dtype: cast it in init, or in the "
+                "update."
+            )
 
 
 def check_state(state, logical, *, where: str) -> None:

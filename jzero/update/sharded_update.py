@@ -44,7 +44,7 @@ from jzero.update import remainder
 from jzero.update.int8_moments import Int8Moments
 from jzero.update.masters import seen_dtype
 from jzero.update.owners import on_owners
-from jzero.update.padded_state import align, cut, cut_state, pad, pin_state
+from jzero.update.padded_state import align, check_dtypes, cut, cut_state, pad, pin_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,8 @@ class ShardedUpdate:
         plan = self.plan
         if master is None or delta is None:
             kept = master if master is None else pad(master, x.state_shape, x.state, plan)
-            return delta if delta is None else plan.constrain(delta, x.state), kept
+            # one number for all values is a delta too
+            return delta if delta is None else plan.constrain(jnp.broadcast_to(delta, wide.shape), x.state), kept
         new = plan.constrain((wide + delta).astype(wide.dtype), x.state)
         if self.is_remainder(master, x):
             value, rest = remainder.split(new)
@@ -151,6 +152,7 @@ class ShardedUpdate:
             rows = zip(params, layouts, hosted, strict=True)
             shards = [plan.constrain(p, x.state) if h else p for p, x, h in rows]
             news, *kept = self(shards, self.masters(shards, master), grads, inner, master)
+            check_dtypes(inner, kept[0], (h.sharding is not None for h in state_lies))
             rows = zip(news, shards, master, layouts, hosted, strict=True)
             return [self._landed(n, p, m, x) if h else n for n, p, m, x, h in rows], *kept
 

@@ -167,8 +167,73 @@ def by_last_gradient(tx):
     return optax.chain(keeps, tx)
 
 
-RARE = {"last_gradient": by_last_gradient}
-"""Wrappers that only some cases draw, by their config."""
+def of_moment(factor, first=jnp.zeros_like, more=None):
+    """A wrapper: updates grow by up to a tenth, by `factor(average, kept)` of a moving average.
+
+    Args:
+      factor: of one leaf, in fp32.
+      first: the initial average, from a param.
+      more: a few values that are stored beside an average, made of it; they are `kept` at the next update.
+    """
+
+    def few(moments):  # in a list: no path ends as that of a param
+        return [] if more is None else list(map(more, jax.tree.leaves(moments)))
+
+    def init(params):
+        moments = jax.tree.map(first, params)
+        return moments, few(moments)
+
+    def update(updates, state, params=None):
+        moments = jax.tree.map(lambda m, g: (0.5 * m + 0.5 * g).astype(m.dtype), state[0], updates)
+        grads, tree = jax.tree.flatten(updates)
+        rows = zip(grads, jax.tree.leaves(moments), state[1] or grads, strict=True)
+        grown = [
+            ((1 + 0.1 * jnp.tanh(factor(m.astype(jnp.float32), k))) * g.astype(jnp.float32)).astype(g.dtype)
+            for g, m, k in rows
+        ]
+        return tree.unflatten(grown), (moments, few(moments))
+
+    return lambda tx: optax.chain(optax.GradientTransformation(init, update), tx)
+
+
+def in_two_stages(m, _):
+    """The largest of sums along the last dim."""
+    return jnp.max(jnp.sum(jnp.abs(m), axis=-1)) if m.ndim else jnp.abs(m)
+
+
+def in_a_loop(m, _):
+    """Elementwise, by a loop whose first result is its counter."""
+    return jax.lax.fori_loop(0, 2, lambda i, x: x - 0.1 * jnp.tanh(x), m)
+
+
+def by_rows(p):
+    """A param whose rows have length one, or less."""
+    wide = p.astype(jnp.float32)
+    return (wide / (0.1 + jnp.linalg.norm(wide, axis=-1, keepdims=True)) if p.ndim else wide).astype(p.dtype)
+
+
+def from_a_table(tx):
+    """Updates are scaled, value by value, by a vector that is stored once, and that no gradient changes."""
+
+    def update(updates, table, params=None):
+        def scaled(g):
+            share = jnp.take(table, jnp.arange(g.size) % table.size).reshape(g.shape)
+            return (share * g.astype(jnp.float32)).astype(g.dtype)
+
+        return jax.tree.map(scaled, updates), 0.99 * table
+
+    return optax.chain(optax.GradientTransformation(lambda params: jnp.linspace(0.5, 1.5, 24), update), tx)
+
+
+RARE = {
+    "last_gradient": by_last_gradient,
+    "in_two_stages": of_moment(in_two_stages),
+    "in_a_loop": of_moment(in_a_loop),
+    "by_rows": of_moment(lambda m, _: m, first=by_rows),
+    "few_values": of_moment(lambda m, k: jnp.mean(k.astype(jnp.float32)), more=lambda m: m[(slice(2),) * m.ndim]),
+    "from_a_table": from_a_table,
+}
+"""Wrappers that only some cases draw, by their config: state as no optimizer of optax makes it."""
 
 HYPERPARAMS = {
     "adam": optax.adam, "adamw": optax.adamw, "momentum": functools.partial(optax.sgd, momentum=0.9),

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from differ.blocks import BLOCKS, FLAX, STATEFUL
-from differ.chains import HYPERPARAMS, OPTIMIZERS, SIGNS, SMOOTH, WRAPS
+from differ.chains import AMPLIFY, HYPERPARAMS, OPTIMIZERS, RARE, SIGNS, SMOOTH, WRAPS
 
 STACKED = ("scan", "scan_remat", "nested", "Scan")
 FLAVOURS = ("linen", "nnx", "plain")
@@ -134,6 +134,9 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         if tier_at(case, at) in ("disk", "params and disk"):
             full = {"kind": "full disk", "writes": rng.choice((0, 1, 4))}
             case["events"] = dict(sorted({**case["events"], str(at): full}.items()))
+    exact = not any("moment_dtype" in c for c in configs_of(case))
+    if exact and case["fed"] and case["optimizer"] not in (*SIGNS, *AMPLIFY) and rng.random() < 0.15:
+        case["wraps"] = [rng.choice(list(RARE)), *case["wraps"]]
     return case
 
 
@@ -381,6 +384,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "layer", kind
     for wrap in case["wraps"]:
         yield "wrap", wrap
+        if wrap in RARE:
+            yield "unusual state", case["config"]["tier"]
     for name, value in case["config"].items():
         if name not in ("stage", "tier", "quantize_block", "gather_dtype"):
             yield "field", f"{name}={value}"

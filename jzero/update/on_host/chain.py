@@ -20,8 +20,16 @@ from jzero.update.masters import seen_dtype
 from jzero.update.moment_dtype import ROUNDING_COUNT
 from jzero.update.on_host.host_arrays import param_on_host
 from jzero.update.on_host.units import Units
-from jzero.update.padded_state import cut, pad, pin_state
+from jzero.update.padded_state import check_dtypes, cut, pad, pin_state
 from jzero.update.sharded_update import ShardedUpdate
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A keyword argument of an update that is not an array, in the place of a leaf: other values are other programs."""
+
+    value: bool | str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,7 +110,7 @@ class Chain:
 
         Args:
           grads: their types, None where a param has no gradient.
-          extra: keyword arguments of the update, abstract.
+          extra: keyword arguments of the update, abstract, or a `Constant`.
           most: bytes of a unit.
         """
         layouts = self.plan.layouts
@@ -175,12 +183,17 @@ class Chain:
         home, layouts = self.plan.update_plan, self.plan.layouts
         inner, masters = self.parts(leaves)
         tx, logical = self.make()
+        extra = jax.tree.map(
+            lambda x: x.value if isinstance(x, Constant) else x, extra, is_leaf=lambda x: isinstance(x, Constant)
+        )
         step = ShardedUpdate(tx, home, lambda: logical, self.plan.tree, extra)
         inner, masters = step.cut(inner, masters)
         rows = list(zip(params, masters, grads, layouts, strict=True))
         wide = [cut(p, x.shape, x.state, home) if m is None else m for p, m, _, x in rows]
         grads = [g if g is None else cut(g, x.shape, x.state, home) for _, _, g, x in rows]
+        before = inner
         news, inner, masters = step([None] * len(wide), wide, grads, inner, masters)
+        check_dtypes(before, inner, self.kept)
         landed = [
             None if m is None else pad(m if n is None else n, x.state_shape, x.state, home).astype(x.dtype)
             for n, m, x in zip(news, masters, layouts, strict=True)

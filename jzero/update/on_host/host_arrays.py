@@ -64,16 +64,20 @@ def on_plan(value: jax.Array, plan: Plan) -> NamedSharding:
     return NamedSharding(plan.array_mesh if split else plan.mesh, sharding.spec)
 
 
-def joined(pieces: Sequence[Piece], sharding) -> jax.Array:
-    """A whole array in its stored shape from its chunks."""
+def joined(pieces: Sequence[Piece], sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """A whole array from its chunks, in its stored shape; with `shape` the first values of it along each dim."""
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0]
-    return _join(tuple(c for _, c in pieces), sharding)([x for x, _ in pieces])
+    return _join(tuple(c for _, c in pieces), sharding, shape)([x for x, _ in pieces])
 
 
 @functools.lru_cache(maxsize=256)
-def _join(chunks: tuple[Any, ...], sharding):
-    return jax.jit(functools.partial(whole_of, chunks), out_shardings=sharding)
+def _join(chunks: tuple[Any, ...], sharding, shape: tuple[int, ...] | None):
+    def join(values):
+        whole = whole_of(chunks, values)
+        return whole if shape is None else whole[tuple(map(slice, shape))]
+
+    return jax.jit(join, out_shardings=sharding)
 
 
 @jax.jit

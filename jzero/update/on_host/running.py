@@ -29,11 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jzero.core.random_keys import by_data, data
+from jzero.core.errors import is_array
+from jzero.core.random_keys import by_data, data, is_key
 from jzero.core.types import PyTree
 from jzero.layout.host_mesh import moved
+from jzero.layout.leaf_rule import path_name
 from jzero.layout.specs import P
-from jzero.update.on_host.chain import Chain
+from jzero.update.on_host.chain import Chain, Constant
 from jzero.update.on_host.handles import Held, held_in
 from jzero.update.on_host.host_arrays import (
     Piece,
@@ -97,12 +99,12 @@ class Running:
         assert held is not None
         self.check(held)
         leaves = self._small_on_host(jax.tree.leaves(state.inner))
-        extra = {**extra, **self.chain.count(np.int32(self.updates))}
+        extra = self._extra_on_host({**extra, **self.chain.count(np.int32(self.updates))})
         if self.delay:
             news, small = self._late(grads, leaves, params, extra)
         else:
             asked = [functools.partial(self._param, i, p) for i, p in enumerate(params)]
-            job = self._on_host(grads), leaves, asked, self._changed(params), self._extra_on_host(extra)
+            job = self._on_host(grads), leaves, asked, self._changed(params), extra
             found, _, small = self._step(*job)
             news = landed(found, self.chain.plan)
         self.generation += 1
@@ -182,13 +184,13 @@ class Running:
             found = {**found, **{i: [(self._to_plan(x), None)] for i, x in taken.items()}}
             values = {**values, **taken}
         news = landed(found, plan)
-        hosted, more = self._on_host(grads), self._extra_on_host(extra)
-        read = self.store.frozen_reads(hosted, more)
+        hosted = self._on_host(grads)
+        read = self.store.frozen_reads(hosted, extra)
         own = [taken[i] if i in taken else self._param(i, p) if i in read else None for i, p in enumerate(params)]
         asked = [lambda x=x: x for x in own]
         self._handed, self._handed_small = values, small
         changed = [i in taken for i in range(len(params))]
-        self._pending = self._thread.submit(self._step, hosted, list(small), asked, changed, more)
+        self._pending = self._thread.submit(self._step, hosted, list(small), asked, changed, extra)
         return news, small
 
     def _finished(self) -> tuple[dict, dict, list]:
@@ -271,9 +273,25 @@ class Running:
         return [None if g is None else to_host(g, x.state, plan) for g, x in rows]
 
     def _small_on_host(self, leaves: Sequence[jax.Array]) -> list:
-        """The leaves that the user holds; None in the place of those that are kept."""
+        """The leaves that the user holds, in the dtypes of the chain; None in the place of those that are kept.
+
+        Raises TypeError for one that was set in a dtype which that of the chain does not hold.
+        """
         mine = iter(leaves)
-        return [None if k else on_host(next(mine), self.chain.plan) for k in self.chain.kept]
+        rows = zip(self.chain.leaves, self.chain.kept, self.chain.names, strict=True)
+        return [
+            None if k else self._in_dtype(on_host(next(mine), self.chain.plan), x.dtype, name) for x, k, name in rows
+        ]
+
+    def _in_dtype(self, value: jax.Array, dtype: Any, name: str) -> jax.Array:
+        if value.dtype == dtype:
+            return value
+        if is_key(value) or jnp.promote_types(value.dtype, dtype) != dtype:
+            raise TypeError(
+                f"jzero: {name} of the optimizer state has dtype {value.dtype}, and tx.init made it in {dtype}, which "
+                f"does not hold every such value. Set it in {dtype}."
+            )
+        return value.astype(dtype)
 
     def _small_on_devices(self, small: Sequence[jax.Array]) -> list:
         """The reverse."""
@@ -281,7 +299,19 @@ class Running:
         return [on_devices(x, spec, self.chain.plan) for x, spec in rows if x is not None]
 
     def _extra_on_host(self, extra: PyTree) -> Any:
-        return jax.tree.map(lambda x: on_host(x, self.chain.plan), extra)
+        """Keyword arguments on every device of the host mesh; raises TypeError for what cannot be there."""
+        def placed(path, x):
+            if isinstance(x, (bool, str)):  # it decides what is traced
+                return Constant(x)
+            if is_array(x) or isinstance(x, (int, float, complex)):
+                return on_host(x, self.chain.plan)
+            raise TypeError(
+                f"jzero: the keyword argument {path_name(path)} of an update on the host must be an array, a number, a "
+                f"bool or a string, not {type(x).__name__}. For an optimizer that calls a function of the params, as a "
+                'line search does, leave out update="host".'
+            )
+
+        return jax.tree_util.tree_map_with_path(placed, extra)
 
     def _to_plan(self, value: jax.Array) -> jax.Array:
         """A new param, or a chunk of it, on the devices."""

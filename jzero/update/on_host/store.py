@@ -96,6 +96,7 @@ class Store:
                 return units.piece(given[source](), group.chunk)
             return self.read(units, source, group)
 
+        units.residents(known, fetch)
         units.scalars(known, fetch)
         small_outs = units.small_outs(known)
         pieces: dict[int, list[Piece]] = {}  # of small results that units compute
@@ -116,7 +117,7 @@ class Store:
                 yield from waiting.popleft()
         while waiting:
             yield from waiting.popleft()
-        small_outs |= {v: joined(some, units.everywhere) for v, some in pieces.items()}
+        small_outs |= {v: joined(some, units.everywhere, units.graph.avals[v].shape) for v, some in pieces.items()}
         return self._small_results(units, numbers, small_outs)
 
     def units_for(self, grads: Sequence[Shaped], extra: PyTree) -> Units:

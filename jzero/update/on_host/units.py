@@ -159,6 +159,11 @@ class Units:
                 part = self._joined(value, known[value], part)
             known[value] = part
 
+    def residents(self, known: dict[int, jax.Array], fetch: Callable[[int, Group], Any]) -> None:
+        """Adds to `known` the small arrays beside large ones: [Note: vectors beside a matrix] in `schedule.py`."""
+        for group in self.schedule.first:
+            known.update((s, jnp.copy(fetch(s, group))) for s in group.sources)
+
     def number_groups(self) -> Iterable[Group]:
         """The groups that make numbers. Gradients alone are read whole; else see [Note: numbers before units]."""
         for values, sources in {g.values: g.sources for g in self.schedule.scalars}.items():
@@ -204,10 +209,12 @@ class Units:
 
     def made(self, out: int, chunk: Chunk | None, arrays: Mapping[int, jax.Array]) -> Any:
         """One result, or a chunk of it, from whole arguments by their numbers."""
-        sources = self.sources_of(out)
-        group = Group((self.graph.outs[out],), sources, 0, chunk)
+        sources, value = self.sources_of(out), self.graph.outs[out]
+        by_chunks = chunk is not None and not self.schedule.whole_because((value,), chunk.form)
+        group = Group((value,), sources, 0, chunk if by_chunks else None)
         known = {n: x for n, x in arrays.items() if x.size <= 1}
-        return self.outs_of(group, known, [self.piece(arrays[s], chunk) for s in sources])[0]
+        made = self.outs_of(group, known, [self.piece(arrays[s], group.chunk) for s in sources])[0]
+        return made if by_chunks else self.piece(made, chunk)
 
     def small_outs(self, known: dict[int, jax.Array]) -> dict[int, jax.Array]:
         """The results that lie on every device, but for those that units compute from large arrays."""
@@ -246,7 +253,10 @@ class Units:
 
     def check(self) -> None:
         """Traces all that an update runs, one chunk of each array: what cannot run raises, as the update would."""
-        known = {n: self.form(n, None) for n in self.graph.ins if self._placement(n).sharding is None}
+        resident = self.schedule.resident
+        known = {
+            n: self.form(n, None) for n in self.graph.ins if self._placement(n).sharding is None or n in resident
+        }
         everywhere = [v for v in self.graph.outs if self.is_everywhere(v) and not self.schedule.reads.get(v)]
         numbers = list(self.number_groups())
         groups = [*numbers, Group(tuple(everywhere), (), 0), *(u.group for u in self.units if u.group.values)]
@@ -292,7 +302,7 @@ class Units:
         found: dict[int, None] = {}
 
         def given(v: int) -> bool:
-            if v in known:
+            if v in known and v not in group.sources:
                 found[v] = None
             return v in known or v in group.sources or v in self.graph.known
 
