@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import optax
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import jzero
 
+JAXLIB = tuple(map(int, jaxlib.version.__version__.split(".")[:3]))
 SEQ = 16  # tokens: activations stay small beside the model states
 # Collectives, layouts and aliasing are read from programs compiled with these: the code of the matmuls, which is not
 # read, is a third of the compile time.

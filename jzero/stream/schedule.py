@@ -267,12 +267,9 @@ class Schedule:
 
     def whole_because(self, starts, form: Form | None) -> str:
         """Why results cannot be computed by chunks; empty where they can."""
-        if form is None:
+        shapes = () if form is None else (form.shape, form.stored)
+        if form is None or any(self.reads.get(v) and self.graph.avals[v].shape not in shapes for v in starts):
             return "arrays of several shapes or layouts"
-        shapes = (form.shape, form.stored)
-        for start in starts:
-            if self.reads.get(start) and self.graph.avals[start].shape not in shapes:
-                return self.graph.makers[start].name if start in self.graph.makers else "arrays of several shapes"
         for node in self._needed(starts):
             of_form = any(self.graph.avals[o].shape in shapes for o in node.outs)
             if of_form and any(map(self.reads.get, node.outs)) and not self.by_chunks(node, form):

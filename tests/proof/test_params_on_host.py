@@ -7,12 +7,11 @@ import dataclasses
 import json
 
 import jax
-import jaxlib.version
 import optax
 import pytest
 from cli_model import SUBJECT
 from mistakes import on_device, with_text, without_asynchronous_copies
-from programs import QUICK, cached, gpt_loss, gpt_state, gpt_step, tokens
+from programs import JAXLIB, QUICK, cached, gpt_loss, gpt_state, gpt_step, tokens
 
 import jzero
 from jzero.__main__ import main
@@ -21,7 +20,6 @@ from jzero.proof.evidence import Evidence
 from jzero.proof.faults.host import transfers_waited_for
 from jzero.proof.hlo import parse
 
-JAXLIB = tuple(map(int, jaxlib.version.__version__.split(".")[:3]))
 pytestmark = [
     pytest.mark.pod,
     pytest.mark.skipif(JAXLIB < (0, 11, 2), reason="params in host memory need jaxlib 0.11.2 on GPUs"),

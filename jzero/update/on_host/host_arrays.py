@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.core.random_keys import by_data, is_key
 from jzero.layout.host_mesh import moved
 from jzero.layout.leaf_rule import Layout
+from jzero.layout.padding import unpadded
 from jzero.layout.placement import put
 from jzero.layout.specs import P
 from jzero.sharding import Plan
@@ -75,7 +76,7 @@ def joined(pieces: Sequence[Piece], sharding, shape: tuple[int, ...] | None = No
 def _join(chunks: tuple[Any, ...], sharding, shape: tuple[int, ...] | None):
     def join(values):
         whole = whole_of(chunks, values)
-        return whole if shape is None else whole[tuple(map(slice, shape))]
+        return whole if shape is None else unpadded(whole, shape)
 
     return jax.jit(join, out_shardings=sharding)
 

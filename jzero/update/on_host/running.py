@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jzero.core.errors import is_array
+from jzero.core.errors import is_numeric
 from jzero.core.random_keys import by_data, data, is_key
 from jzero.core.types import PyTree
 from jzero.layout.host_mesh import moved
@@ -279,19 +279,7 @@ class Running:
         """
         mine = iter(leaves)
         rows = zip(self.chain.leaves, self.chain.kept, self.chain.names, strict=True)
-        return [
-            None if k else self._in_dtype(on_host(next(mine), self.chain.plan), x.dtype, name) for x, k, name in rows
-        ]
-
-    def _in_dtype(self, value: jax.Array, dtype: Any, name: str) -> jax.Array:
-        if value.dtype == dtype:
-            return value
-        if is_key(value) or jnp.promote_types(value.dtype, dtype) != dtype:
-            raise TypeError(
-                f"jzero: {name} of the optimizer state has dtype {value.dtype}, and tx.init made it in {dtype}, which "
-                f"does not hold every such value. Set it in {dtype}."
-            )
-        return value.astype(dtype)
+        return [None if k else _in_dtype(on_host(next(mine), self.chain.plan), x.dtype, name) for x, k, name in rows]
 
     def _small_on_devices(self, small: Sequence[jax.Array]) -> list:
         """The reverse."""
@@ -300,15 +288,16 @@ class Running:
 
     def _extra_on_host(self, extra: PyTree) -> Any:
         """Keyword arguments on every device of the host mesh; raises TypeError for what cannot be there."""
+
         def placed(path, x):
             if isinstance(x, (bool, str)):  # it decides what is traced
                 return Constant(x)
-            if is_array(x) or isinstance(x, (int, float, complex)):
+            if is_numeric(x):
                 return on_host(x, self.chain.plan)
             raise TypeError(
                 f"jzero: the keyword argument {path_name(path)} of an update on the host must be an array, a number, a "
                 f"bool or a string, not {type(x).__name__}. For an optimizer that calls a function of the params, as a "
-                'line search does, leave out update="host".'
+                'line search does, leave out update="host" and tier="disk".'
             )
 
         return jax.tree_util.tree_map_with_path(placed, extra)
@@ -330,6 +319,17 @@ class Running:
 
     def _param(self, i: int, param):
         return param_on_host(param, self.chain.plan.layouts[i], self.chain.plan)
+
+
+def _in_dtype(value: jax.Array, dtype: Any, name: str) -> jax.Array:
+    if value.dtype == dtype:
+        return value
+    if is_key(value) or jnp.promote_types(value.dtype, dtype) != dtype:
+        raise TypeError(
+            f"jzero: {name} of the optimizer state has dtype {value.dtype}, and tx.init made it in {dtype}, which "
+            f"does not hold every such value. Set it in {dtype}."
+        )
+    return value.astype(dtype)
 
 
 def _theirs_or(mine: Any, handed: Any, new: Any) -> Any:

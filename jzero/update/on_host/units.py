@@ -160,7 +160,10 @@ class Units:
             known[value] = part
 
     def residents(self, known: dict[int, jax.Array], fetch: Callable[[int, Group], Any]) -> None:
-        """Adds to `known` the small arrays beside large ones: [Note: vectors beside a matrix] in `schedule.py`."""
+        """Adds to `known` the small arrays beside large ones, in memory of their own: their group runs first.
+
+        See [Note: vectors beside a matrix] in `schedule.py`.
+        """
         for group in self.schedule.first:
             known.update((s, jnp.copy(fetch(s, group))) for s in group.sources)
 
