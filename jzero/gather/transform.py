@@ -75,8 +75,7 @@ class GatherOnUse:
         """`_evaluate`, under an Explicit mesh on Auto axes: [Note: Explicit axes] in `layout/explicit.py`."""
         trees = params, args, kwargs
         return in_auto_mode(
-            lambda *trees: self._evaluate(fn, *trees), trees, lambda out: result_specs(trees, out, self.plan),
-            self.plan.own_axes,
+            self._evaluate, trees, lambda out: result_specs(trees, out, self.plan), self.plan.own_axes, user=fn
         )  # fmt: skip
 
     def _params_apart(self, args, kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any], Callable]:

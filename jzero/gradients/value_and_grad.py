@@ -242,8 +242,9 @@ class _ValueAndGrad:
         """(loss or (loss, aux), grads, the state of the objects, where gradients were reduced)."""
         trees, values = (params, args, kwargs), list(values)
 
-        def of_batch(factor, params, args, kwargs, values):
-            return self._with_factor(factor)._of_batch(call, params, args, kwargs, values, paths)
+        def of_batch(loss_fn, factor, params, args, kwargs, values):
+            own = dataclasses.replace(self._with_factor(factor), loss_fn=loss_fn)
+            return own._of_batch(call, params, args, kwargs, values, paths)
 
         def specs(out):
             used = dataclasses.replace(self.accumulation, mode=out[3])
@@ -251,7 +252,7 @@ class _ValueAndGrad:
             own = [jax.typeof(x).sharding.spec for x in values]
             return [*result_specs(trees, out[0], self.plan), *grads, *own, P()]
 
-        return in_auto_mode(of_batch, (self._factor, *trees, values), specs, self.plan.own_axes)
+        return in_auto_mode(of_batch, (self._factor, *trees, values), specs, self.plan.own_axes, user=self.loss_fn)
 
     def _of_batch(self, call, params, args, kwargs, values, paths):
         used = self.accumulation

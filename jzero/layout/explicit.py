@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
+from jzero.core.closures import lift
 from jzero.core.jaxprs import is_tracer
 from jzero.core.random_keys import by_data, is_key
 from jzero.core.types import PyTree
@@ -153,6 +154,7 @@ def in_auto_mode(
     args: tuple[PyTree, ...],
     out_specs: Callable[[Any], Sequence[PartitionSpec]],
     own: Sequence[str] = (),
+    user: Callable[..., Any] | None = None,
 ) -> Any:
     """`fn(*args)`, in a region in which the Explicit axes of the context are Auto.
 
@@ -163,13 +165,17 @@ def in_auto_mode(
         dim are left out.
       own: axes that must be Auto. A function that names others in its own types is traced again with only these Auto;
         without any it is refused.
+      user: a function that `fn` takes before `args`. Arrays that it closes over become arguments (`core/closures.py`).
 
     Raises:
       ValueError: `fn` closes over arrays, or names axes in its own types that are Auto.
     """
     axes = explicit_axes()
     if not axes:
-        return fn(*args)
+        return fn(*args) if user is None else fn(user, *args)
+    if user is not None:
+        arrays, made = lift(user)
+        return in_auto_mode(lambda arrays, *args: fn(made(arrays), *args), (arrays, *args), out_specs, own)
     least = tuple(a for a in axes if a in own)
     with _explaining(axes):
         try:
@@ -232,7 +238,8 @@ def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
     if any(text in str(error) for text in _FOREIGN):
         return ValueError(
             f"jzero: under an Explicit mesh {list(axes)} this function uses arrays that are not among its arguments "
-            "(it closes over them). Pass them as arguments: loss_fn(params, batch), functools.partial(create, key)."
+            "(attributes of an object, variables of a creation function). Pass them as arguments: "
+            "loss_fn(params, batch), functools.partial(create, key)."
         )
     if _NAMED in str(error):
         return ValueError(

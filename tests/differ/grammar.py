@@ -139,6 +139,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         # of a state that is there, a list over all params is not cut to those that are trained: refused
         unusual = [name for name in RARE if name != "few_values" or case["born"] or not case.get("trainable")]
         case["wraps"] = [rng.choice(unusual), *case["wraps"]]
+    if rng.random() < (0.5 if case["mesh"]["kind"] == "explicit" else 0.05):
+        case["closes"] = True
     return case
 
 
@@ -361,6 +363,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     yield "step", case["step"] + (" donated" if case["donate"] else "")
     if case.get("plan"):
         yield "plan of jzero.jit", case["flavour"]
+    if case.get("closes"):
+        yield "loss that closes over arrays", f"{case['flavour']}, {case['mesh']['kind']}"
     if case.get("scan_axes"):
         yield "scan_axes", f"{case['scan_axes']}, {'stacks' if stacks_of(case) else 'no stack'}"
     places = configs_of(case)

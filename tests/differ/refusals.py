@@ -7,7 +7,6 @@ import re
 REFUSALS = {
     "offload under an Explicit mesh": r"Explicit.*(offload|Auto)|offload.*Explicit",
     "an Explicit mesh and leaves split along several dims": r"several dims.*Auto|Auto.*several dims",
-    "losses that close over arrays under an Explicit mesh": r"closes? over",
     "an optimizer that trains nothing": r"leaves every param as it is",
     "an optimizer state that is made of frozen params too": r"computes it from frozen ones too",
     "a unit of state larger than a quarter of the disk buffer": r"units? (is|are) larger than a quarter of the buffer",

@@ -146,7 +146,22 @@ class Run:
     def gathered(self, loss):
         """The loss; at stage 3 with weights gathered where they are used, below it as the case wants."""
         stage3 = self.config["stage"] == 3
-        return jzero.gather_on_use(loss, self.plan) if stage3 or self.case["gather"] else loss
+        return jzero.gather_on_use(self.closed(loss), self.plan) if stage3 or self.case["gather"] else loss
+
+    def closed(self, loss):
+        """The loss; if the case wants it, one that reads arrays from outside of it: a variable, a default, a dict."""
+        if "closes" not in self.case:
+            return loss
+        one, ones, more = jnp.ones(()), jnp.ones(3), {"scale": (jnp.ones(4),)}
+
+        @functools.wraps(loss)
+        def run(*args, also=ones):
+            found = loss(*args)
+            factor = one * also[0] * more["scale"][0][-1]
+            scaled = lambda value: value * factor.astype(value.dtype)  # noqa: E731
+            return (scaled(found[0]), *found[1:]) if isinstance(found, tuple) else scaled(found)
+
+        return run
 
     def rest(self):
         """What a model holds besides params: statistics; in NNX keys and their counts, too."""
@@ -166,6 +181,7 @@ class Run:
 
     def in_micro_batches(self, loss):
         """(params or module, batch) -> (mean loss, gradients); of a loss that is a sum, if the case has one."""
+        loss = self.closed(loss)
         if not self.case.get("sum"):
             return jzero.value_and_grad(loss, self.plan, **self.case["micro"])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -412,15 +414,105 @@ def test_tensor_parallelism_of_an_nnx_model_in_types():
     assert max_error(trained(jax.make_mesh((4, 2), ("data", "model")), 3), want) < 1e-5
 
 
+# ----------------------------------------------------------------------------------------- arrays of an enclosing scope
+
+TABLE = np.arange(24.0, dtype=np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A loss that is a frozen dataclass."""
+
+    table: jax.Array
+
+    def __call__(self, params, x):
+        return jnp.mean((x * self.table @ params["w"]) ** 2)
+
+
+def closing_over(kind, table, x):
+    """A loss of the params alone that reaches `table` and `x` in one of the ways in which Python functions do."""
+    from_batch = {"x": x, "odd": jnp.arange(24) % 2}
+
+    def nested(params):
+        return jnp.mean((from_batch["x"] * (table + 0 * from_batch["odd"]) @ params["w"]) ** 2)
+
+    namespace = {"table": table, "x": x, "jnp": jnp, "Scaled": Scaled}
+    exec("def inner(p): return jnp.mean((x * table @ p['w']) ** 2)\ndef outer(p): return inner(p)", namespace)
+    return {
+        "cells": nested,
+        "globals": namespace["outer"],
+        "defaults": lambda params, x=x, table=table: jnp.mean((x * table @ params["w"]) ** 2),
+        "partial": functools.partial(lambda x, params: Scaled(table)(params, x), x),
+        "method": lambda params: Scaled(table).__call__(params, x),
+        "frozen dataclass": functools.partial(lambda f, x, params: f(params, x), Scaled(table), x),
+    }[kind]
+
+
+@pytest.mark.parametrize("how", ["gather_on_use", "value_and_grad"])
+@pytest.mark.parametrize("kind", ["cells", "globals", "defaults", "partial", "method", "frozen dataclass"])
+def test_arrays_that_a_loss_closes_over_become_arguments(explicit, kind, how):
+    params = {"w": jnp.ones((24, 16)) * 0.1}
+    x = np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)
+    want = jax.value_and_grad(lambda p: jnp.mean((x * TABLE @ p["w"]) ** 2))({"w": np.full((24, 16), 0.1, np.float32)})
+    plan = jzero.make_plan(params, stage=3, min_shard_bytes=0)
+    loss = closing_over(kind, jnp.asarray(TABLE), plan.place_batch(x))
+    if how == "gather_on_use":
+        found = jax.jit(jax.value_and_grad(jzero.gather_on_use(loss, plan)))(plan.place(params))
+    else:
+        found = jzero.value_and_grad(loss, plan)(plan.place(params))
+    assert typed(found[1]) == [P("data", None)]
+    assert max_error(found, want) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["gather_on_use", "value_and_grad"])
+def test_a_loss_of_a_module_closes_over_arrays(explicit, how):
+    table, x = jnp.asarray(TABLE), np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)
+    create = lambda: nnx.Linear(24, 16, rngs=nnx.Rngs(0))  # noqa: E731
+    with unsharded():
+        model = create()
+        want = nnx.value_and_grad(lambda m: jnp.mean(m(x * TABLE) ** 2))(model)
+    model, optimizer = jzero.shard(
+        lambda: (m := create(), nnx.Optimizer(m, adamw(), wrt=nnx.Param)), stage=3, min_shard_bytes=0
+    )
+    plan = jzero.plan_of(optimizer)
+    x, loss = plan.place_batch(x), lambda m, x: jnp.mean(m(x * table) ** 2)
+    made = {
+        "gather_on_use": lambda: nnx.value_and_grad(jzero.gather_on_use(loss, plan)),
+        "value_and_grad": lambda: jzero.value_and_grad(loss, plan),
+    }
+    found = made[how]()(model, x)
+    assert max_error(jax.tree.leaves(found), jax.tree.leaves(want)) < 1e-5
+
+
+def test_what_a_loss_stores_outside_of_it_is_not_lost_in_silence(explicit):
+    params = {"w": jnp.ones((24, 16))}
+    plan = jzero.make_plan(params, stage=3, min_shard_bytes=0)
+    scale, seen = jnp.ones(()), {"scale": jnp.ones(())}
+
+    def rebinds(params, x):
+        nonlocal scale
+        scale = scale + 1
+        return jnp.mean((x @ params["w"]) ** 2) * scale
+
+    def fills(params, x):
+        seen["scale"] = seen["scale"] + 1
+        return jnp.mean((x @ params["w"]) ** 2) * seen["scale"]
+
+    for loss in (rebinds, fills):
+        with pytest.raises(ValueError, match=r"stores values in variables, lists or dicts outside of it"):
+            jzero.value_and_grad(loss, plan)(plan.place(params), plan.place_batch(np.ones((16, 24), np.float32)))
+    assert float(scale) == float(seen["scale"]) == 1.0
+
+
 # ------------------------------------------------------------------------------------------ what is refused
 
 
 def test_what_does_not_work_is_refused_in_a_sentence(explicit):
     state = jzero.shard(create_small(optax.adam(1e-2)), stage=2, min_shard_bytes=0)
     plan, key = jzero.plan_of(state), jax.random.key(0)
-    data = plan.place_batch(batch())
-    closed = jzero.gather_on_use(lambda p: loss_of(state.apply_fn, p, data), plan)
-    with pytest.raises(ValueError, match=r"arrays that are not among its arguments.*Pass them as arguments"):
+    holder = types.SimpleNamespace(x=plan.place_batch(batch()["x"]))
+    closed = jzero.gather_on_use(lambda p: state.apply_fn({"params": p}, holder.x).sum(), plan)
+    with pytest.raises(ValueError, match=r"that are not among its arguments.*attributes of an object.*Pass"):
         jax.jit(jax.grad(closed))(state.params)
 
     def create(key):
