@@ -13,7 +13,9 @@ import jax
 Make = Callable[[Sequence[jax.Array], list[Callable[[], bool]]], Any]
 
 
-def lift(fn: Callable[..., Any]) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Callable[..., Any]]]:
+def lift(
+    fn: Callable[..., Any], wanted: Callable[[jax.Array], bool]
+) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Callable[..., Any]]]:
     """The arrays that a function reaches, and the function with others in their place.
 
     Looked through are variables of enclosing functions, globals that the function names, defaults, `functools.partial`,
@@ -22,13 +24,14 @@ def lift(fn: Callable[..., Any]) -> tuple[list[jax.Array], Callable[[Sequence[ja
 
     Args:
       fn: any function.
+      wanted: says of an array whether it is one of those; others stay where they are.
 
     Returns:
       The arrays, and `made(arrays)`, a new function. It raises ValueError if the call rebinds one of the variables,
       or changes one of the lists and dicts, that were copied for it: what it stored there would be lost.
     """
     arrays: list[jax.Array] = []
-    make = _lifted(fn, arrays, {})
+    make = _lifted(fn, wanted, arrays, {})
 
     def made(new: Sequence[jax.Array]) -> Callable[..., Any]:
         if make is None:
@@ -52,9 +55,13 @@ def lift(fn: Callable[..., Any]) -> tuple[list[jax.Array], Callable[[Sequence[ja
     return arrays, made
 
 
-def _lifted(x: Any, arrays: list[jax.Array], known: dict[int, Make | None]) -> Make | None:
+def _lifted(
+    x: Any, wanted: Callable[[jax.Array], bool], arrays: list[jax.Array], known: dict[int, Make | None]
+) -> Make | None:
     """How `x` is made with other arrays in it; None if it reaches none. `known` holds what was looked at, by id."""
     if isinstance(x, jax.Array):
+        if not wanted(x):
+            return None
         arrays.append(x)
         at = len(arrays) - 1
         return lambda new, kept: new[at]
@@ -62,7 +69,7 @@ def _lifted(x: Any, arrays: list[jax.Array], known: dict[int, Make | None]) -> M
         return known[id(x)]
     known[id(x)] = None  # a function that reaches itself
     found = _parts(x)
-    makes = [_lifted(part, arrays, known) for part in found[0]] if found else []
+    makes = [_lifted(part, wanted, arrays, known) for part in found[0]] if found else []
     if found is None or not any(makes):
         return None
     parts, remade = found

@@ -31,7 +31,7 @@ from jzero.flax.state_plan import (
     wrapped_apply,
 )
 from jzero.flax.trained import parts_of
-from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
+from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh, with_arrays_on_auto_mesh
 from jzero.layout.layer_stacks import stacked_by_scan
 from jzero.layout.leaf_rule import Frozen, path_keys
 from jzero.layout.placement import check_same_program, put
@@ -44,7 +44,7 @@ from jzero.update.sharded_update import taken_over
 
 
 def checked_creator(create: Callable[..., Any], where: str) -> Callable[[], Any]:
-    """The function itself; the arrays of a `functools.partial` are put on a mesh with Auto axes.
+    """The function itself; arrays that it closes over, or of a `functools.partial`, are put on a mesh with Auto axes.
 
     Raises:
       TypeError: it needs arguments.
@@ -54,14 +54,14 @@ def checked_creator(create: Callable[..., Any], where: str) -> Callable[[], Any]
     try:
         params = inspect.signature(create).parameters.values()
     except (TypeError, ValueError):
-        return create
+        return with_arrays_on_auto_mesh(create)
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if needed := ", ".join(p.name for p in params if p.default is p.empty and p.kind not in rest):
         raise TypeError(
             f"{where}: the creation function {getattr(create, '__name__', create)!r} needs arguments ({needed}). Pass "
             f"one without: lambda: {getattr(create, '__name__', 'create')}({needed})."
         )
-    return create
+    return with_arrays_on_auto_mesh(create)
 
 
 def born_sharded(create: Callable[[], Any], planned: Callable[..., Plan], trainable: Any) -> Any:

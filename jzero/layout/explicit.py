@@ -113,6 +113,19 @@ def on_auto_mesh(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _retyped(x, auto_mesh), tree) if explicit_axes() else tree
 
 
+def with_arrays_on_auto_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for `auto_context`: the arrays that it closes over are in its types."""
+    if not explicit_axes():
+        return fn
+    arrays, made = lift(fn, _has_mesh)
+    return made(on_auto_mesh(arrays))
+
+
+def _has_mesh(x: jax.Array) -> bool:
+    """True for an array whose type names a mesh: others fit into every context."""
+    return not jax.typeof(x).sharding.mesh.empty
+
+
 def on_context_mesh(tree: PyTree) -> PyTree:
     """A tree with its arrays, also abstract ones, in the types of the context; those on another mesh are left alone."""
     shape = dict(jax.sharding.get_abstract_mesh().shape)
@@ -174,7 +187,7 @@ def in_auto_mode(
     if not axes:
         return fn(*args) if user is None else fn(user, *args)
     if user is not None:
-        arrays, made = lift(user)
+        arrays, made = lift(user, _has_mesh)
         return in_auto_mode(lambda arrays, *args: fn(made(arrays), *args), (arrays, *args), out_specs, own)
     least = tuple(a for a in axes if a in own)
     with _explaining(axes):
@@ -238,7 +251,7 @@ def _explained(error: Exception, axes: tuple[str, ...]) -> ValueError | None:
     if any(text in str(error) for text in _FOREIGN):
         return ValueError(
             f"jzero: under an Explicit mesh {list(axes)} this function uses arrays that are not among its arguments "
-            "(attributes of an object, variables of a creation function). Pass them as arguments: "
+            "(attributes of an object, say). Pass them as arguments: "
             "loss_fn(params, batch), functools.partial(create, key)."
         )
     if _NAMED in str(error):

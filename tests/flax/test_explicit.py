@@ -519,10 +519,12 @@ def test_what_does_not_work_is_refused_in_a_sentence(explicit):
         params = {"w": jax.random.normal(key, (24, 64))}
         return TrainState.create(apply_fn=lambda p, x: x @ p["w"], params=params, tx=optax.adam(1e-2))
 
+    held = types.SimpleNamespace(key=key)
     with pytest.raises(ValueError, match=r"functools.partial\(create, key\)"):
-        jzero.shard(lambda: create(key), stage=3)
-    made = jzero.shard(functools.partial(create, key), stage=3, min_shard_bytes=0)
-    assert typed(made.params) == [P("data", None)]
+        jzero.shard(lambda: create(held.key), stage=3)
+    for creator in (functools.partial(create, key), lambda: create(key)):
+        made = jzero.shard(creator, stage=3, min_shard_bytes=0)
+        assert typed(made.params) == [P("data", None)]
     with pytest.raises(NotImplementedError, match="offload does not work under an Explicit mesh"):
         jzero.shard(create_state, stage=2, offload="host")
     with pytest.raises(NotImplementedError, match="cutting a leaf along several dims does not work"):
