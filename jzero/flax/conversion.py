@@ -38,11 +38,17 @@ def check_belongs(parts: Parts, tx: optax.GradientTransformation) -> None:
         return
     both = [(k, wanted.get(k, "absent"), got.get(k, "absent")) for k in {**wanted, **got}]
     rows = [row for row in both if row[1] != row[2]]
+    remedy = (
+        "Build it with tx.init(params), as TrainState.create does; if it covers only some of the params, name them "
+        "with trainable=."
+        if parts.trained is None
+        else "It holds leaves for params that trainable= leaves out, not named like them. Make the state of the "
+        "trained params: opt_state=tx.init(own), with None in own in place of each frozen param."
+    )
     raise ValueError(
         f"jzero: the optimizer state does not belong to the params: "
         f"{counted(len(rows), 'leaf differs', 'leaves differ')} from what tx.init "
-        f"gives for them:\n{listing([('leaf', 'tx.init', 'given'), *rows])}\nBuild it with tx.init(params), as "
-        "TrainState.create does; if it covers only some of the params, name them with trainable=."
+        f"gives for them:\n{listing([('leaf', 'tx.init', 'given'), *rows])}\n{remedy}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
 
 from jzero.core.dependence import sources_of_outputs
 from jzero.core.errors import counted, listing, typed_shape
@@ -140,7 +141,7 @@ def _of_some(parts: Parts, taken: PyTree, given: Sequence[bool], trained: Sequen
 
     Returns:
       The parts, with the structure of the params that the optimizer state covers. If it covers all params, the leaves
-      of frozen ones are dropped.
+      that are named like frozen ones are dropped.
 
     Raises:
       ValueError: leaves of a state of all params are computed from frozen and from trained ones.
@@ -156,10 +157,26 @@ def _of_some(parts: Parts, taken: PyTree, given: Sequence[bool], trained: Sequen
     wanted, tree = jax.tree_util.tree_flatten_with_path(shapes[0])
     found = [by_path.get(jax.tree_util.keystr(k)) for k, _ in wanted]
     same = [x is not None and np.shape(x) == tuple(w.shape) for x, (_, w) in zip(found, wanted, strict=True)]
-    if not all(same):
-        return forms[0]
+    if not all(same) or not _named_apart(taken, given, [k for k, _ in wanted], [k for k, _ in flat]):
+        return forms[0]  # and the caller refuses a state that is not of its params
     _check_apart(parts.tx, taken, given, {jax.tree_util.keystr(k) for k, _ in wanted}, where)
     return forms[0].replace(opt_state=tree.unflatten(found))
+
+
+def _named_apart(params: PyTree, trained: Sequence[bool], wanted: Sequence[KeyPath], given: Sequence[KeyPath]) -> bool:
+    """True if the leaves of a state that is cut to the trained params are known by the names of the params.
+
+    A list over all params is not: its first leaves have the paths that those of a list over the trained ones have.
+    """
+    trained_at = {path_keys(k): t for (k, _), t in zip(jax.tree_util.tree_leaves_with_path(params), trained, strict=True)}
+
+    def of_trained(path: KeyPath) -> bool | None:
+        keys = path_keys(path)
+        return next((trained_at[keys[i:]] for i in range(len(keys)) if keys[i:] in trained_at), None)
+
+    kept = set(map(jax.tree_util.keystr, wanted))
+    dropped = [k for k in given if jax.tree_util.keystr(k) not in kept]
+    return all(of_trained(k) is not False for k in wanted) and all(of_trained(k) is False for k in dropped)
 
 
 def _check_apart(

@@ -136,8 +136,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
             case["events"] = dict(sorted({**case["events"], str(at): full}.items()))
     exact = not any("moment_dtype" in c for c in configs_of(case))
     if exact and case["fed"] and case["optimizer"] not in (*SIGNS, *AMPLIFY) and rng.random() < 0.15:
-        # of a state that is there, a list over all params is not cut to those that are trained: refused
-        unusual = [name for name in RARE if name != "few_values" or case["born"] or not case.get("trainable")]
+        # a list over all params is not cut to those that are trained: refused
+        unusual = [name for name in RARE if name != "few_values" or case.get("trainable") != "filter"]
         case["wraps"] = [rng.choice(unusual), *case["wraps"]]
     if rng.random() < (0.5 if case["mesh"]["kind"] == "explicit" else 0.05):
         case["closes"] = True

@@ -474,6 +474,32 @@ def test_a_bad_filter_is_refused_before_anything_is_compiled(mesh):
         state.tx.update({"lora": {"a0": 0}}, state.opt_state, {"lora": {"a0": state.params["lora"]["a0"]}})
 
 
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_a_state_in_a_list_is_not_cut_by_position(mesh, kind):
+    """Its first leaves are not those of the trained params: refused, also as what a function creates."""
+    named = {k: jnp.ones((DIM, DIM)) for k in ("base", "mid", "top")}
+    params = named if kind == "dict" else list(named.values())
+    listed = optax.GradientTransformation(
+        lambda params: list(map(jnp.zeros_like, jax.tree.leaves(params))),
+        lambda grads, s, params=None: (grads, [m + g for m, g in zip(s, jax.tree.leaves(grads), strict=True)]),
+    )
+    trained = lambda path, leaf: path[0] not in ("base", "0")  # noqa: E731
+    given: Any = {"stage": 3, "mesh": mesh, "min_shard_bytes": 0, "trainable": trained}
+
+    def create(own):
+        return TrainState(0, None, params, listed, listed.init(own))
+
+    for state in (create(params), lambda: create(params)):
+        with raises(ValueError, "1 leaf differs", "not named like them", "tx.init(own)"):
+            jzero.shard(state, **given)
+    own = {**named, "base": None} if kind == "dict" else [None, *params[1:]]
+    state = jzero.shard(create(own), **given)
+    grads = {"base": None, "mid": 2.0, "top": 3.0} if kind == "dict" else [None, 2.0, 3.0]
+    full = jax.tree.map(lambda g: jnp.full((DIM, DIM), g), grads)
+    state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, full)
+    assert [float(x.mean()) for x in jzero.unshard(state).opt_state] == [2.0, 3.0]
+
+
 def test_what_stop_gradient_freezes_is_gathered_at_its_use(mesh):
     """A model that stops the gradient of its base by itself: the base is not kept whole for the backward pass."""
     plan = jzero.make_plan(plain_params(), stage=3, mesh=mesh, min_shard_bytes=0)
