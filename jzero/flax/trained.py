@@ -166,9 +166,10 @@ def _of_some(parts: Parts, taken: PyTree, given: Sequence[bool], trained: Sequen
 def _named_apart(params: PyTree, trained: Sequence[bool], wanted: Sequence[KeyPath], given: Sequence[KeyPath]) -> bool:
     """True if the leaves of a state that is cut to the trained params are known by the names of the params.
 
-    A list over all params is not: its first leaves have the paths that those of a list over the trained ones have.
+    A list over all params is not: its first leaves have the paths that a list over the trained ones has.
     """
-    trained_at = {path_keys(k): t for (k, _), t in zip(jax.tree_util.tree_leaves_with_path(params), trained, strict=True)}
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    trained_at = {path_keys(k): t for (k, _), t in zip(flat, trained, strict=True)}
 
     def of_trained(path: KeyPath) -> bool | None:
         keys = path_keys(path)
