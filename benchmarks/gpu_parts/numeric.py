@@ -181,5 +181,5 @@ def findings(rows: list[dict[str, Any]]) -> list[str]:
     """What was asked and not met."""
     asked = [r for r in rows if r.get("ok") is not None]
     wrong = [r for r in asked if not r["ok"]]
-    lines = [f"{len(asked) - len(wrong)} of {len(asked)} rows within what was asked."] if asked else []
+    lines = [f"{len(asked) - len(wrong)} of {len(asked)} rows within their tolerances."] if asked else []
     return lines + [f"**Wrong**: {r['table']}, {r['layers']}, stage {r['stage']}, {r['way']}" for r in wrong]

@@ -15,7 +15,8 @@ and the minor part stays, the partitioner of jaxlib 0.12 ends the process ("Coul
 Besides its params a model computes with statistics (BatchNorm's, power iterations') and, in NNX, with weights that are
 not trained (below a LoRA). They lie in collections of a TrainState (`batch_stats/BatchNorm_0/mean`), and in NNX in the
 modules (`norm/mean`). The name tells nothing else, so jzero takes every array at that depth except random keys, their
-counts and copies of params: an average is another model. (A variable of an NNX model's root is as deep as a field of a
+counts and copies of params: an average is another model. (Keys and counts in a module that is abstract are taken, too:
+no program takes a module with abstract leaves.) (A variable of an NNX model's root is as deep as a field of a
 TrainState; where the state itself is there, it counts.)
 """
 
@@ -84,18 +85,20 @@ class NamedLeaf:
 
 
 def is_of_model(
-    name: Name, shape: tuple[int, ...], dtype: Any, params: Mapping[Name, tuple[int, ...]], least: int = 2
-) -> bool:
+    name: Name, shape: tuple[int, ...], dtype: Any, params: Mapping[Name, tuple[int, ...]], least: int = 2,
+    keys: bool = False,
+) -> bool:  # fmt: skip
     """Whether a model needs it besides its params; see [Note: what a model needs].
 
     Args:
       name, shape, dtype: of a leaf.
       params: the shapes of the params, by their names in the same tree.
       least: how many keys its name must have.
+      keys: True to take random keys and their counts as well.
     """
     if name[0] in TAKEN or len(name) < least:
         return False
-    if dtype == np.uint32 or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if not keys and (dtype == np.uint32 or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)):
         return False
     return not any(params.get(("params", *name[i:])) == tuple(shape) for i in range(1, len(name)))
 
@@ -103,11 +106,13 @@ def is_of_model(
 def of_model(leaves: Sequence[NamedLeaf], state: PyTree) -> list[NamedLeaf]:
     """The leaves of a state that its model needs besides its params."""
     params = {leaf.name: leaf.shape for leaf in leaves if leaf.name[0] == "params"}
-    least = 1 if adapters.is_pair(state) else 2
-    return [
-        leaf for leaf in leaves
-        if hasattr(leaf.value, "dtype") and is_of_model(leaf.name, leaf.shape, leaf.value.dtype, params, least)
-    ]  # fmt: skip
+    pair = adapters.is_pair(state)
+
+    def needed(leaf: NamedLeaf) -> bool:
+        keys = pair and isinstance(leaf.value, jax.ShapeDtypeStruct)
+        return is_of_model(leaf.name, leaf.shape, leaf.value.dtype, params, 1 if pair else 2, keys)
+
+    return [leaf for leaf in leaves if hasattr(leaf.value, "dtype") and needed(leaf)]
 
 
 def warn_if_absent(absent: Sequence[NamedLeaf], what: str, where: str) -> None:

@@ -73,7 +73,9 @@ def match(
             continue
         rows.append((text(name), _typed(shape, dtype), "absent", "not asked for"))
     if rows:
-        raise ValueError(_message(rows, castable, where, only is None and _params_fit(wanted, rows)))
+        if only is None and any(leaf.name not in have and ("params", *leaf.name) in have for leaf in leaves):
+            raise ValueError(_message(rows, 'It is of a state. For a model pass only="params".', where))
+        raise ValueError(_message(rows, _remedy(castable, only is None and _params_fit(wanted, rows)), where))
     return sources
 
 
@@ -134,8 +136,7 @@ def _params_fit(wanted: set[Name], rows: Sequence[tuple[str, ...]]) -> bool:
     )
 
 
-def _message(rows: Sequence[tuple[str, ...]], castable: bool, where: str, params_fit: bool) -> str:
-    lines = listing([("leaf", "checkpoint", "target", ""), *rows], most=40)
+def _remedy(castable: bool, params_fit: bool) -> str:
     remedy = (
         "Pass cast=True to convert the dtypes: what is widened keeps its value, what is narrowed is rounded, masters "
         "start as the params where the checkpoint has none."
@@ -147,6 +148,11 @@ def _message(rows: Sequence[tuple[str, ...]], castable: bool, where: str, params
             ' Or pass only="params": the params fit, and optimizer state, step and all else stay as they are in the '
             "target."
         )
+    return remedy
+
+
+def _message(rows: Sequence[tuple[str, ...]], remedy: str, where: str) -> str:
+    lines = listing([("leaf", "checkpoint", "target", ""), *rows], most=40)
     found = counted(
         len(rows),
         "leaf of the checkpoint and the target differs",

@@ -68,7 +68,7 @@ def stage_table(results: list[Json], fraction: float) -> list[str]:
         )  # fmt: skip
     reasons = [f"  stage {r['stage']}: {_reason(r['estimate'], *row)}" for r in done for row in _reasons(r["estimate"])]
     if reasons:
-        reasons = ["wire beside 2 Psi, 3 at stage 3:", *reasons, ""]
+        reasons = ["wire, where it is not 2 Psi (3 at stage 3):", *reasons, ""]
     crashes = [f"stage {r['stage']}: the compiler ended ({r['crash']})" for r in results if "crash" in r]
     tables = [*(lines_of(table) if done else []), *_host_table(done, unit, shown)]
     return [*tables, *reasons, *_notes(done, fraction), *crashes]
@@ -134,8 +134,9 @@ def _notes(results: list[Json], fraction: float) -> list[str]:
     rates = results[0]["gb_per_second"]
     times = ", ".join(f"stage {r['stage']} {1000 * r['wire_seconds']:.1f} ms" for r in results)
     notes += [
-        f"The wire takes, at full links and with nothing beside it: {times} ({rates['within_host']:g} GB/s",
-        f"of a GPU within a host, {rates['between_hosts']:g} of a host between hosts: --bandwidths).",
+        f"Time on the wire at full links, without compute: {times}",
+        f"({rates['within_host']:g} GB/s per GPU within a host, {rates['between_hosts']:g} per host between hosts: "
+        "--bandwidths).",
     ]
     if any("update" in r for r in results):
         notes += [

@@ -59,10 +59,15 @@ class Accumulation:
     def check_batch(self, args) -> None:
         """Raises ValueError for a missing argument, or for leaves that devices x micro-batches cannot split evenly."""
         missing = [i for i in (*self.batch_argnums, *self.rng_argnums) if i > len(args)]
+        if missing and self.batch_argnums == (1,) and not args:
+            raise ValueError(
+                f"jzero.value_and_grad: the loss was called with params alone, and {self.accumulate} micro-batches are "
+                "cut from its arguments. Pass the batch as one: loss_fn(params, batch)."
+            )
         if missing:
             raise ValueError(
                 f"jzero.value_and_grad: batch_argnums and rng_argnums name argument {missing[0]}, but the function was "
-                f"called with params and {len(args)} more. Pass it by position."
+                f"called with params and {counted(len(args), 'other argument')}. Pass it by position."
             )
         leaves = jax.tree.leaves([args[i - 1] for i in self.batch_argnums])
         sizes = sorted({np.shape(x)[0] if is_array(x) and np.ndim(x) else 0 for x in leaves})

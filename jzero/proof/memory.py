@@ -77,8 +77,8 @@ class Estimate:
       n: devices that split the batch.
       mesh: the mesh of the plan.
       assumed: which optimizer state was counted.
-      reasons: why `wire` is not the textbook's 2 Psi (3 at stage 3), each with its bytes; empty for micro-batches and
-        for params and state on different axes, which have other formulas.
+      reasons: why `wire` is not the textbook's 2 Psi (3 at stage 3), each with its bytes; empty for params and state
+        on different axes, which have other formulas.
     """
 
     params: int
@@ -308,6 +308,7 @@ def estimate(
     config, updated = plan.config, away if plan.config.updates_outside else 0
     options = config.offload_options
     host = options.buffer // max(counts.values()) if options is not None and config.in_files else away
+    wire = comm_of(plan).wire_by_axes(accumulate=accumulate, uses=known, in_each=known.reduced_in_each, extra=extra)
     return Estimate(
         params=sum(x.nbytes // shard_factor(x.stored, plan.mesh) for x in here),
         grads=sum(_grad_bytes(x, plan, accumulate, known.reduced_in_each) for x in here if x.frozen is None),
@@ -325,10 +326,8 @@ def estimate(
         activations_host=0 if sizes is None else sizes.host,
         recomputed=0 if sizes is None else sizes.recomputed,
         working=0 if sizes is None else sizes.working + _gathered_bytes(plan),
-        wire_by_axes=comm_of(plan).wire_by_axes(
-            accumulate=accumulate, uses=known, in_each=known.reduced_in_each, extra=extra
-        ),
-        reasons=() if accumulate > 1 else _reasons(plan, known, extra),
+        wire_by_axes=wire,
+        reasons=_reasons(plan, known, extra, sum(wire.values())),
         psi=plan.param_bytes,
         n=plan.batch_parts,
         mesh=plan.mesh,
@@ -364,9 +363,9 @@ def checked_uses(uses: Mapping[str, Sequence[str | Use]] | None, plan: Plan, *, 
 
 
 def _reasons(
-    plan: Plan, uses: Mapping[str, Sequence[Use]], extra: Mapping[tuple[str, ...], float]
+    plan: Plan, uses: Mapping[str, Sequence[Use]], extra: Mapping[tuple[str, ...], float], total: float
 ) -> tuple[tuple[str, int], ...]:
-    """What takes the wire of one micro-batch from the textbook's bytes to those of this plan and these uses."""
+    """What takes the wire of a step from the textbook's bytes to `total`, those of this plan and these uses."""
     config, n = plan.config, plan.batch_parts
     other_axes = set(config.param_axes) != set(plan.batch_axes) or any(spec_axes(x.used) for x in plan.layouts)
     if other_axes or n == 1:
@@ -380,13 +379,14 @@ def _reasons(
     plain = {name: [dataclasses.replace(u, dtype=None) for u in some] for name, some in uses.items()}
     whole = times * plan.param_bytes * ring(n)
     sent = [whole, whole - (1 if config.row.params else 2) * spared * ring(n), wire(), wire(plain), wire(uses)]
-    sent.append(sent[-1] + sum(extra.values()))
+    sent += [sent[-1] + sum(extra.values()), total]
     texts = (
         "frozen params: no gradient, no update",
         "leaves that stay whole or are padded, dtypes of the config",
         "lookups, and weights used more than once or forward alone",
         "gradients and gathers in the dtype of compute",
         "matrices of the optimizer, to their owners and back",
+        "micro-batches after the first",
     )
     found = [(why, round(b - a)) for why, (a, b) in zip(texts, itertools.pairwise(sent), strict=True)]
     return tuple((why, size) for why, size in found if abs(size) > SHARE_SAID * plan.param_bytes)

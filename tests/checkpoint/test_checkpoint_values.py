@@ -268,6 +268,18 @@ def test_params_alone_come_with_statistics(tmp_path):
     plain = create_nnx()[0]  # no optimizer: for inference
     assert checkpoint.restore(path, plain, only="params") is plain
     assert_same(jax.device_get(nnx.state(plain)), jax.device_get(nnx.state(model)))
+    with pytest.raises(ValueError, match=r'It is of a state. For a model pass only="params"'):
+        checkpoint.restore(path, create_nnx()[0])
+    # an abstract model is whole then, keys and counts too, or no program takes it; the optimizer stays abstract
+    like = jzero.abstract(create_nnx, stage=3, mesh=mesh_of(4), min_shard_bytes=300)
+    model, optimizer = checkpoint.restore(path, like, only="params")
+    assert int(model.drop.rngs.count[...]) == int(pair[0].drop.rngs.count[...]) > 0
+    assert any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(optimizer)))
+    model.eval()
+    run = jzero.gather_on_use(lambda model, x: model(x), jzero.plan_of(optimizer))
+    out = nnx.jit(run)(model, jzero.plan_of(optimizer).place_batch(batch()["x"]))
+    plain.eval()
+    np.testing.assert_allclose(out, plain(batch()["x"]), rtol=1e-5, atol=1e-6)
     state, _ = jax.jit(full_step)(jzero.shard(create_full, stage=2, mesh=mesh_of(8)), batch())
     path = checkpoint.save(tmp_path / "2", state)
     like = create_full()

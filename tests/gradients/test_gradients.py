@@ -436,6 +436,8 @@ def test_bad_arguments(mesh):
         jzero.value_and_grad(loss, plan, coupled="maybe")
     with pytest.raises(ValueError, match=r"batch_argnums must be an int of at least 1, or .*Position 0 is the params"):
         jzero.value_and_grad(loss, plan, batch_argnums=0)
+    with pytest.raises(ValueError, match=r"called with params alone, and 2 micro-batches.*loss_fn\(params, batch\)"):
+        jzero.value_and_grad(lambda p: jnp.mean(p["w"]), plan, accumulate=2)(state.params)
     with pytest.raises(TypeError, match=r"plan must be a jzero.Plan, not dict"):
         jzero.value_and_grad(loss, {})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"loss_fn must be a function, not int"):
@@ -451,7 +453,7 @@ def test_bad_arguments(mesh):
     with pytest.raises(ValueError, match=r"jzero\.value_and_grad"):
         jzero.value_and_grad(loss, plan, accumulate=2)(placed, state.params)
     with pytest.raises(
-        ValueError, match=r"name argument 2, but the function was called with params and 1 more"
+        ValueError, match=r"name argument 2, but the function was called with params and 1 other argument"
     ):
         jzero.value_and_grad(loss, plan, accumulate=2, rng_argnums=2)(state.params, placed)
 

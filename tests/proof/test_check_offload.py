@@ -160,7 +160,7 @@ def test_on_the_cpu_backend_arguments_alone_tell(mesh):
     assert findings(lower(jzero.shard(plain, plan.config, mesh=mesh), x).compile(), plan) == ()
 
 
-@pytest.mark.remedy("offloaded_copied", "as of nnx.jit or jzero.jit.")
+@pytest.mark.remedy("offloaded_copied", "nnx.jit and jzero.jit take the same option")
 @pytest.mark.nightly
 def test_state_that_is_twice_on_the_host():
     state, plan = offloaded(2, True)

@@ -162,6 +162,10 @@ def test_the_estimate_says_why(mesh):
     assert e.wire_psi == pytest.approx(4)
     assert "dtype of compute  +1.00 Psi" in str(e)
     assert jzero.estimate(plan).reasons == ()
+    e = jzero.estimate(plan, uses={"['w']": dot["['w']"][-1:]}, accumulate=4)
+    assert "micro-batches after the first" in str(e)
+    whole = 3 * plan.param_bytes * 7 / 8
+    assert e.wire == pytest.approx(whole + sum(size for _, size in e.reasons))
     narrow = jzero.make_plan(plan.shapes, stage=3, mesh=mesh, min_shard_bytes=0, reduce_dtype="bfloat16")
     assert jzero.estimate(narrow, uses={"['w']": dot["['w']"][-1:]}).wire_psi == pytest.approx(3)
 

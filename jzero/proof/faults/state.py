@@ -83,8 +83,8 @@ def state_not_donated(e: Evidence) -> Faults:
             f"the old state stays beside the new one: {what}, {human_bytes(aliased)} of {human_bytes(held)} are "
             f"used again.{f' {names_text(own)}' if own else ''}",
             held - aliased,
-            f"jax.jit(step, {donated_text(leaves)}), as of nnx.jit, pod.compile or jzero.jit, which takes them "
-            f"in place of its own choice{'' if own else '; and results laid out like the arguments'}.",
+            f"jax.jit(step, {donated_text(leaves)}); nnx.jit, pod.compile and jzero.jit take the same option"
+            f"{'' if own else '. Results must be laid out like the arguments'}.",
         )
 
 
@@ -146,7 +146,7 @@ def offloaded_copied(e: Evidence) -> Faults:
             "each leaf goes back with its own sharding, and nothing else reads the old state: optax.apply_if_finite in "
             "the chain in place of jzero.select around the step."
             if donated
-            else f"jax.jit(step, {donated_text(e.state)}), as of nnx.jit or jzero.jit.",
+            else f"jax.jit(step, {donated_text(e.state)}); nnx.jit and jzero.jit take the same option.",
         )
 
 

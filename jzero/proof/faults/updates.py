@@ -65,9 +65,12 @@ def _unchanged(e: Evidence) -> Faults:
     sizes = {x.size // shard_factor(s, e.plan.mesh) for x in e.split for s in (x.grad, x.used)}
     if any(others[n] > 0 for n in sizes):
         return
+    found = {x.layout for x in leaves}
+    rest = [x for x in e.plan.trained.layouts if x not in found]
+    aside = " (vectors were not compared)" if rest and all(x.vector for x in rest) else ""
     yield (
         f"the step never updates: {counted(len(leaves), 'param comes', 'params come')} back "
-        f"as {'it' if len(leaves) == 1 else 'they'} went in. {names_text(leaves)}"
+        f"as {'it' if len(leaves) == 1 else 'they'} went in{aside}. {names_text(leaves)}"
         + (" It has no backward pass; if it only evaluates, pass uses=jzero.param_uses(step, ...)." if guessed else ""),
         sum(x.held for x in leaves),
         "linen: return state.apply_gradients(grads=grads); NNX: optimizer.update(model, grads); optax: params = "
