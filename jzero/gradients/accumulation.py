@@ -182,8 +182,9 @@ class Accumulation:
         if plan.config.params_on_host:
             grads = mapped(lambda total, s: mean(s, total), [sums], plan, scalars=[total], in_place=True)
         else:
-            rows = zip(sums, plan.trained.layouts, strict=True)
-            grads = [cut(mean(s, total), x.shape, self._summed(x), plan) for s, x in rows]
+            means = pin([mean(s, total) for s in sums])  # or XLA gathers vectors here
+            rows = zip(means, plan.trained.layouts, strict=True)
+            grads = [cut(m, x.shape, self._summed(x), plan) for m, x in rows]
         return mean(loss, total), mean_aux(aux, total), grads, carry
 
     def _sum_shape(self, x: Layout) -> tuple[int, ...]:
