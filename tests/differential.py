@@ -8,9 +8,10 @@
     python tests/differential.py --mutation "two trees"    # how many cases find a fault of tests/mutations.py again
 
 A case runs in a process with 25 others, so that a crash costs one case and is its failure; every fourth batch runs with
-XLA's default optimizations, as users have them. Ends with 1 where a case failed, or, from 500 cases on, where a share
-of `differ.grammar.SHARES` is missed. Generation is our own and not hypothesis's: its draws favour what is small and
-repeat themselves, which misses the shares, and it runs and shrinks cases in its own process, which a segfault ends.
+XLA's default optimizations, as users have them. From 500 cases on, cases are added for the shares of
+`differ.grammar.SHARES` that the draws have missed. Ends with 1 where a case failed or a share is missed still.
+Generation is our own and not hypothesis's: its draws favour what is small and repeat themselves, which misses the
+shares, and it runs and shrinks cases in its own process, which a segfault ends.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -146,20 +149,24 @@ def run(cases: list[dict], jobs: int, default_xla: str = "mixed"):
     waiting = collections.deque(zip(batches, envs, strict=True))
     workers: set[Worker] = set()
     answers: queue.Queue = queue.Queue()
-    while waiting or workers:
-        while waiting and len(workers) < jobs:
-            workers.add(Worker(*waiting.popleft(), answers))
-        try:
-            got = [answers.get(timeout=5)]
-        except queue.Empty:
-            got = [(w, w.process, None) for w in workers if time.monotonic() - w.since > SECONDS]
-        for worker, process, answer in got:
-            if process is not worker.process or not worker.cases:
-                continue  # of a process that was given up, or of one that has run all its cases
-            yield worker.ended(answer)
-            if not worker.cases:
-                workers.discard(worker)
-                worker.listener.join()
+    try:
+        while waiting or workers:
+            while waiting and len(workers) < jobs:
+                workers.add(Worker(*waiting.popleft(), answers))
+            try:
+                got = [answers.get(timeout=5)]
+            except queue.Empty:
+                got = [(w, w.process, None) for w in workers if time.monotonic() - w.since > SECONDS]
+            for worker, process, answer in got:
+                if process is not worker.process or not worker.cases:
+                    continue  # of a process that was given up, or of one that has run all its cases
+                yield worker.ended(answer)
+                if not worker.cases:
+                    workers.discard(worker)
+                    worker.listener.join()
+    finally:  # the caller has seen enough
+        for worker in workers:
+            worker.process.kill()
 
 
 def simpler(case: dict):
@@ -203,21 +210,47 @@ def script(case: dict) -> str:
     return f"python tests/differential.py --case '{json.dumps(case)}'"
 
 
-def table(cases: list[dict]) -> tuple[str, list[str]]:
-    """Coverage: how many cases of each kind; and the names whose share is missed."""
-    from differ.grammar import SHARES, features
+def covered(cases: list[dict]) -> dict[str, collections.Counter]:
+    """How many cases of each kind, by name."""
+    from differ.grammar import features
 
     counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for case in cases:
         for kind, name in set(features(case)):
             counts[kind][name] += 1
-    lines = ["| covered | cases |", "|---|---|"]
-    missed = []
-    for kind, names in counts.items():
-        lines.append(f"| {kind} | {', '.join(f'{n} {c}' for n, c in sorted(names.items()))} |")
-        least = SHARES.get(kind, 0) * len(cases)
-        missed += [f"{kind} {name}: {c} of {least:.0f}" for name, c in names.items() if c < least]
-    return "\n".join(lines), missed
+    return counts
+
+
+def missing(cases: list[dict], total: int) -> dict[tuple[str, str], int]:
+    """How many cases each (kind, name) lacks to its share of `total`."""
+    from differ.grammar import SHARES
+
+    counts = covered(cases)
+    least = {kind: math.ceil(SHARES.get(kind, 0) * total) for kind in counts}
+    return {(k, name): least[k] - n for k, names in counts.items() for name, n in names.items() if n < least[k]}
+
+
+def filling(cases: list[dict], more: Iterable[dict]) -> list[dict]:
+    """The first of `more` that bring what `cases` lack."""
+    from differ.grammar import features
+
+    lacks, chosen = missing(cases, len(cases) + len(cases) // 20), []
+    for case in more:
+        if not lacks:
+            break
+        if found := lacks.keys() & set(features(case)):
+            chosen.append(case)
+            lacks = {f: n - (f in found) for f, n in lacks.items() if n > (f in found)}
+    return chosen
+
+
+def table(cases: list[dict]) -> str:
+    """Coverage: how many cases of each kind."""
+    rows = [
+        f"| {kind} | {', '.join(f'{n} {c}' for n, c in sorted(names.items()))} |"
+        for kind, names in covered(cases).items()
+    ]
+    return "\n".join(["| covered | cases |", "|---|---|", *rows])
 
 
 def cost(case: dict) -> float:
@@ -277,27 +310,37 @@ def main() -> int:
         cases = list(itertools.islice(wanted, args.cases))
     args.xla = "gpu" if args.gpu else args.xla
     started, done, failed, refused = time.monotonic(), [], [], collections.Counter()
-    print(f"{len(cases)} cases, seed {args.seed}", flush=True)
-    for case, kind, why in run(cases, args.jobs, args.xla):
-        done.append(case)
-        if kind == "refused":
-            refused[why] += 1
-        if kind == "FAILED":
-            if args.shrink:
-                case, why = shrink(case)
-            failed.append(case["id"])
-            print(f"\nFAILED {case['id']}\n{why}\n{script(case)}\n", flush=True)
-            if args.mutation:
+
+    def go_through(cases: list[dict], minutes: float | None = None) -> None:
+        for case, kind, why in run(cases, args.jobs, args.xla):
+            done.append(case)
+            if kind == "refused":
+                refused[why] += 1
+            if kind == "FAILED":
+                if args.shrink:
+                    case, why = shrink(case)
+                failed.append(case["id"])
+                print(f"\nFAILED {case['id']}\n{why}\n{script(case)}\n", flush=True)
+                if args.mutation:
+                    break
+            if len(done) % 50 == 0:
+                print(f"{len(done)} cases, {len(failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
+            if minutes and time.monotonic() - started > 60 * minutes:
                 break
-        if len(done) % 50 == 0:
-            print(f"{len(done)} cases, {len(failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
-        if args.minutes and time.monotonic() - started > 60 * args.minutes:
-            break
-    text, missed = table(done)
+
+    print(f"{len(cases)} cases, seed {args.seed}", flush=True)
+    go_through(cases, args.minutes)
+    gate = len(done) >= 500 and not (args.case or args.only or args.gpu)
+    if gate:
+        known = {c["id"] for c in done}
+        others = (c for c in itertools.chain(cases, drawn) if c["id"] not in known)
+        more = filling(done, itertools.islice(others, 50_000))
+        print(f"{len(more)} more cases, for shares that are missed", flush=True)
+        go_through(more)
     if not args.case:
-        print(f"\n{text}\n\nrefused: {dict(refused)}")
-    missed = missed if len(done) >= 500 and not args.only and not args.gpu else []
-    print("".join(f"share missed: {m}\n" for m in missed), end="")
+        print(f"\n{table(done)}\n\nrefused: {dict(refused)}")
+    missed = missing(done, len(done)) if gate else {}
+    print("".join(f"share missed: {kind} {name} lacks {n}\n" for (kind, name), n in missed.items()), end="")
     print(f"{len(done)} cases of seed {args.seed}: {len(failed)} failed {failed}, {sum(refused.values())} refused, "
           f"{time.monotonic() - started:.0f} s")  # fmt: skip
     return 1 if failed or missed else 0
