@@ -25,7 +25,7 @@ def title(job: Job, answers: Answers) -> str:
     if not results:
         return f"{job.preset or job.create}\n{pod}"
     values = results[0]["values"]
-    count = f"{values / 1e9:.2f}B" if values >= 1e9 else f"{values / 1e6:.1f}M"
+    count = f"{values / 1e9:.2f}B" if values >= 1e9 else f"{values / 1e6:.1f}M" if values >= 1e5 else f"{values:,}"
     examples = f"{counted(results[0]['micro_batch'], 'example')} per device"
     if job.accumulate > 1:
         examples += f" and micro-batch, {job.accumulate} micro-batches"
@@ -46,7 +46,7 @@ def stage_table(results: list[Json], fraction: float) -> list[str]:
     """Two lines per stage: estimated, then compiled; `fraction`: of a GPU's memory, in which a step fits."""
     done = [r for r in results if "crash" not in r]
     most = max((r["compiled"]["total"] for r in done), default=0)
-    unit, size = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
+    unit, size = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6) if most >= 1e6 else ("kB", 1e3)
 
     def shown(*counts: float) -> list[str]:
         return [f"{count / size:.2f}" for count in counts]

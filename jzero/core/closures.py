@@ -125,6 +125,7 @@ def _function(fn: types.FunctionType) -> tuple[list[Any], Callable[[list[Any], l
         new = types.FunctionType(fn.__code__, scope, fn.__name__, tuple(next(rest) for _ in defaults), all_cells)
         new.__kwdefaults__ = {k: next(rest) for k in keywords}
         new.__qualname__ = fn.__qualname__
+        new.__dict__.update(fn.__dict__)
         before = dict(scope), [(c, c.cell_contents) for c in closure.values()]
         kept.append(lambda: all(c.cell_contents is x for c, x in before[1]))
         kept.append(lambda: len(scope) == len(before[0]) and all(scope[k] is x for k, x in before[0].items()))

@@ -177,7 +177,7 @@ def _named_apart(params: PyTree, trained: Sequence[bool], wanted: Sequence[KeyPa
 
     kept = set(map(jax.tree_util.keystr, wanted))
     dropped = [k for k in given if jax.tree_util.keystr(k) not in kept]
-    return all(of_trained(k) is not False for k in wanted) and all(of_trained(k) is False for k in dropped)
+    return all(of_trained(k) is not False for k in wanted) and all(of_trained(k) is not None for k in dropped)
 
 
 def _check_apart(
