@@ -22,10 +22,11 @@ TrainState; where the state itself is there, it counts.)
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,33 +85,50 @@ class NamedLeaf:
         return made if isinstance(self.value, np.ndarray) else jax.device_put(made, sharding)
 
 
+def averages_in(shapes: Mapping[Name, tuple[int, ...]]) -> set[Name]:
+    """Where a state holds averages of its params: what the names of their leaves begin with.
+
+    All params are there, or half of them and at least two: a statistic may have the name and shape of one param.
+    """
+    params = {name[1:]: shape for name, shape in shapes.items() if name[0] == "params"}
+    found = collections.Counter(
+        name[:i] for name, shape in shapes.items() if name[0] not in TAKEN
+        for i in range(1, len(name)) if params.get(name[i:]) == shape
+    )  # fmt: skip
+    return {prefix for prefix, n in found.items() if n == len(params) or (n > 1 and 2 * n >= len(params))}
+
+
 def is_of_model(
-    name: Name, shape: tuple[int, ...], dtype: Any, params: Mapping[Name, tuple[int, ...]], least: int = 2,
+    name: Name, dtype: Any, shapes: Mapping[Name, tuple[int, ...]], averages: Collection[Name], least: int = 2,
     keys: bool = False,
 ) -> bool:  # fmt: skip
     """Whether a model needs it besides its params; see [Note: what a model needs].
 
     Args:
-      name, shape, dtype: of a leaf.
-      params: the shapes of the params, by their names in the same tree.
+      name, dtype: of a leaf.
+      shapes: of all leaves of the state, by name.
+      averages: what `averages_in` gives for them.
       least: how many keys its name must have.
       keys: True to take random keys and their counts as well.
     """
     if name[0] in TAKEN or len(name) < least:
         return False
-    if not keys and (dtype == np.uint32 or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)):
+    shape = shapes[name]
+    # keys are stored as two or four numbers each, in NNX as `key` beside a `count`; packed weights are uint32, too
+    numbers = dtype == np.uint32 and (shape in ((), (2,), (4,)) or name[-1] in ("key", "count"))
+    if not keys and (numbers or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)):
         return False
-    return not any(params.get(("params", *name[i:])) == tuple(shape) for i in range(1, len(name)))
+    return not any(name[:i] in averages and shapes.get(("params", *name[i:])) == shape for i in range(1, len(name)))
 
 
 def of_model(leaves: Sequence[NamedLeaf], state: PyTree) -> list[NamedLeaf]:
     """The leaves of a state that its model needs besides its params."""
-    params = {leaf.name: leaf.shape for leaf in leaves if leaf.name[0] == "params"}
-    pair = adapters.is_pair(state)
+    shapes, pair = {leaf.name: tuple(leaf.shape) for leaf in leaves}, adapters.is_pair(state)
+    averages = averages_in(shapes)
 
     def needed(leaf: NamedLeaf) -> bool:
         keys = pair and isinstance(leaf.value, jax.ShapeDtypeStruct)
-        return is_of_model(leaf.name, leaf.shape, leaf.value.dtype, params, 1 if pair else 2, keys)
+        return is_of_model(leaf.name, leaf.value.dtype, shapes, averages, 1 if pair else 2, keys)
 
     return [leaf for leaf in leaves if hasattr(leaf.value, "dtype") and needed(leaf)]
 

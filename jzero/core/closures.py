@@ -1,4 +1,8 @@
-"""Arrays that a function closes over become arguments: needed where a trace cannot use arrays from outside of it."""
+"""Arrays that a function closes over become arguments: needed where a trace cannot use arrays from outside of it.
+
+Functions are not rebuilt: while one runs, the places where it finds its arrays hold others. So what shares a variable,
+compares by identity or is its own key sees what it would see without jzero.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,15 @@ from typing import Any
 
 import jax
 
-Make = Callable[[Sequence[jax.Array], list[Callable[[], bool]]], Any]
+_GONE = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A variable, an entry or a field that holds arrays, by itself or in tuples."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
 
 
 def lift(
@@ -19,34 +31,40 @@ def lift(
     """The arrays that a function reaches, and the function with others in their place.
 
     Looked through are variables of enclosing functions, globals that the function names, defaults, `functools.partial`,
-    methods, callable frozen dataclasses, and in them other functions, tuples, lists, dicts and frozen dataclasses.
-    Arrays in other objects (an `nnx.Module`) stay where they are. Nothing of the function itself is changed.
+    methods, and in them other functions, tuples, lists, dicts, and dataclasses that are functions or trees. Arrays in
+    other objects (an `nnx.Module`) stay where they are.
 
     Args:
       fn: any function.
       wanted: says of an array whether it is one of those; others stay where they are.
 
     Returns:
-      The arrays, and `made(arrays)`, a new function. It raises ValueError if the call rebinds one of the variables,
-      or changes one of the lists and dicts, that were copied for it: what it stored there would be lost.
+      The arrays, and `made(arrays)`, a function. While it runs the places hold these arrays, for other threads, too.
+      It raises ValueError if `fn` stores something in such a place, which would be lost.
     """
-    arrays: list[jax.Array] = []
-    make = _lifted(fn, wanted, arrays, {})
+    places, arrays = _found(fn, wanted)
 
     def made(new: Sequence[jax.Array]) -> Callable[..., Any]:
-        if make is None:
+        if not places:
             return fn
-        kept: list[Callable[[], bool]] = []
-        own = make(new, kept)
+        others = {id(x): y for x, y in zip(arrays, new, strict=True)}
 
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            out = own(*args, **kwargs)
-            if not all(same() for same in kept):
+            before = [place.get() for place in places]
+            inside = [_replaced(x, others) for x in before]
+            try:
+                for place, x in zip(places, inside, strict=True):
+                    place.put(x)
+                out = fn(*args, **kwargs)
+                kept = all(place.get() is x for place, x in zip(places, inside, strict=True))
+            finally:
+                for place, x in zip(places, before, strict=True):
+                    place.put(x)
+            if not kept:
                 raise ValueError(
-                    f"jzero: {getattr(fn, '__qualname__', fn)} stores values in variables, lists or dicts outside of "
-                    "it, and under an Explicit mesh these are lost. Return the values, and pass what they are made of "
-                    "as arguments."
+                    f"jzero: {getattr(fn, '__qualname__', fn)} stores values in place of arrays outside of it, and "
+                    "under an Explicit mesh these are lost. Return the values, and pass the arrays as arguments."
                 )
             return out
 
@@ -55,91 +73,94 @@ def lift(
     return arrays, made
 
 
-def _lifted(
-    x: Any, wanted: Callable[[jax.Array], bool], arrays: list[jax.Array], known: dict[int, Make | None]
-) -> Make | None:
-    """How `x` is made with other arrays in it; None if it reaches none. `known` holds what was looked at, by id."""
-    if isinstance(x, jax.Array):
-        if not wanted(x):
-            return None
-        arrays.append(x)
-        at = len(arrays) - 1
-        return lambda new, kept: new[at]
-    if id(x) in known:
-        return known[id(x)]
-    known[id(x)] = None  # a function that reaches itself
-    found = _parts(x)
-    makes = [_lifted(part, wanted, arrays, known) for part in found[0]] if found else []
-    if found is None or not any(makes):
-        return None
-    parts, remade = found
-    known[id(x)] = lambda new, kept: remade(
-        [p if m is None else m(new, kept) for p, m in zip(parts, makes, strict=True)], kept
-    )
-    return known[id(x)]
+def _found(fn: Callable[..., Any], wanted: Callable[[jax.Array], bool]) -> tuple[list[Place], list[jax.Array]]:
+    """The places that a function reaches and that hold wanted arrays, and these, each once."""
+    places, arrays, todo, seen = [], {}, [fn], set()
+    while todo:
+        holder = todo.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for place in _places(holder):
+            leaves = list(_leaves(place.get()))
+            own = {id(x): x for x in leaves if isinstance(x, jax.Array) and wanted(x)}
+            if own:
+                places.append(place)
+                arrays |= own
+            todo += [x for x in leaves if not isinstance(x, jax.Array)]
+    return places, list(arrays.values())
 
 
-def _parts(x: Any) -> tuple[list[Any], Callable[[list[Any], list[Callable[[], bool]]], Any]] | None:
-    """What `x` consists of, and how it is made of other parts; None for what is not looked through."""
-    if type(x) in (list, dict):
-        keys = list(x) if isinstance(x, dict) else range(len(x))
+def _is_tuple(x: Any) -> bool:
+    """A tuple or a named one, and not another subclass, which may hold more than its elements."""
+    return type(x) is tuple or (type(x).__base__ is tuple and hasattr(x, "_fields"))
 
-        def container(parts: list[Any], kept: list[Callable[[], bool]]) -> Any:
-            new = dict(zip(keys, parts, strict=True)) if isinstance(x, dict) else list(parts)
-            kept.append(lambda: len(new) == len(parts) and all(new[k] is p for k, p in zip(keys, parts, strict=True)))
-            return new
 
-        return [x[k] for k in keys], container
-    if isinstance(x, tuple):
-        plain = type(x) is tuple
-        return list(x), lambda parts, _: tuple(parts) if plain else type(x)(*parts)
-    if isinstance(x, functools.partial):
-        names = list(x.keywords)
-        return [x.func, *x.args, *x.keywords.values()], lambda parts, _: functools.partial(
-            parts[0], *parts[1 : 1 + len(x.args)], **dict(zip(names, parts[1 + len(x.args) :], strict=True))
+def _leaves(x: Any) -> Iterator[Any]:
+    if not _is_tuple(x):
+        yield x
+        return
+    for part in x:
+        yield from _leaves(part)
+
+
+def _replaced(x: Any, others: dict[int, jax.Array]) -> Any:
+    """The value of a place with other arrays in it; what holds none is the same object."""
+    if not _is_tuple(x):
+        return others.get(id(x), x)
+    parts = [_replaced(part, others) for part in x]
+    if all(a is b for a, b in zip(parts, x, strict=True)):
+        return x
+    return tuple(parts) if type(x) is tuple else type(x)._make(parts)
+
+
+def _places(holder: Any) -> Iterator[Place]:
+    """The places of an object."""
+    if type(holder) in (list, dict):
+        for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+            yield _entry(holder, key)
+    elif isinstance(holder, types.FunctionType):
+        yield from (_field(c, "cell_contents") for c in holder.__closure__ or () if _is_filled(c))
+        names = dict.fromkeys(_names(holder.__code__))
+        yield from (_entry(holder.__globals__, k) for k in names if _is_own(holder.__globals__.get(k), holder))
+        yield from (_field(holder, name) for name in ("__defaults__", "__kwdefaults__"))
+    elif isinstance(holder, types.MethodType):
+        yield from (Place(lambda part=part: part, _fixed) for part in (holder.__func__, holder.__self__))
+    elif type(holder) is functools.partial:
+        yield from (Place(lambda part=part: part, _fixed) for part in (holder.func, holder.keywords))
+        yield Place(
+            lambda: holder.args,
+            lambda args: holder.__setstate__((holder.func, args, holder.keywords, holder.__dict__)),  # pyright: ignore
         )
-    if isinstance(x, types.MethodType):
-        return [x.__func__, x.__self__], lambda parts, _: types.MethodType(*parts)
-    if isinstance(x, types.FunctionType):
-        return _function(x)
-    if _is_record(x):
-        names = [f.name for f in dataclasses.fields(x) if f.init]
-        return [getattr(x, n) for n in names], lambda parts, _: dataclasses.replace(
-            x, **dict(zip(names, parts, strict=True))
-        )
-    return None
-
-
-def _function(fn: types.FunctionType) -> tuple[list[Any], Callable[[list[Any], list[Callable[[], bool]]], Any]]:
-    """The parts of a function: its cells, its defaults, the globals that it names."""
-    cells = [c for c in fn.__closure__ or () if _is_filled(c)]
-    own = {k: fn.__globals__[k] for k in _names(fn.__code__) if _is_own(fn.__globals__.get(k), fn)}
-    defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
-
-    def remade(parts: list[Any], kept: list[Callable[[], bool]]) -> types.FunctionType:
-        rest = iter(parts)
-        closure = {id(c): types.CellType(next(rest)) for c in cells}
-        named = {k: next(rest) for k in own}
-        scope = {**fn.__globals__, **named}
-        all_cells = tuple(closure.get(id(c), c) for c in fn.__closure__ or ())
-        new = types.FunctionType(fn.__code__, scope, fn.__name__, tuple(next(rest) for _ in defaults), all_cells)
-        new.__kwdefaults__ = {k: next(rest) for k in keywords}
-        new.__qualname__ = fn.__qualname__
-        new.__dict__.update(fn.__dict__)
-        before = dict(scope), [(c, c.cell_contents) for c in closure.values()]
-        kept.append(lambda: all(c.cell_contents is x for c, x in before[1]))
-        kept.append(lambda: len(scope) == len(before[0]) and all(scope[k] is x for k, x in before[0].items()))
-        return new
-
-    return [*(c.cell_contents for c in cells), *own.values(), *defaults, *keywords.values()], remade
+    elif _is_record(holder):
+        yield from (_field(holder, f.name) for f in dataclasses.fields(holder) if hasattr(holder, f.name))
 
 
 def _is_record(x: Any) -> bool:
-    """A frozen dataclass that is a function or a tree."""
-    if not dataclasses.is_dataclass(x) or isinstance(x, type):
-        return False
-    frozen = type(x).__dataclass_params__.frozen  # pyright: ignore
-    return frozen and (callable(x) or not jax.tree_util.all_leaves([x]))
+    """A dataclass that is a function or a tree."""
+    return (
+        dataclasses.is_dataclass(x)
+        and not isinstance(x, type)
+        and (callable(x) or not jax.tree_util.all_leaves([x]))
+    )
+
+
+def _entry(holder: Any, key: Any) -> Place:
+    def get() -> Any:
+        try:
+            return holder[key]
+        except (KeyError, IndexError):
+            return _GONE
+
+    return Place(get, functools.partial(holder.__setitem__, key))
+
+
+def _field(holder: Any, name: str) -> Place:
+    return Place(lambda: getattr(holder, name, _GONE), functools.partial(object.__setattr__, holder, name))
+
+
+def _fixed(_: Any) -> None:
+    """Writes nothing: what is there is no array."""
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -151,7 +172,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _names(code: types.CodeType) -> Iterator[str]:
     """The globals that code and the functions defined in it may name."""
-    yield from dict.fromkeys(code.co_names)
+    yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _names(inner)
@@ -161,4 +182,4 @@ def _is_own(x: Any, fn: types.FunctionType) -> bool:
     """A global that may hold arrays of the user: data, and functions of the module of `fn`."""
     if isinstance(x, types.FunctionType):
         return x.__globals__ is fn.__globals__
-    return isinstance(x, (jax.Array, tuple, list, dict, functools.partial))
+    return isinstance(x, (jax.Array, functools.partial)) or type(x) in (list, dict) or _is_tuple(x)

@@ -126,7 +126,14 @@ def _by_state(parts: Parts) -> Parts:
     if all(trained) or not any(trained):
         return parts
     some = _of_some(parts, parts.params, trained, trained, "jzero")
-    return some if got == outline(fresh_shapes(parts.tx, some.taken)) else parts
+    if got != outline(fresh_shapes(parts.tx, some.taken)):
+        return parts
+    for other in {tuple(sorted(trained)), tuple(sorted(trained, reverse=True))} - {trained}:
+        tree = without(parts.params, other)
+        rest = tree.unflatten([x for x, t in zip(jax.tree.leaves(parts.params), other, strict=True) if t])
+        if got == outline(fresh_shapes(parts.tx, rest)):
+            return parts  # a list of leaves: it may be the state of these params, too, and is refused
+    return some
 
 
 def _of_some(parts: Parts, taken: PyTree, given: Sequence[bool], trained: Sequence[bool], where: str) -> Parts:
@@ -157,27 +164,37 @@ def _of_some(parts: Parts, taken: PyTree, given: Sequence[bool], trained: Sequen
     wanted, tree = jax.tree_util.tree_flatten_with_path(shapes[0])
     found = [by_path.get(jax.tree_util.keystr(k)) for k, _ in wanted]
     same = [x is not None and np.shape(x) == tuple(w.shape) for x, (_, w) in zip(found, wanted, strict=True)]
-    if not all(same) or not _named_apart(taken, given, [k for k, _ in wanted], [k for k, _ in flat]):
+    if not all(same) or not _named_apart(taken, given, shapes[0], parts.opt_state):
         return forms[0]  # and the caller refuses a state that is not of its params
     _check_apart(parts.tx, taken, given, {jax.tree_util.keystr(k) for k, _ in wanted}, where)
     return forms[0].replace(opt_state=tree.unflatten(found))
 
 
-def _named_apart(params: PyTree, trained: Sequence[bool], wanted: Sequence[KeyPath], given: Sequence[KeyPath]) -> bool:
+def _named_apart(params: PyTree, trained: Sequence[bool], wanted: PyTree, given: PyTree) -> bool:
     """True if the leaves of a state that is cut to the trained params are known by the names of the params.
 
     A list over all params is not: its first leaves have the paths that a list over the trained ones has.
     """
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    trained_at = {path_keys(k): t for (k, _), t in zip(flat, trained, strict=True)}
+    flat = zip(jax.tree_util.tree_leaves_with_path(params), trained, strict=True)
+    trained_at = {(_kinds(k), np.shape(x)): t for (k, x), t in flat}
 
-    def of_trained(path: KeyPath) -> bool | None:
-        keys = path_keys(path)
-        return next((trained_at[keys[i:]] for i in range(len(keys)) if keys[i:] in trained_at), None)
+    def named(tree: PyTree) -> dict[str, list[bool]]:
+        """For each leaf whether those params are trained whose names its path may end with."""
+        rows = [(k, _kinds(k), np.shape(x)) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
+        return {
+            jax.tree_util.keystr(k): [trained_at[keys[i:], s] for i in range(len(keys)) if (keys[i:], s) in trained_at]
+            for k, keys, s in rows
+        }
 
-    kept = set(map(jax.tree_util.keystr, wanted))
-    dropped = [k for k in given if jax.tree_util.keystr(k) not in kept]
-    return all(of_trained(k) is not False for k in wanted) and all(of_trained(k) is not None for k in dropped)
+    kept, every = named(wanted), named(given)
+    return all(any(found) or not found for found in kept.values()) and all(every[k] for k in every.keys() - kept.keys())
+
+
+def _kinds(path: KeyPath) -> tuple[tuple[bool, str], ...]:
+    """The keys of a path: a position in a list is not the name of a param that is a number."""
+    return tuple(
+        (isinstance(k, jax.tree_util.SequenceKey), name) for k, name in zip(path, path_keys(path), strict=False)
+    )
 
 
 def _check_apart(

@@ -255,6 +255,37 @@ def test_params_alone_of_an_nnx_pair_and_a_mapping(tmp_path):
     assert (int(back["epoch"]), back["seen"]) == (3, 0)
 
 
+class Packed(nnx.Variable):
+    """Weights of 4 bits, eight in a number."""
+
+
+class OnPacked(nnx.Module):
+    """A frozen base in packed codes, one in floats under the name of a trained param, and a trained part."""
+
+    def __init__(self, seed):
+        key = jax.random.key(seed)
+        self.codes = nnx.Dict(base=Packed(jax.random.bits(key, (16, 2), jnp.uint32)))
+        self.base = nnx.Dict(kernel=nnx.Variable(jax.random.normal(key, (16, 16))))
+        self.kernel, self.bias = nnx.Param(jnp.ones((16, 16))), nnx.Param(jnp.ones(16))
+
+
+def test_weights_that_look_like_keys_or_averages_come_with_the_params(tmp_path):
+    def pair(seed):
+        model = OnPacked(seed)
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    saved = jzero.shard(pair(0), stage=1, mesh=mesh_of(8))
+    path = checkpoint.save(tmp_path / "1", saved)
+    found = jzero.shard(pair(1), stage=1, mesh=mesh_of(8))
+    checkpoint.restore(path, found, only="params")
+    alone = checkpoint.restore(path, OnPacked(1), only="params")
+    (file,) = checkpoint.export(path, tmp_path / "model.safetensors")
+    loaded = jzero.shard(pair(2), stage=1, mesh=mesh_of(8))
+    checkpoint.load_safetensors(file, loaded)
+    for model in (found[0], alone, loaded[0]):
+        assert_same(jax.device_get(nnx.state(model)), jax.device_get(nnx.state(saved[0])))
+
+
 def test_params_alone_come_with_statistics(tmp_path):
     """Without them a model with BatchNorm evaluates wrong. Keys and averages are those of the target."""
     pair = jzero.shard(create_nnx, stage=2, mesh=mesh_of(8), min_shard_bytes=300)

@@ -484,6 +484,33 @@ def test_a_loss_of_a_module_closes_over_arrays(explicit, how):
     assert max_error(jax.tree.leaves(found), jax.tree.leaves(want)) < 1e-5
 
 
+SCALE = 1.0
+
+
+def test_a_function_that_shares_what_it_closes_over_runs_as_it_is_written(explicit):
+    """A variable, a global and a list that others change during the call, identities, functions as keys."""
+    table, scale, seen = jnp.asarray(TABLE), 1.0, [1.0]
+    factors = {jnp.tanh: 3.0}
+
+    def helper(value):
+        global SCALE
+        nonlocal scale
+        SCALE = scale = seen[0] = value
+
+    def loss(params, x, same=table):
+        helper(3.0)
+        factor = SCALE * scale * seen[0] * factors.get(jnp.tanh, 1.0) * (2.0 if same is table else 1.0)
+        helper(1.0)
+        return jnp.mean(x * table @ params["w"]) * factor
+
+    params, x = {"w": jnp.ones((24, 16))}, np.ones((16, 24), np.float32)
+    plan = jzero.make_plan(params, stage=3, min_shard_bytes=0)
+    found = jzero.value_and_grad(loss, plan)(plan.place(params), plan.place_batch(x))[0]
+    assert float(found) == pytest.approx(TABLE.sum() * 81 * 2)
+    assert next(iter(loss.__defaults__ or ())) is table
+    assert scale == SCALE == seen[0] == 1.0
+
+
 def test_what_a_loss_stores_outside_of_it_is_not_lost_in_silence(explicit):
     params = {"w": jnp.ones((24, 16))}
     plan = jzero.make_plan(params, stage=3, min_shard_bytes=0)
@@ -499,7 +526,7 @@ def test_what_a_loss_stores_outside_of_it_is_not_lost_in_silence(explicit):
         return jnp.mean((x @ params["w"]) ** 2) * seen["scale"]
 
     for loss in (rebinds, fills):
-        with pytest.raises(ValueError, match=r"stores values in variables, lists or dicts outside of it"):
+        with pytest.raises(ValueError, match=r"stores values in place of arrays outside of it"):
             jzero.value_and_grad(loss, plan)(plan.place(params), plan.place_batch(np.ones((16, 24), np.float32)))
     assert float(scale) == float(seen["scale"]) == 1.0
 

@@ -479,10 +479,7 @@ def test_a_state_in_a_list_is_not_cut_by_position(mesh, kind):
     """Its first leaves are not those of the trained params: refused, also as what a function creates."""
     named = {k: jnp.ones((DIM, DIM)) for k in ("base", "mid", "top")}
     params = named if kind == "dict" else list(named.values())
-    listed = optax.GradientTransformation(
-        lambda params: list(map(jnp.zeros_like, jax.tree.leaves(params))),
-        lambda grads, s, params=None: (grads, [m + g for m, g in zip(s, jax.tree.leaves(grads), strict=True)]),
-    )
+    listed = listing_moments()
     trained = lambda path, leaf: path[0] not in ("base", "0")  # noqa: E731
     given: Any = {"stage": 3, "mesh": mesh, "min_shard_bytes": 0, "trainable": trained}
 
@@ -498,6 +495,38 @@ def test_a_state_in_a_list_is_not_cut_by_position(mesh, kind):
     full = jax.tree.map(lambda g: jnp.full((DIM, DIM), g), grads)
     state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, full)
     assert [float(x.mean()) for x in jzero.unshard(state).opt_state] == [2.0, 3.0]
+
+
+def listing_moments():
+    return optax.GradientTransformation(
+        lambda params: list(map(jnp.zeros_like, jax.tree.leaves(params))),
+        lambda grads, s, params=None: (grads, [m + g for m, g in zip(s, jax.tree.leaves(grads), strict=True)]),
+    )
+
+
+def test_positions_in_a_state_are_not_names_of_params(mesh):
+    """Params named by numbers, and params in a list of which the state covers some: nothing says of which."""
+    tx, given = listing_moments(), {"stage": 3, "mesh": mesh, "min_shard_bytes": 0}
+    numbered = {str(i): jnp.full((DIM, DIM), float(i)) for i in range(12)}
+    state = TrainState(0, None, numbered, tx, list(jax.tree.leaves(numbered)))
+    with raises(ValueError, "not named like them"):
+        jzero.shard(state, trainable=lambda path, leaf: len(path[0]) == 1, **given)
+    params = [jnp.full((DIM, DIM), float(i)) for i in range(3)]
+    with raises(ValueError, "name them with trainable="):
+        jzero.shard(TrainState(0, None, params, tx, tx.init([None, *params[1:]])), **given)
+    state = TrainState(0, None, params, tx, tx.init([None, *params[1:]]))
+    state = jzero.shard(state, trainable=lambda path, leaf: path[0] != "0", **given)
+    assert [x.frozen is None for x in jzero.plan_of(state).layouts] == [False, True, True]
+
+
+def test_params_named_like_fields_of_the_state_are_frozen(mesh):
+    given: Any = {"stage": 3, "mesh": mesh, "min_shard_bytes": 0}
+    w = jnp.ones((DIM, DIM))
+    for params, frozen in (({"w": w, "mu": {"w": w}}, "mu"), ({"w": w, "mu": {"w": w}}, "w"),
+                           ({"w": w, "count": jnp.ones(DIM)}, "count")):  # fmt: skip
+        create = functools.partial(TrainState.create, apply_fn=None, params=params, tx=optax.adam(1e-3))
+        state = jzero.shard(create(), trainable=lambda path, leaf, frozen=frozen: path[0] != frozen, **given)
+        assert len(jax.tree.leaves(state.opt_state)) == 3
 
 
 def test_what_stop_gradient_freezes_is_gathered_at_its_use(mesh):

@@ -110,6 +110,16 @@ def test_hyper_parameters_stay():
     assert [k.rsplit(".", 2)[1:] for k in got] == [["mu", "b"], ["mu", "w"], ["nu", "b"], ["nu", "w"]]
 
 
+def test_a_hyper_parameter_with_the_name_of_a_param_is_no_moment():
+    """0.999 is 1 in bf16, and the second step NaN."""
+    tx = optax.inject_hyperparams(optax.adam)(1e-3)
+    params = {"w": jnp.ones((16, 16)), "b2": jnp.zeros(())}
+    plan = jzero.make_plan(params, stage=1, moment_dtype="bfloat16", min_shard_bytes=0)
+    state = jzero.unshard(jzero.zero(tx, plan).init(plan.place(params)))
+    assert float(state.hyperparams["b2"]) == pytest.approx(0.999, abs=1e-6)
+    assert state.inner_state[0].mu["w"].dtype == jnp.bfloat16
+
+
 def test_sums_of_micro_steps_are_stored_in_it_too():
     got = narrowed(optax.MultiSteps(optax.sgd(1e-3), 4).gradient_transformation())
     assert got == [".acc_grads.b", ".acc_grads.w"]
