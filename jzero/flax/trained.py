@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 import warnings
 from collections.abc import Collection, Sequence
@@ -175,19 +176,17 @@ def _named_apart(params: PyTree, trained: Sequence[bool], wanted: PyTree, given:
 
     A list over all params is not: its first leaves have the paths that a list over the trained ones has.
     """
-    flat = zip(jax.tree_util.tree_leaves_with_path(params), trained, strict=True)
-    trained_at = {(_kinds(k), np.shape(x)): t for (k, x), t in flat}
-
-    def named(tree: PyTree) -> dict[str, list[bool]]:
-        """For each leaf whether those params are trained whose names its path may end with."""
-        rows = [(k, _kinds(k), np.shape(x)) for k, x in jax.tree_util.tree_leaves_with_path(tree)]
-        return {
-            jax.tree_util.keystr(k): [trained_at[keys[i:], s] for i in range(len(keys)) if (keys[i:], s) in trained_at]
-            for k, keys, s in rows
-        }
-
-    kept, every = named(wanted), named(given)
-    return all(any(found) or not found for found in kept.values()) and all(every[k] for k in every.keys() - kept.keys())
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    trained_at = {(_kinds(k), np.shape(x)): t for (k, x), t in zip(flat, trained, strict=True)}
+    names, kept = {_kinds(k) for k, _ in flat}, {}
+    for path, x in jax.tree_util.tree_leaves_with_path(wanted):
+        ends = [(_kinds(path)[i:], np.shape(x)) for i in range(len(path))]
+        kept[jax.tree_util.keystr(path)] = [trained_at[end] for end in ends if end in trained_at]
+    if any(found and not any(found) for found in kept.values()):
+        return False  # it would be the leaf of a frozen param
+    dropped = [k for k, _ in jax.tree_util.tree_leaves_with_path(given) if jax.tree_util.keystr(k) not in kept]
+    parts = [(_kinds(k)[i:j] for i, j in itertools.combinations(range(len(k) + 1), 2)) for k in dropped]
+    return all(any(part in names for part in some) for some in parts)
 
 
 def _kinds(path: KeyPath) -> tuple[tuple[bool, str], ...]:
