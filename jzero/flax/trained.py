@@ -185,8 +185,12 @@ def _named_apart(params: PyTree, trained: Sequence[bool], wanted: PyTree, given:
     if any(found and not any(found) for found in kept.values()):
         return False  # it would be the leaf of a frozen param
     dropped = [k for k, _ in jax.tree_util.tree_leaves_with_path(given) if jax.tree_util.keystr(k) not in kept]
-    parts = [(_kinds(k)[i:j] for i, j in itertools.combinations(range(len(k) + 1), 2)) for k in dropped]
-    return all(any(part in names for part in some) for some in parts)
+    return all(_names_inside(_kinds(k)) & names for k in dropped)
+
+
+def _names_inside(keys: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    """Every run of the keys of a path."""
+    return {keys[i:j] for i, j in itertools.combinations(range(len(keys) + 1), 2)}
 
 
 def _kinds(path: KeyPath) -> tuple[tuple[bool, str], ...]:
