@@ -18,7 +18,7 @@ _GONE = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class HeldPlace:
     """A variable, an entry or a field that holds arrays, by itself or in tuples."""
 
     get: Callable[[], Any]
@@ -73,7 +73,7 @@ def lift(
     return arrays, made
 
 
-def _found(fn: Callable[..., Any], wanted: Callable[[jax.Array], bool]) -> tuple[list[Place], list[jax.Array]]:
+def _found(fn: Callable[..., Any], wanted: Callable[[jax.Array], bool]) -> tuple[list[HeldPlace], list[jax.Array]]:
     """The places that a function reaches and that hold wanted arrays, and these, each once."""
     places, arrays, todo, seen = [], {}, [fn], set()
     while todo:
@@ -114,7 +114,7 @@ def _replaced(x: Any, others: dict[int, jax.Array]) -> Any:
     return tuple(parts) if type(x) is tuple else type(x)._make(parts)
 
 
-def _places(holder: Any) -> Iterator[Place]:
+def _places(holder: Any) -> Iterator[HeldPlace]:
     """The places of an object."""
     if type(holder) in (list, dict):
         for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
@@ -125,10 +125,10 @@ def _places(holder: Any) -> Iterator[Place]:
         yield from (_entry(holder.__globals__, k) for k in names if _is_own(holder.__globals__.get(k), holder))
         yield from (_field(holder, name) for name in ("__defaults__", "__kwdefaults__"))
     elif isinstance(holder, types.MethodType):
-        yield from (Place(lambda part=part: part, _fixed) for part in (holder.__func__, holder.__self__))
+        yield from (HeldPlace(lambda part=part: part, _fixed) for part in (holder.__func__, holder.__self__))
     elif type(holder) is functools.partial:
-        yield from (Place(lambda part=part: part, _fixed) for part in (holder.func, holder.keywords))
-        yield Place(
+        yield from (HeldPlace(lambda part=part: part, _fixed) for part in (holder.func, holder.keywords))
+        yield HeldPlace(
             lambda: holder.args,
             lambda args: holder.__setstate__((holder.func, args, holder.keywords, holder.__dict__)),  # pyright: ignore
         )
@@ -145,18 +145,18 @@ def _is_record(x: Any) -> bool:
     )
 
 
-def _entry(holder: Any, key: Any) -> Place:
+def _entry(holder: Any, key: Any) -> HeldPlace:
     def get() -> Any:
         try:
             return holder[key]
         except (KeyError, IndexError):
             return _GONE
 
-    return Place(get, functools.partial(holder.__setitem__, key))
+    return HeldPlace(get, functools.partial(holder.__setitem__, key))
 
 
-def _field(holder: Any, name: str) -> Place:
-    return Place(lambda: getattr(holder, name, _GONE), functools.partial(object.__setattr__, holder, name))
+def _field(holder: Any, name: str) -> HeldPlace:
+    return HeldPlace(lambda: getattr(holder, name, _GONE), functools.partial(object.__setattr__, holder, name))
 
 
 def _fixed(_: Any) -> None:
