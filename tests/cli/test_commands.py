@@ -225,7 +225,7 @@ def test_plan_as_a_table_with_a_jitted_step(capsys):
     assert main(["plan", *args, *part, "--stages", "2"]) == 0
     out = capsys.readouterr().out
     estimated = next(line.split() for line in out.splitlines() if "estimated  " in line)
-    assert [float(x) for x in estimated[2:5]] == [0.53, 0.07, 0.03]  # MB of params; moments and gradients of one layer
+    assert [float(x) for x in estimated[2:5]] == [526.34, 65.8, 32.9]  # kB; moments, gradients: of one layer
     assert "8 h200 (1 host x 8), 151.40 GB each, mesh {data: 8}" in out
     assert [line.split()[:2] for line in out.splitlines() if "estimated  " in line] == [["2", "estimated"]]
     assert "jzero.check: nothing found at stage 2." in out
