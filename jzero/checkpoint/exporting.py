@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jzero.checkpoint import moments, remainders, store
 from jzero.checkpoint.converting import converted
-from jzero.checkpoint.logical import MASTER, REMAINDER, Name, averages_in, is_of_model
+from jzero.checkpoint.logical import MASTER, REMAINDER, Name, needed_by_model
 from jzero.checkpoint.match import Described, text
 from jzero.checkpoint.restoring import checked
 from jzero.checkpoint.tensors import (
@@ -215,13 +215,12 @@ def _tensors(
                 f"{where}: the checkpoint has no {part!r}, only {sorted(top)}.{nearest(part, top)}"
             )
     wanted = None if dtype is None else check_dtype(dtype, "dtype", where=where)
-    shapes = {name: tuple(shape) for name, (shape, _) in have.items()}
-    averages = averages_in(shapes)
+    needed = needed_by_model(have)
     found = []
     for name in have:
         if name[0] == "params":
             plain, source = name[1:], (MASTER, *name[1:])
-        elif name[0] in include or "params" not in top or is_of_model(name, have[name][1], shapes, averages):
+        elif name[0] in include or "params" not in top or name in needed:
             plain, source = name, name
         else:
             continue

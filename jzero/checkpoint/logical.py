@@ -15,9 +15,9 @@ and the minor part stays, the partitioner of jaxlib 0.12 ends the process ("Coul
 Besides its params a model computes with statistics (BatchNorm's, power iterations') and, in NNX, with weights that are
 not trained (below a LoRA). They lie in collections of a TrainState (`batch_stats/BatchNorm_0/mean`), and in NNX in the
 modules (`norm/mean`). The name tells nothing else, so jzero takes every array at that depth except random keys, their
-counts and copies of params: an average is another model. (Keys and counts in a module that is abstract are taken, too:
-no program takes a module with abstract leaves.) (A variable of an NNX model's root is as deep as a field of a
-TrainState; where the state itself is there, it counts.)
+counts and copies of params: an average is another model. Of an abstract module it takes keys and counts, too, since no
+program takes a module with abstract leaves. (A variable of an NNX model's root is as deep as a field of a TrainState;
+where the state itself is there, it counts.)
 """
 
 from __future__ import annotations
@@ -85,52 +85,40 @@ class NamedLeaf:
         return made if isinstance(self.value, np.ndarray) else jax.device_put(made, sharding)
 
 
-def averages_in(shapes: Mapping[Name, tuple[int, ...]]) -> set[Name]:
-    """Where a state holds averages of its params: what the names of their leaves begin with.
-
-    All params are there, or half of them and at least two: a statistic may have the name and shape of one param.
-    """
-    params = {name[1:]: shape for name, shape in shapes.items() if name[0] == "params"}
-    found = collections.Counter(
-        name[:i] for name, shape in shapes.items() if name[0] not in TAKEN
-        for i in range(1, len(name)) if params.get(name[i:]) == shape
-    )  # fmt: skip
-    return {prefix for prefix, n in found.items() if n == len(params) or (n > 1 and 2 * n >= len(params))}
-
-
-def is_of_model(
-    name: Name, dtype: Any, shapes: Mapping[Name, tuple[int, ...]], averages: Collection[Name], least: int = 2,
-    keys: bool = False,
-) -> bool:  # fmt: skip
-    """Whether a model needs it besides its params; see [Note: what a model needs].
+def needed_by_model(
+    leaves: Mapping[Name, tuple[tuple[int, ...], Any]], *, least: int = 2, whole: Collection[Name] = ()
+) -> set[Name]:
+    """The leaves of a state that its model needs besides its params; see [Note: what a model needs].
 
     Args:
-      name, dtype: of a leaf.
-      shapes: of all leaves of the state, by name.
-      averages: what `averages_in` gives for them.
-      least: how many keys its name must have.
-      keys: True to take random keys and their counts as well.
+      leaves: shape and dtype of every leaf, by name.
+      least: how many keys a name must have.
+      whole: names at which random keys and their counts are needed, too.
     """
-    if name[0] in TAKEN or len(name) < least:
-        return False
-    shape = shapes[name]
-    # keys are stored as two or four numbers each, in NNX as `key` beside a `count`; packed weights are uint32, too
-    numbers = dtype == np.uint32 and (shape in ((), (2,), (4,)) or name[-1] in ("key", "count"))
-    if not keys and (numbers or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)):
-        return False
-    return not any(name[:i] in averages and shapes.get(("params", *name[i:])) == shape for i in range(1, len(name)))
+    shapes = {name: tuple(shape) for name, (shape, _) in leaves.items()}
+    params = {name[1:]: shape for name, shape in shapes.items() if name[0] == "params"}
+    rest = {name: shape for name, shape in shapes.items() if name[0] not in TAKEN}
+    copies = {name: [name[:i] for i in range(1, len(name)) if params.get(name[i:]) == s] for name, s in rest.items()}
+    # all params, or half of them and at least two: a statistic may have the name and the shape of one
+    held = collections.Counter(prefix for prefixes in copies.values() for prefix in prefixes)
+    averages = {prefix for prefix, n in held.items() if n == len(params) or (n > 1 and 2 * n >= len(params))}
+    wanted = {name for name in rest if name in whole or not _is_random(name, *leaves[name])}
+    return {name for name in wanted if len(name) >= least and averages.isdisjoint(copies[name])}
+
+
+def _is_random(name: Name, shape: tuple[int, ...], dtype: Any) -> bool:
+    """A key or its count. Keys are stored as two or four numbers each; packed weights are uint32, too."""
+    numbers = dtype == np.uint32 and (tuple(shape) in ((), (2,), (4,)) or name[-1] in ("key", "count"))
+    return numbers or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def of_model(leaves: Sequence[NamedLeaf], state: PyTree) -> list[NamedLeaf]:
     """The leaves of a state that its model needs besides its params."""
-    shapes, pair = {leaf.name: tuple(leaf.shape) for leaf in leaves}, adapters.is_pair(state)
-    averages = averages_in(shapes)
-
-    def needed(leaf: NamedLeaf) -> bool:
-        keys = pair and isinstance(leaf.value, jax.ShapeDtypeStruct)
-        return is_of_model(leaf.name, leaf.value.dtype, shapes, averages, 1 if pair else 2, keys)
-
-    return [leaf for leaf in leaves if hasattr(leaf.value, "dtype") and needed(leaf)]
+    pair = adapters.is_pair(state)
+    described = {leaf.name: (leaf.shape, leaf.value.dtype) for leaf in leaves if hasattr(leaf.value, "dtype")}
+    abstract = {leaf.name for leaf in leaves if pair and isinstance(leaf.value, jax.ShapeDtypeStruct)}
+    needed = needed_by_model(described, least=1 if pair else 2, whole=abstract)
+    return [leaf for leaf in leaves if leaf.name in needed]
 
 
 def warn_if_absent(absent: Sequence[NamedLeaf], what: str, where: str) -> None:

@@ -74,8 +74,10 @@ def match(
         rows.append((text(name), _typed(shape, dtype), "absent", "not asked for"))
     if rows:
         if only is None and any(leaf.name not in have and ("params", *leaf.name) in have for leaf in leaves):
-            raise ValueError(_message(rows, 'It is of a state. For a model pass only="params".', where))
-        raise ValueError(_message(rows, _remedy(castable, only is None and _params_fit(wanted, rows)), where))
+            remedy = 'The checkpoint is of a whole state. To read its model alone, pass only="params".'
+        else:
+            remedy = _remedy(castable, only is None and _params_fit(wanted, rows))
+        raise ValueError(_message(rows, remedy, where))
     return sources
 
 

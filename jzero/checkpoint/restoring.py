@@ -78,10 +78,9 @@ def restore(
         one that only the checkpoint has is left out.)
       only: `"params"` reads what the model needs, and nothing else: params (and fp32 masters of them that `like` has),
         statistics, in NNX all variables of the model but random keys (those of an abstract model are read, too). For
-        evaluation, fine-tuning, another optimizer.
-        Optimizer state, step, averages and all other fields are those of `like`; where that is abstract, they stay
-        abstract. Statistics that the checkpoint lacks are named in a warning. `like` may then be an `nnx.Module` alone,
-        whose `nnx.Param` are the params.
+        evaluation, fine-tuning, another optimizer. Optimizer state, step, averages and all other fields are those of
+        `like`; where that is abstract, they stay abstract. Statistics that the checkpoint lacks are named in a warning.
+        `like` may then be an `nnx.Module` alone, whose `nnx.Param` are the params.
 
     Returns:
       A state like `like`; an NNX pair is filled in place and returned.

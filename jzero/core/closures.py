@@ -40,7 +40,9 @@ def lift(
 
     Returns:
       The arrays, and `made(arrays)`, a function. While it runs the places hold these arrays, for other threads, too.
-      It raises ValueError if `fn` stores something in such a place, which would be lost.
+
+    Raises:
+      ValueError: from the new function, if `fn` stores something in such a place: it would be lost.
     """
     places, arrays = _found(fn, wanted)
 
@@ -125,9 +127,9 @@ def _places(holder: Any) -> Iterator[HeldPlace]:
         yield from (_entry(holder.__globals__, k) for k in names if _is_own(holder.__globals__.get(k), holder))
         yield from (_field(holder, name) for name in ("__defaults__", "__kwdefaults__"))
     elif isinstance(holder, types.MethodType):
-        yield from (HeldPlace(lambda part=part: part, _fixed) for part in (holder.__func__, holder.__self__))
+        yield from (*_places(holder.__func__), *_places(holder.__self__))
     elif type(holder) is functools.partial:
-        yield from (HeldPlace(lambda part=part: part, _fixed) for part in (holder.func, holder.keywords))
+        yield from (*_places(holder.func), *_places(holder.keywords))
         yield HeldPlace(
             lambda: holder.args,
             lambda args: holder.__setstate__((holder.func, args, holder.keywords, holder.__dict__)),  # pyright: ignore
@@ -157,10 +159,6 @@ def _entry(holder: Any, key: Any) -> HeldPlace:
 
 def _field(holder: Any, name: str) -> HeldPlace:
     return HeldPlace(lambda: getattr(holder, name, _GONE), functools.partial(object.__setattr__, holder, name))
-
-
-def _fixed(_: Any) -> None:
-    """Writes nothing: what is there is no array."""
 
 
 def _is_filled(cell: types.CellType) -> bool:

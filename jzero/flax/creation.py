@@ -51,17 +51,18 @@ def checked_creator(create: Callable[..., Any], where: str) -> Callable[[], Any]
     """
     if isinstance(create, functools.partial):
         create = functools.partial(create.func, *on_auto_mesh(create.args), **on_auto_mesh(create.keywords))
+    create = with_arrays_on_auto_mesh(create)
     try:
         params = inspect.signature(create).parameters.values()
     except (TypeError, ValueError):
-        return with_arrays_on_auto_mesh(create)
+        return create
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if needed := ", ".join(p.name for p in params if p.default is p.empty and p.kind not in rest):
         raise TypeError(
             f"{where}: the creation function {getattr(create, '__name__', create)!r} needs arguments ({needed}). Pass "
             f"one without: lambda: {getattr(create, '__name__', 'create')}({needed})."
         )
-    return with_arrays_on_auto_mesh(create)
+    return create
 
 
 def born_sharded(create: Callable[[], Any], planned: Callable[..., Plan], trainable: Any) -> Any:

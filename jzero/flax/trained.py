@@ -23,6 +23,7 @@ from jzero.flax.adapters import Parts
 from jzero.flax.conversion import fresh_shapes, outline
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.placement import device_type
+from jzero.layout.state_layouts import named_by
 from jzero.layout.trainable import checked_answers, left_out, trained_by, without
 from jzero.optim import is_wrapped
 
@@ -117,22 +118,18 @@ def _by_state(parts: Parts) -> Parts:
     got = outline(parts.opt_state)
     if got == outline(fresh_shapes(parts.tx, parts.params)):
         return parts
-    names = [path_keys(k) for k, _ in jax.tree_util.tree_leaves_with_path(parts.params)]
-    at = {keys: i for i, keys in enumerate(names)}
-    found = set()
-    for path, _ in jax.tree_util.tree_leaves_with_path(parts.opt_state):
-        keys = path_keys(path)
-        found.add(next((at[keys[i:]] for i in range(len(keys)) if keys[i:] in at), None))
-    trained = tuple(i in found for i in range(len(names)))
+    at = {_kinds(k): i for i, (k, _) in enumerate(jax.tree_util.tree_leaves_with_path(parts.params))}
+    paths = [k for k, _ in jax.tree_util.tree_leaves_with_path(parts.opt_state)]
+    found = {next(named_by(_kinds(k), at), None) for k in paths}
+    trained = tuple(i in found for i in range(len(at)))
     if all(trained) or not any(trained):
         return parts
     some = _of_some(parts, parts.params, trained, trained, "jzero")
     if got != outline(fresh_shapes(parts.tx, some.taken)):
         return parts
     for other in {tuple(sorted(trained)), tuple(sorted(trained, reverse=True))} - {trained}:
-        tree = without(parts.params, other)
-        rest = tree.unflatten([x for x, t in zip(jax.tree.leaves(parts.params), other, strict=True) if t])
-        if got == outline(fresh_shapes(parts.tx, rest)):
+        rest = parts.replace(trained=other, trained_tree=without(parts.params, other))
+        if got == outline(fresh_shapes(parts.tx, rest.taken)):
             return parts  # a list of leaves: it may be the state of these params, too, and is refused
     return some
 
@@ -177,15 +174,15 @@ def _named_apart(params: PyTree, trained: Sequence[bool], wanted: PyTree, given:
     A list over all params is not: its first leaves have the paths that a list over the trained ones has.
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
-    trained_at = {(_kinds(k), np.shape(x)): t for (k, x), t in zip(flat, trained, strict=True)}
-    names, kept = {_kinds(k) for k, _ in flat}, {}
+    named = {_kinds(k): (np.shape(x), t) for (k, x), t in zip(flat, trained, strict=True)}
+    kept = {}
     for path, x in jax.tree_util.tree_leaves_with_path(wanted):
-        ends = [(_kinds(path)[i:], np.shape(x)) for i in range(len(path))]
-        kept[jax.tree_util.keystr(path)] = [trained_at[end] for end in ends if end in trained_at]
+        keys = _kinds(path)
+        kept[keys] = [is_trained for shape, is_trained in named_by(keys, named) if shape == np.shape(x)]
     if any(found and not any(found) for found in kept.values()):
         return False  # it would be the leaf of a frozen param
-    dropped = [k for k, _ in jax.tree_util.tree_leaves_with_path(given) if jax.tree_util.keystr(k) not in kept]
-    return all(_names_inside(_kinds(k)) & names for k in dropped)
+    every = {_kinds(k) for k, _ in jax.tree_util.tree_leaves_with_path(given)}
+    return all(_names_inside(keys) & named.keys() for keys in every - kept.keys())
 
 
 def _names_inside(keys: tuple[Any, ...]) -> set[tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -22,12 +22,14 @@ from jzero.layout.leaf_rule import Layout, cut_leaf, keyed_shapes
 from jzero.layout.specs import P, make_spec, spec_entries
 
 Keys = tuple[str, ...]
+K = TypeVar("K")
+T = TypeVar("T")
 SCALES = "moment_scales"  # the field of `ZeroState`
 FEW = 16  # values of a state leaf that is not a copy of a param: it is whole, and stays in device memory
 
 
-def named_by(keys: Keys, params: Mapping[Keys, Layout]) -> Iterator[Layout]:
-    """The params whose path this one ends with, the longest path first. The path of a bare array is empty."""
+def named_by(keys: tuple[K, ...], params: Mapping[tuple[K, ...], T]) -> Iterator[T]:
+    """What is known of the params whose path this one ends with, the longest first. That of a bare array is empty."""
     return (params[keys[i:]] for i in range(len(keys) + 1) if keys[i:] in params)
 
 

@@ -123,7 +123,7 @@ def leaves_of(tx: Any, plan: Plan, params: PyTree) -> list[Leaf]:
     sources = sources_of_outputs(lambda p: jax.tree.leaves(tx.init(p)), params)
     found = []
     for x, w, copy, of in zip(jax.tree.leaves(state), jax.tree.leaves(wide), plan.copies(state), sources, strict=True):
-        copy = copy if x.shape else None  # a number with the name of one that is a param: `hyperparams["b2"]`
+        copy = copy if x.shape else None  # a hyper-parameter may have the name of a scalar param
         moment = copy is not None and not of and jnp.issubdtype(x.dtype, jnp.floating)
         seen = jnp.promote_types(w.dtype, dtype) if moment else w.dtype
         # numbers such as injected hyperparameters stay as wide as they are seen: a decay of 0.999 is 1 in bf16

@@ -299,7 +299,7 @@ def test_params_alone_come_with_statistics(tmp_path):
     plain = create_nnx()[0]  # no optimizer: for inference
     assert checkpoint.restore(path, plain, only="params") is plain
     assert_same(jax.device_get(nnx.state(plain)), jax.device_get(nnx.state(model)))
-    with pytest.raises(ValueError, match=r'It is of a state. For a model pass only="params"'):
+    with pytest.raises(ValueError, match=r'of a whole state. To read its model alone, pass only="params"'):
         checkpoint.restore(path, create_nnx()[0])
     # an abstract model is whole then, keys and counts too, or no program takes it; the optimizer stays abstract
     like = jzero.abstract(create_nnx, stage=3, mesh=mesh_of(4), min_shard_bytes=300)
