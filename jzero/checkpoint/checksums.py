@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,20 @@ class Damage:
 
 
 def write(
-    directory: Path, *, process: int, processes: int, custom: Any, metrics: Mapping[str, float] | None = None
+    directory: Path,
+    *,
+    process: int,
+    processes: int,
+    custom: Any,
+    metrics: Mapping[str, float] | None = None,
+    trained: Sequence[str] | None = None,
 ) -> None:
     """Hashes this process's share of a finished checkpoint, writes the checksums, and flushes both to the disk.
 
     Args:
       directory: what orbax has written; every process sees all files.
       process, processes: the index of this one, and how many there are.
-      custom, metrics: JSON of the caller, stored under the same checksum.
+      custom, metrics, trained: JSON of the caller, stored under the same checksum.
     """
     index = _Index(directory / STATE)
     names = _files(directory)[process::processes]
@@ -81,7 +87,8 @@ def write(
     }
     leaves = sorted(index.leaves) if process == 0 else []
     body = {"version": VERSION, "parts": processes, "files": files, "leaves": leaves, "custom": custom}
-    text = json.dumps(body | {"metrics": metrics}, separators=(",", ":")).encode()
+    body |= {"metrics": metrics, "trained": trained}
+    text = json.dumps(body, separators=(",", ":")).encode()
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     durable.write(folder / f"{process}.json", _hash(text).encode() + b"\n" + text)
@@ -195,6 +202,7 @@ class Checksums:
       custom: the caller's JSON.
       metrics: numbers by name, or None; where `damage` is empty.
       has_metrics: the metrics are under the checksums; earlier versions left them out.
+      trained: the names of the params that the optimizer takes, where it does not take all; else None.
     """
 
     def __init__(self, directory: Path):
@@ -203,6 +211,7 @@ class Checksums:
         self.custom: Any = None
         self.metrics: dict[str, float] | None = None
         self.has_metrics = False
+        self.trained: list[str] | None = None
         self._files: dict[str, list[tuple[int, str, str | None]]] = {}
         self._every: list[str] = []
         process, processes = 0, 1
@@ -215,6 +224,7 @@ class Checksums:
                 if process == 0:
                     self.custom, self._every = body["custom"], body["leaves"]
                     self.metrics, self.has_metrics = body.get("metrics"), "metrics" in body
+                    self.trained = body.get("trained")
             process += 1
 
     def _part(self, process: int) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ def save_async(
     *,
     custom: Any,
     metrics: Mapping[str, float] | None = None,
+    trained: Sequence[str] | None = None,
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> Future:
@@ -53,6 +54,7 @@ def save_async(
       tree: of arrays; those in host memory are read until the future is done: see `host_copies`.
       custom: JSON, stored under the checksums.
       metrics: numbers by name, stored under the checksums, and also where plain orbax looks for them.
+      trained: names of params, stored under the checksums.
       before: called on process 0 before the directory gets its name; if it raises, the save fails.
       after: called on process 0 when the directory has its name.
 
@@ -78,6 +80,7 @@ def save_async(
                     processes=jax.process_count(),
                     custom=custom,
                     metrics=metrics,
+                    trained=trained,
                 )
                 _meet(f"{barrier}.hashed")
                 if jax.process_index() == 0:

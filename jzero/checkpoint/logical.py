@@ -249,6 +249,14 @@ def refuse_collisions(leaves: Sequence[NamedLeaf], where: str) -> None:
         )
 
 
+def trained_of(parts: Parts) -> list[str] | None:
+    """The names of the params that the optimizer takes, where it does not take all."""
+    if parts.trained is None:
+        return None
+    flat = jax.tree_util.tree_leaves_with_path(parts.params)
+    return ["/".join(path_keys(k)) for (k, _), t in zip(flat, parts.trained, strict=True) if t]
+
+
 def filled(parts: Parts, values: Mapping[Name, Any]) -> Parts:
     """The parts with every leaf replaced by the value of its name."""
     tree = jax.tree.map(lambda leaf: values[leaf.name], tree_of(parts))

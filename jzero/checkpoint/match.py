@@ -14,6 +14,7 @@ from jzero.checkpoint.converting import convertible
 from jzero.checkpoint.logical import COUNT, MASTER, Name, NamedLeaf
 from jzero.core.errors import counted, listing, typed_shape
 from jzero.core.random_keys import is_key
+from jzero.layout.state_layouts import named_by
 
 Described = tuple[tuple[int, ...], np.dtype]
 
@@ -79,6 +80,33 @@ def match(
             remedy = _remedy(castable, only is None and _params_fit(wanted, rows))
         raise ValueError(_message(rows, remedy, where))
     return sources
+
+
+def check_trained(
+    leaves: Sequence[NamedLeaf], stored: Sequence[str] | None, wanted: Sequence[str] | None, where: str
+) -> None:
+    """Raises ValueError for a state that lists leaves by position where other params were trained.
+
+    Args:
+      leaves: what is to be read.
+      stored, wanted: the names of the trained params of checkpoint and target; None if it is all, or not known.
+      where: the caller, for the error.
+    """
+    if stored is None or wanted is None or set(stored) == set(wanted):
+        return
+    params = {leaf.name[1:]: leaf for leaf in leaves if leaf.name[0] == "params"}
+    by_position = [
+        leaf for leaf in leaves if leaf.name[0] == "opt_state" and leaf.shape and not any(named_by(leaf.name, params))
+    ]
+    if by_position:
+        rows = [(text(leaf.name), _typed(*describe(leaf))) for leaf in by_position]
+        raise ValueError(
+            f"{where}: the checkpoint was saved with other trained params than those of the target, and "
+            f"{counted(len(rows), 'leaf', 'leaves')} of the optimizer state do not tell which param they belong to:\n"
+            f"{listing(rows)}\nIt trained {', '.join(stored)}; the target trains {', '.join(wanted)}. Restore into a "
+            'state with the same trainable=, or pass only="params": optimizer state and step stay as they are in the '
+            "target."
+        )
 
 
 def _source(leaf: NamedLeaf, have: Mapping[Name, Described], wanted: set[Name]) -> Name | None:

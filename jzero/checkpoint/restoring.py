@@ -26,10 +26,11 @@ from jzero.checkpoint.logical import (
     of_model,
     refuse_collisions,
     together,
+    trained_of,
     tree_of,
     warn_if_absent,
 )
-from jzero.checkpoint.match import Described, Source, describe, match, text
+from jzero.checkpoint.match import Described, Source, check_trained, describe, match, text
 from jzero.core.errors import check_choice, check_flag, listing
 from jzero.core.nnx_modules import is_module
 from jzero.core.types import PyTree
@@ -126,6 +127,8 @@ def restore(
             f'{where}: only="params" is for a state, or a mapping with "params"; this tree has none.'
         )
     checks = _opened(path, where)
+    if checks is not None and only is None:
+        check_trained(every, checks.trained, trained_of(parts), where)
     tree, stored = store.stored(path)
     wanted = [leaf if leaf.name in stored else remainders.as_master(leaf) for leaf in wanted]
     convert = cast or moments.same_policy(wanted, stored, parts.tx)

@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jzero.checkpoint import commit, pending, store
-from jzero.checkpoint.logical import apart, refuse_collisions, to_store, tree_of
+from jzero.checkpoint.logical import apart, refuse_collisions, to_store, trained_of, tree_of
 from jzero.checkpoint.match import text
 from jzero.core.errors import listing
 from jzero.core.jaxprs import is_tracer
@@ -102,14 +102,16 @@ def _save(path: store.PathLike, state: PyTree, tx: Any, custom: Any, *, in_backg
     """Begins a save; the state may be donated before its end if it goes on in the background."""
     where = "jzero.checkpoint.save"
     path = store.absolute(path, where)
-    tree = to_write(state, tx, custom, where=where)
+    tree, trained = to_write(state, tx, custom, where=where)
     store.check_free(path, where)
     tree = commit.host_copies(tree) if in_background else commit.own_views(tree)
-    return Saving(path, commit.save_async(path, tree, custom=custom))
+    return Saving(path, commit.save_async(path, tree, custom=custom, trained=trained))
 
 
-def to_write(state: PyTree, tx: optax.GradientTransformation | None, custom: Any, *, where: str) -> PyTree:
-    """The tree of arrays that a save writes.
+def to_write(
+    state: PyTree, tx: optax.GradientTransformation | None, custom: Any, *, where: str
+) -> tuple[PyTree, list[str] | None]:
+    """The tree of arrays that a save writes, and the names of the params that are trained if not all are.
 
     Raises:
       ValueError: two leaves have one name.
@@ -119,7 +121,8 @@ def to_write(state: PyTree, tx: optax.GradientTransformation | None, custom: Any
         json.dumps(custom)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where}: custom must be JSON (numbers, strings, lists, dicts): {error}") from None
-    tree = tree_of(on_auto_mesh(apart(state, tx, where)))
+    parts = on_auto_mesh(apart(state, tx, where))
+    tree = tree_of(parts)
     leaves = jax.tree.leaves(tree)
     abstract = sum(isinstance(leaf.value, jax.ShapeDtypeStruct) or is_tracer(leaf.value) for leaf in leaves)
     if abstract:
@@ -138,4 +141,4 @@ def to_write(state: PyTree, tx: optax.GradientTransformation | None, custom: Any
     if all(leaf.empty for leaf in leaves):
         raise TypeError(f"{where}: there are no arrays in this {type(state).__name__}.")
     with auto_context():
-        return jax.tree.map(to_store, tree)
+        return jax.tree.map(to_store, tree), trained_of(parts)

@@ -119,7 +119,7 @@ class Steps:
             raise ValueError(
                 f"{where}: the best step is chosen by {self._metric!r}, which is not in metrics=."
             )
-        tree = to_write(state, tx, custom, where=where)
+        tree, trained = to_write(state, tx, custom, where=where)
         writer = self._become_writer()
         self.wait()
         last = max([self._last, *self.steps[-1:]])
@@ -134,7 +134,13 @@ class Steps:
             self._rotate()
 
         self._future = commit.save_async(
-            path, commit.host_copies(tree), custom=custom, metrics=numbers, before=writer.check, after=written
+            path,
+            commit.host_copies(tree),
+            custom=custom,
+            metrics=numbers,
+            trained=trained,
+            before=writer.check,
+            after=written,
         )
         self._last = int(step)
 

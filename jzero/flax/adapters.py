@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -196,9 +196,10 @@ def param_state(model: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
     return params, rest
 
 
-def variables(state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """The Variables of an `nnx.State`, with their paths."""
-    return jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
+def variables(state: PyTree) -> list[tuple[tuple[Any, ...], Any, Any]]:
+    """For every array of an `nnx.State` its Variable's path, the Variable, and the array: it may hold several."""
+    found = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
+    return [(path, variable, x) for path, variable in found for x in jax.tree.leaves(variable)]
 
 
 def _pair_parts(model: Any, optimizer: Any) -> Parts:
@@ -206,20 +207,33 @@ def _pair_parts(model: Any, optimizer: Any) -> Parts:
 
     (boxed, rest), own = param_state(model, optimizer), nnx.state(model, optimizer.wrt)
     params, opt_state, flat = nnx.as_pure(boxed), nnx.as_pure(optimizer.opt_state), variables(boxed)
-    specs = tuple(metadata_layout(v) for _, v in flat)
+    _check_no_dict(own)
+    specs = tuple(metadata_layout(v) for _, v, _ in flat)
     parts = Parts(params, opt_state, nnx.as_pure(optimizer.step), nnx.as_pure(rest), optimizer.tx, None, specs)
-    names = {k for k, _ in variables(own)}
-    trained = tuple(k in names for k, _ in flat)
+    names = {k for k, *_ in variables(own)}
+    trained = tuple(k in names for k, *_ in flat)
     if all(trained):
         return parts
     return parts.replace(trained=trained, trained_tree=jax.tree.structure(nnx.as_pure(own)))
+
+
+def _check_no_dict(own: PyTree) -> None:
+    """Raises TypeError for trained Variables that hold a dict: Flax's update makes an `nnx.State` of it."""
+    rows = {jax.tree_util.keystr(k) for k, v, _ in variables(own) if isinstance(v.get_raw_value(), Mapping)}
+    if rows:
+        raise TypeError(
+            f"jzero: the trained {', '.join(sorted(rows))} of the model holds a dict, of which nnx.Optimizer.update "
+            "makes an nnx.State. Hold each array in a Variable of its own: nnx.Dict(a=nnx.Param(...), ...)."
+        )
 
 
 def _fill_pair(model: Any, optimizer: Any, parts: Parts) -> None:
     from flax import nnx
 
     held = as_held(parts.opt_state, parts.params, parts.tx, step=parts.step)  # may raise: before the pair changes
-    nnx.update(model, parts.params)
+    boxed, _ = param_state(model, optimizer)
+    filled = jax.tree.map(lambda v, x: v.replace(x), boxed, parts.params, is_leaf=is_variable)
+    nnx.update(model, filled)  # of Variables: from arrays alone, a dict in one would become an nnx.State
     nnx.update(model, parts.rest)
     optimizer.tx = parts.tx
     optimizer.opt_state = nnx.data(_opt_variables(optimizer.opt_state, held))

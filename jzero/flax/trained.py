@@ -89,19 +89,19 @@ def _by_nnx_filter(state: Any, trainable: Any, where: str) -> list[bool]:
     except Exception:  # Flax's own error message fails for values that are not filters
         return trained_by(trainable, nnx.as_pure(boxed), where=where)
     if isinstance(trainable, _FUNCTIONS):  # strings, as for a tree, where Flax has numbers for positions in lists
-        found = [trainable(path_keys(path), variable) for path, variable in flat]
+        found = [trainable(path_keys(path), variable) for path, variable, _ in flat]
         _warn_of_numbers(named, flat, found, where)
     else:
-        found = [named(tuple(k.key for k in path), variable) for path, variable in flat]
-    return checked_answers(found, [(jax.tree_util.keystr(k), v.get_value()) for k, v in flat], where=where)
+        found = [named(tuple(k.key for k in path), variable) for path, variable, _ in flat]
+    return checked_answers(found, [(jax.tree_util.keystr(k), x) for k, _, x in flat], where=where)
 
 
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
 
 
-def _warn_of_numbers(named: Any, flat: Sequence[tuple[Any, Any]], found: Sequence[Any], where: str) -> None:
+def _warn_of_numbers(named: Any, flat: Sequence[tuple[Any, Any, Any]], found: Sequence[Any], where: str) -> None:
     """Warns where a function would name more params if positions in lists were numbers, as in Flax's own paths."""
-    for (path, variable), answer in zip(flat, found, strict=True):
+    for (path, variable, _), answer in zip(flat, found, strict=True):
         keys = tuple(k.key for k in path)
         with contextlib.suppress(TypeError):  # it joins them
             if answer is False and any(isinstance(k, int) for k in keys) and named(keys, variable) is True:

@@ -25,7 +25,7 @@ from jzero.gather.interpreter import evaluate
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.walk import Walk, on_shards, plain
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
-from jzero.layout.leaf_rule import Frozen, Layout, path_keys
+from jzero.layout.leaf_rule import Frozen, Layout, keyed_shapes
 from jzero.layout.mesh import in_shard_map
 from jzero.layout.placement import device_type
 from jzero.sharding import Plan, check_plan
@@ -208,12 +208,13 @@ class GatherOnUse:
     def _layouts(self, params, *, required: bool = True) -> list[Layout | None]:
         """The layout of each leaf of the first argument: params, Flax variables, or an NNX module taken apart."""
         by_keys = self.plan.by_keys
+        shapes = keyed_shapes(params)
+        as_named = by_keys.keys() <= {keys for keys, _ in shapes}  # also where a param is called `params` or `states`
         found: list[Layout | None] = []
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            keys = path_keys(path)
+        for keys, shape in shapes:
             inside = keys[1:] if keys[:1] == ("params",) else without_root(keys)
-            x = by_keys.get(keys) or by_keys.get(inside)
-            found.append(x if x is not None and x.shape == tuple(np.shape(leaf)) else None)
+            x = by_keys.get(keys if as_named else inside) or by_keys.get(keys)
+            found.append(x if x is not None and x.shape == shape else None)
         if required and not any(found):
             raise ValueError(
                 "jzero.gather_on_use: the first argument holds none of the plan's params (looked for "

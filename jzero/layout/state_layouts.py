@@ -43,7 +43,9 @@ def state_form(keys: Keys, leaf: Any, plan: Any) -> tuple[PartitionSpec, tuple[i
     if SCALES in keys:
         found = ((x, blocks_of(x, plan)) for x in named_by(keys, plan.by_keys))
         specs = (b.spec(x.state, plan.mesh) for x, b in found if b is not None and b.scales_shape == shape)
-        return next(spec for spec in specs if spec is not None), shape
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None:  # else a param has this name
+            return spec, shape
     for x in named_by(keys, plan.by_keys):
         extra = len(shape) - len(x.shape) if x.shape else 0
         if extra >= 0 and shape[extra:] in (x.shape, x.state_shape):

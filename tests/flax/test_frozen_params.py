@@ -519,6 +519,98 @@ def test_positions_in_a_state_are_not_names_of_params(mesh):
     assert [x.frozen is None for x in jzero.plan_of(state).layouts] == [False, True, True]
 
 
+def test_a_state_in_a_list_is_restored_for_the_same_params_alone(mesh, tmp_path):
+    """Nothing in the list says of which params it is; the checkpoint tells which were trained."""
+    w, tx = {k: jnp.ones((DIM, DIM)) for k in ("base", "mid", "top")}, listing_moments()
+
+    def state_of(names):
+        own = {k: x if k in names else None for k, x in w.items()}
+        plain = TrainState(0, None, w, tx, tx.init(own))
+        return jzero.shard(plain, stage=1, mesh=mesh, min_shard_bytes=0, trainable=lambda path, leaf: path[0] in names)
+
+    saved = jzero.checkpoint.save(tmp_path / "saved", state_of(["base", "mid"]))
+    with raises(ValueError, "other trained params", "opt_state/0", "It trained base, mid; the target trains mid, top"):
+        jzero.checkpoint.restore(saved, state_of(["mid", "top"]))
+    jzero.checkpoint.restore(saved, state_of(["mid", "top"]), only="params")
+    jzero.checkpoint.restore(saved, state_of(["mid", "base"]))
+
+
+def test_params_named_like_the_trees_around_them(mesh):
+    """A subtree `params` (or `states`, in NNX) has its own layouts, not those of its namesake outside."""
+    w = jnp.eye(DIM) / 2
+    trained = lambda path, leaf: path[0] == "w"  # noqa: E731
+
+    def apply(variables, x):
+        params = variables["params"]
+        return x @ params["params"]["w"] @ params["w"] + params["moment_scales"]
+
+    params = {"w": w, "params": {"w": w}, "moment_scales": jnp.ones(DIM)}
+    state = TrainState.create(apply_fn=apply, params=params, tx=optax.adam(1e-3))
+    state = jzero.shard(state, stage=3, mesh=mesh, min_shard_bytes=0, trainable=trained)
+    x = jzero.plan_of(state).place_batch(data()["x"])
+    found = jax.jit(jax.grad(lambda p, x: jnp.sum(state.apply_fn({"params": p}, x) ** 2)))(state.params, x)
+    want = jax.grad(lambda p, x: jnp.sum(apply({"params": p}, x) ** 2))(params, data()["x"])
+    assert max_error(found["w"], want["w"]) < 1e-4
+    jzero.shard(state.replace(tx=optax.adam(1e-3), opt_state=optax.adam(1e-3).init(params)), stage=1, mesh=mesh)
+
+    class States(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(w)
+            self.states = nnx.List([nnx.Dict(w=nnx.Variable(w))])
+
+        def __call__(self, x):
+            return x @ self.states[0]["w"] @ self.w
+
+    model, optimizer = jzero.shard(lambda: (m := States(), nnx.Optimizer(m, optax.sgd(1.0), wrt=nnx.Param)),
+                                   stage=3, mesh=mesh, min_shard_bytes=0)  # fmt: skip
+    grads = jzero.jit(nnx.grad(lambda m, x: jnp.sum(m(x) ** 2)), jzero.plan_of(optimizer))(model, x)
+    assert max_error(grads.w.get_value(), jax.grad(lambda v: jnp.sum((data()["x"] @ w @ v) ** 2))(w)) < 1e-4
+
+
+class Codes(struct.PyTreeNode):
+    """A weight in 8 bits, with a scale for each column."""
+
+    codes: Any
+    scale: Any
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_variable_that_holds_several_arrays(mesh, stage):
+    """Frozen (a quantized base) it is split leaf by leaf; a trained one that holds a dict is refused."""
+
+    class Quantized(nnx.Module):
+        def __init__(self, held):
+            self.base = nnx.Param(held)
+            self.lora = nnx.LoRAParam(jnp.full((DIM, DIM), 0.1))
+
+        def __call__(self, x):
+            base = self.base.get_value()
+            return x @ (base.codes * base.scale) + x @ self.lora
+
+    def make(held, wrt):
+        model = Quantized(held)
+        return model, nnx.Optimizer(model, TX, wrt=wrt)
+
+    def step(model, optimizer, batch):
+        wrt = nnx.DiffState(0, nnx.LoRAParam)
+        loss, grads = nnx.value_and_grad(lambda m: loss_of(m(batch["x"]), batch), argnums=wrt)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    codes = Codes(jnp.arange(DIM * DIM, dtype=jnp.int8).reshape(DIM, DIM), jnp.full(DIM, 0.01))
+    plain, sharded = make(codes, nnx.LoRAParam), jzero.shard(lambda: make(codes, nnx.LoRAParam), stage=stage, mesh=mesh,
+                                                             min_shard_bytes=0)  # fmt: skip
+    run = jzero.jit(step, jzero.plan_of(sharded[1]))
+    for seed in range(2):
+        assert abs(float(step(*plain, data(seed))) - float(run(*sharded, data(seed)))) < 1e-4
+    assert max_error(sharded[0].lora.get_value(), plain[0].lora.get_value()) < 1e-5
+    assert isinstance(sharded[0].base.get_value(), Codes)
+    with raises(TypeError, "the trained ['base'] of the model holds a dict", "nnx.Dict"):
+        jzero.shard(make({"codes": codes.codes * 1.0, "scale": codes.scale}, nnx.Param), stage=stage, mesh=mesh)
+    frozen, _ = jzero.shard(make({"codes": codes.codes, "scale": codes.scale}, nnx.LoRAParam), stage=stage, mesh=mesh)
+    assert type(frozen.base.get_value()) is dict
+
+
 def test_params_named_like_fields_of_the_state_are_frozen(mesh):
     given: Any = {"stage": 3, "mesh": mesh, "min_shard_bytes": 0}
     w = jnp.ones((DIM, DIM))
