@@ -34,6 +34,8 @@ TIERS = {
 OUTSIDE = ("host", "late", "disk", "late disk", "params and update", "params and disk")
 EVENTS = ("jit", "donated jit", "restore", "reshard", "replace", "skip", "pickle", "second", "evaluate")
 STEPS = ("jit", "jzero.jit")
+NAMES = ("params", "states", "opt_state", "mu", "count", "inner", "master", "moment_scales", "rounding_count", "step")
+"""Names of layers that trees of params, states and checkpoints have too."""
 TRAINABLE = {"linen": ("filter", "part"), "nnx": ("filter", "wrt"), "plain": ("filter", "part")}
 """How a case says that some params are frozen: `trainable=`; an optimizer state over the others (of a plain pytree, and
 an update of these alone); `wrt=` of an NNX optimizer."""
@@ -141,6 +143,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["wraps"] = [rng.choice(unusual), *case["wraps"]]
     if rng.random() < (0.5 if case["mesh"]["kind"] == "explicit" else 0.05):
         case["closes"] = True
+    if case["blocks"] and rng.random() < 0.1:
+        case["names"] = rng.sample(NAMES, len(case["blocks"]))
     return case
 
 
@@ -337,7 +341,8 @@ def can_skip(case: dict) -> bool:
 def stacks_of(case: dict) -> dict[str, int]:
     """The layers whose params are stacks for a scan, as `scan_axes=` names them."""
     prefix = "b" if case["flavour"] == "linen" else "blocks/"
-    return {f"{prefix}{i}": 0 for i, kind in enumerate(case["blocks"]) if kind in STACKED}
+    names = case.get("names") or [f"{prefix}{i}" for i in range(len(case["blocks"]))]
+    return {name: 0 for name, kind in zip(names, case["blocks"], strict=True) if kind in STACKED}
 
 
 def batch_parts(mesh: dict) -> int:
@@ -365,6 +370,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "plan of jzero.jit", case["flavour"]
     if case.get("closes"):
         yield "loss that closes over arrays", f"{case['flavour']}, {case['mesh']['kind']}"
+    if case.get("names"):
+        yield "layers named like fields", case["flavour"]
     if case.get("scan_axes"):
         yield "scan_axes", f"{case['scan_axes']}, {'stacks' if stacks_of(case) else 'no stack'}"
     places = configs_of(case)
@@ -416,6 +423,6 @@ SHARES = {
     "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005, "scan_axes": 0.01,
     "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "begins": 0.03,
     "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
-    "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
+    "layers named like fields": 0.01, "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

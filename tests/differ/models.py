@@ -37,13 +37,14 @@ class Form(NamedTuple):
     head: str
     dtype: Any
     compute: Any
+    names: tuple[str, ...]
 
 
 def form_of(case: dict) -> Form:
     """The form of a case's model."""
     dtype = jnp.dtype(case["dtype"])
     compute = jnp.dtype(case.get("compute") or dtype)
-    return Form(tuple(case["blocks"]), case["width"], case["head"], dtype, compute)
+    return Form(tuple(case["blocks"]), case["width"], case["head"], dtype, compute, tuple(case.get("names", ())))
 
 
 def batch_of(case: dict, step: int) -> dict[str, np.ndarray]:
@@ -78,7 +79,8 @@ def plain_params(form: Form):
     if form.head != "tied":
         outputs = OUT if form.head == "mse" else VOCABULARY
         head["out"] = normal(jax.random.fold_in(key, 99), (d, outputs), dtype)
-    return {"blocks": blocks, "head": head}
+    named = dict(zip(form.names, blocks, strict=True)) if form.names else {"blocks": blocks}
+    return named | {"head": head}
 
 
 def plain_forward(form: Form, params, batch):
@@ -88,7 +90,8 @@ def plain_forward(form: Form, params, batch):
     if form.head == "bare":
         return jnp.tanh(h) @ params
     h = h + lookup(params["head"]["embed"], batch["tokens"])
-    for kind, p in zip(form.kinds, params["blocks"], strict=True):
+    blocks = [params[n] for n in form.names] if form.names else params["blocks"]
+    for kind, p in zip(form.kinds, blocks, strict=True):
         h = h + 0.5 * BLOCKS[kind].run(p, h, batch["tokens"])
     return h @ (params["head"]["embed"].T if form.head == "tied" else params["head"]["out"])
 
@@ -161,8 +164,8 @@ class Linen(nn.Module):
         embed = nn.Embed(VOCABULARY, f.width, name="embed", **types)
         h = batch["x"].astype(f.compute) + embed(batch["tokens"])
         for i, kind in enumerate(f.kinds):
-            raw = kind in BLOCKS
-            out = LinenRaw(kind, f, name=f"b{i}")(h, batch["tokens"]) if raw else linen_layer(kind, f, f"b{i}", h)
+            raw, name = kind in BLOCKS, f.names[i] if f.names else f"b{i}"
+            out = LinenRaw(kind, f, name=name)(h, batch["tokens"]) if raw else linen_layer(kind, f, name, h)
             h = h + 0.5 * out.astype(h.dtype)
         if f.head == "tied":
             return embed.attend(h)
@@ -246,7 +249,11 @@ class Nnx(nnx.Module):
         self.form = form
         types: dict[str, Any] = {"dtype": form.compute, "param_dtype": form.dtype, "rngs": rngs}
         self.embed = nnx.Embed(VOCABULARY, form.width, **types)
-        self.blocks = nnx.List([(NnxRaw if k in BLOCKS else NnxFlax)(k, form, rngs) for k in form.kinds])
+        blocks = [(NnxRaw if k in BLOCKS else NnxFlax)(k, form, rngs) for k in form.kinds]
+        for name, block in zip(form.names, blocks, strict=False):
+            setattr(self, name, block)
+        if not form.names:
+            self.blocks = nnx.List(blocks)
         if form.head != "tied":
             outputs = OUT if form.head == "mse" else VOCABULARY
             self.out = nnx.Linear(form.width, outputs, use_bias=False, **types)
@@ -254,7 +261,7 @@ class Nnx(nnx.Module):
     def __call__(self, batch):
         f = self.form
         h = batch["x"].astype(f.compute) + lookup(self.embed.embedding[...].astype(f.compute), batch["tokens"])
-        for block in self.blocks:
+        for block in [getattr(self, n) for n in f.names] if f.names else self.blocks:
             h = h + 0.5 * block(h, batch["tokens"]).astype(h.dtype)
         return self.embed.attend(h) if f.head == "tied" else self.out(h)
 
