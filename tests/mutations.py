@@ -504,6 +504,14 @@ def _():
     wrap(jzero, "explain", moved)
 
 
+@mutation("jzero.shard does not know that it runs inside of a jit", "state")
+def _():
+    import importlib
+
+    for name in ("shard", "creation", "conversion"):
+        importlib.import_module(f"jzero.flax.{name}").in_trace = lambda: False
+
+
 @mutation("optimizer_sharding is not read", "sharding")
 def _():
     from flax import nnx
