@@ -125,7 +125,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     codes = case["config"].get("gather_dtype")
     if codes and {case["mesh"]["kind"], case["mesh"].get("levels")} & {"two", "hpz", "hsdp"} and rng.random() < 0.5:
         case["config"]["gather_dtype"] = {"gpu": codes}  # a hop of its own
-    if case["optimizer"].startswith("schedule_free"):  # its update is a difference of params, rounded as they are
+    if case["optimizer"].startswith(("schedule_free", "madgrad")):  # the update is a difference of params: it rounds
         case["wraps"] = [x for x in case["wraps"] if x != "trust_ratio"]
     free = [at for at in range(1, case["steps"]) if str(at) not in case["events"]]
     if free and not stateful and rng.random() < 0.03:
