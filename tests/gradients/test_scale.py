@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from models import assert_batch_is_split, assert_laid_out, logical, max_error
@@ -121,7 +122,58 @@ def test_an_overflow_on_one_shard_skips_the_step_everywhere(name, mesh):
     assert max_error(logical(state).master, plain.params) < 4e-3
 
 
-@pytest.mark.default_cases("3-2", "1-1")
+class NnxNet(nnx.Module):
+    """`Net`, with its weights."""
+
+    def __init__(self):
+        self.first, self.last = (nnx.Linear(*shape, **HALF, rngs=nnx.Rngs(0)) for shape in ((16, 64), (64, 8)))
+        for layer, name in ((self.first, "Dense_1"), (self.last, "Dense_0")):
+            given = create().params[name]
+            layer.kernel[...], layer.bias[...] = given["kernel"], given["bias"]
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x)))
+
+
+@pytest.mark.default_cases("3-2")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_overflow_with_nnx(stage, accumulate, mesh):
+    """The scale is an argument of the step, and reads the optimizer's state; the objects keep what they had."""
+
+    def make():
+        model = NnxNet()
+        return model, nnx.Optimizer(model, create().tx, wrt=nnx.Param)
+
+    def step(model, optimizer, scale, batch):
+        def loss_fn(model, batch):
+            return loss_of(lambda _, x: model(x), {}, batch)
+
+        loss, grads = jzero.value_and_grad(loss_fn, plan, scale=scale, accumulate=accumulate)(model, batch)
+        optimizer.update(model, grads)
+        return scale.update(optimizer.opt_state), loss
+
+    (model, optimizer), plain = jzero.shard(make, stage=stage, mesh=mesh, min_shard_bytes=0), by_hand(create())
+    plan = jzero.plan_of(optimizer)
+    run, plain_step, scale = jzero.jit(step, plan), make_step(), jzero.LossScale(initial=2.0**10)
+    for i in range(5):
+        data = batch(i, bad=7 if i == 2 else None)
+        before = jax.device_get(nnx.as_pure(nnx.state(model)))
+        scale, loss = run(model, optimizer, scale, data)
+        plain, plain_loss = plain_step(plain, data)
+        same = jax.tree.leaves(jax.tree.map(np.array_equal, before, jax.device_get(nnx.as_pure(nnx.state(model)))))
+        assert all(same) if i == 2 else not any(same)
+        if i != 2:
+            np.testing.assert_allclose(loss, plain_loss, rtol=1e-4)
+        assert float(scale.value) == float(plain.scale.value)
+    assert float(scale.value) == 2.0**9
+    master = nnx.as_pure(jzero.unshard(nnx.as_pure(optimizer.opt_state), tx=optimizer.tx)).master
+    for name, want in (("first", "Dense_1"), ("last", "Dense_0")):
+        assert max_error({k: master[name][k] for k in ("bias", "kernel")}, plain.params[want]) < 4e-3
+    assert {x.dtype for x in jax.tree.leaves(nnx.as_pure(nnx.state(model)))} == {jnp.dtype("float16")}
+
+
+@pytest.mark.default_cases("3-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_power_of_two_changes_no_bit_of_fp32_gradients(stage, accumulate, mesh):
