@@ -111,6 +111,24 @@ def test_an_nnx_pair_from_one_layout_into_others(source, tmp_path):
         assert values_of(checkpoint.restore(tmp_path / target, create_nnx())) == values_of(want)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("offload", [None, "host"])
+@pytest.mark.parametrize("way", ["save_async", "Steps"])
+def test_an_nnx_pair_goes_on_while_it_is_being_saved(way, offload, tmp_path):
+    """The objects change in place, and the step donates their arrays."""
+    make = functools.partial(create_nnx, jnp.bfloat16)
+    pair = jzero.shard(make, stage=2, mesh=mesh_of(8), min_shard_bytes=0, offload=offload)
+    step, want = jzero.jit(nnx_step.__wrapped__, jzero.plan_of(pair)), values_of(pair)
+    with checkpoint.Steps(tmp_path / "steps") as steps:
+        saving = checkpoint.save_async(tmp_path / "saved", pair) if way == "save_async" else steps.save(1, pair)
+        for seed in range(3):
+            step(*pair, batch(seed))
+        path = saving.result() if saving else tmp_path / "steps/1"
+    assert values_of(pair) != want
+    back = checkpoint.restore(path, jzero.abstract(make, stage=2, mesh=mesh_of(8), min_shard_bytes=0))
+    assert values_of(back) == want
+
+
 @pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_an_nnx_pair(dtype, tmp_path):

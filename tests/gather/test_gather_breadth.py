@@ -11,8 +11,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from equations import equations, is_gather
+from flax import nnx
 from gather_losses import (
     CASES,
     DIM,
@@ -76,6 +78,30 @@ def test_loss_and_gradients(case, prefetch, mesh):
     kept, gathers = kept_weights(forward)
     assert not kept
     assert gathers
+
+
+class Module(nnx.Module):
+    """The weights, each in a Variable."""
+
+    def __init__(self):
+        for name, value in weights().items():
+            setattr(self, name, nnx.Param(value))
+
+
+@pytest.mark.default_cases("while")
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_with_nnx(case, mesh):
+    def loss_fn(model, x):
+        return (CASES[case]({name: getattr(model, name)[...] for name in weights()}, x) ** 2).mean()
+
+    make = lambda: (model := Module(), nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param))  # noqa: E731
+    model, optimizer = jzero.shard(make, stage=3, mesh=mesh, min_shard_bytes=0)
+    run = jzero.jit(nnx.value_and_grad(jzero.gather_on_use(loss_fn, plan := jzero.plan_of(optimizer))), plan)
+    want, grads = nnx.jit(nnx.value_and_grad(loss_fn))(Module(), data())
+    found, got = run(model, data())
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    assert max_error(nnx.to_pure_dict(got), nnx.to_pure_dict(grads)) < 2e-6
+    assert all(x.sharding.spec != P() for x in jax.tree.leaves(nnx.state(model)))
 
 
 @pytest.mark.default_cases("cond", "scan", "tied")
