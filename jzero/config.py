@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jzero.core.errors import check_choice, check_dtype, check_flag, check_int, check_kind, nearest, shown
 
@@ -433,7 +434,7 @@ class ZeroConfig:
         first = self.gathered_first
         return (*(a for a in self.param_axes if a not in first), *reversed(first))
 
-    def master_for(self, dtype: Any) -> np.dtype | None:
+    def master_for(self, dtype: DTypeLike) -> np.dtype | None:
         """The dtype of the master copy of a param of `dtype`; None if it needs none."""
         dtype = check_dtype(dtype, "dtype", where="ZeroConfig.master_for", floating=False)
         if self.master_dtype is None:
@@ -441,11 +442,11 @@ class ZeroConfig:
         wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
         return wanted if wanted.itemsize > dtype.itemsize else None
 
-    def keeps_remainder(self, dtype: Any) -> bool:
+    def keeps_remainder(self, dtype: DTypeLike) -> bool:
         """Whether the master of a param of `dtype` is stored as a remainder."""
         return isinstance(self.master_dtype, str) and self.master_dtype == "remainder" and dtype == jnp.bfloat16
 
-    def adam_bytes(self, dtype: Any, *, wide: bool = False) -> int:
+    def adam_bytes(self, dtype: DTypeLike, *, wide: bool = False) -> int:
         """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master if it has one.
 
         An update outside of the program keeps a master of every param. With 8-bit moments their scales are left out;

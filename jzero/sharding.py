@@ -216,7 +216,7 @@ class Plan:
         """Into how many parts the batch is split."""
         return axis_size(self.mesh, self.batch_axes)
 
-    def constrain(self, x: Any, spec: PartitionSpec) -> jax.Array:
+    def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """An array with a layout: inside of a trace a constraint for the compiler, outside of one a placement.
 
         Pieces of unequal size only exist inside of a trace; outside of one such an array stays where it is.

@@ -33,6 +33,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jzero.core.errors import counted, listing, typed_shape
 from jzero.core.types import PyTree
@@ -106,7 +107,7 @@ def needed_by_model(
     return {name for name in wanted if len(name) >= least and averages.isdisjoint(copies[name])}
 
 
-def _is_random(name: Name, shape: tuple[int, ...], dtype: Any) -> bool:
+def _is_random(name: Name, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     """A key or its count. Keys are stored as two or four numbers each; packed weights are uint32, too."""
     numbers = dtype == np.uint32 and (tuple(shape) in ((), (2,), (4,)) or name[-1] in ("key", "count"))
     return numbers or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.checkpoint import remainders, store
@@ -77,7 +78,9 @@ def with_values(
     return have
 
 
-def same_policy(leaves: Sequence[NamedLeaf], stored: Mapping[Name, Described], tx: Any) -> bool:
+def same_policy(
+    leaves: Sequence[NamedLeaf], stored: Mapping[Name, Described], tx: optax.GradientTransformation | None
+) -> bool:
     """Both sides have moments in 8 bits and blocks of one size: only the plans say which leaves stay wide.
 
     Args:

@@ -98,7 +98,9 @@ def save_async(
     return _save(path, state, tx, custom, in_background=True)
 
 
-def _save(path: store.PathLike, state: PyTree, tx: Any, custom: Any, *, in_background: bool) -> Saving:
+def _save(
+    path: store.PathLike, state: PyTree, tx: optax.GradientTransformation | None, custom: Any, *, in_background: bool
+) -> Saving:
     """Begins a save; the state may be donated before its end if it goes on in the background."""
     where = "jzero.checkpoint.save"
     path = store.absolute(path, where)

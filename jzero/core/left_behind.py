@@ -23,6 +23,7 @@ import numpy as np
 from jax._src.core import trace_ctx
 
 from jzero.core.jaxprs import is_tracer
+from jzero.core.types import PyTree
 
 _DEPTH = 6  # from a wrapped loss to the attribute of an object in a variable of it
 _LONG = 100  # a longer list or mapping holds data
@@ -69,7 +70,7 @@ def _is_own(x: Any) -> bool:
     return is_tracer(x) and x._trace is trace_ctx.trace and not jax.dtypes.issubdtype(x.dtype, np.inexact)
 
 
-def _stored(name: str, leaves: list[Any], own: list[bool], tree: Any, put: Callable[[Any], None]) -> StoredValues:
+def _stored(name: str, leaves: list[Any], own: list[bool], tree: PyTree, put: Callable[[Any], None]) -> StoredValues:
     def filled(values: Sequence[Any]) -> None:
         new = iter(values)
         put(tree.unflatten([next(new) if o else x for x, o in zip(leaves, own, strict=True)]))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 from jax.extend.core import Primitive
 
 from jzero.core.custom_primitive import custom_primitive
@@ -27,7 +28,7 @@ class Marked:
     """What a mark says: the plan, the optimizer as the user wrote it, and the path of each leaf of the state."""
 
     plan: Any
-    tx: Any
+    tx: optax.GradientTransformation
     paths: tuple[Any, ...]
 
     def __repr__(self):
@@ -35,7 +36,7 @@ class Marked:
 
 
 def marked(
-    params: Sequence[jax.Array], state: PyTree, plan: Any, tx: Any
+    params: Sequence[jax.Array], state: PyTree, plan: Any, tx: optax.GradientTransformation
 ) -> tuple[list[jax.Array], PyTree]:
     """The same params and the same state, marked as those of an update by `plan`; untouched outside of a trace.
 

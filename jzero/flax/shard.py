@@ -18,11 +18,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.comm.traced import expect_gathers
 from jzero.config import ZeroConfig, make_config
 from jzero.core.jaxprs import in_trace
+from jzero.core.types import PyTree
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
 from jzero.flax.conversion import (
@@ -58,7 +60,7 @@ def shard(
     config: ZeroConfig | None = None,
     *,
     mesh: Mesh | None = None,
-    param_specs: Any = None,
+    param_specs: PyTree = None,
     scan_axes: Mapping[str, int | None] | None = None,
     trainable: Any = None,
     **fields,
@@ -152,7 +154,7 @@ def abstract(
     config: ZeroConfig | None = None,
     *,
     mesh: Mesh | None = None,
-    param_specs: Any = None,
+    param_specs: PyTree = None,
     scan_axes: Mapping[str, int | None] | None = None,
     trainable: Any = None,
     **fields,
@@ -222,7 +224,7 @@ def plans_in(values: Iterable[Any]) -> Iterator[Plan]:
                 yield tx.init.plan
 
 
-def unshard(tree: Any, *, tx: Any = None, params: Any = None) -> Any:
+def unshard(tree: PyTree, *, tx: optax.GradientTransformation | None = None, params: PyTree = None) -> Any:
     """Every array of a tree whole on each device of its mesh, in memory of its own: for evaluation, sampling or export.
 
     Args:

@@ -199,11 +199,11 @@ class HostSource(ShardSource):
         return self.entry.ready() if self.variable is None else self.variable
 
 
-def source_of(x: Any, layout: Layout) -> ShardSource:
+def source_of(x: jax.Array, layout: Layout) -> ShardSource:
     """Where a param lies."""
     return HostSource(layout.stored, layout.grad) if memory_kind(x) == HOST else DEVICE
 
 
-def in_device_memory(x: Any) -> Any:
+def in_device_memory(x: jax.Array) -> jax.Array:
     """For a function that runs as it is written: a traced param in host memory is copied to the device."""
     return jax.device_put(x, jax.memory.Space.Device) if jaxprs.is_tracer(x) and memory_kind(x) == HOST else x

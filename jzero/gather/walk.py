@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jzero.comm import Comm, comm_of
 from jzero.comm.reduce_in_codes import CODES
@@ -124,7 +125,7 @@ def kept(weight: Weight, walk: Walk) -> Weight:
     return weight.as_whole(gathered(weight, walk, reduces=not walk.ordered and made is None))
 
 
-def before_loop(weight: Weight, walk: Walk, dtype: Any = None) -> Any:
+def before_loop(weight: Weight, walk: Walk, dtype: DTypeLike | None = None) -> Any:
     """A weight gathered for all rounds of a loop, whose summed gradient is reduced once; `dtype`: cast to it first."""
     weight = weight.fetched(walk.comm)
     if dtype is not None:

@@ -11,6 +11,7 @@ import jax
 
 from jzero.core import jaxprs
 from jzero.core.errors import listing
+from jzero.core.types import PyTree
 from jzero.gradients.coupling import kinds_of_results, kinds_with_statistics
 from jzero.gradients.growth import MIXED, Growth, growths
 from jzero.gradients.kinds import CONST, Kind, Mixed, Ratio, Rows, Statistic, Total, Unknown
@@ -53,7 +54,7 @@ class Loss:
     """
 
     fn: Callable[..., Any]
-    params: Any
+    params: PyTree
     args: Sequence[Any]
     state: State
     batch: Sequence[int]

@@ -21,6 +21,7 @@ from jzero.core import jaxprs
 from jzero.core.dependence import data_sources, passed_on
 from jzero.core.errors import listing, typed_shape
 from jzero.core.random_keys import is_key
+from jzero.core.types import PyTree
 from jzero.gather.transform import as_written
 from jzero.gradients.coupling import kinds_of_results
 from jzero.gradients.kinds import CONST, Const, Rows
@@ -61,7 +62,7 @@ class State:
         new = iter(carry)
         return [next(new) if c else x for x, c in zip(self.values, self.changed, strict=True)]
 
-    def of_device(self, index: Any) -> list[Any]:
+    def of_device(self, index: jax.Array) -> list[Any]:
         """All values, with the keys that a device with this number draws from."""
         return [_folded(x, index) if is_key(x) else x for x in self.values]
 
@@ -86,7 +87,7 @@ class State:
         return ""
 
 
-def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[Any], paths: Sequence[Any],
+def read_state(fn: Callable[..., Any], params: PyTree, args: Any, values: Sequence[Any], paths: Sequence[Any],
                batch: Sequence[bool], keys: Sequence[bool]) -> State:  # fmt: skip
     """What a loss does with the state of its modules, from a trace of it.
 
@@ -129,7 +130,7 @@ def read_state(fn: Callable[..., Any], params: Any, args: Any, values: Sequence[
     )  # fmt: skip
 
 
-def _folded(keys: Any, index: Any) -> Any:
+def _folded(keys: Any, index: jax.Array) -> Any:
     flat = jax.vmap(lambda k: jax.random.fold_in(k, index))(keys.reshape(-1))
     return flat.reshape(keys.shape)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jzero.core.errors import counted, human_bytes, listing, table, typed_shape
 from jzero.core.random_keys import is_key
@@ -18,7 +19,7 @@ from jzero.layout.state_layouts import SCALES
 SHOWN = 3
 
 
-def describe_plan(plan: Any, tx: Any) -> str:
+def describe_plan(plan: Any, tx: optax.GradientTransformation | None) -> str:
     """The text of `Plan.describe`."""
     config, mesh = plan.config, plan.mesh
     rows = []
@@ -66,10 +67,10 @@ def _guesses(plan: Any) -> list[str]:
     ]
 
 
-def _state_leaves(plan: Any, tx: Any) -> list[tuple[list[str], int]]:
+def _state_leaves(plan: Any, tx: optax.GradientTransformation) -> list[tuple[list[str], int]]:
     """One row per leaf of the state that `tx` makes for this plan's params, and its bytes on one device."""
-    outside = plan.config.updates_outside and hasattr(tx.init, "shapes")
-    state = tx.init.shapes(plan.shapes) if outside else jax.eval_shape(tx.init, plan.shapes)
+    shapes = getattr(tx.init, "shapes", None) if plan.config.updates_outside else None
+    state = jax.eval_shape(tx.init, plan.shapes) if shapes is None else shapes(plan.shapes)
     paths = [k for k, _ in jax.tree_util.tree_leaves_with_path(state)]
     leaves = zip(paths, jax.tree.leaves(state), plan.state_specs(state), plan.offloaded(state), strict=True)
     rows = []

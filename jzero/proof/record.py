@@ -25,6 +25,7 @@ from jzero.core.primitives import CALLS, ELEMENTWISE, LAYOUT
 from jzero.core.regions import bodies, scan_parts, while_parts
 from jzero.core.traces import trace_of
 from jzero.core.traversal import traverse
+from jzero.core.types import Jaxpr, JaxprEqn
 from jzero.core.update_mark import FROZEN, UPDATE
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.state_layouts import stored_copies
@@ -155,13 +156,13 @@ class _Found:
     frozen: list[tuple[Plan, Mapping[int, int]]] = dataclasses.field(default_factory=list)
 
 
-def _follow(jaxpr: Any, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found) -> list[int | None]:
+def _follow(jaxpr: Jaxpr, sources: Sequence[int | None], loops: tuple[int, ...], found: _Found) -> list[int | None]:
     """The argument that each result is, None for one that is made of several; marks on the way go into `found`."""
     rule, consts = functools.partial(_results, loops=loops, found=found), [None] * len(jaxpr.constvars)
     return traverse(jaxpr, consts, sources, rule, literal=lambda _: None, calls=CALLS)
 
 
-def _results(eqn: Any, values: list[int | None], loops: tuple[int, ...], found: _Found) -> list[int | None]:
+def _results(eqn: JaxprEqn, values: list[int | None], loops: tuple[int, ...], found: _Found) -> list[int | None]:
     name = eqn.primitive.name
     if name == UPDATE:
         found.updates.append(_update(eqn, values, loops))
@@ -197,7 +198,7 @@ def _results(eqn: Any, values: list[int | None], loops: tuple[int, ...], found: 
     return [None] * len(eqn.outvars)
 
 
-def _update(eqn: Any, values: list[int | None], loops: tuple[int, ...]) -> Update:
+def _update(eqn: JaxprEqn, values: list[int | None], loops: tuple[int, ...]) -> Update:
     of, count = eqn.params["of"], len(values) - len(eqn.params["of"].paths)
     own = iter(values[:count])
     params = tuple(None if x.frozen is Frozen.APART else next(own) for x in of.plan.layouts)
@@ -205,7 +206,7 @@ def _update(eqn: Any, values: list[int | None], loops: tuple[int, ...]) -> Updat
     return Update(of.plan, of.tx, params, tuple(values[count:]), of.paths, shapes, loops)
 
 
-def _is_backward(eqn: Any) -> bool:
+def _is_backward(eqn: JaxprEqn) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 

@@ -19,7 +19,7 @@ from jzero.core.primitives import ELEMENTWISE, LOOPS, REDUCING, REMAT
 from jzero.core.products import PRODUCTS, gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
 from jzero.core.traces import Trace, innermost
-from jzero.core.types import PyTree
+from jzero.core.types import Jaxpr, PyTree
 from jzero.core.update_mark import FROZEN
 from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import MOVES, WeightGraph
@@ -112,7 +112,7 @@ def _without_leading(dims: frozenset[int] | None) -> frozenset[int] | None:
     return None if dims is None else frozenset(dim - 1 for dim in dims if dim)
 
 
-def _micro_batches(jaxpr: Any) -> tuple[int, bool]:
+def _micro_batches(jaxpr: Jaxpr) -> tuple[int, bool]:
     """The largest k of a `micro_batch_scope`, 1 without one; and whether `value_and_grad` reduces in each of them."""
     most, in_each, graph = 1, False, Graph(jaxpr, [None] * len(jaxpr.constvars))
     for node in graph.nodes:
@@ -167,7 +167,7 @@ class _Region:
 
     def search(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         weights: Sequence[bool],
         moving: Sequence[bool],
         split: Sequence[frozenset[int] | None],
@@ -308,7 +308,7 @@ def _on_shards(graph: WeightGraph, forward: set[Node], data: set[int]) -> set[No
     return found
 
 
-def _in_remat(jaxpr: Any, weights: Sequence[bool]) -> set[int]:
+def _in_remat(jaxpr: Jaxpr, weights: Sequence[bool]) -> set[int]:
     """Positions of the weights that remat regions read, in loops too; they take only what they need."""
     graph = _Graph(jaxpr, [None] * len(jaxpr.constvars), weights)
     found: set[int] = set()

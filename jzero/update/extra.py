@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax.numpy as jnp
 import optax
@@ -11,7 +11,7 @@ import optax
 T = TypeVar("T")
 
 
-def with_extra(read: Callable[[Callable], T], tx: Any) -> T:
+def with_extra(read: Callable[[Callable], T], tx: optax.GradientTransformation) -> T:
     """`read(update)`, where `update(grads, state, params)` calls `tx.update` with the other arguments that it needs.
 
     jzero tries in turn what optax's own updates take: nothing more; the value of the loss (`value=`); for line

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
 
 from jzero.core.ordering import tied
 from jzero.core.types import PyTree
@@ -49,7 +51,7 @@ Scales = list[jax.Array | None]
 class Moment:
     """A leaf of a state: its own dtype, the one in which its transformation sees it, and its blocks if it has any."""
 
-    dtype: Any
+    dtype: DTypeLike
     seen: Any
     blocks: Blocks | None
 
@@ -64,9 +66,9 @@ class Int8Moments:
       params: their tree, abstract, in the dtypes that `tx` sees.
     """
 
-    tx: Any
+    tx: optax.GradientTransformation
     plan: Plan
-    params: Any
+    params: PyTree
 
     @functools.cached_property
     def moments(self) -> list[Moment]:
@@ -131,7 +133,7 @@ class Int8Moments:
         rows = zip(jax.tree.leaves(state), self.moments, strict=True)
         return [None if m.blocks is None else scale_of(x, m.blocks) for x, m in rows]
 
-    def stored(self, state: PyTree, scales: Scales | None = None, salt: Any = None) -> Quantized:
+    def stored(self, state: PyTree, scales: Scales | None = None, salt: jax.Array | None = None) -> Quantized:
         """A state of `tx` as it is stored; without `salt` codes are rounded to nearest."""
         leaves, tree = jax.tree.flatten(state)
         scales = self.scales(state) if scales is None else scales
@@ -202,7 +204,7 @@ def decoded(codes: jax.Array, scales: jax.Array, blocks: Blocks) -> jax.Array:
     return _value(codes.astype(jnp.float32)) * blocks.spread(scales)
 
 
-def encoded(x: jax.Array, scales: jax.Array, blocks: Blocks, salt: Any = None) -> jax.Array:
+def encoded(x: jax.Array, scales: jax.Array, blocks: Blocks, salt: jax.Array | None = None) -> jax.Array:
     """The codes of an array, int8.
 
     `encoded(decoded(codes, ...)) == codes` for the scales that codes have. See [Note: rounding of codes].

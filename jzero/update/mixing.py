@@ -18,7 +18,6 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from jzero.core.dims import dim_in_result
 from jzero.core.graph import Graph, Node
@@ -26,6 +25,7 @@ from jzero.core.primitives import CONTROL_FLOW, ELEMENTWISE, REDUCING
 from jzero.core.random_keys import is_key
 from jzero.core.regions import bodies
 from jzero.core.splits import Split, followed, mixing, whole
+from jzero.core.types import Aval
 
 FURTHER = 32  # equations that a region may take in before an input or after a result
 
@@ -319,5 +319,5 @@ def _any(numbers: Iterable[int]) -> int:
     return found
 
 
-def _size(aval: Any) -> int:
+def _size(aval: Aval) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jzero.core.dependence import raised_inputs, sources_of_outputs
 from jzero.core.types import PyTree
@@ -36,7 +37,7 @@ ROUNDING_COUNT = "rounding_count"
 """The keyword argument with jzero's own count, for chains that need it (`needs_count`)."""
 
 
-def needs_count(tx: Any, plan: Plan, params: Any) -> bool:
+def needs_count(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> bool:
     """Whether moments are rounded at random and `tx` has no count of steps: see [Note: a count of steps].
 
     Args:
@@ -48,7 +49,9 @@ def needs_count(tx: Any, plan: Plan, params: Any) -> bool:
     return any(seen != jnp.bfloat16 for seen in moments) and not counts_of(tx, params)
 
 
-def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransformationExtraArgs:
+def with_moment_dtype(
+    tx: optax.GradientTransformation, plan: Plan, params: PyTree
+) -> optax.GradientTransformationExtraArgs:
     """The transformation `tx` with its moments stored in `plan.config.moment_dtype`.
 
     A moment is a floating leaf of the state with the shape of its param and an initial value that does not depend on
@@ -93,14 +96,14 @@ def with_moment_dtype(tx: Any, plan: Plan, params: Any) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def in_dtype(x: Any, dtype: Any) -> Any:
+def in_dtype(x: Any, dtype: DTypeLike) -> Any:
     """An array, real or abstract, in a dtype."""
     if getattr(x, "dtype", dtype) == dtype:
         return x
     return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
-def widened(tree: PyTree, dtype: Any) -> PyTree:
+def widened(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Floating leaves in at least this dtype, in fp32 for int8; None stays None."""
     dtype = _computed_in(dtype)
     return jax.tree.map(
@@ -112,11 +115,11 @@ class Leaf(NamedTuple):
     """A leaf of a state: the param of a moment, its own dtype, and the one in which `tx` sees it."""
 
     moment_of: Layout | None
-    dtype: Any
+    dtype: DTypeLike
     seen: Any
 
 
-def leaves_of(tx: Any, plan: Plan, params: PyTree) -> list[Leaf]:
+def leaves_of(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> list[Leaf]:
     """What is known of each leaf of the state of `tx`."""
     dtype = _computed_in(plan.config.moment_dtype)
     state, wide = (jax.eval_shape(tx.init, p) for p in (params, widened(params, dtype)))
@@ -131,12 +134,12 @@ def leaves_of(tx: Any, plan: Plan, params: PyTree) -> list[Leaf]:
     return found
 
 
-def _computed_in(dtype: Any) -> Any:
+def _computed_in(dtype: DTypeLike) -> Any:
     """The narrowest dtype in which moments stored in `dtype` are computed."""
     return jnp.dtype(jnp.float32) if dtype == jnp.int8 else dtype
 
 
-def counts_of(tx: Any, params: Any) -> list[int]:
+def counts_of(tx: optax.GradientTransformation, params: PyTree) -> list[int]:
     """Positions of the state's leaves that every step raises; empty if the update needs more arguments (value=)."""
     first = len(jax.tree.leaves(params))
 
@@ -149,7 +152,7 @@ def counts_of(tx: Any, params: Any) -> list[int]:
     return [i for i, source in enumerate(raised) if source == first + i]
 
 
-def rounded(x: Any, dtype: Any, salt: Any) -> Any:
+def rounded(x: jax.Array, dtype: DTypeLike, salt: jax.Array | None) -> jax.Array:
     """An array in `dtype`; to bf16 it is rounded up or down at random, so that the mean is right.
 
     See [Note: a moment in 16 bits].
@@ -168,7 +171,7 @@ def rounded(x: Any, dtype: Any, salt: Any) -> Any:
     return jnp.where(jnp.isfinite(x) & jnp.isfinite(up), up, x).astype(dtype)
 
 
-def hashed(x: Any) -> Any:
+def hashed(x: jax.Array) -> jax.Array:
     """Random bits: each depends on every bit of `x` (uint32; the constants of C. Wellons' `lowbias32`)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)

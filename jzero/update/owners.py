@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jzero.comm.exchange import MatrixExchange
 from jzero.core import jaxprs
@@ -21,6 +22,7 @@ from jzero.core.errors import human_bytes
 from jzero.core.graph import Graph, Node
 from jzero.core.regions import switch_with
 from jzero.core.splits import Split
+from jzero.core.types import Aval, PyTree
 from jzero.layout.padding import unpadded
 from jzero.layout.specs import P, make_spec, spec_entries
 from jzero.sharding import Plan
@@ -147,7 +149,7 @@ class Owners:
             for k, out in enumerate(region.outs):
                 env[out] = self._collected(self.graph.avals[out], own, [results[m, k] for m in own], k)
 
-    def _collected(self, aval: Any, matrices: list[Matrix], results: list[Result], k: int) -> Any:
+    def _collected(self, aval: Aval, matrices: list[Matrix], results: list[Result], k: int) -> Any:
         """One result of a region on its shards, put together from all of the region's matrices."""
         numbered = matrices[0].dims[matrices[0].region.outs[k]]
         pieces, dims = matrices[0].outs[k], sorted(numbered)
@@ -202,7 +204,7 @@ def on_owners(update: Callable, plan: Plan) -> Callable:
     return run
 
 
-def exchanged(tx: Any, plan: Plan, params: Any) -> dict[tuple[str, ...], float]:
+def exchanged(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> dict[tuple[str, ...], float]:
     """Bytes that one device sends in an update to bring matrices to their owners and back, by mesh axes.
 
     Args:
@@ -252,7 +254,7 @@ def splits_of_results(results: tuple[Any, Any], plan: Plan) -> list[Split]:
     return [*_of_params(results[0], plan), *_of_state(results[1], plan)]
 
 
-def _of_params(tree: Any, plan: Plan) -> list[Split]:
+def _of_params(tree: PyTree, plan: Plan) -> list[Split]:
     leaves = plan.tree.flatten_up_to(tree)
     return [
         tuple(spec_entries(x.state, np.ndim(leaf)))
@@ -261,6 +263,6 @@ def _of_params(tree: Any, plan: Plan) -> list[Split]:
     ]
 
 
-def _of_state(state: Any, plan: Plan) -> list[Split]:
+def _of_state(state: PyTree, plan: Plan) -> list[Split]:
     rows = zip(jax.tree.leaves(state), plan.state_specs(state), strict=True)
     return [tuple(spec_entries(spec, np.ndim(leaf))) for leaf, spec in rows]

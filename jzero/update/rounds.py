@@ -202,7 +202,7 @@ class Rounds:
         return dict(zip(widths, run(*rows.values(), *(self.env[v] for v in common)), strict=True))
 
     def _program(
-        self, now: Round, number: int, received, local: dict[int, Any], index: Any
+        self, now: Round, number: int, received, local: dict[int, Any], index: jax.Array
     ) -> dict[np.dtype, Any]:
         """What one program makes of its rows, as rows."""
         devices = [d for d in range(self.exchange.devices) if now.owned[d] and now.program_of(d) == number]
@@ -224,7 +224,7 @@ class Rounds:
         widths = now.widths("outs")
         return {t: _filled(row, (self.exchange.devices, widths[t]), t) for t, row in rows.items()}
 
-    def _common(self, own: dict[int, Matrix], k: int, local: dict[int, Any], index: Any) -> Any:
+    def _common(self, own: dict[int, Matrix], k: int, local: dict[int, Any], index: jax.Array) -> Any:
         """An operand that every device has whole, for the matrix that this device owns."""
         values = [layer(local[m.region.ins[k]], m, m.region.ins[k]) for m in own.values()]
         sources = {m.region.ins[k] for m in own.values()}
@@ -234,7 +234,7 @@ class Rounds:
             jnp.stack(values), self._choice(own, range(len(own)), index), keepdims=False
         )
 
-    def _by_owner(self, pieces: dict[int, Pieces], what: str, x: Any, index: Any) -> Any:
+    def _by_owner(self, pieces: dict[int, Pieces], what: str, x: jax.Array, index: jax.Array) -> jax.Array:
         """`Pieces.joined` or `Pieces.rows` of `x`, for the way in which this device's matrix is split."""
         ways = list(dict.fromkeys(pieces.values()))
         if len(ways) == 1:
@@ -242,7 +242,7 @@ class Rounds:
         which = self._choice(pieces, [ways.index(p) for p in pieces.values()], index)
         return jax.lax.select_n(which, *(getattr(p, what)(x) for p in ways))
 
-    def _choice(self, devices: Iterable[int], numbers: Sequence[int], index: Any) -> Any:
+    def _choice(self, devices: Iterable[int], numbers: Sequence[int], index: jax.Array) -> Any:
         """The number that belongs to this device; 0 where none does."""
         found = np.zeros(self.exchange.devices, np.int32)
         found[list(devices)] = numbers
@@ -297,7 +297,7 @@ def mapped(plan: Plan, fn: Callable, in_specs: Sequence[PartitionSpec], out_spec
     return jax.shard_map(fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
 
 
-def layer(x: Any, matrix: Matrix, value: int) -> Any:
+def layer(x: jax.Array, matrix: Matrix, value: int) -> jax.Array:
     """One matrix, from the part of a stack that a device has; the dims that number matrices stay, with size 1."""
     for dim, cls in matrix.dims[value].items():
         x = jax.lax.slice_in_dim(x, matrix.at[cls], matrix.at[cls] + 1, axis=dim)

@@ -60,10 +60,10 @@ class ShardedUpdate:
       moments: 8-bit moments of `tx`; its state is then `Quantized`.
     """
 
-    tx: Any
+    tx: optax.GradientTransformation
     plan: Plan
     logical: Callable[[], Any]
-    tree: Any
+    tree: PyTree
     extra: PyTree
     moments: Int8Moments | None = None
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
 
 from jzero.core.errors import is_numeric
 from jzero.core.random_keys import by_data, data, is_key
@@ -123,7 +124,7 @@ class Running:
             self._finished()
         self.store.check_whole()
 
-    def not_in_files(self, params: Any, leaves: Sequence[jax.Array]) -> list[str]:
+    def not_in_files(self, params: PyTree, leaves: Sequence[jax.Array]) -> list[str]:
         """What the user has set since the last update: see [Note: which params were replaced].
 
         Args:
@@ -147,7 +148,7 @@ class Running:
             name for name, a, b in rows if a is not None and bool(differ(*map(data, (a, b))))
         ]
 
-    def settled(self, params: Any, leaves: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
+    def settled(self, params: PyTree, leaves: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
         """Waits for an update that is under way.
 
         Args:
@@ -321,7 +322,7 @@ class Running:
         return param_on_host(param, self.chain.plan.layouts[i], self.chain.plan)
 
 
-def _in_dtype(value: jax.Array, dtype: Any, name: str) -> jax.Array:
+def _in_dtype(value: jax.Array, dtype: DTypeLike, name: str) -> jax.Array:
     if value.dtype == dtype:
         return value
     if is_key(value) or jnp.promote_types(value.dtype, dtype) != dtype:
@@ -342,7 +343,7 @@ def _merged(mine, handed, new):
     return jnp.where(others(mine, handed), mine, new)
 
 
-def _weak(x: Any) -> Any:
+def _weak(x: jax.Array | None) -> Callable[[], jax.Array | None]:
     try:
         return weakref.ref(x)
     except TypeError:

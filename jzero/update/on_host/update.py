@@ -38,7 +38,7 @@ def check_outside(leaves: Sequence[jax.Array], plan: Plan) -> None:
         raise TypeError(f"jzero.zero: {MOVE.format(option=option)}")
 
 
-def with_handles(full: Any, params: Any, chain: Chain, *, step: jax.Array | int | None = None) -> ZeroState:
+def with_handles(full: Any, params: PyTree, chain: Chain, *, step: jax.Array | int | None = None) -> ZeroState:
     """A state whose large arrays are handles.
 
     Args:
@@ -98,7 +98,7 @@ def _new_store(chain: Chain, leaves: Sequence[jax.Array], step: Any, updates: in
     return Running(DiskTier.create(chain, contents, leaves, step=step), updates)
 
 
-def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
+def resolved(state: ZeroState, params: PyTree, chain: Chain) -> tuple[Any, Any]:
     """The whole state, its arrays on the host mesh, and the params that belong to it.
 
     An abstract state gives an abstract one.
@@ -126,7 +126,7 @@ def resolved(state: ZeroState, params: Any, chain: Chain) -> tuple[Any, Any]:
 
 
 def update_held(
-    grads: Sequence[jax.Array], state: Any, params: Sequence[jax.Array], extra: PyTree
+    grads: Sequence[jax.Array], state: PyTree, params: Sequence[jax.Array], extra: PyTree
 ) -> tuple[list, ZeroState]:
     """The new params, None where they stay, and the new state of one with handles.
 
