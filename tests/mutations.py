@@ -362,7 +362,7 @@ def _():
 def _():
     from jzero.gradients.batch_independence import Loss
 
-    wrap_method(Loss, "check", lambda original, self, **kw: [False] * len(original(self, **kw)))
+    wrap_method(Loss, "check", lambda original, self, **kw: ["weighted mean"] * len(original(self, **kw)))
 
 
 @mutation("check overlooks a step that loses its state", "check_truth")

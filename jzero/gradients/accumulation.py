@@ -26,8 +26,9 @@ from jzero.comm import comm_of
 from jzero.comm.reduce_scatter import batch_axes, is_of_batch, of_batch, sum_over_devices
 from jzero.core.errors import counted, division, is_array, listing, shown, typed_shape
 from jzero.core.jaxprs import split_arrays
+from jzero.core.types import PyTree
 from jzero.gather.transform import as_written, gather_on_use
-from jzero.gradients.batch_independence import DEVICE, MICRO_BATCH, Loss
+from jzero.gradients.batch_independence import DEVICE, MICRO_BATCH, SUM, WEIGHTED, Loss
 from jzero.gradients.module_state import State
 from jzero.layout.batches import micro_batch_scope, split_rows
 from jzero.layout.explicit import typed_mesh
@@ -97,26 +98,27 @@ class Accumulation:
 
         return tuple(jax.tree.map(shape, arg) if i + 1 in self.batch_argnums else arg for i, arg in enumerate(args))
 
-    def check_loss(self, fn, params, args, state: State, *, coupled: str) -> list[bool]:
-        """For the loss and each leaf of aux: is it a sum over examples? Raises if micro-batches would change it."""
+    def check_loss(self, fn, params, args, state: State, *, coupled: str) -> list[str]:
+        """For the loss and each leaf of aux what its micro-batches add up to. Raises if they would change the loss."""
         batch, rngs = ([i - 1 for i in some] for some in (self.batch_argnums, self.rng_argnums))
         parts = [MICRO_BATCH] * (self.accumulate > 1) + [DEVICE] * (self.mode == "step")
         with as_written():
             loss = Loss(fn, params, self.part(args), state, batch=batch, rngs=rngs,
-                        weighted=self.weight is not None, parts=frozenset(parts))  # fmt: skip
+                        weight=self.weight, parts=frozenset(parts))  # fmt: skip
             return loss.check(coupled=coupled)
 
-    def __call__(self, fn: Callable[..., Any], params, args, state: State, sums: Sequence[bool]):
-        """(loss, aux, grads, carry of the state) on the whole batch; `sums` is from `check_loss`.
+    def __call__(self, fn: Callable[..., Any], params, args, state: State, ways: Sequence[str]):
+        """(loss, aux, grads, carry of the state) on the whole batch; `ways` is from `check_loss`.
 
         `grads` is a list, with one gradient for each param that the optimizer trains.
         """
         reduced = self._reduced_once if self.mode == "step" else self._reduced_in_each
-        return reduced(fn, params, args, state, *_means(sums))
+        parts = self.accumulate * (self.plan.batch_parts if self.mode == "step" else 1)
+        return reduced(fn, params, args, state, Means(ways, parts))
 
     # --- one reduction after the loop -----------------------------------------------------------------------
 
-    def _reduced_once(self, fn, params, args, state, mean, mean_aux):
+    def _reduced_once(self, fn, params, args, state, means: Means):
         """(loss, aux, grads, carry), with one reduction after the loop: see [Note: one reduction or many]."""
         plan, axes = self.plan, batch_axes(self.plan)
         arrays, merged = zip(*map(split_arrays, args), strict=True)
@@ -130,12 +132,12 @@ class Accumulation:
             own = state.replaced(state.replaced(values).of_device(index))
             args = tuple(merge(xs) for merge, xs in zip(merged, arrays, strict=True))
             parts = self._micro_batches(args, local_index=index)
-            total, loss, aux, sums, carry = self._loop(fn, params, *parts, own, pin=lambda x: x)
+            total, loss, aux, sums, carry = self._loop(fn, params, *parts, own, means, pin=lambda x: x)
             total = sum_over_devices(total, plan)
-            scaled = [mean(s, total) for s in sums]
+            scaled = [means.of_loss(s, total) for s in sums]
             grads = [self._reduced(g, *row) for g, row in zip(scaled, rows, strict=True)]
-            aux = mean_aux(jax.tree.map(lambda x: sum_over_devices(x, plan), aux), total)
-            return mean(sum_over_devices(loss, plan), total), aux, grads, carry
+            aux = means.of_aux(jax.tree.map(lambda x: sum_over_devices(x, plan), aux), total)
+            return means.of_loss(sum_over_devices(loss, plan), total), aux, grads, carry
 
         run = jax.shard_map(
             local, mesh=typed_mesh(plan.array_mesh), in_specs=(P(), specs, P()),
@@ -160,7 +162,7 @@ class Accumulation:
 
     # --- a reduction in every micro-batch -------------------------------------------------------------------
 
-    def _reduced_in_each(self, fn, params, args, state, mean, mean_aux):
+    def _reduced_in_each(self, fn, params, args, state, means: Means):
         """(loss, aux, grads, carry), with a reduction in every micro-batch."""
         plan = self.plan
 
@@ -178,14 +180,14 @@ class Accumulation:
             rows = zip(grads, plan.trained.layouts, strict=True)
             return [pad(g, self._sum_shape(x), self._summed(x), plan) for g, x in rows]
 
-        total, loss, aux, sums, carry = self._loop(gathered, params, *parts, state, pin=pin)
+        total, loss, aux, sums, carry = self._loop(gathered, params, *parts, state, means, pin=pin)
         if plan.config.params_on_host:
-            grads = mapped(lambda total, s: mean(s, total), [sums], plan, scalars=[total], in_place=True)
+            grads = mapped(lambda total, s: means.of_loss(s, total), [sums], plan, scalars=[total], in_place=True)
         else:
-            means = pin([mean(s, total) for s in sums])  # or XLA gathers vectors here
-            rows = zip(means, plan.trained.layouts, strict=True)
-            grads = [cut(m, x.shape, self._summed(x), plan) for m, x in rows]
-        return mean(loss, total), mean_aux(aux, total), grads, carry
+            grads = pin([means.of_loss(s, total) for s in sums])  # or XLA gathers vectors here
+            rows = zip(grads, plan.trained.layouts, strict=True)
+            grads = [cut(g, x.shape, self._summed(x), plan) for g, x in rows]
+        return means.of_loss(loss, total), means.of_aux(aux, total), grads, carry
 
     def _sum_shape(self, x: Layout) -> tuple[int, ...]:
         return x.state_shape if self.mode == "microbatch" and self._summed(x) != x.used else x.shape
@@ -224,7 +226,7 @@ class Accumulation:
 
         return stacked, complete
 
-    def _loop(self, fn, params, stacked, complete, state, *, pin):
+    def _loop(self, fn, params, stacked, complete, state, means: Means, *, pin):
         """Sums over micro-batches: of weights, and of loss, aux and gradients times their weight (fp32); the carry."""
 
         def one(sums, step):
@@ -245,7 +247,7 @@ class Accumulation:
             else:
                 grads = pin([_times(w, g, s.dtype) for g, s in zip(grads, grad_sums, strict=True)])
                 grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
-            weighted = _times(w, loss, jnp.promote_types(loss.dtype, jnp.float32)), _weighted(aux, w)
+            weighted = _times(w, loss, jnp.promote_types(loss.dtype, jnp.float32)), means.weighted(aux, w)
             return (total + w, grad_sums, carry), weighted
 
         layouts = self.plan.trained.layouts
@@ -286,23 +288,36 @@ def _times(w, value, dtype):
     return jnp.where(w > 0, w * value.astype(dtype), jnp.zeros((), dtype))
 
 
-def _weighted(aux, w):
-    """Aux leaves to sum: floating ones times their weight, integer ones as they are."""
-    return jax.tree.map(
-        lambda x: _times(w, x, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
-        jax.tree.map(jnp.asarray, aux),
-    )
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """How what micro-batches return is put together.
 
+    Attributes:
+      ways: of the loss and each leaf of aux, from `Loss.check`.
+      parts: how many micro-batches there are, on all devices whose sums are added.
+    """
 
-def _means(sums: Sequence[bool]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """Two functions of (sum over micro-batches, sum of their weights): one for the loss, one for a tree of aux."""
+    ways: Sequence[str]
+    parts: int
 
-    def mean(x, total, is_sum=sums[0]):
-        return x if is_sum else x / total.astype(x.dtype)
+    def weighted(self, aux: PyTree, w: jax.Array) -> PyTree:
+        """Aux of one micro-batch as it is to be added."""
+        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, aux))
+        rows = zip(leaves, self.ways[1:], strict=True)
+        return tree.unflatten([_times(w, x, x.dtype) if way == WEIGHTED else x for x, way in rows])
 
-    def mean_aux(aux, total):
+    def of_loss(self, x: jax.Array, total: jax.Array) -> jax.Array:
+        """The loss, or a gradient of it, from their sum and that of the weights."""
+        return x if self.ways[0] == SUM else x / total.astype(x.dtype)
+
+    def of_aux(self, aux: PyTree, total: jax.Array) -> PyTree:
+        """Aux, from the sums of its leaves and that of the weights."""
         leaves, tree = jax.tree.flatten(aux)
-        rows = zip(leaves, sums[1:], strict=True)
-        return tree.unflatten([mean(x, total, s or not jnp.issubdtype(x.dtype, jnp.inexact)) for x, s in rows])
 
-    return mean, mean_aux
+        def of(x, way):
+            if way == WEIGHTED:
+                return x / total.astype(x.dtype)
+            whole = not jnp.issubdtype(x.dtype, jnp.inexact)
+            return x if way == SUM else x // self.parts if whole else x / self.parts
+
+        return tree.unflatten([of(*row) for row in zip(leaves, self.ways[1:], strict=True)])

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jzero.core import jaxprs
 from jzero.core.errors import listing
 from jzero.core.types import PyTree
 from jzero.gradients.coupling import kinds_of_results, kinds_with_statistics
 from jzero.gradients.growth import MIXED, Growth, growths
-from jzero.gradients.kinds import CONST, Kind, Mixed, Ratio, Rows, Statistic, Total, Unknown
+from jzero.gradients.kinds import CONST, Const, Kind, Mixed, Ratio, Rows, Statistic, Total, Unknown
 from jzero.gradients.module_state import State, is_key
 from jzero.gradients.random_draws import DRAWS, Sources, Unmatched, shared_draws
 
@@ -22,6 +23,8 @@ _SUBJECT = "jzero.value_and_grad: the loss"
 MICRO_BATCH, DEVICE = "micro-batch", "device"
 ALLOWED, STATISTICS = "allowed", "statistics"
 """Why a loss may couple examples: the user says so, or its module keeps statistics of the batch."""
+SUM, MEAN, WEIGHTED = "sum", "mean", "weighted mean"
+"""What micro-batches of a loss, or of a leaf of aux, add up to; weights are those of `value_and_grad(weight=)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Loss:
       state: of NNX objects.
       batch: positions in `args` whose leaves have examples along dim 0.
       rngs: positions in `args` of keys, one for each part of the batch.
-      weighted: micro-batches are weighted by what their mean divides by.
+      weight: `weight(*batch arguments)`, what the mean of a micro-batch divides by; None: they count alike.
       parts: what the parts of the batch are: micro-batches, each device's rows, or both.
     """
 
@@ -59,19 +62,25 @@ class Loss:
     state: State
     batch: Sequence[int]
     rngs: Sequence[int]
-    weighted: bool
+    weight: Callable[..., Any] | None
     parts: frozenset[str]
 
-    def check(self, *, coupled: str) -> list[bool]:
-        """For the loss and each leaf of aux: is it a sum over examples? Raises if micro-batches would change it.
+    @property
+    def weighted(self) -> bool:
+        """Micro-batches are weighted."""
+        return self.weight is not None
+
+    def check(self, *, coupled: str) -> list[str]:
+        """For the loss and each leaf of aux what its micro-batches add up to. Raises if they would change the loss.
 
         Args:
           coupled: `ALLOWED`; `STATISTICS`: a loss may couple examples by the statistics that its module keeps; empty:
             neither.
 
         Raises:
-          ValueError: the loss couples examples, is a ratio of sums and not weighted, neither a mean nor a sum, or
-            draws random numbers of a key that all parts share; or aux has one value per example or a bool.
+          ValueError: the loss couples examples, is a ratio of sums and not weighted, or a mean of all examples and
+            weighted by their values, neither a mean nor a sum, or draws random numbers of a key that all parts share;
+            or aux has one value per example, a bool, or an int that is not a sum over examples.
         """
         arrays, merged = jaxprs.split_arrays((self.params, tuple(self.args), list(self.state.values)))
         inputs = self._inputs()
@@ -88,24 +97,75 @@ class Loss:
             rows = zip(arrays, inputs, strict=True)
             shapes = [(times * x.shape[0], *x.shape[1:]) if i.in_batch else x.shape for x, i in rows]
             typed = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, arrays, strict=True)]
-            return jaxprs.trace(flat, *typed)
+            return jaxprs.trace(flat, *typed), list(aux_types)
 
-        small = traced(1)
-        _refuse_aux(aux_types, examples)
-        # one example looks like a dim of size 1, and one part is the whole batch: nothing to couple it with
-        if self.parts and examples > 1 and coupled != ALLOWED:
-            kinds: list[Kind] = [Rows(0) if i.in_batch else CONST for i in inputs]
-            state = [len(aux_types) + 1 + i for i, c in enumerate(self.state.changed) if c]
-            found = kinds_with_statistics(small[0], kinds, state) if coupled else kinds_of_results(small[0], kinds)
-            _refuse(found[0], self.weighted)
+        small, types = traced(1)
+        large, longer = None, None
         try:
-            small, large = small if examples > 1 else traced(2), traced(2 if examples > 1 else 4)
+            small, types = (small, types) if examples > 1 else traced(2)
+            large, longer = traced(2 if examples > 1 else 4)
         except Exception:  # raised by the user's function: it works with one batch size only
-            grown: list[Growth] = [None] * (len(aux_types) + 1)
-        else:
+            pass
+        _refuse_aux(types, longer, examples)
+        rows: list[Kind] = [Rows(0) if i.in_batch else CONST for i in inputs]
+        state = [len(types) + 1 + i for i, c in enumerate(self.state.changed) if c]
+        statistics = coupled == STATISTICS
+        kinds = kinds_with_statistics(small[0], rows, state) if statistics else kinds_of_results(small[0], rows)
+        # one part is the whole batch: nothing to couple it with; a single example looks like a dim of size 1
+        matters = bool(self.parts) and coupled != ALLOWED and (examples > 1 or large is not None)
+        if matters:
+            _refuse(kinds[0], self.weighted)
+        grown: list[Growth] = [None] * (len(types) + 1)
+        if large is not None:
             self._refuse_shared_draws(small[0], large[0], inputs)
-            grown = growths(small, large)
-        return [self._is_sum(grown[0], coupled), *(g == 2.0 for g in grown[1 : len(aux_types) + 1])]
+            grown = growths(small, large)[: len(types) + 1]
+        of_loss = SUM if self._is_sum(grown[0], coupled) else WEIGHTED
+        aux = list(zip(types, kinds[1:], grown[1:], strict=False))
+        if matters:
+            _warn_of_aux([name for (name, x), k, g in aux if self._differs(_is_real(x), k, g)])
+            if isinstance(kinds[0], Total) and grown[0] == 1.0 and self._weight_varies():
+                raise ValueError(
+                    f"{_SUBJECT} divides by the same number for every batch, and weight= is for a mean that divides by "
+                    "what weight returns (the tokens that are not padding). Leave weight out: the mean of such "
+                    "micro-batches is that of the whole batch."
+                )
+        return [of_loss, *(self._of_aux(*row) for row in aux)]
+
+    def _of_aux(self, leaf: tuple[str, Any], kind: Kind, grown: Growth) -> str:
+        """What micro-batches of a leaf of aux add up to."""
+        name, x = leaf
+        if grown == 2.0:
+            return SUM
+        of_all = isinstance(kind, Const) or (isinstance(kind, Total) and not kind.clipped)
+        if _is_real(x):
+            return MEAN if of_all and self.weighted else WEIGHTED
+        if isinstance(kind, Const):
+            return MEAN
+        if grown is not None:
+            raise ValueError(
+                f"jzero.value_and_grad: aux {name} is an integer that is not a sum over examples, and micro-batches "
+                "have one each. Return a count (a sum over examples), or a float: floats are averaged."
+            )
+        return SUM
+
+    def _weight_varies(self) -> bool:
+        """True if `weight` reads the values of the batch, not only its shapes."""
+        weight = self.weight
+        if weight is None:
+            return False
+        arrays, merged = jaxprs.split_arrays(tuple(self.args[i] for i in self.batch))
+        typed = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        jaxpr, _ = jaxprs.trace(lambda *xs: [jnp.asarray(weight(*merged(xs)))], *typed)
+        return kinds_of_results(jaxpr, [Rows(0)] * len(arrays)) != [CONST]
+
+    def _differs(self, is_real: bool, kind: Kind, grown: Growth) -> bool:
+        """True for aux whose mean over micro-batches (of integers, the sum) may not be that of the whole batch."""
+        if not is_real:
+            return grown is None and not isinstance(kind, (Const, Total))
+        if isinstance(kind, Ratio):
+            return not self.weighted
+        clipped = isinstance(kind, Total) and kind.clipped
+        return clipped or isinstance(kind, (Mixed, Statistic)) or grown not in (1.0, 2.0, None)
 
     def _inputs(self) -> list[_Input]:
         """What each array that the loss is called with is: those of params, then of `args`, then of the module."""
@@ -171,8 +231,32 @@ def _refuse_draws(drawn: Sequence[tuple[str, frozenset[int]]], names: Sequence[s
     )
 
 
-def _refuse_aux(types: Sequence[tuple[str, Any]], examples: int) -> None:
-    per_example = [f"{name} {x.shape}" for name, x in types if x.shape and x.shape[0] == examples]
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _warn_of_aux(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"jzero.value_and_grad: aux {', '.join(names[:8])} is neither a mean nor a sum over examples (a maximum, a "
+            "root, a ratio). What is returned is the average over the parts of the batch, not the value of the whole "
+            "batch. Return the means or sums from which it is computed.",
+            stacklevel=6,
+        )
+
+
+def _refuse_aux(types: Sequence[tuple[str, Any]], longer: Sequence[tuple[str, Any]] | None, examples: int) -> None:
+    """Raises ValueError for aux whose shape depends on the number of examples, and for bools.
+
+    Args:
+      types: of the leaves of aux, for a micro-batch of `examples`.
+      longer: the same for a larger one; None if it could not be traced.
+    """
+    if longer is None:
+        each = [bool(x.shape) and x.shape[0] == examples for _, x in types]
+    else:
+        each = [x.shape != y.shape for (_, x), (_, y) in zip(types, longer, strict=True)]
+    per_example = [f"{name} {x.shape}" for (name, x), e in zip(types, each, strict=True) if e]
     if per_example:
         raise ValueError(
             f"jzero.value_and_grad: aux {', '.join(per_example[:8])} has one value per example of a micro-batch "

@@ -55,8 +55,9 @@ def value_and_grad(
         by tracing the loss at two batch sizes.
       plan: the plan of the params; for a module, of those that its optimizer trains (`wrt`).
       accumulate: number of micro-batches.
-      has_aux: `loss_fn` returns (loss, aux). Over micro-batches integer leaves of aux and sums over examples are
-        summed, all others averaged; bools are refused.
+      has_aux: `loss_fn` returns (loss, aux). Over micro-batches sums over examples are summed, other floats averaged
+        (with a warning for a maximum, a root, a ratio), and integers that no example changes are kept. Bools and
+        other integers are refused.
       batch_argnums: positions of the arguments whose leaves have the batch as dim 0; params are position 0.
       rng_argnums: positions of random keys; each micro-batch gets its own (`fold_in` of its number), and with
         reduce="step" each device as well. A loss that draws numbers for each example from any other key is refused.
@@ -271,8 +272,8 @@ class _ValueAndGrad:
             used = self._reduced_for(state)
             of_batch = bool(state.of_batch) and self.coupled == "auto"
             coupled = STATISTICS if of_batch else ALLOWED if self.coupled == "allow" else ""
-            sums = used.check_loss(fn, params, args, state, coupled=coupled)
-            loss, aux, grads, carry = used(fn, params, args, state, sums)
+            ways = used.check_loss(fn, params, args, state, coupled=coupled)
+            loss, aux, grads, carry = used(fn, params, args, state, ways)
             values = state.with_carry(carry)
         if self.scale is not None:
             loss, grads = self._unscaled(loss, grads)

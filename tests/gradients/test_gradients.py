@@ -228,7 +228,8 @@ def test_aux_is_averaged_and_counts_are_summed(stage, reduce, mesh):
         return value, {"mean": out.mean((0, 1)), "hits": (out > 0).sum(), "flag": jnp.int32(flag)}
 
     vg = jzero.value_and_grad(loss, plan, accumulate=K, reduce=reduce, has_aux=True)
-    (value, aux), grads = jax.jit(vg, static_argnums=2)(state.params, placed, 0)
+    (value, aux), grads = jax.jit(vg, static_argnums=2)(state.params, placed, 7)
+    assert int(aux["flag"]) == 7
     out = create().apply_fn({"params": create().params}, batch()["x"])
     assert float(value) == pytest.approx(float(reference()[0]), rel=CLOSE)
     np.testing.assert_allclose(aux["mean"], out.mean((0, 1)), rtol=1e-5, atol=1e-6)
@@ -246,6 +247,11 @@ def test_aux_per_example_is_refused(mesh):
     vg = jzero.value_and_grad(loss, plan, accumulate=K, has_aux=True)
     with pytest.raises(ValueError, match=r"aux \['logits'\] \(16, 6, 5\) has one value per example"):
         vg(state.params, placed)
+    for change in (lambda x: x.reshape(-1), lambda x: x.T):
+        vg = jzero.value_and_grad(lambda *args, c=change: (loss(*args)[0], c(loss(*args)[1]["logits"])), plan,
+                                  accumulate=K, has_aux=True)  # fmt: skip
+        with pytest.raises(ValueError, match="has one value per example"):
+            vg(state.params, placed)
     vg = jzero.value_and_grad(
         lambda *args: (loss(*args)[0], {"fits": loss(*args)[0] < 9}), plan, accumulate=K, has_aux=True
     )
@@ -513,15 +519,46 @@ def test_neither_a_sum_nor_a_mean_is_refused_and_the_remedies_work(weight):
     assert models.max_error(got, jax.value_and_grad(of_examples)(params, b)) < 1e-5
 
 
-def test_aux_that_is_a_sum_over_examples_is_summed():
+@pytest.mark.parametrize("reduce", ["step", "microbatch"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_leaf_of_aux_is_that_of_the_whole_batch(weighted, reduce):
+    """Sums are not weighted, means of all examples neither; a ratio is, and what no example changes is kept."""
     params, plan, b = _sum_case(1)
+    b = b | {"m": (jnp.arange(len(b["x"])) % 3 > 0).astype(jnp.float32)}
 
     def loss(p, b):
         out = _out(p, b)
-        return jnp.mean(out), {"sum": jnp.sum(out), "mean": jnp.mean(out), "right": jnp.sum(out > 0)}
+        rows, m = (out.reshape(len(out), -1) ** 2).mean(-1), b["m"]
+        masked = (rows * m).sum() / m.sum()
+        aux = {"sum": out.sum(), "mean": out.mean(), "right": (out > 0).sum(), "tokens": m.sum(),
+               "classes": out.mean(0), "norm": jnp.sqrt(jnp.sum(p["w"] ** 2)), "step": jnp.int32(100)}  # fmt: skip
+        return (masked, aux | {"masked": (out.mean(-1) * m).sum() / m.sum()}) if weighted else (rows.mean(), aux)
 
-    got = jax.jit(jzero.value_and_grad(loss, plan, accumulate=2, has_aux=True))(params, plan.place_batch(b))
+    weight = (lambda b: b["m"].sum()) if weighted else None
+    vg = jzero.value_and_grad(loss, plan, accumulate=2, has_aux=True, weight=weight, reduce=reduce)
+    got = jax.jit(vg)(params, plan.place_batch(b))
     assert models.max_error(got, jax.value_and_grad(loss, has_aux=True)(params, b)) < 1e-5
+
+
+def test_aux_that_micro_batches_change_is_named():
+    params, plan, b = _sum_case(1)
+
+    def run(aux, **options):
+        def loss(p, b):
+            out = _out(p, b)
+            return jnp.mean(out**2), aux(out)
+
+        jax.eval_shape(jzero.value_and_grad(loss, plan, accumulate=2, has_aux=True, **options), params, b)
+
+    for aux in (lambda x: {"it": x.max()}, lambda x: {"it": jnp.sqrt(jnp.mean(x**2))}, lambda x: {"it": x.sum() ** 2},
+                lambda x: {"it": (x * (x > 0)).sum() / (x > 0).sum()}, lambda x: {"it": x.sum() + 1.0}):  # fmt: skip
+        with pytest.warns(UserWarning, match=r"aux \['it'\] is neither a mean nor a sum over examples"):
+            run(aux)
+    with pytest.raises(ValueError, match=r"aux \['it'\] is an integer that is not a sum over examples"):
+        run(lambda x: {"it": jnp.argmax(x.sum(0)) if x.ndim > 1 else (x.max() * 10).astype(jnp.int32)})
+    with pytest.raises(ValueError, match="divides by the same number for every batch, and weight="):
+        run(lambda x: (), weight=lambda b: jnp.abs(b["x"]).sum())
+    run(lambda x: (), weight=lambda b: b["x"].shape[0])
 
 
 KEY = jax.random.key(5)
