@@ -7,7 +7,7 @@ import functools
 import itertools
 import types
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from jzero.layout.state_layouts import named_by
 from jzero.layout.trainable import checked_answers, left_out, trained_by, without
 from jzero.optim import is_wrapped
 
+_OVERWRITTEN = "_overwrite_with_gradient"  # `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`
+
 
 def parts_of(state: Any, trainable: Any, *, where: str) -> Parts:
     """The parts of a state, with what its optimizer takes.
@@ -37,11 +39,16 @@ def parts_of(state: Any, trainable: Any, *, where: str) -> Parts:
       where: the caller, for the texts.
 
     Raises:
-      TypeError: jzero does not know this kind of state or filter.
+      TypeError: jzero does not know this kind of state or filter, or the state has scales of fp8 layers.
       ValueError: a filter names no param, a param that the optimizer does not train, or other params than those that
         the state was sharded with.
     """
     parts = adapters.take_apart(state, where=where)
+    if isinstance(parts.params, Mapping) and _OVERWRITTEN in parts.params:
+        raise TypeError(
+            f"{where}: the params hold {_OVERWRITTEN!r} (the scales of Flax's fp8 layers), which a step overwrites "
+            "with what comes back as their gradient. jzero does not shard such a state."
+        )
     if trainable is None:
         return parts if is_wrapped(parts.tx) or adapters.is_pair(state) else _by_state(parts)
     trained = _by_filter(state, parts, trainable, where)

@@ -474,6 +474,14 @@ def test_a_bad_filter_is_refused_before_anything_is_compiled(mesh):
         state.tx.update({"lora": {"a0": 0}}, state.opt_state, {"lora": {"a0": state.params["lora"]["a0"]}})
 
 
+def test_scales_of_fp8_layers_are_refused(mesh):
+    params = {"params": {"w": jnp.ones((DIM, DIM))}, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    create = functools.partial(TrainState.create, apply_fn=None, params=params, tx=optax.adam(1e-3))
+    for given in (create, create()):
+        with raises(TypeError, "the params hold '_overwrite_with_gradient'", "fp8"):
+            jzero.shard(given, stage=3, mesh=mesh)
+
+
 @pytest.mark.parametrize("kind", ["dict", "list"])
 def test_a_state_in_a_list_is_not_cut_by_position(mesh, kind):
     """Its first leaves are not those of the trained params: refused, also as what a function creates."""

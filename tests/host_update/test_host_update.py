@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import math
+import pickle
 import warnings
 import weakref
 
@@ -328,6 +330,19 @@ def test_an_update_that_fails_before_it_begins_can_be_repeated():
         outside.update(grads, state, placed)
     updates, _ = outside.update(grads, state, placed, value=jnp.float32(1))
     assert max_error(optax.apply_updates(placed, updates), params) > 0
+
+
+def test_a_deep_copy_is_refused_and_a_state_of_its_own_is_not():
+    """A copied store would have the number of the first: after a jit each state could find the other's masters."""
+    state = jzero.shard(create_state(), stage=2, offload=HOST, min_shard_bytes=0)
+    for _ in range(2):
+        for copied in (lambda: copy.deepcopy(state), lambda: pickle.dumps(state.opt_state)):  # noqa: B023
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled.*checkpoint\.save.*jzero\.shard"):
+                copied()
+        state = steps(state, 1)
+    apart = jzero.shard(state, stage=2, min_shard_bytes=0)
+    both = [steps(s, 2) for s in (state, apart)]
+    assert max_error(both[0].params, both[1].params) < 1e-6
 
 
 def test_an_older_state_is_refused():

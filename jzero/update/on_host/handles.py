@@ -125,6 +125,18 @@ class Held:
             held._stores = tuple(s for s in _stores if s.kind == structure)
         return held
 
+    def __reduce__(self):
+        """For `copy.deepcopy` and pickle: a copy of the store would count as the same one.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError(
+            "jzero: this optimizer state cannot be copied or pickled: its masters and moments live outside of the "
+            "device and are updated in place. jzero.checkpoint.save(path, state) keeps it as it is now; "
+            "jzero.shard(state, stage=2), without an update outside of the program, makes a state of its own."
+        )
+
     def __repr__(self):
         count = sum(m is not None for m in self.masters)
         try:
