@@ -180,7 +180,7 @@ class Run:
         return run
 
     def in_micro_batches(self, loss):
-        """(params or module, batch) -> (mean loss, gradients); of a loss that is a sum, or has aux, if the case does."""
+        """(params or module, batch) -> (mean loss, gradients); of a sum, or with aux, if the case says so."""
         loss, sums, aux = self.closed(loss), self.case.get("sum"), self.case.get("aux")
         if not (sums or aux):
             return jzero.value_and_grad(loss, self.plan, **self.case["micro"])
