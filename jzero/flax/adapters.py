@@ -207,7 +207,6 @@ def _pair_parts(model: Any, optimizer: Any) -> Parts:
 
     (boxed, rest), own = param_state(model, optimizer), nnx.state(model, optimizer.wrt)
     params, opt_state, flat = nnx.as_pure(boxed), nnx.as_pure(optimizer.opt_state), variables(boxed)
-    _check_no_dict(own)
     specs = tuple(metadata_layout(v) for _, v, _ in flat)
     parts = Parts(params, opt_state, nnx.as_pure(optimizer.step), nnx.as_pure(rest), optimizer.tx, None, specs)
     names = {k for k, *_ in variables(own)}
@@ -217,8 +216,11 @@ def _pair_parts(model: Any, optimizer: Any) -> Parts:
     return parts.replace(trained=trained, trained_tree=jax.tree.structure(nnx.as_pure(own)))
 
 
-def _check_no_dict(own: PyTree) -> None:
+def check_no_dict(model: Any, optimizer: Any) -> None:
     """Raises TypeError for trained Variables that hold a dict: Flax's update makes an `nnx.State` of it."""
+    from flax import nnx
+
+    own = nnx.state(model, optimizer.wrt)
     rows = {jax.tree_util.keystr(k) for k, v, _ in variables(own) if isinstance(v.get_raw_value(), Mapping)}
     if rows:
         raise TypeError(

@@ -44,6 +44,8 @@ def parts_of(state: Any, trainable: Any, *, where: str) -> Parts:
         the state was sharded with.
     """
     parts = adapters.take_apart(state, where=where)
+    if adapters.is_pair(state):
+        adapters.check_no_dict(*state)
     if isinstance(parts.params, Mapping) and _OVERWRITTEN in parts.params:
         raise TypeError(
             f"{where}: the params hold {_OVERWRITTEN!r} (the scales of Flax's fp8 layers), which a step overwrites "
