@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,21 +58,13 @@ class Damage:
         return f"{self.file}: {self.what}"
 
 
-def write(
-    directory: Path,
-    *,
-    process: int,
-    processes: int,
-    custom: Any,
-    metrics: Mapping[str, float] | None = None,
-    trained: Sequence[str] | None = None,
-) -> None:
+def write(directory: Path, *, process: int, processes: int, notes: Mapping[str, Any]) -> None:
     """Hashes this process's share of a finished checkpoint, writes the checksums, and flushes both to the disk.
 
     Args:
       directory: what orbax has written; every process sees all files.
       process, processes: the index of this one, and how many there are.
-      custom, metrics, trained: JSON of the caller, stored under the same checksum.
+      notes: JSON of the caller by name (`custom`, `metrics`, `trained`), stored under the same checksum.
     """
     index = _Index(directory / STATE)
     names = _files(directory)[process::processes]
@@ -86,8 +78,7 @@ def write(
         for name in names
     }
     leaves = sorted(index.leaves) if process == 0 else []
-    body = {"version": VERSION, "parts": processes, "files": files, "leaves": leaves, "custom": custom}
-    body |= {"metrics": metrics, "trained": trained}
+    body = {"version": VERSION, "parts": processes, "files": files, "leaves": leaves, **notes}
     text = json.dumps(body, separators=(",", ":")).encode()
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)

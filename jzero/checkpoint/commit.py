@@ -78,9 +78,7 @@ def save_async(
                     staging,
                     process=jax.process_index(),
                     processes=jax.process_count(),
-                    custom=custom,
-                    metrics=metrics,
-                    trained=trained,
+                    notes={"custom": custom, "metrics": metrics, "trained": trained},
                 )
                 _meet(f"{barrier}.hashed")
                 if jax.process_index() == 0:

@@ -26,9 +26,9 @@ from jzero.comm import comm_of
 from jzero.comm.reduce_scatter import batch_axes, is_of_batch, of_batch, sum_over_devices
 from jzero.core.errors import counted, division, is_array, listing, shown, typed_shape
 from jzero.core.jaxprs import split_arrays
-from jzero.core.types import PyTree
 from jzero.gather.transform import as_written, gather_on_use
-from jzero.gradients.batch_independence import DEVICE, MICRO_BATCH, SUM, WEIGHTED, Loss
+from jzero.gradients.batch_independence import DEVICE, MICRO_BATCH, Loss
+from jzero.gradients.means import Means, times
 from jzero.gradients.module_state import State
 from jzero.layout.batches import micro_batch_scope, split_rows
 from jzero.layout.explicit import typed_mesh
@@ -241,13 +241,13 @@ class Accumulation:
                 w = jnp.asarray(self.weight(*(args[i - 1] for i in self.batch_argnums)), jnp.float32)
             if self.plan.config.params_on_host:
                 grad_sums = mapped(
-                    lambda w, s, g: s + _times(w, g, s.dtype), [grad_sums, grads], self.plan,
+                    lambda w, s, g: s + times(w, g, s.dtype), [grad_sums, grads], self.plan,
                     scalars=[w], in_place=True,
                 )  # fmt: skip
             else:
-                grads = pin([_times(w, g, s.dtype) for g, s in zip(grads, grad_sums, strict=True)])
+                grads = pin([times(w, g, s.dtype) for g, s in zip(grads, grad_sums, strict=True)])
                 grad_sums = pin([s + g for s, g in zip(grad_sums, grads, strict=True)])
-            weighted = _times(w, loss, jnp.promote_types(loss.dtype, jnp.float32)), means.weighted(aux, w)
+            weighted = times(w, loss, jnp.promote_types(loss.dtype, jnp.float32)), means.weighted(aux, w)
             return (total + w, grad_sums, carry), weighted
 
         layouts = self.plan.trained.layouts
@@ -281,43 +281,3 @@ def trained_value_and_grad(
         return value_and_grad(of_own, has_aux=True)(picked(leaves, at), *args)
 
     return run
-
-
-def _times(w, value, dtype):
-    """A value times its weight; 0 where the weight is 0, since the loss of such a micro-batch may be 0/0."""
-    return jnp.where(w > 0, w * value.astype(dtype), jnp.zeros((), dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class Means:
-    """How what micro-batches return is put together.
-
-    Attributes:
-      ways: of the loss and each leaf of aux, from `Loss.check`.
-      parts: how many micro-batches there are, on all devices whose sums are added.
-    """
-
-    ways: Sequence[str]
-    parts: int
-
-    def weighted(self, aux: PyTree, w: jax.Array) -> PyTree:
-        """Aux of one micro-batch as it is to be added."""
-        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, aux))
-        rows = zip(leaves, self.ways[1:], strict=True)
-        return tree.unflatten([_times(w, x, x.dtype) if way == WEIGHTED else x for x, way in rows])
-
-    def of_loss(self, x: jax.Array, total: jax.Array) -> jax.Array:
-        """The loss, or a gradient of it, from their sum and that of the weights."""
-        return x if self.ways[0] == SUM else x / total.astype(x.dtype)
-
-    def of_aux(self, aux: PyTree, total: jax.Array) -> PyTree:
-        """Aux, from the sums of its leaves and that of the weights."""
-        leaves, tree = jax.tree.flatten(aux)
-
-        def of(x, way):
-            if way == WEIGHTED:
-                return x / total.astype(x.dtype)
-            whole = not jnp.issubdtype(x.dtype, jnp.inexact)
-            return x if way == SUM else x // self.parts if whole else x / self.parts
-
-        return tree.unflatten([of(*row) for row in zip(leaves, self.ways[1:], strict=True)])

@@ -15,7 +15,8 @@ from jzero.core.errors import listing
 from jzero.core.types import PyTree
 from jzero.gradients.coupling import kinds_of_results, kinds_with_statistics
 from jzero.gradients.growth import MIXED, Growth, growths
-from jzero.gradients.kinds import CONST, Const, Kind, Mixed, Ratio, Rows, Statistic, Total, Unknown
+from jzero.gradients.kinds import CONST, Kind, Ratio, Rows, Total, Unknown, couples
+from jzero.gradients.means import SUM, WEIGHTED, refuse_aux, warn_of_aux, way_of_aux
 from jzero.gradients.module_state import State, is_key
 from jzero.gradients.random_draws import DRAWS, Sources, Unmatched, shared_draws
 
@@ -23,8 +24,6 @@ _SUBJECT = "jzero.value_and_grad: the loss"
 MICRO_BATCH, DEVICE = "micro-batch", "device"
 ALLOWED, STATISTICS = "allowed", "statistics"
 """Why a loss may couple examples: the user says so, or its module keeps statistics of the batch."""
-SUM, MEAN, WEIGHTED = "sum", "mean", "weighted mean"
-"""What micro-batches of a loss, or of a leaf of aux, add up to; weights are those of `value_and_grad(weight=)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +98,14 @@ class Loss:
             typed = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, arrays, strict=True)]
             return jaxprs.trace(flat, *typed), list(aux_types)
 
-        small, types = traced(1)
-        large, longer = None, None
+        (small, types), (large, longer) = traced(1), (None, None)
         try:
-            small, types = (small, types) if examples > 1 else traced(2)
-            large, longer = traced(2 if examples > 1 else 4)
+            pair = ((small, types), traced(2)) if examples > 1 else (traced(2), traced(4))
         except Exception:  # raised by the user's function: it works with one batch size only
             pass
-        _refuse_aux(types, longer, examples)
+        else:
+            (small, types), (large, longer) = pair
+        refuse_aux(types, longer, examples)
         rows: list[Kind] = [Rows(0) if i.in_batch else CONST for i in inputs]
         state = [len(types) + 1 + i for i, c in enumerate(self.state.changed) if c]
         statistics = coupled == STATISTICS
@@ -122,31 +121,14 @@ class Loss:
         of_loss = SUM if self._is_sum(grown[0], coupled) else WEIGHTED
         aux = list(zip(types, kinds[1:], grown[1:], strict=False))
         if matters:
-            _warn_of_aux([name for (name, x), k, g in aux if self._differs(_is_real(x), k, g)])
+            warn_of_aux(aux, weighted=self.weighted)
             if isinstance(kinds[0], Total) and grown[0] == 1.0 and self._weight_varies():
                 raise ValueError(
                     f"{_SUBJECT} divides by the same number for every batch, and weight= is for a mean that divides by "
                     "what weight returns (the tokens that are not padding). Leave weight out: the mean of such "
                     "micro-batches is that of the whole batch."
                 )
-        return [of_loss, *(self._of_aux(*row) for row in aux)]
-
-    def _of_aux(self, leaf: tuple[str, Any], kind: Kind, grown: Growth) -> str:
-        """What micro-batches of a leaf of aux add up to."""
-        name, x = leaf
-        if grown == 2.0:
-            return SUM
-        of_all = isinstance(kind, Const) or (isinstance(kind, Total) and not kind.clipped)
-        if _is_real(x):
-            return MEAN if of_all and self.weighted else WEIGHTED
-        if isinstance(kind, Const):
-            return MEAN
-        if grown is not None:
-            raise ValueError(
-                f"jzero.value_and_grad: aux {name} is an integer that is not a sum over examples, and micro-batches "
-                "have one each. Return a count (a sum over examples), or a float: floats are averaged."
-            )
-        return SUM
+        return [of_loss, *(way_of_aux(*row, weighted=self.weighted) for row in aux)]
 
     def _weight_varies(self) -> bool:
         """True if `weight` reads the values of the batch, not only its shapes."""
@@ -157,15 +139,6 @@ class Loss:
         typed = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         jaxpr, _ = jaxprs.trace(lambda *xs: [jnp.asarray(weight(*merged(xs)))], *typed)
         return kinds_of_results(jaxpr, [Rows(0)] * len(arrays)) != [CONST]
-
-    def _differs(self, is_real: bool, kind: Kind, grown: Growth) -> bool:
-        """True for aux whose mean over micro-batches (of integers, the sum) may not be that of the whole batch."""
-        if not is_real:
-            return grown is None and not isinstance(kind, (Const, Total))
-        if isinstance(kind, Ratio):
-            return not self.weighted
-        clipped = isinstance(kind, Total) and kind.clipped
-        return clipped or isinstance(kind, (Mixed, Statistic)) or grown not in (1.0, 2.0, None)
 
     def _inputs(self) -> list[_Input]:
         """What each array that the loss is called with is: those of params, then of `args`, then of the module."""
@@ -231,47 +204,8 @@ def _refuse_draws(drawn: Sequence[tuple[str, frozenset[int]]], names: Sequence[s
     )
 
 
-def _is_real(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _warn_of_aux(names: Sequence[str]) -> None:
-    if names:
-        warnings.warn(
-            f"jzero.value_and_grad: aux {', '.join(names[:8])} is neither a mean nor a sum over examples (a maximum, a "
-            "root, a ratio). What is returned is the average over the parts of the batch, not the value of the whole "
-            "batch. Return the means or sums from which it is computed.",
-            stacklevel=6,
-        )
-
-
-def _refuse_aux(types: Sequence[tuple[str, Any]], longer: Sequence[tuple[str, Any]] | None, examples: int) -> None:
-    """Raises ValueError for aux whose shape depends on the number of examples, and for bools.
-
-    Args:
-      types: of the leaves of aux, for a micro-batch of `examples`.
-      longer: the same for a larger one; None if it could not be traced.
-    """
-    if longer is None:
-        each = [bool(x.shape) and x.shape[0] == examples for _, x in types]
-    else:
-        each = [x.shape != y.shape for (_, x), (_, y) in zip(types, longer, strict=True)]
-    per_example = [f"{name} {x.shape}" for (name, x), e in zip(types, each, strict=True) if e]
-    if per_example:
-        raise ValueError(
-            f"jzero.value_and_grad: aux {', '.join(per_example[:8])} has one value per example of a micro-batch "
-            f"({examples}); aux is averaged over micro-batches. Return its mean or sum."
-        )
-    bools = [name for name, x in types if x.dtype == bool]
-    if bools:
-        raise ValueError(
-            f"jzero.value_and_grad: aux {', '.join(bools[:8])} is a bool, and micro-batches have one each. Return a "
-            "number: an int is summed, a float averaged."
-        )
-
-
 def _refuse(kind: Kind, weighted: bool) -> None:
-    if isinstance(kind, (Mixed, Rows, Statistic)) or (isinstance(kind, Total) and kind.clipped):
+    if isinstance(kind, Rows) or couples(kind):
         where = getattr(kind, "where", "at its end")
         raise ValueError(
             f"{_SUBJECT} couples examples ({where}): on micro-batches, or on one device's part of them, it differs "

@@ -87,6 +87,11 @@ CONST = Const()
 NONE = frozenset[int]()
 
 
+def couples(kind: Kind) -> bool:
+    """True if examples were combined in a way that a mean over parts of the batch does not give."""
+    return isinstance(kind, (Mixed, Statistic)) or (isinstance(kind, Total) and kind.clipped)
+
+
 def by_rule(eqn, ins: list[Kind]) -> Kind | None:
     """The kind of an equation's results, from those of its operands; None for an operation without a rule."""
     name = eqn.primitive.name
