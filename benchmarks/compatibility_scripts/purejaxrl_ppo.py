@@ -45,5 +45,6 @@ def step(state, key):
     return out["runner_state"][0], out["metrics"]["returned_episode_returns"].mean()
 
 
+updates = 4 * config["UPDATE_EPOCHS"] * config["NUM_MINIBATCHES"]
 args = (None,)
 batches = [jax.random.PRNGKey(seed) for seed in range(30, 35)]

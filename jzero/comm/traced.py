@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from weakref import WeakSet
 
+from jzero.core.traces import is_as_written
 from jzero.sharding import Plan
 
 _expected: WeakSet[Plan] = WeakSet()
@@ -27,8 +28,8 @@ def gather_traced(plan: Plan) -> None:
 
 
 def update_traced(plan: Plan) -> None:
-    """An update by this plan is traced; warns once if no gather was traced before it."""
-    if plan in _expected and plan not in _traced:
+    """An update by this plan is traced; warns once if no gather was traced before it, and gathers are traced at all."""
+    if not is_as_written() and plan in _expected and plan not in _traced:
         _expected.discard(plan)
         warnings.warn(
             "jzero: at stage 3 the update of this state was traced, but no weight was gathered where it is used. XLA "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,22 @@ from jzero.core.nnx_modules import abstract
 from jzero.core.types import Jaxpr
 
 Stage = TypeVar("Stage")
+
+# Set while a function is traced for the walk: a wrapped `apply_fn` in a wrapped loss leaves the walk to the loss.
+# JAX's own kind of context, since it is part of the keys under which `jax.jit` keeps what it has traced.
+_as_written = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Wrapped functions only call what they wrap: for a trace that is read, or walked from outside."""
+    with _as_written(True):
+        yield
+
+
+def is_as_written() -> bool:
+    """True within `as_written`."""
+    return _as_written.value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

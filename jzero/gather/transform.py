@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jzero.core import jaxprs
 from jzero.core.errors import check_function
 from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
+from jzero.core.traces import as_written, is_as_written
 from jzero.core.update_mark import marked_frozen
 from jzero.gather.gradients_at_use import is_ordered, reduced_alone
 from jzero.gather.host_source import in_device_memory, source_of
@@ -29,17 +29,6 @@ from jzero.layout.leaf_rule import Frozen, Layout, keyed_shapes
 from jzero.layout.mesh import in_shard_map
 from jzero.layout.placement import device_type
 from jzero.sharding import Plan, check_plan
-
-# Set while a function is traced for the walk: a wrapped `apply_fn` in a wrapped loss leaves the walk to the loss.
-# JAX's own kind of context, since it is part of the keys under which `jax.jit` keeps what it has traced.
-_tracing = jax.make_user_context(False)
-
-
-@contextlib.contextmanager
-def as_written() -> Iterator[None]:
-    """Wrapped functions only call what they wrap: for a trace that is read, or walked from outside."""
-    with _tracing(True):
-        yield
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,7 +54,7 @@ class GatherOnUse:
         warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
         if not has_module(params):
             return self._on_auto_axes(fn, params, args, kwargs)
-        walks = self.plan.config.row.state and not _tracing.value
+        walks = self.plan.config.row.state and not is_as_written()
         config, marks = self.plan.config, self.plan.trained is not self.plan
         if explicit_axes() or walks or marks or config.params_on_host or config.compute_dtype is not None:
             return call(self._on_auto_axes, fn, params, args, kwargs)
@@ -110,7 +99,7 @@ class GatherOnUse:
 
     def _evaluate(self, fn, params, args, kwargs):
         """`fn(params, args, kwargs)` with the gather rule, where there is something to gather or to reduce."""
-        reads = not _tracing.value and self.plan.config.row.state
+        reads = not is_as_written() and self.plan.config.row.state
         if reads and self.plan.config.updates_outside and not in_shard_map():  # which reduces by itself
             leaves, tree = jax.tree.flatten(params)
             layouts = self._layouts(params, required=False)

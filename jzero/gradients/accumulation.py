@@ -26,7 +26,8 @@ from jzero.comm import comm_of
 from jzero.comm.reduce_scatter import batch_axes, is_of_batch, of_batch, sum_over_devices
 from jzero.core.errors import counted, division, is_array, listing, shown, typed_shape
 from jzero.core.jaxprs import split_arrays
-from jzero.gather.transform import as_written, gather_on_use
+from jzero.core.traces import as_written
+from jzero.gather.transform import gather_on_use
 from jzero.gradients.batch_independence import DEVICE, MICRO_BATCH, Loss
 from jzero.gradients.means import Means, times
 from jzero.gradients.module_state import State

@@ -21,8 +21,8 @@ from jzero.core import jaxprs
 from jzero.core.dependence import data_sources, passed_on
 from jzero.core.errors import listing, typed_shape
 from jzero.core.random_keys import is_key
+from jzero.core.traces import as_written
 from jzero.core.types import PyTree
-from jzero.gather.transform import as_written
 from jzero.gradients.coupling import kinds_of_results
 from jzero.gradients.kinds import CONST, Const, Rows
 from jzero.layout.leaf_rule import path_name

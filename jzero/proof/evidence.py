@@ -107,6 +107,12 @@ class Evidence:
         rest = (x for x in self.leaves if x.returned is None and not (x.is_param or x.in_opt_state))
         return [x for x in rest if x.layout is not None and x.held]
 
+    @property
+    def makes_state(self) -> bool:
+        """True for a run that shards its state itself: it has updates of the params, and no argument is one of them."""
+        makes = self.record is not None and self.record.makes(self.plan)
+        return makes and not any(x.is_param or x.in_opt_state for x in self.leaves)
+
     @functools.cached_property
     def batch(self) -> list[Argument]:
         """Arrays that come in, do not come back, and are not copies of params."""

@@ -118,6 +118,11 @@ class TraceRecord:
             i is not None or x.frozen is Frozen.APART for i, x in zip(mine[0].params, plan.layouts, strict=True)
         )
 
+    def makes(self, plan: Plan) -> bool:
+        """True where params of a plan are updated and none of them is known to be an argument: a run in one program."""
+        mine = self.of(plan)
+        return bool(mine) and all(i is None for i in mine[0].params)
+
     def others(self, plan: Plan) -> list[Update]:
         """The updates of other params."""
         mine = self.of(plan)

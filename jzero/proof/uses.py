@@ -18,10 +18,9 @@ from jzero.core.graph import Graph, Node
 from jzero.core.primitives import ELEMENTWISE, LOOPS, REDUCING, REMAT
 from jzero.core.products import PRODUCTS, gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
-from jzero.core.traces import Trace, innermost
+from jzero.core.traces import Trace, as_written, innermost
 from jzero.core.types import Jaxpr, PyTree
 from jzero.core.update_mark import FROZEN
-from jzero.gather.transform import as_written
 from jzero.gather.weight_graph import MOVES, WeightGraph
 from jzero.layout.batches import MICRO_SCOPE
 from jzero.layout.leaf_rule import Layout

@@ -67,6 +67,13 @@ def not_checked(e: Evidence, ignore: Collection[str], found: Collection[str]) ->
             0,
             "an init that takes params alone; or a look at jzero.explain(compiled, plan).memory.opt_state.",
         )
+    if e.makes_state:
+        yield (
+            f"none of the {counted(len(e.plan.layouts), 'param')} of the update is known to be an argument: the "
+            "program makes its state itself, and what is held and returned of it was not looked for.",
+            0,
+            "jzero.shard before jax.jit, and the state as an argument of the run.",
+        )
     for text in (*slices_unread(e), *_names(e, found)):
         yield text, 0, REPORT + "meanwhile a version that docs/compatibility.md lists."
     if e.uses is None and (e.trace_failed or not e.on_cpu):
@@ -127,7 +134,7 @@ def _names(e: Evidence, found: Collection[str]) -> Iterator[str]:
         if inside and not any(e.module.lines(UPDATE)):
             yield "the step has an update, and none was recognized in the names of the compiled program."
     missing = len(e.plan.layouts) - sum(x.is_param for x in e.leaves)
-    if e.record is not None and e.record.of(e.plan) and missing:
+    if e.record is not None and e.record.of(e.plan) and missing and not e.makes_state:
         yield (
             f"{missing} of {len(e.plan.layouts)} params of the update do not come in as arguments, and "
             "neither names nor shapes say which: what is held and returned is not known of them."
