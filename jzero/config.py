@@ -77,6 +77,8 @@ BUFFER_BYTES = 2**30
 
 MOMENT_DTYPES = ("int8", "bfloat16", "float32", "float64")
 GATHER_DTYPES = ("int8", "float8_e4m3fn")
+GRADIENT_CODES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
+"""The values of `reduce_dtype` in which gradients travel, but are not summed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +184,8 @@ class ZeroConfig:
       reduce_dtype: dtype in which gradients are reduced over devices. None: that of the params. `jzero.value_and_grad`
         honours it. (int8 is not one in which they are summed: at stages 2 and 3 gradients of matmuls, convolutions and
         lookups with at least 4096 values travel in 8 bits, with one float32 scale per block of `quantize_block` values,
-        and are summed in float32 on the shard: over several axes, or hosts, each value is rounded twice.) At stages 2
+        and are summed in float32 on the shard: over several axes, or hosts, each value is rounded twice. int4 is int8
+        within a host, and 4 bits between hosts.) At stages 2
         and 3 plain `jax.grad` through a sharded `apply_fn` or `gather_on_use` honours it too, for the weights of
         matmuls and lookups; a wider one also for biases and scales, a narrower one also for convolutions. (Other
         gradients are reduced in the dtype in which they are made.)
@@ -272,10 +275,10 @@ class ZeroConfig:
             )
         if self.quantize_block & (self.quantize_block - 1):
             raise ValueError(f"ZeroConfig(quantize_block={self.quantize_block}) must be a power of two, such as 256.")
-        if self.reduce_dtype == jnp.int8 and not self.row.grads:
+        if self.reduces_in_codes and not self.row.grads:
             raise ValueError(
-                f"ZeroConfig(reduce_dtype=int8) needs stage 2 or 3: at stage {self.stage} gradients stay whole, and "
-                "codes of different scales cannot be summed. Pass stage=2."
+                f"ZeroConfig(reduce_dtype={self.reduce_dtype}) needs stage 2 or 3: at stage {self.stage} gradients "
+                "stay whole, and codes of different scales cannot be summed. Pass stage=2."
             )
         if self.param_axis is not None and not set(self.param_axes) <= set(self.axes):
             raise ValueError(
@@ -357,11 +360,11 @@ class ZeroConfig:
             f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
             for name, effect in self._without_effect().items()
         ]
-        in_blocks = jnp.int8 in (self.moment_dtype, self.reduce_dtype) or self.gather_dtype is not None
+        in_blocks = self.moment_dtype == jnp.int8 or self.reduces_in_codes or self.gather_dtype is not None
         if self.quantize_block != ZeroConfig.quantize_block and not in_blocks:
             lines.append(
-                f"quantize_block={self.quantize_block} has no effect without gather_dtype, and with moment_dtype or "
-                'reduce_dtype other than "int8".'
+                f"quantize_block={self.quantize_block} has no effect without gather_dtype, with a moment_dtype other "
+                'than "int8" and a reduce_dtype other than "int8" or "int4".'
             )
         return lines
 
@@ -410,6 +413,11 @@ class ZeroConfig:
     def param_axes(self) -> tuple[str, ...]:
         """Mesh axes that share params at stage 3."""
         return self.axes if self.param_axis is None else _as_tuple(self.param_axis)
+
+    @property
+    def reduces_in_codes(self) -> bool:
+        """True where gradients travel in codes, at the stages that shard them."""
+        return self.reduce_dtype in GRADIENT_CODES
 
     @property
     def gathers_in_codes(self) -> tuple[tuple[str, np.dtype], ...]:
@@ -557,6 +565,6 @@ def _dtype(value: Any, name: str) -> np.dtype | str | None:
     rule = "a dtype, 'auto', 'remainder' or None" if words else "a dtype or None"
     floating = name not in ("moment_dtype", "reduce_dtype")
     dtype = check_dtype(value, name, where="ZeroConfig", rule=rule, floating=floating)
-    if name == "reduce_dtype" and not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
-        raise ValueError(f"ZeroConfig(reduce_dtype={shown(value)}) must be a floating dtype, or int8.")
+    if name == "reduce_dtype" and not jnp.issubdtype(dtype, jnp.floating) and dtype not in GRADIENT_CODES:
+        raise ValueError(f"ZeroConfig(reduce_dtype={shown(value)}) must be a floating dtype, int8 or int4.")
     return dtype

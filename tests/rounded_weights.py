@@ -22,12 +22,12 @@ def rounded(w, codes: str, size: int, scan_dim: int | None = None) -> np.ndarray
     behind = next((k for k in range(w.ndim - 1, 0, -1) if math.prod(w.shape[k:]) % size == 0), 0)
     rows = w.astype(np.float32).reshape(math.prod(w.shape[:behind]), -1)
     out = np.empty_like(rows)
-    step = np.float32(1 / (127 if codes == "int8" else 448))
+    step = np.float32(1 / {"int4": 7, "int8": 127, "float8_e4m3fn": 448}[codes])
     for start in range(0, rows.shape[1], size):
         block = rows[:, start : start + size]
         scale = np.max(np.abs(block), axis=1, keepdims=True) * step
         share = block / np.where(scale > 0, scale, 1)
-        code = np.rint(share) if codes == "int8" else share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        code = np.rint(share) if codes.startswith("int") else share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         out[:, start : start + size] = code * scale
     return out.reshape(w.shape).astype(w.dtype)
 

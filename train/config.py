@@ -58,7 +58,7 @@ class Config:
     """Of AdamW's stored moments; that of the params (or of their masters) where left out."""
     gather_dtype: Literal["int8", "float8_e4m3fn"] | None = None
     """Of weights on the wire, at stage 3; that of the params where left out."""
-    reduce_dtype: Literal["int8", "bfloat16", "float32"] | None = None
+    reduce_dtype: Literal["int4", "int8", "bfloat16", "float32"] | None = None
     """Of gradients on the wire, at stages 2 and 3; that of the params where left out."""
     steps: int = 1000
     """Optimizer steps; the learning rate reaches its end there."""

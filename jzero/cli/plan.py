@@ -75,7 +75,7 @@ class Inputs(Asked):
     """Dtype of the stored moments; that of the params (or of their masters) if omitted."""
     gather_dtype: Literal["int8", "float8_e4m3fn"] | None = None
     """Stage 3 alone: the dtype in which weights travel; that of the params, or of the model's casts, if omitted."""
-    reduce_dtype: Literal["int8", "bfloat16", "float32"] | None = None
+    reduce_dtype: Literal["int4", "int8", "bfloat16", "float32"] | None = None
     """Stages 2 and 3: the dtype in which gradients travel; that in which they are made if omitted."""
     offload: Literal["host", "disk"] | None = None
     """Keep optimizer state and masters in host memory and stream them through the device, or in files on a disk."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jzero.comm.reduce_in_codes import CODES, hops, message_bytes
+from jzero.comm.reduce_in_codes import hops
 from jzero.comm.reduce_scatter import scatter_steps
 from jzero.comm.routes import UPDATE
 from jzero.comm.uses import Use
@@ -65,9 +65,9 @@ def _one_in_codes(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Se
     plan, taken = gradients.plan, spec_axes(x.used)
     values = math.prod(x.state_shape) * use.part / shard_factor(x.used, plan.mesh)
     for _, own in scatter_steps(len(x.shape), x.state, plan, but=taken):
-        for axis, devices, _ in reversed([hop for a in own for hop in hops(plan.array_mesh, a)]):
-            yield (axis_of(axis),), ring(devices) * message_bytes(values, plan)
-            values /= devices
+        for hop in reversed([hop for a in own for hop in hops(plan.array_mesh, a)]):
+            yield (axis_of(hop.axis),), ring(hop.devices) * hop.message_bytes(values, plan)
+            values /= hop.devices
     cut = set(map(axis_of, spec_axes(x.state)))
     whole = tuple(a for a in plan.batch_axes if a not in cut and a not in taken)
     yield whole, 2 * ring(axis_size(plan.mesh, whole)) * values * _itemsize(plan, x, use)
@@ -88,7 +88,7 @@ def _rows_bytes(gradients: GradientReduce, x: Layout, use: Use, itemsize: int) -
 def _itemsize(plan: Plan, x: Layout, use: Use) -> int:
     """Bytes per value of a gradient that travels as it is: of the dtype that was asked for, or in which it is made."""
     config = plan.config
-    asked = None if config.reduce_dtype in CODES else config.reduce_dtype
+    asked = None if config.reduces_in_codes else config.reduce_dtype
     return (asked or use.dtype or config.compute_dtype or x.dtype).itemsize
 
 

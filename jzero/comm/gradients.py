@@ -34,7 +34,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.comm.gradient_bytes import Sent, wire
-from jzero.comm.reduce_in_codes import CODES
 from jzero.comm.reduce_scatter import SCOPE, batch_axes, is_of_batch, needs_scatter, reduce_scatter, summed
 from jzero.comm.routes import (
     CONVOLUTION,
@@ -56,6 +55,7 @@ from jzero.comm.routes import (
     equal_parts,
 )
 from jzero.comm.uses import Use
+from jzero.config import GRADIENT_CODES
 from jzero.core.jaxprs import is_tracer
 from jzero.core.linear import linear
 from jzero.core.one_way import forward_only
@@ -116,7 +116,7 @@ class GradientReduce:
         made, sent = self.dtypes(w, use.dtype)
         if use.kind == ROUNDS and made is None:  # a loop would sum it in its own dtype
             return Route(LOOP, WHOLE_FIRST, sent=sent)
-        most = 1 if sent in CODES else CUT_BUCKETS  # codes hold a message beside the gradient
+        most = 1 if sent in GRADIENT_CODES else CUT_BUCKETS  # codes hold a message beside the gradient
         cut = ordered and w.nbytes > most * self.plan.bucket_bytes
         scattered = reduced and self.is_scattered(w.shape, w.grad)
         if use.kind == LOOKUP and reduced:
@@ -151,12 +151,12 @@ class GradientReduce:
         wide = asked or made
         matrix = len(w.shape) > 1 and w.grad != w.used
         narrower = asked is not None and asked.itemsize < made.itemsize and matrix
-        narrower = narrower and (asked not in CODES or self.in_codes(w, w.shape))
+        narrower = narrower and (asked not in GRADIENT_CODES or self.in_codes(w, w.shape))
         return wide if wide.itemsize > w.dtype.itemsize else None, asked if narrower else None
 
     def in_codes(self, w: Reduced, shape: Sequence[int]) -> bool:
         """Whether a gradient of this shape that jzero makes travels in codes: see `reduce_in_codes.py`."""
-        asked = self.plan.config.reduce_dtype in CODES and w.dtype.kind != "c" and w.dtype.itemsize > 1
+        asked = self.plan.config.reduces_in_codes and w.dtype.kind != "c" and w.dtype.itemsize > 1
         return asked and len(shape) > 1 and w.grad != w.used and math.prod(shape) >= blocks.LEAST_QUANTIZED
 
     def by_xla(self, w: Reduced, kind: str) -> str:
@@ -210,7 +210,7 @@ class GradientReduce:
           spec: layout of the result; see [Note: pieces along several dims] in `reduce_scatter.py`.
           sent: the dtype in which it travels, that of codes only where devices make it; None: as it is made.
         """
-        codes = sent if sent in CODES else None
+        codes = sent if sent in GRADIENT_CODES else None
 
         def narrow(*rows):
             return make(*rows) if sent is None or codes else make(*rows).astype(sent)
@@ -225,7 +225,7 @@ class GradientReduce:
         """
         asked = x.dtype if grad.dtype.kind == "c" else self.plan.config.reduce_dtype or x.dtype
         codes = asked if self.in_codes(x, x.shape) and spec != x.used else None
-        if asked in CODES:
+        if asked in GRADIENT_CODES:
             asked = x.dtype if codes is None else grad.dtype
         but = named_axes(self.plan.sharding(x.used).spec)
         return reduce_scatter(grad.astype(asked), spec, self.plan, but=but, codes=codes)

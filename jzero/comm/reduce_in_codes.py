@@ -1,4 +1,4 @@
-"""A sum over devices of which each value travels in 8 bits, and is summed in fp32.
+"""A sum over devices of which each value travels in 8 bits, or 4 between hosts, and is summed in fp32.
 
 [Note: never a sum of codes]
 A collective cannot add codes of different scales. So each device encodes its gradient, a row for every device that
@@ -11,12 +11,17 @@ reduce-scatter of 8 bits would. (Dettmers et al., arXiv 2110.02861, for the bloc
 An all-to-all over h hosts of d devices sends d (h - 1) / h rows between hosts where a ring sends one. So it runs axis
 by axis, the innermost first, and along an axis that spans hosts first among the devices of a host: of what is left, a
 d-th crosses. Each value is then encoded twice. The sum in between is kept in fp32.
+
+[Note: four bits between hosts]
+`reduce_dtype="int4"` is int8 where an exchange stays within a host, and 4 bits where it leaves it: integers from -7 to
+7 times a scale. XLA sends an int4 array as one byte per value, so two of them are packed into a byte here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +34,32 @@ from jzero.layout.specs import P
 from jzero.layout.topology import hosts_along
 from jzero.sharding import Plan
 
-CODES = (np.dtype(np.int8),)
-"""The values of `reduce_dtype` that are codes."""
-Hop = tuple[str, int, list[list[int]] | None]
-"""A mesh axis, how many of its devices exchange, and which do; None: all of them."""
+INT8, INT4 = np.dtype(np.int8), np.dtype(jnp.int4)
+
+
+class Hop(NamedTuple):
+    """One exchange.
+
+    Attributes:
+      axis: a mesh axis.
+      devices: how many of its devices exchange.
+      groups: which do, by their places along the axis; None: all of them.
+      between_hosts: they are on several hosts.
+    """
+
+    axis: str
+    devices: int
+    groups: list[list[int]] | None
+    between_hosts: bool
+
+    def codes(self, asked: np.dtype) -> np.dtype:
+        """The dtype in which values travel: see [Note: four bits between hosts]."""
+        return asked if self.between_hosts else INT8
+
+    def message_bytes(self, values: float, plan: Plan) -> float:
+        """Bytes of so many values in the codes of the plan, with their scales."""
+        width = 0.5 if self.codes(plan.config.reduce_dtype) == INT4 else 1
+        return values * (width + SCALE.itemsize / plan.config.quantize_block)
 
 
 def scatter_in_codes(value: jax.Array, dim: int, axes: Sequence[str], codes: np.dtype, plan: Plan) -> jax.Array:
@@ -46,32 +73,40 @@ def scatter_in_codes(value: jax.Array, dim: int, axes: Sequence[str], codes: np.
       plan: gives the mesh, and how many values share a scale.
     """
     found = [hop for axis in axes for hop in hops(plan.array_mesh, axis)]
-    parts = [n for _, n, _ in found]
+    parts = [hop.devices for hop in found]
     shape = (*value.shape[:dim], *parts, value.shape[dim] // math.prod(parts), *value.shape[dim + 1 :])
     value = jnp.reshape(value, shape)
     for at in reversed(range(len(found))):
-        value = _exchanged(jnp.moveaxis(value, dim + at, 0), found[at], codes, plan)
+        value = _exchanged(jnp.moveaxis(value, dim + at, 0), found[at], found[at].codes(codes), plan)
     return value
 
 
 def _exchanged(rows: jax.Array, hop: Hop, codes: np.dtype, plan: Plan) -> jax.Array:
     """Row j goes to device j; the sum of the rows that come."""
-    axis, devices, groups = hop
-    flat = jnp.reshape(rows, (devices, -1))
+    flat = jnp.reshape(rows, (hop.devices, -1))
     transport = InCodes(Blocks(flat.shape, 1, plan.config.quantize_block), codes, P(), P(), plan.mesh)
-    message = jnp.concatenate([_as_bytes(x) for x in transport.encode(flat)], axis=1)
-    length = message.shape[1]
+    some, scales = transport.encode(flat)
+    some = _packed(some) if codes == INT4 else some
+    message = jnp.concatenate([some, _as_bytes(scales)], axis=1)
     # flattened: see `MatrixExchange`
-    came = jax.lax.all_to_all(jnp.ravel(message), axis, 0, 0, axis_index_groups=groups, tiled=True)
-    came = jnp.reshape(came, (devices, length))
-    some, scales = jnp.split(came, [flat.shape[1]], axis=1)
-    scales = jax.lax.bitcast_convert_type(jnp.reshape(scales, (devices, -1, SCALE.itemsize)), SCALE)
+    came = jax.lax.all_to_all(jnp.ravel(message), hop.axis, 0, 0, axis_index_groups=hop.groups, tiled=True)
+    came = jnp.reshape(came, message.shape)
+    some, scales = jnp.split(came, [some.shape[1]], axis=1)
+    some = _unpacked(some)[:, : flat.shape[1]] if codes == INT4 else some
+    scales = jax.lax.bitcast_convert_type(jnp.reshape(scales, (hop.devices, -1, SCALE.itemsize)), SCALE)
     return jnp.reshape(transport.decode((some, scales), SCALE).sum(0), rows.shape[1:])
 
 
-def message_bytes(values: float, plan: Plan) -> float:
-    """Bytes of so many values in codes, with their scales."""
-    return values * (1 + SCALE.itemsize / plan.config.quantize_block)
+def _packed(codes: jax.Array) -> jax.Array:
+    """Codes of 4 bits, `[rows, values]` in int8, as `[rows, half as many]`: the first half of a row in the low bits."""
+    codes = jnp.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+    low, high = jnp.split(codes, 2, axis=1)
+    return (high << 4) | (low & 15)
+
+
+def _unpacked(packed: jax.Array) -> jax.Array:
+    """The codes of `_packed`, with the value that fills an odd row."""
+    return jnp.concatenate([(packed << 4) >> 4, packed >> 4], axis=1)
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:
@@ -82,8 +117,8 @@ def hops(mesh: Mesh, axis: str) -> list[Hop]:
     """The exchanges along an axis, the one between hosts first: see [Note: the fast links first]."""
     size, hosts = mesh.shape[axis], hosts_along(mesh, axis)
     if hosts in (None, 1, size):
-        return [(axis, size, None)]
+        return [Hop(axis, size, None, between_hosts=hosts != 1)]
     each = size // hosts
     within = [[h * each + i for i in range(each)] for h in range(hosts)]
     between = [[h * each + i for h in range(hosts)] for i in range(each)]
-    return [(axis, hosts, between), (axis, each, within)]
+    return [Hop(axis, hosts, between, between_hosts=True), Hop(axis, each, within, between_hosts=False)]

@@ -21,8 +21,8 @@ By
 Dtypes
   A gradient is *made* (and summed) in one dtype and may be *sent* in another. A `reduce_dtype` that is wider than the
   weight's dtype is the one in which it is made: XLA reduces in the dtype of the matmul that makes a gradient, and
-  ignores a later cast. A narrower `reduce_dtype` is the one in which it is sent; int8 is
-  sent in codes (`reduce_in_codes.py`), which only `EXAMPLES` can.
+  ignores a later cast. A narrower `reduce_dtype` is the one in which it is sent; int8 and int4
+  are codes (`reduce_in_codes.py`), which only `EXAMPLES` can send.
 """
 
 from __future__ import annotations

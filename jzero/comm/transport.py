@@ -88,7 +88,7 @@ class InCodes:
 
     Attributes:
       blocks: of the whole array.
-      codes: int8 or float8_e4m3fn.
+      codes: int8, float8_e4m3fn, or int4, of which the arrays are int8.
       before, after: layouts of the array, which cut no block.
       mesh: the user's.
     """
@@ -107,7 +107,8 @@ class InCodes:
         scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), largest * (1 / _largest(self.codes)), jnp.nan)
         share = shard.astype(SCALE) / self.blocks.spread(jnp.where(scales > 0, scales, 1))
         share = jnp.clip(share, -_largest(self.codes), _largest(self.codes))  # a scale that is subnormal is rounded
-        return (jnp.round(share) if self.codes == jnp.int8 else share).astype(self.codes), scales
+        whole = jnp.issubdtype(self.codes, jnp.integer)
+        return (jnp.round(share).astype(jnp.int8) if whole else share.astype(self.codes)), scales
 
     def decode(self, received: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Codes times scales."""
@@ -129,8 +130,8 @@ class InCodes:
 
 
 def _largest(codes: np.dtype) -> float:
-    """The largest magnitude of a code; int8 has none for -128."""
-    return 127.0 if codes == jnp.int8 else float(jnp.finfo(codes).max)
+    """The largest magnitude of a code; int8 has none for -128, and int4 none for -8."""
+    return float(jnp.iinfo(codes).max if jnp.issubdtype(codes, jnp.integer) else jnp.finfo(codes).max)
 
 
 def transport_of(hop: Hop, shape: Sequence[int], dtype: np.dtype, mesh: Mesh) -> Transport:

@@ -26,7 +26,6 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jzero.comm.reduce_in_codes import CODES
 from jzero.comm.routes import LOOP, ROUNDS, Maker
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
@@ -80,7 +79,8 @@ def _for_body(values: Sequence[Any], consts: int, but: Collection[int], walk: Wa
 
 def _cast_dtypes(eqn, values: Sequence[Any], chosen: Sequence[int], walk: Walk) -> list[Any]:
     """Of the chosen weights, the narrower dtype that the loop casts them to, or None; see [Note: a cast in a loop]."""
-    if walk.plan.config.reduce_dtype not in (None, *CODES):
+    config = walk.plan.config
+    if config.reduce_dtype is not None and not config.reduces_in_codes:
         return [None] * len(chosen)
     narrow = read_narrow(scan_parts(eqn)[0], [isinstance(v, Weight) for v in values])
     return [narrow.get(i) for i in chosen]

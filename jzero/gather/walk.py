@@ -17,7 +17,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jzero.comm import Comm, comm_of
-from jzero.comm.reduce_in_codes import CODES
 from jzero.comm.routes import OTHER, ROUNDS, SHARD, Maker, Route
 from jzero.core.linear import linear
 from jzero.core.types import Jaxpr
@@ -154,7 +153,7 @@ def warn_of_dtype(weight: Weight, made: np.dtype, walk: Walk) -> None:
     _, dtype = walk.comm.gradients.dtypes(weight, made)
     if dtype is not None and math.prod(weight.shape) * SHARE_SAID > sum(x.size for x in walk.plan.layouts):
         layers = f"Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}"
-        compute = "" if dtype in CODES else f"Compute in {dtype.name} ({layers}). "
+        compute = "" if walk.plan.config.reduces_in_codes else f"Compute in {dtype.name} ({layers}). "
         warnings.warn(
             f"jzero: reduce_dtype={dtype.name} is narrower than the {made.name} in which the model computes, and XLA "
             f"reduces the gradient of a weight {weight.shape} in the dtype in which it is made: jzero makes "

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.comm.reduce_in_codes import CODES
 from jzero.core.errors import check_choice, check_flag, check_function, check_int, check_ints
 from jzero.core.jaxprs import split_arrays
 from jzero.core.left_behind import left_behind
@@ -138,7 +137,7 @@ def _mode(reduce: str, plan: Plan, accumulate: int) -> str:
             "whole gradient. Leave reduce out, or pass stage=2 (4 bytes per parameter more)."
         )
     if accumulate == 1:
-        by_bucket = reduce == "microbatch" or (reduce == "auto" and plan.config.reduce_dtype in CODES)
+        by_bucket = reduce == "microbatch" or (reduce == "auto" and plan.config.reduces_in_codes)
         in_place = plan.config.row.params or (plan.config.row.grads and by_bucket)
         return "plain" if plan.config.reduce_dtype is None or in_place else "step"
     if reduce == "auto":

@@ -241,12 +241,12 @@ def _check_order(mesh: Mesh, config: ZeroConfig) -> None:
 
 def _check_hosts(mesh: Mesh, config: ZeroConfig) -> None:
     """Raises ValueError where gradients in codes cannot go to devices of the same host first."""
-    uneven = [a for a in config.axes if config.reduce_dtype == np.int8 and hosts_along(mesh, a) is None]
+    uneven = [a for a in config.axes if config.reduces_in_codes and hosts_along(mesh, a) is None]
     if uneven:
         raise ValueError(
-            f"ZeroConfig(reduce_dtype=int8): gradients go to the devices of a host first, but along the axis "
-            f"{uneven[0]!r} of {mesh.shape[uneven[0]]} devices hosts have different numbers of them, or their devices "
-            "do not follow each other. Make the mesh with jzero.mesh, or leave reduce_dtype out."
+            f"ZeroConfig(reduce_dtype={config.reduce_dtype}): gradients go to the devices of a host first, but along "
+            f"the axis {uneven[0]!r} of {mesh.shape[uneven[0]]} devices hosts have different numbers of them, or their "
+            "devices do not follow each other. Make the mesh with jzero.mesh, or leave reduce_dtype out."
         )
 
 

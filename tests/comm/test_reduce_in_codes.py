@@ -1,4 +1,4 @@
-"""`reduce_dtype="int8"`: gradients travel in codes of 8 bits, and are summed in fp32."""
+"""`reduce_dtype="int8"` and `"int4"`: gradients travel in codes, and are summed in fp32."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ BLOCK = 32
 SHAPE = (48, 80)
 
 
-def exchanged(values, dim, sizes):
-    """What numpy makes of devices' values `[*sizes, *shape]`: the pieces along `dim`, the innermost exchange first."""
+def exchanged(values, dim, sizes, codes):
+    """What numpy makes of devices' values `[*sizes, *shape]`: the pieces along `dim`, the innermost exchange first.
+
+    `codes`: of each exchange.
+    """
     k = len(sizes)
     shape = values.shape[k:]
     cut = (*shape[:dim], *sizes, shape[dim] // np.prod(sizes), *shape[dim + 1 :])
@@ -32,7 +35,7 @@ def exchanged(values, dim, sizes):
         rows = np.moveaxis(values, k + dim + at, k)  # devices, then the row of each receiver
         coded = np.empty_like(rows)
         for where in itertools.product(*map(range, (*sizes, rows.shape[k]))):
-            coded[where] = rounded(rows[where].reshape(1, -1), "int8", BLOCK).reshape(rows[where].shape)
+            coded[where] = rounded(rows[where].reshape(1, -1), codes[at], BLOCK).reshape(rows[where].shape)
         values = np.moveaxis(coded.sum(at), k - 1, at)
     return values  # [*sizes, *piece]
 
@@ -42,6 +45,8 @@ LAYOUTS = {
     "columns": ((8,), ("data",), P(None, "data"), [(1, [8])]),
     "over two hosts": ((8,), ("data",), P(None, "data"), [(1, [2, 4])]),
     "two axes along one dim": ((2, 4), ("host", "gpu"), P(("host", "gpu")), [(0, [2, 4])]),
+    "int4 over two hosts": ((8,), ("data",), P(None, "data"), [(1, [2, 4])]),
+    "int4 on one host": ((2, 4), ("host", "gpu"), P(("host", "gpu")), [(0, [2, 4])]),
 }
 
 
@@ -49,31 +54,36 @@ LAYOUTS = {
 def test_values_are_those_of_numpy(layout, monkeypatch):
     """Pieces, blocks and roundings; each device has other values."""
     shape, names, spec, ((dim, sizes),) = LAYOUTS[layout]
+    asked, codes = "int4" if "int4" in layout else "int8", ["int8"] * len(sizes)
+    of = (7, 8) if "int4" in layout else SHAPE  # seven values do not fill their bytes
     if "hosts" in layout:
+        codes[0] = asked
         monkeypatch.setattr(reduce_in_codes, "hosts_along", lambda mesh, axis: 2)
     mesh = Mesh(np.array(jax.devices()).reshape(shape), names)
-    fields = {"axis": names, "reduce_dtype": "int8", "quantize_block": BLOCK}
+    fields = {"axis": names, "reduce_dtype": asked, "quantize_block": BLOCK}
     plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "float32")}, mesh=mesh, **fields)
-    values = np.random.default_rng(0).standard_normal((8, *SHAPE)).astype(np.float32)
+    values = np.random.default_rng(0).standard_normal((8, *of)).astype(np.float32)
 
     def own(x):
-        return reduce_scatter(x[0], spec, plan, codes=np.dtype(np.int8))
+        return reduce_scatter(x[0], spec, plan, codes=plan.config.reduce_dtype)
 
     run = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P(names), out_specs=of_batch(spec, plan), check_vma=False))
     got = np.asarray(run(values))
-    want = exchanged(values.reshape(*sizes, *SHAPE), dim, sizes)
+    even = of if of[dim] % 8 == 0 else (8, 8)
+    values = np.pad(values, [(0, 0)] + [(0, n - m) for n, m in zip(even, of, strict=True)])
+    want = exchanged(values.reshape(*sizes, *even), dim, sizes, codes)
     flat = want.reshape(-1, *want.shape[len(sizes) :])
     np.testing.assert_allclose(got, np.concatenate(list(flat), axis=dim), rtol=1e-6, atol=1e-6)
     off = np.abs(got - values.sum(0)).max() / np.abs(values).max()
-    assert 1e-3 < off < 8 * len(sizes) / 254
+    assert 1e-3 < off < 8 * len(sizes) / (14 if "int4" in codes else 254)
 
 
 def test_groups_of_an_axis_over_hosts():
     pod = jzero.pod("h100", hosts=2)
     found = reduce_in_codes.hops(jzero.mesh({"data": -1}, pod=pod), "data")
     assert found == [
-        ("data", 2, [[i, i + 8] for i in range(8)]),
-        ("data", 8, [list(range(8)), list(range(8, 16))]),
+        ("data", 2, [[i, i + 8] for i in range(8)], True),
+        ("data", 8, [list(range(8)), list(range(8, 16))], False),
     ]
     uneven = Mesh(np.array(pod.devices)[[0, 1, 2, 8]], ("data",))
     with pytest.raises(ValueError, match=r"reduce_dtype=int8.*'data' of 4 devices hosts have different numbers"):
@@ -156,7 +166,7 @@ def test_gradients_are_rounded_and_no_others(flavour, stage, axes):
 def compiled(pod, stage, *, scan, **fields):
     """(what was found in the step, the state's plan, the estimate)"""
     mesh = jzero.mesh({"data": -1}, pod=pod)
-    state, plan = small_state(stage, scan=scan, mesh=mesh, reduce_dtype="int8", **fields)
+    state, plan = small_state(stage, scan=scan, mesh=mesh, **{"reduce_dtype": "int8"} | fields)
     program = pod.compile(gpt_step, state, tokens(512), donate_argnums=0, plan=plan, compiler_options=QUICK)
     uses = jzero.param_uses(gpt_step, state, tokens(512))
     return jzero.explain(program, plan), jzero.findings(program, plan), plan, jzero.estimate(plan, uses=uses)
@@ -178,14 +188,15 @@ def test_the_program_sends_what_the_estimate_says():
 
 @pytest.mark.nightly
 @pytest.mark.pod
-def test_the_links_within_a_host_come_first():
+@pytest.mark.parametrize(("codes", "smaller"), [("int8", 1), ("int4", (0.5 + 4 / 256) / (1 + 4 / 256))])
+def test_the_links_within_a_host_come_first(codes, smaller):
     """One axis over two hosts: what leaves a device for the other host is an eighth of what it sends to its own."""
-    report, findings, _, estimate = compiled(jzero.pod("h200", hosts=2), 2, scan=False)
+    report, findings, _, estimate = compiled(jzero.pod("h200", hosts=2), 2, scan=False, reduce_dtype=codes)
     assert report.wire.total == pytest.approx(estimate.wire, rel=0.03)
     sizes = {}
     for c in report.collectives:
         if c.op == "all-to-all":
             sizes[c.group_size] = sizes.get(c.group_size, 0) + c.total_wire_bytes
     assert set(sizes) == {2, 8}
-    assert sizes[2] * 14 == pytest.approx(sizes[8], rel=0.02)  # 1/2 of an eighth, beside 7/8
+    assert sizes[2] * 14 == pytest.approx(sizes[8] * smaller, rel=0.02)  # 1/2 of an eighth, beside 7/8
     assert not findings

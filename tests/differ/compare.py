@@ -42,10 +42,13 @@ from differ.grammar import OUTSIDE, batch_parts, configs_of
 from differ.models import batch_of, form_of, model_of
 from differ.refusals import refusal
 from differ.runs import RUNS, initial
+from jzero.comm import reduce_in_codes
 from jzero.layout import blocks
 from jzero.layout.blocks import blocks_of
 
-SMALL = blocks.LEAST_QUANTIZED
+SMALL, hosts_along = blocks.LEAST_QUANTIZED, reduce_in_codes.hosts_along
+GRADIENT_CODES = {"int8": 2 / 254, "int4": 2 / 254 + 2 / 14}
+"""By `reduce_dtype`: what each of the largest values of a block is off after two roundings, and two between hosts."""
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -236,13 +239,18 @@ class Plain:
             )
 
 
+def on_two_hosts(mesh, axis: str) -> int:
+    """In place of `hosts_along`: the devices along an axis are on two hosts, where they may be."""
+    return 2 if mesh.shape[axis] % 2 == 0 else 1
+
+
 def reduced_once(case: dict, config: dict) -> bool:
     """Whether each device draws numbers of its own for a module: gradients are reduced once, after the loop."""
     micro = case.get("micro")
     if micro is None or "BatchNorm" in case["blocks"]:
         return False
     if micro["accumulate"] == 1:
-        in_codes = config.get("reduce_dtype") == "int8"
+        in_codes = config.get("reduce_dtype") in GRADIENT_CODES
         by_bucket = micro["reduce"] == "microbatch" or (micro["reduce"] == "auto" and in_codes)
         here = config["stage"] == 3 or (config["stage"] == 2 and by_bucket)
         return config.get("reduce_dtype") is not None and not here
@@ -304,8 +312,11 @@ def run_case(case: dict) -> Outcome:
     """Run a case; never raises."""
     with _folder() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        in_codes = case["config"].get("moment_dtype") == "int8" or any("gather_dtype" in c for c in configs_of(case))
-        blocks.LEAST_QUANTIZED = 16 if in_codes else SMALL  # the models are tiny
+        places = configs_of(case)
+        gradients = {c.get("reduce_dtype") for c in places} & GRADIENT_CODES.keys()
+        in_codes = case["config"].get("moment_dtype") == "int8" or any("gather_dtype" in c for c in places)
+        blocks.LEAST_QUANTIZED = 16 if in_codes or gradients else SMALL  # the models are tiny
+        reduce_in_codes.hosts_along = on_two_hosts if "int4" in gradients else hosts_along
         try:
             initial(case)  # before any context of a mesh
             _run(case, Path(folder))
@@ -451,8 +462,8 @@ class Tolerances:
     def widen(self, config: dict) -> None:
         """Take in the dtypes of a config."""
         asked = [config.get(k) for k in ("compute_dtype", "reduce_dtype")]
-        self.dtypes += [str(dtype) for dtype in asked if dtype not in (None, "int8")]
-        self.in_codes = config.get("reduce_dtype") == "int8"
+        self.dtypes += [str(dtype) for dtype in asked if dtype not in (None, *GRADIENT_CODES)]
+        self.in_codes = GRADIENT_CODES.get(config.get("reduce_dtype"), 0.0)
         eps = max(EPS[d] for d in self.dtypes)
         self.grads = max(3e-5, 12 * eps) if eps > 1e-6 else 2e-4
         if config.get("moment_dtype") == "bfloat16":
@@ -497,7 +508,7 @@ class Tolerances:
             allowed = max(self.grads, self.rounded_state) * (largest + few * most) + 1e-7
             allowed += min(8 * float(np.nanmax(np.abs(np.float32(b) - w), initial=0)), 0.01 * largest)
             if not error <= allowed and self.in_codes:
-                allowed += 1.2 * 2 / 254 * parts()[i]
+                allowed += 1.2 * self.in_codes * parts()[i]
             if not error <= allowed and self.excess() and (exact := truth()) is not None:
                 # is it as near to the true gradient as the plain run is?
                 error = float(np.max(np.abs(g - exact[i]), initial=0))

@@ -192,11 +192,11 @@ def draw_codes(rng, case: dict) -> None:
 
 
 def draw_gradient_codes(rng, case: dict) -> None:
-    """Gradients that travel in 8 bits; the plain run takes them as they come."""
-    size, case["fed"] = rng.choice((8, 16)), True
+    """Gradients that travel in 8 or 4 bits; the plain run takes them as they come."""
+    size, case["fed"], codes = rng.choice((8, 16)), True, rng.choice(("int8", "int4"))
     for config in configs_of(case):
         if config["stage"] >= 2:
-            config |= {"reduce_dtype": "int8", "quantize_block": config.get("quantize_block") or size}
+            config |= {"reduce_dtype": codes, "quantize_block": config.get("quantize_block") or size}
 
 
 def draw_blocks(rng, flavour: str, head: str) -> list[str]:
@@ -383,8 +383,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         if by_axis:
             yield "codes by axis", case["mesh"].get("levels") or case["mesh"]["kind"]
     for config in places:
-        if config.get("reduce_dtype") == "int8":
-            yield "gradient codes", f"stage {config['stage']}, {config['tier']}"
+        if config.get("reduce_dtype") in ("int8", "int4"):
+            yield "gradient codes", f"{config['reduce_dtype']}, stage {config['stage']}, {config['tier']}"
     if any(config.get("master_dtype") == "remainder" for config in places):
         tier = case["config"]["tier"]  # it comes from an update outside of the program, or goes there
         yield "remainder", "outside" if tier in OUTSIDE else tier
