@@ -88,10 +88,13 @@ def same_policy(
       stored: what the checkpoint holds.
       tx: the transformation of the target.
     """
-    here = {leaf.name: leaf.shape for leaf in leaves if leaf.name[0] == SCALES}
-    there = {name: shape for name, (shape, _) in stored.items() if name[0] == SCALES}
-    asked = is_wrapped(tx) and tx.init.plan.config.moment_dtype == INT8
-    return asked and bool(there) and all(there.get(name, shape) == shape for name, shape in here.items())
+    if not is_wrapped(tx) or tx.init.plan.config.moment_dtype != INT8:
+        return False
+    size, shapes = tx.init.plan.config.quantize_block, [
+        (leaf.shape, stored[_scales(leaf.name)][0])
+        for leaf in leaves if leaf.name[0] == "opt_state" and _scales(leaf.name) in stored
+    ]  # fmt: skip
+    return bool(shapes) and all(Blocks(x, len(scales) - 1, size).scales_shape == scales for x, scales in shapes)
 
 
 def load(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -> dict[Name, Any]:

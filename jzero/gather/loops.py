@@ -93,7 +93,7 @@ def _scan(eqn, values: list[Any], handed: Sequence[int | None], walk: Walk) -> l
     flat, rewrap = unwrap(values)
 
     def body(args):
-        outs = walk.run(jaxpr, known, rewrap(args, sliced_from=consts + carry))
+        outs = walk.run(jaxpr, known, rewrap(args, consts + carry, walk.plan.config.quantize_block))
         return plain(o for o, i in zip(outs, handed, strict=True) if i is None)
 
     return scan_with(eqn, body, flat)

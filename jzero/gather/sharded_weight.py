@@ -109,15 +109,15 @@ class Weight:
         order = None if self.order is None else tuple(self.order[i] for i in dims)
         return Weight(shard, *specs, narrow=self.narrow, source=self.source, trained=self.trained, order=order)
 
-    def sliced(self, layer: jax.Array) -> Weight:
-        """One layer of a stack, which has lost its leading dim."""
+    def sliced(self, layer: jax.Array, size: int) -> Weight:
+        """One layer of a stack, which has lost its leading dim; `size`: of the blocks of the stack, if it has any."""
 
         def rest(spec: PartitionSpec) -> PartitionSpec:
             return P(*spec[1:])
 
         return dataclasses.replace(
             self, shard=layer, stored=rest(self.stored), used=rest(self.used), grad=rest(self.grad), at_rest=None,
-            source=self.source.map(rest), order=None if self.order is None else self.order[1:],
+            source=self.source.map(rest), order=self.order[1:] if self.order and _layers_keep(self, size) else None,
         )  # fmt: skip
 
     def through(self, eqn) -> Weight:
@@ -144,17 +144,18 @@ class Weight:
 def unwrap(values: Sequence[Any]):
     """Arrays for values (or tuples, see `ShardSource.flat`), and a function that makes weights of them again.
 
-    `rewrap(flat, sliced_from=i)`: from position i on, the arrays have lost their leading (scanned) dim.
+    `rewrap(flat, sliced_from=i, size=n)`: from position i on, the arrays have lost their leading (scanned) dim; n is
+    the number of values of a block.
     """
 
-    def rewrap(flat, sliced_from: int | None = None):
+    def rewrap(flat, sliced_from: int | None = None, size: int = 0):
         def one(i: int, new: Any, old: Any) -> Any:
             if not isinstance(old, Weight):
                 return new
             shard, source = old.source.given(new)
             weight = dataclasses.replace(old, source=source)
             if sliced_from is not None and i >= sliced_from:
-                return weight.sliced(shard)
+                return weight.sliced(shard, size)
             return dataclasses.replace(weight, shard=shard, at_rest=None)
 
         return [one(i, new, old) for i, (new, old) in enumerate(zip(flat, values, strict=True))]
@@ -202,14 +203,27 @@ def _keeps_blocks(eqn, weight: Weight, size: int) -> bool:
     """Whether the parts have the blocks of the whole weight: with others they would have other values in codes."""
     if weight.order is None:
         return True
-    dims = in_order_of_param(weight.order)
-    shape = [weight.shape[i] for i in dims]
-    whole = Blocks.of(shape, 0 if STACK in weight.order else None, size)
+    whole, dims = _blocks(weight, weight.order, size)
+    shape = whole.shape
     first, inner = dims[whole.lead], math.prod(shape[whole.lead + 1 :])
     cuts = {i: at for i in dims if (at := _cuts(eqn, i)) is not None}
     if cuts.keys() & set(dims[whole.lead + 1 :]):
         return False
     return all(at == weight.shape[first] or at * inner % size == 0 for at in cuts.get(first, ()))
+
+
+def _layers_keep(weight: Weight, size: int) -> bool:
+    """The same of the layers that a loop takes off a weight, of which the plan need not know that it is a stack."""
+    if weight.order is None or weight.order[0] == STACK:
+        return True
+    whole, dims = _blocks(weight, weight.order, size)
+    return dims.index(0) < whole.lead
+
+
+def _blocks(weight: Weight, order: Sequence[int], size: int) -> tuple[Blocks, list[int]]:
+    """The blocks of a weight, and its dims in the order of the param."""
+    dims = in_order_of_param(order)
+    return Blocks.of([weight.shape[i] for i in dims], 0 if STACK in order else None, size), dims
 
 
 def _cuts(eqn, dim: int) -> list[int] | None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LEAST_QUANTIZED = 4096
 """Leaves of fewer values stay wide: they are few bytes, and often norms and biases (the rule of bitsandbytes)."""
+LEAST_RUN = 32
+"""Values that a scale must have: the 4 bytes of one for 8 values are half of what codes save."""
 LOOKED_UP = "embedding"
 """The name that Flax gives to a table that lookups read. Most of its rows get no gradient in a step."""
 
@@ -109,19 +111,20 @@ def blocks_of(x: Layout, plan: Any) -> Blocks | None:
 
 def why_wide(x: Layout, plan: Any) -> str:
     """Why a plan with 8-bit moments keeps those of a param wide; empty if it does not."""
-    if never := _never(x.shape, x.keys):
+    blocks = Blocks.of(x.shape, x.scan_dim, plan.config.quantize_block)
+    if never := _never(blocks, x.keys):
         return never
     if x.padded:
         return f"stored padded to {list(x.state_shape)}"
-    size = plan.config.quantize_block
-    cut = Blocks.of(x.shape, x.scan_dim, size).spec(x.state, plan.mesh) is None
-    return f"its layout would cut blocks of {size}" if cut else ""
+    return "" if blocks.spec(x.state, plan.mesh) is not None else f"its layout would cut blocks of {blocks.size}"
 
 
-def _never(shape: Sequence[int], keys: Sequence[str]) -> str:
-    """Why no plan keeps the moments of a param in 8 bits; empty if one may."""
-    if math.prod(shape) < LEAST_QUANTIZED:
+def _never(blocks: Blocks, keys: Sequence[str]) -> str:
+    """Why no plan keeps the moments of a param with these blocks in 8 bits; empty if one may."""
+    if math.prod(blocks.shape) < LEAST_QUANTIZED:
         return f"fewer than {LEAST_QUANTIZED} values"
+    if blocks.run < min(blocks.size, LEAST_RUN):
+        return f"only {blocks.run} of its values in a row belong to one layer"
     return f"a lookup reads it (its path has {LOOKED_UP!r})" if LOOKED_UP in keys else ""
 
 
@@ -130,8 +133,8 @@ def uncut(
 ) -> Callable[[PartitionSpec], bool] | None:
     """Whether a layout of a param cuts no block of its moments or of the gathered weight; None where it has none."""
     wanted: list[Callable[[PartitionSpec], bool]] = []
-    if config.moment_dtype == jnp.int8 and not _never(shape, keys):
-        moments = Blocks.of(shape, scan_dim, config.quantize_block)
+    moments = Blocks.of(shape, scan_dim, config.quantize_block)
+    if config.moment_dtype == jnp.int8 and not _never(moments, keys):
         wanted.append(lambda spec: moments.spec(spec, mesh) is not None)
     layer = tuple(n for dim, n in enumerate(shape) if dim != scan_dim)
     if config.gather_dtype is not None and config.row.params and math.prod(layer) >= LEAST_QUANTIZED:

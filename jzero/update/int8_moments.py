@@ -125,7 +125,7 @@ class Int8Moments:
         leaves, tree = jax.tree.flatten(state.inner)
         rows = zip(leaves, scales_by_leaf(state.inner, state.moment_scales), self.moments, strict=True)
         return tree.unflatten(
-            [in_dtype(x, m.seen) if m.blocks is None or s is None else decoded(x, s, m.blocks) for x, s, m in rows]
+            [in_dtype(x if m.blocks is None or s is None else decoded(x, s, m.blocks), m.seen) for x, s, m in rows]
         )
 
     def scales(self, state: PyTree) -> Scales:

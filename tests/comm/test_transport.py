@@ -263,6 +263,25 @@ def test_a_stack_over_pipeline_stages_is_gathered_by_the_devices_of_its_stage():
     assert size == 2 * 3 / 4 * plan.layouts[0].nbytes / 2
 
 
+@pytest.mark.parametrize(("shape", "dim", "known", "keeps"), [
+    ((64, 3, 64), 1, False, False), ((3, 64, 64), 0, False, True),
+    ((64, 3, 64), 1, True, True), ((64, 64, 3), 2, True, True),
+])  # fmt: skip
+def test_layers_of_a_loop_have_the_values_of_the_whole_weight_or_are_exact(mesh, shape, dim, known, keeps):
+    """Of a stack that the plan does not know the layers may have other blocks than the whole weight."""
+    w = jax.random.normal(jax.random.key(0), shape)
+    fields = {"scan_axes": {"w": dim} if known else {}, "min_shard_bytes": 0, "gather_dtype": "int8"}
+    plan = jzero.make_plan({"w": w}, stage=3, mesh=mesh, **fields)
+
+    def layers_and_whole(p):
+        _, layers = jax.lax.scan(lambda _, layer: (None, layer * 1), None, jnp.moveaxis(p["w"], dim, 0))
+        return jnp.moveaxis(layers, 0, dim), p["w"] * 1
+
+    layers, whole = jax.jit(jzero.gather_on_use(layers_and_whole, plan))(plan.place({"w": w}))
+    assert (np.asarray(whole) != w).mean() > 0.5
+    np.testing.assert_array_equal(layers, whole if keeps else w)
+
+
 def test_pieces_have_the_values_of_the_whole_weight_or_are_exact(mesh):
     """In blocks of 256 those of 384 columns go over rows, and a slice would have blocks of its own."""
     w = jax.random.normal(jax.random.key(0), (256, 384))

@@ -152,6 +152,28 @@ def test_which_leaves_are_quantized(mesh):
 
 
 @pytest.mark.unit
+def test_layers_of_few_values_in_a_row_stay_wide(mesh):
+    """Layers along the last dims: a scale for each value, or for eight, would take more than codes save."""
+    shapes = {"last": (64, 128, 4), "rows": (64, 16, 8), "bias": (64, 4, 256)}
+    stacks = {"last": 2, "rows": 1, "bias": 1}
+    leaves = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+    plan = jzero.make_plan(leaves, stage=2, mesh=mesh, min_shard_bytes=0, scan_axes=stacks, moment_dtype="int8")
+    assert {x.keys[0]: blocks_of(x, plan) is None for x in plan.layouts} == {"last": True, "rows": True, "bias": False}
+    assert re.search(r"\['rows'\] .*only 8 of its values in a row belong to one layer", plan.describe(ADAMW))
+    wide = jzero.make_plan(leaves, stage=2, mesh=mesh, min_shard_bytes=0, scan_axes=stacks)
+    assert jzero.estimate(plan, tx=ADAMW).opt_state < jzero.estimate(wide, tx=ADAMW).opt_state
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fields", [{}, {"master_dtype": "float64"}])
+def test_moments_are_seen_in_the_dtype_of_the_chain(mesh, fields):
+    with jax.enable_x64(True):
+        dtype = jnp.bfloat16 if fields else jnp.float64
+        state = run(optax.apply_if_finite(optax.adam(1e-2), 10), dtype=dtype, steps=1, mesh=mesh, **fields)
+        assert {x.dtype.name for x in jax.tree.leaves(state.opt_state.inner)} > {"int8"}
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(("dtype", "state"), [("int8", P(("model", "data"))), (None, P("model", "data"))])
 def test_a_plan_splits_a_dim_that_cuts_no_block(dtype, state):
     """A kernel whose rows tensor parallelism has: pieces of its columns would have 128 values."""
@@ -236,6 +258,7 @@ PLACES = {
     "4 devices": {"stage": 2, "moment_dtype": "int8", "n": 4},
     "5 devices": {"stage": 2, "moment_dtype": "int8", "n": 5},
     "blocks of 64": {"stage": 2, "moment_dtype": "int8", "quantize_block": 64},
+    "blocks of 64, all wide": {"stage": 2, "moment_dtype": "int8", "quantize_block": 64, "n": 5},
     "fp32": {"stage": 2},
     "bf16": {"stage": 1, "moment_dtype": "bfloat16"},
 }
