@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jzero.comm.reduce_in_codes import hops
+from jzero.comm.reduce_in_codes import exchanges, within_hosts_first
 from jzero.comm.reduce_scatter import scatter_steps
 from jzero.comm.routes import UPDATE
 from jzero.comm.uses import Use
@@ -64,8 +64,8 @@ def _one_in_codes(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Se
     """The same, where values travel in codes: exchange by exchange, then among replicas in the dtype they have."""
     plan, taken = gradients.plan, spec_axes(x.used)
     values = math.prod(x.state_shape) * use.part / shard_factor(x.used, plan.mesh)
-    for _, own in scatter_steps(len(x.shape), x.state, plan, but=taken):
-        for hop in reversed([hop for a in own for hop in hops(plan.array_mesh, a)]):
+    for _, own in within_hosts_first(scatter_steps(len(x.shape), x.state, plan, but=taken), plan):
+        for _, hop in exchanges(own, plan):
             yield (axis_of(hop.axis),), ring(hop.devices) * hop.message_bytes(values, plan)
             values /= hop.devices
     cut = set(map(axis_of, spec_axes(x.state)))

@@ -9,8 +9,9 @@ reduce-scatter of 8 bits would. (Dettmers et al., arXiv 2110.02861, for the bloc
 
 [Note: the fast links first]
 An all-to-all over h hosts of d devices sends d (h - 1) / h rows between hosts where a ring sends one. So it runs axis
-by axis, the innermost first, and along an axis that spans hosts first among the devices of a host: of what is left, a
-d-th crosses. Each value is then encoded twice. The sum in between is kept in fp32.
+by axis, first those within a host, and along an axis that spans hosts first among the devices of a host: of what is
+left, a d-th crosses. Each value is then encoded twice. The sum in between is kept in fp32. In which order the axes cut
+an array does not matter: with hpZ those within a host are the major ones.
 
 [Note: four bits between hosts]
 `reduce_dtype="int4"` is int8 where an exchange stays within a host, and 4 bits where it leaves it: integers from -7 to
@@ -34,6 +35,7 @@ from jzero.layout.specs import P
 from jzero.layout.topology import hosts_along
 from jzero.sharding import Plan
 
+Step = tuple[int, tuple[str, ...]]
 INT8, INT4 = np.dtype(np.int8), np.dtype(jnp.int4)
 
 
@@ -72,12 +74,13 @@ def scatter_in_codes(value: jax.Array, dim: int, axes: Sequence[str], codes: np.
       codes: the dtype in which values travel.
       plan: gives the mesh, and how many values share a scale.
     """
-    found = [hop for axis in axes for hop in hops(plan.array_mesh, axis)]
-    parts = [hop.devices for hop in found]
+    found = exchanges(axes, plan)
+    parts = [hop.devices for _, hop in sorted(found)]
     shape = (*value.shape[:dim], *parts, value.shape[dim] // math.prod(parts), *value.shape[dim + 1 :])
-    value = jnp.reshape(value, shape)
-    for at in reversed(range(len(found))):
-        value = _exchanged(jnp.moveaxis(value, dim + at, 0), found[at], found[at].codes(codes), plan)
+    value, left = jnp.reshape(value, shape), sorted(at for at, _ in found)
+    for at, hop in found:
+        value = _exchanged(jnp.moveaxis(value, dim + left.index(at), 0), hop, hop.codes(codes), plan)
+        left.remove(at)
     return value
 
 
@@ -111,6 +114,22 @@ def _unpacked(packed: jax.Array) -> jax.Array:
 
 def _as_bytes(x: jax.Array) -> jax.Array:
     return jnp.reshape(jax.lax.bitcast_convert_type(x, jnp.int8), (x.shape[0], -1))
+
+
+def exchanges(axes: Sequence[str], plan: Plan) -> list[tuple[int, Hop]]:
+    """The exchanges along some axes in the order in which they run, each with its place among the pieces of the dim.
+
+    Args:
+      axes: cut the dim, the major one first.
+      plan: gives the mesh. See [Note: the fast links first].
+    """
+    found = list(enumerate(hop for axis in axes for hop in hops(plan.array_mesh, axis)))
+    return sorted(found[::-1], key=lambda row: row[1].between_hosts)
+
+
+def within_hosts_first(steps: Sequence[Step], plan: Plan) -> list[Step]:
+    """Dims to scatter, each with its axes, in the order in which their values are exchanged."""
+    return sorted(steps, key=lambda step: any(hop.between_hosts for _, hop in exchanges(step[1], plan)))
 
 
 def hops(mesh: Mesh, axis: str) -> list[Hop]:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jzero.comm.reduce_in_codes import scatter_in_codes
+from jzero.comm.reduce_in_codes import scatter_in_codes, within_hosts_first
 from jzero.core.jaxprs import is_tracer
 from jzero.layout.explicit import typed_mesh
 from jzero.layout.mesh import in_shard_map
@@ -78,6 +78,7 @@ def reduce_scatter(
     """
     axes = tuple(a for a in batch_axes(plan) if a not in but)
     steps = scatter_steps(np.ndim(value), spec, plan, but=but)
+    steps = steps if codes is None else within_hosts_first(steps, plan)
     even = list(value.shape)
     for dim, own in steps:
         even[dim] += -even[dim] % axis_size(plan.array_mesh, own)

@@ -22,21 +22,23 @@ BLOCK = 32
 SHAPE = (48, 80)
 
 
-def exchanged(values, dim, sizes, codes):
-    """What numpy makes of devices' values `[*sizes, *shape]`: the pieces along `dim`, the innermost exchange first.
+def exchanged(values, dim, sizes, codes, order):
+    """What numpy makes of devices' values `[*sizes, *shape]`: the pieces along `dim`.
 
-    `codes`: of each exchange.
+    `codes`: of each exchange. `order`: in which they run.
     """
     k = len(sizes)
     shape = values.shape[k:]
     cut = (*shape[:dim], *sizes, shape[dim] // np.prod(sizes), *shape[dim + 1 :])
     values = values.reshape(*sizes, *cut).astype(np.float32)
-    for at in reversed(range(k)):
-        rows = np.moveaxis(values, k + dim + at, k)  # devices, then the row of each receiver
+    left = list(range(k))
+    for at in order:
+        rows = np.moveaxis(values, k + dim + left.index(at), k)  # devices, then the row of each receiver
         coded = np.empty_like(rows)
         for where in itertools.product(*map(range, (*sizes, rows.shape[k]))):
             coded[where] = rounded(rows[where].reshape(1, -1), codes[at], BLOCK).reshape(rows[where].shape)
         values = np.moveaxis(coded.sum(at), k - 1, at)
+        left.remove(at)
     return values  # [*sizes, *piece]
 
 
@@ -45,6 +47,7 @@ LAYOUTS = {
     "columns": ((8,), ("data",), P(None, "data"), [(1, [8])]),
     "over two hosts": ((8,), ("data",), P(None, "data"), [(1, [2, 4])]),
     "two axes along one dim": ((2, 4), ("host", "gpu"), P(("host", "gpu")), [(0, [2, 4])]),
+    "hosts cut the pieces of a host": ((2, 4), ("host", "gpu"), P(("gpu", "host")), [(0, [4, 2])]),
     "int4 over two hosts": ((8,), ("data",), P(None, "data"), [(1, [2, 4])]),
     "int4 on one host": ((2, 4), ("host", "gpu"), P(("host", "gpu")), [(0, [2, 4])]),
 }
@@ -56,9 +59,10 @@ def test_values_are_those_of_numpy(layout, monkeypatch):
     shape, names, spec, ((dim, sizes),) = LAYOUTS[layout]
     asked, codes = "int4" if "int4" in layout else "int8", ["int8"] * len(sizes)
     of = (7, 8) if "int4" in layout else SHAPE  # seven values do not fill their bytes
+    order = [0, 1] if spec == P(("gpu", "host")) else reversed(range(len(sizes)))
     if "hosts" in layout:
         codes[0] = asked
-        monkeypatch.setattr(reduce_in_codes, "hosts_along", lambda mesh, axis: 2)
+        monkeypatch.setattr(reduce_in_codes, "hosts_along", lambda mesh, axis: 1 if axis == "gpu" else 2)
     mesh = Mesh(np.array(jax.devices()).reshape(shape), names)
     fields = {"axis": names, "reduce_dtype": asked, "quantize_block": BLOCK}
     plan = jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "float32")}, mesh=mesh, **fields)
@@ -71,7 +75,9 @@ def test_values_are_those_of_numpy(layout, monkeypatch):
     got = np.asarray(run(values))
     even = of if of[dim] % 8 == 0 else (8, 8)
     values = np.pad(values, [(0, 0)] + [(0, n - m) for n, m in zip(even, of, strict=True)])
-    want = exchanged(values.reshape(*sizes, *even), dim, sizes, codes)
+    devices = values.reshape(*shape, *even)
+    devices = devices.swapaxes(0, 1) if spec == P(("gpu", "host")) else devices
+    want = exchanged(devices.reshape(*sizes, *even), dim, sizes, codes, order)
     flat = want.reshape(-1, *want.shape[len(sizes) :])
     np.testing.assert_allclose(got, np.concatenate(list(flat), axis=dim), rtol=1e-6, atol=1e-6)
     off = np.abs(got - values.sum(0)).max() / np.abs(values).max()
@@ -88,6 +94,24 @@ def test_groups_of_an_axis_over_hosts():
     uneven = Mesh(np.array(pod.devices)[[0, 1, 2, 8]], ("data",))
     with pytest.raises(ValueError, match=r"reduce_dtype=int8.*'data' of 4 devices hosts have different numbers"):
         jzero.make_plan({"w": jax.ShapeDtypeStruct((64, 64), "float32")}, mesh=uneven, reduce_dtype="int8")
+
+
+@pytest.mark.pod
+def test_what_leaves_a_host_is_an_eighth_of_a_gradient():
+    """With hpZ the axes of a host are the major ones of every piece, and hosts exchange last all the same."""
+    pod = jzero.pod("h200", hosts=8)
+    leaf = {"w": jax.ShapeDtypeStruct((4096, 4096), "bfloat16")}
+    sent = {}
+    for names in (("host", "gpu"), ("gpu", "host")):
+        sizes = {"host": "hosts", "gpu": "host"}
+        mesh = jzero.mesh({name: sizes[name] for name in names}, pod=pod)
+        for codes in (None, "int8", "int4"):
+            plan = jzero.make_plan(leaf, stage=3, mesh=mesh, axis=names, param_axis="gpu", reduce_dtype=codes)
+            sent[names, codes] = jzero.estimate(plan).wire_by_axes["host"] / plan.param_bytes
+    gathered = 7 / 8 / 8  # new params between hosts, in 16 bits
+    for names in (("host", "gpu"), ("gpu", "host")):
+        assert sent[names, "int8"] == pytest.approx(gathered * (1 + (1 + 4 / 256) / 2))
+        assert sent[names, "int4"] == pytest.approx(gathered * (1 + (0.5 + 4 / 256) / 2))
 
 
 def make(flavour, dtype=jnp.float32):
