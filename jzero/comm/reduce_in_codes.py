@@ -124,7 +124,7 @@ def exchanges(axes: Sequence[str], plan: Plan) -> list[tuple[int, Hop]]:
       plan: gives the mesh. See [Note: the fast links first].
     """
     found = list(enumerate(hop for axis in axes for hop in hops(plan.array_mesh, axis)))
-    return sorted(found[::-1], key=lambda row: row[1].between_hosts)
+    return sorted(found, key=lambda row: (row[1].between_hosts, -row[0]))
 
 
 def within_hosts_first(steps: Sequence[Step], plan: Plan) -> list[Step]:

@@ -189,7 +189,7 @@ def test_gradients_are_rounded_and_no_others(flavour, stage, axes):
 
 def compiled(pod, stage, *, scan, **fields):
     """(what was found in the step, the state's plan, the estimate)"""
-    mesh = jzero.mesh({"data": -1}, pod=pod)
+    mesh = fields.pop("mesh", None) or jzero.mesh({"data": -1}, pod=pod)
     state, plan = small_state(stage, scan=scan, mesh=mesh, **{"reduce_dtype": "int8"} | fields)
     program = pod.compile(gpt_step, state, tokens(512), donate_argnums=0, plan=plan, compiler_options=QUICK)
     uses = jzero.param_uses(gpt_step, state, tokens(512))
@@ -224,3 +224,21 @@ def test_the_links_within_a_host_come_first(codes, smaller):
     assert set(sizes) == {2, 8}
     assert sizes[2] * 14 == pytest.approx(sizes[8] * smaller, rel=0.02)  # 1/2 of an eighth, beside 7/8
     assert not findings
+
+
+@pytest.mark.nightly
+@pytest.mark.pod
+@pytest.mark.parametrize("names", [("host", "gpu"), ("gpu", "host")])
+def test_hosts_exchange_last_where_they_cut_the_pieces_of_a_host(names):
+    """hpZ: the axes of a host are the major ones of every piece, whatever the order of the mesh."""
+    pod, sizes = jzero.pod("h200", hosts=2), {"host": "hosts", "gpu": "host"}
+    mesh = jzero.mesh({name: sizes[name] for name in names}, pod=pod)
+    report, findings, plan, estimate = compiled(pod, 3, scan=False, mesh=mesh, axis=names, param_axis="gpu")
+    assert report.wire.total == pytest.approx(estimate.wire, rel=0.03)
+    sent = dict.fromkeys(("host", "gpu"), 0)
+    for c in report.collectives:
+        if c.op == "all-to-all":
+            (axis,) = c.axes
+            sent[axis] += c.total_wire_bytes
+    assert sent["host"] * 14 == pytest.approx(sent["gpu"], rel=0.02)
+    assert not findings, plan

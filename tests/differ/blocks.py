@@ -237,9 +237,17 @@ def cross_entropy(logits, batch):
     """Mean over all tokens, in fp32."""
     logits = logits.astype(jnp.float32)
     picked = jnp.sum(logits * jax.nn.one_hot(batch["labels"], VOCABULARY), -1)
-    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+    return mean_of(jax.nn.logsumexp(logits, -1) - picked, batch)
 
 
 def squared_error(out, batch):
     """Mean over all values, in fp32."""
-    return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
+    return mean_of((out.astype(jnp.float32) - batch["y"]) ** 2, batch)
+
+
+def mean_of(values, batch):
+    """The mean of `values [B, ...]`, over the rows of the batch's mask if it has one; NaN where it has no row."""
+    if "mask" not in batch:
+        return jnp.mean(values)
+    rows = jnp.mean(values.reshape(values.shape[0], -1), 1)
+    return jnp.sum(rows * batch["mask"]) / jnp.sum(batch["mask"])

@@ -161,16 +161,20 @@ class Plain:
         if micro is None or self.case["flavour"] != "nnx":
             value, self.rest, grads = run(self.read, self.rest, batch, key)
             return float(value), jax.tree.leaves(self.own(grads))
-        found, start = [], self.rest
+        found, weights, start = [], [], self.rest
         for device in range(self.devices) if self.once else [None]:
             self.rest = start if device is None else of_device(start, device)
             for i in range(micro["accumulate"]):
                 cut = functools.partial(rows_of, devices=self.devices, k=micro["accumulate"], device=device, i=i)
-                value, self.rest, grads = run(self.read, self.rest, jax.tree.map(cut, batch), key)
+                rows = jax.tree.map(cut, batch)
+                weights.append(float(rows["mask"].sum()) if "mask" in rows else 1.0)
+                value, self.rest, grads = run(self.read, self.rest, rows, key)
                 found.append((float(value), [np.asarray(g, np.float32) for g in jax.tree.leaves(self.own(grads))]))
         self.rest = jax.tree.map(lambda new, old: old if is_key(old) else new, self.rest, start)
-        values, grads = zip(*found, strict=True)
-        return float(np.mean(values)), [np.mean(g, axis=0) for g in zip(*grads, strict=True)]
+        kept = [i for i, w in enumerate(weights) if w]
+        values, grads = zip(*(found[i] for i in kept), strict=True)
+        average = functools.partial(np.average, axis=0, weights=[weights[i] for i in kept])
+        return float(average(values)), [average(np.stack(g)) for g in zip(*grads, strict=True)]
 
     def truth(self, batch, key) -> list[np.ndarray] | None:
         """The gradients of the same params computed in fp32; None where micro-batches draw keys of their own."""
@@ -191,7 +195,7 @@ class Plain:
                 run = _gradients(self.case["flavour"], self.form)
                 _, _, grads = run(self.read, self.before, jax.tree.map(cut, batch), key)
                 found.append([float(np.max(np.abs(g), initial=0)) for g in jax.tree.leaves(self.own(grads))])
-        return [float(np.mean(x)) for x in zip(*found, strict=True)]
+        return [float(np.nanmean(x)) for x in zip(*found, strict=True)]  # an empty part of the batch has none
 
     def update(self, grads: list):
         """One step of the optimizer; with a delay the one before it."""

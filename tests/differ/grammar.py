@@ -145,6 +145,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["closes"] = True
     if case.get("micro") and rng.random() < 0.4:
         case["aux"] = True
+    if case.get("micro") and not case.get("sum") and rng.random() < 0.4:
+        case["weighed"] = True
     if case["blocks"] and rng.random() < 0.1:
         case["names"] = rng.sample(NAMES, len(case["blocks"]))
     return case
@@ -390,7 +392,7 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "remainder", "outside" if tier in OUTSIDE else tier
     if case["config"].get("moment_dtype") == "int8":
         yield "int8", case["config"]["tier"]
-    for name in ("reference", "sum", "aux", "begins", "inside"):
+    for name in ("reference", "sum", "aux", "weighed", "begins", "inside"):
         if case.get(name):
             yield name, case["flavour"]
     yield "compared", "fed" if case["fed"] else "free"
@@ -423,8 +425,8 @@ SHARES = {
     "flavour": 0.25, "head": 0.02, "dtype": 0.05, "mesh": 0.02, "devices": 0.03, "stage": 0.05, "tier": 0.03,
     "optimizer": 0.005, "step": 0.01, "compared": 0.01, "layer": 0.015, "wrap": 0.01, "field": 0.01, "event": 0.01,
     "micro-batches": 0.002, "micro-batches of": 0.002, "trainable": 0.01, "tier and event": 0.0005, "scan_axes": 0.01,
-    "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "aux": 0.01, "begins": 0.03,
-    "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
+    "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "aux": 0.01, "weighed": 0.01,
+    "begins": 0.03, "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
     "layers named like fields": 0.01, "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

@@ -48,8 +48,17 @@ def form_of(case: dict) -> Form:
 
 
 def batch_of(case: dict, step: int) -> dict[str, np.ndarray]:
-    """The batch of one step, whole: `x [B, T, D]`, `tokens`, `labels [B, T]`, `y [B, T, OUT]`."""
+    """The batch of one step, whole: `x [B, T, D]`, `tokens`, `labels [B, T]`, `y [B, T, OUT]`, in some a `mask [B]`."""
     rng, rows = np.random.default_rng([case["data"], step]), case["rows"]
+    batch = arrays_of(case, rng, rows)
+    if case.get("weighed"):  # micro-batches of other weights, some of them empty
+        batch["mask"] = (rng.random(rows) < rng.choice((0.3, 0.8))).astype(np.float32)
+        batch["mask"][rng.integers(rows)] = 1
+    return batch
+
+
+def arrays_of(case: dict, rng, rows: int) -> dict[str, np.ndarray]:
+    """The arrays of `batch_of` that every case has."""
     if case["head"] == "bare":
         x = rng.standard_normal((rows, case["width"]), np.float32)
         return {"x": x, "y": rng.standard_normal((rows, OUT), np.float32)}

@@ -182,8 +182,9 @@ class Run:
     def in_micro_batches(self, loss):
         """(params or module, batch) -> (mean loss, gradients); of a sum, or with aux, if the case says so."""
         loss, sums, aux = self.closed(loss), self.case.get("sum"), self.case.get("aux")
+        weight = (lambda batch: batch["mask"].sum()) if self.case.get("weighed") else None
         if not (sums or aux):
-            return jzero.value_and_grad(loss, self.plan, **self.case["micro"])
+            return jzero.value_and_grad(loss, self.plan, weight=weight, **self.case["micro"])
 
         def given(params, batch):
             value = loss(params, batch)
@@ -195,7 +196,8 @@ class Run:
             return {"sum": y.sum(), "mean": y.mean(), "count": (y > 0).sum(), "number": jnp.int32(7), "rows": y.mean(0)}
 
         def run(params, batch):
-            out, grads = jzero.value_and_grad(given, self.plan, has_aux=bool(aux), **self.case["micro"])(params, batch)
+            options = {"has_aux": bool(aux), "weight": weight, **self.case["micro"]}
+            out, grads = jzero.value_and_grad(given, self.plan, **options)(params, batch)
             value, found = out if aux else (out, {})
             if sums:
                 value, grads = jax.tree.map(lambda x: (x / len(batch["y"])).astype(x.dtype), (value, grads))
