@@ -21,8 +21,8 @@ COMMANDS = {
 
 def main(args: list[str] | None = None) -> int:
     """Runs a command; bad input is one clear error and exit code 2."""
-    flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="jzero", args=args, config=flat)
+    config = (tyro.conf.OmitSubcommandPrefixes,)
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="jzero", args=args, config=config)
     try:
         return command.run()
     except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:

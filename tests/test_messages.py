@@ -67,8 +67,11 @@ def test_a_model_in_place_of_a_state(door):
     for args in ((model, optimizer), (model,), (Nnx,)):
         with pytest.raises(TypeError, match=pair):
             door(*args)
-    with pytest.raises(TypeError, match=says("one pair, the model first")):
-        door((optimizer, model), stage=2)
+    for swapped in ((optimizer, model), lambda: (optimizer, model)):
+        with pytest.raises(TypeError, match=says("one pair, the model first")):
+            door(swapped, stage=2)
+    with pytest.raises(ValueError, match=says("not a tree like the params", "nnx.get_partition_spec(nnx.state(")):
+        door((model, optimizer), stage=2, param_specs={"w": jax.P()})
     for linen in (Linen(), Linen):
         with pytest.raises(
             TypeError, match=says(f"{name}: Linen is a model, not a train state", "TrainState.create(")

@@ -195,7 +195,7 @@ class PlanCommand(Inputs):
     """Stages side by side: bytes per device and on the wire, estimated and as XLA compiled them, and what fits."""
 
     stages: str = "0,1,2,3"
-    """Stages to compile."""
+    """Stages to compile, commas between them."""
     search: bool = False
     """Look for the largest micro-batch that still fits, by compiling others: three or four times as long."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

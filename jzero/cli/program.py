@@ -209,7 +209,8 @@ def _phrased(call: Callable[[], Any], flag: str, what: str) -> Any:
         first = str(error).strip().split("\n\n")[0][:2000]
         rule = (
             "A step takes the state first, then the batch, and returns the new state (for an update outside of the "
-            "program, the gradients)."
+            "program, the gradients). One that needs the plan takes it from the state: jzero.plan_of(state), of an NNX "
+            "pair jzero.plan_of(optimizer)."
         )
         failed = f"{flag} {what} failed: {type(error).__name__}: {first}{place}\n"
         raise InputError(failed + (rule if flag == "--step" else "")) from error

@@ -35,6 +35,7 @@ def update_traced(plan: Plan) -> None:
             "jzero: at stage 3 the update of this state was traced, but no weight was gathered where it is used. XLA "
             "then gathers the weights by itself, often all at once, so that every device holds all of them. In the "
             "loss, call state.apply_fn in place of model.apply, or wrap the loss (of an NNX model as well): "
-            "loss_fn = jzero.gather_on_use(loss_fn, plan).",
+            "loss_fn = jzero.gather_on_use(loss_fn, plan). If the loss has a plan already, it is that of another "
+            "state: take jzero.plan_of(state), of an NNX pair jzero.plan_of(optimizer), in the step.",
             stacklevel=2,
         )

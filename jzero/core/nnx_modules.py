@@ -57,6 +57,12 @@ def is_variable(x: object) -> bool:
     return flax is not None and isinstance(x, flax.Variable)
 
 
+def is_state(x: object) -> bool:
+    """True for an `nnx.State`."""
+    flax: Any = sys.modules.get("flax.nnx")
+    return flax is not None and isinstance(x, flax.State)
+
+
 def has_variable(tree: PyTree) -> bool:
     """True for a tree with a Variable in it, of an object or of an `nnx.State`."""
     return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))

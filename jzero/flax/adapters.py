@@ -72,10 +72,7 @@ def check_state(state: Any, *, where: str) -> None:
     cls = state if isinstance(state, type) else type(state)
     kind = cls.__name__
     if is_module_class(cls) or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
-        raise TypeError(
-            f"{where}: {kind} is not a train state. An NNX model goes with its optimizer, as one pair, the model first:"
-            f" {where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
-        )
+        raise _no_pair(kind, where)
     if is_module_class(cls, "flax.linen"):
         raise TypeError(
             f"{where}: {kind} is a model, not a train state: it has neither params nor an optimizer. Pass "
@@ -113,7 +110,16 @@ def whole(parts: Parts) -> Parts:
     return parts.replace(trained=trained, trained_tree=plan.trained_tree)
 
 
+def _no_pair(kind: str, where: str) -> TypeError:
+    return TypeError(
+        f"{where}: {kind} is not a train state. An NNX model goes with its optimizer, as one pair, the model first: "
+        f"{where}((model, optimizer), stage=2), with optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
+    )
+
+
 def _unknown(state: Any, where: str) -> TypeError:
+    if isinstance(state, (tuple, list)) and is_pair(state[::-1]):
+        return _no_pair(type(state).__name__, where)
     return TypeError(
         f"{where}: a state of type {type(state).__name__} is not known. Known are a Flax TrainState (params, tx, "
         "opt_state, replace), a pair (nnx.Module, nnx.Optimizer), and a function without arguments that returns one. "

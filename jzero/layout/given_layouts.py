@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 
 from jzero.config import ZeroConfig
 from jzero.core.errors import listing, shown, typed_shape
-from jzero.core.nnx_modules import has_variable, is_variable
+from jzero.core.nnx_modules import has_variable, is_state, is_variable
 from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import as_abstract, path_keys
 from jzero.layout.specs import (
@@ -138,8 +138,9 @@ def _given_specs(param_specs: PyTree, params: PyTree) -> list[Given | None]:
     try:
         given = jax.tree.map(lambda spec, sub: jax.tree.map(lambda _: spec, sub), given, params, is_leaf=is_spec)
     except (ValueError, TypeError) as error:
+        remedy = " Of an NNX model take nnx.get_partition_spec(nnx.state(model))." if is_state(params) else ""
         raise ValueError(
-            f"{where}: param_specs is not a tree like the params, nor the top of one: {error}"
+            f"{where}: param_specs is not a tree like the params, nor the top of one: {error}{remedy}"
         ) from None
     return [x if isinstance(x, Given) else Given(_as_spec(x)) for x in jax.tree.leaves(given, is_leaf=is_spec)]
 

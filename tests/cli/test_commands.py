@@ -150,6 +150,7 @@ def test_presets_have_the_published_number_of_params(name, billions):
         (["plan", "--preset", "gpt2-xl", "--mesh", "data"], "write axis=size"),
         (["plan", "--preset", "gpt2-xl", "--memory-fraction", "2"], "must be above 0 and at most 1"),
         (["plan", "--preset", "gpt2-xl", "--accumulate", "0"], "--accumulate must be an integer of at least 1"),
+        (["plan", "--preset", "gpt2-xl", "--bandwidths.within-host", "0"], "--bandwidths.within_host 0.0:"),
         (["plan", *SUBJECT, "--accumulate", "2"], "--accumulate belongs to --preset"),
         (["plan", "--preset", "gpt2-xl", "--plot", "x.txt"], "must end in .png"),
         (["plan", "--preset", "gpt2-xl", "--plot", "/no/such/folder/x.png"], "there is no folder"),

@@ -23,7 +23,8 @@ def state_whole(e: Evidence) -> Faults:
         yield (
             f"{len(rows)} of {len(e.state)} leaves of the state are not split as planned: {shown}{more_text(rows)}.",
             sum(extra for _, extra, _ in rows),
-            "state = jzero.shard(state, plan.config, mesh=mesh) before the step, tx = jzero.zero(tx, plan) in it, and "
+            "state = jzero.shard(state, plan.config, mesh=mesh) before the step (of any other loop params = "
+            "plan.place(params), opt_state = jax.jit(tx.init)(params)), tx = jzero.zero(tx, plan) in it, and "
             "no out_shardings but the plan's." + (f" {COPIES}" if are_copies(e, (x for x, *_ in rows)) else ""),
         )
 

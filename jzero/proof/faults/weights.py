@@ -32,7 +32,8 @@ def gather_on_use(e: Evidence) -> Faults:
             f"{counted(len(weights), 'param is', 'params are')} stored split, and no weight is gathered where it is "
             f"used: XLA chooses what to move. {names_text(weights)}",
             sum(x.nbytes for x in weights),
-            "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned.",
+            "loss_fn = jzero.gather_on_use(loss_fn, plan), or the apply_fn of the state that jzero.shard returned. The "
+            "plan is that of this state: jzero.plan_of(state), of an NNX pair jzero.plan_of(optimizer).",
         )
 
 
