@@ -59,8 +59,8 @@ class Memory:
 
     Attributes:
       arguments, outputs, aliased, temp: in device memory; `aliased`: outputs that reuse a donated argument.
-      peak: the compiler's own figure, host bytes included in it; 0 where it gives none, and on the CPU, where its
-        figure omits temp.
+      peak: the compiler's own figure, host bytes included in it; None where it gives none, and on the CPU, where
+        its figure omits temp.
       params, opt_state, rest: the device bytes of the arguments, None without a plan.
     """
 
@@ -68,7 +68,7 @@ class Memory:
     outputs: int
     aliased: int
     temp: int
-    peak: int
+    peak: int | None
     host_arguments: int
     host_outputs: int
     host_aliased: int

@@ -232,5 +232,5 @@ def memory_of(
     return Memory(
         arguments=device[0], outputs=device[1], aliased=device[2], temp=device[3],
         host_arguments=host[0], host_outputs=host[1], host_aliased=host[2], host_temp=host[3],
-        peak=0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0), **(by_kind or {}),
+        peak=None if on_cpu else getattr(stats, "peak_memory_in_bytes", None) or None, **(by_kind or {}),
     )  # fmt: skip

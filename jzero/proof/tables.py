@@ -154,6 +154,6 @@ def _memory(m: Memory) -> Table:
     rows += [("total", m.total, m.host_total)]
     for name, device, host in rows:
         table.add_row(name, human_bytes(device), human_bytes(host) if host else "-")
-    if m.peak:
+    if m.peak is not None:
         table.add_row("peak, by the compiler", human_bytes(m.peak), "in it" if m.host_total else "-")
     return table

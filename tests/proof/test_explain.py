@@ -169,7 +169,7 @@ def test_program_of_one_device():
     assert (report.collectives, report.wire.total, report.devices, report.mesh_shape) == ((), 0, 1, None)
     assert "\n none\n" in str(report)
     assert report.memory is not None
-    assert report.memory.peak == 0  # what XLA gives on the CPU leaves temp out
+    assert report.memory.peak is None  # what XLA gives on the CPU leaves temp out
 
 
 @pytest.mark.pod
@@ -184,7 +184,7 @@ def test_program_of_a_pod():
     assert reduced == 2 * WEIGHT * 7 // 8
     assert report.memory is not None
     assert report.memory.arguments == 2 * WEIGHT // 8 + 8 * WEIGHT
-    assert report.memory.peak > 0
+    assert report.memory.peak
 
 
 @pytest.mark.pod
