@@ -78,8 +78,9 @@ def _notes_on_rest(rest: PyTree, plan: Plan) -> list[str]:
     whole = [(path_name(k), leaf_bytes(as_array(x))) for (k, x), spec in named if spec == P()]
     if not whole or plan.n == 1 or not plan.config.row.state:
         return []
-    largest = ", ".join(name for name, _ in sorted(whole, key=lambda row: -row[1])[:3])
     count, size = len(whole), human_bytes(sum(b for _, b in whole))
+    largest = ", ".join(name for name, _ in sorted(whole, key=lambda row: -row[1])[:3])
+    largest += f" and {count - 3} more" if count > 3 else ""
     stay = "stays" if count == 1 else "stay"
     return [f"{counted(count, 'array')} outside of the params {stay} whole on every device, {size} in all ({largest})."]
 

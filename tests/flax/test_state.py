@@ -528,6 +528,7 @@ def test_unshard_gives_whole_arrays(mesh):
 def test_what_lies_outside_of_the_params_is_reported(mesh):
     plan = jzero.plan_of(shard(create_full, mesh, 3))
     assert "4 arrays outside of the params stay whole on every device, 288 B in all" in plan.describe()
+    assert " and 1 more)." in plan.describe()
 
     class Table(nnx.Module):
         def __init__(self, rngs):
