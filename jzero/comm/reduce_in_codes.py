@@ -39,7 +39,7 @@ Step = tuple[int, tuple[str, ...]]
 INT8, INT4 = np.dtype(np.int8), np.dtype(jnp.int4)
 
 
-class Hop(NamedTuple):
+class Exchange(NamedTuple):
     """One exchange.
 
     Attributes:
@@ -84,7 +84,7 @@ def scatter_in_codes(value: jax.Array, dim: int, axes: Sequence[str], codes: np.
     return value
 
 
-def _exchanged(rows: jax.Array, hop: Hop, codes: np.dtype, plan: Plan) -> jax.Array:
+def _exchanged(rows: jax.Array, hop: Exchange, codes: np.dtype, plan: Plan) -> jax.Array:
     """Row j goes to device j; the sum of the rows that come."""
     flat = jnp.reshape(rows, (hop.devices, -1))
     transport = InCodes(Blocks(flat.shape, 1, plan.config.quantize_block), codes, P(), P(), plan.mesh)
@@ -116,7 +116,7 @@ def _as_bytes(x: jax.Array) -> jax.Array:
     return jnp.reshape(jax.lax.bitcast_convert_type(x, jnp.int8), (x.shape[0], -1))
 
 
-def exchanges(axes: Sequence[str], plan: Plan) -> list[tuple[int, Hop]]:
+def exchanges(axes: Sequence[str], plan: Plan) -> list[tuple[int, Exchange]]:
     """The exchanges along some axes in the order in which they run, each with its place among the pieces of the dim.
 
     Args:
@@ -132,12 +132,12 @@ def within_hosts_first(steps: Sequence[Step], plan: Plan) -> list[Step]:
     return sorted(steps, key=lambda step: any(hop.between_hosts for _, hop in exchanges(step[1], plan)))
 
 
-def hops(mesh: Mesh, axis: str) -> list[Hop]:
+def hops(mesh: Mesh, axis: str) -> list[Exchange]:
     """The exchanges along an axis, the one between hosts first: see [Note: the fast links first]."""
     size, hosts = mesh.shape[axis], hosts_along(mesh, axis)
     if hosts in (None, 1, size):
-        return [Hop(axis, size, None, between_hosts=hosts != 1)]
+        return [Exchange(axis, size, None, between_hosts=hosts != 1)]
     each = size // hosts
     within = [[h * each + i for i in range(each)] for h in range(hosts)]
     between = [[h * each + i for h in range(hosts)] for i in range(each)]
-    return [Hop(axis, hosts, between, between_hosts=True), Hop(axis, each, within, between_hosts=False)]
+    return [Exchange(axis, hosts, between, between_hosts=True), Exchange(axis, each, within, between_hosts=False)]
