@@ -28,7 +28,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,13 +168,20 @@ def compiled(row: str, stage: int) -> dict[str, Any]:
     txs = [x.tx for x in states] or [names["tx"]]
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), names["batches"][0])
     program = pod.compile(names["step"], *names["args"], batch, plan=plans[0])
-    sent, found = jzero.explain(program, plans[0]).wire.total, {}
-    psi = sum(plan.param_bytes for plan in plans) * (N - 1) / N
     closed = 0.0
     for plan, tx in zip(plans, txs, strict=True):
         uses = jzero.param_uses(names["step"], *names["args"], batch, plan=plan)
         closed += jzero.estimate(plan, tx=tx, uses=uses).wire
-        found |= {f.kind: str(f) for f in jzero.findings(program, plan)}
+    return read(program, plans, closed)
+
+
+def read(program: Any, plans: Sequence[Any], closed: float, updates: int = 1) -> dict[str, Any]:
+    """What a compiled program sends for an update beside its closed form, in Psi, and what `check` finds in it."""
+    import jzero
+
+    psi = sum(plan.param_bytes for plan in plans) * (N - 1) / N
+    sent = jzero.explain(program, plans[0]).wire.total / updates
+    found = {f.kind: str(f) for plan in plans for f in jzero.findings(program, plan)}
     return {"psi": sent / psi, "closed": closed / psi, "findings": found}
 
 
@@ -194,11 +201,7 @@ def compiled_run(row: str, stage: int, pod: Any) -> dict[str, Any]:
     with mock.patch.object(jzero, "shard", on_the_pod):
         names = executed(row, stage)
         program = pod.compile(names["train"], jax.ShapeDtypeStruct((2,), "uint32"))
-        plan = plans[-1]
-        found = {f.kind: str(f) for f in jzero.findings(program, plan)}
-    psi = plan.param_bytes * (N - 1) / N
-    sent, closed = jzero.explain(program, plan).wire.total / names["updates"], jzero.estimate(plan).wire
-    return {"psi": sent / psi, "closed": closed / psi, "findings": found}
+        return read(program, plans[-1:], jzero.estimate(plans[-1]).wire, names["updates"])
 
 
 def shortly(error: Exception) -> str:

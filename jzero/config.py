@@ -185,10 +185,9 @@ class ZeroConfig:
         honours it. (int8 is not one in which they are summed: at stages 2 and 3 gradients of matmuls, convolutions and
         lookups with at least 4096 values travel in 8 bits, with one float32 scale per block of `quantize_block` values,
         and are summed in float32 on the shard: over several axes, or hosts, each value is rounded twice. int4 is int8
-        within a host, and 4 bits between hosts.) At stages 2
-        and 3 plain `jax.grad` through a sharded `apply_fn` or `gather_on_use` honours it too, for the weights of
-        matmuls and lookups; a wider one also for biases and scales, a narrower one also for convolutions. (Other
-        gradients are reduced in the dtype in which they are made.)
+        within a host, and 4 bits between hosts.) At stages 2 and 3 plain `jax.grad` through a sharded `apply_fn` or
+        `gather_on_use` honours it too, for the weights of matmuls and lookups; a wider one also for biases and scales,
+        a narrower one also for convolutions. (Other gradients are reduced in the dtype in which they are made.)
       moment_dtype: dtype in which the optimizer's moments are stored: bfloat16 (rounded so that the mean is right),
         float32 or float64. They are computed in the wider of this dtype and their own. None: their own. int8: in blocks
         with one float32 scale each, computed in float32; leaves of fewer than 4096 values, tables that lookups read and

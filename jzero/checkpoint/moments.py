@@ -90,10 +90,9 @@ def same_policy(
     """
     if not is_wrapped(tx) or tx.init.plan.config.moment_dtype != INT8:
         return False
-    size, shapes = tx.init.plan.config.quantize_block, [
-        (leaf.shape, stored[_scales(leaf.name)][0])
-        for leaf in leaves if leaf.name[0] == "opt_state" and _scales(leaf.name) in stored
-    ]  # fmt: skip
+    size = tx.init.plan.config.quantize_block
+    coded = [leaf for leaf in leaves if leaf.name[0] == "opt_state" and _scales(leaf.name) in stored]
+    shapes = [(leaf.shape, stored[_scales(leaf.name)][0]) for leaf in coded]
     return bool(shapes) and all(Blocks(x, len(scales) - 1, size).scales_shape == scales for x, scales in shapes)
 
 

@@ -65,9 +65,9 @@ def _one_in_codes(gradients: GradientReduce, x: Layout, use: Use) -> Iterator[Se
     plan, taken = gradients.plan, spec_axes(x.used)
     values = math.prod(x.state_shape) * use.part / shard_factor(x.used, plan.mesh)
     for _, own in within_hosts_first(scatter_steps(len(x.shape), x.state, plan, but=taken), plan):
-        for _, hop in exchanges(own, plan):
-            yield (axis_of(hop.axis),), ring(hop.devices) * hop.message_bytes(values, plan)
-            values /= hop.devices
+        for _, exchange in exchanges(own, plan):
+            yield (axis_of(exchange.axis),), ring(exchange.devices) * exchange.message_bytes(values, plan)
+            values /= exchange.devices
     cut = set(map(axis_of, spec_axes(x.state)))
     whole = tuple(a for a in plan.batch_axes if a not in cut and a not in taken)
     yield whole, 2 * ring(axis_size(plan.mesh, whole)) * values * _itemsize(plan, x, use)

@@ -30,13 +30,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jzero.comm.transport import SCALE, InCodes
+from jzero.config import GRADIENT_CODES
 from jzero.layout.blocks import Blocks
 from jzero.layout.specs import P
 from jzero.layout.topology import hosts_along
 from jzero.sharding import Plan
 
-Step = tuple[int, tuple[str, ...]]
-INT8, INT4 = np.dtype(np.int8), np.dtype(jnp.int4)
+INT8, INT4 = GRADIENT_CODES
 
 
 class Exchange(NamedTuple):
@@ -75,28 +75,28 @@ def scatter_in_codes(value: jax.Array, dim: int, axes: Sequence[str], codes: np.
       plan: gives the mesh, and how many values share a scale.
     """
     found = exchanges(axes, plan)
-    parts = [hop.devices for _, hop in sorted(found)]
+    parts = [exchange.devices for _, exchange in sorted(found)]
     shape = (*value.shape[:dim], *parts, value.shape[dim] // math.prod(parts), *value.shape[dim + 1 :])
     value, left = jnp.reshape(value, shape), sorted(at for at, _ in found)
-    for at, hop in found:
-        value = _exchanged(jnp.moveaxis(value, dim + left.index(at), 0), hop, hop.codes(codes), plan)
+    for at, exchange in found:
+        value = _exchanged(jnp.moveaxis(value, dim + left.index(at), 0), exchange, exchange.codes(codes), plan)
         left.remove(at)
     return value
 
 
-def _exchanged(rows: jax.Array, hop: Exchange, codes: np.dtype, plan: Plan) -> jax.Array:
+def _exchanged(rows: jax.Array, exchange: Exchange, codes: np.dtype, plan: Plan) -> jax.Array:
     """Row j goes to device j; the sum of the rows that come."""
-    flat = jnp.reshape(rows, (hop.devices, -1))
+    flat = jnp.reshape(rows, (exchange.devices, -1))
     transport = InCodes(Blocks(flat.shape, 1, plan.config.quantize_block), codes, P(), P(), plan.mesh)
     some, scales = transport.encode(flat)
     some = _packed(some) if codes == INT4 else some
     message = jnp.concatenate([some, _as_bytes(scales)], axis=1)
     # flattened: see `MatrixExchange`
-    came = jax.lax.all_to_all(jnp.ravel(message), hop.axis, 0, 0, axis_index_groups=hop.groups, tiled=True)
+    came = jax.lax.all_to_all(jnp.ravel(message), exchange.axis, 0, 0, axis_index_groups=exchange.groups, tiled=True)
     came = jnp.reshape(came, message.shape)
     some, scales = jnp.split(came, [some.shape[1]], axis=1)
     some = _unpacked(some)[:, : flat.shape[1]] if codes == INT4 else some
-    scales = jax.lax.bitcast_convert_type(jnp.reshape(scales, (hop.devices, -1, SCALE.itemsize)), SCALE)
+    scales = jax.lax.bitcast_convert_type(jnp.reshape(scales, (exchange.devices, -1, SCALE.itemsize)), SCALE)
     return jnp.reshape(transport.decode((some, scales), SCALE).sum(0), rows.shape[1:])
 
 
@@ -123,16 +123,16 @@ def exchanges(axes: Sequence[str], plan: Plan) -> list[tuple[int, Exchange]]:
       axes: cut the dim, the major one first.
       plan: gives the mesh. See [Note: the fast links first].
     """
-    found = list(enumerate(hop for axis in axes for hop in hops(plan.array_mesh, axis)))
+    found = list(enumerate(exchange for axis in axes for exchange in exchanges_along(plan.array_mesh, axis)))
     return sorted(found, key=lambda row: (row[1].between_hosts, -row[0]))
 
 
-def within_hosts_first(steps: Sequence[Step], plan: Plan) -> list[Step]:
+def within_hosts_first(steps: Sequence[tuple[int, tuple[str, ...]]], plan: Plan) -> list[tuple[int, tuple[str, ...]]]:
     """Dims to scatter, each with its axes, in the order in which their values are exchanged."""
-    return sorted(steps, key=lambda step: any(hop.between_hosts for _, hop in exchanges(step[1], plan)))
+    return sorted(steps, key=lambda step: any(exchange.between_hosts for _, exchange in exchanges(step[1], plan)))
 
 
-def hops(mesh: Mesh, axis: str) -> list[Exchange]:
+def exchanges_along(mesh: Mesh, axis: str) -> list[Exchange]:
     """The exchanges along an axis, the one between hosts first: see [Note: the fast links first]."""
     size, hosts = mesh.shape[axis], hosts_along(mesh, axis)
     if hosts in (None, 1, size):

@@ -71,7 +71,7 @@ def check_state(state: Any, *, where: str) -> None:
     """Raises TypeError unless this is a state or a function that may create one, and says what to pass instead."""
     cls = state if isinstance(state, type) else type(state)
     kind = cls.__name__
-    if is_module_class(cls) or (isinstance(state, (tuple, list)) and is_pair(state[::-1])):
+    if is_module_class(cls):
         raise _no_pair(kind, where)
     if is_module_class(cls, "flax.linen"):
         raise TypeError(

@@ -117,7 +117,7 @@ class Weight:
 
         return dataclasses.replace(
             self, shard=layer, stored=rest(self.stored), used=rest(self.used), grad=rest(self.grad), at_rest=None,
-            source=self.source.map(rest), order=self.order[1:] if self.order and _layers_keep(self, size) else None,
+            source=self.source.map(rest), order=_order_of_layers(self, size),
         )  # fmt: skip
 
     def through(self, eqn) -> Weight:
@@ -212,12 +212,15 @@ def _keeps_blocks(eqn, weight: Weight, size: int) -> bool:
     return all(at == weight.shape[first] or at * inner % size == 0 for at in cuts.get(first, ()))
 
 
-def _layers_keep(weight: Weight, size: int) -> bool:
-    """The same of the layers that a loop takes off a weight, of which the plan need not know that it is a stack."""
-    if weight.order is None or weight.order[0] == STACK:
-        return True
+def _order_of_layers(weight: Weight, size: int) -> tuple[int, ...] | None:
+    """`order` of the layers that a loop takes off a weight; None where their blocks are not those of the whole weight.
+
+    The plan need not know that it is a stack.
+    """
+    if not weight.order:
+        return None
     whole, dims = _blocks(weight, weight.order, size)
-    return dims.index(0) < whole.lead
+    return weight.order[1:] if weight.order[0] == STACK or dims.index(0) < whole.lead else None
 
 
 def _blocks(weight: Weight, order: Sequence[int], size: int) -> tuple[Blocks, list[int]]:

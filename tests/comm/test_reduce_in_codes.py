@@ -86,7 +86,7 @@ def test_values_are_those_of_numpy(layout, monkeypatch):
 
 def test_groups_of_an_axis_over_hosts():
     pod = jzero.pod("h100", hosts=2)
-    found = reduce_in_codes.hops(jzero.mesh({"data": -1}, pod=pod), "data")
+    found = reduce_in_codes.exchanges_along(jzero.mesh({"data": -1}, pod=pod), "data")
     assert found == [
         ("data", 2, [[i, i + 8] for i in range(8)], True),
         ("data", 8, [list(range(8)), list(range(8, 16))], False),

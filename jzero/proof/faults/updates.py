@@ -25,12 +25,12 @@ def _not_returned(e: Evidence) -> Faults:
     if e.plan.config.updates_outside:
         yield from _gradients_not_returned(e)
         return
+    if e.makes_state:  # `blind.py` says it
+        return
     mine = [x for x in e.leaves if x.is_param or x.in_opt_state or x.layout is not None]
     mine = [x for x in mine if x.layout is None or x.layout.frozen is None or x.returned is not None]
     here = {x.argument for x in mine if x.is_param}
     mine = [x for x in mine if x.is_param or x.in_opt_state or x.argument not in here]
-    if e.makes_state:
-        return  # `blind.py` says it
     lost = [x for x in mine if x.returned is None]
     whole = len(lost) == len(mine)
     if whole or any(x.is_param for x in lost) or (lost and all(x.in_opt_state for x in lost)):
