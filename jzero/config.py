@@ -64,6 +64,7 @@ EFFECTS = {
     "reshard_after_forward": Effect(3, "params are whole between steps too", refused=True),
     "param_axis": Effect(3, "params are whole"),
     "prefetch": Effect(3, "nothing is gathered on use"),
+    "update_dtype": Effect(1, "every device has all new params", refused=True),
     "bucket_bytes": Effect(2, "gradients are reduced by the update, in the order that XLA chooses"),
     "reduce_dtype": Effect(
         2,
@@ -188,6 +189,11 @@ class ZeroConfig:
         within a host, and 4 bits between hosts.) At stages 2 and 3 plain `jax.grad` through a sharded `apply_fn` or
         `gather_on_use` honours it too, for the weights of matmuls and lookups; a wider one also for biases and scales,
         a narrower one also for convolutions. (Other gradients are reduced in the dtype in which they are made.)
+      update_dtype: stages 1 and 2, and stage 3 with `param_axis`: "int8": what an update adds to a bfloat16 param
+        travels in 8 bits, with one float32 scale per block of `quantize_block` values, and every device adds it to the
+        param that it has. What the codes have lost stays in the state and is sent later: instead of the float32
+        master, its difference to the param is stored. (A param that you replace keeps the old difference.) Params of
+        fewer than 4096 values, and those of which the layout would cut a block, travel whole. None: all do.
       moment_dtype: dtype in which the optimizer's moments are stored: bfloat16 (rounded so that the mean is right),
         float32 or float64. They are computed in the wider of this dtype and their own. None: their own. int8: in blocks
         with one float32 scale each, computed in float32; leaves of fewer than 4096 values, tables that lookups read and
@@ -228,6 +234,7 @@ class ZeroConfig:
     compute_dtype: Any = None
     gather_dtype: Any = None
     reduce_dtype: Any = None
+    update_dtype: Any = None
     moment_dtype: Any = None
     quantize_block: int = 256
     updates: str = "deferred"
@@ -243,7 +250,7 @@ class ZeroConfig:
         check_int(self.stage, "stage", where="ZeroConfig", low=0, high=3, remedy="Pass stage=0, 1, 2 or 3.")
         for name in ("axis", "batch_axis", "param_axis"):
             object.__setattr__(self, name, _axes(getattr(self, name), name, optional=name != "axis"))
-        for name in ("master_dtype", "compute_dtype", "reduce_dtype", "moment_dtype"):
+        for name in ("master_dtype", "compute_dtype", "reduce_dtype", "update_dtype", "moment_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
         object.__setattr__(self, "gather_dtype", _gather_dtype(self.gather_dtype))
         check_int(self.quantize_block, "quantize_block", where="ZeroConfig", low=8)
@@ -300,6 +307,8 @@ class ZeroConfig:
             self._check_params_on_host()
         if self.updates_outside:
             self._check_outside()
+        if self.update_dtype is not None:
+            self._check_update_dtype()
         if self.master_dtype == "remainder" and self.updates == "delta":
             raise ValueError(
                 'ZeroConfig(master_dtype="remainder") and updates="delta" exclude each other: a difference is '
@@ -348,6 +357,24 @@ class ZeroConfig:
         if why:
             raise ValueError(f"ZeroConfig: {where} {why}.")
 
+    def _check_update_dtype(self):
+        where, why = "ZeroConfig(update_dtype=int8)", ""
+        if self.update_dtype != jnp.int8:
+            raise ValueError(f"ZeroConfig(update_dtype={self.update_dtype.name}) must be int8 or None.")
+        if self.row.params and set(self.param_axes) == set(self.axes):
+            why = (
+                "has no effect where params are split like their optimizer state: no new param is gathered. Leave it "
+                "out, pass stage=2, or name the axes of a host as param_axis"
+            )
+        elif self.updates == "delta":
+            why = 'and updates="delta" exclude each other: a difference in codes is added by jzero. Leave updates out'
+        elif self.master_dtype not in ("auto", jnp.float32):
+            why = "stores in float32 what the codes have lost, in place of the master. Leave master_dtype out"
+        elif self.updates_outside or self.params_on_host:
+            why = "needs an update and params in device memory. Leave one of update_dtype and offload out"
+        if why:
+            raise ValueError(f"{where} {why}.")
+
     def _without_effect(self) -> dict[str, Effect]:
         """The fields that are not at their default and have no effect at this stage."""
         ignored = (name for name in EFFECTS if getattr(self, name) != getattr(ZeroConfig, name))
@@ -359,11 +386,12 @@ class ZeroConfig:
             f"{name}={_text(getattr(self, name))} has no effect{effect.where} at stage {self.stage}: {effect.why}."
             for name, effect in self._without_effect().items()
         ]
-        in_blocks = self.moment_dtype == jnp.int8 or self.reduces_in_codes or self.gather_dtype is not None
+        in_blocks = self.moment_dtype == jnp.int8 or self.reduces_in_codes
+        in_blocks = in_blocks or self.gather_dtype is not None or self.update_dtype is not None
         if self.quantize_block != ZeroConfig.quantize_block and not in_blocks:
             lines.append(
-                f"quantize_block={self.quantize_block} has no effect without gather_dtype, with a moment_dtype other "
-                'than "int8" and a reduce_dtype other than "int8" or "int4".'
+                f"quantize_block={self.quantize_block} has no effect without gather_dtype and update_dtype, with a "
+                'moment_dtype other than "int8" and a reduce_dtype other than "int8" or "int4".'
             )
         return lines
 
@@ -452,6 +480,10 @@ class ZeroConfig:
     def keeps_remainder(self, dtype: DTypeLike) -> bool:
         """Whether the master of a param of `dtype` is stored as a remainder."""
         return isinstance(self.master_dtype, str) and self.master_dtype == "remainder" and dtype == jnp.bfloat16
+
+    def keeps_difference(self, dtype: DTypeLike) -> bool:
+        """Whether the master of a param of `dtype` is stored as its difference to the param."""
+        return self.update_dtype is not None and dtype == jnp.bfloat16
 
     def adam_bytes(self, dtype: DTypeLike, *, wide: bool = False) -> int:
         """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master if it has one.
@@ -562,7 +594,7 @@ def _dtype(value: Any, name: str) -> np.dtype | str | None:
     if value is None or (isinstance(value, str) and value in words):
         return value
     rule = "a dtype, 'auto', 'remainder' or None" if words else "a dtype or None"
-    floating = name not in ("moment_dtype", "reduce_dtype")
+    floating = name not in ("moment_dtype", "reduce_dtype", "update_dtype")
     dtype = check_dtype(value, name, where="ZeroConfig", rule=rule, floating=floating)
     if name == "reduce_dtype" and not jnp.issubdtype(dtype, jnp.floating) and dtype not in GRADIENT_CODES:
         raise ValueError(f"ZeroConfig(reduce_dtype={shown(value)}) must be a floating dtype, int8 or int4.")

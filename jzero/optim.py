@@ -349,7 +349,7 @@ class _Update(_Wrapped):
         run = functools.partial(self._on_shards, tree)
         news, inner, new_master = in_auto_mode(run, args, self._specs_on_shards)
         with jax.named_scope(comm_of(self.own).updates.SCOPE):
-            out = update_leaves(news, master, self.own)
+            out = update_leaves(news, master, values, self.own)
         if not isinstance(state, ZeroState):
             return tree.unflatten(out), inner
         count = None if count is None else self.own.constrain(count + 1, P())

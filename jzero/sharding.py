@@ -34,7 +34,7 @@ from jzero.layout.explicit import constrained, typed_mesh
 from jzero.layout.host_mesh import host_mesh
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
-from jzero.layout.param_checks import check_remainders, mismatch
+from jzero.layout.param_checks import check_pairs, mismatch
 from jzero.layout.placement import HOST, check_same, put
 from jzero.layout.specs import (
     P,
@@ -475,8 +475,7 @@ def plan_for(params: PyTree, config: ZeroConfig, *, trained_tree: PyTreeDef | No
       NotImplementedError: params in host memory, on GPUs with jaxlib before 0.11.2.
     """
     layouts, mesh, least, notes = tree_layouts(params, config, **given)
-    if config.master_dtype == "remainder":
-        check_remainders([x for x in layouts if x.frozen is None], config)
+    check_pairs([x for x in layouts if x.frozen is None], config)
     limit = params_on_host_limit(mesh.devices.flat[0].platform, 'Offload(params="host")')
     if config.params_on_host and limit:
         raise NotImplementedError(f"jzero: {limit}")

@@ -204,11 +204,32 @@ def _():
 def _():
     from jzero.flax import conversion
 
-    def narrowed(original, param, master, shape):
-        rest, param = original(param, master, shape)
-        return rest * 0, param
+    def paired(original, param, known, was, pair, shape):
+        rest, param = original(param, known, was, pair, shape)
+        return (rest if pair is None else rest * 0), param
 
-    wrap(conversion, "_narrowed", narrowed)
+    wrap(conversion, "_paired", paired)
+
+
+@mutation("what the codes of an update lose is lost", "update_in_codes")
+def _():
+    from jzero.update import sharded_update
+
+    def sent(original, master, param, way):
+        added, rest = original(master, param, way)
+        return added, rest * 0
+
+    wrap(sharded_update, "sent_in_codes", sent)
+
+
+@mutation("a device adds other values than the shard that keeps the rest", "update_in_codes")
+def _():
+    from jzero.comm import updates
+
+    def plus(original, param, added):
+        return original(param, added * 1.01)
+
+    wrap(updates, "plus", plus)
 
 
 @mutation("a remainder of another sign is added to zeros and infinities", "remainder")

@@ -17,9 +17,9 @@ import numpy as np
 import xxhash
 from jax.typing import DTypeLike
 
-from jzero.checkpoint import moments, remainders, store
+from jzero.checkpoint import moments, pairs, store
 from jzero.checkpoint.converting import converted
-from jzero.checkpoint.logical import MASTER, REMAINDER, Name, needed_by_model
+from jzero.checkpoint.logical import MASTER, Name, needed_by_model
 from jzero.checkpoint.match import Described, text
 from jzero.checkpoint.restoring import checked
 from jzero.checkpoint.tensors import (
@@ -34,6 +34,7 @@ from jzero.checkpoint.tensors import (
 from jzero.core import durable
 from jzero.core.errors import check_dtype, check_int, counted, listing, nearest
 from jzero.core.types import PyTree
+from jzero.update.pairs import PAIRS
 
 Names = Callable[[str], str] | Mapping[str, str] | None
 FILE_BYTES = 5_000_000_000  # of one output file, as the Hugging Face hub has them
@@ -95,8 +96,8 @@ def export(
         raise ValueError(f"{where}: {file.name} must end in .safetensors.")
     checked(path, where)
     tree, stored = store.stored(path)
-    have = moments.with_values(remainders.with_masters(stored), (), convert=True)
-    tensors = _tensors(have, dtype, names, include, {name[1:] for name in stored if name[0] == REMAINDER}, where)
+    have = moments.with_values(pairs.with_masters(stored), (), convert=True)
+    tensors = _tensors(have, dtype, names, include, {name[1:] for name in stored if name[0] in PAIRS}, where)
     groups = _grouped(tensors, [t.nbytes for t in tensors], max_file_bytes)
     if len(groups) == 1 and _index(file).exists() and _index(file).name not in files_of(checksum_file(file)):
         raise ValueError(
@@ -204,10 +205,10 @@ def _tensors(
     dtype: DTypeLike | None,
     names: Names,
     include: tuple[str, ...],
-    pairs: Collection[Name],
+    beside: Collection[Name],
     where: str,
 ) -> list[_Tensor]:
-    """What is written; `pairs`: the params whose masters are stored as remainders, and follow them anyway."""
+    """What is written; `beside`: the params whose masters are stored beside them, and follow them anyway."""
     top = {name[0] for name in have}
     for part in include:
         if part not in top:
@@ -237,8 +238,8 @@ def _tensors(
                 f"{where}: names gives {given_name!r} for {'.'.join(plain)!r}, but every tensor needs a name. To "
                 "export some params, save them alone: jzero.checkpoint.save(path, some_params)."
             )
-        beside = (name, have[name]) if source != name and name[1:] not in pairs else None
-        found.append(_Tensor(given_name, source, stored, out, beside))
+        param = (name, have[name]) if source != name and name[1:] not in beside else None
+        found.append(_Tensor(given_name, source, stored, out, param))
     double = sorted(name for name, count in Counter(t.name for t in found).items() if count > 1)
     if double:
         raise ValueError(
@@ -296,5 +297,5 @@ def _values(path: Path, tree: PyTree, tensors: Sequence[_Tensor]) -> Iterator[tu
         for t in group:
             value = read[t.source]
             if t.param is not None:
-                value = remainders.taken_over_on_host(read[t.param[0]], value)
+                value = pairs.taken_over_on_host(read[t.param[0]], value)
             yield t, value

@@ -45,13 +45,13 @@ from jzero.layout.placement import on_device
 from jzero.layout.specs import finer_mesh, make_spec, named_on, spec_axes, spec_entries, whole_mesh
 from jzero.layout.state_layouts import SCALES
 from jzero.optim import ZeroState, as_held, is_wrapped
+from jzero.update.pairs import PAIRS, pair_of
 from jzero.update.zero_state import inner_of
 
 Name = tuple[str, ...]
 MASTER = "master"
-REMAINDER = "master_remainder"
 COUNT = "rounding_count"
-TAKEN = ("params", "opt_state", "step", MASTER, REMAINDER, COUNT, SCALES)
+TAKEN = ("params", "opt_state", "step", MASTER, *PAIRS, COUNT, SCALES)
 """The first keys of names that a rest may not use."""
 
 
@@ -221,7 +221,9 @@ def _opt_parts(parts: Parts) -> dict[str, Any]:
 
 def _kind(parts: Parts) -> str:
     """What the masters of a state are stored as."""
-    return REMAINDER if parts.tx.init.plan.config.master_dtype == "remainder" else MASTER
+    plan = parts.tx.init.plan.trained
+    pairs = {pair.name for x in plan.layouts if (pair := pair_of(plan.config, x.dtype))}
+    return next(iter(pairs), MASTER)  # a plan has no masters of several kinds
 
 
 def _leaves(tree: PyTree, shapes: Sequence[tuple[int, ...]] | None = None) -> Any:

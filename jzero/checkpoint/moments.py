@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.checkpoint import remainders, store
+from jzero.checkpoint import pairs, store
 from jzero.checkpoint.logical import SCALES, Name, NamedLeaf, even
 from jzero.checkpoint.match import Described
 from jzero.core.types import PyTree
@@ -97,7 +97,7 @@ def same_policy(
 
 
 def load(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -> dict[Name, Any]:
-    """`remainders.load`, with the values of moments whose codes are stored, for targets of another dtype than int8."""
+    """`pairs.load`, with the values of moments whose codes are stored, for targets of another dtype than int8."""
     stored = {path_keys(k): x for k, x in jax.tree_util.tree_leaves_with_path(tree)}
     coded = {
         name: t for name, t in targets.items()
@@ -111,7 +111,7 @@ def load(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -> dict
         blocks[name] = Blocks.between(shape, tuple(stored[_scales(name)].shape))
         halves[name] = _in(t, shape, INT8)
         halves[_scales(name)] = _in(t, blocks[name].scales_shape, FP32, whole=True)
-    read = remainders.load(path, tree, {**direct, **halves})
+    read = pairs.load(path, tree, {**direct, **halves})
     for name, t in coded.items():
         codes, scales = read.pop(name), read.pop(_scales(name))
         if isinstance(t, store.Numpy):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.checkpoint import remainders, store
+from jzero.checkpoint import pairs, store
 from jzero.checkpoint.converting import converted, convertible
 from jzero.checkpoint.disk_state import held_in_files
 from jzero.checkpoint.logical import (
@@ -86,7 +86,7 @@ def load_safetensors(
         )
     parts = adapters.take_apart(state, where=where)
     every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
-    leaves = [remainders.as_master(leaf) for leaf in every]
+    leaves = [pairs.as_master(leaf) for leaf in every]
     refuse_collisions([leaf for leaf in leaves if leaf.name[0] == "params"], where)
     if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in every):
         raise TypeError(f"{where}: this state is abstract. Make it with jzero.shard(create, ...).")
@@ -111,7 +111,7 @@ def load_safetensors(
     values = {name: on_auto_mesh(x) for name, x in values.items()}
     every = [dataclasses.replace(x, value=on_auto_mesh(x.value)) for x in every]
     with auto_context():
-        values = remainders.split_again(values, every)
+        values = pairs.split_again(values, every)
     return adapters.put_together(state, filled(parts, {name: on_context_mesh(x) for name, x in values.items()}))
 
 

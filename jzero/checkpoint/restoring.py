@@ -12,13 +12,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jzero.checkpoint import disk_state, moments, remainders, store
+from jzero.checkpoint import disk_state, moments, pairs, store
 from jzero.checkpoint.checksums import Checksums, Damage
 from jzero.checkpoint.converting import converted, loses, to_check
 from jzero.checkpoint.logical import (
     COUNT,
     MASTER,
-    REMAINDER,
     Name,
     NamedLeaf,
     apart,
@@ -36,6 +35,7 @@ from jzero.core.nnx_modules import is_module
 from jzero.core.types import PyTree
 from jzero.flax import adapters
 from jzero.layout.explicit import auto_context, on_auto_mesh, on_context_mesh
+from jzero.update.pairs import PAIRS
 
 
 class CheckpointDamaged(ValueError):
@@ -121,7 +121,7 @@ def restore(
     parts = on_auto_mesh(apart(like, tx, where))
     every: list[NamedLeaf] = jax.tree.leaves(tree_of(parts))
     refuse_collisions(every, where)
-    wanted = [leaf for leaf in every if only is None or leaf.name[0] in ("params", MASTER, REMAINDER)]
+    wanted = [leaf for leaf in every if only is None or leaf.name[0] in ("params", MASTER, *PAIRS)]
     if only is not None and not any(leaf.name[0] == "params" for leaf in wanted):
         raise TypeError(
             f'{where}: only="params" is for a state, or a mapping with "params"; this tree has none.'
@@ -130,10 +130,10 @@ def restore(
     if checks is not None and only is None:
         check_trained(every, checks.trained, trained_of(parts), where)
     tree, stored = store.stored(path)
-    wanted = [leaf if leaf.name in stored else remainders.as_master(leaf) for leaf in wanted]
+    wanted = [leaf if leaf.name in stored else pairs.as_master(leaf) for leaf in wanted]
     convert = cast or moments.same_policy(wanted, stored, parts.tx)
     wanted = moments.as_values(wanted, stored, convert=convert)
-    have = remainders.with_masters(stored, kept={leaf.name for leaf in wanted})
+    have = pairs.with_masters(stored, kept={leaf.name for leaf in wanted})
     have = moments.with_values(have, wanted, convert=convert)
     if only is not None:
         needed = of_model(every, like)
@@ -146,11 +146,11 @@ def restore(
     refuse(path, _large(checks))  # before anything is parsed, and on all processes alike
     values = {leaf.name: leaf.value for leaf in every if leaf.name not in names}
     with auto_context():
-        pairs = remainders.of_pairs(sources, stored.keys() - have.keys())
-        values |= _read(path, tree, [s for s in sources if s not in pairs], have, where)
-        values |= _read_pairs(path, tree, pairs, have, where)
+        joined = pairs.of_pairs(sources, stored.keys() - have.keys())
+        values |= _read(path, tree, [s for s in sources if s not in joined], have, where)
+        values |= _read_pairs(path, tree, joined, have, where)
         values |= {leaf.name: leaf.nothing() for leaf in fresh}
-        values = moments.quantized_again(remainders.split_again(values, every), every)
+        values = moments.quantized_again(pairs.split_again(values, every), every)
     return together(like, on_context_mesh(filled(parts, values)))
 
 
@@ -273,11 +273,11 @@ def _read_pairs(
     for masters in (True, False):
         leaves = [s.leaf for s in sources if (s.leaf.name[0] == MASTER) == masters]
         targets = {leaf.name: _target(leaf) for leaf in leaves}
-        read = remainders.read_pairs(path, tree, targets) if targets else {}
+        read = pairs.read_pairs(path, tree, targets) if targets else {}
         for leaf in leaves:
-            stored = have[remainders.named(MASTER, leaf.name)][1]
+            stored = have[pairs.named(MASTER, leaf.name)][1]
             if loses(stored, describe(leaf)[1], read[leaf.name]):
-                whole = remainders.read_pairs(path, tree, {leaf.name: store.Numpy(leaf.shape, stored)})
+                whole = pairs.read_pairs(path, tree, {leaf.name: store.Numpy(leaf.shape, stored)})
                 converted(whole[leaf.name], describe(leaf)[1], f"{where}: {text(leaf.name)}")
             values[leaf.name] = _as_given(read[leaf.name], leaf.value)
     return values

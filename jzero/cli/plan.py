@@ -77,6 +77,8 @@ class Inputs(Asked):
     """Stage 3 alone: the dtype in which weights travel; that of the params, or of the model's casts, if omitted."""
     reduce_dtype: Literal["int4", "int8", "bfloat16", "float32"] | None = None
     """Stages 2 and 3: the dtype in which gradients travel; that in which they are made if omitted."""
+    update_dtype: Literal["int8"] | None = None
+    """Stages 1 and 2, and 3 with --param-axis: the dtype in which what an update adds to bf16 params travels."""
     offload: Literal["host", "disk"] | None = None
     """Keep optimizer state and masters in host memory and stream them through the device, or in files on a disk."""
     update: Literal["device", "host"] = "device"
@@ -109,7 +111,7 @@ class Inputs(Asked):
                 fields[name] = parse_names(getattr(self, name))
         if self.gather_dtype is not None and stages != [FETCHES]:
             raise InputError(f"--gather-dtype needs stage {FETCHES}, which alone gathers weights: --stages {FETCHES}.")
-        for name in ("master_dtype", "moment_dtype", "gather_dtype", "reduce_dtype"):
+        for name in ("master_dtype", "moment_dtype", "gather_dtype", "reduce_dtype", "update_dtype"):
             if getattr(self, name) is not None:
                 fields[name] = getattr(self, name)
         if self.offload_params is not None and stages != [FETCHES]:

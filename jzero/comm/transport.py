@@ -5,6 +5,11 @@ A block of values has one scale, which its largest magnitude sets: codes of int8
 those of float8_e4m3fn keep more of small values and less of large ones. (Moments have another map, see
 `int8_moments.py`: an update divides by them.) A block with a value that is not finite has a scale of NaN: it arrives
 as NaN, and the loss shows it.
+
+[Note: scales that round nothing]
+What an update adds to a param is decoded twice, by the shard that keeps what the codes have lost and by all devices,
+in programs that XLA fuses differently. With a power of two as scale, codes of 64 to 127 for the largest value of a
+block, their product is exact, so that both add the same number; and codes of what was decoded are the same codes.
 """
 
 from __future__ import annotations
@@ -91,6 +96,7 @@ class InCodes:
       codes: int8, float8_e4m3fn, or int4, of which the arrays are int8.
       before, after: layouts of the array, which cut no block.
       mesh: the user's.
+      exact: scales are powers of two: see [Note: scales that round nothing].
     """
 
     blocks: Blocks
@@ -98,13 +104,18 @@ class InCodes:
     before: PartitionSpec
     after: PartitionSpec
     mesh: Mesh
+    exact: bool = False
 
     def encode(self, shard: jax.Array) -> Sequence[jax.Array]:
         """Codes in the shape of the array, and scales."""
         values = self.blocks.cut(shard.astype(SCALE))
         largest = jnp.max(jnp.abs(values), axis=-1)
-        # a product with a constant, as XLA would make of the quotient in some programs: equal codes in all
-        scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), largest * (1 / _largest(self.codes)), jnp.nan)
+        if self.exact:
+            power = jax.lax.bitcast_convert_type(largest, jnp.uint32) & 0x7F800000
+            scales = jax.lax.bitcast_convert_type(power, SCALE) * 2**-6
+        else:  # a product with a constant, as XLA would make of the quotient in some programs: equal codes in all
+            scales = largest * (1 / _largest(self.codes))
+        scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
         share = shard.astype(SCALE) / self.blocks.spread(jnp.where(scales > 0, scales, 1))
         share = jnp.clip(share, -_largest(self.codes), _largest(self.codes))  # a scale that is subnormal is rounded
         whole = jnp.issubdtype(self.codes, jnp.integer)
@@ -144,9 +155,17 @@ def transport_of(hop: Hop, shape: Sequence[int], dtype: np.dtype, mesh: Mesh) ->
 
 def sent(transport: Transport, x: jax.Array, constrain: Callable[[jax.Array, PartitionSpec], jax.Array]) -> jax.Array:
     """An array in the layout that a transport brings it to, from the layout that it has."""
+    whole = gathered_parts(transport, x, constrain)
+    found = transport.decode(whole, x.dtype)
+    return found if found is whole[0] else constrain(found, transport.layouts[0][1])
+
+
+def gathered_parts(
+    transport: Transport, x: jax.Array, constrain: Callable[[jax.Array, PartitionSpec], jax.Array]
+) -> list[jax.Array]:
+    """The arrays that a transport sends for an array, gathered."""
     whole = []
     for part, (before, after) in zip(transport.encode(x), transport.layouts, strict=True):
         # pinned behind the encoding too, or the partitioner would gather first
         whole.append(constrain(part if part is x else constrain(part, before), after))
-    found = transport.decode(whole, x.dtype)
-    return found if found is whole[0] else constrain(found, transport.layouts[0][1])
+    return whole

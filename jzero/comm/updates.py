@@ -19,9 +19,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
+from jzero.comm.transport import AsIs, InCodes, sent
 from jzero.comm.weights import ring
 from jzero.core.ordering import tied
+from jzero.layout.blocks import update_blocks
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P, axis_of, named_axes, shard_factor, spec_axes
 from jzero.sharding import Plan
@@ -31,7 +36,7 @@ LARGE = 16 * 2**20  # bytes: a smaller leaf is worth neither a loop nor a place 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateGather:
-    """The all-gather of a new param.
+    """The all-gather of a new param, or of what is added to it.
 
     Attributes:
       plan: gives the mesh.
@@ -46,23 +51,64 @@ class UpdateGather:
         """A new param, or the difference to it, in the stored layout."""
         return self.plan.constrain(shard, x.stored)
 
+    def codes(self, x: Layout, shape: Sequence[int] | None = None) -> InCodes | None:
+        """How what is added to a param travels, or to a part of this shape; None where the new param does, as it is."""
+        blocks = update_blocks(x, self.plan)
+        if blocks is None:
+            return None
+        blocks = dataclasses.replace(blocks, shape=tuple(shape or x.shape))
+        return InCodes(blocks, np.dtype(jnp.int8), x.state, x.stored, self.plan.mesh, exact=True)
+
+    def add(self, param: jax.Array, added: jax.Array, x: Layout) -> jax.Array:
+        """A param in its stored layout and what is added to it, in fp32 on shards, which travels in codes."""
+        way = self.codes(x)
+        assert way is not None
+        param = self.plan.constrain(param, x.stored)
+        return self.plan.constrain(plus(param, sent(way, added, self.plan.constrain)), x.stored)
+
     def by_layers(self, param: jax.Array, shard: jax.Array, x: Layout) -> jax.Array:
         """The new stack of layers, gathered one by one into the buffer of the old one; see [Note: layer by layer]."""
         plan, count, dims = self.plan, x.shape[0], merged_dims(x)
+        codes, layer = self.codes(x), self.codes(x, (1, *x.shape[1:]))
+        way = codes or AsIs(x.shape, x.dtype, x.state, x.stored)
+        sends = [plan.constrain(part, before) for part, (before, _) in zip(way.encode(shard), way.layouts, strict=True)]
 
         def gathered(i):
-            layer = plan.constrain(jax.lax.dynamic_slice_in_dim(shard, i, 1), x.state)
-            return plan.constrain(layer, x.stored).reshape(1, *dims)
+            parts = []
+            for part, (before, after) in zip(sends, way.layouts, strict=True):
+                one = plan.constrain(jax.lax.dynamic_slice_in_dim(part, i, 1), before)
+                parts.append(plan.constrain(one, after))
+            return parts if codes else [parts[0].reshape(1, *dims)]
 
         def place(i, carry):  # the next layer is under way while this one is written
-            stack, layer = carry
-            return jax.lax.dynamic_update_slice_in_dim(stack, layer, i, 0), gathered(i + 1)
+            stack, parts = carry
+            return written(stack, parts, i), gathered(i + 1)
+
+        def written(stack, parts, i):
+            new = parts[0]
+            if layer:
+                added = layer.decode(parts, shard.dtype).reshape(1, *dims)
+                new = plus(jax.lax.dynamic_slice_in_dim(stack, i, 1), added)
+            return jax.lax.dynamic_update_slice_in_dim(stack, new, i, 0)
 
         # flat layers: else the layout that the gather likes spreads to the stack, and all of it is copied
         flat = plan.constrain(param, x.stored).reshape(count, *dims)
         flat, last = jax.lax.fori_loop(0, count - 1, place, (flat, gathered(0)))
-        flat = jax.lax.dynamic_update_slice_in_dim(flat, last, count - 1, 0)
+        flat = written(flat, last, count - 1)
         return plan.constrain(flat.reshape(x.shape), x.stored)
+
+    def added_in_turn(
+        self, params: Sequence[jax.Array], added: Sequence[jax.Array], layouts: Sequence[Layout]
+    ) -> list[jax.Array]:
+        """The new params of `add`, by layers where these are large; see [Note: one copy at a time]."""
+        values: list[jax.Array] = []
+        for param, shard, x in zip(params, added, layouts, strict=True):
+            if values and x.nbytes >= LARGE:
+                shard, values[-1] = tied(shard, values[-1])
+                shard = self.plan.constrain(shard, x.state)
+            add = self.by_layers if goes_by_layers(x) else self.add
+            values.append(add(param, shard, x))
+        return values
 
     def in_turn(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[Callable[[], jax.Array]]:
         """Functions that return the gathered leaves, each gather begun when the last copy is done.
@@ -89,8 +135,23 @@ class UpdateGather:
         own = (a for a in named_axes(x.state) if a not in (*named_axes(x.stored), *named_axes(x.used)))
         axes = tuple(dict.fromkeys(map(axis_of, own)))
         state, stored = (shard_factor(spec, self.plan.mesh) for spec in (x.state, x.stored))
-        size = math.prod(x.state_shape) * x.dtype.itemsize
+        way = self.codes(x)
+        size = way.sent_bytes if way else math.prod(x.state_shape) * x.dtype.itemsize
         yield axes, ring(state / stored) * size / stored
+
+
+def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """An fp32 array rounded to the values of bfloat16, say, by an operation that XLA does not drop.
+
+    Values that are subnormal in the narrower dtype become zero.
+    """
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
+
+
+def plus(param: jax.Array, added: jax.Array) -> jax.Array:
+    """A param and an fp32 array, added in fp32 and rounded to the dtype of the param."""
+    return rounded(param.astype(added.dtype) + added, param.dtype).astype(param.dtype)
 
 
 def is_copied(x: Layout) -> bool:

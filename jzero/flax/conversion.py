@@ -22,9 +22,9 @@ from jzero.layout.padding import padded, unpadded
 from jzero.layout.placement import device_type, on_device, put
 from jzero.optim import ZeroState, ZeroTransformation, init_shapes, is_wrapped, unwrap, zero
 from jzero.sharding import Plan
-from jzero.update import remainder
 from jzero.update.int8_moments import block_leaves, quantize
 from jzero.update.padded_state import align, check_state, cut, cut_state
+from jzero.update.pairs import Pair, pair_of
 from jzero.update.sharded_update import taken_over
 from jzero.update.zero_state import inner_of
 
@@ -74,9 +74,9 @@ def converted(
 ) -> Parts:
     """The parts with the optimizer state for this plan: the same values, in the dtypes that `init` gives for masters.
 
-    Params are as they were, unless masters become remainders or remainders masters: then they are rounded by the rule
-    of the new plan. (Otherwise, where the rules round a tie differently, a plan with fp32 masters would assume that
-    the user replaced the param.)
+    Params are as they were, unless masters are stored in another way: then they are rounded by the rule of the new
+    plan. (Otherwise, where the rules round differently, a plan with fp32 masters would assume that the user replaced
+    the param.)
 
     Leaf by leaf: `place(x, sharding)` puts it on its devices, where it is converted, and `store(x, sharding)` where it
     lives. `masters`: initial values wider than the params, where they are known. A state with masters keeps them,
@@ -132,29 +132,33 @@ def _state_for(
     if not isinstance(target, ZeroState):
         return inner, jax.tree.leaves(parts.params)
 
-    def stored_master(given, known, shape, sharding):
-        """The master as it is stored, and the param."""
+    def stored_master(given, known, was, shape, sharding):
+        """The master as it is stored, and the param; `was`: how the known one is."""
         if shape is None:
             return None, given
-        param, pairs = placed(given, shape.shape, sharding), shape.dtype == jnp.int16
+        param, pair = placed(given, shape.shape, sharding), pair_of(plan.config, given.dtype)
         if known is None:
-            new = jnp.zeros_like(param, jnp.int16) if pairs else param
+            new = param if pair is None else jnp.zeros_like(param, pair.dtype)
         else:
             known = placed(known, shape.shape, sharding)
-            if (known.dtype == jnp.int16) != pairs:
-                new, given = (_narrowed if pairs else _widened)(param, known, tuple(np.shape(given)))
+            if pair == was:
+                new = taken_over(param, known) if pair is None else known
             else:
-                new = known if pairs else taken_over(param, known)
+                new, given = _paired(param, known, was, pair, tuple(np.shape(given)))
         return store(new.astype(shape.dtype), sharding), given
 
     known, count = masters or [None] * len(plan.layouts), None
+    were: list[Pair | None] = [None] * len(known)
     if isinstance(parts.opt_state, ZeroState):
         old = align(parts.opt_state.master, parts.params, where="jzero.shard: the master")
+        if is_wrapped(parts.tx):
+            rows = zip(old, jax.tree.leaves(parts.params), strict=True)
+            were = [None if m is None else pair_of(parts.tx.init.plan.config, p.dtype) for m, p in rows]
         known = [k if m is None else m for m, k in zip(old, known, strict=True)]
         count = parts.opt_state.rounding_count
     shapes = align(target.master, parts.params, where="jzero.shard: the master")
-    rows = zip(jax.tree.leaves(parts.params), known, shapes, strict=True)
-    made = [stored_master(*row, None if row[2] is None else next(shardings)) for row in rows]
+    rows = zip(jax.tree.leaves(parts.params), known, were, shapes, strict=True)
+    made = [stored_master(*row, None if row[3] is None else next(shardings)) for row in rows]
     new, params = [m for m, _ in made], [p for _, p in made]
     if target.rounding_count is None:
         count = None
@@ -169,18 +173,23 @@ def _state_for(
     return ZeroState(inner, master, count, jax.tree.structure(target.moment_scales).unflatten(lying)), params
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def _widened(param: jax.Array, rest: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The fp32 master of a pair, and the param as that master rounds, cut to its shape: see `converted`."""
-    master = remainder.join(param, rest)
-    return master, unpadded(master.astype(param.dtype), shape)
+@functools.partial(jax.jit, static_argnames=("was", "pair", "shape"))
+def _paired(
+    param: jax.Array, known: jax.Array, was: Pair | None, pair: Pair | None, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """A master stored in another way, and the param that belongs to it, cut to its shape: see `converted`.
 
-
-@functools.partial(jax.jit, static_argnames="shape")
-def _narrowed(param: jax.Array, master: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The remainder of a master, and the param that belongs to it, cut to its shape."""
-    param, rest = remainder.split(taken_over(param, master).astype(jnp.float32))
-    return rest, unpadded(param, shape)
+    Args:
+      param: that belongs to the known one.
+      known: the master, as it was stored.
+      was, pair: how it was and is stored.
+      shape: of the param.
+    """
+    master = (taken_over(param, known) if was is None else was.join(param, known)).astype(FP32)
+    if pair is None:
+        return master, unpadded(master.astype(param.dtype), shape)
+    new, rest = pair.split(master, param.dtype)
+    return rest, unpadded(new, shape)
 
 
 def _fresh_inner(
@@ -237,7 +246,7 @@ def without_padding(opt_state: PyTree, tx: ZeroTransformation) -> PyTree:
 
 
 def with_masters(opt_state: PyTree, params: PyTree, tx: ZeroTransformation) -> PyTree:
-    """A logical optimizer state with fp32 masters, also if its plan stores remainders.
+    """A logical optimizer state with fp32 masters, also if its plan stores what params lack.
 
     Args:
       opt_state: without padding.
@@ -245,14 +254,16 @@ def with_masters(opt_state: PyTree, params: PyTree, tx: ZeroTransformation) -> P
       tx: the wrapped transformation.
 
     Raises:
-      ValueError: the plan stores remainders, and `params` is None or not the params of the plan.
+      ValueError: the plan stores what params lack, and `params` is None or not the params of the plan.
     """
     plan = tx.init.plan
-    if plan.config.master_dtype != "remainder" or not isinstance(opt_state, ZeroState):
+    fields = {"master_dtype": "remainder", "update_dtype": "int8"}
+    asked = [f'{k}="{v}"' for k, v in fields.items() if getattr(plan.config, k) == v]
+    if not asked or not isinstance(opt_state, ZeroState):
         return opt_state
     if params is None:
         raise ValueError(
-            'jzero.unshard: with master_dtype="remainder" a master is its param and 16 more bits. Pass the params too: '
+            f"jzero.unshard: with {asked[0]} a master is its param and what that lacks. Pass the params too: "
             "jzero.unshard(state.opt_state, tx=state.tx, params=state.params), in NNX "
             "params=nnx.state(model, nnx.Param)."
         )
@@ -263,15 +274,15 @@ def with_masters(opt_state: PyTree, params: PyTree, tx: ZeroTransformation) -> P
         raise ValueError(f"jzero.unshard: params of another dtype than those of the plan:\n{listing(wrong)}")
     plan = plan.trained
     known = plan.tree.flatten_up_to(opt_state.master)
-    masters = [m if m is None else _joined(p, m) for (p, _), m in zip(given, known, strict=True)]
+    pairs = [pair_of(plan.config, x.dtype) for _, x in given]
+    rows = zip(given, known, pairs, strict=True)
+    masters = [m if m is None or pair is None else _joined(p, m, pair) for (p, _), m, pair in rows]
     return opt_state._replace(master=plan.tree.unflatten(masters))
 
 
-def _joined(param: Any, rest: Any) -> Any:
-    if rest.dtype != jnp.int16:
-        return rest
+def _joined(param: Any, rest: Any, pair: Pair) -> Any:
     rest = on_device(rest)
-    return remainder.join(param if in_trace() else put(param, rest.sharding), rest)
+    return pair.join(param if in_trace() else put(param, rest.sharding), rest)
 
 
 def as_array(x: Any) -> Any:

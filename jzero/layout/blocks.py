@@ -136,11 +136,39 @@ def uncut(
     moments = Blocks.of(shape, scan_dim, config.quantize_block)
     if config.moment_dtype == jnp.int8 and not _never(moments, keys):
         wanted.append(lambda spec: moments.spec(spec, mesh) is not None)
+    if config.update_dtype is not None and _is_long(moments):
+        wanted.append(lambda spec: moments.spec(spec, mesh) is not None)
     layer = tuple(n for dim, n in enumerate(shape) if dim != scan_dim)
     if config.gather_dtype is not None and config.row.params and math.prod(layer) >= LEAST_QUANTIZED:
         weights = Blocks.of(layer, None, config.quantize_block)
         wanted.append(lambda spec: weights.spec(without_dim(spec, len(shape), scan_dim), mesh) is not None)
     return (lambda spec: all(fits(spec) for fits in wanted)) if wanted else None
+
+
+def _is_long(blocks: Blocks) -> bool:
+    return math.prod(blocks.shape) >= LEAST_QUANTIZED and blocks.run >= min(blocks.size, LEAST_RUN)
+
+
+def update_blocks(x: Layout, plan: Any) -> Blocks | None:
+    """The blocks of what an update adds to a param; None where the new param travels as it is, or stays."""
+    if plan.config.update_dtype is None or x.frozen is not None or x.state == x.stored or why_sent_whole(x, plan):
+        return None
+    return Blocks.of(x.shape, x.scan_dim, plan.config.quantize_block)
+
+
+def why_sent_whole(x: Layout, plan: Any) -> str:
+    """Why a plan whose updates travel in codes gathers a new param as it is; empty if it does not."""
+    blocks = Blocks.of(x.shape, x.scan_dim, plan.config.quantize_block)
+    if not plan.config.keeps_difference(x.dtype):
+        return f"its dtype is {x.dtype}"
+    if math.prod(x.shape) < LEAST_QUANTIZED:
+        return f"fewer than {LEAST_QUANTIZED} values"
+    if not _is_long(blocks):
+        return f"only {blocks.run} of its values in a row belong to one layer"
+    if x.padded:
+        return f"stored padded to {list(x.state_shape)}"
+    cut = any(blocks.spec(spec, plan.mesh) is None for spec in (x.state, x.stored))
+    return f"its layout would cut blocks of {blocks.size}" if cut else ""
 
 
 @dataclasses.dataclass(frozen=True)

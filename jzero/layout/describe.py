@@ -12,7 +12,7 @@ import optax
 from jzero.core.errors import counted, human_bytes, listing, table, typed_shape
 from jzero.core.random_keys import is_key
 from jzero.core.types import Shaped
-from jzero.layout.blocks import blocks_of, why_not_in_codes, why_wide
+from jzero.layout.blocks import blocks_of, why_not_in_codes, why_sent_whole, why_wide
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import SCALES
 
@@ -42,6 +42,7 @@ def describe_plan(plan: Any, tx: optax.GradientTransformation | None) -> str:
         parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
         parts += _quantized_lines(plan, state) if config.moment_dtype == jnp.int8 else []
     parts += _gathered_lines(plan) if config.gather_dtype is not None else []
+    parts += _updated_lines(plan) if config.update_dtype is not None else []
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
     bytes_whole = sum(x.nbytes for x in whole)
     frozen = [x for x in plan.layouts if x.frozen is not None]
@@ -109,6 +110,17 @@ def _gathered_lines(plan: Any) -> list[str]:
         f"blocks of {plan.config.quantize_block}"
     )
     return [f"{line}; as they are:\n{listing(rows)}"] if rows else [line]
+
+
+def _updated_lines(plan: Any) -> list[str]:
+    """Which updates are added from codes, and which new params travel as they are, with the reasons."""
+    gathered = [x for x in plan.layouts if x.state != x.stored and x.frozen is None]
+    rows = [(x.name, why, human_bytes(x.nbytes)) for x in gathered if (why := why_sent_whole(x, plan))]
+    line = (
+        f"updates of {len(gathered) - len(rows)} of {counted(len(gathered), 'param')} travel in "
+        f"{plan.config.update_dtype}, in blocks of {plan.config.quantize_block}"
+    )
+    return [f"{line}; new params travel as they are:\n{listing(rows)}"] if rows else [line]
 
 
 def _host_line(plan: Any, leaves: list[tuple[str, int]]) -> str:

@@ -83,8 +83,16 @@ def mismatch(tree: PyTree, layouts: Sequence[Layout], *, where: str) -> str:
     )
 
 
-def check_remainders(layouts: Sequence[Layout], config: ZeroConfig) -> None:
-    """Raises ValueError for trained params whose masters cannot be stored as remainders."""
+def check_pairs(layouts: Sequence[Layout], config: ZeroConfig) -> None:
+    """Raises ValueError for trained params whose masters cannot be stored as what the params lack, if that is asked."""
+    if config.update_dtype is not None and layouts and not any(config.keeps_difference(x.dtype) for x in layouts):
+        found = ", ".join(sorted({str(x.dtype) for x in layouts}))
+        raise ValueError(
+            f"ZeroConfig(update_dtype=int8): no trained param is bfloat16 (they are {found}), and others travel as "
+            "they are. Cast the params to bfloat16, or leave update_dtype out."
+        )
+    if config.master_dtype != "remainder":
+        return
     where = 'ZeroConfig(master_dtype="remainder")'
     halves = [
         (x.name, typed_shape(x)) for x in layouts

@@ -14,6 +14,7 @@ from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import P
 from jzero.sharding import Plan
 from jzero.update.padded_state import align, pad
+from jzero.update.pairs import pair_of
 from jzero.update.zero_state import Quantized, ZeroState, inner_of, scales_of
 
 
@@ -57,12 +58,11 @@ def with_master(
 def as_stored(master: jax.Array, x: Layout, plan: Plan) -> jax.Array:
     """The initial master of a param, as the state stores it.
 
-    A remainder is zero, and not computed from the param: XLA may skip the rounding of a param that the same program
-    makes.
+    What is stored beside a param is zero, and not computed from the param: XLA may skip the rounding of a param that
+    the same program makes.
     """
-    if not plan.config.keeps_remainder(x.dtype):
-        return master
-    return plan.constrain(jnp.zeros(master.shape, jnp.int16), x.state)
+    pair = pair_of(plan.config, x.dtype)
+    return master if pair is None else plan.constrain(jnp.zeros(master.shape, pair.dtype), x.state)
 
 
 def split_master(state: PyTree, params: PyTree) -> tuple[PyTree, list[jax.Array | None]]:

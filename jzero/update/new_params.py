@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -18,7 +19,7 @@ from jzero.update.deferred_update import deferred
 
 
 def update_leaves(
-    news: Sequence[jax.Array | None], masters: Sequence[jax.Array | None], plan: Plan
+    news: Sequence[jax.Array | None], masters: Sequence[jax.Array | None], params: Sequence[jax.Array], plan: Plan
 ) -> list[PyTree]:
     """The leaves that `update` returns.
 
@@ -26,18 +27,25 @@ def update_leaves(
       news: the new value of a param with a master; the difference for one without, or with updates="delta". For a param
         in host memory always the new value, already there in its stored layout. None where a param stays.
       masters: one per param, or None.
+      params: to which differences that travel in codes are added.
       plan: the layouts.
     """
     rows, gather = list(zip(news, masters, plan.layouts, strict=True)), comm_of(plan).updates
     if plan.config.updates == "delta":
         return [None if new is None else _stored(gather, x, new) for new, _, x in rows]
+    in_codes = [i for i, (new, _, x) in enumerate(rows) if new is not None and gather.codes(x)]
+    added = _added([params[i] for i in in_codes], [rows[i][0] for i in in_codes], [rows[i][2] for i in in_codes], plan)
+    whole = dict(zip(in_codes, added, strict=True))
     copied = [
-        (new, x) for new, master, x in rows
+        (new, x) for i, (new, master, x) in enumerate(rows)
         if new is not None and master is not None and is_copied(x) and not goes_by_layers(x)
-        and memory_kind(new) != HOST
+        and memory_kind(new) != HOST and i not in whole
     ]  # fmt: skip
     in_turn = iter(_in_turn([new for new, _ in copied], [x for _, x in copied], plan) if copied else ())
-    return [_leaf(*row, plan, in_turn) for row in rows]
+    return [
+        deferred(lambda _, value=whole[i]: value, row[2]) if i in whole else _leaf(*row, plan, in_turn)
+        for i, row in enumerate(rows)
+    ]
 
 
 def _leaf(
@@ -60,6 +68,17 @@ def _leaf(
         return deferred(lambda _: value(), x)
     gathered = _stored(gather, x, new)
     return deferred(lambda _: gathered, x)
+
+
+def _added(
+    params: Sequence[jax.Array], news: Sequence[Any], layouts: Sequence[Layout], plan: Plan
+) -> list[jax.Array]:
+    """New params, from differences that travel in codes."""
+    gather = comm_of(plan).updates
+    return in_auto_mode(
+        lambda params, news: gather.added_in_turn(params, news, layouts), (list(params), list(news)),
+        lambda _: [x.stored for x in layouts],
+    )  # fmt: skip
 
 
 def _in_turn(

@@ -7,8 +7,7 @@ again, those of denormals and both zeros too. (With ties to even, one pair would
 finite masters have an infinite param and a negative remainder. A NaN becomes the pair (0x7fc0, 0).
 
 [Note: pairs that no master has]
-jzero cannot tell a param that the user replaced from one that the update made: its master is the param plus the old
-remainder, at most half a unit in the last place away. Only a zero with a negative remainder, or an infinity with a
+They come of params that the user replaced. Only a zero with a negative remainder, or an infinity with a
 positive one, would become a NaN: there the remainder counts as 0.
 
 [Note: computed once]
@@ -31,13 +30,19 @@ INFINITY = 0x7F80
 
 def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The bf16 param and the int16 remainder of an fp32 master, each of its shape. See [Note: the pair]."""
-    bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
-    bits = jax.lax.div(bits, jnp.where((bits & 0xFFFF) > 0xFFFF, jnp.uint32(2), jnp.uint32(1)))  # [Note: computed once]
+    bits = jax.lax.bitcast_convert_type(computed_once(master), jnp.uint32)
     is_nan = (bits & 0x7FFFFFFF) > (INFINITY << 16)
     upper = jnp.where(is_nan, jnp.uint32(NAN), (bits + 0x8000) >> 16)
     lower = jnp.where(is_nan, jnp.uint32(0), bits & 0xFFFF)
     param = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
     return param, jax.lax.bitcast_convert_type(lower.astype(jnp.uint16), jnp.int16)
+
+
+def computed_once(x: jax.Array) -> jax.Array:
+    """An fp32 array that has the same values for all of its readers: see [Note: computed once]."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = jax.lax.div(bits, jnp.where((bits & 0xFFFF) > 0xFFFF, jnp.uint32(2), jnp.uint32(1)))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def join(param: jax.Array, remainder: jax.Array) -> jax.Array:

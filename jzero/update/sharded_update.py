@@ -3,7 +3,7 @@
 [Note: the master follows the param]
 A param that is not `cast(master)` was replaced by the user (a loaded checkpoint, pruning). The master takes
 it over, element by element, at the next update. The comparison reads only the shard. (A remainder has no master to
-compare with: see [Note: pairs that no master has] in `remainder.py`.)
+compare with, nor has a difference: see [Note: no master to compare with] in `pairs.py`.)
 
 [Note: old params die early]
 A donated param's buffer can hold its own gradient once nothing reads the old param any more. The update
@@ -11,7 +11,7 @@ reads it (its shard is compared with the master, or is what the difference is ad
 that read as late as it can, so that the buffer stays taken through the whole backward pass. Barriers make
 every gradient wait for one number that exists only after all those reads. The number is all-reduced, and XLA
 starts it early to hide that; numbers that stay on their shards change nothing (tried). The masters are compared in
-place, so nothing else is alive for longer (with remainders, the shards of the old params are). Temp of a stage-2
+place, so nothing else is alive for longer (with pairs, the shards of the old params are). Temp of a stage-2
 step of the tests' GPT (4 layers, 64 H200): 106.6 MB without, 5.2 MB with; on jaxlib 0.12 106.6 and 2.0, beside 33.5
 of cuBLAS. Vectors do not wait: they are small, and what their gradients are computed from would wait with them.
 
@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jzero.comm import comm_of
 from jzero.core.ordering import after, tied
 from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import Layout
@@ -40,11 +41,11 @@ from jzero.layout.placement import HOST, memory_kind
 from jzero.offload import placements_of, streamed, where_they_lie
 from jzero.sharding import Plan
 from jzero.stream.placement import Placement
-from jzero.update import remainder
 from jzero.update.int8_moments import Int8Moments
 from jzero.update.masters import seen_dtype
 from jzero.update.owners import on_owners
 from jzero.update.padded_state import align, check_dtypes, cut, cut_state, pad, pin_state
+from jzero.update.pairs import Pair, pair_of, sent_in_codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,32 +80,34 @@ class ShardedUpdate:
         return self.joined(self.taken_over(shards, master), master)
 
     def taken_over(self, shards: list, master: list) -> list:
-        """The same, but the param itself where the master is stored as a remainder."""
+        """The same, but the param itself where it is one of a pair."""
         rows = zip(shards, master, self.plan.layouts, strict=True)
-        return [p if self.is_remainder(m, x) else take_over(p, m, x, self.plan) for p, m, x in rows]
+        return [p if self.pair(m, x) else take_over(p, m, x, self.plan) for p, m, x in rows]
 
     def joined(self, taken: list, master: list) -> list:
         """The masters of what `taken_over` returned."""
-        rows = zip(taken, master, self.plan.layouts, strict=True)
-        return [
-            self.plan.constrain(remainder.join(p, m), x.state) if self.is_remainder(m, x) else p for p, m, x in rows
-        ]
+        found = []
+        for p, m, x in zip(taken, master, self.plan.layouts, strict=True):
+            pair = self.pair(m, x)
+            found.append(p if pair is None else self.plan.constrain(pair.join(p, m), x.state))
+        return found
 
-    def is_remainder(self, master, x: Layout) -> bool:
-        """Whether the master of a param is stored as a remainder."""
-        return master is not None and self.plan.config.keeps_remainder(x.dtype)
+    def pair(self, master, x: Layout) -> Pair | None:
+        """How the master of a param is stored beside it, if not as it is."""
+        return None if master is None else pair_of(self.plan.config, x.dtype)
 
     def __call__(self, shards: list, wide: list, grads: list, inner, master: list):
         """For every param, on its shard: the new value, or the difference without a master or with updates="delta".
 
         Args:
-          shards: params on the shards of their state; read only with `updates="delta"`.
+          shards: params on the shards of their state; read only where differences to them are made.
           wide: masters; for a param without one, the param.
           grads: reduced, or None.
           inner, master: the state, cut.
 
         Returns:
-          The values and differences; the new inner state and the new masters, both as they are stored.
+          The values and differences, those that travel in codes in fp32; the new inner state and the new masters, both
+          as they are stored.
         """
         plan, layouts = self.plan, self.plan.layouts
         with jax.named_scope("jzero.update"):
@@ -130,8 +133,9 @@ class ShardedUpdate:
             # one number for all values is a delta too
             return delta if delta is None else plan.constrain(jnp.broadcast_to(delta, wide.shape), x.state), kept
         new = plan.constrain((wide + delta).astype(wide.dtype), x.state)
-        if self.is_remainder(master, x):
-            value, rest = remainder.split(new)
+        if pair := self.pair(master, x):
+            way = comm_of(plan).updates.codes(x)
+            value, rest = sent_in_codes(new, shard, way) if way else pair.split(new, x.dtype)
             return plan.constrain(value, x.state), pad(rest, x.state_shape, x.state, plan)
         stored = pad(new, x.state_shape, x.state, plan)
         if plan.config.updates == "delta":

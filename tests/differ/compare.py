@@ -45,6 +45,7 @@ from differ.runs import RUNS, initial
 from jzero.comm import reduce_in_codes
 from jzero.layout import blocks
 from jzero.layout.blocks import blocks_of
+from jzero.layout.leaf_rule import path_keys
 
 SMALL, hosts_along = blocks.LEAST_QUANTIZED, reduce_in_codes.hosts_along
 GRADIENT_CODES = {"int8": 2 / 254, "int4": 2 / 254 + 2 / 14}
@@ -72,7 +73,8 @@ class Plain:
         narrow = case["dtype"] != "float32"
         config = case["config"]
         self.wide = narrow and (config.get("master_dtype", "auto") is not None or config["tier"] in OUTSIDE)
-        self.pairs = config.get("master_dtype") == "remainder"
+        self.pairs = config.get("master_dtype") == "remainder" or "update_dtype" in config
+        self.in_codes = False  # params are sums of updates that travel in codes
         self.master = jax.tree.map(lambda p: p.astype(jnp.float32), self.params) if self.wide else None
         self.tx = chain_of(case)
         count = len(jax.tree.leaves(self.params))
@@ -104,6 +106,9 @@ class Plain:
         """Where the sharded run is now: that says when an update is late, and what an NNX model draws."""
         self.delay, self.devices = config["tier"].startswith("late"), batch_parts(mesh)
         self.once = reduced_once(self.case, config)
+        if self.in_codes and "update_dtype" not in config:  # rounded again from their masters
+            self.params = self.handed = jax.tree.map(lambda m, p: m.astype(p.dtype), self.master, self.params)
+        self.in_codes = "update_dtype" in config
         if self.beside is not None:
             self.beside.place(config, mesh)
 
@@ -236,8 +241,13 @@ class Plain:
         """Params that the user replaced: the masters take what differs."""
         if self.beside is not None:
             self.beside.replace(change)
-        self.params = change(self.params)
-        if self.wide and not self.pending:
+        old, self.params = self.params, change(self.params)
+        if self.in_codes:  # what codes have lost stays
+            self.master = jax.tree.map(
+                lambda p, o, m: jnp.where(p == o, m, p.astype(m.dtype) + (m - o.astype(m.dtype))),
+                self.params, old, self.master,
+            )  # fmt: skip
+        elif self.wide and not self.pending:
             self.master = jax.tree.map(
                 lambda p, m: jnp.where(p == m.astype(p.dtype), m, p.astype(m.dtype)), self.params, self.master
             )
@@ -318,7 +328,8 @@ def run_case(case: dict) -> Outcome:
         warnings.simplefilter("ignore")
         places = configs_of(case)
         gradients = {c.get("reduce_dtype") for c in places} & GRADIENT_CODES.keys()
-        in_codes = case["config"].get("moment_dtype") == "int8" or any("gather_dtype" in c for c in places)
+        in_codes = case["config"].get("moment_dtype") == "int8"
+        in_codes |= any({"gather_dtype", "update_dtype"} & c.keys() for c in places)
         blocks.LEAST_QUANTIZED = 16 if in_codes or gradients else SMALL  # the models are tiny
         reduce_in_codes.hosts_along = on_two_hosts if "int4" in gradients else hosts_along
         try:
@@ -388,7 +399,7 @@ def _run(case: dict, folder: Path) -> None:
             batch["x"] = batch["x"] * np.float32("nan")
         if event and event["kind"] == "full disk":
             run.writes = event["writes"]
-        before = jax.tree.leaves(run.visible())
+        before, handed = jax.tree.leaves(run.visible()), jax.tree.leaves(plain.params)
         plain.see(run)
         loss, grads = run.step(batch, key)
         if case["step"] == "jzero.jit" and not run.outside and not any(x.is_deleted() for x in before):
@@ -402,7 +413,7 @@ def _run(case: dict, folder: Path) -> None:
             more = (functools.partial(of, batch, key) for of in (plain.truth, plain.parts))
             tolerances.gradients(grads, own, where, others, *more)
         plain.update(grads if case["fed"] else own)
-        _check_params(run, plain, tolerances, where)
+        _check_params(run, plain, tolerances, where, handed)
         if run.config.get("moment_dtype") == "int8":
             _take_moments(run, plain, tolerances, where)
     _check_end(run, plain, tolerances, case)
@@ -529,8 +540,11 @@ class Tolerances:
             off = np.sort(off, axis=None)[: off.size - min(max(2, off.size // 50), off.size // 4)]
         return float(np.max(off, initial=0))
 
-    def values(self, got: list, want: list, where: str, apart: list[float]) -> None:
-        """Params or masters: by how far they have moved, by their rounding, and by what rounding alone has moved."""
+    def values(self, got: list, want: list, where: str, apart: list[float], lost: list[float] | None = None) -> None:
+        """Params or masters: by how far they have moved, by their rounding, and by what rounding alone has moved.
+
+        `lost`: what codes of an update may have lost of each.
+        """
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             if g is None:
                 continue
@@ -548,7 +562,7 @@ class Tolerances:
             free = 2e-3 if not self.case["fed"] else 0.0
             part = max(1e-4, free, self.rounded_state * 1.5, 3 * self.excess())
             error = self.error(g, w)
-            allowed = part * moved + min(8 * apart[i], 0.01 * moved)
+            allowed = part * moved + min(8 * apart[i], 0.01 * moved) + (lost[i] if lost else 0.0)
             allowed += 4 * rounding * float(np.max(np.abs(w), initial=0)) + least + 1e-9
             turned = float(np.max(np.abs(g - w), initial=0)) > 2 * moved + allowed  # further than by a sign
             if turned or not error <= allowed:
@@ -611,12 +625,35 @@ def _same_form(got, want, where: str) -> None:
         raise Differs(f"{where}: shape {got.shape}, plain {want.shape}")
 
 
-def _check_params(run, plain: Plain, tolerances: Tolerances, where: str) -> None:
+def _check_params(run, plain: Plain, tolerances: Tolerances, where: str, handed: list) -> None:
+    """The params after a step, `handed` those of the plain run before it."""
     from differ.runs import host
 
     tolerances.started = plain.start
     apart = plain.apart(lambda x: x.params)
-    tolerances.values(host(run.visible()), jax.tree.leaves(plain.params), f"{where}: params", apart)
+    got, lost = host(run.visible()), None
+    if plain.in_codes:
+        rows = zip(_layouts(run), handed, jax.tree.leaves(plain.master), strict=True)
+        lost = [_lost_by_codes(run, *row) for row in rows]
+    tolerances.values(got, jax.tree.leaves(plain.params), f"{where}: params", apart, lost)
+    if plain.in_codes:  # so its next update adds to the same params
+        for of in (plain, plain.beside):
+            if of is not None:
+                of.params = of.handed = jax.tree.structure(of.params).unflatten(list(map(jnp.asarray, got)))
+
+
+def _layouts(run) -> list:
+    """The layouts of the params, in the order of the plain run's."""
+    paths = [k for k, _ in jax.tree_util.tree_leaves_with_path(run.visible())]
+    return [run.plan.by_keys[path_keys(k)] for k in paths]
+
+
+def _lost_by_codes(run, x, param, master) -> float:
+    """What the codes of an update may lose of a param: half a code, of which its largest value has 64 or more."""
+    if blocks.update_blocks(x, run.plan) is None:
+        return 0.0
+    sent = np.abs(np.asarray(master, np.float32) - np.asarray(param, np.float32))
+    return float(np.max(sent, initial=0, where=np.isfinite(sent))) / 64  # and is itself up to one code off
 
 
 def _check_moments(inner: list, plain: Plain, run) -> None:
@@ -663,7 +700,9 @@ def _check_weights(run, plain: Plain, event: dict, case: dict, folder: Path) -> 
     other = run.fresh(event["mesh"], event["config"], abstract=case["born"])
     other.load(path, only="params")
     params = jax.tree.leaves(run.visible())
-    if run.config.get("master_dtype") == "remainder":  # the other place rounds masters to even: ties may differ
+    again = "update_dtype" not in event["config"] and event["config"].get("master_dtype", "auto") is not None
+    if run.config.get("master_dtype") == "remainder" or ("update_dtype" in run.config and again):
+        # the other place rounds masters to even
         masters = _of_all(run.parts()[2], plain.flags)
         params = [p if m is None else m.astype(p.dtype) for p, m in zip(params, masters, strict=True)]
     for name, got, want in (("param", other.visible(), params), ("statistic", other.rest(), run.rest())):

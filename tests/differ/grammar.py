@@ -149,6 +149,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["weighed"] = True
     if case["blocks"] and rng.random() < 0.1:
         case["names"] = rng.sample(NAMES, len(case["blocks"]))
+    if case["dtype"] == "bfloat16" and rng.random() < 0.4:
+        draw_update_codes(rng, case)
     return case
 
 
@@ -199,6 +201,17 @@ def draw_gradient_codes(rng, case: dict) -> None:
     for config in configs_of(case):
         if config["stage"] >= 2:
             config |= {"reduce_dtype": codes, "quantize_block": config.get("quantize_block") or size}
+
+
+def draw_update_codes(rng, case: dict) -> None:
+    """Updates that travel in 8 bits, in the places that gather new params; the plain run takes these as they come."""
+    case["width"] = 16 if "sliced" in case["blocks"] else rng.choice((16, 24))  # others would cut blocks
+    within_hosts = "hpz" in (case["mesh"]["kind"], case["mesh"].get("levels"))
+    for config in configs_of(case):
+        gathers = config["stage"] in (1, 2) or (config["stage"] == 3 and config is case["config"] and within_hosts)
+        plain = "updates" not in config and config.get("master_dtype", "auto") == "auto"
+        if gathers and plain and config["tier"] in ("device", "stream"):
+            config |= {"update_dtype": "int8", "quantize_block": config.get("quantize_block") or 8}
 
 
 def draw_blocks(rng, flavour: str, head: str) -> list[str]:
@@ -387,6 +400,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     for config in places:
         if config.get("reduce_dtype") in ("int8", "int4"):
             yield "gradient codes", f"{config['reduce_dtype']}, stage {config['stage']}, {config['tier']}"
+        if "update_dtype" in config:
+            yield "update codes", f"stage {config['stage']}, {config['tier']}"
     if any(config.get("master_dtype") == "remainder" for config in places):
         tier = case["config"]["tier"]  # it comes from an update outside of the program, or goes there
         yield "remainder", "outside" if tier in OUTSIDE else tier
@@ -428,5 +443,6 @@ SHARES = {
     "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "aux": 0.01, "weighed": 0.01,
     "begins": 0.03, "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
     "layers named like fields": 0.01, "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
+    "update codes": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

@@ -1,8 +1,8 @@
-"""Checkpoints and `master_dtype="remainder"`: pairs are stored as they are, and read as fp32 masters where needed.
+"""Checkpoints of masters that are stored as what their params lack (`update/pairs.py`): as they are, or joined.
 
-A checkpoint has `master_remainder/...` beside `params/...`: 4 bytes per value; a param and its fp32 master take 6.
-A target with fp32 masters, or with a param in fp32, gets the two joined; a target with remainders reads fp32 masters
-and splits them. Params are rounded again in both cases: see `converted` in `flax/conversion.py`.
+A checkpoint has `master_remainder/...` or `master_difference/...` beside `params/...`. A target with fp32 masters, or
+with a param in fp32, gets the two joined; a target with the other kind of pairs, or one with pairs that reads fp32
+masters, has them split. Params are rounded again in all these cases: see `converted` in `flax/conversion.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import jax
 import numpy as np
 
 from jzero.checkpoint import store
-from jzero.checkpoint.logical import MASTER, REMAINDER, Name, NamedLeaf
+from jzero.checkpoint.logical import MASTER, Name, NamedLeaf
 from jzero.checkpoint.match import Described, Source
 from jzero.core.types import PyTree
 from jzero.layout.leaf_rule import path_keys
 from jzero.layout.padding import padded, unpadded
 from jzero.layout.placement import on_device, put
 from jzero.update import remainder
+from jzero.update.pairs import PAIRS, REMAINDER
 from jzero.update.sharded_update import taken_over
 
 FP32 = np.dtype(np.float32)
@@ -35,52 +36,52 @@ def named(kind: str, name: Name) -> Name:
 
 
 def with_masters(stored: Mapping[Name, Described], kept: Collection[Name] = ()) -> dict[Name, Described]:
-    """What a checkpoint holds, with a master in place of every remainder but those `kept`."""
+    """What a checkpoint holds, with a master in place of every rest of a pair but those `kept`."""
     have = {}
     for name, (shape, dtype) in stored.items():
-        joins = name[0] == REMAINDER and name not in kept
+        joins = name[0] in PAIRS and name not in kept
         have[named(MASTER, name) if joins else name] = (shape, FP32 if joins else dtype)
     return have
 
 
 def as_master(leaf: NamedLeaf) -> NamedLeaf:
-    """The fp32 master of a leaf that is a remainder, abstract; any other leaf unchanged."""
-    if leaf.name[0] != REMAINDER:
+    """The fp32 master of a leaf that is the rest of a pair, abstract; any other leaf unchanged."""
+    if leaf.name[0] not in PAIRS:
         return leaf
     value = jax.ShapeDtypeStruct(leaf.value.shape, FP32, sharding=leaf.value.sharding)
     return dataclasses.replace(leaf, name=named(MASTER, leaf.name), value=value)
 
 
 def split_again(values: Mapping[Name, Any], leaves: Iterable[NamedLeaf]) -> dict[Name, Any]:
-    """Values read for the leaves of `as_master`, split into params and remainders; `leaves`: those of the state."""
+    """Values read for the leaves of `as_master`, split into pairs; `leaves`: those of the state."""
     found, targets = dict(values), {leaf.name: leaf for leaf in leaves}
     for leaf in targets.values():
-        master = found.pop(named(MASTER, leaf.name), None) if leaf.name[0] == REMAINDER else None
+        master = found.pop(named(MASTER, leaf.name), None) if leaf.name[0] in PAIRS else None
         if master is not None:
             param = targets[named("params", leaf.name)]
-            new, found[leaf.name] = _split(on_device(found[param.name]), on_device(master))
+            new, found[leaf.name] = _split(on_device(found[param.name]), on_device(master), leaf.name[0])
             found[param.name] = put(padded(unpadded(new, leaf.shape), param.value.shape), param.value.sharding)
             found[leaf.name] = put(found[leaf.name], leaf.value.sharding)
     return found
 
 
-@jax.jit
-def _split(param: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames="kind")
+def _split(param: jax.Array, master: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     """A pair of a master, with what the user has changed in its param before it was saved."""
-    return remainder.split(taken_over(padded(param, master.shape), master))
+    return PAIRS[kind].split(taken_over(padded(param, master.shape), master), param.dtype)
 
 
 def of_pairs(sources: Sequence[Source], joins: Collection[Name]) -> list[Source]:
     """The sources to read from a param and what is stored beside it.
 
-    These are masters stored as remainders, and masters that params are read from: what the user has changed in a param
+    These are masters stored in pairs, and masters that params are read from: what the user has changed in a param
     since the last update is not in its master. To the masters of both kinds belong the params beside them.
 
     Args:
       sources: of all leaves.
       joins: the names of what is stored and not read as such.
     """
-    pairs = {named(MASTER, name) for name in joins if name[0] == REMAINDER}
+    pairs = {named(MASTER, name) for name in joins if name[0] in PAIRS}
     pairs |= {s.name for s in sources if s.name[0] == MASTER and s.leaf.name[0] == "params"}
     masters = {s.leaf.name for s in sources if s.name in pairs and s.leaf.name[0] == MASTER}
     return [
@@ -93,7 +94,8 @@ def read_pairs(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -
     """Masters with what is new in their params, by the names of the targets, in their dtypes and layouts."""
     stored = {path_keys(k): x for k, x in jax.tree_util.tree_leaves_with_path(tree)}
     halves: dict[Name, store.Target] = {}
-    rest = {name: named(REMAINDER if named(REMAINDER, name) in stored else MASTER, name) for name in targets}
+    kinds = (*PAIRS, MASTER)
+    rest = {name: next(named(kind, name) for kind in kinds if named(kind, name) in stored) for name in targets}
     for name, target in targets.items():
         for half in (named("params", name), rest[name]):
             halves[half] = _in(target, np.dtype(stored[half].dtype))
@@ -102,7 +104,7 @@ def read_pairs(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -
     for name, target in targets.items():
         param, beside = read.pop(named("params", name)), read.pop(rest[name])
         if isinstance(target, store.Numpy):
-            join = _joined_on_host if rest[name][0] == REMAINDER else taken_over_on_host
+            join = {REMAINDER.name: _joined_on_host, MASTER: taken_over_on_host}.get(rest[name][0], _sum_on_host)
             found[name] = join(param, beside).astype(target.dtype)
         else:
             join = _joined(rest[name][0], np.dtype(target.dtype))
@@ -127,13 +129,18 @@ def _in(target: store.Target, dtype: np.dtype) -> store.Target:
 
 @functools.cache
 def _joined(kind: str, dtype: np.dtype):
-    join = remainder.join if kind == REMAINDER else taken_over
+    join = PAIRS[kind].join if kind in PAIRS else taken_over
     return jax.jit(lambda param, beside: join(param, beside).astype(dtype))
 
 
 def taken_over_on_host(param: np.ndarray, master: np.ndarray) -> np.ndarray:
     """`taken_over` without a device."""
     return np.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
+
+
+def _sum_on_host(param: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """The fp32 master of a param and its difference."""
+    return param.astype(rest.dtype) + rest
 
 
 def _joined_on_host(param: np.ndarray, rest: np.ndarray) -> np.ndarray:
