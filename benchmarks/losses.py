@@ -47,6 +47,7 @@ POLICIES = {
     "int8 gathers": Policy("--stage 3 --gather-dtype int8", group="wire"),
     "int8 gradients": Policy("--stage 3 --reduce-dtype int8", group="wire"),
     "int8 gathers and gradients": Policy("--stage 3 --gather-dtype int8 --reduce-dtype int8", 3, "wire"),
+    "int8 updates": Policy("--update-dtype int8", 3, "wire"),
 }
 
 

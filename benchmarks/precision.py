@@ -61,6 +61,10 @@ POLICIES = {
     "bf16 params, gather_dtype=int8, reduce_dtype=int8": Policy(
         BF16, BF16, {"gather_dtype": "int8", "reduce_dtype": "int8"}
     ),
+    "bf16 params, update_dtype=int8": Policy(BF16, BF16, {"update_dtype": "int8"}),
+    "bf16 params, reduce_dtype=int8, update_dtype=int8": Policy(
+        BF16, BF16, {"reduce_dtype": "int8", "update_dtype": "int8"}
+    ),
     "bf16 params, reduce_dtype=fp32": Policy(BF16, BF16, {"reduce_dtype": F32}),
     'the same, reduce="microbatch"': Policy(BF16, BF16, {"reduce_dtype": F32}, reduce="microbatch"),
     "bf16 params, moment_dtype=bf16": Policy(BF16, BF16, {"moment_dtype": BF16}),

@@ -77,6 +77,7 @@ POLICIES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "bf16 moments": {"moment_dtype": "bfloat16"},
         "int8 moments": {"moment_dtype": "int8"},
+        "int8 updates": {"update_dtype": "int8"},
         "remainders": {"master_dtype": "remainder"},
         "remainders, int8 moments": {"master_dtype": "remainder", "moment_dtype": "int8"},
     },

@@ -60,6 +60,8 @@ class Config:
     """Of weights on the wire, at stage 3; that of the params where left out."""
     reduce_dtype: Literal["int4", "int8", "bfloat16", "float32"] | None = None
     """Of gradients on the wire, at stages 2 and 3; that of the params where left out."""
+    update_dtype: Literal["int8"] | None = None
+    """int8: with --param-dtype bfloat16, at stages 1 and 2, what an update adds to params is sent in 8 bits."""
     steps: int = 1000
     """Optimizer steps; the learning rate reaches its end there."""
     batch: int = 32

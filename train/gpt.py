@@ -238,7 +238,7 @@ def zero_fields(config: Config) -> dict[str, Any]:
         where = {"tier": "disk", "path": files_of(config)} if config.offload == "disk" else {}
         offload = jzero.Offload(params=params, update=config.update, delay=config.delay, **where)
     fields = {"stage": config.stage, "offload": offload, "moment_dtype": config.moment_dtype}
-    fields |= {"gather_dtype": config.gather_dtype, "reduce_dtype": config.reduce_dtype}
+    fields |= {name: getattr(config, name) for name in ("gather_dtype", "reduce_dtype", "update_dtype")}
     return fields if config.master_dtype is None else {**fields, "master_dtype": config.master_dtype}
 
 
