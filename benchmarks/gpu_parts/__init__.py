@@ -25,5 +25,6 @@ PARTS = {
     "rate": "gpu_parts.rate",
     "offload": "gpu_parts.host",
     "streams": "gpu_parts.streams",
+    "codes": "gpu_parts.codes",
 }
 """The parts by name, in the order of importance."""

@@ -111,6 +111,12 @@ class Inputs(Asked):
                 fields[name] = parse_names(getattr(self, name))
         if self.gather_dtype is not None and stages != [FETCHES]:
             raise InputError(f"--gather-dtype needs stage {FETCHES}, which alone gathers weights: --stages {FETCHES}.")
+        gather_new = {1, 2} if self.param_axis is None else {1, 2, FETCHES}
+        if self.update_dtype is not None and not set(stages) <= gather_new:
+            raise InputError(
+                "--update-dtype needs stages that gather new params: --stages 1,2, or "
+                f"--stages {FETCHES} with --param-axis."
+            )
         for name in ("master_dtype", "moment_dtype", "gather_dtype", "reduce_dtype", "update_dtype"):
             if getattr(self, name) is not None:
                 fields[name] = getattr(self, name)

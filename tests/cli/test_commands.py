@@ -73,6 +73,13 @@ def test_axes_names_and_stages():
         parse_stages("2,4")
 
 
+def test_updates_in_codes_need_stages_that_gather_new_params():
+    flags = PlanCommand(preset="gpt2-small", update_dtype="int8")
+    with pytest.raises(InputError, match="--stages 1,2, or --stages 3 with --param-axis"):
+        flags.job(stages=[1, 2, 3], search=False)
+    assert flags.job(stages=[1, 2], search=False).fields["update_dtype"] == "int8"
+
+
 @pytest.mark.parametrize(
     ("start", "limit", "answer"), [(8, 200, 21), (1, 57, 1), (1, 56, 0), (64, 200, 21), (3, 10**5, 14278)]
 )
