@@ -112,7 +112,7 @@ class InCodes:
         largest = jnp.max(jnp.abs(values), axis=-1)
         if self.exact:
             power = jax.lax.bitcast_convert_type(largest, jnp.uint32) & 0x7F800000
-            scales = jax.lax.bitcast_convert_type(power, SCALE) * 2**-6
+            scales = jax.lax.bitcast_convert_type(power, SCALE) * 2.0 ** -math.floor(math.log2(_largest(self.codes)))
         else:  # a product with a constant, as XLA would make of the quotient in some programs: equal codes in all
             scales = largest * (1 / _largest(self.codes))
         scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
@@ -155,17 +155,9 @@ def transport_of(hop: Hop, shape: Sequence[int], dtype: np.dtype, mesh: Mesh) ->
 
 def sent(transport: Transport, x: jax.Array, constrain: Callable[[jax.Array, PartitionSpec], jax.Array]) -> jax.Array:
     """An array in the layout that a transport brings it to, from the layout that it has."""
-    whole = gathered_parts(transport, x, constrain)
-    found = transport.decode(whole, x.dtype)
-    return found if found is whole[0] else constrain(found, transport.layouts[0][1])
-
-
-def gathered_parts(
-    transport: Transport, x: jax.Array, constrain: Callable[[jax.Array, PartitionSpec], jax.Array]
-) -> list[jax.Array]:
-    """The arrays that a transport sends for an array, gathered."""
     whole = []
     for part, (before, after) in zip(transport.encode(x), transport.layouts, strict=True):
         # pinned behind the encoding too, or the partitioner would gather first
         whole.append(constrain(part if part is x else constrain(part, before), after))
-    return whole
+    found = transport.decode(whole, x.dtype)
+    return found if found is whole[0] else constrain(found, transport.layouts[0][1])

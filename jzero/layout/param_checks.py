@@ -85,27 +85,23 @@ def mismatch(tree: PyTree, layouts: Sequence[Layout], *, where: str) -> str:
 
 def check_pairs(layouts: Sequence[Layout], config: ZeroConfig) -> None:
     """Raises ValueError for trained params whose masters cannot be stored as what the params lack, if that is asked."""
-    if config.update_dtype is not None and layouts and not any(config.keeps_difference(x.dtype) for x in layouts):
-        found = ", ".join(sorted({str(x.dtype) for x in layouts}))
-        raise ValueError(
-            f"ZeroConfig(update_dtype=int8): no trained param is bfloat16 (they are {found}), and others travel as "
-            "they are. Cast the params to bfloat16, or leave update_dtype out."
-        )
-    if config.master_dtype != "remainder":
+    if config.master_dtype == "remainder":
+        where, field = 'ZeroConfig(master_dtype="remainder")', "master_dtype"
+    elif config.update_dtype is not None:
+        where, field = "ZeroConfig(update_dtype=int8)", "update_dtype"
+    else:
         return
-    where = 'ZeroConfig(master_dtype="remainder")'
-    halves = [
-        (x.name, typed_shape(x)) for x in layouts
-        if config.master_for(x.dtype) is not None and not config.keeps_remainder(x.dtype)
-    ]  # fmt: skip
-    if halves:
+    others = [
+        (x.name, typed_shape(x)) for x in layouts if config.master_for(x.dtype) is not None and x.dtype != jnp.bfloat16
+    ]
+    if others:
         raise ValueError(
-            f"{where}: {counted(len(halves), 'param is', 'params are')} of a dtype that is not the upper half of "
-            f'float32:\n{listing(halves)}\nCast the params to bfloat16, or pass master_dtype="auto".'
+            f"{where}: {counted(len(others), 'param is', 'params are')} of a dtype that is not the upper half of "
+            f"float32:\n{listing(others)}\nCast the params to bfloat16, or leave {field} out."
         )
-    if layouts and not any(config.keeps_remainder(x.dtype) for x in layouts):
+    if layouts and not any(x.dtype == jnp.bfloat16 for x in layouts):
         found = ", ".join(sorted({str(x.dtype) for x in layouts}))
         raise ValueError(
             f"{where}: no trained param is bfloat16 (they are {found}), so there is no master. Cast the params to "
-            "bfloat16, or leave master_dtype out."
+            f"bfloat16, or leave {field} out."
         )

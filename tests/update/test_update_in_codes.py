@@ -220,9 +220,13 @@ def test_fields_that_do_not_go_with_it(fields, said):
 
 
 @pytest.mark.unit
-def test_params_that_it_is_not_for(mesh):
-    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    with pytest.raises(ValueError, match=r"no trained param is bfloat16 \(they are float32\)"):
+@pytest.mark.parametrize(("dtypes", "said"), [
+    (["float32"], r"no trained param is bfloat16 \(they are float32\)"),
+    (["bfloat16", "float16"], r"1 param is of a dtype that is not the upper half"),
+])  # fmt: skip
+def test_params_that_it_is_not_for(dtypes, said, mesh):
+    params = {dtype: jax.ShapeDtypeStruct((64, 64), dtype) for dtype in dtypes}
+    with pytest.raises(ValueError, match=said):
         jzero.make_plan(params, stage=2, mesh=mesh, update_dtype="int8")
 
 
