@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jzero.core.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown
+from jzero.core.errors import check_arrays, counted, human_bytes, is_numeric, listing, shown, warn
 from jzero.core.ordering import tied
 from jzero.core.types import PyTree, PyTreeDef
 from jzero.layout.describe import leaf_bytes
@@ -180,12 +179,11 @@ def warn_excess(excess: list[Excess], names: Sequence[str], plan: Plan) -> None:
         for x in excess
     ]
     worst = max(x.nbytes for x in excess)
-    warnings.warn(
+    warn(
         f"jzero: offload: {counted(len(excess), 'part')} of the optimizer state cannot be divided to fit "
         f"in_flight_bytes={human_bytes(plan.in_flight_bytes)}; up to {human_bytes(worst)} are on the device at once:\n"
         f"{listing([('leaves', 'bytes', 'because of'), *rows])}\n"
         "The step is correct; its peak is higher by as much. An elementwise chain can be divided anywhere.",
-        stacklevel=2,
     )
 
 
@@ -306,10 +304,9 @@ def check_host_memory(state: PyTree, plan: Plan, masters: Sequence[Any] = ()) ->
     devices, options = local_devices(plan), plan.config.offload_options
     needed = host_bytes(state, plan, masters) * len(devices)
     if not needed:
-        warnings.warn(
+        warn(
             "jzero: offload has nothing to hold: this optimizer keeps no state but single numbers, and the params need "
             "no master. The run is as without offload.",
-            stacklevel=4,
         )
         return
     hosted = param_bytes(plan) * len(devices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jzero.checkpoint import store
-from jzero.core.errors import counted, listing
+from jzero.core.errors import counted, listing, warn
 from jzero.core.types import PyTree
 from jzero.flax.adapters import Parts, is_pair, take_apart
 from jzero.layout.leaf_rule import path_name
@@ -80,10 +79,9 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
     parts = take_apart(state, where=where, values=False)
     fields = jax.tree_util.tree_leaves_with_path(parts.rest)
     if fields:
-        warnings.warn(
+        warn(
             f"{where}: a snapshot holds optimizer state, params and the step, and not these fields:\n"
             f"{listing([(path_name(k),) for k, _ in fields])}\nSave them beside it, with jzero.checkpoint.save.",
-            stacklevel=2,
         )
     trained = trained_part(parts.params, parts.tx.init.plan, where=where)
     unwritten = running.not_in_files(trained, jax.tree.leaves(parts.opt_state.inner))
@@ -97,11 +95,10 @@ def snapshot(path: store.PathLike, state: PyTree) -> Path:
     running.snapshot(path)
     step, reached = parts.step, running.store.train_step
     if step is not None and int(step) != reached:
-        warnings.warn(
+        warn(
             f"{where}: the state is at step {int(step)}, and the files at step {reached}: the one that they began "
             f"at, and one for each update. What is restored from {path} is at step {reached}; set it then: "
             f"state.replace(step={int(step)}).",
-            stacklevel=2,
         )
     return path
 

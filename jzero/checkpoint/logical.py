@@ -25,7 +25,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jzero.core.errors import counted, listing, typed_shape
+from jzero.core.errors import counted, listing, typed_shape, warn
 from jzero.core.types import PyTree
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
@@ -126,10 +125,9 @@ def warn_if_absent(absent: Sequence[NamedLeaf], what: str, where: str) -> None:
     """Warns about arrays that a model needs and does not get."""
     if absent:
         rows = [("/".join(leaf.name), typed_shape(leaf.value)) for leaf in absent]
-        warnings.warn(
+        warn(
             f"{where}: {what} lacks {counted(len(rows), 'array', 'arrays')} that the model needs besides its params "
             f"(statistics, weights that are not trained). They stay as they are:\n{listing(rows)}",
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from jzero.checkpoint.logical import (
     warn_if_absent,
 )
 from jzero.checkpoint.match import Described, Source, check_trained, describe, match, text
-from jzero.core.errors import check_choice, check_flag, listing
+from jzero.core.errors import check_choice, check_flag, listing, warn
 from jzero.core.nnx_modules import is_module
 from jzero.core.types import PyTree
 from jzero.flax import adapters
@@ -203,9 +202,8 @@ def checked(path: Path, where: str) -> None:
 def _opened(path: Path, where: str) -> Checksums | None:
     """The checksums, with the small files checked against them; None if plain orbax wrote the checkpoint."""
     if not store.has_checksums(path):
-        warnings.warn(
+        warn(
             f"{where}: {path} has no checksums (plain orbax wrote it): damage to it cannot be seen.",
-            stacklevel=3,
         )
         return None
     checks = Checksums(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from jzero.checkpoint.checksums import Checksums
 from jzero.checkpoint.metrics import numbers_of
 from jzero.checkpoint.restoring import custom, restore
 from jzero.checkpoint.saving import to_write
-from jzero.core.errors import check_choice, check_flag, check_int, check_kind
+from jzero.core.errors import check_choice, check_flag, check_int, check_kind, warn
 from jzero.core.folder_lock import NAME, FolderInUse, FolderLock
 from jzero.core.processes import everywhere
 from jzero.core.types import PyTree
@@ -284,8 +283,7 @@ class Steps:
     def _warn(self) -> None:
         for step in sorted(set(self._doubts) - self._told):
             self._told.add(step)
-            warnings.warn(
+            warn(
                 f"jzero.checkpoint.Steps: the metrics of step {step} in {self.folder} cannot be trusted "
                 f"({self._doubts[step]}). It is not compared with the others, and not deleted.",
-                stacklevel=3,
             )

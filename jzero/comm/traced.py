@@ -6,9 +6,9 @@ nothing gives the right numbers: XLA then gathers as it likes.
 
 from __future__ import annotations
 
-import warnings
 from weakref import WeakSet
 
+from jzero.core.errors import warn
 from jzero.core.traces import is_as_written
 from jzero.sharding import Plan
 
@@ -31,11 +31,10 @@ def update_traced(plan: Plan) -> None:
     """An update by this plan is traced; warns once if no gather was traced before it, and gathers are traced at all."""
     if not is_as_written() and plan in _expected and plan not in _traced:
         _expected.discard(plan)
-        warnings.warn(
+        warn(
             "jzero: at stage 3 the update of this state was traced, but no weight was gathered where it is used. XLA "
             "then gathers the weights by itself, often all at once, so that every device holds all of them. In the "
             "loss, call state.apply_fn in place of model.apply, or wrap the loss (of an NNX model as well): "
             "loss_fn = jzero.gather_on_use(loss_fn, plan). If the loss has a plan already, it is that of another "
             "state: take jzero.plan_of(state), of an NNX pair jzero.plan_of(optimizer), in the step.",
-            stacklevel=2,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -14,6 +16,7 @@ import numpy as np
 from jzero.core.types import PyTree, Shaped
 
 MOST_LEAVES = 8
+LIBRARIES = ("jzero", "jax", "flax", "optax", "contextlib", "functools")
 LARGEST = float(np.finfo(np.float32).max)
 
 SHORT_DTYPES = {
@@ -21,6 +24,14 @@ SHORT_DTYPES = {
     "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
     "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64",
 }  # fmt: skip
+
+
+def warn(text: str) -> None:
+    """Warns at the innermost line on the stack that is in none of `LIBRARIES`: the user's."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def short_dtype(dtype) -> str:

@@ -11,9 +11,10 @@ numbers nor bytes on the wire. `benchmarks/buckets.py` prints what they do.
 from __future__ import annotations
 
 import re
-import warnings
 
 import jaxlib
+
+from jzero.core.errors import warn
 
 GPUS = ("gpu", "cuda", "rocm")
 TESTED = ((0, 10), (0, 12))  # oldest and newest jaxlib that these names were compiled with
@@ -38,10 +39,9 @@ def compiler_options(*, platform: str, bucket_bytes: int, n: int, gathers: bool)
         return {}
     version = _version()[:2]
     if not TESTED[0] <= version <= TESTED[1]:
-        warnings.warn(
+        warn(
             f"jzero: no XLA options for jaxlib {jaxlib.__version__}: tested are {_text(TESTED[0])} to "
             f"{_text(TESTED[1])}. Programs are right without them; collectives may overlap less.",
-            stacklevel=3,
         )
         return {}
     found = {"xla_gpu_reduce_scatter_combine_threshold_bytes": max(bucket_bytes // n, 1)}

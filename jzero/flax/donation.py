@@ -18,7 +18,6 @@ step replaces optimizer state.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ import jax
 import numpy as np
 
 from jzero.core.dependence import data_sources
-from jzero.core.errors import is_argument, table
+from jzero.core.errors import is_argument, table, warn
 from jzero.core.jaxprs import of_any_leaves
 from jzero.core.nnx_modules import Apart, has_node, has_variable, owned_arrays
 from jzero.core.primitives import MIXES
@@ -231,10 +230,9 @@ def _warn(keys: Sequence[Key], count: int) -> None:
     named = ", ".join(map(repr, keys))
     trees = "one such tree" if count == 1 else f"{count} such trees"
     option = "donate_argnames" if isinstance(keys[0], str) else "donate_argnums"
-    warnings.warn(
+    warn(
         f"jzero.jit: the arguments {named} have the same structure, shapes and dtypes, the step returns {trees}, and "
         "its data flow does not tell which of them that replaces. None is donated: the old and the new one are in "
         f"memory together. Name all arguments that the step replaces, the optimizer state too: jzero.jit(step, plan, "
         f"{option}=...); () donates none.",
-        stacklevel=8,
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jzero.core.errors import check_arrays, check_function, is_argument
+from jzero.core.errors import check_arrays, check_function, is_argument, warn
 from jzero.core.jaxprs import every_equation, is_tracer, of_any_leaves
 from jzero.core.traces import keeping, traced
 from jzero.core.types import PyTree
@@ -298,11 +297,10 @@ class Jit:
         returned = sum(x.size for x in jax.tree.leaves(out) if hasattr(x, "size"))
         params = sum(x.size for x in self.plan.trained.layouts)
         if returned < params:
-            warnings.warn(
+            warn(
                 f"jzero.jit: the step updates a state and does not return it: {returned:,} values come back, and the "
                 f"params alone have {params:,}. XLA drops such an update, and nothing is trained. Return the new "
                 "state: return state, loss.",
-                stacklevel=6,
             )
 
     def _has_optimizer_state(self, arg: PyTree) -> bool:

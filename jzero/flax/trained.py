@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import types
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from jzero.core.dependence import sources_of_outputs
-from jzero.core.errors import counted, listing, typed_shape
+from jzero.core.errors import counted, listing, typed_shape, warn
 from jzero.core.types import PyTree
 from jzero.flax import adapters
 from jzero.flax.adapters import Parts
@@ -114,10 +113,9 @@ def _warn_of_numbers(named: Any, flat: Sequence[tuple[Any, Any, Any]], found: Se
         keys = tuple(k.key for k in path)
         with contextlib.suppress(TypeError):  # it joins them
             if answer is False and any(isinstance(k, int) for k in keys) and named(keys, variable) is True:
-                warnings.warn(
+                warn(
                     f"{where}: trainable does not name {path_keys(path)}, and would if positions in lists were "
                     'numbers. A path is a tuple of strings: compare with "1", not with 1.',
-                    stacklevel=6,
                 )
                 return
 

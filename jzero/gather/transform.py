@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from jzero.comm import comm_of
 from jzero.core import jaxprs
-from jzero.core.errors import check_function
+from jzero.core.errors import check_function, warn
 from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.core.traces import as_written, is_as_written
@@ -260,9 +259,8 @@ def warn_whole_batch(leaves: Sequence[Any], plan: Plan) -> None:
             continue  # vectors may be keys or weights; a batch has a feature dim
         rows = x.sharding.shard_shape(x.shape)[0] if isinstance(x, jax.Array) else x.shape[0]
         if parts > 1 and x.shape[0] % parts == 0 and x.shape[0] and rows * parts > x.shape[0]:
-            warnings.warn(
+            warn(
                 f"jzero: a batch array {x.shape} is not split over batch axes {plan.batch_axes}: each of "
                 f"{parts} devices computes all of it. Pass plan.place_batch(batch).",
-                stacklevel=4,
             )
             return

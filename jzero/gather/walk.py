@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jzero.comm import Comm, comm_of
 from jzero.comm.routes import OTHER, ROUNDS, SHARD, Maker, Route
+from jzero.core.errors import warn
 from jzero.core.linear import linear
 from jzero.core.types import Jaxpr
 from jzero.gather.sharded_weight import Weight
@@ -154,10 +154,9 @@ def warn_of_dtype(weight: Weight, made: np.dtype, walk: Walk) -> None:
     if dtype is not None and math.prod(weight.shape) * SHARE_SAID > sum(x.size for x in walk.plan.layouts):
         layers = f"Flax layers with dtype={dtype.name}; at stage 3 compute_dtype={dtype.name}"
         compute = "" if walk.plan.config.reduces_in_codes else f"Compute in {dtype.name} ({layers}). "
-        warnings.warn(
+        warn(
             f"jzero: reduce_dtype={dtype.name} is narrower than the {made.name} in which the model computes, and XLA "
             f"reduces the gradient of a weight {weight.shape} in the dtype in which it is made: jzero makes "
             f"those of plain matmuls, convolutions and lookups itself, and no others. {compute}At stages 1 and 2 "
             'jzero.value_and_grad(reduce="step") reduces all of them in it.',
-            stacklevel=2,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.core import jaxprs
-from jzero.core.errors import listing
+from jzero.core.errors import listing, warn
 from jzero.core.types import PyTree
 from jzero.gradients.coupling import kinds_of_results, kinds_with_statistics
 from jzero.gradients.growth import MIXED, Growth, growths
@@ -162,10 +161,9 @@ class Loss:
         except Unmatched as at:
             drawn = []
             if any(eqn.primitive.name in DRAWS for eqn in jaxprs.every_equation(small)):
-                warnings.warn(
+                warn(
                     f"{_SUBJECT} has other equations for a larger batch ({at}), so it could not be checked for "
                     "random numbers that are the same for all parts of the batch.",
-                    stacklevel=7,
                 )
         _refuse_draws(drawn, [i.name for i in inputs])
 
@@ -218,8 +216,7 @@ def _refuse(kind: Kind, weighted: bool) -> None:
             "of such means is not the mean of all. Pass weight=lambda batch: batch['mask'].sum(), what it divides by."
         )
     if isinstance(kind, Unknown):
-        warnings.warn(
+        warn(
             f"{_SUBJECT} could not be checked for examples that depend on each other ({kind.where}). Micro-batches "
             "give the right gradients only if no example depends on another.",
-            stacklevel=6,
         )

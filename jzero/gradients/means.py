@@ -10,13 +10,13 @@ batch.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jzero.core.errors import warn
 from jzero.core.types import PyTree
 from jzero.gradients.growth import Growth
 from jzero.gradients.kinds import Const, Kind, Ratio, Total, couples
@@ -99,11 +99,10 @@ def warn_of_aux(rows: Sequence[tuple[Leaf, Kind, Growth]], *, weighted: bool) ->
 
     names = [name for (name, x), kind, grown in rows if differs(x, kind, grown)]
     if names:
-        warnings.warn(
+        warn(
             f"jzero.value_and_grad: aux {', '.join(names[:8])} is neither a mean nor a sum over examples (a maximum, a "
             "root, a ratio). What is returned is the average over the parts of the batch, not the value of the whole "
             "batch. Return the means or sums from which it is computed.",
-            stacklevel=6,
         )
 
 

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from jzero.core.errors import (
     human_bytes,
     nearest,
     table,
+    warn,
 )
 from jzero.core.types import PyTree
 from jzero.layout.blocks import blocks_of
@@ -440,10 +440,9 @@ def _exchanged(plan: Plan, tx: optax.GradientTransformation | None) -> dict[tupl
         plan = plan.trained
         return exchanged(update.stored_tx, plan, widen_abstract(plan.shapes, plan))
     except Exception as error:  # of the user's transformation
-        warnings.warn(
+        warn(
             "jzero.estimate: what the optimizer itself sends is not counted: its update wants more than gradients, "
             f"state, params, value=, grad= and value_fn= ({error}).",
-            stacklevel=3,
         )
         return {}
 

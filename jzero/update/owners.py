@@ -7,7 +7,6 @@ owner, in rounds (`rounds.py`). All else is computed on shards, as it is without
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import optax
 
 from jzero.comm.exchange import MatrixExchange
 from jzero.core import jaxprs
-from jzero.core.errors import human_bytes
+from jzero.core.errors import human_bytes, warn
 from jzero.core.graph import Graph, Node
 from jzero.core.regions import switch_with
 from jzero.core.splits import Split
@@ -58,11 +57,10 @@ class Owners:
         """Warns about regions that are too large for one owner, and about matrices that do not fit on a device."""
         large = [self._bytes(r) for r in self.mixing.regions if r not in self.regions]
         if large:
-            warnings.warn(
+            warn(
                 f"jzero: this optimizer computes {human_bytes(max(large))} of arrays of several params together, "
                 "too much for one device to own. XLA decides how much it gathers for this, from nothing (L-BFGS) to "
                 "all shards in each operation; jzero.explain shows what is sent.",
-                stacklevel=2,
             )
         limit = device_memory(self.plan.mesh.devices.flat[0])
         if limit is None:
@@ -70,11 +68,10 @@ class Owners:
         firsts = [kind.matrices[0] for kind in self.matrices.kinds(self.regions)]
         held = max((self._bytes(m.region) // m.of_region for m in firsts), default=0)
         if held > limit:
-            warnings.warn(
+            warn(
                 f"jzero: a matrix of this optimizer takes {human_bytes(held)} on the device that owns it, "
                 f"with all that it is computed from, and a device has {human_bytes(limit)}. Give that param another "
                 "optimizer (optax.multi_transform).",
-                stacklevel=2,
             )
 
     def __call__(self, values: Sequence[jax.Array]) -> list[jax.Array]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jzero.core.errors import counted, human_bytes, listing
+from jzero.core.errors import counted, human_bytes, listing, warn
 from jzero.layout.host_mesh import bounds_of
 from jzero.offload import available_memory
 from jzero.stream.schedule import Group
@@ -84,7 +83,7 @@ class FileLayout:
         )
         if free is not None and worst + self.buffer > free:
             raise MemoryError(f"{text}\n{human_bytes(free)} are free.")
-        warnings.warn(f"{text}\nThe update is correct.", stacklevel=2)
+        warn(f"{text}\nThe update is correct.")
 
     def _row(self, row: tuple[Group, int]) -> tuple[str, str, str]:
         group, size = row
