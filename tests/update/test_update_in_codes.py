@@ -15,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from programs import QUICK, gpt_step, small_state, tokens
+from safetensors.numpy import load_file
 
 import jzero
 from jzero.comm import comm_of
@@ -146,6 +147,7 @@ def test_layer_by_layer(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.default_cases("checkpoint-int8", "reshard-masters")
 @pytest.mark.parametrize("becomes", [
     {"update_dtype": "int8"}, {}, {"master_dtype": "remainder"}, {"master_dtype": None},
 ], ids=["int8", "masters", "remainders", "none"])  # fmt: skip
@@ -159,7 +161,6 @@ def test_into_another_place(becomes, way, tmp_path):
         other = jzero.shard(state, **fields)
     else:
         jzero.checkpoint.save(tmp_path / "saved", state)
-        jzero.checkpoint.export(tmp_path / "saved", tmp_path / "model.safetensors")
         cast = becomes.get("master_dtype", "auto") is None
         other = jzero.checkpoint.restore(tmp_path / "saved", jzero.shard(create(), **fields), cast=cast)
     if becomes.get("master_dtype", "auto") is None:
@@ -172,6 +173,7 @@ def test_into_another_place(becomes, way, tmp_path):
     assert_close(masters(trained(other, 2, 1)), plain(3))
 
 
+@pytest.mark.nightly
 def test_from_a_run_that_sends_whole_params(tmp_path):
     state = trained(jzero.shard(create(), **place("stage 2")), steps=2)
     jzero.checkpoint.save(tmp_path / "saved", state)
@@ -203,20 +205,32 @@ def test_describe_names_what_travels_whole():
     assert "fewer than 4096 values" in text
 
 
+@pytest.mark.nightly
+def test_an_exported_file_has_the_masters(tmp_path):
+    state = trained(jzero.shard(create(), **place("stage 2"), update_dtype="int8"), steps=2)
+    jzero.checkpoint.save(tmp_path / "saved", state)
+    jzero.checkpoint.export(tmp_path / "saved", tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, found, masters(state))
+
+
 @pytest.mark.unit
-@pytest.mark.parametrize(("fields", "said"), [
-    ({"stage": 0}, r"has no effect at stage 0: every device has all new params\. .*stage=1"),
-    ({"stage": 3}, r"no new param is gathered\. .*stage=2"),
-    ({"updates": "delta"}, "exclude each other"),
-    ({"master_dtype": "remainder"}, "Leave master_dtype out"),
-    ({"master_dtype": None}, "Leave master_dtype out"),
-    ({"offload": jzero.Offload(update="host")}, "in device memory"),
-    ({"update_dtype": "float8_e4m3fn"}, "must be int8 or None"),
-    ({"update_dtype": "int4"}, "must be int8 or None"),
+@pytest.mark.parametrize(("fields", "said", "remedy"), [
+    ({"stage": 0}, r"has no effect at stage 0: every device has all new params\. .*stage=1", {"stage": 1}),
+    ({"stage": 3}, r"no new param is gathered\. .*pass stage=2", {"stage": 2}),
+    ({"stage": 3, "axis": ("a", "b")}, "the axes of a host as param_axis", {"param_axis": "b"}),
+    ({"updates": "delta"}, "exclude each other.* Leave updates out", {"updates": "deferred"}),
+    ({"master_dtype": "remainder"}, "Leave master_dtype out", {"master_dtype": "auto"}),
+    ({"master_dtype": None}, "Leave master_dtype out", {"master_dtype": "auto"}),
+    ({"offload": jzero.Offload(update="host")}, "one of update_dtype and offload out", {"offload": None}),
+    ({"update_dtype": "float8_e4m3fn"}, "must be int8 or None", {"update_dtype": None}),
+    ({"update_dtype": "int4"}, "must be int8 or None", {"update_dtype": "int8"}),
 ])  # fmt: skip
-def test_fields_that_do_not_go_with_it(fields, said):
+def test_fields_that_do_not_go_with_it(fields, said, remedy):
+    fields = {"stage": 2, "update_dtype": "int8", **fields}
     with pytest.raises(ValueError, match=said):
-        jzero.ZeroConfig(**{"stage": 2, "update_dtype": "int8", **fields})
+        jzero.ZeroConfig(**fields)
+    jzero.ZeroConfig(**{**fields, **remedy})
 
 
 @pytest.mark.unit
