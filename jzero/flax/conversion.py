@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,10 @@ def converted(
     """
     parts = parts.replace(opt_state=logical_state(parts))
     check_belongs(parts, tx)
-    state, news = _state_for(parts, tx, plan, place, store, masters)
+    if masters is not None and parts.trained is not None:
+        masters = [m for m, t in zip(masters, parts.trained, strict=True) if t]
+    own = parts.replace(params=parts.taken, trained=None, trained_tree=None)
+    state, news = _Conversion(own, tx, plan.trained, place, store, masters).state()
     leaves, tree = jax.tree.flatten(parts.params)
     trained = [i for i in range(len(leaves)) if parts.trained is None or parts.trained[i]]
     for i, new in zip(trained, news, strict=True):
@@ -92,85 +95,100 @@ def converted(
     return parts.replace(params=tree.unflatten(leaves), opt_state=state)
 
 
-def _state_for(
-    parts: Parts, tx: optax.GradientTransformation, plan: Plan, place: Callable[..., jax.Array],
-    store: Callable[..., jax.Array], masters: Sequence[jax.Array | None] | None,
-) -> tuple[PyTree, list[Any]]:  # fmt: skip
-    """The state, and the params that it takes."""
-    if masters is not None and parts.trained is not None:
-        masters = [m for m, t in zip(masters, parts.trained, strict=True) if t]
-    # from here on of what the optimizer takes
-    parts, plan = parts.replace(params=parts.taken, trained=None, trained_tree=None), plan.trained
-    target = init_shapes(tx, parts.params)
-    inner_target, shardings = inner_of(target), iter(plan.state_shardings(target))
-    wanted = jax.tree.leaves(inner_target)
+@dataclasses.dataclass(frozen=True)
+class _Conversion:
+    """The state of parts for another plan, all of them of what the optimizer takes.
 
-    def placed(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-        return place(padded(on_device(as_array(x)), shape), sharding.with_memory_kind("device"))
+    Attributes:
+      parts: with their state as it was.
+      tx, plan: of the new state.
+      place, store, masters: as in `converted`.
+    """
 
-    given = block_leaves(parts.opt_state)
-    blocks = [b for _, _, b in block_leaves(target)]
-    into = [t.dtype if b is None else FP32 for t, b in zip(wanted, blocks, strict=True)]
-    fresh: list[Any] = [None] * len(given)
-    if any(x.dtype.itemsize < dtype.itemsize for x, dtype in zip(given, into, strict=True)):
-        fresh = _fresh_inner(parts, tx, plan, placed, masters)
-    leaves: list[jax.Array] = []
-    scales: list[jax.Array | None] = []
-    for old, t, new, f, sharding in zip(given, wanted, blocks, fresh, shardings, strict=False):
-        if old.blocks == new:  # codes stay as they are
-            x, scale = placed(old.values, t.shape, sharding), old.scales
-        else:
-            x, scale = placed(old.wide(), t.shape, sharding), None
-        if f is not None and x.dtype != f.dtype and old.blocks is None:
-            x = taken_over(x, f)  # the fresh value, if `x` is its rounding
-        if new is not None and scale is None:
-            x, scale = quantize(x.astype(FP32), new)
-            x = placed(x, t.shape, sharding)
-        leaves.append(store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
-        scales.append(scale)
-    inner = jax.tree.unflatten(jax.tree.structure(inner_target), leaves)
-    if not isinstance(target, ZeroState):
-        return inner, jax.tree.leaves(parts.params)
+    parts: Parts
+    tx: optax.GradientTransformation
+    plan: Plan
+    place: Callable[..., jax.Array]
+    store: Callable[..., jax.Array]
+    masters: Sequence[jax.Array | None] | None
 
-    def stored_master(given, known, was, shape, sharding):
-        """The master as it is stored, and the param; `was`: how the known one is."""
-        if shape is None:
-            return None, given
-        param, pair = placed(given, shape.shape, sharding), pair_of(plan.config, given.dtype)
-        if known is None:
-            new = param if pair is None else jnp.zeros_like(param, pair.dtype)
-        else:
-            known = placed(known, shape.shape, sharding)
-            if pair == was:
-                new = taken_over(param, known) if pair is None else known
+    def state(self) -> tuple[PyTree, list[Any]]:
+        """The state, and the params that belong to it."""
+        target = init_shapes(self.tx, self.parts.params)
+        shardings = iter(self.plan.state_shardings(target))
+        inner, scales = self._inner(target, shardings)
+        if not isinstance(target, ZeroState):
+            return inner, jax.tree.leaves(self.parts.params)
+        master, params = self._masters(target, shardings)
+        count, old = None, self.parts.opt_state
+        if target.rounding_count is not None:
+            known = old.rounding_count if isinstance(old, ZeroState) else None
+            count = self._stored(jnp.zeros((), jnp.int32) if known is None else known, (), next(shardings))
+        if target.moment_scales is None:
+            return ZeroState(inner, master, count), params
+        lying = [self._stored(s, np.shape(s), next(shardings)) for s in scales if s is not None]
+        return ZeroState(inner, master, count, jax.tree.structure(target.moment_scales).unflatten(lying)), params
+
+    def _placed(self, x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+        return self.place(padded(on_device(as_array(x)), shape), sharding.with_memory_kind("device"))
+
+    def _stored(self, x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+        return self.store(self._placed(x, shape, sharding), sharding)
+
+    def _inner(self, target: PyTree, shardings: Iterator[NamedSharding]) -> tuple[PyTree, list[jax.Array | None]]:
+        """The state of the wrapped transformation, and the scale of each of its leaves."""
+        inner = inner_of(target)
+        wanted, given = jax.tree.leaves(inner), block_leaves(self.parts.opt_state)
+        blocks = [b for _, _, b in block_leaves(target)]
+        into = [t.dtype if b is None else FP32 for t, b in zip(wanted, blocks, strict=True)]
+        fresh: list[Any] = [None] * len(given)
+        if any(x.dtype.itemsize < dtype.itemsize for x, dtype in zip(given, into, strict=True)):
+            fresh = _fresh_inner(self.parts, self.tx, self.plan, self._placed, self.masters)
+        leaves: list[jax.Array] = []
+        scales: list[jax.Array | None] = []
+        for old, t, new, f, sharding in zip(given, wanted, blocks, fresh, shardings, strict=False):
+            if old.blocks == new:  # codes stay as they are
+                x, scale = self._placed(old.values, t.shape, sharding), old.scales
             else:
-                new, given = _paired(param, known, was, pair, tuple(np.shape(given)))
-        return store(new.astype(shape.dtype), sharding), given
+                x, scale = self._placed(old.wide(), t.shape, sharding), None
+            if f is not None and x.dtype != f.dtype and old.blocks is None:
+                x = taken_over(x, f)  # the fresh value, if `x` is its rounding
+            if new is not None and scale is None:
+                x, scale = quantize(x.astype(FP32), new)
+                x = self._placed(x, t.shape, sharding)
+            leaves.append(self.store(x if x.dtype == t.dtype else x.astype(t.dtype), sharding))
+            scales.append(scale)
+        return jax.tree.structure(inner).unflatten(leaves), scales
 
-    known, count = masters or [None] * len(plan.layouts), None
-    were: list[Pair | None] = [None] * len(known)
-    if isinstance(parts.opt_state, ZeroState):
-        old = align(parts.opt_state.master, parts.params, where="jzero.shard: the master")
-        if is_wrapped(parts.tx):
-            rows = zip(old, jax.tree.leaves(parts.params), strict=True)
-            were = [None if m is None else pair_of(parts.tx.init.plan.config, p.dtype) for m, p in rows]
-        known = [k if m is None else m for m, k in zip(old, known, strict=True)]
-        count = parts.opt_state.rounding_count
-    shapes = align(target.master, parts.params, where="jzero.shard: the master")
-    rows = zip(jax.tree.leaves(parts.params), known, were, shapes, strict=True)
-    made = [stored_master(*row, None if row[3] is None else next(shardings)) for row in rows]
-    new, params = [m for m, _ in made], [p for _, p in made]
-    if target.rounding_count is None:
-        count = None
-    else:
-        sharding = next(shardings)
-        count = store(placed(jnp.zeros((), jnp.int32) if count is None else count, (), sharding), sharding)
-    master = jax.tree.unflatten(jax.tree.structure(parts.params), new)
-    if target.moment_scales is None:
-        return ZeroState(inner, master, count), params
-    rows = ((s, next(shardings)) for s in scales if s is not None)
-    lying = [store(placed(s, np.shape(s), sharding), sharding) for s, sharding in rows]
-    return ZeroState(inner, master, count, jax.tree.structure(target.moment_scales).unflatten(lying)), params
+    def _masters(self, target: ZeroState, shardings: Iterator[NamedSharding]) -> tuple[PyTree, list[Any]]:
+        """The masters as they are stored, and the params that belong to them."""
+        params, tree = jax.tree.flatten(self.parts.params)
+        known = list(self.masters or [None] * len(params))
+        were: list[Pair | None] = [None] * len(params)  # how the known ones are stored
+        if isinstance(self.parts.opt_state, ZeroState):
+            old = align(self.parts.opt_state.master, self.parts.params, where="jzero.shard: the master")
+            if is_wrapped(self.parts.tx):
+                config = self.parts.tx.init.plan.config
+                were = [None if m is None else pair_of(config, p.dtype) for m, p in zip(old, params, strict=True)]
+            known = [k if m is None else m for m, k in zip(old, known, strict=True)]
+        shapes = align(target.master, self.parts.params, where="jzero.shard: the master")
+        made = []
+        for i, shape in enumerate(shapes):
+            if shape is None:
+                made.append(None)
+                continue
+            sharding = next(shardings)
+            param, pair = self._placed(params[i], shape.shape, sharding), pair_of(self.plan.config, params[i].dtype)
+            if known[i] is None:
+                new = param if pair is None else jnp.zeros_like(param, pair.dtype)
+            else:
+                new = self._placed(known[i], shape.shape, sharding)
+                if pair != were[i]:
+                    new, params[i] = _paired(param, new, were[i], pair, tuple(np.shape(params[i])))
+                elif pair is None:
+                    new = taken_over(param, new)
+            made.append(self.store(new.astype(shape.dtype), sharding))
+        return tree.unflatten(made), params
 
 
 @functools.partial(jax.jit, static_argnames=("was", "pair", "shape"))
