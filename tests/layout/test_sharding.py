@@ -506,7 +506,8 @@ def test_a_field_below_its_stage_is_refused_or_noted(name):
     told = f"{name}={value if name == 'reduce_dtype' else repr(value)} has no effect"
     for stage in range(3 if name == "update_dtype" else 4):  # which stage 3 takes with param_axis alone
         if effect.refused and stage < effect.stage:
-            with pytest.raises(ValueError, match=f"{name}=.* has no effect at stage {stage}.*pass stage={effect.stage}"):
+            told_stage = f"{name}=.* has no effect at stage {stage}.*pass stage={effect.stage}"
+            with pytest.raises(ValueError, match=told_stage):
                 jzero.make_plan(shapes, stage=stage, **{name: value})
             continue
         plan = jzero.make_plan(shapes, stage=stage, **{name: value})
