@@ -212,6 +212,16 @@ def loss_of_uneven(params, x):
     return sum(jnp.mean(jnp.tanh(x[:, : p.shape[0]] @ p) ** 2) for p in params.values())
 
 
+def grads_of_uneven(params, x):
+    """In float64."""
+    found = {}
+    for name, p in params.items():
+        rows = np.asarray(x[:, : p.shape[0]], np.float64)
+        t = np.tanh(rows @ np.asarray(p, np.float64))
+        found[name] = rows.T @ (2 * t * (1 - t * t) / t.size)
+    return found
+
+
 @pytest.mark.default_cases("through the device-host", "files-device")
 @pytest.mark.parametrize("params_on", ["host", "device"])
 @pytest.mark.parametrize("tier", ["through the device", "by the CPU", "files"])
@@ -296,7 +306,8 @@ def test_micro_batches_of_leaves_that_no_one_dim_divides(reduce, mesh):
     loss, grads = run(plan.place(params), plan.place_batch(x))
     want_loss, want = jax.value_and_grad(loss_of_uneven)(params, x)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
-    assert max_error(grads, want) < 1e-6
+    exact = grads_of_uneven(params, x)  # on some CPUs one rounding of tanh is as large as the sums' difference
+    assert max_error(grads, exact) < 2 * max_error(want, exact) < 4e-6
     assert_where_they_live(grads, plan)
 
 
