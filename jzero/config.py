@@ -477,13 +477,12 @@ class ZeroConfig:
         wanted = jnp.dtype(jnp.float32) if isinstance(self.master_dtype, str) else self.master_dtype
         return wanted if wanted.itemsize > dtype.itemsize else None
 
-    def keeps_remainder(self, dtype: DTypeLike) -> bool:
-        """Whether the master of a param of `dtype` is stored as a remainder."""
-        return isinstance(self.master_dtype, str) and self.master_dtype == "remainder" and dtype == jnp.bfloat16
-
-    def keeps_difference(self, dtype: DTypeLike) -> bool:
-        """Whether the master of a param of `dtype` is stored as its difference to the param."""
-        return self.update_dtype is not None and dtype == jnp.bfloat16
+    @property
+    def paired_by(self) -> str | None:
+        """The field by which masters of bfloat16 params are stored as what the params lack; None: they are whole."""
+        if isinstance(self.master_dtype, str) and self.master_dtype == "remainder":
+            return "master_dtype"
+        return None if self.update_dtype is None else "update_dtype"
 
     def adam_bytes(self, dtype: DTypeLike, *, wide: bool = False) -> int:
         """Bytes per value of a param of `dtype` in the state of Adam: two moments, and the master if it has one.
@@ -494,7 +493,8 @@ class ZeroConfig:
         dtype = check_dtype(dtype, "dtype", where="ZeroConfig.adam_bytes", floating=False)
         master = self.master_for(dtype) or (dtype if self.updates_outside else None)
         moment = (None if wide and self.moment_dtype == jnp.int8 else self.moment_dtype) or master or dtype
-        stored = 2 if self.keeps_remainder(dtype) else master.itemsize if master else 0
+        remainder = self.paired_by == "master_dtype" and dtype == jnp.bfloat16
+        stored = 2 if remainder else master.itemsize if master else 0
         return 2 * moment.itemsize + stored
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from jzero.layout.leaf_rule import path_keys
 from jzero.layout.padding import padded, unpadded
 from jzero.layout.placement import on_device, put
 from jzero.update import remainder
-from jzero.update.pairs import PAIRS, REMAINDER
+from jzero.update.pairs import DIFFERENCE, PAIRS, REMAINDER
 from jzero.update.sharded_update import taken_over
 
 FP32 = np.dtype(np.float32)
@@ -104,8 +104,7 @@ def read_pairs(path: Path, tree: PyTree, targets: Mapping[Name, store.Target]) -
     for name, target in targets.items():
         param, beside = read.pop(named("params", name)), read.pop(rest[name])
         if isinstance(target, store.Numpy):
-            join = {REMAINDER.name: _joined_on_host, MASTER: taken_over_on_host}.get(rest[name][0], _sum_on_host)
-            found[name] = join(param, beside).astype(target.dtype)
+            found[name] = ON_HOST[rest[name][0]](param, beside).astype(target.dtype)
         else:
             join = _joined(rest[name][0], np.dtype(target.dtype))
             found[name] = put(join(on_device(param), on_device(beside)), target.sharding)
@@ -138,14 +137,15 @@ def taken_over_on_host(param: np.ndarray, master: np.ndarray) -> np.ndarray:
     return np.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
 
 
-def _sum_on_host(param: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """The fp32 master of a param and its difference."""
-    return param.astype(rest.dtype) + rest
-
-
 def _joined_on_host(param: np.ndarray, rest: np.ndarray) -> np.ndarray:
     """`remainder.join` without a device."""
     upper, more = param.view(np.uint16).astype(np.uint32), rest.astype(np.int32)
     size = upper & 0x7FFF
     more = np.where(((size == 0) & (more < 0)) | ((size == remainder.INFINITY) & (more > 0)), 0, more)
     return ((upper << 16) + more.view(np.uint32)).view(np.float32)
+
+
+ON_HOST: dict[str, Callable[..., Any]] = {
+    MASTER: taken_over_on_host, REMAINDER.name: _joined_on_host, DIFFERENCE.name: DIFFERENCE.join,
+}  # fmt: skip
+"""By the name of what is stored beside a param: the master of both, without a device."""

@@ -69,8 +69,8 @@ class UpdateGather:
     def by_layers(self, param: jax.Array, shard: jax.Array, x: Layout) -> jax.Array:
         """The new stack of layers, gathered one by one into the buffer of the old one; see [Note: layer by layer]."""
         plan, count, dims = self.plan, x.shape[0], merged_dims(x)
-        codes, layer = self.codes(x), self.codes(x, (1, *x.shape[1:]))
-        way = codes or AsIs(x.shape, x.dtype, x.state, x.stored)
+        layer = self.codes(x, (1, *x.shape[1:]))
+        way = self.codes(x) or AsIs(x.shape, x.dtype, x.state, x.stored)
         sends = [plan.constrain(part, before) for part, (before, _) in zip(way.encode(shard), way.layouts, strict=True)]
 
         def gathered(i):
@@ -78,7 +78,7 @@ class UpdateGather:
             for part, (before, after) in zip(sends, way.layouts, strict=True):
                 one = plan.constrain(jax.lax.dynamic_slice_in_dim(part, i, 1), before)
                 parts.append(plan.constrain(one, after))
-            return parts if codes else [parts[0].reshape(1, *dims)]
+            return parts if layer else [parts[0].reshape(1, *dims)]
 
         def place(i, carry):  # the next layer is under way while this one is written
             stack, parts = carry

@@ -275,13 +275,13 @@ def with_masters(opt_state: PyTree, params: PyTree, tx: ZeroTransformation) -> P
       ValueError: the plan stores what params lack, and `params` is None or not the params of the plan.
     """
     plan = tx.init.plan
-    fields = {"master_dtype": "remainder", "update_dtype": "int8"}
-    asked = [f'{k}="{v}"' for k, v in fields.items() if getattr(plan.config, k) == v]
-    if not asked or not isinstance(opt_state, ZeroState):
+    field = plan.config.paired_by
+    if field is None or not isinstance(opt_state, ZeroState):
         return opt_state
     if params is None:
         raise ValueError(
-            f"jzero.unshard: with {asked[0]} a master is its param and what that lacks. Pass the params too: "
+            f'jzero.unshard: with {field}="{getattr(plan.config, field)}" a master is its param and what that lacks. '
+            "Pass the params too: "
             "jzero.unshard(state.opt_state, tx=state.tx, params=state.params), in NNX "
             "params=nnx.state(model, nnx.Param)."
         )

@@ -101,7 +101,7 @@ def creation(
 
     def born():
         leaves, masters = flat()
-        if plan.config.master_dtype == "remainder" or plan.config.update_dtype is not None:
+        if plan.config.paired_by is not None:
             leaves, masters = _computed_once(leaves, masters)
         parts = jax.tree.unflatten(tree, leaves)
         # inside the trace nothing moves yet: out_shardings place every leaf

@@ -112,20 +112,29 @@ def blocks_of(x: Layout, plan: Any) -> Blocks | None:
 def why_wide(x: Layout, plan: Any) -> str:
     """Why a plan with 8-bit moments keeps those of a param wide; empty if it does not."""
     blocks = Blocks.of(x.shape, x.scan_dim, plan.config.quantize_block)
-    if never := _never(blocks, x.keys):
-        return never
-    if x.padded:
-        return f"stored padded to {list(x.state_shape)}"
-    return "" if blocks.spec(x.state, plan.mesh) is not None else f"its layout would cut blocks of {blocks.size}"
+    return _never(blocks, x.keys) or _why_cut(x, blocks, (x.state,), plan.mesh)
 
 
 def _never(blocks: Blocks, keys: Sequence[str]) -> str:
     """Why no plan keeps the moments of a param with these blocks in 8 bits; empty if one may."""
+    return _why_few(blocks) or (f"a lookup reads it (its path has {LOOKED_UP!r})" if LOOKED_UP in keys else "")
+
+
+def _why_few(blocks: Blocks) -> str:
+    """Why codes would save little of an array with these blocks; empty if they save much."""
     if math.prod(blocks.shape) < LEAST_QUANTIZED:
         return f"fewer than {LEAST_QUANTIZED} values"
     if blocks.run < min(blocks.size, LEAST_RUN):
         return f"only {blocks.run} of its values in a row belong to one layer"
-    return f"a lookup reads it (its path has {LOOKED_UP!r})" if LOOKED_UP in keys else ""
+    return ""
+
+
+def _why_cut(x: Layout, blocks: Blocks, specs: Sequence[PartitionSpec], mesh: Mesh) -> str:
+    """Why the layouts of a param do not keep its blocks whole; empty if they do."""
+    if x.padded:
+        return f"stored padded to {list(x.state_shape)}"
+    cut = any(blocks.spec(spec, mesh) is None for spec in specs)
+    return f"its layout would cut blocks of {blocks.size}" if cut else ""
 
 
 def uncut(
@@ -134,19 +143,14 @@ def uncut(
     """Whether a layout of a param cuts no block of its moments or of the gathered weight; None where it has none."""
     wanted: list[Callable[[PartitionSpec], bool]] = []
     moments = Blocks.of(shape, scan_dim, config.quantize_block)
-    if config.moment_dtype == jnp.int8 and not _never(moments, keys):
-        wanted.append(lambda spec: moments.spec(spec, mesh) is not None)
-    if config.update_dtype is not None and _is_long(moments):
+    of_moments = config.moment_dtype == jnp.int8 and not _never(moments, keys)
+    if of_moments or (config.update_dtype is not None and not _why_few(moments)):
         wanted.append(lambda spec: moments.spec(spec, mesh) is not None)
     layer = tuple(n for dim, n in enumerate(shape) if dim != scan_dim)
     if config.gather_dtype is not None and config.row.params and math.prod(layer) >= LEAST_QUANTIZED:
         weights = Blocks.of(layer, None, config.quantize_block)
         wanted.append(lambda spec: weights.spec(without_dim(spec, len(shape), scan_dim), mesh) is not None)
     return (lambda spec: all(fits(spec) for fits in wanted)) if wanted else None
-
-
-def _is_long(blocks: Blocks) -> bool:
-    return math.prod(blocks.shape) >= LEAST_QUANTIZED and blocks.run >= min(blocks.size, LEAST_RUN)
 
 
 def update_blocks(x: Layout, plan: Any) -> Blocks | None:
@@ -158,17 +162,10 @@ def update_blocks(x: Layout, plan: Any) -> Blocks | None:
 
 def why_sent_whole(x: Layout, plan: Any) -> str:
     """Why a plan whose updates travel in codes gathers a new param as it is; empty if it does not."""
-    blocks = Blocks.of(x.shape, x.scan_dim, plan.config.quantize_block)
-    if not plan.config.keeps_difference(x.dtype):
+    if x.dtype != jnp.bfloat16:
         return f"its dtype is {x.dtype}"
-    if math.prod(x.shape) < LEAST_QUANTIZED:
-        return f"fewer than {LEAST_QUANTIZED} values"
-    if not _is_long(blocks):
-        return f"only {blocks.run} of its values in a row belong to one layer"
-    if x.padded:
-        return f"stored padded to {list(x.state_shape)}"
-    cut = any(blocks.spec(spec, plan.mesh) is None for spec in (x.state, x.stored))
-    return f"its layout would cut blocks of {blocks.size}" if cut else ""
+    blocks = Blocks.of(x.shape, x.scan_dim, plan.config.quantize_block)
+    return _why_few(blocks) or _why_cut(x, blocks, (x.state, x.stored), plan.mesh)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,12 +85,10 @@ def mismatch(tree: PyTree, layouts: Sequence[Layout], *, where: str) -> str:
 
 def check_pairs(layouts: Sequence[Layout], config: ZeroConfig) -> None:
     """Raises ValueError for trained params whose masters cannot be stored as what the params lack, if that is asked."""
-    if config.master_dtype == "remainder":
-        where, field = 'ZeroConfig(master_dtype="remainder")', "master_dtype"
-    elif config.update_dtype is not None:
-        where, field = "ZeroConfig(update_dtype=int8)", "update_dtype"
-    else:
+    field = config.paired_by
+    if field is None:
         return
+    where = f'ZeroConfig({field}="{getattr(config, field)}")'
     others = [
         (x.name, typed_shape(x)) for x in layouts if config.master_for(x.dtype) is not None and x.dtype != jnp.bfloat16
     ]

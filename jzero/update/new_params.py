@@ -33,9 +33,7 @@ def update_leaves(
     rows, gather = list(zip(news, masters, plan.layouts, strict=True)), comm_of(plan).updates
     if plan.config.updates == "delta":
         return [None if new is None else _stored(gather, x, new) for new, _, x in rows]
-    in_codes = [i for i, (new, _, x) in enumerate(rows) if new is not None and gather.codes(x)]
-    added = _added([params[i] for i in in_codes], [rows[i][0] for i in in_codes], [rows[i][2] for i in in_codes], plan)
-    whole = dict(zip(in_codes, added, strict=True))
+    whole = _added(news, params, plan)
     copied = [
         (new, x) for i, (new, master, x) in enumerate(rows)
         if new is not None and master is not None and is_copied(x) and not goes_by_layers(x)
@@ -70,15 +68,18 @@ def _leaf(
     return deferred(lambda _: gathered, x)
 
 
-def _added(
-    params: Sequence[jax.Array], news: Sequence[Any], layouts: Sequence[Layout], plan: Plan
-) -> list[jax.Array]:
-    """New params, from differences that travel in codes."""
+def _added(news: Sequence[Any], params: Sequence[jax.Array], plan: Plan) -> dict[int, jax.Array]:
+    """By position, the new params whose differences travel in codes."""
     gather = comm_of(plan).updates
-    return in_auto_mode(
-        lambda params, news: gather.added_in_turn(params, news, layouts), (list(params), list(news)),
-        lambda _: [x.stored for x in layouts],
+    at = [i for i, x in enumerate(plan.layouts) if news[i] is not None and gather.codes(x)]
+    if not at:
+        return {}
+    layouts = [plan.layouts[i] for i in at]
+    values = in_auto_mode(
+        lambda params, news: gather.added_in_turn(params, news, layouts),
+        ([params[i] for i in at], [news[i] for i in at]), lambda _: [x.stored for x in layouts],
     )  # fmt: skip
+    return dict(zip(at, values, strict=True))
 
 
 def _in_turn(

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -60,9 +61,9 @@ PAIRS = {pair.name: pair for pair in (REMAINDER, DIFFERENCE)}
 
 def pair_of(config: ZeroConfig, dtype: DTypeLike) -> Pair | None:
     """How the masters of params of this dtype are stored, if not as they are."""
-    if config.keeps_remainder(dtype):
-        return REMAINDER
-    return DIFFERENCE if config.keeps_difference(dtype) else None
+    if config.paired_by is None or dtype != jnp.bfloat16:
+        return None
+    return {"master_dtype": REMAINDER, "update_dtype": DIFFERENCE}[config.paired_by]
 
 
 def sent_in_codes(master: jax.Array, param: jax.Array, way: InCodes) -> tuple[jax.Array, jax.Array]:

@@ -113,8 +113,8 @@ def test_masters_are_those_of_a_run_that_sends_whole_params(name):
     assert any(np.any(last[k] != np.float32(jnp.asarray(want[k], BF16))) for k in CODED)  # it was sent in codes at all
 
 
-def test_nnx(mesh):
-    """A module and its optimizer, with a stack that is added layer by layer where it is large."""
+def test_nnx():
+    """A module and its optimizer, in a step of `nnx.jit` that changes both in place."""
 
     class Model(nnx.Module):
         def __init__(self):
