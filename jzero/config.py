@@ -359,8 +359,6 @@ class ZeroConfig:
 
     def _check_update_dtype(self):
         where, why = "ZeroConfig(update_dtype=int8)", ""
-        if self.update_dtype != jnp.int8:
-            raise ValueError(f"ZeroConfig(update_dtype={self.update_dtype.name}) must be int8 or None.")
         if self.row.params and set(self.param_axes) == set(self.axes):
             why = (
                 "has no effect where params are split like their optimizer state: no new param is gathered. Leave it "
@@ -580,7 +578,7 @@ def _gather_dtype(value: Any) -> np.dtype | tuple[tuple[str, np.dtype], ...] | N
 
 def _code_dtype(value: Any) -> np.dtype:
     rule = "a dtype, a mapping from mesh axis to dtype, or None"
-    dtype = check_dtype(value, "gather_dtype", where="ZeroConfig", rule=rule, floating=False)
+    dtype = check_dtype(value, "gather_dtype", where="ZeroConfig", rule=rule, example="'int8'", floating=False)
     if dtype.name not in GATHER_DTYPES:
         raise ValueError(
             f"ZeroConfig(gather_dtype={dtype.name}) must be one of {', '.join(GATHER_DTYPES)}. To gather weights in 16 "
@@ -594,8 +592,11 @@ def _dtype(value: Any, name: str) -> np.dtype | str | None:
     if value is None or (isinstance(value, str) and value in words):
         return value
     rule = "a dtype, 'auto', 'remainder' or None" if words else "a dtype or None"
+    example = "'int8'" if name == "update_dtype" else "jnp.bfloat16"
     floating = name not in ("moment_dtype", "reduce_dtype", "update_dtype")
-    dtype = check_dtype(value, name, where="ZeroConfig", rule=rule, floating=floating)
+    dtype = check_dtype(value, name, where="ZeroConfig", rule=rule, example=example, floating=floating)
+    if name == "update_dtype" and dtype != jnp.int8:
+        raise ValueError(f"ZeroConfig(update_dtype={shown(value)}) must be int8 or None.")
     if name == "reduce_dtype" and not jnp.issubdtype(dtype, jnp.floating) and dtype not in GRADIENT_CODES:
         raise ValueError(f"ZeroConfig(reduce_dtype={shown(value)}) must be a floating dtype, int8 or int4.")
     return dtype

@@ -153,8 +153,10 @@ def check_kind(
         _refuse(TypeError, value, name, rule + (" or None" if optional else ""), where, remedy)
 
 
-def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating: bool = True) -> np.dtype:
-    """The dtype that a value names.
+def check_dtype(
+    value, name: str, *, where: str, rule: str = "a dtype", example: str = "jnp.bfloat16", floating: bool = True
+) -> np.dtype:
+    """The dtype that a value names; `example`: one that the argument may have.
 
     Raises:
       TypeError: it does not name a dtype. Arrays and None do not.
@@ -167,7 +169,7 @@ def check_dtype(value, name: str, *, where: str, rule: str = "a dtype", floating
     with contextlib.suppress(TypeError, ValueError, SyntaxError):
         dtype = jnp.dtype(value) if names else None
     if dtype is None or dtype.kind == "O":
-        raise TypeError(f"{where}({name}={shown(value)}): {name} must be {rule}, such as jnp.bfloat16.")
+        raise TypeError(f"{where}({name}={shown(value)}): {name} must be {rule}, such as {example}.")
     if floating and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{where}({name}={shown(value)}): {name} must be a floating dtype.")
     return dtype

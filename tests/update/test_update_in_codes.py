@@ -234,6 +234,14 @@ def test_fields_that_do_not_go_with_it(fields, said, remedy):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("name", ["update_dtype", "gather_dtype"])
+def test_the_example_in_an_error_is_one_that_works(name):
+    with pytest.raises(TypeError, match="such as 'int8'"):
+        jzero.ZeroConfig(stage=3, **{name: "bogus"})
+    jzero.ZeroConfig(stage=3, axis=("a", "b"), param_axis="b", **{name: "int8"})
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(("dtypes", "said"), [
     (["float32"], r"no trained param is bfloat16 \(they are float32\)"),
     (["bfloat16", "float16"], r"1 param is of a dtype that is not the upper half"),
