@@ -14,6 +14,7 @@ from jzero.config import Offload, ZeroConfig
 from jzero.core.errors import ProofError
 from jzero.flax.jit import jit
 from jzero.flax.shard import abstract, plan_of, shard, unshard
+from jzero.gather.tiled_loss import tiled_loss
 from jzero.gather.transform import gather_on_use
 from jzero.gradients.loss_scale import LossScale
 from jzero.gradients.value_and_grad import value_and_grad
@@ -84,6 +85,7 @@ __all__ = [
     "remat",
     "select",
     "shard",
+    "tiled_loss",
     "unshard",
     "value_and_grad",
     "zero",

@@ -59,13 +59,15 @@ from jzero.config import GRADIENT_CODES
 from jzero.core.jaxprs import is_tracer
 from jzero.core.linear import linear
 from jzero.core.one_way import forward_only
+from jzero.core.ordering import tied
 from jzero.layout import blocks
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
-from jzero.layout.specs import P, entry_axes, named_axes, shard_factor, spec_axes
+from jzero.layout.specs import P, entry_axes, named_axes, shard_factor, spec_axes, spec_entries
 from jzero.sharding import Plan
 
 OPERANDS = (MATMUL, CONVOLUTION, LOOKUP)
+PART_BYTES = 2**27  # of a gradient that is cast for its reduction
 CUT_BUCKETS = 8  # times `bucket_bytes`: a larger gradient is made in parts
 
 
@@ -218,7 +220,7 @@ class GradientReduce:
         found = None if dims is None else summed(narrow, rows, dims, spec, self.plan, codes)
         return self.plan.constrain(narrow(*rows), spec) if found is None else found
 
-    def of_devices(self, grad: jax.Array, x: Layout, spec: PartitionSpec) -> jax.Array:
+    def of_devices(self, grad: jax.Array, x: Reduced, spec: PartitionSpec) -> jax.Array:
         """Inside of a `shard_map` over the batch axes: the devices' gradients of a param, summed, in the layout `spec`.
 
         In `reduce_dtype`, or else in the dtype of the param.
@@ -229,6 +231,24 @@ class GradientReduce:
             asked = x.dtype if codes is None else grad.dtype
         but = named_axes(self.plan.sharding(x.used).spec)
         return reduce_scatter(grad.astype(asked), spec, self.plan, but=but, codes=codes)
+
+    def in_parts(self, grad: jax.Array, x: Reduced, spec: PartitionSpec) -> jax.Array:
+        """The same for a gradient in a wider dtype: a part is cast and sent while others wait, with no copy of it all.
+
+        Codes are those of whole gradients, so what travels in codes goes in one part.
+        """
+        entries = spec_entries(self.plan.sharding(spec).spec, grad.ndim)
+        free = [d for d in range(grad.ndim) if not entries[d]]
+        wanted = -(-grad.size * x.dtype.itemsize // PART_BYTES)
+        cuts = [] if self.in_codes(x, x.shape) else [(equal_parts(grad.shape[d], wanted), d) for d in free]
+        parts, dim = min((row for row in cuts if row[0] > 1), default=(1, 0))
+        size, done = grad.shape[dim] // parts, list[jax.Array]()
+        for i in range(parts):
+            if len(done) > 1:
+                grad, done[-2] = tied(grad, done[-2])
+            part = jax.lax.slice_in_dim(grad, i * size, (i + 1) * size, axis=dim)
+            done.append(self.of_devices(part, x, spec))
+        return jax.numpy.concatenate(done, axis=dim) if parts > 1 else done[0]
 
     def at_update(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
         """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole].

@@ -12,6 +12,7 @@ CALLS = {
     **dict.fromkeys((*INLINE, *REMAT), "jaxpr"),
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "jzero_token_loss": "jaxpr",
 }
 """Equations that compute what their body computes, and the parameter that holds it."""
 LOOPS = ("scan", "while")

@@ -30,10 +30,12 @@ from jzero.core.linear import LINEAR
 from jzero.core.primitives import REMAT
 from jzero.core.products import Product
 from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, switch_with
+from jzero.core.token_loss_rules import GRADIENTS, LOSS, has_loss
 from jzero.core.types import Jaxpr
 from jzero.gather import loops
 from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, is_cut_on_shard, merged, pieces, unwrap
 from jzero.gather.ties import find_ties, tie
+from jzero.gather.tiled_loss import loss_on_devices
 from jzero.gather.walk import Walk, kept, on_device, on_shards, plain
 from jzero.gather.weight_graph import WeightGraph
 from jzero.gather.weight_ops import use
@@ -94,6 +96,8 @@ def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:
     """
     name = eqn.primitive.name
     if not any(isinstance(v, Weight) for v in values):
+        if walk.losses and (name in (LOSS, GRADIENTS) or any(has_loss(body) for body, _ in bodies(eqn)[0])):
+            return RULES[name](eqn, values, walk)
         return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)
     if name == BEGIN:
         raise ValueError(
@@ -145,7 +149,8 @@ def cond(eqn, values: list[Any], walk: Walk) -> list[Any]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(REMAT, remat), "scan": loops.scan, "while": loops.while_loop, "cond": cond,
+    **dict.fromkeys(REMAT, remat), "scan": loops.scan, "while": loops.while_loop, "cond": cond, LOSS: loss_on_devices,
+    GRADIENTS: loss_on_devices,
 }  # fmt: skip
 """By primitive, what becomes of an equation that reads weights; of all others `use`."""
 

@@ -16,12 +16,14 @@ from jzero.core import jaxprs
 from jzero.core.errors import check_function, warn
 from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
+from jzero.core.token_loss_rules import has_loss
 from jzero.core.traces import as_written, is_as_written
 from jzero.core.update_mark import marked_frozen
 from jzero.gather.gradients_at_use import is_ordered, reduced_alone
 from jzero.gather.host_source import in_device_memory, source_of
 from jzero.gather.interpreter import evaluate
 from jzero.gather.sharded_weight import Weight
+from jzero.gather.tiled_loss import planned
 from jzero.gather.walk import Walk, on_shards, plain
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Frozen, Layout, keyed_shapes
@@ -49,6 +51,10 @@ class GatherOnUse:
 
     def __call__(self, *args, **kwargs):
         """Call the function; where params are stored split, each is gathered where it is used."""
+        with planned(self.plan):
+            return self._call(*args, **kwargs)
+
+    def _call(self, *args, **kwargs):
         params, args, kwargs, fn = self._params_apart(args, kwargs)
         warn_whole_batch(jax.tree.leaves((args, kwargs), is_leaf=is_module), self.plan)
         if not has_module(params):
@@ -161,11 +167,13 @@ class GatherOnUse:
         arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
         picked = [y for y, a in zip(layouts, is_array, strict=True) if a]
         jaxpr, consts = jaxprs.trace(on_arrays, *map(device_type, arrays))
+        losses = has_loss(jaxpr)
         if not comm_of(self.plan).gradients.on_use:
             picked = reduced_alone(self.plan, jaxpr, picked)
-            if not any(picked) and not stored:
+            if not any(picked) and not stored and not losses:
                 return fn(params, args, kwargs)
-        walk = Walk(self.plan, evaluate, ordered=is_ordered(self.plan, jaxpr, [y is not None for y in picked]))
+        ordered = is_ordered(self.plan, jaxpr, [y is not None for y in picked])
+        walk = Walk(self.plan, evaluate, ordered=ordered, losses=losses)
         values = [x if y is None else self._weight(x, y, walk) for x, y in zip(arrays, picked, strict=True)]
         outs = evaluate(walk, jaxpr, consts, on_shards(values, walk), cast=self.plan.config.compute_dtype)
         outs = iter(plain(outs))

@@ -35,12 +35,14 @@ class Walk:
       evaluate: the function of that name in `interpreter.py`, for the bodies of loops, regions and branches.
       in_remat: inside a region that is computed again as a whole.
       ordered: weights are tied to their place in the program; not where all of them make one bucket.
+      losses: the function has a tiled loss somewhere, which runs on the devices of the plan also without a weight.
     """
 
     plan: Plan
     evaluate: Callable[..., list[Any]]
     in_remat: bool = False
     ordered: bool = True
+    losses: bool = False
 
     @functools.cached_property
     def comm(self) -> Comm:

@@ -15,9 +15,11 @@ from jax.dtypes import issubdtype
 
 from jzero.core.dims import dims_in_order
 from jzero.core.graph import Graph, Node
-from jzero.core.primitives import INLINE, LOOPS, REMAT
+from jzero.core.jaxprs import opened
+from jzero.core.primitives import CALLS, INLINE, LOOPS, REMAT
 from jzero.core.products import row_lookup
 from jzero.core.regions import bodies, handed_through, loop_consts, scan_parts
+from jzero.core.token_loss_rules import has_loss
 from jzero.core.types import Jaxpr, JaxprEqn
 from jzero.gather.sharded_weight import ON_SHARD, PIECES, is_cut_on_shard
 
@@ -58,8 +60,10 @@ class WeightGraph(Graph):
         return node.name in ON_SHARD or is_cut_on_shard(node.eqn, self.split.get(node.ins[0]) if node.ins else None)
 
     def inlines(self, eqn: JaxprEqn, ins: Sequence[int]) -> bool:
-        """A call that reads a weight; a remat region stays one."""
-        return eqn.primitive.name in INLINE and any(i in self.parent for i in ins)
+        """A call that reads a weight, or has a tiled loss in it; a remat region stays one."""
+        if eqn.primitive.name not in INLINE:
+            return False
+        return any(i in self.parent for i in ins) or has_loss(opened(eqn.params[CALLS[eqn.primitive.name]])[0])
 
     def added(self, node: Node) -> None:
         """A weight stays one through what happens on its shard, and through a region that hands it back."""

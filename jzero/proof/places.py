@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from jzero.comm.reduce_scatter import SCOPE
 from jzero.proof.hlo import SAME, Computation, Instruction, Module
 
 CALLERS = frozenset(("while", "call", "conditional"))
@@ -157,6 +158,8 @@ def phase_of(name_stack: str, has_backward: bool) -> str:
     if "/" not in name_stack:
         return ""
     if "transpose(" in name_stack or "rematted_computation" in name_stack:
+        return "backward"
+    if SCOPE in name_stack and "jvp(" in name_stack:  # gradients of a tiled loss are made in the forward pass
         return "backward"
     parts = joined_names(name_stack)
     if 2 * sum("jvp(" in part for part in parts) >= len(parts):

@@ -18,6 +18,7 @@ from jzero.core.graph import Graph, Node
 from jzero.core.primitives import ELEMENTWISE, LOOPS, REDUCING, REMAT
 from jzero.core.products import PRODUCTS, gradient_dtype, row_lookup
 from jzero.core.regions import bodies, loop_consts, scan_parts
+from jzero.core.token_loss_rules import GRADIENTS, LOSS
 from jzero.core.traces import Trace, as_written, innermost
 from jzero.core.types import Jaxpr, PyTree
 from jzero.core.update_mark import FROZEN
@@ -237,7 +238,8 @@ class _Region:
         dtype, eqn = _dtype(graph, node, value), node.eqn
         if row_lookup(eqn):
             return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]), part=graph.part(value))
-        kind = "matmul" if self.is_read(graph, node, value, moves) else "kept"
+        read = self.is_read(graph, node, value, moves) and node.name != GRADIENTS  # made in the forward pass
+        kind = "matmul" if read else "kept"
         return Use(kind, gradient_dtype(eqn, dtype), part=graph.part(value))
 
     def is_read(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> bool:
@@ -260,7 +262,8 @@ def _names(node: Node) -> str:
 
 def _evaluates(graph: WeightGraph, node: Node, data: set[int]) -> bool:
     """True for an equation that marks a forward pass outside of `jax.grad`; what reads vectors is too small."""
-    return row_lookup(node.eqn) or (node.name in PRODUCTS and bool(graph.activations(node, data)))
+    products = (*PRODUCTS, LOSS)
+    return row_lookup(node.eqn) or (node.name in products and bool(graph.activations(node, data)))
 
 
 def _dtype(graph: WeightGraph, node: Node, value: int) -> np.dtype:

@@ -1,0 +1,187 @@
+"""Memory and wire of a loss over a large vocabulary, plain and in tiles, compiled for H200 GPUs.
+
+    python benchmarks/tiles.py loss                 # the loss alone: hidden states and head in, gradients out
+    python benchmarks/tiles.py step                 # a whole step of the model, each block under remat, AdamW
+    python benchmarks/tiles.py --help
+
+The shapes are those of Llama-3 8B: 4096 features, a vocabulary of 128256, bf16; each device has one sequence. No GPU is
+needed, and none has run these programs. Temp and wire are bytes of one device in one step; "own" is temp without the
+gathered head and, in tiles, its fp32 gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+import jzero  # noqa: I001  (before jax)
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+QUERIES = 512
+BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is compiled."""
+
+    part: tyro.conf.Positional[Literal["loss", "step"]] = "loss"
+    hosts: tuple[int, ...] = (0, 8)
+    """Hosts of 8 GPUs; 0 is one GPU."""
+    tokens: tuple[int, ...] = (8192, 32768)
+    """Per device."""
+    stages: Annotated[tuple[int, ...], tyro.conf.arg(help="ZeRO stages")] = (2, 3)
+    width: int = 4096
+    classes: int = 128256
+    layers: int = 32
+    ways: tuple[str, ...] = ("plain", "tiled", "recompute")
+
+
+def attention(q, k, v):
+    """Causal attention of [batch, tokens, heads, features] whose scores are never whole, as in cuDNN's."""
+    rows, tokens, heads, size = q.shape
+    groups, count = k.shape[2], tokens // QUERIES
+
+    @jax.checkpoint
+    def one(args):
+        i, q, k, v = args  # [batch, heads of a group, queries, size], [batch, tokens, size]
+        scores = jnp.einsum("bhqd,bkd->bhqk", q, k, preferred_element_type=jnp.float32) / size**0.5
+        seen = jnp.arange(tokens) <= (i * QUERIES + jnp.arange(QUERIES))[:, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30)).astype(v.dtype)
+        return jnp.einsum("bhqk,bkd->bhqd", weights, v)
+
+    def group(args):
+        q, k, v = args
+        cut = jnp.moveaxis(q.reshape(rows, count, QUERIES, heads // groups, size), (1, 3), (0, 2))
+        out = jax.lax.map(lambda row: one((*row, k, v)), (jnp.arange(count), cut))
+        return jnp.moveaxis(out, (0, 2), (1, 3)).reshape(rows, tokens, heads // groups, size)
+
+    q = jnp.moveaxis(q.reshape(rows, tokens, groups, heads // groups, size), 2, 0)
+    return jnp.moveaxis(jax.lax.map(group, (q, jnp.moveaxis(k, 2, 0), jnp.moveaxis(v, 2, 0))), 0, 2)
+
+
+class Block(nn.Module):
+    """As in Llama-3 8B: 32 heads, 8 of keys, a gated MLP of 14336 features."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y, head = nn.RMSNorm(**{k: BF16[k] for k in ("dtype", "param_dtype")})(x), self.width // 32
+        q, k, v = (
+            nn.Dense(n * head, name=name, **BF16)(y).reshape(*y.shape[:2], n, head)
+            for n, name in ((32, "q"), (8, "k"), (8, "v"))
+        )
+        x = x + nn.Dense(self.width, name="out", **BF16)(attention(q, k, v).reshape(x.shape))
+        y = nn.RMSNorm(**{k: BF16[k] for k in ("dtype", "param_dtype")})(x)
+        wide = int(3.5 * self.width)
+        y = nn.silu(nn.Dense(wide, name="gate", **BF16)(y)) * nn.Dense(wide, name="up", **BF16)(y)
+        return x + nn.Dense(self.width, name="down", **BF16)(y), None
+
+
+class Trunk(nn.Module):
+    """Token ids to hidden states."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(self.config.classes, self.config.width, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(tokens)
+        block = nn.remat(Block, prevent_cse=False)
+        scan = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.config.layers)
+        return scan(self.config.width)(x, None)[0]
+
+
+def loss_of(way: str, hidden, head, labels):
+    """The mean cross-entropy."""
+    if way == "plain":
+        logits = (hidden @ head).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return jzero.tiled_loss(hidden, head, labels, recompute=True if way == "recompute" else None)
+
+
+def main(config: Config) -> None:
+    """Prints a line for each program."""
+    print("GPUs stage tokens way            temp GB  own GB  wire / Psi  TFLOP")
+    for hosts in config.hosts:
+        pod = jzero.pod("h200", hosts=max(hosts, 1), **({} if hosts else {"gpus_per_host": 1}))
+        for stage in config.stages:
+            for tokens in config.tokens:
+                for way in config.ways:
+                    print(line(config, pod, stage, tokens, way), flush=True)
+
+
+def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> str:
+    """One program."""
+    n = len(pod.devices)
+    mesh, trunk = pod.mesh({"data": n}), Trunk(config)
+
+    def create():
+        params = {"head": jnp.zeros((config.width, config.classes), jnp.bfloat16)}
+        if config.part == "step":
+            params["trunk"] = trunk.init(jax.random.key(0), jnp.zeros((1, QUERIES), int))["params"]
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-4))
+
+    state = jzero.abstract(create, stage=stage, mesh=mesh)
+    plan, rows = jzero.plan_of(state), NamedSharding(mesh, P("data"))
+    ids = jax.ShapeDtypeStruct((n, tokens), jnp.int32, sharding=rows)
+    hidden = jax.ShapeDtypeStruct((n, tokens, config.width), jnp.bfloat16, sharding=rows)
+
+    def of_loss(params, hidden, labels):
+        return loss_of(way, hidden, params["head"], labels)
+
+    def alone(params, hidden, labels):
+        loss, grads = jax.value_and_grad(jzero.gather_on_use(of_loss, plan), argnums=(0, 1))(params, hidden, labels)
+        shard = NamedSharding(mesh, plan.layouts[0].state)
+        grads[0]["head"] = jax.lax.with_sharding_constraint(grads[0]["head"], shard)
+        return loss, grads
+
+    def step(state, ids):
+        def fn(params, ids):
+            return of_loss(params, trunk.apply({"params": params["trunk"]}, ids), ids)
+
+        loss, grads = jzero.value_and_grad(fn, plan)(state.params, ids)
+        return state.apply_gradients(grads=grads), loss
+
+    fn, args = (alone, (state.params, hidden, ids)) if config.part == "loss" else (step, (state, ids))
+    program = pod.compile(fn, *args, donate_argnums=0 if config.part == "step" else ())
+    report = jzero.explain(program, plan)
+    head = config.width * config.classes
+    own = report.memory.temp - 2 * head * (n > 1 and stage == 3) - 4 * head * (way != "plain")
+    wire = report.wire.total / plan.param_bytes / ((n - 1) / n) if n > 1 else 0
+    flops = matmuls(jax.make_jaxpr(fn)(*args).jaxpr) / 1e12 / n
+    temp = report.memory.temp
+    return f"{n:4} {stage:5} {tokens:6} {way:10} {temp / 1e9:11.2f} {own / 1e9:7.2f} {wire:10.3f} {flops:6.1f}"
+
+
+def matmuls(jaxpr, times: int = 1) -> float:
+    """FLOPs of the matmuls, on all devices."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        inner = [getattr(x, "jaxpr", x) for v in eqn.params.values() for x in (v if isinstance(v, tuple) else (v,))]
+        again = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        again *= eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
+        total += sum(matmuls(x, again) for x in inner if hasattr(x, "eqns"))
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            left, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            total += 2.0 * times * math.prod(out) * math.prod(left[d] for d in contract)
+    return total
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

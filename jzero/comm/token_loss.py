@@ -1,0 +1,104 @@
+"""A token loss on the devices of a plan: each computes that of its own tokens; see `core/token_loss.py`.
+
+The head is gathered once for all tiles. Each device sums the gradient of its own tokens in fp32, over all tiles, and
+then these are reduced once, in the dtype in which gradients travel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jzero.comm.collectives import comm_of
+from jzero.comm.reduce_scatter import batch_axes, of_batch, sum_over_devices
+from jzero.comm.routes import Reduced
+from jzero.core.token_loss import TokenLoss
+from jzero.core.token_loss_rules import LOSS, Arrays
+from jzero.layout.explicit import typed_mesh
+from jzero.layout.padding import unpadded
+from jzero.layout.specs import P
+from jzero.sharding import Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnPlan:
+    """Tokens are split over the batch axes of a plan.
+
+    Attributes:
+      plan: gives mesh and collectives.
+      weights: what the head, and the bias if there is one, are in the plan, with their layouts; None for one that is an
+        array like others.
+      gather: from a weight and its shard to the whole one.
+    """
+
+    plan: Plan
+    weights: tuple[Reduced | None, ...] = (None, None)
+    gather: Callable[[Any, jax.Array], jax.Array] | None = None
+
+    def run(self, loss: TokenLoss, make: str, operands: Arrays) -> list[Any]:
+        """See `Devices.run`."""
+        hidden, *params, labels, weights = operands
+        known, shape = self.weights[: len(params)], labels.shape
+        whole = [self._whole(w, x) for w, x in zip(known, params, strict=True)]
+        hidden, labels, weights = self._rows([hidden, labels, weights], len(shape))
+        rows, run = P(batch_axes(self.plan)), self._value if make == LOSS else self._gradients
+        of_loss = rows if loss.per_token else P()
+        outs = jax.shard_map(
+            lambda *own: run(loss, known, own), mesh=typed_mesh(self.plan.array_mesh),
+            in_specs=(rows, *(P() for _ in params), rows, rows),
+            out_specs=[of_loss] if make == LOSS else [P(), rows, rows, *map(self._spec, known)],
+            axis_names=set(batch_axes(self.plan)), check_vma=False,
+        )(hidden, *whole, labels, weights)  # fmt: skip
+        if make == LOSS:
+            return [_first(outs[0], shape) if loss.per_token else outs[0]]
+        total, losses, of_hidden, *of_params = outs
+        grads = [self._laid_out(*row) for row in zip(of_params, known, params, strict=True)]
+        return [total, _first(losses, shape), _first(of_hidden, operands[0].shape), *grads]
+
+    def _whole(self, weight: Reduced | None, x: jax.Array) -> jax.Array:
+        return x if weight is None or self.gather is None else self.gather(weight, x)
+
+    def _rows(self, arrays: Arrays, dims: int) -> Arrays:
+        """Arrays whose first dim devices divide: as they are, or their tokens, and some of weight 0."""
+        parts = self.plan.batch_parts
+        if arrays[0].shape[0] % parts == 0:
+            return arrays
+        flat = [x.reshape(-1, *x.shape[dims:]) for x in arrays]
+        return [jnp.pad(x, [(0, -len(x) % parts)] + [(0, 0)] * (x.ndim - 1)) for x in flat]
+
+    def _value(self, loss: TokenLoss, known: Arrays, own: Arrays) -> list[Any]:
+        (out,) = loss.value(*own)
+        return [out if loss.per_token else sum_over_devices(out, self.plan)]
+
+    def _gradients(self, loss: TokenLoss, known: Arrays, own: Arrays) -> list[Any]:
+        """Inside of the `shard_map`: each device's own, and of weights the sum of all devices'."""
+        total, losses, of_hidden, *of_params = loss.gradients(*own)
+        reduce = comm_of(self.plan).gradients
+        found = []
+        for weight, param, grad in zip(known, own[1:], of_params, strict=False):
+            if weight is None:
+                found.append(sum_over_devices(grad.astype(param.dtype), self.plan))
+            else:
+                found.append(reduce.in_parts(grad, weight, weight.grad))
+        return [sum_over_devices(total, self.plan), losses, of_hidden, *found]
+
+    def _spec(self, weight: Reduced | None) -> PartitionSpec:
+        """The layout of a gradient that leaves the `shard_map`."""
+        return P() if weight is None else of_batch(weight.grad, self.plan)
+
+    def _laid_out(self, grad: jax.Array, weight: Reduced | None, param: jax.Array) -> jax.Array:
+        grad = unpadded(grad, param.shape)
+        return grad if weight is None else self.plan.constrain(grad, weight.grad)
+
+
+def _first(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The first values, in this shape: without those of tokens that were added."""
+    if x.shape == tuple(shape):
+        return x
+    return x.reshape(-1)[: math.prod(shape)].reshape(shape)
