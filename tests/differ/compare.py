@@ -302,7 +302,8 @@ def _taken(master, param):
 @functools.lru_cache(maxsize=4)
 def _gradients(flavour, form):
     def run(params, rest, batch, key):
-        (value, rest), grads = jax.value_and_grad(model_of(flavour, form).loss, has_aux=True)(params, rest, batch, key)
+        loss = model_of(flavour, form._replace(plainly=True)).loss
+        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, batch, key)
         return value, rest, grads
 
     return jax.jit(run)

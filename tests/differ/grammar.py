@@ -151,6 +151,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["names"] = rng.sample(NAMES, len(case["blocks"]))
     if case["dtype"] == "bfloat16" and rng.random() < 0.4:
         draw_update_codes(rng, case)
+    if head in ("own", "tied") and rng.random() < 0.5:
+        draw_tiles(rng, case)
     return case
 
 
@@ -212,6 +214,17 @@ def draw_update_codes(rng, case: dict) -> None:
         plain = "updates" not in config and config.get("master_dtype", "auto") == "auto"
         if gathers and plain and config["tier"] in ("device", "stream"):
             config |= {"update_dtype": "int8", "quantize_block": config.get("quantize_block") or 8}
+
+
+def draw_tiles(rng, case: dict) -> None:
+    """A loss in tiles of tokens; a linen module computes it itself, others in a loss that is wrapped."""
+    case["tiles"] = {
+        "tiles": rng.choice((None, 1, 2, 3, 5)), "reduction": rng.choice(("mean", "mean", "none")),
+        "recompute": rng.choice((None, None, True)), "label_smoothing": rng.choice((0.0, 0.0, 0.1)),
+        "z_loss": rng.choice((0.0, 0.0, 0.01)), "soft_cap": rng.choice((None, None, 3.0)),
+    }  # fmt: skip
+    if case["flavour"] != "linen":
+        case["gather"] = True
 
 
 def draw_blocks(rng, flavour: str, head: str) -> list[str]:
@@ -414,6 +427,11 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     yield "tier and flavour", f"{case['config']['tier']}, {case['flavour']}"
     for kind in sorted(set(case["blocks"])):
         yield "layer", kind
+    if case.get("tiles"):
+        drawn = case["tiles"]
+        again = "recomputed" if drawn["recompute"] or drawn["reduction"] == "none" else "in the forward pass"
+        yield "tiles", f"{case['flavour']}, {again}"
+        yield "tiles of stage", f"{case['config']['stage']}, {case['mesh']['kind']}"
     for wrap in case["wraps"]:
         yield "wrap", wrap
         if wrap in RARE:
@@ -443,6 +461,6 @@ SHARES = {
     "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "aux": 0.01, "weighed": 0.01,
     "begins": 0.03, "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
     "layers named like fields": 0.01, "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
-    "update codes": 0.001,
+    "update codes": 0.001, "tiles": 0.01, "tiles of stage": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

@@ -10,8 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
+import jzero
 from differ.blocks import (
     BLOCKS,
     DEPTH,
@@ -20,6 +22,7 @@ from differ.blocks import (
     VOCABULARY,
     cross_entropy,
     lookup,
+    mean_of,
     normal,
     params_of,
     squared_error,
@@ -38,13 +41,16 @@ class Form(NamedTuple):
     dtype: Any
     compute: Any
     names: tuple[str, ...]
+    tiles: tuple[tuple[str, Any], ...] = ()  # arguments of `tiled_loss`: the model then returns its loss
+    plainly: bool = False  # that loss is computed from whole logits
 
 
 def form_of(case: dict) -> Form:
     """The form of a case's model."""
     dtype = jnp.dtype(case["dtype"])
     compute = jnp.dtype(case.get("compute") or dtype)
-    return Form(tuple(case["blocks"]), case["width"], case["head"], dtype, compute, tuple(case.get("names", ())))
+    tiles = tuple(sorted(case.get("tiles", {}).items()))
+    return Form(tuple(case["blocks"]), case["width"], case["head"], dtype, compute, tuple(case.get("names", ())), tiles)
 
 
 def batch_of(case: dict, step: int) -> dict[str, np.ndarray]:
@@ -72,7 +78,31 @@ def arrays_of(case: dict, rng, rows: int) -> dict[str, np.ndarray]:
 
 def loss_of(form: Form, out, batch):
     """The loss of a model's output."""
+    if form.tiles:
+        return out
     return (squared_error if form.head in ("mse", "bare") else cross_entropy)(out, batch)
+
+
+def end_of(form: Form, h, head, batch):
+    """What a model returns, from its hidden states and its head [features, classes]: logits, or the loss."""
+    if not form.tiles:
+        return h @ head
+    given: dict[str, Any] = dict(form.tiles)
+    if not form.plainly:
+        where = batch["mask"][:, None] if "mask" in batch else None
+        out = jzero.tiled_loss(h, head, batch["labels"], where=where, **given)
+        return mean_of(out, {}) if given["reduction"] == "none" and where is None else _of_tokens(out, where)
+    logits = jnp.matmul(h, head, preferred_element_type=jnp.float32)
+    if given["soft_cap"]:
+        logits = given["soft_cap"] * jnp.tanh(logits / given["soft_cap"])
+    target = optax.smooth_labels(jax.nn.one_hot(batch["labels"], VOCABULARY), given["label_smoothing"])
+    losses = optax.softmax_cross_entropy(logits, target) + given["z_loss"] * jax.nn.logsumexp(logits, -1) ** 2
+    return mean_of(losses, batch)
+
+
+def _of_tokens(out, where):
+    """The mean of losses that are weighted already; a mean as it is."""
+    return out if out.ndim == 0 else out.sum() / jnp.broadcast_to(where, out.shape).sum()
 
 
 # --- pytrees --------------------------------------------------------------------------------------------------
@@ -102,7 +132,8 @@ def plain_forward(form: Form, params, batch):
     blocks = [params[n] for n in form.names] if form.names else params["blocks"]
     for kind, p in zip(form.kinds, blocks, strict=True):
         h = h + 0.5 * BLOCKS[kind].run(p, h, batch["tokens"])
-    return h @ (params["head"]["embed"].T if form.head == "tied" else params["head"]["out"])
+    head = params["head"]["embed"].T if form.head == "tied" else params["head"]["out"]
+    return end_of(form, h, head, batch)
 
 
 # --- linen ----------------------------------------------------------------------------------------------------
@@ -161,6 +192,17 @@ def linen_layer(kind: str, form: Form, name: str, h):
     raise ValueError(kind)
 
 
+class LinenHead(nn.Module):
+    """The kernel of a dense layer."""
+
+    form: Form
+
+    @nn.compact
+    def __call__(self):
+        shape = (self.form.width, VOCABULARY)
+        return self.param("kernel", nn.initializers.lecun_normal(), shape, self.form.dtype)
+
+
 class Linen(nn.Module):
     """The linen flavour."""
 
@@ -176,6 +218,9 @@ class Linen(nn.Module):
             raw, name = kind in BLOCKS, f.names[i] if f.names else f"b{i}"
             out = LinenRaw(kind, f, name=name)(h, batch["tokens"]) if raw else linen_layer(kind, f, name, h)
             h = h + 0.5 * out.astype(h.dtype)
+        if f.tiles:
+            head = embed.embedding.T if f.head == "tied" else LinenHead(f, name="out")()
+            return end_of(f, h, head.astype(f.compute), batch)
         if f.head == "tied":
             return embed.attend(h)
         return nn.Dense(OUT if f.head == "mse" else VOCABULARY, use_bias=False, name="out", **types)(h)
@@ -272,6 +317,9 @@ class Nnx(nnx.Module):
         h = batch["x"].astype(f.compute) + lookup(self.embed.embedding[...].astype(f.compute), batch["tokens"])
         for block in [getattr(self, n) for n in f.names] if f.names else self.blocks:
             h = h + 0.5 * block(h, batch["tokens"]).astype(h.dtype)
+        if f.tiles:
+            head = self.embed.embedding[...].T if f.head == "tied" else self.out.kernel[...]
+            return end_of(f, h, head.astype(f.compute), batch)
         return self.embed.attend(h) if f.head == "tied" else self.out(h)
 
 
@@ -307,7 +355,8 @@ def _plain(form: Form) -> Model:
 
 def _linen(form: Form) -> Model:
     module = Linen(form)
-    example = {"x": np.ones((1, TIME, form.width), np.float32), "tokens": np.zeros((1, TIME), np.int32)}
+    tokens = np.zeros((1, TIME), np.int32)
+    example = {"x": np.ones((1, TIME, form.width), np.float32), "tokens": tokens, "labels": tokens}
 
     def init():
         variables = dict(module.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, example))
