@@ -55,7 +55,8 @@ class TokenLoss:
             losses = _weighted(self._losses(_logits(h, head, bias, self.soft_cap), _Labels.of_tile(y, classes)), w)
             return total + losses.sum(), losses
 
-        total, losses = self._over_tiles(tile, 0.0, hidden, labels, weights, classes=classes)
+        zero = _like(weights, jnp.zeros((), _wide(hidden, head)))
+        total, losses = self._over_tiles(tile, zero, hidden, labels, weights, classes=classes)
         return [losses.reshape(labels.shape) if self.per_token else total]
 
     def gradients(self, hidden, head, *rest) -> list[Any]:
@@ -80,9 +81,9 @@ class TokenLoss:
             of_head = of_head + jnp.einsum("td,tv->dv", h, d, preferred_element_type=wide)
             return (total + _weighted(losses, w).sum(), of_head, *of_bias), (losses, of_hidden)
 
-        zeros = (jnp.zeros(head.shape, wide), *(jnp.zeros(b.shape, wide) for b in bias))
+        zeros = tuple(_like(weights, jnp.zeros(shape, wide)) for shape in ((), head.shape, *(b.shape for b in bias)))
         (total, *of_weights), (losses, of_hidden) = self._over_tiles(
-            tile, (jnp.zeros((), wide), *zeros), hidden, labels, weights, classes=classes
+            tile, zeros, hidden, labels, weights, classes=classes
         )
         return [total, losses.reshape(labels.shape), of_hidden.reshape(hidden.shape), *of_weights]
 
@@ -141,6 +142,12 @@ def tiles_of(tokens: int, classes: int, asked: int | None) -> int:
     wanted = asked or -(-tokens * classes * 4 // TILE_BYTES)
     wanted = max(1, min(wanted, tokens))
     return wanted if asked else next((n for n in range(wanted, 2 * wanted) if tokens % n == 0), wanted)
+
+
+def _like(x, value):
+    """A value that varies over the axes of a `jax.shard_map` over which `x` does."""
+    axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(value, axes, to="varying") if axes else value
 
 
 def _wide(hidden, head) -> np.dtype:

@@ -65,6 +65,8 @@ def token_loss(loss: TokenLoss, devices: Devices, operands: Arrays) -> Any:
       operands: those of `TokenLoss.value`; as `devices` expects them.
     """
 
+    operands = _varying_alike(operands)
+
     @jax.custom_jvp
     def call(*operands):
         return devices.run(loss, LOSS, operands)
@@ -74,6 +76,19 @@ def token_loss(loss: TokenLoss, devices: Devices, operands: Arrays) -> Any:
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call(*operands)[0]
+
+
+def _varying_alike(operands: Arrays) -> Arrays:
+    """Operands that vary over the same axes of a `jax.shard_map` that checks this: what is one for all devices is cast.
+
+    The gradient of what is cast is the sum over the devices.
+    """
+    own = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    axes = frozenset().union(*own)
+    return [
+        jax.lax.pcast(x, tuple(sorted(axes - some)), to="varying") if axes - some else x
+        for x, some in zip(operands, own, strict=True)
+    ]
 
 
 def recorded_loss(loss: TokenLoss, operands: Arrays, *, not_run: str = "", not_differentiated: str = "") -> Any:

@@ -188,7 +188,8 @@ def _weights(where: Any, labels: jax.Array) -> jax.Array:
     given = jnp.asarray(given)
     if not any(jnp.issubdtype(given.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
         raise TypeError(f"{WHERE}: where must be an array of bools or of weights, got {typed_shape(given)}.")
-    if np.broadcast_shapes(given.shape, labels.shape) != labels.shape:
+    ends = labels.shape[labels.ndim - given.ndim :]
+    if given.ndim > labels.ndim or any(own not in (1, n) for own, n in zip(given.shape, ends, strict=True)):
         raise ValueError(
             f"{WHERE}: where must broadcast to the shape of labels {typed_shape(labels)}, got {typed_shape(given)}."
         )
