@@ -98,8 +98,7 @@ def run(row: Row, steps: int, seed: int) -> dict[str, float]:
         parts = tokens.reshape(HOSTS * EACH, -1, tokens.shape[-1])
 
         def loss(params, tokens):
-            logits = state.apply_fn({"params": params}, tokens[:, :-1])
-            return gpt.cross_entropy(logits, {"tokens": tokens})
+            return state.apply_fn({"params": params}, *gpt.windows_of({"tokens": tokens}))
 
         grads, tree = jax.tree.flatten(jax.vmap(jax.grad(loss), (None, 0))(state.params, parts))
         lost = [jnp.where(state.step % RESET, e, 0) for e in lost] if row.feedback == "LoCo" else lost

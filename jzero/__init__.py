@@ -10,6 +10,7 @@ _hide_plugin()  # before jax is imported for the first time: on jax 0.10 that lo
 
 # ruff: noqa: E402
 from jzero.activations.remat import remat
+from jzero.activations.tiled import tiled
 from jzero.config import Offload, ZeroConfig
 from jzero.core.errors import ProofError
 from jzero.flax.jit import jit
@@ -85,6 +86,7 @@ __all__ = [
     "remat",
     "select",
     "shard",
+    "tiled",
     "tiled_loss",
     "unshard",
     "value_and_grad",

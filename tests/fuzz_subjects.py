@@ -74,7 +74,7 @@ def _configs() -> list[Subject]:
     factors = {"initial": 2.0**16, "growth_interval": 10, "growth": 2.0, "backoff": 0.5, "hysteresis": 1,
                "minimum": 1.0, "maximum": 2.0**24}  # fmt: skip
     sizes = {"layers": 2, "width": 64, "heads": 4, "seq": 128, "batch": 1, "vocab": 0, "ffn": None, "dtype": "bfloat16",
-             "remat": True, "flash": False, "partition": 1, "offload": False}  # fmt: skip
+             "remat": True, "flash": False, "partition": 1, "offload": False, "tiled_loss": False}  # fmt: skip
     source = {"source": {"zero_optimization": {"stage": 2}}, "world": None, "auto": None}
     read = {"source": "dict", "world": f"none {COUNT}", "auto": "none dict"}
     scales = dict.fromkeys(("initial", "growth", "minimum", "maximum"), NUMBER)
@@ -90,7 +90,7 @@ def _configs() -> list[Subject]:
         Subject("jzero.LossScale.update", jzero.LossScale().update, {"after": jnp.bool_(True)}, {"after": "bool"}),
         Subject("jzero.estimate(model=)", lambda **sizes: jzero.estimate(made()["plan"], model=sizes), sizes,
                 {**dict.fromkeys(sizes, COUNT), "vocab": f"zero {COUNT}", "ffn": f"none {COUNT}", "dtype": DTYPE,
-                 "remat": FLAG, "flash": FLAG, "offload": FLAG}),
+                 "remat": FLAG, "flash": FLAG, "offload": FLAG, "tiled_loss": FLAG}),
         Subject("jzero.deepspeed.read", deepspeed.read, source, read),
     ]  # fmt: skip
 
@@ -165,6 +165,13 @@ def _steps() -> list[Subject]:
                  "rng_argnums": positions, "weight": f"none {CALLED}", "scale": f"none shape {NUMBER}"}),
         Subject("jzero.value_and_grad", lambda params, batch: grad(params, batch),
                 {"params": params, "batch": BATCH}, {"batch": "array"}, heavy=True),
+        Subject("jzero.tiled_loss", jzero.tiled_loss,
+                {"hidden": jnp.ones((2, 3, 8)), "head": jnp.ones((8, 5)), "labels": jnp.zeros((2, 3), jnp.int32),
+                 "where": None, "bias": None, "label_smoothing": 0.0, "z_loss": 0.0, "soft_cap": None,
+                 "reduction": "mean", "tiles": None, "recompute": None, "plan": plan},
+                {"where": f"none array zero negative nan inf bool {NUMBER}", "bias": "none",
+                 "label_smoothing": "zero", "z_loss": f"zero {NUMBER}", "soft_cap": f"none {NUMBER}",
+                 "tiles": f"none {COUNT}", "recompute": f"none {FLAG}", "plan": "none"}),
         Subject("jzero.remat", jzero.remat,
                 {"subject": _loss, "plan": plan, "partition": None, "offload": None, "policy": None, "dim": 1,
                  "argnums": None, "prevent_cse": True, "static_argnums": ()},

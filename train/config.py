@@ -238,7 +238,8 @@ def check_alone(config: Config) -> None:
 def identity(config: Config, fingerprint: str) -> dict[str, Any]:
     """What must not change when a run is resumed: model, optimizer, batches, data."""
     fixed = {name: getattr(config, name) for name in ("steps", "batch", "seed")}
-    parts = dataclasses.asdict(config.model) | dataclasses.asdict(config.optim)
+    model = {k: v for k, v in dataclasses.asdict(config.model).items() if k != "tiled_loss"}  # the same loss
+    parts = model | dataclasses.asdict(config.optim)
     return parts | fixed | {"data": fingerprint}
 
 

@@ -65,7 +65,7 @@ from train.checkpoints import Checkpoints, check_identity, saved_steps, set_asid
 from train.config import PRESETS, Config
 from train.facts import facts
 from train.log import NOT_FINITE, Log
-from train.memory import check_fits
+from train.memory import check_fits, in_tiles
 from train.model import GPT, sample
 from train.stopping import Stopping
 
@@ -158,7 +158,7 @@ def gradients(state: TrainState, batch: dict[str, jax.Array]) -> tuple[Any, dict
     rngs = {"dropout": jax.random.fold_in(state.key, state.step)}
 
     def loss_of(params):
-        return cross_entropy(state.apply_fn({"params": params}, batch["tokens"][:, :-1], rngs=rngs), batch)
+        return state.apply_fn({"params": params}, *windows_of(batch), rngs=rngs)
 
     if state.scale is None:
         vg = jax.value_and_grad(loss_of)
@@ -182,12 +182,12 @@ def updated(state: TrainState, grads: Any, metrics: dict[str, jax.Array]) -> tup
 
 def eval_step(state: TrainState, batch: dict[str, jax.Array]) -> jax.Array:
     """The mean loss of a batch without dropout."""
-    return cross_entropy(state.apply_fn({"params": state.params}, batch["tokens"][:, :-1]), batch)
+    return state.apply_fn({"params": state.params}, *windows_of(batch))
 
 
-def cross_entropy(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    """Nats per byte, over every byte of the windows but the first."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+def windows_of(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Bytes, and after each of them the one to predict."""
+    return batch["tokens"][:, :-1], batch["tokens"][:, 1:]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -289,6 +289,7 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     bigram = data.bigram_loss(corpus.train, windows)
 
     # -- the plan: from shapes alone, before anything is compiled
+    config = dataclasses.replace(config, model=dataclasses.replace(m, tiled_loss=in_tiles(config)))
     tokens, start = config.batch * m.seq, first_step(config)
     log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
     create = creator(config)

@@ -8,8 +8,13 @@ from pathlib import Path
 import jax
 
 from jzero.core.errors import human_bytes
+from train.config import Config
+from train.data import VOCAB
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+
+
+LOGITS_SHARE = 1 / 20
 
 
 def machine_bytes() -> int:
@@ -19,6 +24,20 @@ def machine_bytes() -> int:
         limit = path.read_text().strip() if path.is_file() else ""
         total = min(total, int(limit)) if limit.isdecimal() else total
     return total
+
+
+def device_bytes() -> int:
+    """The memory of a device; of one that is simulated, its part of the machine's."""
+    known = jax.local_devices()[0].memory_stats() or {}
+    return known.get("bytes_limit") or machine_bytes() // jax.local_device_count()
+
+
+def in_tiles(config: Config) -> bool:
+    """Whether the loss is computed in tiles: as asked, or where fp32 logits and their gradient are a `LOGITS_SHARE`."""
+    model = config.model
+    if model.tiled_loss is not None:
+        return model.tiled_loss
+    return 2 * 4 * config.batch * model.seq * VOCAB // jax.device_count() > LOGITS_SHARE * device_bytes()
 
 
 def check_fits(held: int, temp: int, *, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""A small GPT over bytes in Flax linen. It knows nothing of devices, meshes or ZeRO."""
+"""A small GPT over bytes in Flax linen. It knows nothing of devices, meshes or ZeRO, but for a loss in tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+import jzero
 from train.data import VOCAB
 
 
@@ -38,6 +40,9 @@ class Model:
     """Save each block's input alone and compute the block again in the backward pass."""
     scan: bool = False
     """One stacked block in a loop: compiles in the time of one layer."""
+    tiled_loss: bool | None = None
+    """Compute the loss in tiles of tokens, without whole logits (jzero.tiled_loss); by default where logits and their
+    gradient would take more than a 20th of a device's memory."""
 
     @property
     def dtypes(self) -> Any:
@@ -77,8 +82,8 @@ class GPT(nn.Module):
     config: Model
 
     @nn.compact
-    def __call__(self, tokens):
-        """i32[batch, seq] -> logits f32[batch, seq, 256]."""
+    def __call__(self, tokens, labels=None):
+        """i32[batch, seq] -> logits f32[batch, seq, 256]; with labels, i32[batch, seq], their loss in nats per byte."""
         c = self.config
         embed_init = nn.initializers.normal(c.width**-0.5 if c.tied else 1.0)
         embed = nn.Embed(VOCAB, c.width, **c.dtypes, embedding_init=embed_init, name="embed")
@@ -92,8 +97,12 @@ class GPT(nn.Module):
             for i in range(c.layers):
                 x, _ = block(c, name=f"layer_{i}")(x)
         x = nn.RMSNorm(**c.dtypes, name="norm_out")(x)
+        if labels is not None and c.tiled_loss:
+            head = embed.embedding.T if c.tied else self.get_variable("params", "head")["kernel"]
+            return jzero.tiled_loss(x, head.astype(c.dtype), labels)
         head = embed.attend if c.tied else nn.Dense(VOCAB, use_bias=False, **c.dtypes, name="head")
-        return head(x).astype(jnp.float32)
+        logits = head(x).astype(jnp.float32)
+        return logits if labels is None else optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -43,6 +43,8 @@ class Asked:
     """Sequences per device of a preset, in each micro-batch."""
     accumulate: int = 1
     """Micro-batches in a step of a preset."""
+    tiled_loss: bool = False
+    """The loss of a preset in tiles of tokens, without whole logits (jzero.tiled_loss)."""
     gpu: str = "h200"
     """a100-80gb, h100, h200 or b200."""
     hosts: int = 1

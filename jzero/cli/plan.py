@@ -176,6 +176,8 @@ class Inputs(Asked):
             )
         if self.seq is not None:
             raise InputError("--seq belongs to --preset; --batch has the length of yours.")
+        if self.tiled_loss:
+            raise InputError("--tiled-loss belongs to --preset; --step has a loss of its own.")
         if self.accumulate != 1:
             raise InputError("--accumulate belongs to --preset; --step has micro-batches of its own.")
         assert self.batch is not None

@@ -19,6 +19,7 @@ import optax
 
 from jzero.core.types import PyTree
 from jzero.flax.shard import plan_of
+from jzero.gather.tiled_loss import tiled_loss
 from jzero.gradients.value_and_grad import value_and_grad
 from jzero.proof.transformer import Transformer
 
@@ -27,7 +28,10 @@ QUERIES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """The sizes of a decoder-only language model. `gated`: SwiGLU, RMSNorm, rotary positions, no biases."""
+    """The sizes of a decoder-only language model.
+
+    `gated`: SwiGLU, RMSNorm, rotary positions, no biases. `tiled_loss`: its loss is `jzero.tiled_loss`.
+    """
 
     layers: int
     width: int
@@ -39,12 +43,13 @@ class Preset:
     gated: bool
     tied: bool
     source: str
+    tiled_loss: bool = False
 
     def transformer(self, *, seq: int, batch: int) -> Transformer:
         """The sizes that `jzero.estimate` counts activations from."""
         return Transformer(
             layers=self.layers, width=self.width, heads=self.heads, seq=seq, batch=batch, vocab=self.vocab,
-            ffn=self.ffn * 3 // 2 if self.gated else self.ffn, flash=True,
+            ffn=self.ffn * 3 // 2 if self.gated else self.ffn, flash=True, tiled_loss=self.tiled_loss,
         )  # fmt: skip
 
 
@@ -81,8 +86,7 @@ def gradient_step(state: PyTree, batch: PyTree, *, accumulate: int = 1) -> tuple
     """The loss and the gradients of `train_step`, for an update outside of the program."""
 
     def loss_of(params, batch):
-        logits = state.apply_fn({"params": params}, batch["tokens"][:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+        return state.apply_fn({"params": params}, batch["tokens"][:, :-1], batch["tokens"][:, 1:])
 
     if accumulate == 1:
         return jax.value_and_grad(loss_of)(state.params, batch)
@@ -120,7 +124,7 @@ def creator(preset: Preset, *, seq: int) -> Callable[[], PyTree]:
 
     class Model(nn.Module):
         @nn.compact
-        def __call__(self, tokens):
+        def __call__(self, tokens, labels):
             embed = nn.Embed(p.vocab, p.width, **dtypes, name="embed")
             x = embed(tokens)
             if not p.gated:
@@ -130,13 +134,18 @@ def creator(preset: Preset, *, seq: int) -> Callable[[], PyTree]:
             stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=p.layers)
             x, _ = stack(name="layers")(x, None)
             x = norm(name="norm_out")(x)
-            logits = embed.attend(x) if p.tied else dense(p.vocab, use_bias=False, name="head")(x)
-            return logits.astype(jnp.float32)
+            kernel = nn.initializers.lecun_normal(), (p.width, p.vocab), jnp.bfloat16
+            head = embed.embedding.T if p.tied else self.param("head", *kernel)
+            if p.tiled_loss:
+                return tiled_loss(x, head, labels)
+            logits = (x @ head).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     model, tx = Model(), optax.adamw(3e-4)
 
     def create():
-        params = model.init(jax.random.key(0), jnp.zeros((1, seq), jnp.int32))["params"]
+        tokens = jnp.zeros((1, seq), jnp.int32)
+        params = model.init(jax.random.key(0), tokens, tokens)["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     return create

@@ -90,7 +90,7 @@ class Subject:
     @classmethod
     def _of_preset(cls, job: Job, machine: Pod, mesh: Mesh, config: ZeroConfig) -> Subject:
         assert job.preset is not None
-        preset = presets.PRESETS[job.preset]
+        preset = dataclasses.replace(presets.PRESETS[job.preset], tiled_loss=job.tiled_loss)
         seq = job.seq or preset.seq
         parts = axis_size(mesh, config.batch_axes)
         tokens = jax.ShapeDtypeStruct((job.accumulate * job.batch_per_gpu * parts, seq + 1), "int32")

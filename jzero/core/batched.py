@@ -60,9 +60,13 @@ class Classes:
     Attributes:
       program: the nodes.
       cells: those of each value; `class_of(cell)` names the class.
+      free: primitives whose results may be other numbers if there are fewer entries: random ones.
     """
 
-    def __init__(self, graph: Graph, nodes: Sequence[Node], ins: Sequence[int], outs: Sequence[int]):
+    def __init__(
+        self, graph: Graph, nodes: Sequence[Node], ins: Sequence[int], outs: Sequence[int], free: Sequence[str] = ()
+    ):
+        self.free = ("broadcast_in_dim", *free)
         self._leader: list[int] = []
         self._mixed: set[int] = set()
         self.cells = {i: self._fresh(graph.avals[i].shape) for i in ins}
@@ -133,7 +137,7 @@ class Classes:
                         reached.add(made[to])
                     elif node.name != "broadcast_in_dim" or shape[dim] != 1:
                         self._mixed.add(cell)
-        if node.name != "broadcast_in_dim":  # what it adds is the same for every entry
+        if node.name not in self.free:  # what a broadcast adds is the same for every entry
             self._mixed.update(c for made in outs for c in made if c not in reached)
         return outs, []
 

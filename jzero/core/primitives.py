@@ -49,6 +49,9 @@ MIXES = MATRIX_OPS | frozenset(
 )
 """Make each value of the result from many values of an operand, so that a shard of it is not enough."""
 
+DRAWS = ("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32")
+"""Make random numbers from a key."""
+
 REDUCTIONS = {  # of all values: on a chunk, of two chunks, and the value that changes nothing
     "reduce_sum": (jnp.sum, jax.lax.add, lambda dtype: 0),
     "reduce_max": (jnp.max, jax.lax.max, lambda dtype: _extreme(dtype, -1)),

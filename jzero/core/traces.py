@@ -21,6 +21,10 @@ Stage = TypeVar("Stage")
 _as_written = jax.make_user_context(False)
 
 
+# The plan of the wrapped function that is running; None outside of one.
+planned = jax.make_user_context(None)
+
+
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
     """Wrapped functions only call what they wrap: for a trace that is read, or walked from outside."""

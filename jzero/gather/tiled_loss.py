@@ -14,7 +14,7 @@ from jzero.core.errors import check_choice, check_flag, check_int, check_number,
 from jzero.core.nnx_modules import is_variable
 from jzero.core.token_loss import TokenLoss
 from jzero.core.token_loss_rules import GRADIENTS, OneDevice, recorded_loss, token_loss
-from jzero.core.traces import is_as_written
+from jzero.core.traces import is_as_written, planned
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.walk import Walk, gathered, on_shards
 from jzero.layout.mesh import in_shard_map
@@ -31,10 +31,6 @@ MISSED = (
     f"{WHERE}: it is called in a function that jzero cannot look into (a jax.custom_vjp, or a kernel). Call it outside "
     "of that function."
 )
-
-# The plan of the wrapped function that is running. JAX's own kind of context, since it is part of the keys under which
-# `jax.jit` keeps what it has traced.
-planned = jax.make_user_context(None)
 
 
 def tiled_loss(
@@ -185,6 +181,9 @@ def _weights(where: Any, labels: jax.Array) -> jax.Array:
     given = where[...] if is_variable(where) else where
     if not isinstance(given, (jax.Array, np.ndarray, bool, int, float)):
         raise TypeError(f"{WHERE}: where must be an array of bools or of weights, got {shown(where)}.")
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        check_number(given, "where", "an array, or a number that fits into float32", lambda x: True, where=WHERE)
+        given = float(given)
     given = jnp.asarray(given)
     if not any(jnp.issubdtype(given.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
         raise TypeError(f"{WHERE}: where must be an array of bools or of weights, got {typed_shape(given)}.")

@@ -17,13 +17,12 @@ from jzero.core.errors import check_function, warn
 from jzero.core.left_behind import StoredValues, left_behind
 from jzero.core.nnx_modules import call, has_module, is_module, without_root
 from jzero.core.token_loss_rules import has_loss
-from jzero.core.traces import as_written, is_as_written
+from jzero.core.traces import as_written, is_as_written, planned
 from jzero.core.update_mark import marked_frozen
 from jzero.gather.gradients_at_use import is_ordered, reduced_alone
 from jzero.gather.host_source import in_device_memory, source_of
 from jzero.gather.interpreter import evaluate
 from jzero.gather.sharded_weight import Weight
-from jzero.gather.tiled_loss import planned
 from jzero.gather.walk import Walk, on_shards, plain
 from jzero.layout.explicit import explicit_axes, in_auto_mode, result_specs
 from jzero.layout.leaf_rule import Frozen, Layout, keyed_shapes

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from jzero.core import jaxprs
 from jzero.core.errors import listing, warn
+from jzero.core.primitives import DRAWS
 from jzero.core.types import PyTree
 from jzero.gradients.coupling import kinds_of_results, kinds_with_statistics
 from jzero.gradients.growth import MIXED, Growth, growths
 from jzero.gradients.kinds import CONST, Kind, Ratio, Rows, Total, Unknown, couples
 from jzero.gradients.means import SUM, WEIGHTED, refuse_aux, warn_of_aux, way_of_aux
 from jzero.gradients.module_state import State, is_key
-from jzero.gradients.random_draws import DRAWS, Sources, Unmatched, shared_draws
+from jzero.gradients.random_draws import Sources, Unmatched, shared_draws
 
 _SUBJECT = "jzero.value_and_grad: the loss"
 MICRO_BATCH, DEVICE = "micro-batch", "device"

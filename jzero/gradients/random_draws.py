@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero.core.jaxprs import is_literal, opened, place_of
-from jzero.core.primitives import CALLS
+from jzero.core.primitives import CALLS, DRAWS
 from jzero.core.regions import bodies, through_bodies
 
-DRAWS = ("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32")
-"""Primitives that make random numbers from a key."""
 Sources = frozenset[int]
 NONE: Sources = frozenset()
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jzero.core.errors import check_dtype, check_flag, check_int, check_kind, nearest
+from jzero.core.token_loss import TILE_BYTES
 
 WHERE = "jzero.estimate: model"
 
@@ -33,6 +34,7 @@ class Transformer:
       partition: devices over which a saved input is split (`jzero.remat(Block, plan, partition=)`).
       offload: saved inputs wait in host memory (`jzero.remat(Block, plan, offload="host")`); two are on the device, one
         on its way out or in and one at work.
+      tiled_loss: the loss is `jzero.tiled_loss`, which holds the logits of a tile and the head's fp32 gradient.
 
     Raises:
       TypeError: a size is not an integer, a flag not a bool, `dtype` not a dtype.
@@ -59,12 +61,13 @@ class Transformer:
     flash: bool = False
     partition: int = 1
     offload: bool = False
+    tiled_loss: bool = False
 
     def __post_init__(self):
         check_dtype(self.dtype, "dtype", where=WHERE)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("remat", "flash", "offload"):
+            if field.name in ("remat", "flash", "offload", "tiled_loss"):
                 check_flag(value, field.name, where=WHERE)
             elif field.name != "dtype" and not (field.name == "ffn" and value is None):
                 check_int(value, field.name, where=WHERE, low=0 if field.name == "vocab" else 1)
@@ -111,8 +114,9 @@ class Transformer:
     @property
     def working(self) -> int:
         """Bytes alive on top at the worst moment: one block computed again, or fp32 logits and their gradient."""
-        logits = 2 * 4 * self.batch * self.seq * self.vocab
-        return max(self.block if self.remat else 0, logits)
+        logits = 4 * self.batch * self.seq * self.vocab
+        loss = min(logits, TILE_BYTES) * 3 // 2 + 4 * self.width * self.vocab if self.tiled_loss else 2 * logits
+        return max(self.block if self.remat else 0, loss)
 
 
 def transformer_of(model: Mapping[str, Any] | Transformer | None, *, where: str) -> Transformer | None:

@@ -221,6 +221,12 @@ FLAX = (
 STATEFUL = ("BatchNorm", "Dropout")
 """Layers that hold state besides params, or that draw random numbers."""
 
+TILED = {
+    "matmul", "heads", "twice", "remat", "cond", "custom", "experts", "lora", "lora_side", "norm", "twins", "odd",
+    "weight_norm", "symmetric", "elementwise", "sliced",
+}  # fmt: skip
+"""Blocks that treat each position alike, and have no stack of layers, which would be a loop in a loop."""
+
 UNROLLED_SCANS = {"while_loop"}
 """Blocks whose loop has no reverse rule unless its length is known."""
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from differ.blocks import BLOCKS, FLAX, STATEFUL
+from differ.blocks import BLOCKS, FLAX, STATEFUL, TILED
 from differ.chains import AMPLIFY, HYPERPARAMS, OPTIMIZERS, RARE, SIGNS, SMOOTH, WRAPS
 
 STACKED = ("scan", "scan_remat", "nested", "Scan")
@@ -153,6 +153,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         draw_update_codes(rng, case)
     if head in ("own", "tied") and rng.random() < 0.5:
         draw_tiles(rng, case)
+    if {*case["blocks"]} & {*TILED, "Dense", "LayerNorm"} and rng.random() < 0.15:
+        case["tiled"] = True
     return case
 
 
@@ -427,6 +429,9 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     yield "tier and flavour", f"{case['config']['tier']}, {case['flavour']}"
     for kind in sorted(set(case["blocks"])):
         yield "layer", kind
+    if case.get("tiled"):
+        for kind in sorted({*case["blocks"]} & {*TILED, "Dense", "LayerNorm"}):
+            yield "tiled layer", f"{case['flavour']}, {kind}"
     if case.get("tiles"):
         drawn = case["tiles"]
         again = "recomputed" if drawn["recompute"] or drawn["reduction"] == "none" else "in the forward pass"
@@ -461,6 +466,6 @@ SHARES = {
     "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "aux": 0.01, "weighed": 0.01,
     "begins": 0.03, "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
     "layers named like fields": 0.01, "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
-    "update codes": 0.001, "tiles": 0.01, "tiles of stage": 0.001,
+    "update codes": 0.001, "tiles": 0.01, "tiles of stage": 0.001, "tiled layer": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

@@ -18,6 +18,7 @@ from differ.blocks import (
     BLOCKS,
     DEPTH,
     OUT,
+    TILED,
     TIME,
     VOCABULARY,
     cross_entropy,
@@ -42,7 +43,8 @@ class Form(NamedTuple):
     compute: Any
     names: tuple[str, ...]
     tiles: tuple[tuple[str, Any], ...] = ()  # arguments of `tiled_loss`: the model then returns its loss
-    plainly: bool = False  # that loss is computed from whole logits
+    tiled: bool = False  # layers run in tiles
+    plainly: bool = False  # the loss is computed from whole logits, and layers run whole
 
 
 def form_of(case: dict) -> Form:
@@ -50,7 +52,7 @@ def form_of(case: dict) -> Form:
     dtype = jnp.dtype(case["dtype"])
     compute = jnp.dtype(case.get("compute") or dtype)
     tiles = tuple(sorted(case.get("tiles", {}).items()))
-    return Form(tuple(case["blocks"]), case["width"], case["head"], dtype, compute, tuple(case.get("names", ())), tiles)
+    return Form(tuple(case["blocks"]), case["width"], case["head"], dtype, compute, tuple(case.get("names", ())), tiles, case.get("tiled", False))
 
 
 def batch_of(case: dict, step: int) -> dict[str, np.ndarray]:
@@ -81,6 +83,18 @@ def loss_of(form: Form, out, batch):
     if form.tiles:
         return out
     return (squared_error if form.head in ("mse", "bare") else cross_entropy)(out, batch)
+
+
+def run_block(form: Form, kind: str, p, h, tokens):
+    """A block of `BLOCKS`, in tiles if the form says so."""
+    if kind not in TILED or not form.tiled or form.plainly:
+        return BLOCKS[kind].run(p, h, tokens)
+    return jzero.tiled(lambda h, p: BLOCKS[kind].run(p, h, None), tiles=TIME)(h, p)
+
+
+def layer_of(form: Form, layer):
+    """A class of Flax, in tiles if the form says so."""
+    return jzero.tiled(layer, tiles=TIME) if form.tiled and not form.plainly else layer
 
 
 def end_of(form: Form, h, head, batch):
@@ -131,7 +145,7 @@ def plain_forward(form: Form, params, batch):
     h = h + lookup(params["head"]["embed"], batch["tokens"])
     blocks = [params[n] for n in form.names] if form.names else params["blocks"]
     for kind, p in zip(form.kinds, blocks, strict=True):
-        h = h + 0.5 * BLOCKS[kind].run(p, h, batch["tokens"])
+        h = h + 0.5 * run_block(form, kind, p, h, batch["tokens"])
     head = params["head"]["embed"].T if form.head == "tied" else params["head"]["out"]
     return end_of(form, h, head, batch)
 
@@ -150,7 +164,7 @@ class LinenRaw(nn.Module):
         names = BLOCKS[self.kind].shapes(self.form.width)
         inits, dtype = BLOCKS[self.kind].init, self.form.dtype
         p = {n: self.param(n, inits.get(n, normal), shape, dtype) for n, shape in names.items()}
-        return BLOCKS[self.kind].run({k: v.astype(self.form.compute) for k, v in p.items()}, h, tokens)
+        return run_block(self.form, self.kind, {k: v.astype(self.form.compute) for k, v in p.items()}, h, tokens)
 
 
 class LinenLayer(nn.Module):
@@ -169,13 +183,13 @@ def linen_layer(kind: str, form: Form, name: str, h):
     types: dict[str, Any] = {"dtype": form.compute, "param_dtype": form.dtype, "name": name}
     d = form.width
     if kind == "Dense":
-        return jnp.tanh(nn.Dense(d, **types)(h))
+        return jnp.tanh(layer_of(form, nn.Dense)(d, **types)(h))
     if kind == "Conv":
         return jnp.tanh(nn.Conv(d, (2,), **types)(h))
     if kind == "Attention":
         return nn.MultiHeadDotProductAttention(2, qkv_features=8, use_bias=False, **types)(h)
     if kind == "LayerNorm":
-        return nn.LayerNorm(epsilon=EPSILON, **types)(h)
+        return layer_of(form, nn.LayerNorm)(epsilon=EPSILON, **types)(h)
     if kind == "BatchNorm":
         return nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=EPSILON, **types)(h)
     if kind == "Dropout":
@@ -233,14 +247,14 @@ class NnxRaw(nnx.Module):
     """A block of `BLOCKS`."""
 
     def __init__(self, kind: str, form: Form, rngs):
-        self.kind, self.compute = kind, form.compute
+        self.kind, self.form = kind, form
         self.names = tuple(BLOCKS[kind].shapes(form.width))
         for name, value in params_of(kind, form.width, rngs.params(), form.dtype).items():
             setattr(self, f"p_{name}", nnx.Param(value))
 
     def __call__(self, h, tokens):
-        p = {n: getattr(self, f"p_{n}")[...].astype(self.compute) for n in self.names}
-        return BLOCKS[self.kind].run(p, h, tokens)
+        p = {n: getattr(self, f"p_{n}")[...].astype(self.form.compute) for n in self.names}
+        return run_block(self.form, self.kind, p, h, tokens)
 
 
 class NnxLayer(nnx.Module):
@@ -260,10 +274,10 @@ class NnxFlax(nnx.Module):
         self.kind, d = kind, form.width
         types: dict[str, Any] = {"dtype": form.compute, "param_dtype": form.dtype, "rngs": rngs}
         make = {
-            "Dense": lambda: nnx.Linear(d, d, **types),
+            "Dense": lambda: layer_of(form, nnx.Linear)(d, d, **types),
             "Conv": lambda: nnx.Conv(d, d, (2,), **types),
             "Attention": lambda: nnx.MultiHeadAttention(2, d, qkv_features=8, use_bias=False, decode=False, **types),
-            "LayerNorm": lambda: nnx.LayerNorm(d, epsilon=EPSILON, **types),
+            "LayerNorm": lambda: layer_of(form, nnx.LayerNorm)(d, epsilon=EPSILON, **types),
             "BatchNorm": lambda: nnx.BatchNorm(d, momentum=0.9, epsilon=EPSILON, **types),
             "Dropout": lambda: nnx.Dropout(RATE, rngs=rngs),
             "Scan": lambda: self.stack(form, rngs),

@@ -314,10 +314,25 @@ def batch_of(config, rows=4):
 
 def loss_and_grads(model, params, batch):
     def loss_of(params):
-        logits: Any = GPT(model).apply({"params": params}, batch["tokens"][:, :-1])
-        return gpt.cross_entropy(logits, batch)
+        loss: Any = GPT(model).apply({"params": params}, *gpt.windows_of(batch))
+        return loss
 
     return jax.jit(jax.value_and_grad(loss_of))(params)
+
+
+@pytest.mark.default_cases("False")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_loss_in_tiles_has_the_same_curve(tied, tmp_path):
+    """1e-5 apart at the most, in training and in evaluation; by default small logits stay whole."""
+    short = dataclasses.replace(SMALL, steps=12, log_every=1, eval_every=6, stage=3)
+    assert not memory.in_tiles(SMALL)
+    assert memory.in_tiles(with_model(dataclasses.replace(SMALL, batch=10**9), tied=tied))
+    found = [
+        run(with_model(dataclasses.replace(short, out=tmp_path / str(tiles)), tied=tied, tiled_loss=tiles))
+        for tiles in (False, True)
+    ]
+    plain, tiled = ([loss for _, loss in (*r.losses, *r.heldout)] for r in found)
+    np.testing.assert_allclose(tiled, plain, atol=1e-5)
 
 
 def test_create_state_needs_no_arguments():
