@@ -14,7 +14,7 @@ import numpy as np
 
 from jzero.core.batched import Classes
 from jzero.core.errors import check_int, check_ints, shown, typed_shape
-from jzero.core.graph import Graph
+from jzero.core.graph import Graph, Node
 from jzero.core.jaxprs import every_equation, is_literal, opened, place_of, trace
 from jzero.core.nnx_modules import is_module_class
 from jzero.core.primitives import CALLS, DRAWS
@@ -195,7 +195,8 @@ class _Check:
     def __init__(self, name: str, jaxpr, consts, rows: Sequence[int], keys: Sequence[int], dim: int, outs: int):
         self.name, self.jaxpr, self.dim, self.outs = name, jaxpr, dim, outs
         self.graph = graph = Graph(jaxpr, consts)
-        classes = Classes(graph, graph.nodes, graph.ins, graph.outs, free=DRAWS)
+        self.nodes = _read(graph)
+        classes = Classes(graph, self.nodes, graph.ins, graph.outs, free=DRAWS)
         cells = {i: [classes.class_of(c) for c in classes.cells[i]] for i in classes.cells}
         cut = [graph.ins[i] for i in rows]
         self.along = {cells[i][dim] for i in cut}
@@ -222,7 +223,7 @@ class _Check:
 
     def _where(self) -> str:
         """The first equation that reads positions and whose results have none, or that adds numbers of its own."""
-        for node in self.graph.nodes:
+        for node in self.nodes:
             if any(map(self._touches, node.ins)) and not any(map(self._touches, node.outs)):
                 return f" ({node.name} at {place_of(node.eqn)})"
         return ""
@@ -230,7 +231,7 @@ class _Check:
     def _check_draws(self, keys: Sequence[int]) -> None:
         """Raises for random numbers along the dim that would be the same in every tile."""
         own = {self.graph.ins[i] for i in keys}
-        for node in self.graph.nodes:
+        for node in self.nodes:
             if any(i in own for i in node.ins):
                 own.update(node.outs)
                 continue
@@ -252,7 +253,7 @@ class _Check:
                     f"{asked} does not divide. Pass tiles={best}, or pad the input."
                 )
             return asked
-        values = {i for node in self.graph.nodes for i in node.outs if self._touches(i)}
+        values = {i for node in self.nodes for i in node.outs if self._touches(i)}
         avals = [self.graph.avals[i] for i in values]
         total = sum(math.prod(x.shape) * x.dtype.itemsize for x in avals if hasattr(x.dtype, "itemsize"))
         parts = planned.value.batch_parts if planned.value is not None and self.dim > 0 else 1
@@ -269,6 +270,16 @@ class _Check:
         """Raises if the layer computes something else for a tile: it knows how many positions there are."""
         if not _alike(self.jaxpr, tile):
             self._refuse("for fewer positions it has other equations or other numbers: it reads how many there are")
+
+
+def _read(graph: Graph) -> list[Node]:
+    """The nodes that results are computed from: a sum that is only sown for a collection nobody asked for is not."""
+    wanted, found = set(graph.outs), list[Node]()
+    for node in reversed(graph.nodes):
+        if not wanted.isdisjoint(node.outs) or node.eqn.effects:
+            wanted.update(node.ins)
+            found.append(node)
+    return found[::-1]
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -361,10 +372,10 @@ def _nnx(subject: type, layer: _Layer) -> type:
         graph, state = nnx.split(self)
 
         def pure(state, rngs, args, kwargs):
+            old = jax.tree.leaves(nnx.filter_state(state, nnx.Not(nnx.RngCount)))
             module = nnx.merge(graph, state)
             out = subject.__call__(module, *args, **kwargs)
             after, new, rest = nnx.split(module, nnx.RngCount, ...)
-            old = jax.tree.leaves(nnx.filter_state(state, nnx.Not(nnx.RngCount)))
             changed = any(a is not b for a, b in zip(jax.tree.leaves(rest), old, strict=False))
             if after != graph or changed or len(old) != len(jax.tree.leaves(rest)):
                 raise ValueError(

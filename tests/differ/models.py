@@ -52,7 +52,8 @@ def form_of(case: dict) -> Form:
     dtype = jnp.dtype(case["dtype"])
     compute = jnp.dtype(case.get("compute") or dtype)
     tiles = tuple(sorted(case.get("tiles", {}).items()))
-    return Form(tuple(case["blocks"]), case["width"], case["head"], dtype, compute, tuple(case.get("names", ())), tiles, case.get("tiled", False))
+    names, tiled = tuple(case.get("names", ())), case.get("tiled", False)
+    return Form(tuple(case["blocks"]), case["width"], case["head"], dtype, compute, names, tiles, tiled)
 
 
 def batch_of(case: dict, step: int) -> dict[str, np.ndarray]:
