@@ -1,6 +1,7 @@
 """Memory and wire of a loss over a large vocabulary, plain and in tiles, compiled for H200 GPUs.
 
     python benchmarks/tiles.py loss                 # the loss alone: hidden states and head in, gradients out
+    python benchmarks/tiles.py layer --ways plain layers   # an MLP alone, under remat and in tiles
     python benchmarks/tiles.py step                 # a whole step of the model, each block under remat, AdamW
     python benchmarks/tiles.py --help
 
@@ -39,7 +40,7 @@ BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
 class Config:
     """What is compiled."""
 
-    part: tyro.conf.Positional[Literal["loss", "step"]] = "loss"
+    part: tyro.conf.Positional[Literal["loss", "layer", "step"]] = "loss"
     hosts: tuple[int, ...] = (0, 8)
     """Hosts of 8 GPUs; 0 is one GPU."""
     tokens: tuple[int, ...] = (8192, 32768)
@@ -49,6 +50,7 @@ class Config:
     classes: int = 128256
     layers: int = 32
     ways: tuple[str, ...] = ("plain", "tiled", "recompute")
+    """Of the loss; "layers": tiled, and each MLP in tiles too."""
 
 
 def attention(q, k, v):
@@ -78,6 +80,7 @@ class Block(nn.Module):
     """As in Llama-3 8B: 32 heads, 8 of keys, a gated MLP of 14336 features."""
 
     width: int
+    tiled: bool
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -87,23 +90,35 @@ class Block(nn.Module):
             for n, name in ((32, "q"), (8, "k"), (8, "v"))
         )
         x = x + nn.Dense(self.width, name="out", **BF16)(attention(q, k, v).reshape(x.shape))
+        mlp = jzero.tiled(Mlp) if self.tiled else Mlp
+        return x + mlp(self.width, name="mlp")(x), None
+
+
+class Mlp(nn.Module):
+    """A norm and a gated MLP."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
         y = nn.RMSNorm(**{k: BF16[k] for k in ("dtype", "param_dtype")})(x)
         wide = int(3.5 * self.width)
         y = nn.silu(nn.Dense(wide, name="gate", **BF16)(y)) * nn.Dense(wide, name="up", **BF16)(y)
-        return x + nn.Dense(self.width, name="down", **BF16)(y), None
+        return nn.Dense(self.width, name="down", **BF16)(y)
 
 
 class Trunk(nn.Module):
     """Token ids to hidden states."""
 
     config: Config
+    tiled: bool
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(self.config.classes, self.config.width, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(tokens)
         block = nn.remat(Block, prevent_cse=False)
         scan = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.config.layers)
-        return scan(self.config.width)(x, None)[0]
+        return scan(self.config.width, self.tiled)(x, None)[0]
 
 
 def loss_of(way: str, hidden, head, labels):
@@ -128,9 +143,12 @@ def main(config: Config) -> None:
 def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> str:
     """One program."""
     n = len(pod.devices)
-    mesh, trunk = pod.mesh({"data": n}), Trunk(config)
+    mesh, trunk = pod.mesh({"data": n}), Trunk(config, way == "layers")
 
     def create():
+        if config.part == "layer":
+            params = Mlp(config.width).init(jax.random.key(0), jnp.zeros((1, 8, config.width), jnp.bfloat16))["params"]
+            return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-4))
         params = {"head": jnp.zeros((config.width, config.classes), jnp.bfloat16)}
         if config.part == "step":
             params["trunk"] = trunk.init(jax.random.key(0), jnp.zeros((1, QUERIES), int))["params"]
@@ -143,6 +161,16 @@ def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> s
 
     def of_loss(params, hidden, labels):
         return loss_of(way, hidden, params["head"], labels)
+
+    def layer(params, hidden, labels):
+        mlp = jzero.tiled(Mlp) if way == "layers" else nn.remat(Mlp)
+
+        def fn(params, hidden):
+            return (mlp(config.width).apply({"params": params}, hidden).astype(jnp.float32) ** 2).mean()
+
+        grads = jax.grad(jzero.gather_on_use(fn, plan), argnums=(0, 1))(params, hidden)
+        shards = plan.tree.unflatten([NamedSharding(mesh, x.state) for x in plan.layouts])
+        return jax.lax.with_sharding_constraint(grads[0], shards), grads[1]
 
     def alone(params, hidden, labels):
         loss, grads = jax.value_and_grad(jzero.gather_on_use(of_loss, plan), argnums=(0, 1))(params, hidden, labels)
@@ -157,10 +185,11 @@ def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> s
         loss, grads = jzero.value_and_grad(fn, plan)(state.params, ids)
         return state.apply_gradients(grads=grads), loss
 
-    fn, args = (alone, (state.params, hidden, ids)) if config.part == "loss" else (step, (state, ids))
+    fn, args = {"loss": alone, "layer": layer, "step": step}[config.part], (state.params, hidden, ids)
+    args = (state, ids) if config.part == "step" else args
     program = pod.compile(fn, *args, donate_argnums=0 if config.part == "step" else ())
     report = jzero.explain(program, plan)
-    head = config.width * config.classes
+    head = config.width * config.classes if config.part != "layer" else 0
     own = report.memory.temp - 2 * head * (n > 1 and stage == 3) - 4 * head * (way != "plain")
     wire = report.wire.total / plan.param_bytes / ((n - 1) / n) if n > 1 else 0
     flops = matmuls(jax.make_jaxpr(fn)(*args).jaxpr) / 1e12 / n

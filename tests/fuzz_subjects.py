@@ -172,6 +172,8 @@ def _steps() -> list[Subject]:
                 {"where": f"none array zero negative nan inf bool {NUMBER}", "bias": "none",
                  "label_smoothing": "zero", "z_loss": f"zero {NUMBER}", "soft_cap": f"none {NUMBER}",
                  "tiles": f"none {COUNT}", "recompute": f"none {FLAG}", "plan": "none"}),
+        Subject("jzero.tiled", jzero.tiled, {"fn": jnp.sin, "axis": 1, "tiles": None, "argnums": None},
+                {"fn": CALLED, "axis": "int zero", "tiles": f"none {COUNT}", "argnums": f"none zero {positions}"}),
         Subject("jzero.remat", jzero.remat,
                 {"subject": _loss, "plan": plan, "partition": None, "offload": None, "policy": None, "dim": 1,
                  "argnums": None, "prevent_cse": True, "static_argnums": ()},

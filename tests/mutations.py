@@ -589,6 +589,41 @@ def _():
     wrap(deepspeed, "read", unread)
 
 
+@mutation("the gradient of a tiled loss is that of a device's own tokens", "tiled_loss")
+def _():
+    from jzero.comm.gradients import GradientReduce
+
+    def own(original, self, grad, x, spec):
+        n = self.plan.batch_parts
+        return original(self, grad, x, spec) / n if n > 1 else original(self, grad, x, spec)
+
+    wrap(GradientReduce, "in_parts", own)
+
+
+@mutation("a tiled loss makes all logits at once", "tiled_loss")
+def _():
+    from jzero.core import token_loss
+
+    wrap(token_loss, "tiles_of", lambda original, *args: 1)
+
+
+@mutation("a layer that mixes positions is tiled", "tiled")
+def _():
+    from jzero.activations.tiled import _Check
+
+    wrap(_Check, "_refuse", lambda original, self, why: None)
+
+
+@mutation("every tile of a layer draws the same numbers", "tiled")
+def _():
+    import jax
+
+    def same(original, key, data):
+        return key if getattr(data, "ndim", 1) == 0 and isinstance(data, jax.core.Tracer) else original(key, data)
+
+    wrap(jax.random, "fold_in", same)
+
+
 def apply(number: str) -> None:
     """Puts a fault in place; raises AttributeError where it replaces a name that jzero no longer has."""
     FOUND[int(number)].apply()

@@ -33,7 +33,17 @@ from jzero.core.regions import bodies, handed_through, loop_consts, remat_with, 
 from jzero.core.token_loss_rules import GRADIENTS, LOSS, has_loss
 from jzero.core.types import Jaxpr
 from jzero.gather import loops
-from jzero.gather.sharded_weight import ON_SHARD, Weight, for_region, is_cut_on_shard, merged, pieces, unwrap
+from jzero.gather.sharded_weight import (
+    ON_SHARD,
+    LoopConstant,
+    Weight,
+    as_arrays,
+    for_region,
+    is_cut_on_shard,
+    merged,
+    pieces,
+    unwrap,
+)
 from jzero.gather.ties import find_ties, tie
 from jzero.gather.tiled_loss import loss_on_devices
 from jzero.gather.walk import Walk, kept, on_device, on_shards, plain
@@ -51,7 +61,8 @@ def evaluate(
     `cast`: the dtype to which it casts its weights first (`compute_dtype`); one that is passed through is not cast.
     """
     split = [a.split_dims if isinstance(a, Weight) else None for a in args]
-    graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args], split)
+    constants = [isinstance(a, LoopConstant) for a in args]
+    graph = WeightGraph(jaxpr, consts, [isinstance(a, Weight) for a in args], split, constants)
     env: dict[int, Any] = {**graph.known, **dict(zip(graph.ins, args, strict=True))}
     env.update(_entered(graph, env, walk))
     ties = find_ties(graph, env, walk)
@@ -95,7 +106,9 @@ def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:
       ValueError: a param where `jzero.remat` takes the activations.
     """
     name = eqn.primitive.name
+    values = values if name in REMAT else as_arrays(values)
     if not any(isinstance(v, Weight) for v in values):
+        values = as_arrays(values)
         if walk.losses and (name in (LOSS, GRADIENTS) or any(has_loss(body) for body, _ in bodies(eqn)[0])):
             return RULES[name](eqn, values, walk)
         return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)

@@ -30,7 +30,7 @@ from jzero.comm.routes import LOOP, ROUNDS, Maker
 from jzero.core.made_twice import made_twice
 from jzero.core.ordering import after
 from jzero.core.regions import bodies, loop_consts, rounds, scan_parts, scan_with, while_with
-from jzero.gather.sharded_weight import Weight, for_region, merged, unwrap
+from jzero.gather.sharded_weight import LoopConstant, Weight, for_region, merged, unwrap
 from jzero.gather.walk import Walk, before_loop, gathered, on_device, on_shards, plain
 from jzero.gather.weight_graph import handed_by_scan, looked_up, read_narrow
 
@@ -51,7 +51,8 @@ def scan(eqn, values: list[Any], walk: Walk) -> list[Any]:
 
     def run(wholes: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         rest, found = iter(rewrap(others)), dict(zip(chosen, wholes, strict=True))
-        return _scan(eqn, [found[i] if i in found else next(rest) for i in range(len(values))], handed, walk)
+        given = [LoopConstant(found[i]) if i in found else next(rest) for i in range(len(values))]
+        return _scan(eqn, given, handed, walk)
 
     if not (walk.drops and any(w.moves for w in weights)) or walk.in_remat:
         wholes = [before_loop(w, walk, dtype) for w, dtype in zip(weights, dtypes, strict=True)]

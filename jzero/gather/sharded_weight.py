@@ -141,6 +141,21 @@ class Weight:
         return dataclasses.replace(self, shard=shard, source=source)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoopConstant:
+    """A weight inside of a loop, gathered before it: an array like others, but not an activation to tie weights to.
+
+    A tie would make another array of it in every round, kept for the backward loop, and reduce its gradient there.
+    """
+
+    array: jax.Array
+
+
+def as_arrays(values: Sequence[Any]) -> list[Any]:
+    """The values, with an array for each `LoopConstant`."""
+    return [v.array if isinstance(v, LoopConstant) else v for v in values]
+
+
 def unwrap(values: Sequence[Any]):
     """Arrays for values (or tuples, see `ShardSource.flat`), and a function that makes weights of them again.
 
@@ -150,6 +165,8 @@ def unwrap(values: Sequence[Any]):
 
     def rewrap(flat, sliced_from: int | None = None, size: int = 0):
         def one(i: int, new: Any, old: Any) -> Any:
+            if isinstance(old, LoopConstant):
+                return LoopConstant(new)
             if not isinstance(old, Weight):
                 return new
             shard, source = old.source.given(new)
@@ -160,7 +177,7 @@ def unwrap(values: Sequence[Any]):
 
         return [one(i, new, old) for i, (new, old) in enumerate(zip(flat, values, strict=True))]
 
-    return [v.source.flat(v.shard) if isinstance(v, Weight) else v for v in values], rewrap
+    return [v.source.flat(v.shard) if isinstance(v, Weight) else v for v in as_arrays(values)], rewrap
 
 
 def for_region(values: Sequence[Any]) -> list[Any]:

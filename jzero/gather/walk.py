@@ -20,7 +20,7 @@ from jzero.comm.routes import OTHER, ROUNDS, SHARD, Maker, Route
 from jzero.core.errors import warn
 from jzero.core.linear import linear
 from jzero.core.types import Jaxpr
-from jzero.gather.sharded_weight import Weight
+from jzero.gather.sharded_weight import Weight, as_arrays
 from jzero.sharding import Plan
 
 SHARE_SAID = 20  # warn only of weights that hold more than one 20th of all params
@@ -65,7 +65,7 @@ class Walk:
 
 def plain(outs: Iterable[Any]) -> list[Any]:
     """Results that leave a region are arrays: a weight that is passed through leaves as its shard."""
-    return [o.leaving if isinstance(o, Weight) else o for o in outs]
+    return [o.leaving if isinstance(o, Weight) else o for o in as_arrays(list(outs))]
 
 
 def on_shards(values: Sequence[Any], walk: Walk) -> list[Any]:

@@ -42,11 +42,13 @@ class WeightGraph(Graph):
         consts: Sequence[Any],
         weights: Sequence[bool],
         split: Sequence[frozenset[int] | None] = (),
+        constants: Sequence[bool] = (),
     ):
-        """`weights` says which of the arguments are stored weights, and `split` which of their dims are split."""
+        """`weights`: which of the arguments are stored weights; `split`: which of their dims are split; `constants`:
+        which are weights that were gathered before a loop."""
         self.parent: dict[int, int] = {}
         self.split: dict[int, frozenset[int]] = {}
-        self._weights, self._split = weights, split
+        self._weights, self._split, self._constants = weights, split, constants
         super().__init__(jaxpr, consts)
 
     def begin(self) -> None:
@@ -149,7 +151,8 @@ class WeightGraph(Graph):
 
     def data(self) -> set[int]:
         """What is computed from arguments that are not weights: activations, not masks and constants."""
-        found = {i for i in self.ins if i not in self.parent}
+        constants = {i for i, c in zip(self.ins, self._constants, strict=False) if c}
+        found = {i for i in self.ins if i not in self.parent and i not in constants}
         for node in self.nodes:
             if any(i in found for i in node.ins):
                 found.update(node.outs)
