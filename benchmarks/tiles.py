@@ -17,7 +17,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
@@ -140,8 +140,8 @@ def main(config: Config) -> None:
                     print(line(config, pod, stage, tokens, way), flush=True)
 
 
-def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> str:
-    """One program."""
+def made(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> tuple[jzero.Plan, Any, tuple]:
+    """The plan, the function that is compiled, and its arguments."""
     n = len(pod.devices)
     mesh, trunk = pod.mesh({"data": n}), Trunk(config, way == "layers")
 
@@ -187,12 +187,19 @@ def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> s
 
     fn, args = {"loss": alone, "layer": layer, "step": step}[config.part], (state.params, hidden, ids)
     args = (state, ids) if config.part == "step" else args
+    return plan, fn, args
+
+
+def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> str:
+    """One program. Its FLOPs are those at stage 0, where all matmuls stand in the trace."""
+    n, (plan, fn, args) = len(pod.devices), made(config, pod, stage, tokens, way)
     program = pod.compile(fn, *args, donate_argnums=0 if config.part == "step" else ())
     report = jzero.explain(program, plan)
     head = config.width * config.classes if config.part != "layer" else 0
     own = report.memory.temp - 2 * head * (n > 1 and stage == 3) - 4 * head * (way != "plain")
     wire = report.wire.total / plan.param_bytes / ((n - 1) / n) if n > 1 else 0
-    flops = matmuls(jax.make_jaxpr(fn)(*args).jaxpr) / 1e12 / n
+    _, at_0, like = made(config, pod, 0, tokens, way)
+    flops = matmuls(jax.make_jaxpr(at_0)(*like).jaxpr) / 1e12 / n
     temp = report.memory.temp
     return f"{n:4} {stage:5} {tokens:6} {way:10} {temp / 1e9:11.2f} {own / 1e9:7.2f} {wire:10.3f} {flops:6.1f}"
 

@@ -16,7 +16,7 @@ from jzero.core.batched import Classes
 from jzero.core.errors import check_int, check_ints, shown, typed_shape
 from jzero.core.graph import Graph, Node
 from jzero.core.jaxprs import every_equation, is_literal, opened, place_of, trace
-from jzero.core.nnx_modules import is_module_class
+from jzero.core.nnx_modules import has_node, is_module_class
 from jzero.core.primitives import CALLS, DRAWS
 from jzero.core.random_keys import is_key
 from jzero.core.regions import bodies
@@ -26,6 +26,7 @@ from jzero.core.types import Jaxpr, PyTree
 
 WHERE = "jzero.tiled"
 MOST_DIMS = 64  # of a numpy array
+CUSTOM_VJP = "custom_vjp_call"
 
 
 def tiled(
@@ -90,6 +91,11 @@ def tiled(
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
+        if has_node((args, kwargs)):
+            raise TypeError(
+                f"{WHERE}: {layer.name} takes an NNX object, whose state would not advance. Tile the class of the "
+                "layer: jzero.tiled(Mlp)(rngs=...)."
+            )
         return layer.run(lambda state, rngs, args, kwargs: (fn(*args, **kwargs), ()), (), (), args, kwargs)[0]
 
     return run
@@ -137,6 +143,8 @@ class _Layer:
         keys = [i for i, x in enumerate(values) if x.ndim == (not is_key(x)) and (is_key(x) or id(x) in own)]
         traced = trace(flat, *values)
         check = _Check(self.name, *traced, rows, keys, dim, trees[2])
+        if any(eqn.primitive.name == CUSTOM_VJP for eqn in every_equation(traced[0])):
+            self._check_backward(flat, values, rows, dim, trees[2])
         size = values[rows[0]].shape[dim]
         n = check.tiles(self.tiles, size)
         if n == 1:
@@ -158,6 +166,26 @@ class _Layer:
 
         _, outs = jax.lax.scan(body, None, (jnp.arange(n), [_split(values[i], dim, n) for i in rows]))
         return results([_joined(x, dim) if i < trees[2] else x[-1] for i, x in enumerate(outs)])
+
+    def _check_backward(self, flat: Callable[..., list[Any]], values: list[Any], rows: list[int], dim: int, count: int):
+        """Raises where a backward pass of its own mixes positions in the gradient of the input."""
+        moving = [i for i in rows if jnp.issubdtype(values[i].dtype, jnp.inexact)]
+        own = [i for i, x in enumerate(jax.eval_shape(flat, *values)[:count]) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def back(*given):
+            some, cotangents = given[: len(values)], given[len(values) :]
+
+            def outs(*parts):
+                new = dict(zip(moving, parts, strict=True))
+                found = flat(*(new.get(i, x) for i, x in enumerate(some)))
+                return [found[i] for i in own]
+
+            return list(jax.vjp(outs, *(some[i] for i in moving))[1](list(cotangents)))
+
+        shapes = jax.eval_shape(flat, *values)
+        traced = trace(back, *values, *(shapes[i] for i in own))
+        cut = [*rows, *range(len(values), len(values) + len(own))]
+        _Check(f"the backward pass of {self.name}", *traced, cut, range(len(values)), dim, len(moving))
 
     def _cut(self, args: Sequence[Any], kwargs: dict[str, Any], first: int) -> list[Any]:
         """The arrays that are cut."""

@@ -240,7 +240,8 @@ class GradientReduce:
         entries = spec_entries(self.plan.sharding(spec).spec, grad.ndim)
         free = [d for d in range(grad.ndim) if not entries[d]]
         wanted = -(-grad.size * x.dtype.itemsize // PART_BYTES)
-        cuts = [] if self.in_codes(x, x.shape) else [(equal_parts(grad.shape[d], wanted), d) for d in free]
+        alone = self.plan.batch_parts == 1 or self.in_codes(x, x.shape)
+        cuts = [] if alone else [(equal_parts(grad.shape[d], wanted), d) for d in free]
         parts, dim = min((row for row in cuts if row[0] > 1), default=(1, 0))
         size, done = grad.shape[dim] // parts, list[jax.Array]()
         for i in range(parts):

@@ -17,6 +17,7 @@ from jzero.core.token_loss_rules import GRADIENTS, OneDevice, recorded_loss, tok
 from jzero.core.traces import is_as_written, planned
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.walk import Walk, gathered, on_shards
+from jzero.layout.leaf_rule import Layout
 from jzero.layout.mesh import in_shard_map
 from jzero.sharding import Plan, check_plan
 
@@ -73,7 +74,8 @@ def tiled_loss(
       recompute: True: the backward pass makes each tile's logits again, 4/3 of the matmuls. None: only for
         reduction="none" and for fp16, where the gradients cannot be made before the cotangent is known. False raises
         there.
-      plan: for a call outside of a wrapped function; the head is found among its params by shape.
+      plan: for a call outside of a wrapped function. The gradient goes to the shards of the params of the head's shape;
+        where there are none, or their layouts differ, it is all-reduced.
 
     Returns:
       The loss in fp32: a number, or [...] for "none".
@@ -100,7 +102,8 @@ def tiled_loss(
       >>> plan = jzero.make_plan(params, stage=3)
       >>> def loss(params, tokens):
       ...     return jzero.tiled_loss(params["embed"][tokens], params["head"], tokens, tiles=4)
-      >>> value, grads = jzero.value_and_grad(loss, plan)(params, jnp.zeros((16, 32), int))
+      >>> tokens = plan.place_batch(jnp.zeros((16, 32), int))
+      >>> value, grads = jzero.value_and_grad(loss, plan)(params, tokens)
       >>> round(float(value), 3)
       4.159
     """
@@ -142,7 +145,15 @@ def _on_devices(loss: TokenLoss, operands: list[Any], plan: Plan | None) -> Any:
         return token_loss(loss, OneDevice(), operands)
     if plan is None:
         return recorded_loss(dataclasses.replace(loss, strided=True), operands, not_differentiated=OUTSIDE)
-    return token_loss(loss, OnPlan(plan), operands)
+    params = operands[1:-2]
+    return token_loss(loss, OnPlan(plan, tuple(_param_like(plan, x) for x in params)), operands)
+
+
+def _param_like(plan: Plan, x: jax.Array) -> Layout | None:
+    """Layouts of the params of this shape, with the gradient on the shards of the state; None if they differ."""
+    found = [y for y in plan.layouts if y.shape == x.shape and y.frozen is None]
+    same = len({(y.used, y.state, y.dtype) for y in found}) == 1 and not plan.config.updates_outside
+    return dataclasses.replace(found[0], grad=found[0].state) if same and plan.config.row.state else None
 
 
 def _array(x: Any, name: str) -> jax.Array:

@@ -137,6 +137,29 @@ def test_bad_input():
         jzero.tiled(jnp.sin)(X[0, 0])
 
 
+@jax.custom_vjp
+def own_backward(x):
+    return x * 2
+
+
+own_backward.defvjp(lambda x: (x * 2, None), lambda _, g: (g / jnp.abs(g).max(),))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x * 2
+
+
+clipped.defvjp(lambda x: (x * 2, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+def test_a_backward_pass_that_mixes_positions_is_refused():
+    with pytest.raises(ValueError, match=r"the backward pass of own_backward cannot .*reduce_max"):
+        jzero.tiled(own_backward, tiles=3)(X)
+    grads = [jax.grad(lambda x, fn=fn: (fn(x) ** 2).sum())(X) for fn in (clipped, jzero.tiled(clipped, tiles=3))]
+    np.testing.assert_array_equal(*grads)
+
+
 class Mlp(nn.Module):
     rate: float = 0.0
 
@@ -210,6 +233,8 @@ def test_an_nnx_class():
     assert max_error(*(nnx.to_pure_dict(nnx.state(m, nnx.RngCount)) for m in (noisy, plain))) == 0
     with pytest.raises(ValueError, match=r"jzero\.tiled: Counting changes its Variables when it is called"):
         jzero.tiled(Counting, tiles=3)(nnx.Rngs(0))(X)
+    with pytest.raises(TypeError, match=r"takes an NNX object, whose state would not advance. Tile the class"):
+        jzero.tiled(lambda x, mlp: mlp(x))(X, plain)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -218,7 +243,7 @@ def test_weights_are_gathered_once_for_all_tiles(stage):
 
     The scale is a vector that stays whole: a tie to it once took the gathered matrices for activations (17 Psi).
     """
-    pod, width, tokens = jzero.pod("h200"), 512, 2048
+    pod, width, tokens = jzero.pod("h200"), 512, 4096
     mesh = pod.mesh({"data": 8})
 
     def mlp(x, p):
