@@ -609,9 +609,9 @@ def _():
 
 @mutation("a layer that mixes positions is tiled", "tiled")
 def _():
-    from jzero.activations.tiled import _Check
+    from jzero.activations.position_wise import PositionWise
 
-    wrap(_Check, "_refuse", lambda original, self, why: None)
+    wrap(PositionWise, "_refuse", lambda original, self, why: None)
 
 
 @mutation("every tile of a layer draws the same numbers", "tiled")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,19 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.core.batched import Classes
+from jzero.activations.position_wise import WHERE, PositionWise
 from jzero.core.errors import check_int, check_ints, shown, typed_shape
-from jzero.core.graph import Graph, Node
-from jzero.core.jaxprs import every_equation, is_literal, opened, place_of, trace
+from jzero.core.jaxprs import every_equation, trace
 from jzero.core.nnx_modules import has_node, is_module_class
-from jzero.core.primitives import CALLS, DRAWS
 from jzero.core.random_keys import is_key
-from jzero.core.regions import bodies
-from jzero.core.token_loss import TILE_BYTES
-from jzero.core.traces import planned
-from jzero.core.types import Jaxpr, PyTree
+from jzero.core.types import PyTree
 
-WHERE = "jzero.tiled"
 MOST_DIMS = 64  # of a numpy array
 CUSTOM_VJP = "custom_vjp_call"
 
@@ -125,10 +118,11 @@ class _Layer:
           first: how many positional arguments stand before `args`.
         """
         leaves, tree = jax.tree.flatten((state, rngs, args, kwargs))
-        cut, arrays = self._cut(args, kwargs, first), [i for i, x in enumerate(leaves) if _is_array(x)]
+        dim, cut = self._cut(args, kwargs, first)
+        arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
         values = [leaves[i] for i in arrays]
         rows = [i for i, x in enumerate(values) if any(x is c for c in cut)]
-        dim, trees = self.axis % values[rows[0]].ndim, list[Any]()
+        trees = list[Any]()
 
         def flat(*values):
             filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
@@ -142,7 +136,7 @@ class _Layer:
         own = {id(x) for x in jax.tree.leaves(rngs)}
         keys = [i for i, x in enumerate(values) if x.ndim == (not is_key(x)) and (is_key(x) or id(x) in own)]
         traced = trace(flat, *values)
-        check = _Check(self.name, *traced, rows, keys, dim, trees[2])
+        check = PositionWise(self.name, *traced, rows, keys, dim, trees[2])
         if any(eqn.primitive.name == CUSTOM_VJP for eqn in every_equation(traced[0])):
             self._check_backward(flat, values, rows, dim, trees[2])
         size = values[rows[0]].shape[dim]
@@ -150,7 +144,7 @@ class _Layer:
         if n == 1:
             return results(flat(*values))
         some = [_part(x, dim, size // n) if i in rows else x for i, x in enumerate(values)]
-        check.equals(trace(flat, *some)[0])
+        check.equals(*trace(flat, *some))
 
         @jax.checkpoint
         def tile(number, parts):
@@ -185,10 +179,10 @@ class _Layer:
         shapes = jax.eval_shape(flat, *values)
         traced = trace(back, *values, *(shapes[i] for i in own))
         cut = [*rows, *range(len(values), len(values) + len(own))]
-        _Check(f"the backward pass of {self.name}", *traced, cut, range(len(values)), dim, len(moving))
+        PositionWise(f"the backward pass of {self.name}", *traced, cut, range(len(values)), dim, len(moving))
 
-    def _cut(self, args: Sequence[Any], kwargs: dict[str, Any], first: int) -> list[Any]:
-        """The arrays that are cut."""
+    def _cut(self, args: Sequence[Any], kwargs: dict[str, Any], first: int) -> tuple[int, list[Any]]:
+        """The dim, and the arrays that are cut along it."""
         if self.argnums is not None:
             chosen = [args[i - first] for i in self.argnums if 0 <= i - first < len(args)]
             found = [x for x in jax.tree.leaves(chosen) if _is_array(x)]
@@ -203,134 +197,11 @@ class _Layer:
         for x in found:
             if not -x.ndim <= self.axis < x.ndim:
                 raise ValueError(f"{WHERE}: {self.name} is cut along dim {self.axis}, which {typed_shape(x)} lacks.")
-        if self.argnums is not None:
-            return found
-        begin = found[0].shape[: self.axis % found[0].ndim + 1]
-        return [x for x in (*args, *kwargs.values()) if _is_array(x) and x.shape[: len(begin)] == begin]
-
-
-class _Check:
-    """A traced layer that is to be cut along a dim: see `Classes` for what keeps positions apart.
-
-    Attributes:
-      name: of the layer.
-      graph: the trace.
-      rows: which of its arguments are cut, along `dim`.
-      keys: which of its arguments are random keys with one value for each tile.
-      outs: how many of its results are joined; the others are state.
-    """
-
-    def __init__(self, name: str, jaxpr, consts, rows: Sequence[int], keys: Sequence[int], dim: int, outs: int):
-        self.name, self.jaxpr, self.dim, self.outs = name, jaxpr, dim, outs
-        self.graph = graph = Graph(jaxpr, consts)
-        self.nodes = _read(graph)
-        classes = Classes(graph, self.nodes, graph.ins, graph.outs, free=DRAWS)
-        cells = {i: [classes.class_of(c) for c in classes.cells[i]] for i in classes.cells}
-        cut = [graph.ins[i] for i in rows]
-        self.along = {cells[i][dim] for i in cut}
-        self.cells = cells
-        whole = [i for i in graph.ins if i not in cut]
-        apart = all(dim in classes.independent(i) for i in cut) and not any(self._touches(i) for i in whole)
-        made = [i for i in graph.outs[:outs] if not (graph.avals[i].ndim > dim and cells[i][dim] in self.along)]
-        if not apart or made or any(dim not in classes.independent(i) for i in graph.outs[:outs]):
-            self._refuse(f"its result is not computed position by position{self._where()}")
-        if any(map(self._touches, graph.outs[outs:])):
-            self._refuse("it changes its state by what it is given")
-        self._check_draws(keys)
-
-    def _touches(self, value: int) -> bool:
-        """Some dim of the value numbers positions."""
-        return not self.along.isdisjoint(self.cells[value])
-
-    def _refuse(self, why: str) -> None:
-        raise ValueError(
-            f"{WHERE}: {self.name} cannot be computed in tiles along dim {self.dim}: {why}. Tile a part of it that "
-            "treats each position alike (an MLP, a norm, a projection), and pass what depends on positions as an "
-            "argument that is cut (argnums=)."
-        )
-
-    def _where(self) -> str:
-        """The first equation that reads positions and whose results have none, or that adds numbers of its own."""
-        for node in self.nodes:
-            if any(map(self._touches, node.ins)) and not any(map(self._touches, node.outs)):
-                return f" ({node.name} at {place_of(node.eqn)})"
-        return ""
-
-    def _check_draws(self, keys: Sequence[int]) -> None:
-        """Raises for random numbers along the dim that would be the same in every tile."""
-        own = {self.graph.ins[i] for i in keys}
-        for node in self.nodes:
-            if any(i in own for i in node.ins):
-                own.update(node.outs)
-                continue
-            inner = [eqn.primitive.name for body, _ in bodies(node.eqn)[0] for eqn in every_equation(body)]
-            if {node.name, *inner} & set(DRAWS):
-                self._refuse(
-                    f"it draws random numbers ({place_of(node.eqn)}) from a key that is the same for all tiles; pass a "
-                    "jax.random.key(...) as an argument of its own"
-                )
-
-    def tiles(self, asked: int | None, size: int) -> int:
-        """How many: as asked, or by the bytes of all values along the dim on one device."""
-        if asked is not None:
-            if size % asked:
-                near = [n for n in range(1, size + 1) if size % n == 0]
-                best = min(near, key=lambda n: (abs(n - asked), n))
-                raise ValueError(
-                    f"{WHERE}(tiles={asked}): dim {self.dim} of the input of {self.name} has {size} positions, which "
-                    f"{asked} does not divide. Pass tiles={best}, or pad the input."
-                )
-            return asked
-        values = {i for node in self.nodes for i in node.outs if self._touches(i)}
-        avals = [self.graph.avals[i] for i in values]
-        total = sum(math.prod(x.shape) * x.dtype.itemsize for x in avals if hasattr(x.dtype, "itemsize"))
-        parts = planned.value.batch_parts if planned.value is not None and self.dim > 0 else 1
-        wanted = min(-(-total // (parts * TILE_BYTES)), size)
-        found = next(n for n in range(max(wanted, 1), size + 1) if size % n == 0)
-        if found > 4 * max(wanted, 1):
-            raise ValueError(
-                f"{WHERE}: {self.name} needs {wanted} tiles, and no number near that divides the {size} positions of "
-                f"its input. Pad the input, or pass tiles=."
-            )
-        return found
-
-    def equals(self, tile: Jaxpr) -> None:
-        """Raises if the layer computes something else for a tile: it knows how many positions there are."""
-        if not _alike(self.jaxpr, tile):
-            self._refuse("for fewer positions it has other equations or other numbers: it reads how many there are")
-
-
-def _read(graph: Graph) -> list[Node]:
-    """The nodes that results are computed from: a sum that is only sown for a collection nobody asked for is not."""
-    wanted, found = set(graph.outs), list[Node]()
-    for node in reversed(graph.nodes):
-        if not wanted.isdisjoint(node.outs) or node.eqn.effects:
-            wanted.update(node.ins)
-            found.append(node)
-    return found[::-1]
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """The same equations with the same numbers, for arguments of other sizes."""
-    if len(a.eqns) != len(b.eqns):
-        return False
-    for x, y in zip(a.eqns, b.eqns, strict=True):
-        if x.primitive.name != y.primitive.name or len(x.invars) != len(y.invars):
-            return False
-        folds = x.primitive.name == "random_fold_in"  # linen counts the keys that it makes, in each trace
-        for v, w in zip(x.invars, y.invars, strict=True):
-            if is_literal(v) and not folds and not (is_literal(w) and _equal(v.val, w.val)):
-                return False
-        held = CALLS.get(x.primitive.name, "")
-        inner = [opened(e.params[held])[0] for e in (x, y)] if held in x.params else []
-        pairs = [inner] if inner else zip(*([body for body, _ in bodies(e)[0]] for e in (x, y)), strict=True)
-        if not all(_alike(*pair) for pair in pairs):
-            return False
-    return True
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return np.shape(a) == np.shape(b) and bool(np.all((a == b) | ((a != a) & (b != b))))
+        dim = self.axis % found[0].ndim
+        if self.argnums is None:
+            begin, given = found[0].shape[: dim + 1], (*args, *kwargs.values())
+            found = [x for x in given if _is_array(x) and x.shape[: dim + 1] == begin]
+        return dim, found
 
 
 def _is_array(x: Any) -> bool:

@@ -176,7 +176,8 @@ def _run(make: str) -> Callable[..., list[Any]]:
 
 def _no_second_derivative(primals, tangents, **params):
     raise NotImplementedError(
-        "jzero.tiled_loss: it has no second derivative. Compute the loss from its logits where you take one."
+        "jzero.tiled_loss: it has no second derivative inside of a wrapped function. Wrap the loss and differentiate "
+        "that, or compute it from its logits."
     )
 
 

@@ -77,6 +77,9 @@ def test_another_dim_and_arguments_by_position():
     fn = jzero.tiled(lambda w, x: x @ w, axis=0, tiles=2, argnums=1)
     np.testing.assert_allclose(fn(W, X), X @ W, atol=1e-6)
     np.testing.assert_allclose(jzero.tiled(rotary, tiles=4)(X, positions=POSITIONS), rotary(X, POSITIONS), atol=1e-6)
+    turned = jzero.tiled(lambda positions, x: rotary(x, positions), axis=-2, tiles=4)
+    np.testing.assert_allclose(turned(POSITIONS, X), rotary(X, POSITIONS), atol=1e-6)
+    assert f"f32[{ROWS},{TIME // 4},{DIM}]" in str(jax.make_jaxpr(turned)(POSITIONS, X))
 
 
 def dropout(x, key):
@@ -106,6 +109,9 @@ MIXING = {
     "arange": (lambda x: x * jnp.arange(x.shape[1])[:, None], "position by position"),
     "table": (lambda x: x + TABLE, "position by position"),
     "number of positions": (lambda x: x / x.shape[1], "it reads how many there are"),
+    "exponent": (lambda x: x ** x.shape[1], "it reads how many there are"),
+    "constant": (lambda x: x * np.array([1 / x.shape[1]], np.float32), "it reads how many there are"),
+    "loop of so many rounds": (lambda x: jax.lax.fori_loop(0, x.shape[1], lambda i, x: jnp.sin(x), x), "how many"),
     "a sum": (lambda x: x.sum(), "reduce_sum"),
     "own key": (lambda x: dropout(x, jax.random.key(0)), "key that is the same for all tiles"),
 }  # fmt: skip
@@ -276,7 +282,7 @@ def test_weights_are_gathered_once_for_all_tiles(stage):
 
 def test_tiles_are_chosen_by_bytes(monkeypatch):
     """All that the layer computes along the dim, over the bound, rounded up to a divisor."""
-    monkeypatch.setattr("jzero.activations.tiled.TILE_BYTES", 2**14)
+    monkeypatch.setattr("jzero.activations.position_wise.TILE_BYTES", 2**14)
     fn = jzero.tiled(lambda x, w: jnp.tanh(x @ w) @ w.T)
     computed = ROWS * TIME * (2 * W.shape[1] + DIM) * 4
     assert -(-computed // 2**14) == 3

@@ -234,6 +234,15 @@ def test_labels_outside_of_the_classes(mesh):
         assert np.isnan(fn(plan.place(params_of()), *plan.place_batch((labels * 0 + bad, where)))[0])
 
 
+def test_labels_of_eight_bits():
+    """257 classes have no numbers of their own in uint8: class 256 was class 0 once more."""
+    hidden, head = jnp.eye(4)[None], jnp.asarray(np.random.default_rng(2).standard_normal((4, 257)), jnp.float32)
+    labels = jnp.array([[0, 1, 2, 255]])
+    want = optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels).mean()
+    for dtype in (jnp.uint8, jnp.int16, jnp.int32):
+        np.testing.assert_allclose(jzero.tiled_loss(hidden, head, labels.astype(dtype)), want, rtol=1e-6)
+
+
 def test_a_loss_scale_reaches_gradients_in_fp16(mesh):
     """These are made in the backward pass: in the forward pass they would be rounded before they are scaled."""
     params, batch = params_of(jnp.float16), batch_of()
