@@ -16,6 +16,7 @@ from jzero.core.errors import check_choice, check_dtype, check_flag, check_int, 
 BUCKETS = 16  # into which the params are divided by default
 BUCKET_BYTES = 32 * 2**20  # at most, by default
 GATHERED_BUCKET_BYTES = 64 * 2**20  # at stage 3
+WHOLE_BYTES = 2**30  # of a weight, at stage 3; a larger one is gathered in pieces
 LEAST_BUCKET = 4 * 2**20  # at stage 2; the gradients of small models need no order
 
 

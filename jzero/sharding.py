@@ -21,7 +21,15 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.config import BUCKET_BYTES, BUCKETS, GATHERED_BUCKET_BYTES, LEAST_BUCKET, ZeroConfig, make_config
+from jzero.config import (
+    BUCKET_BYTES,
+    BUCKETS,
+    GATHERED_BUCKET_BYTES,
+    LEAST_BUCKET,
+    WHOLE_BYTES,
+    ZeroConfig,
+    make_config,
+)
 from jzero.core.errors import check_arrays, check_int, check_kind, check_transformation, is_array, typed_shape
 from jzero.core.jaxprs import is_tracer
 from jzero.core.random_keys import is_key
@@ -121,6 +129,11 @@ class Plan:
         if self.config.row.params:
             return max(min(GATHERED_BUCKET_BYTES, share), 1)
         return min(BUCKET_BYTES, max(share, LEAST_BUCKET))
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the largest weight that stage 3 gathers whole for a matmul or a lookup; others come in pieces."""
+        return max(WHOLE_BYTES, 8 * self.bucket_bytes)
 
     @property
     def compiler_options(self) -> dict[str, int]:

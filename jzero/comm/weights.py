@@ -102,7 +102,9 @@ class WeightGather:
         if x.stored == x.used:
             return 0
         itemsize = (self.plan.config.compute_dtype or x.dtype).itemsize
-        return x.size * itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
+        size = x.size * itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
+        pieces = self.plan.config.reshard_after_forward and size > self.plan.whole_bytes and len(x.layer_shape) == 2
+        return self.plan.whole_bytes // 2 if pieces else size  # two of four, see `gather/large_weights.py`
 
     def wire(
         self, x: Layout, accumulate: int, uses: Sequence[Use]

@@ -47,6 +47,7 @@ from jzero.core.products import (
     product_gradient,
     row_lookup,
 )
+from jzero.gather.large_weights import product_in_pieces, rows_in_pieces
 from jzero.gather.sharded_weight import Weight, unwrap
 from jzero.gather.walk import Walk, gathered, on_shards, reduced, warn_of_dtype
 
@@ -56,6 +57,9 @@ SPREADS = ("broadcast_in_dim", "reshape")
 
 def use(eqn, values: list[Any], walk: Walk) -> list[Any]:
     """Gather the weights that the equation reads, bind the equation, and drop the weights."""
+    cut = product_in_pieces(eqn, values, walk, use) if walk.drops else None
+    if cut is not None:
+        return cut
     at = [i for i, v in enumerate(values) if isinstance(v, Weight)]
     maker = maker_of(eqn, at[0], values)
     route = walk.route(values[at[0]], maker)
@@ -96,7 +100,8 @@ def lookup(eqn, values: Sequence[Any], route: Route, walk: Walk) -> list[Any]:
     (rows, width), parts = table.shape, route.parts
 
     def fn(index, shard):
-        outs = jaxprs.bind(eqn, [gathered(dataclasses.replace(table, shard=shard), walk), index])
+        here = dataclasses.replace(table, shard=shard)
+        outs = rows_in_pieces(eqn, here, index, walk) or jaxprs.bind(eqn, [gathered(here, walk), index])
         return apart(outs, table)
 
     def tangent(index, shard):

@@ -46,6 +46,7 @@ from jzero.comm import reduce_in_codes
 from jzero.layout import blocks
 from jzero.layout.blocks import blocks_of
 from jzero.layout.leaf_rule import path_keys
+from jzero.sharding import Plan
 
 SMALL, hosts_along = blocks.LEAST_QUANTIZED, reduce_in_codes.hosts_along
 GRADIENT_CODES = {"int8": 2 / 254, "int4": 2 / 254 + 2 / 14}
@@ -318,6 +319,10 @@ def _update(tx):
     return jax.jit(run)
 
 
+WHOLE = Plan.whole_bytes
+"""As it is: a case with pieces has its own number of bytes."""
+
+
 def _folder() -> tempfile.TemporaryDirectory:
     """Into which a thread with the last late update may still write while it is removed."""
     return tempfile.TemporaryDirectory(prefix="jzero-differential-", ignore_cleanup_errors=True)
@@ -332,6 +337,7 @@ def run_case(case: dict) -> Outcome:
         in_codes = case["config"].get("moment_dtype") == "int8"
         in_codes |= any({"gather_dtype", "update_dtype"} & c.keys() for c in places)
         blocks.LEAST_QUANTIZED = 16 if in_codes or gradients else SMALL  # the models are tiny
+        Plan.whole_bytes = property(lambda plan: case["pieces"]) if case.get("pieces") else WHOLE
         reduce_in_codes.hosts_along = on_two_hosts if "int4" in gradients else hosts_along
         try:
             initial(case)  # before any context of a mesh

@@ -155,6 +155,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         draw_tiles(rng, case)
     if {*case["blocks"]} & {*TILED, "Dense", "LayerNorm"} and rng.random() < 0.15:
         case["tiled"] = True
+    if any(config["stage"] == 3 for config in configs_of(case)) and rng.random() < 0.15:
+        case["pieces"] = rng.choice((200, 500))
     return case
 
 
@@ -429,6 +431,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     yield "tier and flavour", f"{case['config']['tier']}, {case['flavour']}"
     for kind in sorted(set(case["blocks"])):
         yield "layer", kind
+    if case.get("pieces"):
+        yield "pieces", f"{case['flavour']}, {case['mesh']['kind']}"
     if case.get("tiled"):
         for kind in sorted({*case["blocks"]} & {*TILED, "Dense", "LayerNorm"}):
             yield "tiled layer", f"{case['flavour']}, {kind}"
@@ -466,6 +470,6 @@ SHARES = {
     "tier and flavour": 0.008, "plan of jzero.jit": 0.02, "reference": 0.01, "sum": 0.01, "aux": 0.01, "weighed": 0.01,
     "begins": 0.03, "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
     "layers named like fields": 0.01, "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
-    "update codes": 0.001, "tiles": 0.01, "tiles of stage": 0.001, "tiled layer": 0.001,
+    "update codes": 0.001, "tiles": 0.01, "tiles of stage": 0.001, "tiled layer": 0.001, "pieces": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""
