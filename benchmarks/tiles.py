@@ -2,6 +2,7 @@
 
     python benchmarks/tiles.py loss                 # the loss alone: hidden states and head in, gradients out
     python benchmarks/tiles.py layer --ways plain layers   # an MLP alone, under remat and in tiles
+    python benchmarks/tiles.py weights --hosts 8 --stages 3 --ways plain pieces   # a vocabulary of 256000 x 8192
     python benchmarks/tiles.py step                 # a whole step of the model, each block under remat, AdamW
     python benchmarks/tiles.py --help
 
@@ -23,6 +24,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import jzero  # noqa: I001  (before jax)
+from jzero import sharding
+from jzero.config import WHOLE_BYTES
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -40,7 +43,7 @@ BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
 class Config:
     """What is compiled."""
 
-    part: tyro.conf.Positional[Literal["loss", "layer", "step"]] = "loss"
+    part: tyro.conf.Positional[Literal["loss", "layer", "weights", "step"]] = "loss"
     hosts: tuple[int, ...] = (0, 8)
     """Hosts of 8 GPUs; 0 is one GPU."""
     tokens: tuple[int, ...] = (8192, 32768)
@@ -50,7 +53,7 @@ class Config:
     classes: int = 128256
     layers: int = 32
     ways: tuple[str, ...] = ("plain", "tiled", "recompute")
-    """Of the loss; "layers": tiled, and each MLP in tiles too."""
+    """Of the loss; "layers": tiled, and each MLP in tiles too. Of weights: whole (plain) or in pieces."""
 
 
 def attention(q, k, v):
@@ -143,6 +146,9 @@ def main(config: Config) -> None:
 def made(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> tuple[jzero.Plan, Any, tuple]:
     """The plan, the function that is compiled, and its arguments."""
     n = len(pod.devices)
+    sharding.WHOLE_BYTES = 2**60 if way == "plain" else WHOLE_BYTES
+    if config.part == "weights":
+        config, tokens = dataclasses.replace(config, width=8192, classes=256000), 256
     mesh, trunk = pod.mesh({"data": n}), Trunk(config, way == "layers")
 
     def create():
@@ -150,6 +156,8 @@ def made(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> t
             params = Mlp(config.width).init(jax.random.key(0), jnp.zeros((1, 8, config.width), jnp.bfloat16))["params"]
             return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-4))
         params = {"head": jnp.zeros((config.width, config.classes), jnp.bfloat16)}
+        if config.part == "weights":
+            params["embed"] = jnp.zeros((config.classes, config.width), jnp.bfloat16)
         if config.part == "step":
             params["trunk"] = trunk.init(jax.random.key(0), jnp.zeros((1, QUERIES), int))["params"]
         return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-4))
@@ -178,6 +186,13 @@ def made(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> t
         grads[0]["head"] = jax.lax.with_sharding_constraint(grads[0]["head"], shard)
         return loss, grads
 
+    def of_vocabulary(state, ids):
+        def fn(params, ids):
+            return loss_of("plain", jnp.tanh(params["embed"][ids]), params["head"], ids)
+
+        loss, grads = jzero.value_and_grad(fn, plan)(state.params, ids)
+        return state.apply_gradients(grads=grads), loss
+
     def step(state, ids):
         def fn(params, ids):
             return of_loss(params, trunk.apply({"params": params["trunk"]}, ids), ids)
@@ -185,17 +200,17 @@ def made(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> t
         loss, grads = jzero.value_and_grad(fn, plan)(state.params, ids)
         return state.apply_gradients(grads=grads), loss
 
-    fn, args = {"loss": alone, "layer": layer, "step": step}[config.part], (state.params, hidden, ids)
-    args = (state, ids) if config.part == "step" else args
+    fn = {"loss": alone, "layer": layer, "weights": of_vocabulary, "step": step}[config.part]
+    args = (state, ids) if config.part in ("weights", "step") else (state.params, hidden, ids)
     return plan, fn, args
 
 
 def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> str:
     """One program. Its FLOPs are those at stage 0, where all matmuls stand in the trace."""
     n, (plan, fn, args) = len(pod.devices), made(config, pod, stage, tokens, way)
-    program = pod.compile(fn, *args, donate_argnums=0 if config.part == "step" else ())
+    program = pod.compile(fn, *args, donate_argnums=0 if config.part in ("weights", "step") else ())
     report = jzero.explain(program, plan)
-    head = config.width * config.classes if config.part != "layer" else 0
+    head = config.width * config.classes if config.part in ("loss", "step") else 0
     own = report.memory.temp - 2 * head * (n > 1 and stage == 3) - 4 * head * (way != "plain")
     wire = report.wire.total / plan.param_bytes / ((n - 1) / n) if n > 1 else 0
     _, at_0, like = made(config, pod, 0, tokens, way)
