@@ -37,7 +37,11 @@ def small(monkeypatch, size):
     monkeypatch.setattr(sharding.Plan, "whole_bytes", property(lambda plan: size))
 
 
-@pytest.mark.parametrize("fields", [{}, {"bucket_bytes": 2000}, {"gather_dtype": "int8", "quantize_block": 8}], ids=str)
+FIELDS = {"plain": {}, "buckets": {"bucket_bytes": 2000}, "codes": {"gather_dtype": "int8", "quantize_block": 8}}
+
+
+@pytest.mark.default_cases("head-plain", "tied-buckets", "remat-codes", "loop-plain")
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_pieces_change_no_number(name, fields, mesh, monkeypatch):
     """Weights in codes stay whole: pieces would have other blocks."""

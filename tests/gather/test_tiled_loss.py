@@ -78,8 +78,12 @@ def compare(loss, plan, want, grad=None):
     assert max_error(grads, want[1]) < 2e-6
 
 
+OPTIONS = {"plain": {}, "tied": EVERY | {"tied": True}, "recompute": {"recompute": True, **EVERY}}
+
+
+@pytest.mark.default_cases("plain-0", "plain-2", "tied-1", "tied-3", "recompute-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("options", [{}, EVERY | {"tied": True}, {"recompute": True, **EVERY}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_values_and_gradients_are_those_of_the_plain_loss(stage, options, mesh):
     known = {k: v for k, v in options.items() if k != "recompute"}
     compare(functools.partial(in_tiles, **options), plan_of(mesh, stage, bucket_bytes=2000), wanted(**known))

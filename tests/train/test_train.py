@@ -320,7 +320,7 @@ def loss_and_grads(model, params, batch):
     return jax.jit(jax.value_and_grad(loss_of))(params)
 
 
-@pytest.mark.default_cases("False")
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_loss_in_tiles_has_the_same_curve(tied, tmp_path):
     """1e-5 apart at the most, in training and in evaluation; by default small logits stay whole."""
