@@ -164,7 +164,8 @@ class _Layer:
     def _check_backward(self, flat: Callable[..., list[Any]], values: list[Any], rows: list[int], dim: int, count: int):
         """Raises where a backward pass of its own mixes positions in the gradient of the input."""
         moving = [i for i in rows if jnp.issubdtype(values[i].dtype, jnp.inexact)]
-        own = [i for i, x in enumerate(jax.eval_shape(flat, *values)[:count]) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        shapes = jax.eval_shape(flat, *values)
+        own = [i for i, x in enumerate(shapes[:count]) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         def back(*given):
             some, cotangents = given[: len(values)], given[len(values) :]
@@ -176,7 +177,6 @@ class _Layer:
 
             return list(jax.vjp(outs, *(some[i] for i in moving))[1](list(cotangents)))
 
-        shapes = jax.eval_shape(flat, *values)
         traced = trace(back, *values, *(shapes[i] for i in own))
         cut = [*rows, *range(len(values), len(values) + len(own))]
         PositionWise(f"the backward pass of {self.name}", *traced, cut, range(len(values)), dim, len(moving))

@@ -59,7 +59,7 @@ from jzero.config import GRADIENT_CODES
 from jzero.core.jaxprs import is_tracer
 from jzero.core.linear import linear
 from jzero.core.one_way import forward_only
-from jzero.core.ordering import tied
+from jzero.core.ordering import in_turn
 from jzero.layout import blocks
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.placement import HOST, memory_kind
@@ -237,19 +237,17 @@ class GradientReduce:
 
         Codes are those of whole gradients, so what travels in codes goes in one part.
         """
-        entries = spec_entries(self.plan.sharding(spec).spec, grad.ndim)
-        free = [d for d in range(grad.ndim) if not entries[d]]
+        free = [d for d, axes in enumerate(spec_entries(self.plan.sharding(spec).spec, grad.ndim)) if not axes]
         wanted = -(-grad.size * x.dtype.itemsize // PART_BYTES)
         alone = self.plan.batch_parts == 1 or self.in_codes(x, x.shape)
         cuts = [] if alone else [(equal_parts(grad.shape[d], wanted), d) for d in free]
         parts, dim = min((row for row in cuts if row[0] > 1), default=(1, 0))
-        size, done = grad.shape[dim] // parts, list[jax.Array]()
-        for i in range(parts):
-            if len(done) > 1:
-                grad, done[-2] = tied(grad, done[-2])
-            part = jax.lax.slice_in_dim(grad, i * size, (i + 1) * size, axis=dim)
-            done.append(self.of_devices(part, x, spec))
-        return jax.numpy.concatenate(done, axis=dim) if parts > 1 else done[0]
+        size = grad.shape[dim] // parts
+
+        def part(i, grad):
+            return self.of_devices(jax.lax.slice_in_dim(grad, i * size, (i + 1) * size, axis=dim), x, spec)
+
+        return in_turn(part, grad, parts, dim)
 
     def at_update(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
         """Every gradient that reaches the optimizer, on the shards of its state; see [Note: vectors first whole].

@@ -13,6 +13,7 @@ from jzero.comm.traced import gather_traced
 from jzero.comm.transport import Transport, sent, transport_of
 from jzero.comm.uses import GATHERS, Use
 from jzero.layout.blocks import Hop, hops, why_not_in_codes
+from jzero.layout.gathered import gathered_bytes, is_in_pieces
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import make_spec, shard_factor, spec_axes, spec_entries
 from jzero.sharding import Plan
@@ -101,10 +102,9 @@ class WeightGather:
         """Bytes of a gathered param on one device, of one layer of a stack; 0 for one that is not gathered."""
         if x.stored == x.used:
             return 0
-        itemsize = (self.plan.config.compute_dtype or x.dtype).itemsize
-        size = x.size * itemsize // shard_factor(x.used, self.plan.mesh) // x.layers
-        pieces = self.plan.config.reshard_after_forward and size > self.plan.whole_bytes and len(x.layer_shape) == 2
-        return self.plan.whole_bytes // 2 if pieces else size  # two of four, see `gather/large_weights.py`
+        if is_in_pieces(x, self.plan):
+            return self.plan.whole_bytes // 2  # two of four, see `gather/large_weights.py`
+        return gathered_bytes(x, self.plan)
 
     def wire(
         self, x: Layout, accumulate: int, uses: Sequence[Use]

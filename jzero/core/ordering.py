@@ -10,7 +10,8 @@ stage 3 is 3.00 GB, after them 2.93 (`python benchmarks/peak.py --stages 3 --lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -28,3 +29,13 @@ def after(
     """`values`, but only when `deps` are there, and `deps`. Use the results of both."""
     first, second = jax.lax.optimization_barrier((list(values), list(deps)))
     return first, second
+
+
+def in_turn(part: Callable[[int, Any], Any], value: jax.Array, count: int, dim: int) -> Any:
+    """`part(i, value)` for `count` parts, joined along a dim: each begins when the last but one is there."""
+    done: list[Any] = []
+    for i in range(count):
+        if len(done) > 1:
+            value, done[-2] = tied(value, done[-2])
+        done.append(part(i, value))
+    return jax.numpy.concatenate(done, axis=dim) if count > 1 else done[0]

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 
 INLINE = ("jit", "pjit", "closed_call", "core_call")
 """Calls that mean only their body."""
+LOSS = "jzero_token_loss"
+"""A tiled loss in a trace that is read, beside the jaxpr of the plain one; see `token_loss_rules.py`."""
 REMAT = ("remat2", "remat", "checkpoint")
 CALLS = {
     **dict.fromkeys((*INLINE, *REMAT), "jaxpr"),
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "jzero_token_loss": "jaxpr",
+    LOSS: "jaxpr",
 }
 """Equations that compute what their body computes, and the parameter that holds it."""
 LOOPS = ("scan", "while")

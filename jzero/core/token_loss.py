@@ -95,7 +95,7 @@ class TokenLoss:
         return [losses if self.per_token else losses.sum()]
 
     def _losses(self, logits, labels: _Labels):
-        """The loss of each token; nan for a label that is none of the classes."""
+        """The loss of each token; nan where its label is not a class."""
         lse = jax.nn.logsumexp(logits, axis=-1)
         at_label = jnp.where(labels.hit, logits, labels.zero.astype(logits.dtype)).sum(-1)
         losses = lse - (1 - self.label_smoothing) * at_label

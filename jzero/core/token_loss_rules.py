@@ -10,9 +10,9 @@ second time, four matmuls in place of three: for a loss per token, whose cotange
 for fp16, whose gradients need the loss scale before they are rounded.
 
 [Note: what analyses see]
-A loss that is traced to be read stands there as one equation, which carries the jaxpr of the plain loss beside it, as a
-call does its body. What reads a trace (which examples depend on each other, how the loss grows with the batch) reads
-the plain one.
+In a trace that is only read, a loss is one equation. It carries the jaxpr of the plain loss, as a call carries its
+body, so whatever reads the trace (which examples depend on each other, how the loss grows with the batch) reads the
+plain loss.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from jax.interpreters import ad
 from jzero.core.custom_primitive import custom_primitive
 from jzero.core.jaxprs import every_equation
 from jzero.core.linear import linear
+from jzero.core.primitives import LOSS
 from jzero.core.token_loss import TokenLoss
 from jzero.core.types import Jaxpr
 
-LOSS, GRADIENTS = "jzero_token_loss", "jzero_token_loss_gradients"
+GRADIENTS = "jzero_token_loss_gradients"
 Arrays = Sequence[Any]
 Made = Callable[..., list[Any]]
 
@@ -64,7 +65,6 @@ def token_loss(loss: TokenLoss, devices: Devices, operands: Arrays) -> Any:
       devices: where; it holds no traced array.
       operands: those of `TokenLoss.value`; as `devices` expects them.
     """
-
     operands = _varying_alike(operands)
 
     @jax.custom_jvp

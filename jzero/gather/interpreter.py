@@ -106,9 +106,10 @@ def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:
       ValueError: a param where `jzero.remat` takes the activations.
     """
     name = eqn.primitive.name
-    values = values if name in REMAT else as_arrays(values)
-    if not any(isinstance(v, Weight) for v in values):
+    of_weights = any(isinstance(v, Weight) for v in values)
+    if not of_weights or name not in REMAT:
         values = as_arrays(values)
+    if not of_weights:
         if walk.losses and (name in (LOSS, GRADIENTS) or any(has_loss(body) for body, _ in bodies(eqn)[0])):
             return RULES[name](eqn, values, walk)
         return begin_again(eqn, values[0]) if name == BEGIN else jaxprs.bind(eqn, values)

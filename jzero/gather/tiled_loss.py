@@ -74,8 +74,8 @@ def tiled_loss(
       recompute: True: the backward pass makes each tile's logits again, 4/3 of the matmuls. None: only for
         reduction="none" and for fp16, where the gradients cannot be made before the cotangent is known. False raises
         there.
-      plan: for a call outside of a wrapped function. The gradient goes to the shards of the params of the head's shape;
-        where there are none, or their layouts differ, it is all-reduced.
+      plan: for a call outside of a wrapped function. The head's gradient is reduce-scattered as that of a param of its
+        shape. If there is none, or if several have different layouts, it is all-reduced.
 
     Returns:
       The loss in fp32: a number, or [...] for "none".

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ import jax
 from jzero.comm.routes import CONVOLUTION, EXAMPLES, LOOKUP, MATMUL, OTHER, SPREAD, Maker, Route
 from jzero.core import jaxprs
 from jzero.core.linear import linear
-from jzero.core.ordering import tied
+from jzero.core.ordering import in_turn, tied
 from jzero.core.products import (
     Product,
     dot_gradient,
@@ -148,7 +148,7 @@ def product(eqn, values: Sequence[Any], at: int, route: Route, walk: Walk) -> li
             grad = walk.comm.gradients.by_examples(make, (other, cotangent), dims, weight.grad, route.sent)
             return grad.astype(dtype)
 
-        return [walk.plan.constrain(joined(part, cotangent, route), weight.grad)]
+        return [walk.plan.constrain(in_turn(part, cotangent, route.parts, route.dim), weight.grad)]
 
     return linear(Product(eqn, at), back, [other], [gathered(weight, walk, reduces=False)])
 
@@ -166,13 +166,3 @@ def unary(eqn, values: Sequence[Any], at: int, route: Route, walk: Walk) -> list
         return [reduced(grad, weight, walk).astype(weight.dtype)]
 
     return linear(lambda x: jaxprs.bind(eqn, [x]), back, [], [gathered(weight, walk, reduces=False)])
-
-
-def joined(part: Callable[[int, Any], Any], cotangent: jax.Array, route: Route) -> Any:
-    """`part(i, cotangent)` for all parts, joined: each begins when the last but one is reduced."""
-    done: list[Any] = []
-    for i in range(route.parts):
-        if len(done) > 1:
-            cotangent, done[-2] = tied(cotangent, done[-2])
-        done.append(part(i, cotangent))
-    return jax.numpy.concatenate(done, axis=route.dim) if route.parts > 1 else done[0]

@@ -13,6 +13,7 @@ from jzero.core.errors import counted, human_bytes, listing, table, typed_shape
 from jzero.core.random_keys import is_key
 from jzero.core.types import Shaped
 from jzero.layout.blocks import blocks_of, why_not_in_codes, why_sent_whole, why_wide
+from jzero.layout.gathered import gathered_bytes, is_in_pieces
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import SCALES
 
@@ -41,7 +42,7 @@ def describe_plan(plan: Any, tx: optax.GradientTransformation | None) -> str:
         parts += ["", table(columns, [row[: len(columns)] for row, _ in state])]
         parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
         parts += _quantized_lines(plan, state) if config.moment_dtype == jnp.int8 else []
-    parts += _large_lines(plan) if config.row.params and config.reshard_after_forward else []
+    parts += _large_lines(plan)
     parts += _gathered_lines(plan) if config.gather_dtype is not None else []
     parts += _updated_lines(plan) if config.update_dtype is not None else []
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
@@ -57,17 +58,9 @@ def describe_plan(plan: Any, tx: optax.GradientTransformation | None) -> str:
 
 def _large_lines(plan: Any) -> list[str]:
     """Which weights are gathered in pieces."""
-    config, rows = plan.config, list[str]()
-    itemsize = config.compute_dtype and config.compute_dtype.itemsize
-    for x in (x for x in plan.layouts if x.stored != x.used and len(x.layer_shape) == 2):
-        if config.gather_dtype is not None and not why_not_in_codes(x, plan):
-            continue
-        size = math.prod(x.layer_shape) * (itemsize or x.dtype.itemsize) // shard_factor(x.used, plan.mesh)
-        rows += [f"{x.name} ({human_bytes(size)})"] if size > plan.whole_bytes else []
-    if not rows:
-        return []
+    rows = [f"{x.name} ({human_bytes(gathered_bytes(x, plan))})" for x in plan.layouts if is_in_pieces(x, plan)]
     most = human_bytes(plan.whole_bytes)
-    return [f"gathered in pieces by a matmul or a lookup, being more than {most}: {', '.join(rows)}"]
+    return [f"gathered in pieces by a matmul or a lookup, being more than {most}: {', '.join(rows)}"] if rows else []
 
 
 def _guesses(plan: Any) -> list[str]:

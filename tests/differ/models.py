@@ -106,18 +106,15 @@ def end_of(form: Form, h, head, batch):
     if not form.plainly:
         where = batch["mask"][:, None] if "mask" in batch else None
         out = jzero.tiled_loss(h, head, batch["labels"], where=where, **given)
-        return mean_of(out, {}) if given["reduction"] == "none" and where is None else _of_tokens(out, where)
+        if out.ndim == 0:
+            return out
+        return out.mean() if where is None else out.sum() / jnp.broadcast_to(where, out.shape).sum()
     logits = jnp.matmul(h, head, preferred_element_type=jnp.float32)
     if given["soft_cap"]:
         logits = given["soft_cap"] * jnp.tanh(logits / given["soft_cap"])
     target = optax.smooth_labels(jax.nn.one_hot(batch["labels"], VOCABULARY), given["label_smoothing"])
     losses = optax.softmax_cross_entropy(logits, target) + given["z_loss"] * jax.nn.logsumexp(logits, -1) ** 2
     return mean_of(losses, batch)
-
-
-def _of_tokens(out, where):
-    """The mean of losses that are weighted already; a mean as it is."""
-    return out if out.ndim == 0 else out.sum() / jnp.broadcast_to(where, out.shape).sum()
 
 
 # --- pytrees --------------------------------------------------------------------------------------------------

@@ -1,0 +1,25 @@
+"""What a device holds of a weight that stage 3 has gathered: the whole of it, or pieces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jzero.layout.blocks import why_not_in_codes
+from jzero.layout.specs import shard_factor
+
+if TYPE_CHECKING:
+    from jzero.layout.leaf_rule import Layout
+
+
+def gathered_bytes(x: Layout, plan: Any) -> int:
+    """Bytes of a param on one device once it is gathered whole, of one layer of a stack."""
+    itemsize = (plan.config.compute_dtype or x.dtype).itemsize
+    return x.size * itemsize // shard_factor(x.used, plan.mesh) // x.layers
+
+
+def is_in_pieces(x: Layout, plan: Any) -> bool:
+    """Whether a matmul or a lookup gathers a param in pieces: see [Note: pieces of a weight]."""
+    config = plan.config
+    drops = config.row.params and config.reshard_after_forward and x.stored != x.used
+    in_codes = config.gather_dtype is not None and not why_not_in_codes(x, plan)
+    return drops and not in_codes and len(x.layer_shape) == 2 and gathered_bytes(x, plan) > plan.whole_bytes
