@@ -2,13 +2,13 @@
 
     python benchmarks/tiles.py loss                 # the loss alone: hidden states and head in, gradients out
     python benchmarks/tiles.py layer --ways plain layers   # an MLP alone, under remat and in tiles
-    python benchmarks/tiles.py weights --hosts 8 --stages 3 --ways plain pieces   # a vocabulary of 256000 x 8192
+    python benchmarks/tiles.py weights --hosts 8 --stages 3 --ways plain pieces whole tiled   # 256000 x 8192
     python benchmarks/tiles.py step                 # a whole step of the model, each block under remat, AdamW
     python benchmarks/tiles.py --help
 
 The shapes are those of Llama-3 8B: 4096 features, a vocabulary of 128256, bf16; each device has one sequence. No GPU is
 needed, and none has run these programs. Temp and wire are bytes of one device in one step; "own" is temp without the
-gathered head and, in tiles, its fp32 gradient.
+gathered head and, in tiles, its fp32 gradient, if the head is whole.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Config:
     classes: int = 128256
     layers: int = 32
     ways: tuple[str, ...] = ("plain", "tiled", "recompute")
-    """Of the loss; "layers": tiled, and each MLP in tiles too. Of weights: whole (plain) or in pieces."""
+    """Of the loss; "layers": tiled, and each MLP in tiles too. Of weights: "plain" and "pieces" with a plain loss,
+    "whole" and "tiled" with one in tiles, whose head is whole or in pieces."""
 
 
 def attention(q, k, v):
@@ -126,7 +127,7 @@ class Trunk(nn.Module):
 
 def loss_of(way: str, hidden, head, labels):
     """The mean cross-entropy."""
-    if way == "plain":
+    if way in ("plain", "pieces"):
         logits = (hidden @ head).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     return jzero.tiled_loss(hidden, head, labels, recompute=True if way == "recompute" else None)
@@ -146,9 +147,9 @@ def main(config: Config) -> None:
 def made(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> tuple[jzero.Plan, Any, tuple]:
     """The plan, the function that is compiled, and its arguments."""
     n = len(pod.devices)
-    sharding.WHOLE_BYTES = 2**60 if way == "plain" else WHOLE_BYTES
+    sharding.WHOLE_BYTES = 2**60 if way in ("plain", "whole") else WHOLE_BYTES
     if config.part == "weights":
-        config, tokens = dataclasses.replace(config, width=8192, classes=256000), 256
+        config = dataclasses.replace(config, width=8192, classes=256000)
     mesh, trunk = pod.mesh({"data": n}), Trunk(config, way == "layers")
 
     def create():
@@ -188,7 +189,7 @@ def made(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> t
 
     def of_vocabulary(state, ids):
         def fn(params, ids):
-            return loss_of("plain", jnp.tanh(params["embed"][ids]), params["head"], ids)
+            return loss_of(way, jnp.tanh(params["embed"][ids]), params["head"], ids)
 
         loss, grads = jzero.value_and_grad(fn, plan)(state.params, ids)
         return state.apply_gradients(grads=grads), loss
@@ -210,10 +211,12 @@ def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> s
     n, (plan, fn, args) = len(pod.devices), made(config, pod, stage, tokens, way)
     program = pod.compile(fn, *args, donate_argnums=0 if config.part in ("weights", "step") else ())
     report = jzero.explain(program, plan)
-    head = config.width * config.classes if config.part in ("loss", "step") else 0
+    large = config.part == "weights" or 2 * config.width * config.classes > WHOLE_BYTES
+    pieces = way == "tiled" and stage == 3 and large
+    head = config.width * config.classes if config.part in ("loss", "step") and not pieces else 0
     own = report.memory.temp - 2 * head * (n > 1 and stage == 3) - 4 * head * (way != "plain")
     wire = report.wire.total / plan.param_bytes / ((n - 1) / n) if n > 1 else 0
-    _, at_0, like = made(config, pod, 0, tokens, way)
+    _, at_0, like = made(config, pod, 0, tokens, "recompute" if pieces else way)
     flops = matmuls(jax.make_jaxpr(at_0)(*like).jaxpr) / 1e12 / n
     temp = report.memory.temp
     return f"{n:4} {stage:5} {tokens:6} {way:10} {temp / 1e9:11.2f} {own / 1e9:7.2f} {wire:10.3f} {flops:6.1f}"

@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the largest weight that stage 3 gathers whole for a matmul or a lookup; others come in pieces."""
+        """Bytes of the largest weight that stage 3 gathers whole for a matmul, a lookup or a tiled loss."""
         return max(WHOLE_BYTES, 8 * self.bucket_bytes)
 
     @property

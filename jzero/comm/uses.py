@@ -7,10 +7,12 @@ import dataclasses
 import numpy as np
 
 EVALUATED = "evaluated"
-GATHERS = {"matmul": 2, "lookup": 1, "kept": 1, EVALUATED: 1}
+GATHERS = {"matmul": 2, "lookup": 1, "kept": 1, "loss": 1, EVALUATED: 1}
 """How often each kind of use gathers a weight, forward and backward. "lookup": its gradient does not read the weight.
 "kept": nor does the backward pass. The weight is reshaped or broadcast, and the result is kept; or it multiplies the
-batch, of which no gradient is taken. "evaluated": a forward pass outside of `jax.grad` reads it, for a metric."""
+batch, of which no gradient is taken. "loss": the head of a `jzero.tiled_loss` that makes its gradients in the forward
+pass; one in pieces is gathered twice all the same. "evaluated": a forward pass outside of `jax.grad` reads it, for a
+metric."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,8 +43,12 @@ Made = Callable[..., list[Any]]
 class Devices(Protocol):
     """Where the operands of a loss lie, and how its results come about."""
 
-    def run(self, loss: TokenLoss, make: str, operands: Arrays) -> list[Any]:
-        """The results of `loss.value` or of `loss.gradients`, as `make` says: `LOSS` or `GRADIENTS`."""
+    def run(self, loss: TokenLoss, make: str, operands: Arrays, saved: Arrays = ()) -> list[Any]:
+        """The results of `loss.value` or of `loss.gradients`, as `make` says: `LOSS` or `GRADIENTS`.
+
+        Those of `loss.value` may be followed by arrays that the backward pass is given as `saved`. Only a loss whose
+        logits are made `again` has a backward pass that runs.
+        """
         ...
 
 
@@ -52,7 +56,7 @@ class Devices(Protocol):
 class OneDevice:
     """All operands are whole on this device: it is the only one, or one of those in a `jax.shard_map`."""
 
-    def run(self, loss: TokenLoss, make: str, operands: Arrays) -> list[Any]:
+    def run(self, loss: TokenLoss, make: str, operands: Arrays, saved: Arrays = ()) -> list[Any]:
         """As it is."""
         return loss.value(*operands) if make == LOSS else loss.gradients(*operands)
 
@@ -71,8 +75,11 @@ def token_loss(loss: TokenLoss, devices: Devices, operands: Arrays) -> Any:
     def call(*operands):
         return devices.run(loss, LOSS, operands)
 
+    def gradients(*operands, saved: Arrays = ()):
+        return devices.run(_summed(loss), GRADIENTS, operands, saved)
+
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return _derivative(loss, call, lambda *args: devices.run(_summed(loss), GRADIENTS, args), primals, tangents)
+        return _derivative(loss, call, gradients, primals, tangents)
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call(*operands)[0]
@@ -141,15 +148,19 @@ def _derivative(
             new = dict(zip(moves, some, strict=True))
             return loss.plain(*(new.get(i, x) for i, x in enumerate(flat[: len(primals)])))
 
-        return jax.jvp(plain, [flat[i] for i in moves], list(flat[len(primals) :]))[1]
+        return jax.jvp(plain, [flat[i] for i in moves], list(flat[-len(moves) :]))[1]
+
+    outs = value(*primals)
 
     def back(*flat):
-        *first, weights, cotangent = flat
-        by = cotangent * jnp.ones_like(weights)  # of each token
-        _, losses, *grads = gradients(*first, by * weights)
+        *first, weights = flat[: len(primals)]
+        by = flat[-1] * jnp.ones_like(weights)  # of each token
+        saved = {"saved": flat[len(primals) : -1]} if len(outs) > 1 else {}
+        _, losses, *grads = gradients(*first, by * weights, **saved)
         return [[*grads, None, by * losses][i].astype(d) for i, d in zip(moves, dtypes, strict=True)]
 
-    return value(*primals), linear(derivative, back, list(primals), given)
+    moved = linear(derivative, back, [*primals, *outs[1:]], given)
+    return outs, [*moved, *(np.zeros(x.shape, x.dtype) for x in outs[1:])]
 
 
 def _loss_jvp(primals, tangents, *, loss: TokenLoss, refused: tuple[str, str], jaxpr):

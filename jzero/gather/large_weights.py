@@ -25,8 +25,10 @@ from jzero.core.dims import dim_in_result, dot_dims
 from jzero.core.linear import linear
 from jzero.core.ordering import tied
 from jzero.core.types import JaxprEqn
+from jzero.core.vocabulary_pieces import VocabularyPieces
 from jzero.gather.sharded_weight import Weight, pieces
 from jzero.gather.walk import Walk, gathered
+from jzero.layout.specs import axis_size, entry_axes, shard_factor, spec_entries
 
 Use = Callable[[JaxprEqn, list[Any], Walk], list[Any]]
 
@@ -88,12 +90,32 @@ def _summed_with(eqn: JaxprEqn, at: int, dim: int) -> int | None:
 
 def _cut(weight: Weight, dims: Sequence[int], walk: Walk) -> tuple[int, int] | None:
     """(dim, pieces): the first of these dims that no layout splits and that divides; None: the weight is whole."""
-    most, split = walk.plan.whole_bytes, weight.split_dims
-    if not weight.split or weight.held_bytes <= most or split is None or weight.order is not None:
+    wanted, split = _wanted(weight, walk), weight.split_dims
+    if not wanted or split is None:
         return None
-    wanted = -(-PIECES * weight.held_bytes // most)
     cuts = ((d, equal_parts(weight.shape[d], wanted)) for d in dims if d not in split)
     return next((row for row in cuts if row[1] > 1), None)
+
+
+def classes_in_pieces(head: Any, walk: Walk) -> VocabularyPieces | None:
+    """How a tiled loss cuts the classes of its head, [features, classes]; None for one that is whole."""
+    wanted = _wanted(head, walk) if isinstance(head, Weight) and walk.drops else 0
+    if not wanted:
+        return None
+    entries = [entry_axes(spec_entries(spec, 2)[1]) for spec in (head.stored, head.used, head.grad)]
+    finest = max(entries, key=len)
+    parts = axis_size(walk.plan.mesh, finest)
+    if any(entry != finest[: len(entry)] for entry in entries) or head.shape[1] % parts:
+        return None
+    count = equal_parts(head.shape[1] // parts, wanted)
+    return VocabularyPieces(parts, count) if count > 1 else None
+
+
+def _wanted(weight: Weight, walk: Walk) -> int:
+    """How many pieces a weight is cut into, at least; 0: it is whole."""
+    most, size = walk.plan.whole_bytes, weight.held_bytes // shard_factor(weight.used, walk.plan.mesh)
+    whole = not weight.split or size <= most or not weight.source.direct or weight.order is not None
+    return 0 if whole else -(-PIECES * size // most)
 
 
 def _pieces(weight: Weight, dim: int, count: int, walk: Walk) -> Iterator[Weight]:

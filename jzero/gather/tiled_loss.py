@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.comm.token_loss import OnPlan
+from jzero.comm.token_loss_pieces import InPieces
 from jzero.core.errors import check_choice, check_flag, check_int, check_number, shown, typed_shape
 from jzero.core.nnx_modules import is_variable
 from jzero.core.token_loss import TokenLoss
 from jzero.core.token_loss_rules import GRADIENTS, OneDevice, recorded_loss, token_loss
 from jzero.core.traces import is_as_written, planned
+from jzero.gather.large_weights import classes_in_pieces
 from jzero.gather.sharded_weight import Weight
 from jzero.gather.walk import Walk, gathered, on_shards
 from jzero.layout.leaf_rule import Layout
@@ -91,10 +93,13 @@ def tiled_loss(
       fp32 gradient (4 bytes per value), until the loss is done; then the gradient's shard, and the gradient of `hidden`
       in its own dtype. Wire at stage 3: 1 Psi of the head for the gather (2 with `recompute`) and 1 for the gradient. A
       tied table's two gradients are reduced one by one: 1 Psi of the table more.
+      A head of stage 3 that holds more than 1 GiB (8 buckets, if these are more) is never whole: it is gathered in
+      pieces of the classes, once for the loss and once for the gradients. That is the wire and the matmuls of
+      `recompute`, which is implied, and the gradient of `hidden` is in fp32 until the loss is done.
 
     References:
       Hsu et al., Liger Kernel (arXiv:2410.10989), section 3.2; Bekman et al., Arctic Long Sequence Training
-      (arXiv:2506.13996), section 3.1.
+      (arXiv:2506.13996), section 3.1; Rajbhandari et al., ZeRO-Infinity (arXiv:2104.07857), section 5.1.3.
 
     Example:
       >>> import jax.numpy as jnp, jzero
@@ -226,5 +231,13 @@ def loss_on_devices(eqn, values: list[Any], walk: Walk) -> list[Any]:
         layouts = (weight.stored, weight.used)
         return walk.comm.weights(shard, *layouts, weight.narrow, weight.order) if weight.split else shard
 
+    pieces = classes_in_pieces(params[0], walk)
+    if pieces is not None:
+        a_piece = jax.eval_shape(lambda x: pieces.piece(x, 0), params[0].aval)
+        known[0] = dataclasses.replace(params[0], shard=a_piece, at_rest=None)
+    devices = OnPlan(walk.plan, tuple(known), gather)
     shards = [x.shard if isinstance(x, Weight) else x for x in params]
-    return [token_loss(loss, OnPlan(walk.plan, tuple(known), gather), [hidden, *shards, labels, weights])]
+    operands = [hidden, *shards, labels, weights]
+    if pieces is None:
+        return [token_loss(loss, devices, operands)]
+    return [token_loss(dataclasses.replace(loss, again=True), InPieces(devices, pieces), operands)]

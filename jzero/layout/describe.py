@@ -59,8 +59,8 @@ def describe_plan(plan: Any, tx: optax.GradientTransformation | None) -> str:
 def _large_lines(plan: Any) -> list[str]:
     """Which weights are gathered in pieces."""
     rows = [f"{x.name} ({human_bytes(gathered_bytes(x, plan))})" for x in plan.layouts if is_in_pieces(x, plan)]
-    most = human_bytes(plan.whole_bytes)
-    return [f"gathered in pieces by a matmul or a lookup, being more than {most}: {', '.join(rows)}"] if rows else []
+    uses = f"a matmul, a lookup or a tiled loss, being more than {human_bytes(plan.whole_bytes)}"
+    return [f"gathered in pieces by {uses}: {', '.join(rows)}"] if rows else []
 
 
 def _guesses(plan: Any) -> list[str]:

@@ -18,7 +18,7 @@ def gathered_bytes(x: Layout, plan: Any) -> int:
 
 
 def is_in_pieces(x: Layout, plan: Any) -> bool:
-    """Whether a matmul or a lookup gathers a param in pieces: see [Note: pieces of a weight]."""
+    """Whether a matmul, a lookup or a tiled loss gathers a param in pieces: see [Note: pieces of a weight]."""
     config = plan.config
     drops = config.row.params and config.reshard_after_forward and x.stored != x.used
     in_codes = config.gather_dtype is not None and not why_not_in_codes(x, plan)

@@ -259,11 +259,11 @@ def estimate(
         offload=)` does it. `tiled_loss=False`: True where the loss is `jzero.tiled_loss`.
       uses: by name of a param (as `plan.describe()` has it), what the model does with it, once for each use:
         `jzero.param_uses(step, state, batch)` reads it from the step. A plan knows shapes and not uses: without it a
-        param counts as one matmul in its own dtype. By hand: `"matmul"`, `"lookup"`, or `"kept"` for what the
-        backward pass does not read. A tied embedding, `{"['embed']['embedding']": ("lookup", "matmul")}`, is reduced
-        twice, but once at stage 1 and at stage 2 with a single bucket; it is gathered three times at stage 3. The
-        gradient of a bf16 param that is used in fp32 is reduced in fp32, and that of an fp32 param used in bf16 in
-        bf16.
+        param counts as one matmul in its own dtype. By hand: `"matmul"`, `"lookup"`, `"loss"` for the head of a
+        `jzero.tiled_loss`, or `"kept"` for what else the backward pass does not read. A tied embedding,
+        `{"['embed']['embedding']": ("lookup", "matmul")}`, is reduced twice, but once at stage 1 and at stage 2 with a
+        single bucket; it is gathered three times at stage 3. The gradient of a bf16 param that is used in fp32 is
+        reduced in fp32, and that of an fp32 param used in bf16 in bf16.
 
     Returns:
       An `Estimate`; printing it gives a table.

@@ -58,12 +58,12 @@ def param_uses(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None
 
     Returns:
       By name of a param, a `Use` for each place where the forward pass reads it: its `kind` (`"matmul"`, `"lookup"`,
-      `"kept"` where the backward pass does not read it, or `"evaluated"` in a forward pass outside of `jax.grad`), the
-      `dtype` in which its gradient is made, and of a lookup the `rows` of all devices. A weight that is constant over a
-      loop has one use in it. Left out are params that no forward pass reads, or only one in a `jax.shard_map`; terms
-      that meet no batch and are computed on shards, such as L2; and what reads params that the step has updated.
-      `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step, or of `value_and_grad(accumulate=k)`
-      where each micro-batch reduces its gradients.
+      `"kept"` where the backward pass does not read it, `"loss"` for the head of a `jzero.tiled_loss`, or `"evaluated"`
+      in a forward pass outside of `jax.grad`), the `dtype` in which its gradient is made, and of a lookup the `rows` of
+      all devices. A weight that is constant over a loop has one use in it. Left out are params that no forward pass
+      reads, or only one in a `jax.shard_map`; terms that meet no batch and are computed on shards, such as L2; and what
+      reads params that the step has updated. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step, or
+      of `value_and_grad(accumulate=k)` where each micro-batch reduces its gradients.
 
     Raises:
       TypeError: `step` is not a function, `plan` is not a plan, no argument has a plan, or an argument is not an array.
@@ -238,8 +238,10 @@ class _Region:
         dtype, eqn = _dtype(graph, node, value), node.eqn
         if row_lookup(eqn):
             return Use("lookup", dtype, math.prod(eqn.outvars[0].aval.shape[:-1]), part=graph.part(value))
-        read = self.is_read(graph, node, value, moves) and node.name != GRADIENTS  # made in the forward pass
-        kind = "matmul" if read else "kept"
+        if node.name == GRADIENTS:
+            kind = "loss"
+        else:
+            kind = "matmul" if self.is_read(graph, node, value, moves) else "kept"
         return Use(kind, gradient_dtype(eqn, dtype), part=graph.part(value))
 
     def is_read(self, graph: WeightGraph, node: Node, value: int, moves: set[int]) -> bool:
@@ -320,7 +322,7 @@ def _in_remat(jaxpr: Jaxpr, weights: Sequence[bool]) -> set[int]:
 
 
 def _read(use: Use) -> Use:
-    return dataclasses.replace(use, kind="matmul") if use.kind == "kept" else use
+    return dataclasses.replace(use, kind="matmul") if use.kind in ("kept", "loss") else use
 
 
 def _strongest(uses: list[Use], iterations: int) -> list[Use]:

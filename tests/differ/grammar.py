@@ -433,6 +433,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
         yield "layer", kind
     if case.get("pieces"):
         yield "pieces", f"{case['flavour']}, {case['mesh']['kind']}"
+        if case.get("tiles"):
+            yield "pieces and tiles", f"{case['flavour']}, {case['head']}"
     if case.get("tiled"):
         for kind in sorted({*case["blocks"]} & {*TILED, "Dense", "LayerNorm"}):
             yield "tiled layer", f"{case['flavour']}, {kind}"
@@ -471,5 +473,6 @@ SHARES = {
     "begins": 0.03, "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
     "layers named like fields": 0.01, "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
     "update codes": 0.001, "tiles": 0.01, "tiles of stage": 0.001, "tiled layer": 0.001, "pieces": 0.001,
+    "pieces and tiles": 0.0005,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

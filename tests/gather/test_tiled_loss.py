@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 from models import max_error
 
 import jzero
+from jzero.comm.token_loss_pieces import InPieces
 from jzero.proof.check import findings
 
 P = jax.P
@@ -78,6 +79,17 @@ def compare(loss, plan, want, grad=None):
     assert max_error(grads, want[1]) < 2e-6
 
 
+@pytest.fixture(params=[False, True], ids=["whole", "in pieces"])
+def bound(request, monkeypatch):
+    """Where heads of stage 3 are used in pieces: how many there were, and how many pieces each had."""
+    made, pieces = list[int](), InPieces._each
+    if request.param:
+        monkeypatch.setattr(jzero.Plan, "whole_bytes", property(lambda plan: 3000))
+        monkeypatch.setattr(InPieces, "_each", lambda x, *args: made.append(x.pieces.count) or pieces(x, *args))
+    yield request.param
+    assert not request.param or (made and set(made) <= {6, 12}), "it was whole"
+
+
 OPTIONS = {"plain": {}, "tied": EVERY | {"tied": True}, "recompute": {"recompute": True, **EVERY}}
 
 
@@ -122,7 +134,17 @@ def test_it_stands_anywhere_in_a_loss(place, mesh):
     compare(PLACES[place](in_tiles), plan_of(mesh), wanted())
 
 
-def test_micro_batches(mesh):
+@pytest.mark.default_cases("plain-in pieces", "tied-in pieces")
+@pytest.mark.parametrize("bound", [True], ids=["in pieces"], indirect=True)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_head_in_pieces(options, mesh, bound):
+    """With several buckets; classes that devices split are cut on each of them."""
+    known = {k: v for k, v in options.items() if k != "recompute"}
+    compare(functools.partial(in_tiles, **options), plan_of(mesh, 3, bucket_bytes=2000), wanted(**known))
+
+
+@pytest.mark.default_cases("whole")
+def test_micro_batches(mesh, bound):
     """At stage 2 reduced once per step: there the loss runs inside of a `shard_map`."""
     for stage, reduce in ((2, "step"), (3, "auto")):
         plan = plan_of(mesh, stage)
@@ -130,7 +152,8 @@ def test_micro_batches(mesh):
         compare(in_tiles, plan, wanted(), jzero.value_and_grad(in_tiles, plan, accumulate=2, reduce=reduce, **weight))
 
 
-def test_one_loss_per_token(mesh):
+@pytest.mark.default_cases("whole")
+def test_one_loss_per_token(mesh, bound):
     def mean(p, labels, where):
         losses = in_tiles(p, labels, where, reduction="none")
         assert losses.shape == labels.shape
@@ -139,8 +162,9 @@ def test_one_loss_per_token(mesh):
     compare(mean, plan_of(mesh), wanted())
 
 
+@pytest.mark.default_cases("whole-4-6", "in pieces-3-5")
 @pytest.mark.parametrize(("rows", "time"), [(4, TIME), (3, 5)])
-def test_tokens_that_devices_do_not_divide(rows, time, mesh):
+def test_tokens_that_devices_do_not_divide(rows, time, mesh, bound):
     batch = batch_of(rows, time)
     want = jax.jit(jax.value_and_grad(plain))(params_of(), *batch)
     plan = plan_of(mesh)
@@ -149,7 +173,8 @@ def test_tokens_that_devices_do_not_divide(rows, time, mesh):
     assert max_error(grads, want[1]) < 2e-6
 
 
-def test_a_vocabulary_that_tensor_parallelism_splits(mesh_2x4):
+@pytest.mark.default_cases("whole")
+def test_a_vocabulary_that_tensor_parallelism_splits(mesh_2x4, bound):
     specs = {"embed": P(), "w": P(), "head": P(None, "model"), "bias": P("model")}
     for stage in (1, 3):
         compare(in_tiles, plan_of(mesh_2x4, stage, axis="data", param_specs=specs), wanted())
@@ -188,7 +213,8 @@ class Linen(nn.Module):
         return optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels).mean()
 
 
-def test_nnx_and_linen_take_the_steps_that_they_take_without_it(mesh):
+@pytest.mark.default_cases("whole")
+def test_nnx_and_linen_take_the_steps_that_they_take_without_it(mesh, bound):
     labels, _ = batch_of()
 
     def of_module(model, labels, tiles=True):
@@ -247,7 +273,8 @@ def test_labels_of_eight_bits():
         np.testing.assert_allclose(jzero.tiled_loss(hidden, head, labels.astype(dtype)), want, rtol=1e-6)
 
 
-def test_a_loss_scale_reaches_gradients_in_fp16(mesh):
+@pytest.mark.default_cases("whole")
+def test_a_loss_scale_reaches_gradients_in_fp16(mesh, bound):
     """These are made in the backward pass: in the forward pass they would be rounded before they are scaled."""
     params, batch = params_of(jnp.float16), batch_of()
     plan = plan_of(mesh, params=params)
@@ -278,7 +305,8 @@ def test_what_jzero_cannot_look_into_is_named(mesh):
         jax.jit(jzero.gather_on_use(hidden_from, plan))(plan.place(params_of()), *plan.place_batch(batch_of()))
 
 
-def test_second_derivatives(mesh):
+@pytest.mark.default_cases("whole")
+def test_second_derivatives(mesh, bound):
     """Of a wrapped loss; within one they are refused."""
 
     plan = plan_of(mesh)
@@ -318,12 +346,12 @@ def test_bad_input(given, error, message):
         jzero.tiled_loss(**good | given)
 
 
-def compiled(stage: int, loss):
+def compiled(stage: int, loss, *, tied=False):
     """A step of 1024 tokens per device on 8 H200, with what is known of it."""
     mesh, tokens, width, classes = jzero.pod("h200").mesh({"data": 8}), 1024, 256, 8192
 
     def create():
-        shapes = {"embed": (classes, width), "head": (width, classes)}
+        shapes = {"embed": (classes, width), **({} if tied else {"head": (width, classes)})}
         params = {k: jnp.zeros(s, jnp.bfloat16) for k, s in shapes.items()}
         return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
@@ -360,4 +388,23 @@ def test_the_program_has_no_logits_and_reduces_the_head_once(stage):
     assert own.wire.total == pytest.approx(its.wire.total - head * (stage == 3), rel=0.01)
     assert own.wire.total == pytest.approx(estimate.wire, rel=0.01)
     assert own.memory.temp < 0.5 * its.memory.temp
+    assert not findings(program, plan)
+
+
+@pytest.mark.default_cases("tied")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_program_never_holds_a_large_head(tied, monkeypatch):
+    """Its pieces are gathered twice, as `estimate` says; no array of the size of the head but its shards."""
+
+    def tiled(p, labels):
+        head = p["embed"].T if tied else p["head"]
+        return jzero.tiled_loss(jnp.tanh(p["embed"][labels]), head, labels, tiles=8)
+
+    monkeypatch.setattr(jzero.Plan, "whole_bytes", property(lambda plan: 2**20))
+    program, plan, estimate = compiled(3, tiled, tied=tied)
+    report = jzero.explain(program, plan)
+    whole = re.compile(r"(bf16|f32)\[(256,8192|8192,256)\]\S* (all-gather|dot|while)")
+    assert not whole.search(program.as_text())
+    assert report.wire.total == pytest.approx(estimate.wire, rel=0.02)
+    assert report.memory.temp < 8e6  # 20e6 if it is whole; with copies of zeros for each piece 14e6
     assert not findings(program, plan)
