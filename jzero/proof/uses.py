@@ -62,8 +62,8 @@ def param_uses(step: Callable[..., Any], *args: PyTree, plan: Plan | None = None
       in a forward pass outside of `jax.grad`), the `dtype` in which its gradient is made, and of a lookup the `rows` of
       all devices. A weight that is constant over a loop has one use in it. Left out are params that no forward pass
       reads, or only one in a `jax.shard_map`; terms that meet no batch and are computed on shards, such as L2; and what
-      reads params that the step has updated. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step, or
-      of `value_and_grad(accumulate=k)` where each micro-batch reduces its gradients.
+      reads params that the step has updated. `.micro_batches` is the k of `plan.micro_batches(batch, k)` in the step,
+      or of `value_and_grad(accumulate=k)` where each micro-batch reduces its gradients.
 
     Raises:
       TypeError: `step` is not a function, `plan` is not a plan, no argument has a plan, or an argument is not an array.
