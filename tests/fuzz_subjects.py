@@ -74,7 +74,8 @@ def _configs() -> list[Subject]:
     factors = {"initial": 2.0**16, "growth_interval": 10, "growth": 2.0, "backoff": 0.5, "hysteresis": 1,
                "minimum": 1.0, "maximum": 2.0**24}  # fmt: skip
     sizes = {"layers": 2, "width": 64, "heads": 4, "seq": 128, "batch": 1, "vocab": 0, "ffn": None, "dtype": "bfloat16",
-             "remat": True, "flash": False, "partition": 1, "offload": False, "tiled_loss": False}  # fmt: skip
+             "remat": True, "flash": False, "partition": 1, "offload": False, "tiled_loss": False,
+             "mlp_tiles": 1}  # fmt: skip
     source = {"source": {"zero_optimization": {"stage": 2}}, "world": None, "auto": None}
     read = {"source": "dict", "world": f"none {COUNT}", "auto": "none dict"}
     scales = dict.fromkeys(("initial", "growth", "minimum", "maximum"), NUMBER)

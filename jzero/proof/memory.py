@@ -257,6 +257,7 @@ def estimate(
         `flash=False`: True if attention scores are never stored whole. `partition=1`: devices over which a saved input
         is split, and `offload=False`: True if it waits in host memory, as `jzero.remat(Block, plan, partition=,
         offload=)` does it. `tiled_loss=False`: True where the loss is `jzero.tiled_loss`.
+        `mlp_tiles=1`: tiles in which `jzero.tiled` runs the MLP.
       uses: by name of a param (as `plan.describe()` has it), what the model does with it, once for each use:
         `jzero.param_uses(step, state, batch)` reads it from the step. A plan knows shapes and not uses: without it a
         param counts as one matmul in its own dtype. By hand: `"matmul"`, `"lookup"`, `"loss"` for the head of a

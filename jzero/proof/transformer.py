@@ -35,6 +35,8 @@ class Transformer:
       offload: saved inputs wait in host memory (`jzero.remat(Block, plan, offload="host")`); two are on the device, one
         on its way out or in and one at work.
       tiled_loss: the loss is `jzero.tiled_loss`, which holds the logits of a tile and the head's fp32 gradient.
+      mlp_tiles: tiles in which the MLP runs (`jzero.tiled`): the values inside of it are those of one tile, and none of
+        them is saved.
 
     Raises:
       TypeError: a size is not an integer, a flag not a bool, `dtype` not a dtype.
@@ -62,6 +64,7 @@ class Transformer:
     partition: int = 1
     offload: bool = False
     tiled_loss: bool = False
+    mlp_tiles: int = 1
 
     def __post_init__(self):
         check_dtype(self.dtype, "dtype", where=WHERE)
@@ -78,7 +81,7 @@ class Transformer:
     def _kept(self) -> int:
         """Bytes that one block keeps for its backward pass, wherever they wait."""
         if not self.remat:
-            return self.block
+            return self._read(self._inside if self.mlp_tiles == 1 else 0)
         return self._stream * jnp.dtype(self.dtype).itemsize // self.partition
 
     @property
@@ -89,12 +92,19 @@ class Transformer:
     @property
     def block(self) -> int:
         """Bytes that the backward pass of one block reads: 34 s b h + 5 a s^2 b in 16 bits, MLP of 4 h."""
-        ffn = 4 * self.width if self.ffn is None else self.ffn
+        return self._read(self._inside / self.mlp_tiles)
+
+    @property
+    def _inside(self) -> float:
+        """The MLP's hidden values before and after the nonlinearity, in values of the stream."""
+        return 2 * (4 if self.ffn is None else self.ffn / self.width)
+
+    def _read(self, inside: float) -> int:
+        """Bytes of what a backward pass reads of one block, with these values inside of the MLP."""
         # in values of the stream: inputs of 2 norms, q/k/v's input, q, k, v, context, 2 dropout masks of half
-        # a value, the MLP's input; the MLP's hidden values before and after the nonlinearity
-        values = 9 + 2 * ffn / self.width
+        # a value, the MLP's input
         scores = 0 if self.flash else 2.5 * self.heads * self.seq / self.width
-        return round(self._stream * (values + scores) * jnp.dtype(self.dtype).itemsize)
+        return round(self._stream * (9 + inside + scores) * jnp.dtype(self.dtype).itemsize)
 
     @property
     def saved(self) -> int:
@@ -109,14 +119,16 @@ class Transformer:
     @property
     def recomputed(self) -> int:
         """Bytes that are made again in the backward pass instead of saved, over all blocks."""
-        return self.layers * (self.block - self._stream * jnp.dtype(self.dtype).itemsize) if self.remat else 0
+        kept = self._stream * jnp.dtype(self.dtype).itemsize if self.remat else self._kept
+        return self.layers * (self._read(self._inside) - kept)
 
     @property
     def working(self) -> int:
-        """Bytes alive on top at the worst moment: one block computed again, or fp32 logits and their gradient."""
+        """Bytes alive on top at the worst moment: one block or tile computed again, or fp32 logits and their gradient."""
         logits = 4 * self.batch * self.seq * self.vocab
         loss = min(logits, TILE_BYTES) * 3 // 2 + 4 * self.width * self.vocab if self.tiled_loss else 2 * logits
-        return max(self.block if self.remat else 0, loss)
+        again = self.block if self.remat else 0 if self.mlp_tiles == 1 else self.block - self._kept
+        return max(again, loss)
 
 
 def transformer_of(model: Mapping[str, Any] | Transformer | None, *, where: str) -> Transformer | None:
