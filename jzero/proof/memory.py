@@ -19,6 +19,7 @@ from jzero.comm.weights import ring
 from jzero.core.errors import (
     check_int,
     check_kind,
+    check_number,
     check_transformation,
     counted,
     human_bytes,
@@ -202,10 +203,11 @@ class Estimate:
           devices_per_host: as in `jzero.mesh`.
 
         Raises:
-          TypeError, ValueError: `devices_per_host`, as in `jzero.mesh`; a bandwidth that is not above 0.
+          TypeError, ValueError: `devices_per_host`, as in `jzero.mesh`; a bandwidth that is not a number above 0.
         """
-        if not min(within_host, between_hosts) > 0:
-            raise ValueError("jzero: Estimate.wire_seconds: bandwidths must be above 0 bytes per second.")
+        for name, value in (("within_host", within_host), ("between_hosts", between_hosts)):
+            rule = "a number of bytes per second above 0"
+            check_number(value, name, rule, lambda x: x > 0, where="jzero.Estimate.wire_seconds")
         return seconds_of(
             self.mesh, self.wire_by_axes, within_host, between_hosts, devices_per_host=devices_per_host
         )

@@ -124,7 +124,7 @@ class Transformer:
 
     @property
     def working(self) -> int:
-        """Bytes alive on top at the worst moment: one block or tile computed again, or fp32 logits and their gradient."""
+        """Bytes alive on top at worst: one block or tile computed again, or fp32 logits and their gradient."""
         logits = 4 * self.batch * self.seq * self.vocab
         loss = min(logits, TILE_BYTES) * 3 // 2 + 4 * self.width * self.vocab if self.tiled_loss else 2 * logits
         again = self.block if self.remat else 0 if self.mlp_tiles == 1 else self.block - self._kept
