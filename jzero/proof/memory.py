@@ -145,10 +145,9 @@ class Estimate:
           disk: of a node's disks, reads and writes together.
 
         Raises:
-          ValueError: a bandwidth that is not above 0.
+          TypeError, ValueError: a bandwidth that is not a number above 0.
         """
-        if min(pcie, memory, disk) <= 0:
-            raise ValueError("jzero: Estimate.update_seconds: bandwidths must be above 0 bytes per second.")
+        _check_bandwidths("update_seconds", pcie=pcie, memory=memory, disk=disk)
         node, files = self.devices_per_process, self.updated if self.disk else 0
         touched = 2 * (self.updated + self.host_grads)
         return max(self.host_grads / pcie, node * touched / memory, node * 2 * files / disk) if self.updated else 0.0
@@ -205,9 +204,7 @@ class Estimate:
         Raises:
           TypeError, ValueError: `devices_per_host`, as in `jzero.mesh`; a bandwidth that is not a number above 0.
         """
-        for name, value in (("within_host", within_host), ("between_hosts", between_hosts)):
-            rule = "a number of bytes per second above 0"
-            check_number(value, name, rule, lambda x: x > 0, where="jzero.Estimate.wire_seconds")
+        _check_bandwidths("wire_seconds", within_host=within_host, between_hosts=between_hosts)
         return seconds_of(
             self.mesh, self.wire_by_axes, within_host, between_hosts, devices_per_host=devices_per_host
         )
@@ -234,6 +231,12 @@ class Estimate:
         if len(self.wire_by_axes) > 1:
             rows += [(f"  over {axes}", human_bytes(size)) for axes, size in self.wire_by_axes.items()]
         return table(["bytes per device", self.assumed], rows)
+
+
+def _check_bandwidths(method: str, **bandwidths: float) -> None:
+    rule = "a number of bytes per second above 0"
+    for name, value in bandwidths.items():
+        check_number(value, name, rule, lambda x: x > 0, where=f"jzero.Estimate.{method}")
 
 
 def estimate(
