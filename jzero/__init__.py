@@ -23,6 +23,7 @@ from jzero.layout.mesh import mesh
 from jzero.offload import select
 from jzero.optim import ZeroState, zero
 from jzero.proof.check import CheckError, Finding, check, findings
+from jzero.proof.fitting.fit import fit
 from jzero.proof.memory import Estimate, estimate
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
@@ -76,6 +77,7 @@ __all__ = [
     "estimate",
     "explain",
     "findings",
+    "fit",
     "gather_on_use",
     "jit",
     "make_plan",

@@ -226,3 +226,18 @@ def parse_stages(text: str) -> list[int]:
             f"--stages {text!r}: {', '.join(bad) or 'nothing'} is not a stage. Write --stages 0,1,2,3."
         )
     return sorted({int(part) for part in parts})
+
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """`72GB` in bytes.
+
+    Raises:
+      InputError: it is not a number above 0 with a unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    if found is None or found[2] not in UNITS or float(found[1]) <= 0:
+        raise InputError(f"{flag} {text!r}: write a number and a unit, as in {flag} 72GB ({', '.join(UNITS)}).")
+    return round(float(found[1]) * UNITS[found[2]])

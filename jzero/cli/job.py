@@ -66,6 +66,7 @@ class Job(Asked):
       detail: whether to answer with the whole report.
       bandwidths: GB per second, by the names of `Bandwidths`.
       sizes: stages to estimate for other numbers of GPUs, too.
+      fit: what `jzero.fit` is called with; None: stages are compiled.
     """
 
     mesh: dict[str, int] | None
@@ -76,6 +77,7 @@ class Job(Asked):
     detail: bool = False
     bandwidths: dict[str, float] = dataclasses.field(default_factory=dict)
     sizes: list[int] = dataclasses.field(default_factory=list)
+    fit: Json | None = None
 
     def config(self, **more: Any) -> ZeroConfig:
         """The config of `fields` and `more`; a dict for `offload` holds the fields of `jzero.Offload`.

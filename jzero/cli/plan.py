@@ -16,21 +16,24 @@ from jzero.cli.inputs import (
     names_function,
     parse_axes,
     parse_batch,
+    parse_bytes,
     parse_names,
     parse_stages,
 )
 from jzero.cli.job import Answers, Asked, Job, Json
 from jzero.cli.presets import PRESETS
-from jzero.cli.process import run_job
+from jzero.cli.process import run_fit, run_job
 from jzero.cli.show import JAX_TAKES, OLDER, VARIABLE, findings_text, stage_table, title
 from jzero.config import Offload, ZeroConfig
 from jzero.core.errors import check_int, nearest
-from jzero.proof.pod import check_pod
+from jzero.proof.pod import check_pod, gpu_bytes
 
 FETCHES, OUTSIDE = 3, 2
 """The least stage whose params can live in host memory, and that of an update outside of the program."""
 WHOLE_BELOW = "below it the model reads whole params on the device"
 NO_FILES = "no files are written by a plan"
+READ = {"fit", "global_batch", "memory", "host_memory", "lower_precision", "bandwidths", "memory_fraction", "json"}
+"""The flags that --fit reads, besides those of the subject and the pod."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,9 +215,23 @@ class PlanCommand(Inputs):
     """Print JSON, in bytes, in place of the table."""
     plot: Path | None = None
     """Draw memory per stage, and over the number of GPUs, into this file (png, svg, pdf)."""
+    fit: bool = False
+    """Choose stage, offload, micro-batches and remat instead: the fastest that fits, by a model of the time of a step.
+    Reads the subject, the pod, --memory, --bandwidths and the flags below."""
+    global_batch: int | None = None
+    """With --fit and --preset: sequences in a step, over all devices; --batch-per-gpu x --accumulate for each GPU if
+    omitted."""
+    memory: str | None = None
+    """With --fit: what a program may take of a GPU, "72GB", in place of --memory-fraction."""
+    host_memory: str = "1000GB"
+    """With --fit: memory of a host, for what is offloaded."""
+    lower_precision: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """With --fit: moments may be stored in bfloat16 or int8."""
 
     def run(self) -> int:
-        """Compiles, prints, draws; 1 if a stage could not be compiled."""
+        """Compiles, prints, draws; 1 if a stage could not be compiled, or with --fit if nothing fits."""
+        if self.fit:
+            return self._fit()
         stages, left_out = parse_stages(self.stages), []
         if self.offload_params is not None and FETCHES in stages:
             stages, left_out = [FETCHES], [s for s in stages if s != FETCHES]
@@ -239,6 +256,35 @@ class PlanCommand(Inputs):
 
             draw(self.plot, job, answers)
         return int(any("crash" in r for r in results))
+
+
+    def _fit(self) -> int:
+        job, kept = self.job(stages=[0, 1, 2, 3], search=False), {f.name for f in dataclasses.fields(Asked)} | READ
+        for field in dataclasses.fields(self):
+            chosen = field.name not in kept or field.name == "tiled_loss"
+            if chosen and getattr(self, field.name) != field.default:
+                raise InputError(f"--fit does not go with --{field.name.replace('_', '-')}: it chooses by itself.")
+        share = round(job.fraction * gpu_bytes(self.gpu))
+        given: Json = {
+            "memory_bytes": share if self.memory is None else parse_bytes(self.memory, "--memory"),
+            "host_bytes": parse_bytes(self.host_memory, "--host-memory"), "lower_precision": self.lower_precision,
+            "rates": {name: 1e9 * value for name, value in _changed(self.bandwidths)},
+        }  # fmt: skip
+        if self.preset is not None:
+            each = self.batch_per_gpu * self.accumulate * self.hosts * self.gpus_per_host
+            given["examples"] = each if self.global_batch is None else self.global_batch
+            check_int(given["examples"], "--global-batch", where="jzero", low=1)
+        elif self.global_batch is not None:
+            raise InputError("--global-batch belongs to --preset; --batch is the global one of yours.")
+        answer = run_fit(dataclasses.replace(job, fit=given))
+        print(json.dumps(answer["found"], indent=2) if self.json else answer["text"])
+        return int(answer["found"]["best"] is None)
+
+
+def _changed(bandwidths: Bandwidths) -> list[tuple[str, float]]:
+    """Those that `jzero.fit` takes and that were set: it has defaults of its own, by GPU."""
+    fields = (f for f in dataclasses.fields(Bandwidths) if f.name in ("pcie", "within_host", "between_hosts"))
+    return [(f.name, getattr(bandwidths, f.name)) for f in fields if getattr(bandwidths, f.name) != f.default]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ class Preset:
     """The sizes of a decoder-only language model.
 
     `gated`: SwiGLU, RMSNorm, rotary positions, no biases. `tiled_loss`: its loss is `jzero.tiled_loss`.
+    `remat`: every block is under remat.
     """
 
     layers: int
@@ -44,12 +45,14 @@ class Preset:
     tied: bool
     source: str
     tiled_loss: bool = False
+    remat: bool = True
 
     def transformer(self, *, seq: int, batch: int) -> Transformer:
         """The sizes that `jzero.estimate` counts activations from."""
         return Transformer(
             layers=self.layers, width=self.width, heads=self.heads, seq=seq, batch=batch, vocab=self.vocab,
             ffn=self.ffn * 3 // 2 if self.gated else self.ffn, flash=True, tiled_loss=self.tiled_loss,
+            remat=self.remat,
         )  # fmt: skip
 
 
@@ -94,7 +97,7 @@ def gradient_step(state: PyTree, batch: PyTree, *, accumulate: int = 1) -> tuple
 
 
 def creator(preset: Preset, *, seq: int) -> Callable[[], PyTree]:
-    """A function that creates its TrainState: bf16 params, AdamW, every block under remat, layers in a scan."""
+    """A function that creates its TrainState: bf16 params, AdamW, layers in a scan."""
     import flax.linen as nn
     from flax.training.train_state import TrainState
 
@@ -130,7 +133,7 @@ def creator(preset: Preset, *, seq: int) -> Callable[[], PyTree]:
             if not p.gated:
                 table = self.param("positions", nn.initializers.normal(0.02), (seq, p.width), jnp.bfloat16)
                 x = x + table[: x.shape[1]]
-            block = nn.remat(Block, prevent_cse=False)
+            block = nn.remat(Block, prevent_cse=False) if p.remat else Block
             stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=p.layers)
             x, _ = stack(name="layers")(x, None)
             x = norm(name="norm_out")(x)

@@ -55,6 +55,26 @@ def run_job(job: Job) -> Answers:
     return answers
 
 
+def run_fit(job: Job) -> Json:
+    """What a job with `fit` answers: `text`, and `found` as plain data.
+
+    Raises:
+      InputError: the compiling process could not use its input, or ended.
+    """
+    with _progress() as show, _worker(job.to_json()) as (events, process, log):
+        for event in events:
+            kind = event.pop("event")
+            if kind == "doing":
+                show(event["text"])
+            elif kind == "error":
+                raise InputError(event["text"])
+            elif kind == "fit":
+                return event
+        code = process.wait()
+        log.seek(0)
+        raise InputError(f"the compiling process ended: {_ending(code, log.read().decode(errors='replace'))}")
+
+
 def _attempt(
     job: Job, stages: list[int], answers: Answers, show: Callable[[str], None]
 ) -> tuple[int | None, str]:

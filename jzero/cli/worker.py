@@ -21,7 +21,7 @@ SIZES = [2**i for i in range(11)]
 
 
 def main() -> None:
-    """Reads the job, answers with events: `doing`, `about`, `stage`, `result`, `lines`, `error`, `end`."""
+    """Reads the job, answers with events: `doing`, `about`, `stage`, `result`, `lines`, `fit`, `error`, `end`."""
     with os.fdopen(int(sys.argv[1]), "w") as out:
         try:
             _run(Job.from_json(sys.stdin.read()), out)
@@ -37,6 +37,11 @@ def _run(job: Job, out: IO[str]) -> None:
     from jzero.cli.results import result, totals_over
 
     _say(out, event="doing", text="loading the model")
+    if job.fit is not None:
+        from jzero.cli.fit import fitted
+
+        _say(out, event="fit", **fitted(job, lambda text: _say(out, event="doing", text=text)))
+        return
     subject = Subject.of(job)
     _say(out, event="about", gpus=len(subject.pod.devices), memory=subject.pod.memory_bytes,
          mesh=dict(subject.mesh.shape))  # fmt: skip

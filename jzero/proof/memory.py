@@ -305,11 +305,40 @@ def estimate(
     known = checked_uses(uses, plan, where="jzero.estimate")
     accumulate = known.micro_batches if accumulate is None else accumulate
     check_int(accumulate, "accumulate", where="jzero.estimate", low=1)
-    state, away, assumed = _adam_bytes(plan) if tx is None else _state_bytes(plan, tx)
+    return estimate_with(OptimizerBytes.of(plan, tx), plan, known, sizes, accumulate)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerBytes:
+    """What does not depend on the model, which takes a trace of the optimizer to know.
+
+    Attributes:
+      tx: the optimizer; None for Adam.
+      state, away: bytes of one device's state on the device, and of what lives elsewhere.
+      assumed: which state was counted.
+      extra: what its matrices cost on the wire, by mesh axes.
+    """
+
+    tx: optax.GradientTransformation | None
+    state: int
+    away: int
+    assumed: str
+    extra: Mapping[tuple[str, ...], float]
+
+    @classmethod
+    def of(cls, plan: Plan, tx: optax.GradientTransformation | None) -> OptimizerBytes:
+        """Those of a plan."""
+        return cls(tx, *(_adam_bytes(plan) if tx is None else _state_bytes(plan, tx)), _exchanged(plan, tx))
+
+
+def estimate_with(
+    optimizer: OptimizerBytes, plan: Plan, known: Uses, sizes: Transformer | None, accumulate: int
+) -> Estimate:
+    """`estimate` of arguments that are checked, for a plan whose optimizer has been counted."""
+    tx, state, away, extra = optimizer.tx, optimizer.state, optimizer.away, optimizer.extra
     moved = 0 if sizes is None else accumulate * sizes.host
     on_host = host_bytes_of(plan, tx, away, accumulate=accumulate, uses=known)
     here = [x for x in plan.layouts if not plan.lives_on_host(x)]
-    extra = _exchanged(plan, tx)
     counts = collections.Counter(d.process_index for d in plan.mesh.devices.flat)
     config, updated = plan.config, away if plan.config.updates_outside else 0
     options = config.offload_options
@@ -331,13 +360,13 @@ def estimate(
         activations=0 if sizes is None else sizes.saved,
         activations_host=0 if sizes is None else sizes.host,
         recomputed=0 if sizes is None else sizes.recomputed,
-        working=0 if sizes is None else sizes.working + _gathered_bytes(plan),
+        working=0 if sizes is None else sizes.working + gathered_working(plan),
         wire_by_axes=wire,
         reasons=_reasons(plan, known, extra, sum(wire.values())),
         psi=plan.param_bytes,
         n=plan.batch_parts,
         mesh=plan.mesh,
-        assumed=assumed,
+        assumed=optimizer.assumed,
     )
 
 
@@ -405,7 +434,7 @@ def _grad_bytes(x: Layout, plan: Plan, accumulate: int, in_each: bool) -> int:
     return math.prod(shape) * itemsize // shard_factor(summed, plan.mesh)
 
 
-def _gathered_bytes(plan: Plan) -> int:
+def gathered_working(plan: Plan) -> int:
     """The largest weight that is gathered on use, one layer of a stack, and its gradient before it is reduced.
 
     Where gathered weights are kept for the backward pass: all of them, and that gradient.

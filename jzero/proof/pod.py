@@ -206,8 +206,16 @@ def check_pod(gpu: str, hosts: int, gpus_per_host: int) -> None:
 def _pod(gpu: str, hosts: int, gpus_per_host: int) -> Pod:
     from jzero.core import compile_only  # as above
 
-    config = resources.files("jzero.proof").joinpath("pods", f"{gpu}.txtpb").read_text()
-    memory = re.search(r"device_memory_size: (\d+)", config)
+    devices = compile_only.pod_devices(_target(gpu), hosts, gpus_per_host)
+    return Pod(gpu, hosts, gpus_per_host, gpu_bytes(gpu), devices)
+
+
+def gpu_bytes(gpu: str) -> int:
+    """Memory of one GPU."""
+    memory = re.search(r"device_memory_size: (\d+)", _target(gpu))
     assert memory, f"pods/{gpu}.txtpb names no device_memory_size"
-    devices = compile_only.pod_devices(config, hosts, gpus_per_host)
-    return Pod(gpu, hosts, gpus_per_host, int(memory[1]), devices)
+    return int(memory[1])
+
+
+def _target(gpu: str) -> str:
+    return resources.files("jzero.proof").joinpath("pods", f"{gpu}.txtpb").read_text()

@@ -1,0 +1,194 @@
+"""A step, its model and a pod; and from an option the closed forms of it, and its program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jzero.comm.uses import Uses
+from jzero.config import ZeroConfig
+from jzero.core.random_keys import is_key
+from jzero.core.traces import as_written, innermost
+from jzero.core.types import PyTree
+from jzero.flax.adapters import is_pair
+from jzero.flax.shard import abstract, plan_of
+from jzero.proof.arguments import fill_shardings, jitted_fn
+from jzero.proof.fitting.flops import flops_of
+from jzero.proof.fitting.options import OFFERED, Option, options, smaller
+from jzero.proof.fitting.rates import Rates
+from jzero.proof.fitting.seconds import Seconds, seconds
+from jzero.proof.memory import Estimate, OptimizerBytes, estimate_with, gathered_working
+from jzero.proof.pod import Pod
+from jzero.proof.report import memory_of
+from jzero.proof.transformer import transformer_of
+from jzero.proof.uses import uses_in
+from jzero.sharding import Plan
+
+WHERE = "jzero.fit"
+NO_REMAT = {"xla_gpu_memory_limit_slop_factor": 1000}
+"""XLA computes again what does not fit, for minutes and at the cost of speed. A program that fits is the same."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """An option with its closed forms.
+
+    Attributes:
+      option: what is chosen.
+      seconds: of a step.
+      examples: of one device in a micro-batch.
+      count: makes the estimate.
+    """
+
+    option: Option
+    seconds: Seconds
+    examples: int
+    count: Callable[[], Estimate] = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """Bytes of one device, of its host and on the wire."""
+        return self.count()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """What is fitted.
+
+    Attributes:
+      create: makes the state; keywords of `OFFERED` that it takes may vary.
+      step: takes the state and the batch; if it takes `accumulate`, that may vary.
+      batch: the arguments that follow the state, without shardings.
+      pod, rates: the machine.
+      model: sizes of a transformer, for its activations; None: only compiling tells of them.
+      trainable: see `jzero.shard`.
+    """
+
+    create: Callable[..., PyTree]
+    step: Callable[..., Any]
+    batch: tuple[PyTree, ...]
+    pod: Pod
+    rates: Rates
+    model: Mapping[str, Any] | None = None
+    trainable: Any = None
+
+    @functools.cached_property
+    def offers(self) -> tuple[str, ...]:
+        """The variants that the creation function has."""
+        return tuple(name for name in OFFERED if name in _keywords(self.create))
+
+    @functools.cached_property
+    def examples(self) -> int:
+        """Of one device in a step.
+
+        Raises:
+          ValueError: no array has examples, or the devices do not divide them.
+        """
+        sizes = {x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim and not is_key(x)}
+        devices = len(self.pod.devices)
+        if not sizes or any(size % devices for size in sizes):
+            raise ValueError(
+                f"{WHERE}: the leading dims of the batch, {sorted(sizes)}, must be multiples of the pod's {devices} "
+                "devices: the batch is the global one, with the examples of all devices in a step."
+            )
+        return min(sizes) // devices
+
+    @functools.cached_property
+    def accumulates(self) -> list[int]:
+        """Numbers of micro-batches that can be tried: divisors of a device's examples."""
+        if "accumulate" not in _keywords(self.step):
+            return [1]
+        return [k for k in range(1, self.examples + 1) if self.examples % k == 0]
+
+    def candidates(self, *, smallest: bool = False) -> list[Candidate]:
+        """Those with the state in device memory; `smallest`: only with as many micro-batches as possible."""
+        self._traced(tuple((name, False) for name in self.offers))  # what the step raises, it raises here
+        accumulates = self.accumulates[-1:] if smallest else self.accumulates
+        return self._counted(options(self.pod.hosts, self.pod.gpus_per_host, accumulates, self.offers))
+
+    def smaller(self, candidates: Sequence[Candidate], *, lower_precision: bool) -> list[Candidate]:
+        """The same with less on the device."""
+        return self._counted(o for c in candidates for o in smaller(c.option, lower_precision=lower_precision))
+
+    def _counted(self, found: Iterable[Option]) -> list[Candidate]:
+        return [c for option in found if (c := self.candidate(option)) is not None]
+
+    def candidate(self, option: Option) -> Candidate | None:
+        """The closed forms of an option; None for one that this version of jax cannot do."""
+        uses, flops = self._traced(option.given)
+        k = max(option.accumulate, uses.micro_batches)
+        axes, base = tuple(option.axes.items()), option.base
+        try:
+            found = self._estimate(base, axes, option.given, k)
+        except NotImplementedError:
+            return None
+        remat = option.offered.get("remat", bool((self.model or {}).get("remat", True)))
+        share = 1 if base.stage == 0 else 1 / math.prod(option.axes[name] for name in base.axes)
+        time = seconds(
+            found, self.rates, flops=flops / len(self.pod.devices), accumulate=k, remat=remat, share=share
+        )
+        count = functools.partial(self._estimate, option.config, axes, option.given, k)
+        return Candidate(option, time, self.examples // k, count)
+
+    @functools.cache  # noqa: B019 - a task lives as long as one fit
+    def _estimate(self, config: ZeroConfig, axes: tuple, offered: tuple, accumulate: int) -> Estimate:
+        (plan, optimizer), uses = self._plan(config, axes), self._traced(offered, min(accumulate, 2))[0]
+        model = self.model and {**self.model, **dict(offered), "batch": self.examples // accumulate}
+        found = estimate_with(optimizer, plan, uses, transformer_of(model, where=WHERE), accumulate)
+        return found if model else dataclasses.replace(found, working=gathered_working(plan))
+
+    @functools.cache  # noqa: B019
+    def _plan(self, config: ZeroConfig, axes: tuple) -> tuple[Plan, OptimizerBytes]:
+        state = self.state(config, dict(axes), dict.fromkeys(self.offers, False))  # all variants have the same params
+        plan = plan_of(state)
+        return plan, OptimizerBytes.of(plan, state[1].tx if is_pair(state) else state.tx)
+
+    def state(self, config: ZeroConfig, axes: Mapping[str, int], offered: Mapping[str, bool]) -> PyTree:
+        """The abstract state."""
+        create = functools.partial(self.create, **offered) if offered else self.create
+        return abstract(create, config, mesh=self.pod.mesh(axes), trainable=self.trainable)
+
+    @functools.cache  # noqa: B019
+    def _traced(self, offered: tuple, accumulate: int = 1) -> tuple[Uses, float]:
+        """What the step does with its params, and the FLOPs of all devices, read from the step at stage 0.
+
+        Of several micro-batches the step is read with two: more change no more than their number.
+        """
+        state = self.state(ZeroConfig(stage=0), {"data": len(self.pod.devices)}, dict(offered))
+        args, plan = self._arguments(state), plan_of(state)
+        filled, _ = fill_shardings((args, {}), plan, devices=self.pod.devices)
+        with as_written():
+            stage = jitted_fn(self._step(accumulate), (), (args, {}), where=WHERE).trace(*filled)
+        return uses_in(stage, plan), flops_of(innermost(stage, jax.stages.Traced).jaxpr.jaxpr)
+
+    def _step(self, accumulate: int) -> Callable[..., Any]:
+        accumulate = accumulate if "accumulate" in _keywords(self.step) else 1
+        return functools.partial(self.step, accumulate=accumulate) if accumulate > 1 else self.step
+
+    def _arguments(self, state: PyTree) -> tuple[PyTree, ...]:
+        return (*(state if is_pair(state) else (state,)), *self.batch)
+
+    def compiled_bytes(self, option: Option) -> int:
+        """Bytes of one device, of the program that is compiled for the pod; see `NO_REMAT`."""
+        state = self.state(option.config, option.axes, option.offered)
+        args, step = self._arguments(state), self._step(option.accumulate)
+        states = tuple(range(len(args) - len(self.batch)))
+        plain: dict[str, Any] = {"compiler_options": NO_REMAT, "donate_argnums": states}
+        own = {} if hasattr(step, "lower") else plain
+        memory = memory_of(self.pod.compile(step, *args, plan=plan_of(state), **own))
+        assert memory is not None
+        return memory.total
+
+
+def _keywords(fn: Callable[..., Any]) -> Sequence[str]:
+    """The names of the arguments of a function."""
+    try:
+        return tuple(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return ()
