@@ -1,6 +1,7 @@
-"""Rewrites docs/plan.md: runs each `$ jzero ...` of its blocks and puts what it prints below the command.
+"""Rewrites docs/plan.md and docs/fit.md: runs each `$ jzero ...` of their blocks and puts what it prints below it.
 
-python docs/make_plan.py      # about 8 minutes on two cores; needs jzero[pod], no GPU
+python docs/make_plan.py            # about 9 minutes on two cores; needs jzero[pod], no GPU
+python docs/make_plan.py fit.md     # one page
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).with_name("plan.md")
+DOCS = Path(__file__).parent
 BLOCK = re.compile(r"```console\n(\$ .*?)\n```", re.DOTALL)
 
 
@@ -23,10 +24,12 @@ def run(block: re.Match) -> str:
     assert words[0] == "jzero", words
     print(command[1], file=sys.stderr)
     done = subprocess.run(
-        [sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True, cwd=PAGE.parents[1], check=False
+        [sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True, cwd=DOCS.parent, check=False
     )
     return f"```console\n$ {command[1]}\n{done.stdout.rstrip()}\n```"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(BLOCK.sub(run, PAGE.read_text()))
+    for page in sys.argv[1:] or ("plan.md", "fit.md"):
+        path = DOCS / page
+        path.write_text(BLOCK.sub(run, path.read_text()))

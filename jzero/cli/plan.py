@@ -232,6 +232,9 @@ class PlanCommand(Inputs):
         """Compiles, prints, draws; 1 if a stage could not be compiled, or with --fit if nothing fits."""
         if self.fit:
             return self._fit()
+        for name in READ - {"fit", "bandwidths", "memory_fraction", "json"}:
+            if getattr(self, name) != getattr(PlanCommand, name):
+                raise InputError(f"--{name.replace('_', '-')} belongs to --fit.")
         stages, left_out = parse_stages(self.stages), []
         if self.offload_params is not None and FETCHES in stages:
             stages, left_out = [FETCHES], [s for s in stages if s != FETCHES]

@@ -164,10 +164,16 @@ def test_presets_have_the_published_number_of_params(name, billions):
         (["plan", *SUBJECT, "--seq", "3"], "--seq belongs to --preset"),
         (["plan", "--preset", "gpt2-xl", "--trainable", f"{FILE}:is_first"], "leave out --trainable"),
         (["explain", *SUBJECT, "--stage", "4"], "must be an integer from 0 to 3"),
+        (["plan", "--fit", "--preset", "gpt2-xl", "--search"], "--fit does not go with --search"),
+        (["plan", "--fit", "--preset", "gpt2-xl", "--tiled-loss"], "--fit does not go with --tiled-loss"),
+        (["plan", "--fit", "--preset", "gpt2-xl", "--memory", "72"], "write a number and a unit, as in --memory 72GB"),
+        (["plan", "--fit", *SUBJECT, "--global-batch", "8"], "--global-batch belongs to --preset"),
+        (["plan", "--preset", "gpt2-xl", "--memory", "72GB"], "--memory belongs to --fit"),
     ],
 )
 def test_flags_are_refused_before_anything_starts(args, message, capsys, monkeypatch):
     monkeypatch.setattr("jzero.cli.plan.run_job", None)  # calling it would raise another error
+    monkeypatch.setattr("jzero.cli.plan.run_fit", None)
     assert main(args) == 2
     assert message in capsys.readouterr().err
 
@@ -291,6 +297,18 @@ def test_micro_batches_of_a_step(capsys):
     for stage, psi in zip(json.loads(capsys.readouterr().out)["stages"], (3, 5), strict=True):
         assert stage["estimate"]["wire_psi"] == pytest.approx(psi, rel=0.02)
         assert stage["compiled"]["wire_psi"] == pytest.approx(psi, rel=0.02)
+
+
+@pytest.mark.pod
+def test_fit_as_json_and_as_text(capsys):
+    """Of a step that offers nothing; the memory of a GPU that no config fits into."""
+    assert main(["plan", "--fit", *SUBJECT, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["best"]
+    assert (best["config"], best["mesh"], best["accumulate"]) == ({"stage": 1}, {"data": 8}, 1)
+    assert best["compiled"] == best["predicted"] <= found["limit"]
+    assert main(["plan", "--fit", *SUBJECT, "--memory", "1kB"]) == 1
+    assert "nothing fits on 8 h200" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

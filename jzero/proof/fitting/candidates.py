@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -110,24 +111,24 @@ class Task:
         """Those with the state in device memory; `smallest`: only with as many micro-batches as possible."""
         self._traced(tuple((name, False) for name in self.offers))  # what the step raises, it raises here
         accumulates = self.accumulates[-1:] if smallest else self.accumulates
-        return self._counted(options(self.pod.hosts, self.pod.gpus_per_host, accumulates, self.offers))
+        found = options(self.pod.hosts, self.pod.gpus_per_host, accumulates, self.offers)
+        return [self.candidate(option) for option in found]
 
     def smaller(self, candidates: Sequence[Candidate], *, lower_precision: bool) -> list[Candidate]:
-        """The same with less on the device."""
-        return self._counted(o for c in candidates for o in smaller(c.option, lower_precision=lower_precision))
+        """The same with less on the device, where this model and this version of jax can have that."""
+        found = list[Candidate]()
+        for option in (o for c in candidates for o in smaller(c.option, lower_precision=lower_precision)):
+            with contextlib.suppress(ValueError, NotImplementedError):
+                found.append(self.candidate(option))
+                assert found[-1].estimate
+        return [c for c in found if "estimate" in vars(c)]
 
-    def _counted(self, found: Iterable[Option]) -> list[Candidate]:
-        return [c for option in found if (c := self.candidate(option)) is not None]
-
-    def candidate(self, option: Option) -> Candidate | None:
-        """The closed forms of an option; None for one that this version of jax cannot do."""
+    def candidate(self, option: Option) -> Candidate:
+        """The closed forms of an option."""
         uses, flops = self._traced(option.given)
         k = max(option.accumulate, uses.micro_batches)
         axes, base = tuple(option.axes.items()), option.base
-        try:
-            found = self._estimate(base, axes, option.given, k)
-        except NotImplementedError:
-            return None
+        found = self._estimate(base, axes, option.given, k)
         remat = option.offered.get("remat", bool((self.model or {}).get("remat", True)))
         share = 1 if base.stage == 0 else 1 / math.prod(option.axes[name] for name in base.axes)
         time = seconds(
