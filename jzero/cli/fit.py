@@ -28,7 +28,7 @@ def fitted(job: Job, say: Callable[[str], None]) -> Json:
     if job.preset is not None:
         preset = presets.PRESETS[job.preset]
         seq = job.seq or preset.seq
-        create, step = _creator(preset, seq), presets.train_step
+        create, step = creator_of(preset, seq), presets.train_step
         batch: PyTree = {"tokens": jax.ShapeDtypeStruct((job.fit["examples"], seq + 1), "int32")}
         sizes = preset.transformer(seq=seq, batch=1)
         given["model"] = {name: getattr(sizes, name) for name in SIZES}
@@ -43,7 +43,9 @@ def fitted(job: Job, say: Callable[[str], None]) -> Json:
     return {"text": str(found), "found": fit_json(found)}
 
 
-def _creator(preset: presets.Preset, seq: int) -> Callable[..., PyTree]:
+def creator_of(preset: presets.Preset, seq: int) -> Callable[..., PyTree]:
+    """The creation function of a preset, with its variants."""
+
     def create_state(*, remat: bool = True, tiled_loss: bool = False) -> PyTree:
         return presets.creator(dataclasses.replace(preset, remat=remat, tiled_loss=tiled_loss), seq=seq)()
 

@@ -1,0 +1,127 @@
+"""Whether `jzero.fit` finds what an exhaustive search finds, and whether compiling agrees.
+
+    python benchmarks/fit.py                       # by closed forms alone: every preset x pod x batch, 10 minutes
+    python benchmarks/fit.py --compile 12          # and of 12 sampled cells the choice and the next faster, compiled
+    python benchmarks/fit.py --models gpt2-xl --pods h100:2
+
+Each line is a cell: the choice, its modelled time beside the best of all options that fit by the closed forms (at most
+1.05 is asked for), how many options there are, and what was compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+import jzero  # noqa: I001  (before jax)
+from jzero.cli.fit import SIZES, creator_of
+from jzero.cli.presets import PRESETS, train_step
+from jzero.proof.fitting.candidates import Candidate, Task
+from jzero.proof.fitting.fit import HOST_BYTES, TAKEN, Search
+from jzero.proof.fitting.options import Option
+from jzero.proof.fitting.rates import GPUS
+import jax
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is compared."""
+
+    models: tuple[str, ...] = tuple(PRESETS)
+    pods: tuple[str, ...] = ("a100-80gb:1", "h100:2", "b200:4", "h200:8")
+    """GPU and hosts."""
+    each: tuple[int, ...] = (1, 8)
+    """Sequences of a GPU in a step."""
+    compile: int = 0
+    """Cells to compile."""
+    seed: int = 0
+
+
+class ByClosedForms(Task):
+    """Takes the estimate for what is compiled."""
+
+    def compiled_bytes(self, option: Option) -> int:
+        """As estimated."""
+        return self.candidate(option).estimate.total
+
+
+def main(config: Config) -> None:
+    """Prints a line for each cell, and how many agree."""
+    cells = [(m, p, n) for m in config.models for p in config.pods for n in config.each]
+    sample = set(random.Random(config.seed).sample(range(len(cells)), min(config.compile, len(cells))))
+    agree = refuted = 0
+    print("model, pod, sequences per GPU | choice | ms | ms / best | options | seconds")
+    for number, cell in enumerate(cells):
+        began, task = time.perf_counter(), task_of(ByClosedForms, *cell)
+        limit = TAKEN * task.pod.memory_bytes
+        search = searched(task, limit)
+        best, every = search.best(), [*(known := task.candidates()), *task.smaller(known, lower_precision=False)]
+        fitting = [c for c in every if c.estimate.total <= limit and c.estimate.host_per_node <= HOST_BYTES]
+        least = min((c.seconds.total for c in fitting), default=None)
+        ratio = best.seconds.total / least if best is not None and least is not None else 1.0
+        good = (best is None) == (least is None) and ratio <= 1.05
+        agree += good
+        row = ["nothing fits", "-", "-"]
+        if best is not None:
+            row = [str(best.option), f"{1e3 * best.seconds.total:.1f}", f"{ratio:.3f}"]
+        row += [str(len(every)), f"{time.perf_counter() - began:.0f}", *([] if good else ["WORSE"])]
+        print(" | ".join([f"{cell[0]}, {cell[1]}, {cell[2]}", *row]), flush=True)
+        if number in sample:
+            refuted += confirmed(cell, limit)
+    print(f"{agree} of {len(cells)} cells within 5 % of the exhaustive search", end="")
+    print(f"; {len(sample) - refuted} of {len(sample)} confirmed by compiling" if sample else "")
+
+
+def task_of(kind: type[Task], model: str, pod: str, each: int) -> Task:
+    """A cell."""
+    (gpu, hosts), preset = pod.split(":"), PRESETS[model]
+    machine = jzero.pod(gpu, hosts=int(hosts))
+    rows = each * len(machine.devices)
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, preset.seq + 1), "int32")}
+    sizes = preset.transformer(seq=preset.seq, batch=1)
+    model_sizes = {name: getattr(sizes, name) for name in SIZES}
+    return kind(creator_of(preset, preset.seq), train_step, (batch,), machine, GPUS[gpu], model_sizes)
+
+
+def searched(task: Task, limit: float) -> Search:
+    """The search, run to its end."""
+    search = Search(task, limit, HOST_BYTES, 4, lambda text: None, lower_precision=False)
+    search.run()
+    return search
+
+
+def confirmed(cell: tuple[str, str, int], limit: float) -> bool:
+    """Compiles the choice and the nearest faster one; True if one of them is not as was said."""
+    began, search = time.perf_counter(), searched(task_of(Task, *cell), limit)
+    found = search.result()
+    if found.best is None:
+        print("   compiled: nothing fits")
+        return False
+    said = [f"{found.best.option}: {found.compiled[found.best] / 1e9:.2f} GB of {limit / 1e9:.2f}"]
+    wrong = found.compiled[found.best] > limit
+    faster = next((c for c in found.refused if c.estimate.host_per_node <= HOST_BYTES), None)
+    if faster is not None:
+        size = bytes_of(search, faster)
+        wrong |= size <= limit
+        said.append(f"faster {faster.option}: {size / 1e9:.2f} GB")
+    said += ["WRONG"] if wrong else []
+    took = time.perf_counter() - began
+    print(f"   compiled ({len(found.compiled)} programs, {took:.0f} s): {'; '.join(said)}", flush=True)
+    return wrong
+
+
+def bytes_of(search: Search, c: Candidate) -> int:
+    """Compiled bytes of one device."""
+    return search.compiled[c] if c in search.compiled else search.task.compiled_bytes(c.option)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))
