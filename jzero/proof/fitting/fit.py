@@ -37,6 +37,7 @@ WORTH = 0.05
 UNSURE = 0.1
 """An estimate may be off by this part: what exceeds the limit by no more is compiled, too."""
 STEP = 0.05
+"""The part of the limit by which the next program is smaller, where none of those before it fits."""
 SAME = 0.02
 """Options whose modelled times differ by less than this part are as fast."""
 
@@ -47,12 +48,12 @@ class Fit:
 
     Attributes:
       best: the fastest that fits; None: none does.
-      runner_up: the next that fits by its estimate, or was compiled.
-      refused: the three nearest that would be faster, fastest last, and do not fit.
+      runner_up: the next one that fits, compiled or by its estimate.
+      refused: three that would be faster and do not fit, of different kinds, those with the fewest bytes.
       compiled: bytes of one device, by candidate, of those that were compiled.
       predicted: bytes of one device of any candidate: compiled, or estimated and corrected by what was compiled.
       limit: bytes of one device that a program may take.
-      devices: of the pod.
+      pod: for which it was searched.
       needed: where none fits, the smallest number of GPUs on which one does by the closed forms; None: not found.
       notes: what a reader should know.
     """
@@ -138,7 +139,7 @@ def fit(
     task = Task(create_state, step, args, pod, rates_of(pod.gpu, rates), model, trainable)
     check_function(say, "say", where=WHERE, optional=True)
     check_kind(model, "model", Mapping, "a mapping of sizes", where=WHERE, optional=True)
-    assert task.examples  # raises for a batch that the devices do not divide
+    _ = task.examples  # raises for a batch that the devices do not divide
     say = say or (lambda text: None)
     found = Search(task, limit, host_bytes, compiles, say, lower_precision=lower_precision)
     found.run()
