@@ -30,6 +30,7 @@ from jzero.core.errors import (
 from jzero.core.types import PyTree
 from jzero.layout.blocks import blocks_of
 from jzero.layout.describe import leaf_bytes
+from jzero.layout.gathered import is_in_pieces
 from jzero.layout.leaf_rule import Layout
 from jzero.layout.specs import shard_factor, spec_axes
 from jzero.offload import late_bytes
@@ -360,7 +361,7 @@ def estimate_with(
         activations=0 if sizes is None else sizes.saved,
         activations_host=0 if sizes is None else sizes.host,
         recomputed=0 if sizes is None else sizes.recomputed,
-        working=0 if sizes is None else sizes.working + gathered_working(plan),
+        working=0 if sizes is None else sizes.working_with(_head_bytes(plan, sizes)) + gathered_working(plan),
         wire_by_axes=wire,
         reasons=_reasons(plan, known, extra, sum(wire.values())),
         psi=plan.param_bytes,
@@ -432,6 +433,17 @@ def _grad_bytes(x: Layout, plan: Plan, accumulate: int, in_each: bool) -> int:
     summed = x.state if in_each else x.grad
     shape = x.state_shape if summed != x.used else x.shape
     return math.prod(shape) * itemsize // shard_factor(summed, plan.mesh)
+
+
+def _head_bytes(plan: Plan, sizes: Transformer) -> int:
+    """Alive of the fp32 gradient of a tiled loss's head.
+
+    Of one in pieces: two of them, and the sum of the gradients of the hidden states.
+    """
+    values = sizes.width * sizes.vocab
+    if any(is_in_pieces(x, plan) and math.prod(x.layer_shape) == values for x in plan.layouts):
+        return plan.whole_bytes + 4 * sizes.batch * sizes.seq * sizes.width
+    return 4 * values
 
 
 def gathered_working(plan: Plan) -> int:

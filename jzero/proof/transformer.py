@@ -125,8 +125,12 @@ class Transformer:
     @property
     def working(self) -> int:
         """Bytes alive on top at worst: one block or tile computed again, or fp32 logits and their gradient."""
+        return self.working_with(4 * self.width * self.vocab)
+
+    def working_with(self, head: int) -> int:
+        """The same, where `head` bytes are alive of the fp32 gradient of a tiled loss's head."""
         logits = 4 * self.batch * self.seq * self.vocab
-        loss = min(logits, TILE_BYTES) * 3 // 2 + 4 * self.width * self.vocab if self.tiled_loss else 2 * logits
+        loss = min(logits, TILE_BYTES) * 3 // 2 + head if self.tiled_loss else 2 * logits
         again = self.block if self.remat else 0 if self.mlp_tiles == 1 else self.block - self._kept
         return max(again, loss)
 

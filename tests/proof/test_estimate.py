@@ -136,6 +136,18 @@ def test_a_transformer_counts_activations_as_korthikanti_does():
 
 
 @pytest.mark.unit
+def test_of_a_head_in_pieces_two_are_alive():
+    sizes = {"layers": 1, "width": 8192, "heads": 64, "seq": 512, "vocab": 256000, "flash": True, "tiled_loss": True}
+    head = {"head": jax.ShapeDtypeStruct((8192, 256000), "bfloat16")}
+    kept, cut = (
+        jzero.make_plan(head, stage=stage, mesh=jax.make_mesh((8,), ("data",))) for stage in (2, 3)
+    )
+    tile, one = 3 * 2**26, cut.whole_bytes // 4  # of a piece in bf16
+    assert jzero.estimate(kept, model=sizes).working == tile + 4 * 8192 * 256000
+    assert jzero.estimate(cut, model=sizes).working == tile + 2 * 2 * one + 4 * 512 * 8192 + 2 * 2 * one
+
+
+@pytest.mark.unit
 def test_saved_inputs_are_split_or_on_the_host():
     sizes = {"layers": 12, "width": 1024, "heads": 16, "seq": 512}
     one = 2 * 512 * 1024
