@@ -607,6 +607,24 @@ def _():
     wrap(token_loss, "tiles_of", lambda original, *args: 1)
 
 
+@mutation("pieces of the vocabulary are summed without their maximum", "tiled_loss")
+def _():
+    from jzero.comm import token_loss_pieces
+
+    def first(original, loss, sums, *rest, **given):
+        found = original(loss, sums, *rest, **given)
+        return (found[0], found[1] - sums[1], *found[2:])
+
+    wrap(token_loss_pieces, "sums_with", first)
+
+
+@mutation("what a fit says fits was never compiled", "fit")
+def _():
+    from jzero.proof.fitting.candidates import Task
+
+    wrap(Task, "compiled_bytes", lambda original, self, option: self.candidate(option).estimate.total)
+
+
 @mutation("a layer that mixes positions is tiled", "tiled")
 def _():
     from jzero.activations.position_wise import PositionWise
