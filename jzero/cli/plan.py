@@ -36,26 +36,35 @@ READ = {"fit", "global_batch", "memory", "host_memory", "lower_precision", "band
 """The flags that --fit reads, besides those of the subject and the pod."""
 
 
+BANDWIDTHS = {"pcie": 25.0, "memory": 200.0, "disk": 10.0, "within_host": 450.0, "between_hosts": 400.0}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bandwidths:
-    """In GB per second."""
+    """In GB per second. With --fit those that are omitted are the GPU's."""
 
-    pcie: float = 25.0
-    """Of one GPU, in each direction."""
-    memory: float = 200.0
-    """Of a host's memory, reads and writes together."""
-    disk: float = 10.0
-    """Of a host's disks, reads and writes together."""
-    within_host: float = 450.0
-    """Of one GPU to others of its host, in each direction (NVLink)."""
-    between_hosts: float = 400.0
-    """Of a host to others, in each direction: all of its network cards."""
+    pcie: float | None = None
+    """Of one GPU, in each direction; 25 if omitted."""
+    memory: float | None = None
+    """Of a host's memory, reads and writes together; 200 if omitted."""
+    disk: float | None = None
+    """Of a host's disks, reads and writes together; 10 if omitted."""
+    within_host: float | None = None
+    """Of one GPU to others of its host, in each direction (NVLink); 450 if omitted."""
+    between_hosts: float | None = None
+    """Of a host to others, in each direction: all of its network cards; 400 if omitted."""
 
-    def check(self) -> None:
-        """Raises InputError for a bandwidth that is not above 0."""
-        for name, value in dataclasses.asdict(self).items():
+    def given(self) -> dict[str, float]:
+        """Those that are not omitted.
+
+        Raises:
+          InputError: a bandwidth that is not above 0.
+        """
+        found = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        for name, value in found.items():
             if not value > 0:
                 raise InputError(f"--bandwidths.{name} {value}: must be above 0 GB per second.")
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +134,7 @@ class Inputs(Asked):
                 fields[name] = getattr(self, name)
         if self.offload_params is not None and stages != [FETCHES]:
             raise InputError(f"--offload-params host needs stage {FETCHES}: {WHOLE_BELOW}.")
-        self.bandwidths.check()
+        bandwidths = BANDWIDTHS | self.bandwidths.given()
         tier = self._tier()
         if tier:
             fields["offload"] = tier
@@ -138,7 +147,7 @@ class Inputs(Asked):
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(Asked)}
         return Job(
             **asked, mesh=parse_axes(self.mesh, "--mesh"), fields=fields, stages=stages, search=search,
-            fraction=fraction, detail=detail, bandwidths=dataclasses.asdict(self.bandwidths),
+            fraction=fraction, detail=detail, bandwidths=bandwidths,
         )  # fmt: skip
 
     def _tier(self) -> Json:
@@ -267,11 +276,14 @@ class PlanCommand(Inputs):
             chosen = field.name not in kept or field.name == "tiled_loss"
             if chosen and getattr(self, field.name) != field.default:
                 raise InputError(f"--fit does not go with --{field.name.replace('_', '-')}: it chooses by itself.")
+        for name in ("memory", "disk"):
+            if getattr(self.bandwidths, name) is not None:
+                raise InputError(f"--fit does not go with --bandwidths.{name}: it tries no update on the CPU.")
         share = round(job.fraction * gpu_bytes(self.gpu))
         given: Json = {
             "memory_bytes": share if self.memory is None else parse_bytes(self.memory, "--memory"),
             "host_bytes": parse_bytes(self.host_memory, "--host-memory"), "lower_precision": self.lower_precision,
-            "rates": {name: 1e9 * value for name, value in _changed(self.bandwidths)},
+            "rates": {name: 1e9 * value for name, value in self.bandwidths.given().items()},
         }  # fmt: skip
         if self.preset is not None:
             each = self.batch_per_gpu * self.accumulate * self.hosts * self.gpus_per_host
@@ -282,12 +294,6 @@ class PlanCommand(Inputs):
         answer = run_fit(dataclasses.replace(job, fit=given))
         print(json.dumps(answer["found"], indent=2) if self.json else answer["text"])
         return int(answer["found"]["best"] is None)
-
-
-def _changed(bandwidths: Bandwidths) -> list[tuple[str, float]]:
-    """Those that `jzero.fit` takes and that were set: it has defaults of its own, by GPU."""
-    fields = (f for f in dataclasses.fields(Bandwidths) if f.name in ("pcie", "within_host", "between_hosts"))
-    return [(f.name, getattr(bandwidths, f.name)) for f in fields if getattr(bandwidths, f.name) != f.default]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.comm.reduce_scatter import batch_axes, sum_over_devices
+from jzero.comm.routes import Reduced
 from jzero.comm.token_loss import OnPlan, first_values
 from jzero.core.ordering import tied
 from jzero.core.token_loss import TokenLoss, weighted, wide_dtype
@@ -26,12 +27,14 @@ class InPieces:
     """The head is gathered piece by piece, the next piece while one is used.
 
     Attributes:
-      devices: those of the plan; of its weights the first is a piece of the head.
+      devices: those of the plan.
       pieces: how the head is cut.
+      weight: a piece of the head with its layouts, of that shape.
     """
 
     devices: OnPlan
     pieces: VocabularyPieces
+    weight: Callable[[tuple[int, ...]], Reduced]
 
     def run(self, loss: TokenLoss, make: str, operands: Arrays, saved: Arrays = ()) -> list[Any]:
         """See `Devices.run`; losses and logsumexps of the tokens are saved."""
@@ -86,14 +89,16 @@ class InPieces:
         """The losses of the tokens, and the gradients of the hidden states, of the head, and of the bias."""
         (hidden, labels, weights), head, bias = self._given(operands)
         losses, lse = saved
-        (of_piece, *of_bias), of_rows = self.devices.weights[: 1 + len(bias)], self._rows
+        of_bias, of_rows = self.devices.weights[1 : 1 + len(bias)], self._rows
         devices, classes = self.devices, head.shape[-1]
 
-        def own(of_hidden: jax.Array, *given: Any) -> list[Any]:
-            of_hidden, grad, *rest = gradients_with(loss, of_hidden, *given, classes=classes)
-            return [of_hidden, devices.reduced(of_piece, given[5], grad), *(g[None] for g in rest)]
-
         def use(of_hidden: jax.Array, number: int, piece: jax.Array) -> tuple[jax.Array, list[Any]]:
+            of_piece = self.weight(piece.shape)
+
+            def own(of_hidden: jax.Array, *given: Any) -> list[Any]:
+                of_hidden, grad, *rest = gradients_with(loss, of_hidden, *given, classes=classes)
+                return [of_hidden, devices.reduced(of_piece, piece, grad), *(g[None] for g in rest)]
+
             specs = (*(of_rows for _ in range(5)), WHOLE, WHOLE, *(WHOLE for _ in bias))
             cut = [self.pieces.piece(b, number) for b in bias]
             run = devices.on_each(own, specs, [of_rows, devices.spec(of_piece), *(of_rows for _ in bias)])
@@ -104,8 +109,7 @@ class InPieces:
         zero = jnp.zeros(hidden.shape, wide_dtype(hidden, head))
         of_hidden, parts = self._each(head, devices.on_each(lambda x: x, of_rows, of_rows)(zero), use)
         of_head, *rest = (self.pieces.joined(some) for some in zip(*parts, strict=True))
-        if of_piece is not None:
-            of_head = devices.plan.constrain(of_head, of_piece.grad)
+        of_head = devices.plan.constrain(of_head, self.weight(head.shape).grad)
         of_hidden = first_values(of_hidden.astype(hidden.dtype), operands[0].shape)
         first = first_values(losses, operands[-1].shape)
         return [first, of_hidden, of_head, *map(self._of_bias, of_bias, bias, rest)]
@@ -138,7 +142,8 @@ class InPieces:
         return carry, done
 
     def _piece(self, shard: jax.Array, number: int) -> jax.Array:
-        return self.devices.whole(self.devices.weights[0], self.pieces.piece(shard, number))
+        piece = self.pieces.piece(shard, number)
+        return self.devices.whole(self.weight(piece.shape), piece)
 
     def _numbers(self, labels: jax.Array, classes: int, number: int) -> jax.Array:
         return self.pieces.piece(jnp.arange(classes, dtype=labels.dtype), number)

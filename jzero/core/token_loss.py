@@ -238,5 +238,6 @@ class Labels:
 
 
 def weighted(losses, weights):
-    """Times the weights; zero where these are, whatever the loss is."""
-    return jnp.where(weights == 0, 0, losses * weights)
+    """Times the weights; zero where these are, whatever the loss is, with the loss as its derivative in the weight."""
+    known = jnp.where(jnp.isfinite(losses), jax.lax.stop_gradient(losses), 0)
+    return jnp.where(weights == 0, weights * known, losses * weights)

@@ -30,17 +30,26 @@ class VocabularyPieces:
 
     Attributes:
       parts: how many equal parts devices hold.
-      count: pieces; a part divides into as many.
+      size: classes that a piece takes from each part; the last piece may take fewer.
+      count: pieces.
     """
 
     parts: int
+    size: int
     count: int
+
+    @classmethod
+    def of(cls, classes: int, parts: int, wanted: int) -> VocabularyPieces:
+        """At most `wanted` pieces."""
+        part = classes // parts
+        size = -(-part // wanted)
+        return cls(parts, size, -(-part // size))
 
     def piece(self, x, number: int):
         """[..., classes] to [..., classes of a piece]."""
-        size = x.shape[-1] // (self.parts * self.count)
         x = x.reshape(*x.shape[:-1], self.parts, -1)
-        x = jax.lax.slice_in_dim(x, number * size, (number + 1) * size, axis=-1)
+        first = number * self.size
+        x = jax.lax.slice_in_dim(x, first, min(first + self.size, x.shape[-1]), axis=-1)
         return x.reshape(*x.shape[:-2], -1)
 
     def joined(self, pieces: Sequence[Any]):

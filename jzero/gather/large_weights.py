@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.comm.routes import equal_parts
 from jzero.core import jaxprs
 from jzero.core.dims import dim_in_result, dot_dims
 from jzero.core.linear import linear
@@ -56,11 +55,11 @@ def product_in_pieces(eqn: JaxprEqn, values: Sequence[Any], walk: Walk, use: Use
     if cut is None:
         return None
     joined, beside = dim_in_result(eqn, at[0], cut[0]), _summed_with(eqn, at[0], cut[0])
-    for i, piece in enumerate(_pieces(weight, *cut, walk)):
+    for first, piece in _pieces(weight, *cut, walk):
         if outs:
             other, outs[-1], piece = _after(other, outs[-1], piece, walk)
-        size = piece.shape[cut[0]]
-        part = other if beside is None else jax.lax.slice_in_dim(other, i * size, (i + 1) * size, axis=beside)
+        last = first + piece.shape[cut[0]]
+        part = other if beside is None else jax.lax.slice_in_dim(other, first, last, axis=beside)
         operands = [piece, part] if at[0] == 0 else [part, piece]
         found = use(_smaller(eqn, operands, wide=joined is None), operands, walk)
         outs = [*outs, *found] if joined is not None or not outs else [outs[0] + found[0]]
@@ -72,7 +71,7 @@ def rows_in_pieces(eqn: JaxprEqn, table: Weight, index: jax.Array, walk: Walk) -
     cut, outs = _cut(table, [1], walk) if walk.drops else None, list[Any]()
     if cut is None:
         return None
-    for piece in _pieces(table, *cut, walk):
+    for _, piece in _pieces(table, *cut, walk):
         if outs:
             outs[-1], shard = tied(outs[-1], piece.shard)
             piece = dataclasses.replace(piece, shard=walk.plan.constrain(shard, piece.stored))
@@ -89,12 +88,12 @@ def _summed_with(eqn: JaxprEqn, at: int, dim: int) -> int | None:
 
 
 def _cut(weight: Weight, dims: Sequence[int], walk: Walk) -> tuple[int, int] | None:
-    """(dim, pieces): the first of these dims that no layout splits and that divides; None: the weight is whole."""
+    """(dim, its size in a piece) for the first of these dims that no layout splits; None: the weight is whole."""
     wanted, split = _wanted(weight, walk), weight.split_dims
     if not wanted or split is None:
         return None
-    cuts = ((d, equal_parts(weight.shape[d], wanted)) for d in dims if d not in split)
-    return next((row for row in cuts if row[1] > 1), None)
+    cuts = ((d, -(-weight.shape[d] // wanted)) for d in dims if d not in split and weight.shape[d] >= wanted)
+    return next(cuts, None)
 
 
 def classes_in_pieces(head: Any, walk: Walk) -> VocabularyPieces | None:
@@ -107,28 +106,29 @@ def classes_in_pieces(head: Any, walk: Walk) -> VocabularyPieces | None:
     parts = axis_size(walk.plan.mesh, finest)
     if any(entry != finest[: len(entry)] for entry in entries) or head.shape[1] % parts:
         return None
-    count = equal_parts(head.shape[1] // parts, wanted)
-    return VocabularyPieces(parts, count) if count > 1 else None
+    found = VocabularyPieces.of(head.shape[1], parts, wanted)
+    return found if found.count > 1 else None
 
 
 def _wanted(weight: Weight, walk: Walk) -> int:
-    """How many pieces a weight is cut into, at least; 0: it is whole."""
+    """How many pieces a weight is cut into, at most; 0: it is whole."""
     most, size = walk.plan.whole_bytes, weight.held_bytes // shard_factor(weight.used, walk.plan.mesh)
     whole = not weight.split or size <= most or not weight.source.direct or weight.order is not None
     return 0 if whole else -(-PIECES * size // most)
 
 
-def _pieces(weight: Weight, dim: int, count: int, walk: Walk) -> Iterator[Weight]:
-    for i in range(count):
-        yield from pieces(_slice(weight, dim, count, i), weight, walk.plan.config.quantize_block)
+def _pieces(weight: Weight, dim: int, size: int, walk: Walk) -> Iterator[tuple[int, Weight]]:
+    """Where each piece begins, and the piece; the last one may be smaller."""
+    for first in range(0, weight.shape[dim], size):
+        (piece,) = pieces(_slice(weight, dim, first, size), weight, walk.plan.config.quantize_block)
+        yield first, piece
 
 
-def _slice(weight: Weight, dim: int, count: int, number: int = 0) -> JaxprEqn:
+def _slice(weight: Weight, dim: int, first: int, size: int) -> JaxprEqn:
     """The equation that cuts a piece out."""
-    size = weight.shape[dim] // count
 
     def cut(w):
-        return [jax.lax.slice_in_dim(w, number * size, (number + 1) * size, axis=dim)]
+        return [jax.lax.slice_in_dim(w, first, min(first + size, w.shape[dim]), axis=dim)]
 
     return jaxprs.trace(cut, weight.aval)[0].eqns[0]
 

@@ -231,13 +231,14 @@ def loss_on_devices(eqn, values: list[Any], walk: Walk) -> list[Any]:
         layouts = (weight.stored, weight.used)
         return walk.comm.weights(shard, *layouts, weight.narrow, weight.order) if weight.split else shard
 
-    pieces = classes_in_pieces(params[0], walk)
-    if pieces is not None:
-        a_piece = jax.eval_shape(lambda x: pieces.piece(x, 0), params[0].aval)
-        known[0] = dataclasses.replace(params[0], shard=a_piece, at_rest=None)
+    head, pieces = params[0], classes_in_pieces(params[0], walk)
+
+    def of_piece(shape: tuple[int, ...]) -> Weight:
+        return dataclasses.replace(head, shard=jax.ShapeDtypeStruct(shape, head.dtype), at_rest=None)
+
     devices = OnPlan(walk.plan, tuple(known), gather)
     shards = [x.shard if isinstance(x, Weight) else x for x in params]
     operands = [hidden, *shards, labels, weights]
     if pieces is None:
         return [token_loss(loss, devices, operands)]
-    return [token_loss(dataclasses.replace(loss, again=True), InPieces(devices, pieces), operands)]
+    return [token_loss(dataclasses.replace(loss, again=True), InPieces(devices, pieces, of_piece), operands)]

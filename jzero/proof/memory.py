@@ -436,9 +436,9 @@ def _grad_bytes(x: Layout, plan: Plan, accumulate: int, in_each: bool) -> int:
 
 
 def _head_bytes(plan: Plan, sizes: Transformer) -> int:
-    """Alive of the fp32 gradient of a tiled loss's head.
+    """Bytes of the fp32 gradient of a tiled loss's head that are alive at once.
 
-    Of one in pieces: two of them, and the sum of the gradients of the hidden states.
+    For a head in pieces: two of them, and the sum of the gradients of the hidden states.
     """
     values = sizes.width * sizes.vocab
     if any(is_in_pieces(x, plan) and math.prod(x.layer_shape) == values for x in plan.layouts):

@@ -87,7 +87,7 @@ def bound(request, monkeypatch):
         monkeypatch.setattr(jzero.Plan, "whole_bytes", property(lambda plan: 3000))
         monkeypatch.setattr(InPieces, "_each", lambda x, *args: made.append(x.pieces.count) or pieces(x, *args))
     yield request.param
-    assert not request.param or (made and set(made) <= {6, 12}), "it was whole"
+    assert not request.param or (made and min(made) > 2), "it was whole"
 
 
 OPTIONS = {"plain": {}, "tied": EVERY | {"tied": True}, "recompute": {"recompute": True, **EVERY}}
@@ -141,6 +141,23 @@ def test_a_head_in_pieces(options, mesh, bound):
     """With several buckets; classes that devices split are cut on each of them."""
     known = {k: v for k, v in options.items() if k != "recompute"}
     compare(functools.partial(in_tiles, **options), plan_of(mesh, 3, bucket_bytes=2000), wanted(**known))
+
+
+@pytest.mark.parametrize("bound", [True], ids=["in pieces"], indirect=True)
+def test_both_derivatives_in_the_weights_of_tokens(mesh, bound):
+    """Also where a weight is zero: that of the loss which it would add."""
+    plan = plan_of(mesh)
+    placed, (labels, where) = plan.place(params_of()), plan.place_batch(batch_of())
+
+    def summed(p, where):
+        options = {"where": where, "bias": p["bias"], "reduction": "sum"}
+        return jzero.tiled_loss(hidden_of(p, labels), p["head"], labels, **options)
+
+    loss = jzero.gather_on_use(summed, plan)
+    grad = jax.jit(jax.grad(loss, argnums=1))(placed, where)
+    along = jax.jit(lambda p, m: jax.jvp(lambda m: loss(p, m), (m,), (jnp.ones_like(m),))[1])(placed, where)
+    assert bool((where == 0).any())
+    np.testing.assert_allclose(grad.sum(), along, rtol=1e-5)
 
 
 @pytest.mark.default_cases("whole")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.proof.fitting.candidates import Task
+from jzero.proof.fitting.fit import choice
 from jzero.proof.fitting.flops import flops_of
 from jzero.proof.fitting.options import layouts, options, smaller
 from jzero.proof.fitting.rates import GPUS
@@ -147,7 +149,7 @@ def test_an_nnx_pair_whose_functions_offer_nothing():
     found = fit(60 * 10**9, create=nnx_pair, train=nnx_step)
     assert found.config.stage == 1
     assert not found.best.option.offered
-    assert "jzero.shard(create_state, config, mesh=mesh)" in str(found)
+    assert "model, optimizer = jzero.shard(create_state, config, mesh=mesh)" in str(found)
 
 
 def task(hosts=1, **fields):
@@ -158,7 +160,7 @@ def task(hosts=1, **fields):
 def test_flops_are_those_of_the_matmuls():
     """Two per weight and row forward, four backward, two more under remat."""
     rows = ROWS * 8
-    flops = {remat: task()._traced((("remat", remat),))[1] for remat in (False, True)}
+    flops = {remat: task()._traced((("remat", remat),)).flops for remat in (False, True)}
     first = 2 * rows * WIDTH * 4 * WIDTH  # of the input there is no gradient
     assert flops[False] == pytest.approx(6 * rows * PARAMS - first)
     again = flops[True] - flops[False]
@@ -213,6 +215,35 @@ def test_options_are_what_configs_accept():
 
 
 @pytest.mark.unit
+def test_odd_numbers_of_examples_and_what_is_fixed():
+    """Three examples per device have no two micro-batches; what a partial fixes does not vary."""
+    fixed = functools.partial(create_state, remat=True)
+    this = Task(fixed, step, (batch_of(pod(), rows=3),), pod(), GPUS["h100"])
+    assert this.accumulates == [1, 3]
+    assert this.offers == ()
+    assert {c.examples for c in this.candidates()} == {1, 3}
+
+
+@pytest.mark.unit
+def test_of_those_within_two_percent_the_simplest_is_chosen():
+    def one(total, *complexity):
+        some = types.SimpleNamespace
+        return some(seconds=some(total=total), option=some(complexity=complexity))
+
+    fast, simple, slow = one(101.9, 2), one(102.1, 1), one(105.0, 0)
+    assert choice([slow, fast, simple]) is simple
+    assert choice([]) is None
+
+
+@pytest.mark.unit
+def test_what_it_prints_can_be_pasted():
+    every = smaller(next(options(1, 8, [1], [])), lower_precision=True)
+    (option,) = (o for o in every if str(o) == "stage 0, moments int8")
+    assert option.fields() == {"stage": 0, "moment_dtype": "int8"}
+    assert jzero.ZeroConfig(**option.fields()) == option.config
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -222,6 +253,7 @@ def test_options_are_what_configs_accept():
         ({"memory_bytes": -1}, ValueError, "memory_bytes must be an integer of at least 1"),
         ({"rates": {"network": 1e9}}, ValueError, r"jzero\.fit: rates has no 'network'"),
         ({"rates": {"reached": 1.5}}, ValueError, r"jzero\.fit: rates: reached must be a number above 0 and at most 1"),
+        ({"batch": {"x": jnp.ones((64, WIDTH)), "rate": 0.1}}, TypeError, "the batch must hold arrays"),
         ({"batch": jax.ShapeDtypeStruct((12, WIDTH), jnp.bfloat16)}, ValueError, "must be multiples of the pod's 8"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

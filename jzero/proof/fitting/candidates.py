@@ -14,11 +14,13 @@ import jax
 
 from jzero.comm.uses import Uses
 from jzero.config import ZeroConfig
-from jzero.core.random_keys import is_key
+from jzero.core.random_keys import is_key, may_be_keys
+from jzero.core.token_loss_rules import GRADIENTS
 from jzero.core.traces import as_written, innermost
 from jzero.core.types import PyTree
 from jzero.flax.adapters import is_pair
 from jzero.flax.shard import abstract, plan_of
+from jzero.layout.gathered import is_in_pieces
 from jzero.proof.arguments import fill_shardings, jitted_fn
 from jzero.proof.fitting.flops import flops_of
 from jzero.proof.fitting.options import OFFERED, Option, options, smaller
@@ -58,6 +60,21 @@ class Candidate:
         return self.count()
 
 
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What is read from a step.
+
+    Attributes:
+      uses: of its params.
+      flops: of all devices.
+      of_losses: the part of them in tiled losses.
+    """
+
+    uses: Uses
+    flops: float
+    of_losses: float
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
     """What is fitted.
@@ -85,13 +102,24 @@ class Task:
         return tuple(name for name in OFFERED if name in _keywords(self.create))
 
     @functools.cached_property
+    def pair(self) -> bool:
+        """The state is an NNX pair."""
+        axes = {"data": len(self.pod.devices)}
+        return is_pair(self.state(ZeroConfig(stage=0), axes, dict.fromkeys(self.offers, False)))
+
+    @functools.cached_property
     def examples(self) -> int:
         """Of one device in a step.
 
         Raises:
+          TypeError: a leaf of the batch is not an array.
           ValueError: no array has examples, or the devices do not divide them.
         """
-        sizes = {x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim and not is_key(x)}
+        leaves = jax.tree.leaves(self.batch)
+        for leaf in leaves:
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                raise TypeError(f"{WHERE}: the batch must hold arrays or jax.ShapeDtypeStruct leaves, not {leaf!r}.")
+        sizes = {x.shape[0] for x in leaves if len(x.shape) and not is_key(x) and not may_be_keys(x)}
         devices = len(self.pod.devices)
         if not sizes or any(size % devices for size in sizes):
             raise ValueError(
@@ -125,10 +153,13 @@ class Task:
 
     def candidate(self, option: Option) -> Candidate:
         """The closed forms of an option."""
-        uses, flops = self._traced(option.given)
-        k = max(option.accumulate, uses.micro_batches)
+        trace = self._traced(option.given)
+        k = max(option.accumulate, trace.uses.micro_batches)
         axes, base = tuple(option.axes.items()), option.base
-        found = self._estimate(base, axes, option.given, k)
+        found, plan = self._estimate(base, axes, option.given, k), self._plan(base, axes)[0]
+        heads = {name for name, uses in trace.uses.items() if any(use.kind == "loss" for use in uses)}
+        in_pieces = any(x.name in heads and is_in_pieces(x, plan) for x in plan.layouts)
+        flops = trace.flops + trace.of_losses / 3 * in_pieces  # whose logits are made twice
         remat = option.offered.get("remat", bool((self.model or {}).get("remat", True)))
         share = 1 if base.stage == 0 else 1 / math.prod(option.axes[name] for name in base.axes)
         time = seconds(
@@ -139,7 +170,7 @@ class Task:
 
     @functools.cache  # noqa: B019 - a task lives as long as one fit
     def _estimate(self, config: ZeroConfig, axes: tuple, offered: tuple, accumulate: int) -> Estimate:
-        (plan, optimizer), uses = self._plan(config, axes), self._traced(offered, min(accumulate, 2))[0]
+        (plan, optimizer), uses = self._plan(config, axes), self._traced(offered, self._alike(accumulate)).uses
         model = self.model and {**self.model, **dict(offered), "batch": self.examples // accumulate}
         found = estimate_with(optimizer, plan, uses, transformer_of(model, where=WHERE), accumulate)
         return found if model else dataclasses.replace(found, working=gathered_working(plan))
@@ -156,17 +187,22 @@ class Task:
         return abstract(create, config, mesh=self.pod.mesh(axes), trainable=self.trainable)
 
     @functools.cache  # noqa: B019
-    def _traced(self, offered: tuple, accumulate: int = 1) -> tuple[Uses, float]:
+    def _traced(self, offered: tuple, accumulate: int = 1) -> Trace:
         """What the step does with its params, and the FLOPs of all devices, read from the step at stage 0.
 
-        Of several micro-batches the step is read with two: more change no more than their number.
+        Of several micro-batches the step is read with the fewest, see `_alike`.
         """
         state = self.state(ZeroConfig(stage=0), {"data": len(self.pod.devices)}, dict(offered))
         args, plan = self._arguments(state), plan_of(state)
         filled, _ = fill_shardings((args, {}), plan, devices=self.pod.devices)
         with as_written():
             stage = jitted_fn(self._step(accumulate), (), (args, {}), where=WHERE).trace(*filled)
-        return uses_in(stage, plan), flops_of(innermost(stage, jax.stages.Traced).jaxpr.jaxpr)
+        jaxpr = innermost(stage, jax.stages.Traced).jaxpr.jaxpr
+        return Trace(uses_in(stage, plan), flops_of(jaxpr), flops_of(jaxpr, only=GRADIENTS))
+
+    def _alike(self, accumulate: int) -> int:
+        """The smallest number of micro-batches whose step differs from that one by their number alone."""
+        return min(accumulate, next((k for k in self.accumulates if k > 1), accumulate))
 
     def _step(self, accumulate: int) -> Callable[..., Any]:
         accumulate = accumulate if "accumulate" in _keywords(self.step) else 1
@@ -181,15 +217,16 @@ class Task:
         args, step = self._arguments(state), self._step(option.accumulate)
         states = tuple(range(len(args) - len(self.batch)))
         plain: dict[str, Any] = {"compiler_options": NO_REMAT, "donate_argnums": states}
-        own = {} if hasattr(step, "lower") else plain
+        own = {} if hasattr(self.step, "lower") else plain
         memory = memory_of(self.pod.compile(step, *args, plan=plan_of(state), **own))
         assert memory is not None
         return memory.total
 
 
 def _keywords(fn: Callable[..., Any]) -> Sequence[str]:
-    """The names of the arguments of a function."""
+    """The names of the arguments of a function that are not fixed."""
+    fixed = fn.keywords if isinstance(fn, functools.partial) else {}
     try:
-        return tuple(inspect.signature(fn).parameters)
+        return tuple(name for name in inspect.signature(fn).parameters if name not in fixed)
     except (TypeError, ValueError):
         return ()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jzero.config import ZeroConfig
@@ -39,7 +38,7 @@ UNSURE = 0.1
 STEP = 0.05
 """The part of the limit by which the next program is smaller, where none of those before it fits."""
 SAME = 0.02
-"""Options whose modelled times differ by less than this part are as fast."""
+"""Options whose modelled times differ by no more than this part count as equally fast."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +53,8 @@ class Fit:
       predicted: bytes of one device of any candidate: compiled, or estimated and corrected by what was compiled.
       limit: bytes of one device that a program may take.
       pod: for which it was searched.
+      pair: the state is an NNX pair.
+      trainable: `fit` was told which params train.
       needed: where none fits, the smallest number of GPUs on which one does by the closed forms; None: not found.
       notes: what a reader should know.
     """
@@ -65,6 +66,8 @@ class Fit:
     predicted: Callable[[Candidate], float] = dataclasses.field(repr=False)
     limit: float
     pod: Pod
+    pair: bool = False
+    trainable: bool = False
     needed: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -108,7 +111,8 @@ def fit(
       lower_precision: True: moments may be stored in bfloat16 or int8.
       model: sizes of a transformer, as for `jzero.estimate`: without it only compiling tells what activations take.
       trainable: as for `jzero.shard`.
-      compiles: how many programs to compile at most, unless none of these fits.
+      compiles: how many programs to compile at most; more, up to twice as many, while none of these fits, or where
+        another one seems to fit and to be 5 % faster.
       say: is called with a line of text before each step of the work.
 
     Returns:
@@ -119,7 +123,8 @@ def fit(
         `jzero.shard` raises for the state.
 
     Cost:
-      A second per hundred options, and the compiling of one to four programs, which a cache keeps for the next time.
+      A second per hundred options, and the compiling of one to `compiles` programs, which a cache keeps for the next
+      time.
 
     Example:
       >>> import jzero
@@ -158,7 +163,7 @@ class Search:
         self.compiled: dict[Candidate, int] = {}
         self.notes: list[str] = []
         say("estimating options with the state in device memory")
-        self.known = ordered(task.candidates())
+        self.known = task.candidates()
 
     def run(self) -> None:
         """First with the state in device memory; then with what would be faster, if it is made smaller."""
@@ -170,7 +175,7 @@ class Search:
             more = self.task.smaller(large, lower_precision=self.lower_precision)
             if best is not None:
                 more = [c for c in more if c.seconds.total < best.seconds.total]
-            self.known = ordered([*self.known, *more])
+            self.known = [*self.known, *more]
             self.compile_until_one_fits()
 
     def compile_until_one_fits(self) -> None:
@@ -216,12 +221,14 @@ class Search:
         """
         failed = len(self.compiled) if self.best() is None else 0
         unsure = UNSURE if failed < 2 else -STEP * (failed - 1)
-        last = None if unsure == UNSURE else min(self.known, key=self.predicted)
-        return next((c for c in self.known if self.fits(c, unsure=unsure)), last if last and self.fits(last) else None)
+        found = choice(c for c in self.known if self.fits(c, unsure=unsure))
+        if found is None and unsure < 0:
+            found = min((c for c in self.known if self.fits(c)), key=self.predicted, default=None)
+        return found
 
     def best(self) -> Candidate | None:
         """The fastest that was compiled and fits."""
-        return next((c for c in self.known if c in self.compiled and self.fits(c)), None)
+        return choice(c for c in self.compiled if self.fits(c))
 
     def fits(self, c: Candidate, *, unsure: float = 0.0) -> bool:
         """As far as is known; `unsure`: or exceeds the limit by this part at most, without having been compiled."""
@@ -256,19 +263,21 @@ class Search:
         kinds = dict[tuple[Any, ...], Candidate]()
         for c in sorted(large, key=self.predicted):
             kinds.setdefault((c.option.config.stage, len(c.option.axes), c.option.config.offload), c)
-        after = [] if best is None else known[known.index(best) + 1 :]
-        runner_up = next((c for c in after if self.fits(c)), None)
+        runner_up = choice(c for c in known if c is not best and self.fits(c)) if best is not None else None
         return Fit(
             best=best, runner_up=runner_up, refused=tuple(kinds.values())[:SHOWN], compiled=self.compiled,
-            predicted=self.predicted, limit=self.limit, pod=self.task.pod,
+            predicted=self.predicted, limit=self.limit, pod=self.task.pod, pair=self.task.pair,
+            trainable=self.task.trainable is not None,
             needed=None if best is not None else self.smallest(), notes=tuple(self.notes),
         )  # fmt: skip
 
     def smallest(self) -> int | None:
-        """The smallest number of GPUs, by doubling hosts, on which an option fits by the closed forms."""
-        pod, hosts = self.task.pod, 2 ** math.ceil(math.log2(self.task.pod.hosts + 1))
+        """The smallest number of GPUs, in hosts that divide the batch, on which an option fits by the closed forms."""
+        pod = self.task.pod
         examples = self.task.examples * len(pod.devices)
-        while hosts <= MOST_HOSTS and examples % (hosts * pod.gpus_per_host) == 0:
+        for hosts in range(pod.hosts + 1, MOST_HOSTS + 1):
+            if examples % (hosts * pod.gpus_per_host):
+                continue
             self.say(f"estimating on {hosts * pod.gpus_per_host} {pod.gpu}")
             machine = pod_of(pod.gpu, hosts=hosts, gpus_per_host=pod.gpus_per_host)
             larger = dataclasses.replace(self.task, pod=machine)
@@ -276,11 +285,12 @@ class Search:
             every = itertools.chain(known, larger.smaller(known, lower_precision=self.lower_precision))
             if any(c.estimate.total <= self.limit and c.estimate.host_per_node <= self.host_bytes for c in every):
                 return len(machine.devices)
-            hosts *= 2
         return None
 
 
-def ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Fastest first; of those that are as fast the simplest first."""
-    least = min(c.seconds.total for c in candidates)
-    return sorted(candidates, key=lambda c: (int((c.seconds.total / least - 1) / SAME), c.option.complexity))
+def choice(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The simplest of those that are as fast as the fastest; None if there is none."""
+    some = list(candidates)
+    least = min((c.seconds.total for c in some), default=0.0)
+    alike = (c for c in some if c.seconds.total <= (1 + SAME) * least)
+    return min(alike, key=lambda c: (c.option.complexity, c.seconds.total), default=None)

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jzero.config import Offload, ZeroConfig
 
 OFFERED = ("remat", "tiled_loss")
@@ -66,7 +68,8 @@ class Option:
     def fields(self) -> dict[str, Any]:
         """The fields of the config that are not the default ones."""
         given = ((f.name, f.default, getattr(self.config, f.name)) for f in dataclasses.fields(ZeroConfig))
-        return {name: value for name, default, value in given if value != default or name == "stage"}
+        found = {name: value for name, default, value in given if value != default or name == "stage"}
+        return {name: str(x) if isinstance(x, np.dtype) else x for name, x in found.items()}
 
     def __str__(self) -> str:
         """In one line, for a table."""
@@ -100,7 +103,7 @@ def layouts(hosts: int, gpus_per_host: int) -> Iterator[tuple[dict[str, Any], di
 def options(
     hosts: int, gpus_per_host: int, accumulates: Sequence[int], offers: Sequence[str]
 ) -> Iterator[Option]:
-    """All options with the state in device memory, as wide as its optimizer has it.
+    """All options with the state in device memory, in the optimizer's own precision.
 
     Args:
       hosts, gpus_per_host: of the pod.

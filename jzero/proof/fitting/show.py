@@ -19,7 +19,7 @@ def shown(fit: Fit) -> str:
     machine = f"{len(pod.devices)} {pod.gpu} ({pod.hosts} x {pod.gpus_per_host}), {each}"
     if best is None:
         return "\n".join([f"nothing fits on {machine}.", *_refused(fit), *_needed(fit), *fit.notes])
-    lines = [f"the fastest that fits on {machine}:", "", *_code(best), "", *_table(fit)]
+    lines = [f"the fastest that fits on {machine}:", "", *_code(fit, best), "", *_table(fit)]
     return "\n".join([*lines, *_refused(fit), *(f"note: {n}" for n in fit.notes), "", *MODEL])
 
 
@@ -29,15 +29,16 @@ MODEL = [
 ]
 
 
-def _code(best: Candidate) -> list[str]:
+def _code(fit: Fit, best: Candidate) -> list[str]:
     option = best.option
     fields = ", ".join(f"{name}={_code_of(value)}" for name, value in option.fields().items())
     sizes = ", ".join(f'"{name}": {size}' for name, size in option.axes.items())
     offered = ", ".join(f"{name}={on}" for name, on in option.offered.items())
     call = f"lambda: create_state({offered})" if offered else "create_state"
     lines = [f"    config = jzero.ZeroConfig({fields})", f"    mesh = jzero.mesh({{{sizes}}})"]
-    lines.append(f"    state = jzero.shard({call}, config, mesh=mesh)")
-    return [*lines, f"    step(state, batch, accumulate={option.accumulate})"] if option.accumulate > 1 else lines
+    state, more = "model, optimizer" if fit.pair else "state", ", trainable=trainable" if fit.trainable else ""
+    lines.append(f"    {state} = jzero.shard({call}, config, mesh=mesh{more})")
+    return [*lines, f"    step({state}, batch, accumulate={option.accumulate})"] if option.accumulate > 1 else lines
 
 
 def _code_of(value: Any) -> str:
@@ -68,7 +69,7 @@ def _bytes(fit: Fit, c: Candidate) -> list[str]:
 
 def _refused(fit: Fit) -> list[str]:
     if not fit.refused:
-        return ["nothing faster was found." if fit.best is not None else ""]
+        return []
     head = "faster, but too large:" if fit.best is not None else "the smallest:"
     return [head, *(f"  {c.option}: {_why(fit, c)}" for c in fit.refused)]
 
