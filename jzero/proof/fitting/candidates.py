@@ -61,7 +61,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """What is read from a step.
 
     Attributes:
@@ -187,7 +187,7 @@ class Task:
         return abstract(create, config, mesh=self.pod.mesh(axes), trainable=self.trainable)
 
     @functools.cache  # noqa: B019
-    def _traced(self, offered: tuple, accumulate: int = 1) -> Trace:
+    def _traced(self, offered: tuple, accumulate: int = 1) -> StepTrace:
         """What the step does with its params, and the FLOPs of all devices, read from the step at stage 0.
 
         Of several micro-batches the step is read with the fewest, see `_alike`.
@@ -198,7 +198,7 @@ class Task:
         with as_written():
             stage = jitted_fn(self._step(accumulate), (), (args, {}), where=WHERE).trace(*filled)
         jaxpr = innermost(stage, jax.stages.Traced).jaxpr.jaxpr
-        return Trace(uses_in(stage, plan), flops_of(jaxpr), flops_of(jaxpr, only=GRADIENTS))
+        return StepTrace(uses_in(stage, plan), flops_of(jaxpr), flops_of(jaxpr, only=GRADIENTS))
 
     def _alike(self, accumulate: int) -> int:
         """The smallest number of micro-batches whose step differs from that one by their number alone."""
