@@ -21,12 +21,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import jzero  # noqa: I001  (before jax)
-from jzero.cli.fit import SIZES, creator_of
+from jzero.cli.fit import creator_of
 from jzero.cli.presets import PRESETS, train_step
 from jzero.proof.fitting.candidates import Candidate, Task
-from jzero.proof.fitting.fit import HOST_BYTES, TAKEN, Search
+from jzero.proof.fitting.fit import HOST_BYTES, Search
 from jzero.proof.fitting.options import Option
 from jzero.proof.fitting.rates import GPUS
+from jzero.proof.pod import JAX_TAKES
 import jax
 import tyro
 
@@ -46,7 +47,7 @@ class Config:
 
 
 class ByClosedForms(Task):
-    """Takes the estimate for what is compiled."""
+    """Uses the estimate in place of a compiled program."""
 
     def compiled_bytes(self, option: Option) -> int:
         """As estimated."""
@@ -61,7 +62,7 @@ def main(config: Config) -> None:
     print("model, pod, sequences per GPU | choice | ms | ms / best | options | seconds")
     for number, cell in enumerate(cells):
         began, task = time.perf_counter(), task_of(ByClosedForms, *cell)
-        limit = TAKEN * task.pod.memory_bytes
+        limit = JAX_TAKES * task.pod.memory_bytes
         search = searched(task, limit)
         best, every = search.best(), [*(known := task.candidates()), *task.smaller(known, lower_precision=False)]
         fitting = [c for c in every if c.estimate.total <= limit and c.estimate.host_per_node <= HOST_BYTES]
@@ -86,9 +87,8 @@ def task_of(kind: type[Task], model: str, pod: str, each: int) -> Task:
     machine = jzero.pod(gpu, hosts=int(hosts))
     rows = each * len(machine.devices)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, preset.seq + 1), "int32")}
-    sizes = preset.transformer(seq=preset.seq, batch=1)
-    model_sizes = {name: getattr(sizes, name) for name in SIZES}
-    return kind(creator_of(preset, preset.seq), train_step, (batch,), machine, GPUS[gpu], model_sizes)
+    sizes = dataclasses.asdict(preset.transformer(seq=preset.seq, batch=1))
+    return kind(creator_of(preset, preset.seq), train_step, (batch,), machine, GPUS[gpu], sizes)
 
 
 def searched(task: Task, limit: float) -> Search:

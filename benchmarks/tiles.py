@@ -14,7 +14,6 @@ gathered head and, in tiles, its fp32 gradient, if the head is whole.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 import jzero  # noqa: I001  (before jax)
 from jzero import sharding
 from jzero.config import WHOLE_BYTES
+from jzero.proof.fitting.flops import flops_of
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -217,24 +217,9 @@ def line(config: Config, pod: jzero.Pod, stage: int, tokens: int, way: str) -> s
     own = report.memory.temp - 2 * head * (n > 1 and stage == 3) - 4 * head * (way != "plain")
     wire = report.wire.total / plan.param_bytes / ((n - 1) / n) if n > 1 else 0
     _, at_0, like = made(config, pod, 0, tokens, "recompute" if pieces else way)
-    flops = matmuls(jax.make_jaxpr(at_0)(*like).jaxpr) / 1e12 / n
+    flops = flops_of(jax.make_jaxpr(at_0)(*like).jaxpr) / 1e12 / n
     temp = report.memory.temp
     return f"{n:4} {stage:5} {tokens:6} {way:10} {temp / 1e9:11.2f} {own / 1e9:7.2f} {wire:10.3f} {flops:6.1f}"
-
-
-def matmuls(jaxpr, times: int = 1) -> float:
-    """FLOPs of the matmuls, on all devices."""
-    total = 0.0
-    for eqn in jaxpr.eqns:
-        inner = [getattr(x, "jaxpr", x) for v in eqn.params.values() for x in (v if isinstance(v, tuple) else (v,))]
-        again = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-        again *= eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
-        total += sum(matmuls(x, again) for x in inner if hasattr(x, "eqns"))
-        if eqn.primitive.name == "dot_general":
-            (contract, _), _ = eqn.params["dimension_numbers"]
-            left, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-            total += 2.0 * times * math.prod(out) * math.prod(left[d] for d in contract)
-    return total
 
 
 if __name__ == "__main__":

@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from jzero.cli import presets
-from jzero.cli.inputs import load_function
 from jzero.cli.job import Job, Json
-from jzero.cli.program import batch_of
+from jzero.cli.program import Subject
 from jzero.core.types import PyTree
 from jzero.proof.fitting.candidates import Candidate
 from jzero.proof.fitting.fit import Fit, fit
-from jzero.proof.pod import pod
-
-SIZES = ("layers", "width", "heads", "seq", "vocab", "ffn", "flash")
 
 
 def fitted(job: Job, say: Callable[[str], None]) -> Json:
     """The answer to a job: `text` to print, and `found`."""
     assert job.fit is not None
-    machine = pod(job.gpu, hosts=job.hosts, gpus_per_host=job.gpus_per_host)
-    given: dict[str, Any] = {k: v for k, v in job.fit.items() if k != "examples"}
-    if job.preset is not None:
-        preset = presets.PRESETS[job.preset]
-        seq = job.seq or preset.seq
-        create, step = creator_of(preset, seq), presets.train_step
-        batch: PyTree = {"tokens": jax.ShapeDtypeStruct((job.fit["examples"], seq + 1), "int32")}
-        sizes = preset.transformer(seq=seq, batch=1)
-        given["model"] = {name: getattr(sizes, name) for name in SIZES}
-    else:
-        assert job.create is not None
-        assert job.step is not None
-        assert job.batch is not None
-        create, step = load_function(job.create, "--create"), load_function(job.step, "--step")
-        batch = tuple(batch_of(job.batch))
-        given["trainable"] = None if job.trainable is None else load_function(job.trainable, "--trainable")
-    found = fit(create, step, batch, pod=machine, say=say, **given)
+    subject, given = Subject.of(job), {k: v for k, v in job.fit.items() if k != "examples"}
+    create, step, batch = subject.create, subject.step, subject.batch
+    if subject.model is not None:
+        assert job.preset is not None
+        seq = subject.model.seq
+        create, step = creator_of(presets.PRESETS[job.preset], seq), presets.train_step
+        batch = ({"tokens": jax.ShapeDtypeStruct((job.fit["examples"], seq + 1), "int32")},)
+        given["model"] = dataclasses.asdict(subject.model)
+    found = fit(create, step, batch, pod=subject.pod, trainable=subject.trainable, say=say, **given)
     return {"text": str(found), "found": fit_json(found)}
 
 

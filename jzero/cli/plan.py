@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jzero.cli.bandwidths import BANDWIDTHS, Bandwidths
 from jzero.cli.inputs import (
     InputError,
     names_function,
@@ -23,48 +24,19 @@ from jzero.cli.inputs import (
 from jzero.cli.job import Answers, Asked, Job, Json
 from jzero.cli.presets import PRESETS
 from jzero.cli.process import run_fit, run_job
-from jzero.cli.show import JAX_TAKES, OLDER, VARIABLE, findings_text, stage_table, title
+from jzero.cli.show import OLDER, VARIABLE, findings_text, stage_table, title
 from jzero.config import Offload, ZeroConfig
 from jzero.core.errors import check_int, nearest
-from jzero.proof.pod import check_pod, gpu_bytes
+from jzero.proof.pod import JAX_TAKES, check_pod, gpu_bytes
 
 FETCHES, OUTSIDE = 3, 2
 """The least stage whose params can live in host memory, and that of an update outside of the program."""
 WHOLE_BELOW = "below it the model reads whole params on the device"
 NO_FILES = "no files are written by a plan"
-READ = {"fit", "global_batch", "memory", "host_memory", "lower_precision", "bandwidths", "memory_fraction", "json"}
+OF_FIT = {"global_batch", "memory", "host_memory", "lower_precision"}
+"""The flags that belong to --fit."""
+READ_BY_FIT = {*OF_FIT, "fit", "bandwidths", "memory_fraction", "json"}
 """The flags that --fit reads, besides those of the subject and the pod."""
-
-
-BANDWIDTHS = {"pcie": 25.0, "memory": 200.0, "disk": 10.0, "within_host": 450.0, "between_hosts": 400.0}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bandwidths:
-    """In GB per second. With --fit those that are omitted are the GPU's."""
-
-    pcie: float | None = None
-    """Of one GPU, in each direction; 25 if omitted."""
-    memory: float | None = None
-    """Of a host's memory, reads and writes together; 200 if omitted."""
-    disk: float | None = None
-    """Of a host's disks, reads and writes together; 10 if omitted."""
-    within_host: float | None = None
-    """Of one GPU to others of its host, in each direction (NVLink); 450 if omitted."""
-    between_hosts: float | None = None
-    """Of a host to others, in each direction: all of its network cards; 400 if omitted."""
-
-    def given(self) -> dict[str, float]:
-        """Those that are not omitted.
-
-        Raises:
-          InputError: a bandwidth that is not above 0.
-        """
-        found = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        for name, value in found.items():
-            if not value > 0:
-                raise InputError(f"--bandwidths.{name} {value}: must be above 0 GB per second.")
-        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,7 +205,7 @@ class PlanCommand(Inputs):
     memory: str | None = None
     """With --fit: what a program may take of a GPU, "72GB", in place of --memory-fraction."""
     host_memory: str = "1000GB"
-    """With --fit: memory of a host, for what is offloaded."""
+    """With --fit: how much memory each host has for offloaded state."""
     lower_precision: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """With --fit: moments may be stored in bfloat16 or int8."""
 
@@ -241,7 +213,7 @@ class PlanCommand(Inputs):
         """Compiles, prints, draws; 1 if a stage could not be compiled, or with --fit if nothing fits."""
         if self.fit:
             return self._fit()
-        for name in READ - {"fit", "bandwidths", "memory_fraction", "json"}:
+        for name in sorted(OF_FIT):
             if getattr(self, name) != getattr(PlanCommand, name):
                 raise InputError(f"--{name.replace('_', '-')} belongs to --fit.")
         stages, left_out = parse_stages(self.stages), []
@@ -269,12 +241,11 @@ class PlanCommand(Inputs):
             draw(self.plot, job, answers)
         return int(any("crash" in r for r in results))
 
-
     def _fit(self) -> int:
-        job, kept = self.job(stages=[0, 1, 2, 3], search=False), {f.name for f in dataclasses.fields(Asked)} | READ
+        job = self.job(stages=[0, 1, 2, 3], search=False)
+        read = ({f.name for f in dataclasses.fields(Asked)} | READ_BY_FIT) - {"tiled_loss"}
         for field in dataclasses.fields(self):
-            chosen = field.name not in kept or field.name == "tiled_loss"
-            if chosen and getattr(self, field.name) != field.default:
+            if field.name not in read and getattr(self, field.name) != field.default:
                 raise InputError(f"--fit does not go with --{field.name.replace('_', '-')}: it chooses by itself.")
         for name in ("memory", "disk"):
             if getattr(self.bandwidths, name) is not None:

@@ -85,7 +85,7 @@ class Subject:
         create, step = load_function(job.create, "--create"), load_function(job.step, "--step")
         check_creator(create, job.create)
         trainable = None if job.trainable is None else load_function(job.trainable, "--trainable")
-        return cls(create, step, tuple(batch_of(job.batch)), trainable, machine, mesh, job, None)
+        return cls(create, step, tuple(_batch(job.batch)), trainable, machine, mesh, job, None)
 
     @classmethod
     def _of_preset(cls, job: Job, machine: Pod, mesh: Mesh, config: ZeroConfig) -> Subject:
@@ -176,7 +176,7 @@ class Subject:
         )
 
 
-def batch_of(text: str) -> list[PyTree]:
+def _batch(text: str) -> list[PyTree]:
     """The batch that `--batch` describes, or what the function that it names returns."""
     if not names_function(text):
         return parse_batch(text)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 
 from jzero.cli.job import Answers, Job, Json
 from jzero.core.errors import counted, human_bytes
+from jzero.proof.pod import JAX_TAKES
 from jzero.proof.tables import lines_of, plain_table
 
 COMPARED = ("params", "opt_state", "wire")
 OFF, SHARE_OFF = "*", 0.05
-VARIABLE, OLDER, JAX_TAKES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
+VARIABLE, OLDER = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SHARE_SHOWN = 1e-4  # of a device's bytes: a step counter that an update outside of the program keeps to itself
 
 

@@ -58,8 +58,7 @@ class InPieces:
         """What the loss returns, and of each token its loss and logsumexp."""
         (hidden, labels, weights), head, bias = self._given(operands)
         of_rows, classes = self._rows, head.shape[-1]
-        first = functools.partial(first_sums, dtype=wide_dtype(hidden, head))
-        sums = self.devices.on_each(first, of_rows, of_rows)(labels)
+        sums = first_sums(labels, wide_dtype(hidden, head))
 
         def use(sums: Any, number: int, piece: jax.Array) -> tuple[Any, None]:
             add = functools.partial(sums_with, loss, classes=classes)
@@ -107,7 +106,7 @@ class InPieces:
             return of_hidden, [devices.laid_out(grad, of_piece, piece.shape), *rest]
 
         zero = jnp.zeros(hidden.shape, wide_dtype(hidden, head))
-        of_hidden, parts = self._each(head, devices.on_each(lambda x: x, of_rows, of_rows)(zero), use)
+        of_hidden, parts = self._each(head, zero, use)
         of_head, *rest = (self.pieces.joined(some) for some in zip(*parts, strict=True))
         of_head = devices.plan.constrain(of_head, self.weight(head.shape).grad)
         of_hidden = first_values(of_hidden.astype(hidden.dtype), operands[0].shape)

@@ -77,7 +77,7 @@ def tiled_loss(
         reduction="none" and for fp16, where the gradients cannot be made before the cotangent is known. False raises
         there.
       plan: for a call outside of a wrapped function. The head's gradient is reduce-scattered as that of a param of its
-        shape. If there is none, or if several have different layouts, it is all-reduced.
+        shape. If no param has that shape, or if several with different layouts do, it is all-reduced.
 
     Returns:
       The loss in fp32: a number, or [...] for "none".

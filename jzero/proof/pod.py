@@ -23,6 +23,8 @@ from jzero.proof.arguments import fill_shardings, find_plan, jitted_fn
 from jzero.sharding import Plan, check_plan
 
 MOST_GPUS = 2**20  # of a pod, and of a host
+JAX_TAKES = 0.75
+"""The part of a GPU's memory that JAX takes, unless `XLA_CLIENT_MEM_FRACTION` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)

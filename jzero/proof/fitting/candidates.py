@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,14 @@ import jax
 
 from jzero.comm.uses import Uses
 from jzero.config import ZeroConfig
-from jzero.core.random_keys import is_key, may_be_keys
+from jzero.core.random_keys import may_be_keys
 from jzero.core.token_loss_rules import GRADIENTS
 from jzero.core.traces import as_written, innermost
 from jzero.core.types import PyTree
 from jzero.flax.adapters import is_pair
 from jzero.flax.shard import abstract, plan_of
 from jzero.layout.gathered import is_in_pieces
+from jzero.layout.specs import axis_size
 from jzero.proof.arguments import fill_shardings, jitted_fn
 from jzero.proof.fitting.flops import flops_of
 from jzero.proof.fitting.options import OFFERED, Option, options, smaller
@@ -68,11 +68,13 @@ class StepTrace:
       uses: of its params.
       flops: of all devices.
       of_losses: the part of them in tiled losses.
+      pair: the state is an NNX pair.
     """
 
     uses: Uses
     flops: float
     of_losses: float
+    pair: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,11 +103,15 @@ class Task:
         """The variants that the creation function has."""
         return tuple(name for name in OFFERED if name in _keywords(self.create))
 
-    @functools.cached_property
+    @property
+    def first(self) -> tuple[tuple[str, bool], ...]:
+        """The variant without any of them."""
+        return tuple((name, False) for name in self.offers)
+
+    @property
     def pair(self) -> bool:
         """The state is an NNX pair."""
-        axes = {"data": len(self.pod.devices)}
-        return is_pair(self.state(ZeroConfig(stage=0), axes, dict.fromkeys(self.offers, False)))
+        return self._traced(self.first).pair
 
     @functools.cached_property
     def examples(self) -> int:
@@ -119,7 +125,7 @@ class Task:
         for leaf in leaves:
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 raise TypeError(f"{WHERE}: the batch must hold arrays or jax.ShapeDtypeStruct leaves, not {leaf!r}.")
-        sizes = {x.shape[0] for x in leaves if len(x.shape) and not is_key(x) and not may_be_keys(x)}
+        sizes = {x.shape[0] for x in leaves if len(x.shape) and not may_be_keys(x)}
         devices = len(self.pod.devices)
         if not sizes or any(size % devices for size in sizes):
             raise ValueError(
@@ -137,7 +143,7 @@ class Task:
 
     def candidates(self, *, smallest: bool = False) -> list[Candidate]:
         """Those with the state in device memory; `smallest`: only with as many micro-batches as possible."""
-        self._traced(tuple((name, False) for name in self.offers))  # what the step raises, it raises here
+        self._traced(self.first)  # what the step raises, it raises here
         accumulates = self.accumulates[-1:] if smallest else self.accumulates
         found = options(self.pod.hosts, self.pod.gpus_per_host, accumulates, self.offers)
         return [self.candidate(option) for option in found]
@@ -147,9 +153,10 @@ class Task:
         found = list[Candidate]()
         for option in (o for c in candidates for o in smaller(c.option, lower_precision=lower_precision)):
             with contextlib.suppress(ValueError, NotImplementedError):
-                found.append(self.candidate(option))
-                assert found[-1].estimate
-        return [c for c in found if "estimate" in vars(c)]
+                c = self.candidate(option)
+                _ = c.estimate  # refused by the plan, if at all
+                found.append(c)
+        return found
 
     def candidate(self, option: Option) -> Candidate:
         """The closed forms of an option."""
@@ -161,7 +168,7 @@ class Task:
         in_pieces = any(x.name in heads and is_in_pieces(x, plan) for x in plan.layouts)
         flops = trace.flops + trace.of_losses / 3 * in_pieces  # whose logits are made twice
         remat = option.offered.get("remat", bool((self.model or {}).get("remat", True)))
-        share = 1 if base.stage == 0 else 1 / math.prod(option.axes[name] for name in base.axes)
+        share = 1 if base.stage == 0 else 1 / axis_size(plan.mesh, base.axes)
         time = seconds(
             found, self.rates, flops=flops / len(self.pod.devices), accumulate=k, remat=remat, share=share
         )
@@ -177,7 +184,7 @@ class Task:
 
     @functools.cache  # noqa: B019
     def _plan(self, config: ZeroConfig, axes: tuple) -> tuple[Plan, OptimizerBytes]:
-        state = self.state(config, dict(axes), dict.fromkeys(self.offers, False))  # all variants have the same params
+        state = self.state(config, dict(axes), dict(self.first))  # all variants have the same params
         plan = plan_of(state)
         return plan, OptimizerBytes.of(plan, state[1].tx if is_pair(state) else state.tx)
 
@@ -198,7 +205,7 @@ class Task:
         with as_written():
             stage = jitted_fn(self._step(accumulate), (), (args, {}), where=WHERE).trace(*filled)
         jaxpr = innermost(stage, jax.stages.Traced).jaxpr.jaxpr
-        return StepTrace(uses_in(stage, plan), flops_of(jaxpr), flops_of(jaxpr, only=GRADIENTS))
+        return StepTrace(uses_in(stage, plan), flops_of(jaxpr), flops_of(jaxpr, (GRADIENTS,)), is_pair(state))
 
     def _alike(self, accumulate: int) -> int:
         """The smallest number of micro-batches whose step differs from that one by their number alone."""

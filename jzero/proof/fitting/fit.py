@@ -22,11 +22,9 @@ from jzero.flax.adapters import is_creator
 from jzero.proof.fitting.candidates import WHERE, Candidate, Task
 from jzero.proof.fitting.rates import rates_of
 from jzero.proof.fitting.show import shown
-from jzero.proof.pod import Pod
+from jzero.proof.pod import JAX_TAKES, Pod
 from jzero.proof.pod import pod as pod_of
 
-TAKEN = 0.75
-"""The part of a GPU's memory that JAX takes."""
 HOST_BYTES = 10**12
 MOST_COMPILES = 4
 MOST_HOSTS = 512
@@ -105,7 +103,7 @@ def fit(
         tuple holds several arguments.
       pod: from `jzero.pod`.
       memory_bytes: of one GPU that the program may take. None: 0.75 of it, as JAX does.
-      host_bytes: memory of a host, for what is offloaded.
+      host_bytes: how much memory each host has for offloaded state.
       rates: other numbers than those of the GPU's data sheet, by the names of `jzero.proof.fitting.rates.Rates`:
         {"between_hosts": 50e9}.
       lower_precision: True: moments may be stored in bfloat16 or int8.
@@ -139,11 +137,11 @@ def fit(
     check_flag(lower_precision, "lower_precision", where=WHERE)
     if memory_bytes is not None:
         check_int(memory_bytes, "memory_bytes", where=WHERE, low=1)
-    limit = TAKEN * pod.memory_bytes if memory_bytes is None else memory_bytes
+    limit = JAX_TAKES * pod.memory_bytes if memory_bytes is None else memory_bytes
     args = batch if isinstance(batch, tuple) else (batch,)
-    task = Task(create_state, step, args, pod, rates_of(pod.gpu, rates), model, trainable)
     check_function(say, "say", where=WHERE, optional=True)
     check_kind(model, "model", Mapping, "a mapping of sizes", where=WHERE, optional=True)
+    task = Task(create_state, step, args, pod, rates_of(pod.gpu, rates), model, trainable)
     _ = task.examples  # raises for a batch that the devices do not divide
     say = say or (lambda text: None)
     found = Search(task, limit, host_bytes, compiles, say, lower_precision=lower_precision)
@@ -289,7 +287,7 @@ class Search:
 
 
 def choice(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The simplest of those that are as fast as the fastest; None if there is none."""
+    """The simplest candidate within 2 % of the fastest; None if there are no candidates."""
     some = list(candidates)
     least = min((c.seconds.total for c in some), default=0.0)
     alike = (c for c in some if c.seconds.total <= (1 + SAME) * least)

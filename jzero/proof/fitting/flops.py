@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jzero.core.primitives import LOSS
@@ -10,29 +11,41 @@ from jzero.core.token_loss_rules import GRADIENTS
 from jzero.core.types import Jaxpr, JaxprEqn
 
 
-def flops_of(jaxpr: Jaxpr, *, only: str | None = None) -> float:
+def _of_matmul(eqn: JaxprEqn) -> float:
+    (contract, _), _ = eqn.params["dimension_numbers"]
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(_shape(eqn, 0)[d] for d in contract)
+
+
+def _of_convolution(eqn: JaxprEqn) -> float:
+    kernel, numbers = _shape(eqn, 1), eqn.params["dimension_numbers"].rhs_spec
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers[0]]
+
+
+def _of_token_loss(eqn: JaxprEqn) -> float:
+    """Logits, and the gradients of both factors."""
+    return 6.0 * math.prod(_shape(eqn, 0)) * _shape(eqn, 1)[-1]
+
+
+COUNTED: dict[str, Callable[[JaxprEqn], float]] = {
+    "dot_general": _of_matmul, "conv_general_dilated": _of_convolution, GRADIENTS: _of_token_loss,
+}  # fmt: skip
+
+
+def flops_of(jaxpr: Jaxpr, kinds: Collection[str] = COUNTED) -> float:
     """Of all devices together; a loop without a known number of rounds counts as one round.
 
     Args:
       jaxpr: a trace.
-      only: the primitive that counts; None: all.
+      kinds: primitives that count, of `COUNTED`.
     """
-    return sum(_of_equation(eqn, only) for eqn in jaxpr.eqns)
+    return sum(_of_equation(eqn, kinds) for eqn in jaxpr.eqns)
 
 
-def _of_equation(eqn: JaxprEqn, only: str | None) -> float:
+def _of_equation(eqn: JaxprEqn, kinds: Collection[str]) -> float:
     name = eqn.primitive.name
-    if only is not None and name != only:
-        name = "" if name in ("dot_general", "conv_general_dilated", GRADIENTS) else name
-    if name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(_shape(eqn, 0)[d] for d in contract)
-    if name == "conv_general_dilated":
-        kernel, numbers = _shape(eqn, 1), eqn.params["dimension_numbers"].rhs_spec
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers[0]]
-    if name == GRADIENTS:  # logits, and the gradients of both factors
-        return 6.0 * math.prod(_shape(eqn, 0)) * _shape(eqn, 1)[-1]
-    inner = [flops_of(body, only=only) for body in _bodies(eqn)]
+    if name in COUNTED:
+        return COUNTED[name](eqn) if name in kinds else 0.0
+    inner = [flops_of(body, kinds) for body in _bodies(eqn)]
     if not inner:
         return 0.0
     total = max(inner) if name == "cond" else sum(inner)
