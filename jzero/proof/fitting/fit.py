@@ -121,8 +121,8 @@ def fit(
         `jzero.shard` raises for the state.
 
     Cost:
-      A second per hundred options, and the compiling of one to `compiles` programs, which a cache keeps for the next
-      time.
+      Closed forms of some hundred options, ten seconds to a minute, and the compiling of one to `compiles` programs,
+      which a cache keeps for the next time.
 
     Example:
       >>> import jzero
