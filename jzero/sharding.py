@@ -61,6 +61,7 @@ from jzero.layout.tree_layouts import tree_layouts
 
 LEAST_IN_FLIGHT = 64 * 2**20
 MOST_IN_FLIGHT = 2**30
+FIELD = r"(?:\.|\[')(params|opt_state)\b"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -176,17 +177,20 @@ class Plan:
     def kind_of(self, path: str, shape: tuple[int, ...] | None = None) -> str:
         """What an argument of a step is: "params", "opt_state" or "rest", from its path (`[0][0].params['w']`).
 
-        An attribute or a key `params` or `opt_state` in the path decides, else the names of the params. Params that are
-        a bare array have no name; with `shape`, an argument of another shape is neither a param nor its state.
+        A leaf with the name of a param is one, or its state, by what stands before that name: the first attribute or
+        key `params` or `opt_state`, else nothing (a param) or anything (its state). Params that are a bare array have
+        no name; with `shape`, an argument of another shape is neither a param nor its state.
         """
         check_kind(path, "path", str, "the path of a leaf, a string", where="plan.kind_of")
-        names = [x.name for x in self.layouts if x.keys or shape in (None, x.shape, x.state_shape)]
         inner = re.sub(r"^\[\d+\]\[[^\]]+\]", "", path)
-        if re.search(r"(\.|\[')opt_state\b", path):
-            return "opt_state"
-        if re.search(r"(\.|\[')params\b", inner) or inner in names:
-            return "params"
-        return "opt_state" if any(inner.endswith(name) for name in names) else "rest"
+        names = [x.name for x in self.layouts if x.keys or shape in (None, x.shape, x.state_shape)]
+        named = [name for name in names if inner.endswith(name)]
+        before = inner[: len(inner) - max(map(len, named), default=0)]  # a layer may have any name, `opt_state` too
+        argument = path[: len(path) - len(inner)]
+        field = re.search(FIELD, before) or re.search(FIELD, argument)
+        if field:
+            return field[1]
+        return "rest" if not named else "opt_state" if before else "params"
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A spec on the mesh of this plan's arrays; under an Explicit mesh (`jax.set_mesh`) on that mesh.

@@ -114,6 +114,16 @@ def test_a_bare_array_is_told_from_its_shape_alone(mesh):
     assert kinds == ["params", "opt_state", "rest"]
 
 
+@pytest.mark.unit
+def test_a_layer_may_be_named_like_a_field_of_the_state(mesh):
+    params = {"opt_state": {"w": jnp.ones((4, 4))}, "params": {"w": jnp.ones((4, 4))}}
+    plan = jzero.make_plan(params, stage=2, mesh=mesh, min_shard_bytes=0)
+    args, state = ("[0][0].params", "[0][0]"), ("[0][0].opt_state[0].mu", "[0][1][0].mu", "[1]['opt_state'][0].mu")
+    for x in plan.layouts:
+        assert {plan.kind_of(arg + x.name) for arg in args} == {"params"}
+        assert {plan.kind_of(arg + x.name) for arg in state} == {"opt_state"}
+
+
 def test_eager_updates_and_numpy_params(mesh):
     plan = jzero.make_plan(params_of(), stage=2, mesh=mesh, min_shard_bytes=0)
     tx = jzero.zero(optax.adam(1e-2), plan)

@@ -166,7 +166,9 @@ def _tree_of_params(keys: Keys) -> Keys | None:
     if NAMELESS in keys:
         return keys[: keys.index(NAMELESS) + 1]
     names = keys[2:]  # the first two say which argument it is
-    return keys[: 3 + names.index("params")] if "params" in names and "opt_state" not in names else None
+    if "params" not in names or STATE in names[: names.index("params")]:  # below it a layer may have any name
+        return None
+    return keys[: 3 + names.index("params")]
 
 
 def _likeness(tree: Keys, leaves: Sequence[GivenArgument], plan: Plan) -> tuple[int, int]:
