@@ -185,12 +185,14 @@ def train_step(state, batch):
 
 
 def compiled(
-    model: Gpt | Conv, stage: int, hosts: int, clip: bool, options: Sequence[str] = (), **fields: Any
+    model: Gpt | Conv, stage: int, hosts: int, clip: bool, options: Sequence[str] = (), buffers: bool = False,
+    **fields: Any,
 ) -> tuple[Any, Any, Any, float]:
     """The plan, the program, its report and the seconds that the compiler took.
 
     Args:
       options: XLA's, each "name=value"; or "plan", the plan's own.
+      buffers: as of `pod.compile`.
       fields: more of the config.
     """
     tx = optax.adamw(3e-4)
@@ -203,7 +205,9 @@ def compiled(
     for name, value in (o.split("=", 1) for o in options if o != "plan"):
         own = own | {name: {"true": True, "false": False}.get(value, value)}
     start = time.perf_counter()
-    program = pod.compile(train_step, state, model.batch(8 * hosts), donate_argnums=0, compiler_options=own or None)
+    program = pod.compile(
+        train_step, state, model.batch(8 * hosts), donate_argnums=0, compiler_options=own or None, buffers=buffers
+    )
     return plan, program, jzero.explain(program, plan), time.perf_counter() - start
 
 
@@ -258,7 +262,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clip", action="store_true", help="clip_by_global_norm before AdamW")
     parser.add_argument("--min-shard-bytes", type=int, help="smaller leaves stay whole")
     parser.add_argument("--bucket-bytes", type=int)
-    parser.add_argument("--save", type=Path, help="folder for the programs' text")
+    parser.add_argument("--save", type=Path, help="folder for the programs' text and pages (docs/report.md)")
     parser.add_argument("--options", nargs="*", default=[], help="of XLA, name=value; `plan`: the plan's own")
     return parser.parse_args()
 
@@ -277,8 +281,9 @@ def main() -> None:
     for stage, kernels, layers, prefetch in cells:
         model = build(args, layers, kernels)
         plan, program, report, seconds = compiled(
-            model, stage, args.hosts, args.clip, args.options, prefetch=prefetch, offload=args.offload, **own
-        )
+            model, stage, args.hosts, args.clip, args.options, bool(args.save), prefetch=prefetch, offload=args.offload,
+            **own,
+        )  # fmt: skip
         held, count = report.memory, plan.param_bytes // 2
         least = ideal(stage, count, 8 * args.hosts)
         print(
@@ -293,6 +298,7 @@ def main() -> None:
             name = f"{args.model}-s{stage}-{layers}-{kernels}-d{args.depth}-n{8 * args.hosts}-t{args.seq}-p{prefetch}"
             (args.save / f"{name}.hlo").write_text(program.as_text())
             (args.save / f"{name}.txt").write_text(str(report))
+            jzero.write_html(args.save / f"{name}.html", program, plan, title=name)
     print(
         f"\n{count / 1e9:.3f}B parameters, bf16 with fp32 masters, AdamW, {8 * args.hosts} H100; jax {jax.__version__}."
     )

@@ -25,6 +25,7 @@ from jzero.optim import ZeroState, zero
 from jzero.proof.check import CheckError, Finding, check, findings
 from jzero.proof.fitting.fit import fit
 from jzero.proof.memory import Estimate, estimate
+from jzero.proof.page import write_html
 from jzero.proof.pod import Pod, pod
 from jzero.proof.report import explain
 from jzero.proof.uses import param_uses
@@ -92,5 +93,6 @@ __all__ = [
     "tiled_loss",
     "unshard",
     "value_and_grad",
+    "write_html",
     "zero",
 ]

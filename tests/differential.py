@@ -27,6 +27,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -97,9 +98,10 @@ class Worker:
 
     def start(self) -> None:
         """A new process for what is left."""
+        self.log = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 (read when the process ends)
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.DEVNULL, env=self.env, cwd=TESTS.parent,
+            stderr=self.log, env=self.env, cwd=TESTS.parent,
         )  # fmt: skip
         self.listener = threading.Thread(target=self.listen, args=(self.process,), daemon=True)
         self.listener.start()
@@ -135,9 +137,12 @@ class Worker:
         code = self.process.wait()
         with contextlib.suppress(OSError):  # what it has not read
             self.process.stdin.close()
+        self.log.seek(0)
+        last = "".join(self.log.readlines()[-5:])
         if self.cases:
             self.start()
-        return case, "FAILED", f"no answer after {SECONDS} s" if hung else f"the process ended with {code}"
+        why = f"no answer after {SECONDS} s" if hung else f"the process ended with {code}"
+        return case, "FAILED", f"{why}, and these last words:\n{last}"
 
 
 def run(cases: list[dict], jobs: int, default_xla: str = "mixed"):

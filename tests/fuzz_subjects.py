@@ -207,6 +207,9 @@ def _proof() -> list[Subject]:
         Subject("jzero.check", jzero.check, {"compiled": compiled, "plan": plan, "uses": None}, {"uses": "none"}),
         Subject("jzero.findings", jzero.findings, {"compiled": compiled, "plan": plan, "uses": None}, {"uses": "none"}),
         Subject("jzero.explain", jzero.explain, {"compiled": compiled, "plan": plan}, {"plan": "none"}),
+        Subject("jzero.write_html", jzero.write_html,
+                {"path": "a.html", "compiled": compiled, "plan": plan, "title": ""},
+                {"path": "word", "title": "word"}, heavy=True, runs=False),
         Subject("jzero.pod", jzero.pod, {"gpu": "h200", "hosts": 1, "gpus_per_host": 8},
                 {"hosts": "int", "gpus_per_host": "int"}, heavy=True, runs=False),
         Subject("jzero.fit", lambda create_state, step, batch, **more: jzero.fit(create_state, step, batch, **more),
@@ -218,9 +221,10 @@ def _proof() -> list[Subject]:
                  "trainable": "any", "compiles": COUNT, "say": f"none {CALLED}"}, heavy=True, runs=False),
         Subject("pod.mesh", m["pod"].mesh, {"axes": {"data": 8}}, {}),
         Subject("pod.compile", lambda fn, state, **more: m["pod"].compile(fn, state, **more),
-                {"fn": _first, "state": m["sharded"], "donate_argnums": (), "compiler_options": None, "plan": None},
+                {"fn": _first, "state": m["sharded"], "donate_argnums": (), "compiler_options": None, "plan": None,
+                 "buffers": False},
                 {"fn": "any", "state": "any", "donate_argnums": "zero list none int", "compiler_options": "none",
-                 "plan": "none"}, heavy=True, runs=False),
+                 "plan": "none", "buffers": FLAG}, heavy=True, runs=False),
     ]  # fmt: skip
 
 

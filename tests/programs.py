@@ -256,7 +256,9 @@ MODELS: Mapping[str, tuple[Callable[..., TrainState], Callable, Callable[[int], 
 
 
 @cached
-def program(model="gpt", stage=2, n=8, size=(), quick=True, axes=None, rows=1, seq=SEQ, **fields) -> Compiled:
+def program(
+    model="gpt", stage=2, n=8, size=(), quick=True, axes=None, rows=1, seq=SEQ, buffers=False, **fields
+) -> Compiled:
     """The train step of a model, compiled for `n` H200.
 
     Args:
@@ -268,6 +270,7 @@ def program(model="gpt", stage=2, n=8, size=(), quick=True, axes=None, rows=1, s
       axes: the mesh as ((name, size), ...); None: `data` alone.
       rows: of the batch, per device.
       seq: tokens of a row, for the GPT.
+      buffers: as of `pod.compile`.
       **fields: of ZeroConfig; small leaves are split unless `min_shard_bytes` says otherwise.
     """
     create, step, batch = MODELS[model]
@@ -278,13 +281,11 @@ def program(model="gpt", stage=2, n=8, size=(), quick=True, axes=None, rows=1, s
     )
     plan = jzero.plan_of(state)
     given = tokens(rows * plan.batch_parts, seq=seq) if model == "gpt" else batch(rows * plan.batch_parts)
-    return Compiled(
-        plan,
-        state,
-        pod.compile(
-            step, state, given, donate_argnums=0, plan=plan, compiler_options=QUICK if quick else None
-        ),
+    options = QUICK if quick else None
+    compiled = pod.compile(
+        step, state, given, donate_argnums=0, plan=plan, compiler_options=options, buffers=buffers
     )
+    return Compiled(plan, state, compiled)
 
 
 def workspace(program) -> int:

@@ -13,11 +13,12 @@ Json = dict[str, Any]
 
 
 class Answers(TypedDict):
-    """What a job answers: about the pod, its result for each stage, and bytes by stage and number of GPUs."""
+    """What a job answers: about the pod, its result for each stage, bytes by stage and number of GPUs, pages."""
 
     about: Json
     results: dict[int, Json]
     lines: dict[int, dict[int, int]]
+    pages: dict[int, Json]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class Job(Asked):
       search: whether to look for the largest micro-batch that fits.
       fraction: how much of the GPU's memory a program may take.
       detail: whether to answer with the whole report.
+      page: whether to answer with what a page of `--html` shows.
       bandwidths: GB per second, by the names of `Bandwidths`.
       sizes: stages to estimate for other numbers of GPUs, too.
       fit: what `jzero.fit` is called with; None: stages are compiled.
@@ -75,6 +77,7 @@ class Job(Asked):
     search: bool
     fraction: float
     detail: bool = False
+    page: bool = False
     bandwidths: dict[str, float] = dataclasses.field(default_factory=dict)
     sizes: list[int] = dataclasses.field(default_factory=list)
     fit: Json | None = None

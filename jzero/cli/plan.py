@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +28,7 @@ from jzero.cli.process import run_fit, run_job
 from jzero.cli.show import OLDER, VARIABLE, findings_text, stage_table, title
 from jzero.config import Offload, ZeroConfig
 from jzero.core.errors import check_int, nearest
+from jzero.proof.page import page_of
 from jzero.proof.pod import JAX_TAKES, check_pod, gpu_bytes
 
 FETCHES, OUTSIDE = 3, 2
@@ -77,6 +79,9 @@ class Inputs(Asked):
     Implies --offload host."""
     in_flight_bytes: int | None = None
     """With --offload: bytes of state of one device that may be on it at once; chosen from its size if omitted."""
+    html: Path | None = None
+    """Write what XLA made of each stage into this file, as one page: memory along the step with what is alive at the
+    peak, collectives, findings, the plan."""
     memory_fraction: float | None = None
     """Part of a GPU's memory that a program may take; if omitted, what JAX allocates: XLA_CLIENT_MEM_FRACTION or 0.75.
     The rest is for CUDA, NCCL and fragments."""
@@ -88,6 +93,8 @@ class Inputs(Asked):
           InputError, ValueError, TypeError: flags that do not go together or are out of range.
         """
         check_pod(self.gpu, self.hosts, self.gpus_per_host)
+        if self.html is not None:
+            check_file(self.html, "--html", ".html")
         self._check_subject()
         fields: Json = {"axis": parse_names(self.axis), "min_shard_bytes": self.min_shard_bytes}
         for name in ("batch_axis", "param_axis"):
@@ -119,8 +126,20 @@ class Inputs(Asked):
         asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(Asked)}
         return Job(
             **asked, mesh=parse_axes(self.mesh, "--mesh"), fields=fields, stages=stages, search=search,
-            fraction=fraction, detail=detail, bandwidths=bandwidths,
+            fraction=fraction, detail=detail, bandwidths=bandwidths, page=self.html is not None,
         )  # fmt: skip
+
+    def write_page(self, job: Job, answers: Answers) -> None:
+        """Writes the page of `--html`: the stages that were compiled."""
+        if self.html is None:
+            return
+        if not answers["pages"]:
+            print(f"{self.html} was not written: no stage was compiled.", file=sys.stderr)
+            return
+        head, subtitle = title(job, answers).splitlines()
+        limit = job.fraction * answers["about"]["memory"]
+        pages = [page for _, page in sorted(answers["pages"].items())]
+        self.html.write_text(page_of(pages, title=head, subtitle=subtitle, limit=limit), encoding="utf-8")
 
     def _tier(self) -> Json:
         """The fields of `jzero.Offload` for these flags; empty if nothing is offloaded."""
@@ -223,7 +242,9 @@ class PlanCommand(Inputs):
             stages, left_out = [s for s in stages if s >= OUTSIDE], [s for s in stages if s < OUTSIDE]
         job = self.job(stages=stages, search=self.search)
         if self.plot is not None:
-            check_plot(self.plot)
+            if importlib.util.find_spec("matplotlib") is None:
+                raise InputError('--plot needs matplotlib: pip install "jzero[pod]".')
+            check_file(self.plot, "--plot", ".png", ".svg", ".pdf")
             job = dataclasses.replace(job, sizes=stages)
         answers = run_job(job)
         results = list(answers["results"].values())
@@ -239,6 +260,7 @@ class PlanCommand(Inputs):
             from jzero.cli.plot import draw
 
             draw(self.plot, job, answers)
+        self.write_page(job, answers)
         return int(any("crash" in r for r in results))
 
     def _fit(self) -> int:
@@ -282,12 +304,13 @@ class ExplainCommand(Inputs):
         (result,) = answers["results"].values()
         report = [result["report"]] if "report" in result else stage_table([result], job.fraction)
         print("\n".join([title(job, answers), "", *report, *findings_text([result])]))
+        self.write_page(job, answers)
         return int("crash" in result or bool(result["findings"]))
 
 
 def as_json(job: Job, answers: Answers) -> Json:
     """What `--json` prints."""
-    asked = {k: v for k, v in dataclasses.asdict(job).items() if k not in ("detail", "sizes")}
+    asked = {k: v for k, v in dataclasses.asdict(job).items() if k not in ("detail", "sizes", "page")}
     out: Json = {
         "asked": asked,
         "pod": answers["about"],
@@ -298,11 +321,11 @@ def as_json(job: Job, answers: Answers) -> Json:
     return out
 
 
-def check_plot(path: Path) -> None:
-    """Raises InputError if no plot can be drawn to a path; checked before anything is compiled."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError('--plot needs matplotlib: pip install "jzero[pod]".')
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"--plot {path}: the name must end in .png, .svg or .pdf.")
+def check_file(path: Path, flag: str, *endings: str) -> None:
+    """Raises InputError if a flag's file cannot be written; checked before anything is compiled."""
+    if path.suffix not in endings:
+        *others, last = endings
+        said = f"{', '.join(others)} or {last}" if others else last
+        raise InputError(f"{flag} {path}: the name must end in {said}.")
     if not path.resolve().parent.is_dir():
-        raise InputError(f"--plot {path}: there is no folder {path.resolve().parent}.")
+        raise InputError(f"{flag} {path}: there is no folder {path.resolve().parent}.")

@@ -33,12 +33,12 @@ main()
 
 
 def run_job(job: Job) -> Answers:
-    """What a job answers: `about` the pod, `results` by stage, `lines`; a stage that crashed has a `crash` text.
+    """What a job answers: `about` the pod; `results` and `pages` by stage; `lines`. A crashed stage has a `crash` text.
 
     Raises:
       InputError: the compiling process could not use its input.
     """
-    answers: Answers = {"about": {}, "results": {}, "lines": {}}
+    answers: Answers = {"about": {}, "results": {}, "lines": {}, "pages": {}}
     left = list(job.stages)
     with _progress() as show:
         while left:
@@ -91,6 +91,8 @@ def _attempt(
                 answers["about"] = event
             elif kind == "result":
                 answers["results"][event["result"]["stage"]] = event["result"]
+                if event["page"] is not None:
+                    answers["pages"][event["result"]["stage"]] = event["page"]
             elif kind == "lines":
                 lines = event["lines"].items()
                 answers["lines"] = {int(s): {int(n): b for n, b in totals.items()} for s, totals in lines}

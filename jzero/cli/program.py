@@ -156,8 +156,10 @@ class Subject:
         kinds = ", ".join(_kinds(args, batch))
         return _phrased(call, "--step", f"{self.job.step}: {signature(self.step)} called with ({kinds})")
 
-    def compile(self, state: PyTree, plan: Plan, micro_batch: int) -> jax.stages.Compiled:
-        """The step compiled for a micro-batch of that many examples per device."""
+    def compile(
+        self, state: PyTree, plan: Plan, micro_batch: int, *, buffers: bool = False
+    ) -> jax.stages.Compiled:
+        """The step compiled for a micro-batch of that many examples per device; `buffers` as of `pod.compile`."""
         parts = plan.batch_parts * self.job.accumulate
         first = self.micro_batch * parts
 
@@ -171,9 +173,10 @@ class Subject:
         jitted = hasattr(self.step, "lower")
         keeps = jitted or plan.config.updates_outside  # the state is not returned: donating it would free nothing
         donate = () if keeps else tuple(range(len(args)))
-        return self._step_phrased(
-            lambda: self.pod.compile(self.step, *args, *batch, donate_argnums=donate, plan=plan), args, batch
+        compile_step = functools.partial(
+            self.pod.compile, self.step, *args, *batch, donate_argnums=donate, plan=plan, buffers=buffers
         )
+        return self._step_phrased(compile_step, args, batch)
 
 
 def _batch(text: str) -> list[PyTree]:

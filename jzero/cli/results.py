@@ -18,6 +18,7 @@ from jzero.flax.adapters import is_pair
 from jzero.flax.shard import plan_of
 from jzero.proof.check import findings
 from jzero.proof.memory import Estimate, estimate
+from jzero.proof.page import program_of
 from jzero.proof.pod import pod
 from jzero.proof.report import Report, explain, memory_of
 from jzero.sharding import Plan
@@ -34,7 +35,7 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
     known = {"model": subject.model, "uses": subject.uses(state, plan), "accumulate": accumulate}
     planned = estimate(plan, tx=_tx(state), **known)
     say(f"compiling for {len(subject.pod.devices)} {subject.pod.gpu}")
-    compiled = subject.compile(state, plan, subject.micro_batch)
+    compiled = subject.compile(state, plan, subject.micro_batch, buffers=subject.job.page)
     report = explain(compiled, plan)
     assert report.memory is not None
     total, limit = report.memory.total, subject.job.fraction * subject.pod.memory_bytes
@@ -56,6 +57,8 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
         answer["update"] = {"seconds": planned.update_seconds(**rates)}
     if subject.job.detail:
         answer["report"] = str(report)
+    if subject.job.page:
+        answer["page"] = program_of(compiled, plan)
     if subject.job.search and subject.micro_batch:
         cuts = known["uses"].micro_batches if subject.model is None else 1
         answer["largest"] = search(subject, state, plan, total, limit, say, cuts)

@@ -48,7 +48,8 @@ def _run(job: Job, out: IO[str]) -> None:
     for stage in job.stages:
         _say(out, event="stage", stage=stage)
         answer = result(subject, stage, lambda text: _say(out, event="doing", text=text))
-        _say(out, event="result", result=answer | {"host_memory": _peak()})
+        page = answer.pop("page", None)
+        _say(out, event="result", result=answer | {"host_memory": _peak()}, page=page)
     if job.sizes:
         _say(out, event="doing", text="estimating other numbers of GPUs")
         lines = {stage: totals_over(subject, SIZES, stage) for stage in job.sizes}

@@ -15,7 +15,9 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -66,12 +68,14 @@ class Program:
       memory: bytes per device.
       in_shardings: XLA's sharding of each parameter, as a serialized `OpSharding`; empty if XLA names none.
       out_shardings: the same for each result.
+      buffers: what XLA writes of its buffers, their live ranges and then their places; empty if it was not asked to.
     """
 
     text: str
     memory: MemoryStats
     in_shardings: tuple[bytes, ...]
     out_shardings: tuple[bytes, ...]
+    buffers: str = ""
 
 
 class MemoryKind(str):
@@ -137,6 +141,8 @@ def compile_lowered(
     lowered: Any,
     compiler_options: Mapping[str, Any] | None,
     cached: Callable[[tuple[Any, ...], Callable[[], Program]], Program],
+    *,
+    buffers: bool = False,
 ) -> jax.stages.Compiled:
     """XLA's compile of a program lowered on pod devices: a `jax.stages.Compiled` that can be read, not run.
 
@@ -144,21 +150,27 @@ def compile_lowered(
       lowered: the program.
       compiler_options: for XLA.
       cached: `cached(parts, make)` looks up a program by the parts of its key (the first is its text), or makes it.
+      buffers: keep what XLA writes of its buffers, for `buffers_of`.
 
     Raises:
-      ValueError: nothing in the program says on which pod it runs.
+      ValueError: nothing in the program says on which pod it runs; or `buffers` and options that make XLA write files.
       ImportError: XLA found no `ptxas`.
     """
     lowered = innermost(lowered, jax.stages.Lowered)
     lowering: Any = lowered._lowering
     with _missing_ptxas_named():
         options = dict(lowering._compiler_options_kvs) | dict(compiler_options or {})
-        program = _xla_compile(lowering, options, cached)
+        program = _xla_compile(lowering, options, cached, buffers)
     stand_in: Any = _Swapped(lowered, _Executable(lowering, program))
     return jax.stages.Lowered.compile(stand_in)
 
 
-def _xla_compile(lowering, options: dict[str, Any], cached) -> Program:
+def buffers_of(compiled: jax.stages.Compiled) -> str:
+    """What XLA wrote of the buffers of a program that was compiled with `buffers`; else empty."""
+    return getattr(getattr(compiled, "_executable", None), "buffers", "")
+
+
+def _xla_compile(lowering, options: dict[str, Any], cached, buffers: bool) -> Program:
     """The private calls: what `jax.stages.Lowered.compile` does from StableHLO on, with the real devices."""
     args, devices = lowering.compile_args, list(lowering._device_list or ())
     if not devices or not all(isinstance(d, PodDevice) for d in devices):
@@ -172,38 +184,59 @@ def _xla_compile(lowering, options: dict[str, Any], cached) -> Program:
     effects = len(args["ordered_effects"])
     propagate = pxla.get_prop_to_input_output(args["in_shardings"], args["out_shardings"], effects)
     module, client = lowering.stablehlo(), real[0].client
-    built = pxla.create_compile_options(module, args["tuple_args"], *propagate, client, real, options)
 
-    def compile_program() -> Program:
+    def options_with(more: dict[str, Any]):
+        return pxla.create_compile_options(module, args["tuple_args"], *propagate, client, real, options | more)
+
+    def compile_program(more: dict[str, Any] | None = None) -> Program:
         callbacks = list(args["host_callbacks"])
         device_list = xla_client.DeviceList(tuple(real))
+        built = options_with(more or {})
         return _read(compiler.backend_compile_and_load(client, module, device_list, built, callbacks))
+
+    def compile_with_buffers() -> Program:
+        with tempfile.TemporaryDirectory() as folder:
+            program = compile_program({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+            return dataclasses.replace(program, buffers=_written(Path(folder)))
 
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_dump_" in flags or any(name.startswith("xla_dump_") for name in options):
+        if buffers:
+            raise ValueError(
+                "pod.compile(buffers=True) reads files that XLA writes, and XLA_FLAGS or compiler_options send them "
+                "elsewhere: leave out xla_dump_to and other options that begin with xla_dump_."
+            )
         return compile_program()  # the user wants the files that XLA writes, and the cache has none
+    text = module.operation.get_asm(enable_debug_info=True)
     key = (
-        module.operation.get_asm(enable_debug_info=True),
+        text,
         devices[0].pod,
         [d.id for d in devices],
-        hashlib.sha256(built.SerializeAsString()).hexdigest(),
+        hashlib.sha256(options_with({}).SerializeAsString()).hexdigest(),
         flags,
         jaxlib.__version__,
         client.platform_version,
     )
+    if buffers:  # and with the lines of code that are shown beside them
+        return cached((*key, hashlib.sha256(text.encode()).hexdigest()), compile_with_buffers)
     return cached(key, compile_program)
+
+
+def _written(folder: Path) -> str:
+    """The live ranges and the places of buffers, of the files that XLA has written."""
+    ends = ("_after_optimizations-live-range.txt", "_after_optimizations-buffer-assignment.txt")
+    found = [path for end in ends for path in sorted(folder.glob(f"*{end}"))]
+    return "\n".join(path.read_text() for path in found)
 
 
 def _read(loaded) -> Program:
     """All that `jax.stages.Compiled` is asked about a program that cannot run."""
     stats = loaded.get_compiled_memory_stats()
     memory = {f.name: getattr(stats, f.name, 0) for f in dataclasses.fields(MemoryStats)}
-    shardings = [
+    given, returned = (
         tuple(op.SerializeToString() for op in ops) for ops in pxla.get_op_sharding_from_executable(loaded)
-    ]
-    return Program(
-        "\n\n".join(m.to_string() for m in loaded.hlo_modules()), MemoryStats(**memory), *shardings
     )
+    return Program("\n\n".join(m.to_string() for m in loaded.hlo_modules()), MemoryStats(**memory), given, returned)
 
 
 class _Swapped:
@@ -228,7 +261,7 @@ class _Executable(stages.Executable):
 
     def __init__(self, lowering, program: Program):
         args = lowering.compile_args
-        self._program = program
+        self._program, self.buffers = program, program.buffers
         self._kept_var_idx, self._all_args_info = args["kept_var_idx"], args["all_args_info"]
         self.in_avals, self.out_avals = args["global_in_avals"], args["global_out_avals"]
         devices = lowering._device_list

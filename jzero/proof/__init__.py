@@ -7,6 +7,7 @@ Vocabulary
   record       what the trace of a step says of its arguments and updates (`record.py`)
   home         the computation in which an instruction stands (`hlo.py`)
   iteration    one run of a loop's body; `trips` counts them
+  slot         a piece of device memory while it is in use (`buffers.py`)
   saved        alive from the forward to the backward pass
   evidence     a program beside its plan: arguments, layouts, sites (`evidence.py`)
   finding      something that costs more, or computes something else, than the plan says (`faults/rules.py`)

@@ -141,18 +141,22 @@ def arguments_of(
     compiled: jax.stages.Compiled, given: Sequence[GivenArgument], plan: Plan, module: Module, roles: Sequence[Role]
 ) -> list[Argument]:
     """The arguments of a program, with their roles."""
-    variables = variable_paths(of_any_leaves(lambda: compiled.args_info))
     copies = [i for i, role in enumerate(roles) if role.layout is not None and not role.in_opt_state]
     replaced = replaced_by(given, compiled, plan, module.results, copies)
     found = []
-    for i, (x, role) in enumerate(zip(given, roles, strict=True)):
-        name = path_name(variables.get(i, x.path[2:])) or f"argument {x.keys[-1]}"
+    for i, (x, role, name) in enumerate(zip(given, roles, names_of(compiled, given), strict=True)):
         back = module.results[replaced[i]] if i in replaced else None
         found.append(Argument(
             **vars(x), **vars(role), name=name, returned=None if back is None else back.nbytes,
             returned_on_host=back is not None and back.on_host, aliased=x.number in module.aliased,
         ))  # fmt: skip
     return found
+
+
+def names_of(compiled: jax.stages.Compiled, given: Sequence[GivenArgument]) -> list[str]:
+    """The arguments of a program as messages call them."""
+    variables = variable_paths(of_any_leaves(lambda: compiled.args_info))
+    return [path_name(variables.get(i, x.path[2:])) or f"argument {x.keys[-1]}" for i, x in enumerate(given)]
 
 
 def layouts_of(given: Sequence[GivenArgument], plan: Plan) -> list[Layout | None]:

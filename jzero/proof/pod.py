@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jzero.core.errors import check_int, check_kind, counted, nearest
+from jzero.core.errors import check_flag, check_int, check_kind, counted, nearest
 from jzero.core.jaxprs import of_any_leaves
 from jzero.core.traces import keep_trace, traced
 from jzero.core.types import PyTree
@@ -89,6 +89,7 @@ class Pod:
         donate_argnums: int | tuple[int, ...] = (),
         compiler_options: Mapping[str, str | int | float | bool] | None = None,
         plan: Plan | None = None,
+        buffers: bool = False,
         **kwargs: PyTree,
     ) -> jax.stages.Compiled:
         """The program XLA makes of `fn` for this pod: its text and memory as on the GPUs, without running it.
@@ -102,6 +103,7 @@ class Pod:
           plan: gives leaves without a sharding their layout: `plan.batch` where it divides them, scalars and
             random keys whole. None: the plan of the first sharded state among the arguments; where there is
             none either, XLA chooses their layout.
+          buffers: keep what XLA writes of its buffers, which `jzero.write_html` draws.
           **kwargs: keyword arguments of `fn`.
 
         Returns:
@@ -109,11 +111,11 @@ class Pod:
           `output_shardings`; calling it raises NotImplementedError.
 
         Raises:
-          TypeError: `fn` is not a function, or `plan`, `donate_argnums` or `compiler_options` is of the wrong kind.
+          TypeError: `fn` is not a function, or another argument is of the wrong kind.
           ImportError: `ptxas` is not installed.
           NotImplementedError: the program needs cuDNN attention, which needs a real GPU.
           ValueError: leaves laid out elsewhere, a batch that the plan does not divide, no leaf on the pod's
-            mesh, or options for a function that has its own.
+            mesh, or options for a function that has its own; `buffers` and XLA options that write files.
 
         Cost:
           No device memory. A scanned 7.5B GPT for 64 GPUs: 6 to 10 s and 0.5 GB of host memory on two cores.
@@ -122,6 +124,7 @@ class Pod:
         from jzero.proof.pod_cache import get_or_compile, program_key
 
         check_plan(plan, where="pod.compile", optional=True)
+        check_flag(buffers, "buffers", where="pod.compile")
         check_kind(
             compiler_options, "compiler_options", Mapping, "a mapping", where="pod.compile", optional=True
         )
@@ -143,7 +146,7 @@ class Pod:
                 "are the same; temp holds the attention scores, which cuDNN would not keep."
             ) from error
         compiled = compile_only.compile_lowered(
-            lowered, compiler_options, lambda key, make: get_or_compile(program_key(*key), make)
+            lowered, compiler_options, lambda key, make: get_or_compile(program_key(*key), make), buffers=buffers
         )
         if trace is not None:
             keep_trace(compiled, trace)

@@ -26,7 +26,7 @@ from jzero.core.folder_lock import FolderLock
 
 ENVIRONMENT = "JZERO_POD_CACHE"
 MOST_BYTES = 1_000_000_000
-FORMAT = 1
+FORMAT = 2
 _LOCATION = re.compile(r'^(#loc\d*) = loc\("((?:[^"\\]|\\.)*)"(?:\(#loc\d*\))?\)$', re.MULTILINE)
 
 
@@ -84,7 +84,7 @@ def _read(entry: Path) -> Program | None:
     try:
         fields = json.loads(gzip.decompress(entry.read_bytes()))
         shardings = [tuple(map(base64.b64decode, fields[name])) for name in ("in", "out")]
-        program = Program(fields["text"], MemoryStats(**fields["memory"]), *shardings)
+        program = Program(fields["text"], MemoryStats(**fields["memory"]), *shardings, buffers=fields["buffers"])
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
         return None
     with contextlib.suppress(OSError):
@@ -99,6 +99,7 @@ def _write(entry: Path, program: Program) -> None:
         "memory": dataclasses.asdict(program.memory),
         "in": [base64.b64encode(x).decode() for x in program.in_shardings],
         "out": [base64.b64encode(x).decode() for x in program.out_shardings],
+        "buffers": program.buffers,
     }
     data = gzip.compress(json.dumps(fields).encode(), compresslevel=3)
     with tempfile.NamedTemporaryFile(dir=entry.parent, suffix=".part", delete=False) as file:

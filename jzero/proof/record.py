@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jzero.core.jaxprs import every_equation, opened
 from jzero.core.linear import LINEAR
 from jzero.core.primitives import CALLS, ELEMENTWISE, LAYOUT
 from jzero.core.regions import bodies, scan_parts, while_parts
-from jzero.core.traces import trace_of
+from jzero.core.traces import Trace, trace_of
 from jzero.core.traversal import traverse
 from jzero.core.types import Jaxpr, JaxprEqn
 from jzero.core.update_mark import FROZEN, UPDATE
@@ -138,10 +139,15 @@ def names_are_known() -> bool:
     return forward and any("transpose(jvp(" in name for name in names)
 
 
+_records: WeakKeyDictionary[Trace, TraceRecord] = WeakKeyDictionary()
+
+
 def record_of(compiled: jax.stages.Compiled) -> TraceRecord | None:
     """The record of a program; None if jzero did not trace it."""
     trace = trace_of(compiled)
-    return None if trace is None else record(trace.jaxpr)
+    if trace is not None and trace not in _records:
+        _records[trace] = record(trace.jaxpr)
+    return None if trace is None else _records[trace]
 
 
 def record(closed: Any) -> TraceRecord:

@@ -161,6 +161,9 @@ def test_presets_have_the_published_number_of_params(name, billions):
         (["plan", *SUBJECT, "--accumulate", "2"], "--accumulate belongs to --preset"),
         (["plan", "--preset", "gpt2-xl", "--plot", "x.txt"], "must end in .png"),
         (["plan", "--preset", "gpt2-xl", "--plot", "/no/such/folder/x.png"], "there is no folder"),
+        (["plan", "--preset", "gpt2-xl", "--html", "x.png"], "--html x.png: the name must end in .html"),
+        (["explain", *SUBJECT, "--html", "/no/folder/x.html"], "--html /no/folder/x.html: there is no folder"),
+        (["plan", "--fit", "--preset", "gpt2-xl", "--html", "x.html"], "--fit does not go with --html"),
         (["plan", *SUBJECT, "--seq", "3"], "--seq belongs to --preset"),
         (["plan", "--preset", "gpt2-xl", "--trainable", f"{FILE}:is_first"], "leave out --trainable"),
         (["explain", *SUBJECT, "--stage", "4"], "must be an integer from 0 to 3"),
@@ -233,10 +236,12 @@ def test_plan_as_json_and_as_a_plot(capsys, tmp_path):
     assert re.search(r"stage 3 \(2 of 2, about \d+ s\): compiling for 8 h200", said.err)
 
 
-def test_plan_as_a_table_with_a_jitted_step(capsys):
+def test_plan_as_a_table_and_a_page_with_a_jitted_step(capsys, tmp_path):
     args = ["--create", f"{FILE}:create", "--step", f"{FILE}:jitted", "--batch", f"{FILE}:make_batch"]
     part = ["--trainable", f"{FILE}:is_first", "--min-shard-bytes", "0"]
-    assert main(["plan", *args, *part, "--stages", "2"]) == 0
+    page = tmp_path / "step.html"
+    assert main(["plan", *args, *part, "--stages", "2", "--html", str(page)]) == 0
+    assert '"timeline":{"kinds":' in page.read_text()
     out = capsys.readouterr().out
     estimated = next(line.split() for line in out.splitlines() if "estimated  " in line)
     assert [float(x) for x in estimated[2:5]] == [526.34, 65.8, 32.9]  # kB; moments, gradients: of one layer
@@ -344,11 +349,13 @@ def test_explain_and_arguments_one_by_one(capsys):
 
 
 @pytest.mark.nightly
-def test_explain_of_an_nnx_pair_that_did_not_engage(capsys):
+def test_explain_of_an_nnx_pair_that_did_not_engage(capsys, tmp_path):
+    page = tmp_path / "step.html"
     args = ["--create", f"{FILE}:create_pair", "--step", f"{FILE}:pair_step", "--batch", "f32[32,256]"]
-    assert main(["explain", *args, "--stage", "2", "--min-shard-bytes", "10000000"]) == 1
+    assert main(["explain", *args, "--stage", "2", "--min-shard-bytes", "10000000", "--html", str(page)]) == 1
     out = capsys.readouterr().out
     assert "state_too_large" in out
+    assert '"kind":"state_too_large"' in page.read_text()
     assert "Remedy: pass ZeroConfig(min_shard_bytes=0)" in out
 
 
