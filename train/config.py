@@ -69,7 +69,7 @@ class Config:
     data: str | None = None
     """A text file or a folder of text; the Python standard library's sources where left out."""
     out: Path = Path("runs/gpt")
-    """Folder of the run: metrics.jsonl, loss.png, sample.txt, tensorboard/, checkpoints/."""
+    """Folder of the run: metrics.jsonl, loss.png, step.png, sample.txt, tensorboard/, checkpoints/."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint, as if it had not stopped."""
     resume_step: int | None = None

@@ -64,6 +64,7 @@ from train import data, processes
 from train.checkpoints import Checkpoints, check_identity, saved_steps, set_aside
 from train.config import PRESETS, Config
 from train.facts import facts
+from train.figures import figures_of
 from train.log import NOT_FINITE, Log
 from train.memory import check_fits, in_tiles
 from train.model import GPT, sample
@@ -288,28 +289,15 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     rows = config.batch // count
     bigram = data.bigram_loss(corpus.train, windows)
 
-    # -- the plan: from shapes alone, before anything is compiled
+    # -- the plan and the step, from shapes alone
     config = dataclasses.replace(config, model=dataclasses.replace(m, tiled_loss=in_tiles(config)))
-    tokens, start = config.batch * m.seq, first_step(config)
-    log = Log(config.out, start=start, steps=config.steps, tokens=tokens, every=config.log_every)
+    start = first_step(config)
+    log = Log(config.out, start=start, steps=config.steps, tokens=config.batch * m.seq, every=config.log_every)
     create = creator(config)
-    like = jzero.abstract(create, **zero_fields(config))
-    plan = jzero.plan_of(like)
-    shapes = {"tokens": jax.ShapeDtypeStruct((config.batch, m.seq + 1), np.int32)}
-    traced = gradients if plan.config.updates_outside else train_step
-    estimate = jzero.estimate(plan, tx=like.tx, uses=jzero.param_uses(traced, like, shapes))
     log.print(corpus.source)
     log.print(f"{len(corpus.train):,} bytes to train on; {windows[..., 1:].size:,} held-out to evaluate")
-    log.print(plan.describe(), estimate)
-
-    # -- the step, compiled for a state that is not there yet: on CPU the machine may be too small for it
-    check_fits(estimate.params + estimate.opt_state, 0, batch=config.batch)
-    blank = plan.place_batch({"tokens": np.zeros((rows, m.seq + 1), np.int32)})
-    step_fn, program = compiled_step(like, blank)
-    stats: Any = program.memory_analysis()
-    check_fits(stats.argument_size_in_bytes, stats.temp_size_in_bytes, batch=config.batch)
-    eval_fn = jax.jit(eval_step).lower(like, blank).compile()
-    log.print(memory_line(program, estimate))
+    like, step_fn, eval_fn = compiled(config, create, log)
+    plan = jzero.plan_of(like)
 
     # -- state: born sharded, or read shard by shard
     checkpoints, state = first_state(config, corpus, create, like, stream, log)
@@ -346,6 +334,28 @@ def train(config: Config, corpus: data.Corpus) -> Result:
         text = write_text(config, state)
         log.summary(bigram=bigram, text=text, held=held_line(state), seconds=time.perf_counter() - began)
     return Result(config.out, state, log.losses, log.heldout, bigram, text)
+
+
+def compiled(config: Config, create: Callable[[], TrainState], log: Log) -> tuple[TrainState, Any, Any]:
+    """The state as it will be, without arrays, and the two steps compiled for it: on CPU the machine may be too small.
+
+    Raises:
+      MemoryError: it is.
+    """
+    like = jzero.abstract(create, **zero_fields(config))
+    plan, seq = jzero.plan_of(like), config.model.seq + 1
+    shapes = {"tokens": jax.ShapeDtypeStruct((config.batch, seq), np.int32)}
+    traced = gradients if plan.config.updates_outside else train_step
+    estimate = jzero.estimate(plan, tx=like.tx, uses=jzero.param_uses(traced, like, shapes))
+    log.print(plan.describe(), estimate)
+    check_fits(estimate.params + estimate.opt_state, 0, batch=config.batch)
+    blank = plan.place_batch({"tokens": np.zeros((config.batch // jax.process_count(), seq), np.int32)})
+    step_fn, program = compiled_step(like, blank)
+    stats: Any = program.memory_analysis()
+    check_fits(stats.argument_size_in_bytes, stats.temp_size_in_bytes, batch=config.batch)
+    log.figures = figures_of(program, plan, estimate)
+    log.print(log.figures)
+    return like, step_fn, jax.jit(eval_step).lower(like, blank).compile()
 
 
 def compiled_step(like: TrainState, batch: Any) -> tuple[Callable[..., Any], jax.stages.Compiled]:
@@ -428,17 +438,6 @@ def held_line(state: TrainState) -> str:
     return (
         f"{human_bytes(held)} of params and optimizer state on each of {jax.device_count()} devices; one unsharded "
         f"device would hold {human_bytes(whole)}"
-    )
-
-
-def memory_line(compiled: Any, estimate: Any) -> str:
-    """Model states as planned against what the compiled step takes, in MB per device."""
-    stats = compiled.memory_analysis()
-    states = (estimate.params + estimate.opt_state) / 1e6
-    return (
-        f"MB per device: {states:.3f} of params and optimizer state planned, "
-        f"{stats.argument_size_in_bytes / 1e6:.3f} compiled (with the batch), "
-        f"{stats.temp_size_in_bytes / 1e6:.1f} more while a step runs"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run shows and keeps: a progress bar, or plain lines; JSONL, TensorBoard, a loss curve."""
+"""What a run shows and keeps: a progress bar, or plain lines; JSONL, TensorBoard, pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from train.figures import Figures, draw, host_peak, peak_bytes
+
 NOT_FINITE = "scales_not_finite"
 """The metric that ends a run: how many scales of 8-bit moments are infinite or no number."""
 
@@ -41,12 +42,16 @@ class Log:
       every: steps between two lines of metrics.
 
     Attributes:
+      figures: of the compiled step, once they are known.
+      rows: what metrics.jsonl holds.
       losses: (step, loss) of every step of this process; of a resumed run also the lines of earlier ones.
       heldout: (step, loss) of every evaluation.
     """
 
     def __init__(self, out: Path, *, start: int, steps: int, tokens: int, every: int):
         self.out, self.start, self.steps, self.tokens, self.every = out, start, steps, tokens, every
+        self.figures: Figures | None = None
+        self.rows: list[dict[str, Any]] = []
         self.losses: list[tuple[int, float]] = []
         self.heldout: list[tuple[int, float]] = []
         self.unread: list[tuple[int, dict[str, Any]]] = []
@@ -95,7 +100,7 @@ class Log:
         """Keeps what earlier parts of a resumed run wrote, up to the step that it continues from."""
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / "metrics.jsonl"
-        kept = [row for row in read_metrics(file) if row["step"] <= self.start] if self.start else []
+        self.rows = kept = [row for row in read_metrics(file) if row["step"] <= self.start] if self.start else []
         file.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self.losses = [(row["step"], row["loss"]) for row in kept if "loss" in row]
         self.heldout = [(row["step"], row["heldout_loss"]) for row in kept if "heldout_loss" in row]
@@ -136,7 +141,8 @@ class Log:
         mean = float(np.mean([loss for _, loss in self.losses[-self.steps_since :]]))
         self.start_clock()
         own = {"loss": self.losses[-1][1], "mean_loss": mean, "tokens_per_second": round(rate, 1)}
-        self._keep(step, **own, **self.latest)
+        compiled = {} if self.figures is None else self.figures.metrics
+        self._keep(step, **own, memory_bytes=peak_bytes(), **compiled, **self.latest)
         others = "".join(f"  {k.replace('_', ' ')} {v:,.0f}" for k, v in self.latest.items())
         text = f"mean loss {mean:.3f}  {rate:,.0f} tokens/s{others}"
         self.progress.update(self.task, completed=step, text=text)
@@ -178,20 +184,24 @@ class Log:
         loss = self.heldout[-1][1]
         (self.out / "sample.txt").write_text(text)
         self._keep(self.steps, bigram_loss=bigram, margin=bigram - loss)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        pictures = [str(self.curve(bigram))]
+        if self.figures is not None:
+            draw(self.out / "step.png", self.figures, self.rows)
+            pictures.append("step.png")
         self.print(
             f"--- a sample\n{text}\n---",
             f"held-out loss    {loss:.4f} nats/byte  {loss / np.log(2):.3f} bits/byte",
             f"bigram, add-one  {bigram:.4f} nats/byte  {bigram / np.log(2):.3f} bits/byte  (the same bytes)",
             f"margin           {bigram - loss:+.4f} nats/byte",
-            f"time             {seconds:.0f} s, peak host memory {peak:.2f} GB",
+            f"time             {seconds:.0f} s, peak host memory {host_peak() / 1e9:.2f} GB",
             f"memory           {held}",
-            f"written          {self.curve(bigram)}, metrics.jsonl, tensorboard/, checkpoints/, sample.txt",
+            f"written          {', '.join(pictures)}, metrics.jsonl, tensorboard/, checkpoints/, sample.txt",
         )
 
     def _keep(self, step: int, **numbers: float) -> None:
         if self.jsonl is not None and self.board is not None:
-            self.jsonl.write(json.dumps({"step": step, **numbers}) + "\n")
+            self.rows.append({"step": step, **numbers})
+            self.jsonl.write(json.dumps(self.rows[-1]) + "\n")
             self.jsonl.flush()
             for name, value in numbers.items():
                 self.board.add_scalar(name, value, step)

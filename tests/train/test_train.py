@@ -21,7 +21,7 @@ from processes import free_port
 import jzero
 from jzero.core.errors import human_bytes
 from train import config as flags
-from train import digits, gpt, memory
+from train import digits, figures, gpt, memory
 from train.config import PRESETS
 from train.log import Log, read_metrics
 from train.model import GPT, Model
@@ -99,11 +99,36 @@ def test_what_a_run_leaves_behind(finished):
     assert [r["step"] for r in rows if "loss" in r] == [10, 20, 30, 40]
     assert all(r["tokens_per_second"] > 0 for r in rows if "loss" in r)
     assert rows[-1]["margin"] == pytest.approx(result.bigram - result.heldout[-1][1])
-    assert (config.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("loss.png", "step.png"):
+        assert (config.out / name).read_bytes().startswith(b"\x89PNG")
     assert list((config.out / "tensorboard").iterdir())
     assert gpt.saved_steps(config.out) == [20, 40]
     assert (config.out / "sample.txt").read_text() == result.text
     assert result.text.startswith(config.prompt)
+
+
+def test_lines_have_the_memory_and_the_wire_of_the_program(finished):
+    """2 Psi by the closed form; on simulated devices an all-reduce stands for a reduce-scatter, which makes it 3."""
+    config, result = finished
+    rows = [row for row in read_metrics(config.out / "metrics.jsonl") if "loss" in row]
+    psi = 7 * 4 * sum(x.size for x in jax.tree.leaves(result.state.params)) // 8
+    for row in rows:
+        assert row["wire_bytes"] == pytest.approx(3 * psi, rel=0.01)
+        assert row["wire_by_closed_form"] == pytest.approx(1.5, rel=0.01)
+        assert row["memory_bytes"] > 10**8
+
+
+def test_wire_that_cannot_be_read_is_said_and_ends_no_run(finished, monkeypatch):
+    def fails(*_):
+        raise jzero.ProofError("one part of it is new")
+
+    plan = jzero.plan_of(finished[1].state)
+    program = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compile()
+    monkeypatch.setattr(jzero, "explain", fails)
+    found = figures.figures_of(program, plan, jzero.estimate(plan))
+    assert found.wire is None
+    assert found.metrics == {}
+    assert "bytes on the wire are not known: one part of it is new" in str(found)
 
 
 def test_the_batch_is_split_and_the_state_is_sharded(finished):
