@@ -63,6 +63,7 @@ EFFECTS = {
     ),
     "gather_dtype": Effect(3, "only stage 3 gathers weights", refused=True),
     "reshard_after_forward": Effect(3, "params are whole between steps too", refused=True),
+    "kept_gathered_bytes": Effect(3, "params are whole between steps too", refused=True),
     "param_axis": Effect(3, "params are whole"),
     "prefetch": Effect(3, "nothing is gathered on use"),
     "update_dtype": Effect(1, "every device has all new params", refused=True),
@@ -221,6 +222,9 @@ class ZeroConfig:
       reshard_after_forward: stage 3: True drops a gathered weight after its use, and the backward pass gathers it
         again: 3 Psi on the wire. False keeps it from the forward to the backward pass: 2 Psi, but all params are whole
         at the end of the forward pass, as at stage 2. Between steps they are split in both cases.
+      kept_gathered_bytes: stage 3: how many bytes of gathered weights of a device may stay from the forward to the
+        backward pass; these are gathered once. The smallest weights come first, a stack of layers as one weight, each
+        in the dtype in which the model computes.
 
     Raises:
       TypeError: a field is of the wrong kind (a bool is not an int).
@@ -245,6 +249,7 @@ class ZeroConfig:
     bucket_bytes: int | None = None
     prefetch: int = 1
     reshard_after_forward: bool = True
+    kept_gathered_bytes: int = 0
     logical_axis_rules: Sequence[tuple[str, str | tuple[str, ...] | None]] = ()
 
     def __post_init__(self):
@@ -268,6 +273,7 @@ class ZeroConfig:
             self.reshard_after_forward, "reshard_after_forward", where="ZeroConfig",
             remedy="To gather weights over fewer devices pass param_axis=.",
         )  # fmt: skip
+        check_int(self.kept_gathered_bytes, "kept_gathered_bytes", where="ZeroConfig", low=0)
         if self.bucket_bytes is not None:
             check_int(self.bucket_bytes, "bucket_bytes", where="ZeroConfig", low=1)
         object.__setattr__(self, "offload", _offload(self.offload))
@@ -279,6 +285,11 @@ class ZeroConfig:
             raise ValueError(
                 f"ZeroConfig(moment_dtype={self.moment_dtype.name}): squares of gradients are far below what it can "
                 f"hold. Pass one of {', '.join(MOMENT_DTYPES)}."
+            )
+        if self.kept_gathered_bytes and not self.reshard_after_forward:
+            raise ValueError(
+                f"ZeroConfig(kept_gathered_bytes={self.kept_gathered_bytes}) has no effect beside "
+                "reshard_after_forward=False, which keeps all gathered weights. Leave one of the two out."
             )
         if self.quantize_block & (self.quantize_block - 1):
             raise ValueError(f"ZeroConfig(quantize_block={self.quantize_block}) must be a power of two, such as 256.")
@@ -327,11 +338,10 @@ class ZeroConfig:
         where, why = 'ZeroConfig(offload=Offload(params="host"))', ""
         if not self.row.params:
             why = f"needs stage 3: at stage {self.stage} the model reads whole params on the device. Pass stage=3"
-        elif not self.reshard_after_forward:
-            why = (
-                "fetches a weight for each use, and reshard_after_forward=False keeps all of them on the device. "
-                "Leave one of the two out"
-            )
+        elif not self.reshard_after_forward or self.kept_gathered_bytes:
+            some = "reshard_after_forward=False keeps all"
+            some = "kept_gathered_bytes keeps some" if self.kept_gathered_bytes else some
+            why = f"fetches a weight for each use, and {some} of them on the device. Leave one of the two out"
         elif self.updates == "delta":
             why = (
                 'and updates="delta" exclude each other: JAX has no sum of a param in host memory and a difference in '

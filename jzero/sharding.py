@@ -39,6 +39,7 @@ from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import micro_batches, place_batch
 from jzero.layout.describe import describe_plan
 from jzero.layout.explicit import constrained, typed_mesh
+from jzero.layout.gathered import kept_gathered
 from jzero.layout.host_mesh import host_mesh
 from jzero.layout.leaf_rule import Frozen, Layout, path_keys
 from jzero.layout.mesh_pickling import to_mesh, to_numbers
@@ -130,6 +131,11 @@ class Plan:
         if self.config.row.params:
             return max(min(GATHERED_BUCKET_BYTES, share), 1)
         return min(BUCKET_BYTES, max(share, LEAST_BUCKET))
+
+    @functools.cached_property
+    def kept_gathered(self) -> frozenset[str]:
+        """Names of the params that stay gathered from the forward to the backward pass, at stage 3."""
+        return kept_gathered(self.whole or self)
 
     @property
     def whole_bytes(self) -> int:

@@ -114,12 +114,12 @@ class WeightGather:
         Args:
           x: the layouts of the param.
           accumulate: micro-batches in a step; each gathers.
-          uses: what the param is used for. With `reshard_after_forward=False` uses under `jax.grad` share one gather.
+          uses: what the param is used for. Uses of one that stays gathered share a gather under `jax.grad`.
         """
         in_pieces = is_in_pieces(x, self.plan)
         times = [(2 if in_pieces and use.kind == "loss" else GATHERS[use.kind], use) for use in uses]
         times = [(n * use.part, use) for n, use in times]
-        if not self.plan.config.reshard_after_forward:  # each forward pass gathers it once
+        if x.name in self.plan.kept_gathered:  # each forward pass gathers it once
             first = next((use for use in uses if use.has_gradient), None)
             times = [row for row in times if not row[1].has_gradient] + ([(1, first)] if first else [])
         layer = x.layer_shape, x.of_layer(x.stored), x.of_layer(x.used)

@@ -12,8 +12,8 @@ never kept; the backward pass gathers again. Inside a remat region the gather is
 computed again as a whole, and a second checkpoint in it would gather a third time.
 
 [Note: kept]
-With `reshard_after_forward=False` a weight takes the place of its shard in the walk when it is first read: gathered
-once for all its uses, before the remat region that reads it and not in it, so that the backward pass has it already.
+A weight of `Plan.kept_gathered` takes the place of its shard in the walk when it is first read: gathered once for all
+its uses, before the remat region that reads it and not in it, so that the backward pass has it already.
 From there on it is a weight of stage 2, with the same order of reductions.
 """
 
@@ -70,8 +70,7 @@ def evaluate(
         for found in ties.get((number, False), ()):
             tie(found, graph, env, walk)
         with node.scope():
-            if not walk.plan.config.reshard_after_forward:
-                env.update({i: kept(env[i], walk) for i in _to_keep(node, env)})
+            env.update({i: kept(env[i], walk) for i in _to_keep(node, env)})
             outs = equation(node.eqn, [env[i] for i in node.ins], walk)
         env.update(zip(node.outs, outs, strict=True))
         for found in ties.get((number, True), ()):
@@ -96,7 +95,7 @@ def _to_keep(node: Node, env) -> list[int]:
     if name in ("convert_element_type", "while", "cond"):
         return []
     ins = node.ins[: loop_consts(node.eqn)] if name == "scan" else node.ins
-    return [a for a in dict.fromkeys(ins) if isinstance(env[a], Weight) and env[a].split]
+    return [a for a in dict.fromkeys(ins) if isinstance(env[a], Weight) and env[a].split and env[a].keeps]
 
 
 def equation(eqn, values: list[Any], walk: Walk) -> list[Any]:

@@ -68,7 +68,7 @@ def product_in_pieces(eqn: JaxprEqn, values: Sequence[Any], walk: Walk, use: Use
 
 def rows_in_pieces(eqn: JaxprEqn, table: Weight, index: jax.Array, walk: Walk) -> list[Any] | None:
     """The rows that are looked up in a table, without a derivative; None where it is whole."""
-    cut, outs = _cut(table, [1], walk) if walk.drops else None, list[Any]()
+    cut, outs = _cut(table, [1], walk), list[Any]()
     if cut is None:
         return None
     for _, piece in _pieces(table, *cut, walk):
@@ -98,7 +98,7 @@ def _cut(weight: Weight, dims: Sequence[int], walk: Walk) -> tuple[int, int] | N
 
 def classes_in_pieces(head: Any, walk: Walk) -> VocabularyPieces | None:
     """How a tiled loss cuts the classes of its head, [features, classes]; None for one that is whole."""
-    wanted = _wanted(head, walk) if isinstance(head, Weight) and walk.drops else 0
+    wanted = _wanted(head, walk) if isinstance(head, Weight) else 0
     if not wanted:
         return None
     entries = [entry_axes(spec_entries(spec, 2)[1]) for spec in (head.stored, head.used, head.grad)]
@@ -113,7 +113,7 @@ def classes_in_pieces(head: Any, walk: Walk) -> VocabularyPieces | None:
 def _wanted(weight: Weight, walk: Walk) -> int:
     """How many pieces a weight is cut into, at most; 0: it is whole."""
     most, size = walk.plan.whole_bytes, weight.held_bytes // shard_factor(weight.used, walk.plan.mesh)
-    whole = not weight.split or size <= most or not weight.source.direct or weight.order is not None
+    whole = not weight.split or weight.keeps or size <= most or not weight.source.direct or weight.order is not None
     return 0 if whole else -(-PIECES * size // most)
 
 

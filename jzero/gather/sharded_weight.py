@@ -36,6 +36,7 @@ class Weight:
       trained: False for a frozen weight: nothing waits for its gradient, which XLA drops if the step does not read it.
       order: of a weight that travels in codes: which dim of the param each of its dims is, `STACK` for that of a stack.
         None: it travels as it is.
+      keeps: once it is gathered, it stays until the backward pass has used it.
     """
 
     shard: jax.Array
@@ -47,6 +48,7 @@ class Weight:
     source: ShardSource = DEVICE
     trained: bool = True
     order: tuple[int, ...] | None = None
+    keeps: bool = False
 
     @property
     def aval(self) -> Shaped:
@@ -107,7 +109,10 @@ class Weight:
         """Another array in its place, with these dims of the weight, in this order."""
         specs = (_with_dims(spec, dims) for spec in (self.stored, self.used, self.grad))
         order = None if self.order is None else tuple(self.order[i] for i in dims)
-        return Weight(shard, *specs, narrow=self.narrow, source=self.source, trained=self.trained, order=order)
+        stored, used, grad = specs
+        return dataclasses.replace(
+            self, shard=shard, stored=stored, used=used, grad=grad, at_rest=None, order=order
+        )
 
     def sliced(self, layer: jax.Array, size: int) -> Weight:
         """One layer of a stack, which has lost its leading dim; `size`: of the blocks of the stack, if it has any."""

@@ -182,8 +182,10 @@ class GatherOnUse:
         return filled
 
     def _weight(self, x, y: Layout, walk: Walk) -> Weight:
-        order = walk.comm.weights.order(y)
-        return Weight(x, y.stored, y.used, y.grad, source=source_of(x, y), trained=y.frozen is None, order=order)
+        return Weight(
+            x, y.stored, y.used, y.grad, source=source_of(x, y), trained=y.frozen is None,
+            order=walk.comm.weights.order(y), keeps=y.name in self.plan.kept_gathered,
+        )  # fmt: skip
 
     def _check_no_function(self, outs: Sequence[Any]) -> None:
         """Raises TypeError for a function among the results: its weights no longer exist outside of the trace."""

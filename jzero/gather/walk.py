@@ -51,7 +51,7 @@ class Walk:
 
     @property
     def drops(self) -> bool:
-        """A gathered weight is gone after its use."""
+        """A gathered weight is gone after its use, unless it is one that stays."""
         return self.plan.config.row.params and self.plan.config.reshard_after_forward
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -57,7 +57,7 @@ SPREADS = ("broadcast_in_dim", "reshape")
 
 def use(eqn, values: list[Any], walk: Walk) -> list[Any]:
     """Gather the weights that the equation reads, bind the equation, and drop the weights."""
-    cut = product_in_pieces(eqn, values, walk, use) if walk.drops else None
+    cut = product_in_pieces(eqn, values, walk, use)
     if cut is not None:
         return cut
     at = [i for i, v in enumerate(values) if isinstance(v, Weight)]
@@ -76,7 +76,7 @@ def use(eqn, values: list[Any], walk: Walk) -> list[Any]:
             return jaxprs.bind(eqn, [gathered(v, walk, kind=maker.kind) for v in values])
         return (unary if maker.kind == SPREAD else product)(eqn, values, at[0], route, walk)
 
-    plain = walk.in_remat or not walk.drops
+    plain = walk.in_remat or not walk.drops or all(values[i].keeps for i in at)
     outs = list(on_gathered(*flat) if plain else jax.checkpoint(on_gathered)(*flat))
     return apart(outs, values[0]) if maker.kind == LOOKUP else outs
 

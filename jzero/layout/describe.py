@@ -42,7 +42,7 @@ def describe_plan(plan: Any, tx: optax.GradientTransformation | None) -> str:
         parts += ["", table(columns, [row[: len(columns)] for row, _ in state])]
         parts += [_host_line(plan, [(row[-1], size) for row, size in state])] if offload else []
         parts += _quantized_lines(plan, state) if config.moment_dtype == jnp.int8 else []
-    parts += _large_lines(plan)
+    parts += _large_lines(plan) + _kept_lines(plan)
     parts += _gathered_lines(plan) if config.gather_dtype is not None else []
     parts += _updated_lines(plan) if config.update_dtype is not None else []
     whole = [x for x in plan.layouts if x.reason and x.stored == x.used]
@@ -61,6 +61,17 @@ def _large_lines(plan: Any) -> list[str]:
     rows = [f"{x.name} ({human_bytes(gathered_bytes(x, plan))})" for x in plan.layouts if is_in_pieces(x, plan)]
     uses = f"a matmul, a lookup or a tiled loss, being more than {human_bytes(plan.whole_bytes)}"
     return [f"gathered in pieces by {uses}: {', '.join(rows)}"] if rows else []
+
+
+def _kept_lines(plan: Any) -> list[str]:
+    """Which weights stay gathered from the forward to the backward pass, where that is chosen weight by weight."""
+    if not plan.config.kept_gathered_bytes:
+        return []
+    kept = [x for x in plan.layouts if x.name in plan.kept_gathered]
+    size = sum(gathered_bytes(x, plan) * x.layers for x in kept)
+    names = f": {', '.join(x.name for x in kept)}" if kept else ""
+    count = counted(len(plan.layouts), "param")
+    return [f"{len(kept)} of {count} stay gathered for the backward pass ({human_bytes(size)} per device){names}"]
 
 
 def _guesses(plan: Any) -> list[str]:

@@ -19,6 +19,29 @@ def gathered_bytes(x: Layout, plan: Any) -> int:
 
 def is_in_pieces(x: Layout, plan: Any) -> bool:
     """Whether a matmul, a lookup or a tiled loss gathers a param in pieces: see [Note: pieces of a weight]."""
+    return _is_large(x, plan) and x.name not in plan.kept_gathered
+
+
+def kept_gathered(plan: Any) -> frozenset[str]:
+    """Names of the params that stay gathered from the forward to the backward pass; see `ZeroConfig`.
+
+    A table whose rows are only looked up gains nothing by it, and which one that is a plan does not know: tables are
+    large, and the smallest come first.
+    """
+    config, found = plan.config, list[str]()
+    weights = [x for x in plan.layouts if config.row.params and x.stored != x.used]
+    if not config.reshard_after_forward:
+        return frozenset(x.name for x in weights)
+    sizes = {x.name: gathered_bytes(x, plan) * x.layers for x in weights if not _is_large(x, plan)}
+    left = config.kept_gathered_bytes
+    for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+        left -= sizes[name]
+        if left >= 0:
+            found.append(name)
+    return frozenset(found)
+
+
+def _is_large(x: Layout, plan: Any) -> bool:
     config = plan.config
     drops = config.row.params and config.reshard_after_forward and x.stored != x.used
     in_codes = config.gather_dtype is not None and not why_not_in_codes(x, plan)

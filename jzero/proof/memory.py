@@ -411,12 +411,15 @@ def _reasons(
         return sum(comm_of(plan).wire_by_axes(uses=uses).values())
 
     times = 3 if config.row.params and config.reshard_after_forward else 2
+    kept = sum(x.nbytes for x in plan.layouts if x.name in plan.kept_gathered) if times == 3 else 0
     spared = sum(x.nbytes for x in plan.layouts if x.frozen is not None)
     plain = {name: [dataclasses.replace(u, dtype=None) for u in some] for name, some in uses.items()}
     whole = times * plan.param_bytes * ring(n)
-    sent = [whole, whole - (1 if config.row.params else 2) * spared * ring(n), wire(), wire(plain), wire(uses)]
+    sent = [whole, whole - kept * ring(n)]
+    sent += [sent[-1] - (1 if config.row.params else 2) * spared * ring(n), wire(), wire(plain), wire(uses)]
     sent += [sent[-1] + sum(extra.values()), total]
     texts = (
+        "weights that stay gathered for the backward pass",
         "frozen params: no gradient, no update",
         "leaves that stay whole or are padded, dtypes of the config",
         "lookups, and weights used more than once or forward alone",
@@ -447,14 +450,14 @@ def _head_bytes(plan: Plan, sizes: Transformer) -> int:
 
 
 def gathered_working(plan: Plan) -> int:
-    """The largest weight that is gathered on use, one layer of a stack, and its gradient before it is reduced.
+    """The largest weight that is gathered on use, one layer of a stack, and the largest gradient before it is reduced.
 
-    Where gathered weights are kept for the backward pass: all of them, and that gradient.
+    And the weights that stay gathered for the backward pass.
     """
-    layers = [comm_of(plan).weights.held_bytes(x) for x in plan.layouts]
-    largest = max(layers, default=0)
-    every = sum(size * x.layers for size, x in zip(layers, plan.layouts, strict=True))
-    return largest + (largest if plan.config.reshard_after_forward else every)
+    layers = {x.name: comm_of(plan).weights.held_bytes(x) for x in plan.layouts}
+    dropped = (size for name, size in layers.items() if name not in plan.kept_gathered)
+    kept = sum(layers[x.name] * x.layers for x in plan.layouts if x.name in plan.kept_gathered)
+    return max(layers.values(), default=0) + max(dropped, default=0) + kept
 
 
 def planned_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:

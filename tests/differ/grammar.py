@@ -159,6 +159,10 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         case["pieces"] = rng.choice((200, 500))
         if case["step"].startswith("eager"):  # where each piece of a `jax.shard_map` is compiled again
             del case["pieces"]
+    for config in configs_of(case):
+        fetches = config["stage"] < 3 or config["tier"].startswith("params")
+        if not fetches and "reshard_after_forward" not in config and rng.random() < 0.25:
+            config["kept_gathered_bytes"] = rng.choice((100, 700, 3000, 20000))
     return case
 
 
@@ -433,6 +437,8 @@ def features(case: dict) -> Iterable[tuple[str, str]]:
     yield "tier and flavour", f"{case['config']['tier']}, {case['flavour']}"
     for kind in sorted(set(case["blocks"])):
         yield "layer", kind
+    if any("kept_gathered_bytes" in config for config in configs_of(case)):
+        yield "stays gathered", f"{case['flavour']}, {case['mesh']['kind']}"
     if case.get("pieces"):
         yield "pieces", f"{case['flavour']}, {case['mesh']['kind']}"
         if case.get("tiles"):
@@ -475,6 +481,6 @@ SHARES = {
     "begins": 0.03, "inside": 0.01, "weights": 0.003, "remainder": 0.001, "int8": 0.001,
     "layers named like fields": 0.01, "codes": 0.001, "codes by axis": 0.002, "gradient codes": 0.001,
     "update codes": 0.001, "tiles": 0.01, "tiles of stage": 0.001, "tiled layer": 0.001, "pieces": 0.001,
-    "pieces and tiles": 0.0005,
+    "pieces and tiles": 0.0005, "stays gathered": 0.001,
 }  # fmt: skip
 """The least share of the cases of a nightly run that each name of a kind must have."""

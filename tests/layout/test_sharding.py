@@ -500,7 +500,7 @@ def test_a_field_below_its_stage_is_refused_or_noted(name):
     value = {
         "compute_dtype": "bfloat16", "reshard_after_forward": False, "param_axis": "data", "prefetch": 3,
         "bucket_bytes": 2**20, "reduce_dtype": "float32", "gather_dtype": "int8",
-        "update_dtype": "int8",
+        "update_dtype": "int8", "kept_gathered_bytes": 2**20,
     }[name]  # fmt: skip
     shapes, effect = {"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, EFFECTS[name]
     told = f"{name}={value if name == 'reduce_dtype' else repr(value)} has no effect"

@@ -139,11 +139,13 @@ def _is_leaf_or_layer(e: Evidence, s: Site, dims: tuple[int, ...], n: int) -> bo
 
 def weights_saved(e: Evidence) -> Faults:
     """Gathered weights that are alive from the forward to the backward pass."""
-    weights = [x for x in e.split if x.stored != x.used]
-    if not weights or not e.plan.config.reshard_after_forward:
+    gathered = [x for x in e.split if x.stored != x.used]
+    weights = [x for x in gathered if x.name not in e.plan.kept_gathered]
+    if not weights:
         return
     gathers = [s for s in e.over_zero_axes("all-gather") if not s.loops]
-    saved = sum(e.saved_weights(s) for s in gathers) + _carried(e, weights)
+    stay = sum(e.local(x) * x.dtype.itemsize for x in gathered if x.name in e.plan.kept_gathered)
+    saved = sum(e.saved_weights(s) for s in gathers) + _carried(e, gathered) - stay
     if saved > SHARE_SAVED * sum(e.local(x) * x.dtype.itemsize for x in weights):
         yield (
             "weights that the forward pass gathered are still there in the backward pass, which should gather them "
