@@ -28,16 +28,17 @@ def main(n: int = 64) -> None:
 
     print("| stage | split | states, estimated | states, compiled | temp, compiled | wire / step |")
     print("|---|---|---|---|---|---|")
-    for stage, reshard in [*((s, True) for s in STAGES), (3, False)]:
+    kept = [{"kept_gathered_bytes": 10**6 * mb} for mb in (75, 150, 225)]
+    for stage, more in [*((s, {}) for s in STAGES), *((3, one) for one in kept), (3, {"reshard_after_forward": False})]:
         row = STAGES[stage]
-        fields = {"min_shard_bytes": 16 * 1024, "reshard_after_forward": reshard}
+        fields = {"min_shard_bytes": 16 * 1024, **more}
         made = program(stage=stage, n=n, size=SIZE, quick=False, **fields)
         plan, estimate, report = made.plan, made.estimate, made.report
         assert report.memory is not None
         split = [name for name in ("params", "grads", "state") if getattr(row, name)]
         held = report.memory.arguments / 1e6
         said = (estimate.params + estimate.opt_state) / 1e6
-        name = f"{stage}{'' if reshard else ', kept'}"
+        name = f"{stage}{''.join(f', `{k}={v}`' for k, v in more.items())}"
         print(
             f"| {name} | {', '.join(split) or 'nothing'} | {said:.1f} MB | {held:.1f} MB | "
             f"{report.memory.temp / 1e6:.0f} MB | {report.wire.psi:.2f} Psi |"
@@ -46,7 +47,6 @@ def main(n: int = 64) -> None:
     print(
         f"\n{values / 1e6:.0f}M parameters, bf16 with fp32 masters, AdamW, {n} H200; jax {jax.__version__}, "
         f"jaxlib {jaxlib.__version__}. Temp holds gradients and activations."
-        "\n`3, kept`: `reshard_after_forward=False`."
     )
 
 

@@ -13,7 +13,7 @@ from jzero.core.errors import counted, human_bytes, listing, table, typed_shape
 from jzero.core.random_keys import is_key
 from jzero.core.types import Shaped
 from jzero.layout.blocks import blocks_of, why_not_in_codes, why_sent_whole, why_wide
-from jzero.layout.gathered import gathered_bytes, is_in_pieces
+from jzero.layout.gathered import gathered_bytes, held_gathered, is_in_pieces
 from jzero.layout.specs import shard_factor
 from jzero.layout.state_layouts import SCALES
 
@@ -68,7 +68,7 @@ def _kept_lines(plan: Any) -> list[str]:
     if not plan.config.kept_gathered_bytes:
         return []
     kept = [x for x in plan.layouts if x.name in plan.kept_gathered]
-    size = sum(gathered_bytes(x, plan) * x.layers for x in kept)
+    size = sum(held_gathered(x, plan) for x in kept)
     names = f": {', '.join(x.name for x in kept)}" if kept else ""
     count = counted(len(plan.layouts), "param")
     return [f"{len(kept)} of {count} stay gathered for the backward pass ({human_bytes(size)} per device){names}"]

@@ -32,13 +32,18 @@ def kept_gathered(plan: Any) -> frozenset[str]:
     weights = [x for x in plan.layouts if config.row.params and x.stored != x.used]
     if not config.reshard_after_forward:
         return frozenset(x.name for x in weights)
-    sizes = {x.name: gathered_bytes(x, plan) * x.layers for x in weights if not _is_large(x, plan)}
-    left = config.kept_gathered_bytes
-    for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+    sizes, left = {x.name: held_gathered(x, plan) for x in weights}, config.kept_gathered_bytes
+    for name in sorted(filter(sizes.get, sizes), key=lambda name: (sizes[name], name)):
         left -= sizes[name]
         if left >= 0:
             found.append(name)
     return frozenset(found)
+
+
+def held_gathered(x: Layout, plan: Any) -> int:
+    """Bytes of a param on one device if all of it stays gathered; 0 for one that does not."""
+    stays = plan.config.row.params and x.stored != x.used and not _is_large(x, plan)
+    return gathered_bytes(x, plan) * x.layers if stays else 0
 
 
 def _is_large(x: Layout, plan: Any) -> bool:

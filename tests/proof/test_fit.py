@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import flax.linen as nn
@@ -210,6 +211,8 @@ def test_options_are_what_configs_accept():
     assert {"stage 0", "stage 2", "stage 3, weights kept", "stage 3, hpZ", "stage 2, HSDP"} <= kinds
     assert len(list(layouts(1, 8))) == 5, "one host needs no axis over hosts"
     assert not any(o.config.params_on_host for o in smaller(stage_0, lower_precision=False)), "stage 3 alone fetches"
+    (some,) = (o for o in options(1, 8, [1], [], [10**9]) if o.config.kept_gathered_bytes)
+    assert str(some) == "stage 3, 1.00 GB of weights kept"
     lower = {str(o.config.moment_dtype) for o in smaller(stage_0, lower_precision=True)}
     assert lower == {"None", "bfloat16", "int8"}
 
@@ -222,6 +225,22 @@ def test_odd_numbers_of_examples_and_what_is_fixed():
     assert this.accumulates == [1, 3]
     assert this.offers == ()
     assert {c.examples for c in this.candidates()} == {1, 3}
+
+
+@pytest.mark.unit
+def test_weights_stay_in_steps_between_none_and_all():
+    """Of eight equal kernels two, four and six; each step is faster by its gathers, and larger by them."""
+    task = Task(create_state, step, (batch_of(pod()),), pod(), GPUS["h100"])
+    kernel = 2 * 4 * WIDTH**2
+    assert task.kept == [4_200_000, 8_390_000, 12_600_000]  # 2, 4, 6 kernels of 2,097,152 bytes
+    plain = [c for c in task.candidates() if c.option.config.stage == 3 and c.option.config.reshard_after_forward]
+    plain = [c for c in plain if not c.option.offered["remat"] and c.examples == ROWS]
+    found = {c.option.config.kept_gathered_bytes: c for c in plain}
+    sizes = [found[n].estimate.working for n in (0, *task.kept)]
+    assert [b - a for a, b in itertools.pairwise(sizes)] == [2 * kernel] * 3
+    wires = [found[n].estimate.wire_psi for n in (0, *task.kept)]
+    # the first kernel, whose input has no gradient, is gathered once in any case
+    assert wires == pytest.approx([2.875, 2.75, 2.5, 2.25], rel=0.02)
 
 
 @pytest.mark.unit

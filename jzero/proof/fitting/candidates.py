@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from jzero.core.traces import as_written, innermost
 from jzero.core.types import PyTree
 from jzero.flax.adapters import is_pair
 from jzero.flax.shard import abstract, plan_of
-from jzero.layout.gathered import is_in_pieces
+from jzero.layout.gathered import held_gathered, is_in_pieces
 from jzero.layout.specs import axis_size
 from jzero.proof.arguments import fill_shardings, jitted_fn
 from jzero.proof.fitting.flops import flops_of
@@ -34,6 +35,7 @@ from jzero.proof.uses import uses_in
 from jzero.sharding import Plan
 
 WHERE = "jzero.fit"
+KEPT_SHARES = (0.25, 0.5, 0.75)
 NO_REMAT = {"xla_gpu_memory_limit_slop_factor": 1000}
 """XLA computes again what does not fit, for minutes and at the cost of speed. A program that fits is the same."""
 
@@ -141,11 +143,22 @@ class Task:
             return [1]
         return [k for k in range(1, self.examples + 1) if self.examples % k == 0]
 
+    @functools.cached_property
+    def kept(self) -> list[int]:
+        """How many bytes of gathered weights may stay: of about a quarter, a half and three quarters of them."""
+        plan, _ = self._plan(ZeroConfig(stage=3), (("data", len(self.pod.devices)),))
+        sizes = [n for x in plan.layouts if (n := held_gathered(x, plan))]
+        sums, found = list(itertools.accumulate(sorted(sizes))), set[int]()
+        for share in KEPT_SHARES:
+            most = max((n for n in sums if n <= share * sum(sizes)), default=0)
+            found |= {_rounded_up(most)} if most else set()
+        return sorted(found)
+
     def candidates(self, *, smallest: bool = False) -> list[Candidate]:
         """Those with the state in device memory; `smallest`: only with as many micro-batches as possible."""
         self._traced(self.first)  # what the step raises, it raises here
         accumulates = self.accumulates[-1:] if smallest else self.accumulates
-        found = options(self.pod.hosts, self.pod.gpus_per_host, accumulates, self.offers)
+        found = options(self.pod.hosts, self.pod.gpus_per_host, accumulates, self.offers, self.kept)
         return [self.candidate(option) for option in found]
 
     def smaller(self, candidates: Sequence[Candidate], *, lower_precision: bool) -> list[Candidate]:
@@ -228,6 +241,12 @@ class Task:
         memory = memory_of(self.pod.compile(step, *args, plan=plan_of(state), **own))
         assert memory is not None
         return memory.total
+
+
+def _rounded_up(n: int) -> int:
+    """To three digits."""
+    unit = 10 ** max(len(str(n)) - 3, 0)
+    return -(-n // unit) * unit
 
 
 def _keywords(fn: Callable[..., Any]) -> Sequence[str]:

@@ -33,8 +33,8 @@ WORTH = 0.05
 """The part of a step's time for which one more program is compiled."""
 UNSURE = 0.1
 """An estimate may be off by this part: what exceeds the limit by no more is compiled, too."""
-STEP = 0.05
-"""The part of the limit by which the next program is smaller, where none of those before it fits."""
+WORTH_TRYING = 0.2
+"""The same for one that may not fit."""
 SAME = 0.02
 """Options whose modelled times differ by no more than this part count as equally fast."""
 
@@ -178,21 +178,35 @@ class Search:
 
     def compile_until_one_fits(self) -> None:
         """Compiles until the fastest that seems to fit has been compiled, and does."""
-        while (c := self.next()) is not None and c not in self.compiled:
-            best, number, gain = self.best(), len(self.compiled) + 1, 0.0
-            if number > self.compiles and best is not None:
-                gain = 1 - c.seconds.total / best.seconds.total
-                how = "fits" if self.fits(c) else "may fit"
-                if how == "may fit" or gain < WORTH or number > 2 * self.compiles:
-                    what = f"{how} by the estimate and would be {gain:.0%} faster; it was not compiled"
-                    self.note(f"{c.option}: {what} (compiles={self.compiles}).")
-                    return
-            c = self.telling(c)
+        while (c := self.worth_compiling()) is not None:
+            c, number = self.telling(c), len(self.compiled) + 1
             if number == self.compiles + 1:
-                why = "none of these fits" if best is None else f"another one seems to fit and to be {gain:.0%} faster"
+                best = self.best()
+                gain = 0.0 if best is None else self.gain(c, best)
+                why = "none of these fits" if best is None else f"another one may fit and be {gain:.0%} faster"
                 self.note(f"more than {self.compiles} programs were compiled, since {why}.")
             self.say(f"compiling {c.option} for {len(self.task.pod.devices)} {self.task.pod.gpu} (program {number})")
             self.compiled[c] = self.task.compiled_bytes(c.option)
+
+    def worth_compiling(self) -> Candidate | None:
+        """The next candidate to compile; of more than `compiles`, one that would be faster by far or surely fits."""
+        best, done = self.best(), len(self.compiled)
+        for c, least in ((self.next(), WORTH_TRYING), (choice(filter(self.fits, self.known)), WORTH)):
+            if c is None or c in self.compiled:
+                return None
+            if best is None or done < self.compiles:
+                return c
+            gain, fits = self.gain(c, best), self.fits(c)
+            if done < 2 * self.compiles and gain >= (WORTH if fits else least):
+                return c
+            what = f"{'fits' if fits else 'may fit'} by the estimate and would be {gain:.0%} faster"
+            self.note(f"{c.option}: {what}; it was not compiled (compiles={self.compiles}).")
+        return None
+
+    @staticmethod
+    def gain(c: Candidate, best: Candidate) -> float:
+        """The part of a step's time by which a candidate is faster."""
+        return 1 - c.seconds.total / best.seconds.total
 
     def note(self, text: str) -> None:
         """For the reader, once."""
@@ -215,14 +229,15 @@ class Search:
     def next(self) -> Candidate | None:
         """The fastest candidate that fits as far as is known, or is too close to the limit to tell.
 
-        The more were compiled in vain, the farther below the limit the next one is.
+        Once two were compiled in vain, it is in the lower half of the room between the smallest one and the limit, then
+        in the lowest quarter, and so on.
         """
         failed = len(self.compiled) if self.best() is None else 0
-        unsure = UNSURE if failed < 2 else -STEP * (failed - 1)
-        found = choice(c for c in self.known if self.fits(c, unsure=unsure))
-        if found is None and unsure < 0:
-            found = min((c for c in self.known if self.fits(c)), key=self.predicted, default=None)
-        return found
+        if failed < 2:
+            return choice(c for c in self.known if self.fits(c, unsure=UNSURE))
+        sizes = {c: self.predicted(c) for c in self.known if self.fits(c)}
+        least = min(sizes.values(), default=0.0)
+        return choice(c for c, size in sizes.items() if size <= least + (self.limit - least) / 2 ** (failed - 1))
 
     def best(self) -> Candidate | None:
         """The fastest that was compiled and fits."""

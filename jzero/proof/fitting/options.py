@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jzero.config import Offload, ZeroConfig
+from jzero.core.errors import human_bytes
 
 OFFERED = ("remat", "tiled_loss")
 """Keywords by which a creation function offers variants of its model."""
@@ -47,7 +48,7 @@ class Option:
         lower = LOWER.index(None if c.moment_dtype is None else str(c.moment_dtype))
         return (
             TIERS.index(c.offload), lower, c.master_dtype == "remainder", len(self.axes), self.accumulate,
-            sum(self.offered.values()), c.stage, not c.reshard_after_forward,
+            sum(self.offered.values()), c.stage, not c.reshard_after_forward, c.kept_gathered_bytes > 0,
         )  # fmt: skip
 
     @property
@@ -61,9 +62,9 @@ class Option:
         return dataclasses.replace(self.base, offload=None)
 
     @property
-    def held(self) -> tuple[int, bool]:
+    def held(self) -> tuple[int, bool, int]:
         """What decides which weights and gradients are whole during a step."""
-        return self.config.stage, self.config.reshard_after_forward
+        return self.config.stage, self.config.reshard_after_forward, self.config.kept_gathered_bytes
 
     def fields(self) -> dict[str, Any]:
         """The fields of the config that are not the default ones."""
@@ -75,8 +76,10 @@ class Option:
         """In one line, for a table."""
         c = self.config
         hybrid = ", hpZ" if c.param_axis is not None else ", HSDP" if c.batch_axis is not None else ""
+        stay = f", {human_bytes(c.kept_gathered_bytes)} of weights kept" if c.kept_gathered_bytes else ""
+        stay = stay if c.reshard_after_forward else ", weights kept"
         parts = [
-            f"stage {c.stage}{'' if c.reshard_after_forward else ', weights kept'}{hybrid}",
+            f"stage {c.stage}{stay}{hybrid}",
             *(["state on the host"] if c.offload else []),
             *(["params on the host"] if c.params_on_host else []),
             *([f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []),
@@ -87,11 +90,15 @@ class Option:
         return ", ".join(parts)
 
 
-def layouts(hosts: int, gpus_per_host: int) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
-    """Fields of a config, and the mesh that they need."""
+def layouts(
+    hosts: int, gpus_per_host: int, kept: Sequence[int] = ()
+) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+    """Fields of a config, and the mesh that they need; `kept`: bytes of gathered weights that may stay."""
     flat = {"data": hosts * gpus_per_host}
     for stage in range(4):
         yield {"stage": stage}, flat
+    for size in kept:
+        yield {"stage": 3, "kept_gathered_bytes": size}, flat
     yield {"stage": 3, "reshard_after_forward": False}, flat
     if hosts > 1 and gpus_per_host > 1:
         by_host, both = {"replica": hosts, "data": gpus_per_host}, ("replica", "data")
@@ -101,7 +108,7 @@ def layouts(hosts: int, gpus_per_host: int) -> Iterator[tuple[dict[str, Any], di
 
 
 def options(
-    hosts: int, gpus_per_host: int, accumulates: Sequence[int], offers: Sequence[str]
+    hosts: int, gpus_per_host: int, accumulates: Sequence[int], offers: Sequence[str], kept: Sequence[int] = ()
 ) -> Iterator[Option]:
     """All options with the state in device memory, in the optimizer's own precision.
 
@@ -109,9 +116,10 @@ def options(
       hosts, gpus_per_host: of the pod.
       accumulates: numbers of micro-batches.
       offers: those of `OFFERED` that the creation function takes.
+      kept: bytes of gathered weights that may stay for the backward pass.
     """
     variants = [dict(zip(offers, on, strict=True)) for on in itertools.product((False, True), repeat=len(offers))]
-    for (fields, axes), k, offered in itertools.product(layouts(hosts, gpus_per_host), accumulates, variants):
+    for (fields, axes), k, offered in itertools.product(layouts(hosts, gpus_per_host, kept), accumulates, variants):
         yield Option(ZeroConfig(**fields), axes, k, offered)
 
 
