@@ -36,10 +36,10 @@ class PositionWise:
     """
 
     def __init__(self, name: str, jaxpr, consts, rows: Sequence[int], keys: Sequence[int], dim: int, outs: int):
-        self.name, self.body, self.dim = name, (jaxpr, consts), dim
+        self.name, self.body, self.dim, self.outs = name, (jaxpr, consts), dim, outs
         self.graph = graph = Graph(jaxpr, consts)
         self.nodes = _read(graph)
-        classes = Classes(graph, self.nodes, graph.ins, graph.outs, free=DRAWS)
+        self.classes = classes = Classes(graph, self.nodes, graph.ins, graph.outs, free=DRAWS)
         cells = {i: [classes.class_of(c) for c in classes.cells[i]] for i in classes.cells}
         cut = [graph.ins[i] for i in rows]
         self.along = {cells[i][dim] for i in cut}
@@ -49,6 +49,8 @@ class PositionWise:
         made = [i for i in graph.outs[:outs] if not (graph.avals[i].ndim > dim and cells[i][dim] in self.along)]
         if not apart or made or any(dim not in classes.independent(i) for i in graph.outs[:outs]):
             self._refuse(f"its result is not computed position by position{self._where()}")
+        if pairs := [node for node in self.nodes if any(map(self._pairs_positions, node.outs))]:
+            self._refuse(f"it computes a number for each pair of positions{_at(pairs[0])}")
         if any(map(self._touches, graph.outs[outs:])):
             self._refuse("it changes its state by what it is given")
         self._check_draws(keys)
@@ -57,19 +59,23 @@ class PositionWise:
         """Some dim of the value numbers positions."""
         return not self.along.isdisjoint(self.cells[value])
 
+    def _pairs_positions(self, value: int) -> bool:
+        """Two dims of the value number positions: of those in a tile a tile has pairs, of no others."""
+        return sum(c in self.along for c in self.cells[value]) > 1
+
     def _refuse(self, why: str) -> None:
         raise ValueError(
             f"{WHERE}: {self.name} cannot be computed in tiles along dim {self.dim}: {why}. Tile a part of it that "
             "treats each position alike (an MLP, a norm, a projection), and pass what depends on positions as an "
-            "argument that is cut (argnums=)."
+            "argument that is cut: one with the dims [batch, sequence], or named in argnums=."
         )
 
     def _where(self) -> str:
-        """The first equation that reads positions and whose results have none, or that adds numbers of its own."""
-        for node in self.nodes:
-            if any(map(self._touches, node.ins)) and not any(map(self._touches, node.outs)):
-                return f" ({node.name} at {place_of(node.eqn)})"
-        return ""
+        """The first equation that combines positions, or adds numbers of its own along them."""
+        node = self.classes.mixed_by(self.along)
+        ends = (n for n in self.nodes if any(map(self._touches, n.ins)) and not any(map(self._touches, n.outs)))
+        node = node or next(ends, None)
+        return "" if node is None else _at(node)
 
     def _check_draws(self, keys: Sequence[int]) -> None:
         """Raises for random numbers along the dim that would be the same in every tile."""
@@ -81,8 +87,8 @@ class PositionWise:
             inner = [eqn.primitive.name for body, _ in bodies(node.eqn)[0] for eqn in every_equation(body)]
             if {node.name, *inner} & set(DRAWS):
                 self._refuse(
-                    f"it draws random numbers ({place_of(node.eqn)}) from a key that is the same for all tiles; pass a "
-                    "jax.random.key(...) as an argument of its own"
+                    f"it draws random numbers{_at(node)} from a key that is the same for all tiles; pass a "
+                    "typed key, jax.random.key(...), as an argument of its own"
                 )
 
     def tiles(self, asked: int | None, size: int) -> int:
@@ -109,10 +115,20 @@ class PositionWise:
             )
         return found
 
-    def equals(self, *tile: Any) -> None:
-        """Raises if the layer computes something else for a tile (a body): it knows how many positions there are."""
+    def equals(self, n: int, *tile: Any) -> None:
+        """Raises if the layer computes something else for one of n tiles (a body): it knows how many there are."""
         if not _alike(self.body, tile):
             self._refuse("for fewer positions it has other equations or other numbers: it reads how many there are")
+        outs = [(v.aval.shape, w.aval.shape) for v, w in zip(self.body[0].outvars, tile[0].outvars, strict=True)]
+        for whole, part in outs[: self.outs]:
+            if whole != (*part[: self.dim], n * part[self.dim], *part[self.dim + 1 :]):
+                self._refuse(f"its result is {list(part)} for a tile and {list(whole)} for all positions")
+
+
+def _at(node: Node) -> str:
+    """` (dot_general at model.py:31 (loss))`; without the place where jax knows none."""
+    place = place_of(node.eqn)
+    return f" ({node.name} at {place})" if place else f" ({node.name})"
 
 
 def _read(graph: Graph) -> list[Node]:

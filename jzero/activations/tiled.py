@@ -79,6 +79,9 @@ def tiled(
         return _linen(fn, layer)
     if is_module_class(fn):
         return _nnx(fn, layer)
+    if is_module_class(type(fn), "flax.linen"):
+        name = type(fn).__name__
+        raise TypeError(f"{WHERE}: {shown(fn)} is a linen module. Tile its class: jzero.tiled({name})(...).")
     if isinstance(fn, type) or not callable(fn):
         raise TypeError(f"{WHERE}: {shown(fn)} is neither a Module class nor a function.")
 
@@ -144,7 +147,7 @@ class _Layer:
         if n == 1:
             return results(flat(*values))
         some = [_part(x, dim, size // n) if i in rows else x for i, x in enumerate(values)]
-        check.equals(*trace(flat, *some))
+        check.equals(n, *trace(flat, *some))
 
         @jax.checkpoint
         def tile(number, parts):
@@ -198,6 +201,11 @@ class _Layer:
             if not -x.ndim <= self.axis < x.ndim:
                 raise ValueError(f"{WHERE}: {self.name} is cut along dim {self.axis}, which {typed_shape(x)} lacks.")
         dim = self.axis % found[0].ndim
+        if len({x.shape[self.axis] for x in found}) > 1:
+            raise ValueError(
+                f"{WHERE}: {self.name} is cut along dim {self.axis}, and its arguments have other sizes there: "
+                f"{', '.join(map(typed_shape, found))}. Leave those that are whole in every tile out of argnums=."
+            )
         if self.argnums is None:
             begin, given = found[0].shape[: dim + 1], (*args, *kwargs.values())
             found = [x for x in given if _is_array(x) and x.shape[: dim + 1] == begin]

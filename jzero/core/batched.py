@@ -10,7 +10,7 @@ on values that have size 1 along all members.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -68,7 +68,7 @@ class Classes:
     ):
         self.free = ("broadcast_in_dim", *free)
         self._leader: list[int] = []
-        self._mixed: set[int] = set()
+        self._mixed: dict[int, Node | None] = {}
         self.cells = {i: self._fresh(graph.avals[i].shape) for i in ins}
         self.program = self._program(graph, nodes, ins, outs, self.cells)
 
@@ -84,21 +84,29 @@ class Classes:
         found = {d: self.class_of(c) for d, c in enumerate(self.cells[value])}
         return {d: c for d, c in found.items() if c not in mixed and list(found.values()).count(c) == 1}
 
+    def mixed_by(self, classes: Collection[int]) -> Node | None:
+        """The first node that combines, or leaves out, entries along a dim of one of these classes."""
+        return next((node for c, node in self._mixed.items() if node and self.class_of(c) in classes), None)
+
+    def _mix(self, cells: Iterable[int], node: Node | None = None) -> None:
+        for cell in cells:
+            self._mixed.setdefault(cell, node)
+
     def _fresh(self, shape: Sequence[int]) -> Cells:
         start = len(self._leader)
         self._leader += range(start, start + len(shape))
         return list(range(start, start + len(shape)))
 
     def _program(self, graph: Graph, nodes, ins, outs, cells: dict[int, Cells]) -> StepList:
-        def of(value: int) -> Cells:
+        def of(value: int, node: Node | None = None) -> Cells:
             if value not in cells:  # a constant
                 cells[value] = self._fresh(graph.avals[value].shape)
-                self._mixed.update(cells[value])
+                self._mix(cells[value], node)
             return cells[value]
 
         steps = []
         for node in nodes:
-            found, inner = self._follow(node, [of(i) for i in node.ins])
+            found, inner = self._follow(node, [of(i, node) for i in node.ins])
             steps.append(Step(node, found, inner))
             cells.update(zip(node.outs, found, strict=True))
         for value in outs:
@@ -136,9 +144,9 @@ class Classes:
                         self._joined([cell], [made[to]])
                         reached.add(made[to])
                     elif node.name != "broadcast_in_dim" or shape[dim] != 1:
-                        self._mixed.add(cell)
+                        self._mix([cell], node)
         if node.name not in self.free:  # what a broadcast adds is the same for every entry
-            self._mixed.update(c for made in outs for c in made if c not in reached)
+            self._mix((c for made in outs for c in made if c not in reached), node)
         return outs, []
 
     def _of_bodies(self, eqn: JaxprEqn, ins: list[Cells]) -> tuple[list[Cells], list[StepList]]:
@@ -150,12 +158,12 @@ class Classes:
             return outs
 
         def sliced(stack: Cells) -> Cells:
-            self._mixed.update(stack[:1])
+            self._mix(stack[:1])
             return stack[1:]
 
         def stacked(cells: Cells) -> Cells:
             (rounds,) = self._fresh((1,))
-            self._mixed.add(rounds)
+            self._mix([rounds])
             return [rounds, *cells]
 
         if eqn.primitive.name == "while":

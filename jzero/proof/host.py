@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -85,14 +86,20 @@ def _of_update(
     if tx is None or not plan.config.streams:
         return None
     with contextlib.suppress(Exception):
-        tx = zero(tx, plan)
-        update: Any = tx.update
-        plan = plan.trained
-        state = split_master(init_shapes(tx, plan.shapes), plan.shapes)
-        step = ShardedUpdate(update.stored_tx, plan, lambda: update.logical, plan.tree, {}, update.moments)
-        grads = [_gradient(x, plan, accumulate) for x in plan.layouts]
-        return step.streamed(jax.tree.leaves(plan.shapes), grads, *state, run=scheduled).moved
+        return _streamed(plan, tx, min(accumulate, 2))
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def _streamed(plan: Plan, tx: optax.GradientTransformation, accumulate: int) -> tuple[int, int]:
+    """From a trace of the update; more micro-batches than two change nothing."""
+    tx = zero(tx, plan)
+    update: Any = tx.update
+    plan = plan.trained
+    state = split_master(init_shapes(tx, plan.shapes), plan.shapes)
+    step = ShardedUpdate(update.stored_tx, plan, lambda: update.logical, plan.tree, {}, update.moments)
+    grads = [_gradient(x, plan, accumulate) for x in plan.layouts]
+    return step.streamed(jax.tree.leaves(plan.shapes), grads, *state, run=scheduled).moved
 
 
 def _leave(plan: Plan, accumulate: int) -> tuple[int, int]:

@@ -106,8 +106,9 @@ MIXING = {
     "loop over time": (lambda x: jax.lax.scan(
         lambda c, r: (c + r, c), jnp.zeros((ROWS, DIM)), x.swapaxes(0, 1))[1].swapaxes(0, 1), "scan"),
     "similarities": (lambda x: jnp.einsum("btd,bsd->bts", x, x), "position by position"),
-    "arange": (lambda x: x * jnp.arange(x.shape[1])[:, None], "position by position"),
-    "table": (lambda x: x + TABLE, "position by position"),
+    "products of pairs": (lambda x: x[:, :, None] * x[:, None], "position by position"),
+    "arange": (lambda x: x * jnp.arange(x.shape[1])[:, None], r"iota at .*test_tiled\.py"),
+    "table": (lambda x: x + TABLE, r"broadcast_in_dim at .*test_tiled\.py"),
     "number of positions": (lambda x: x / x.shape[1], "it reads how many there are"),
     "exponent": (lambda x: x ** x.shape[1], "it reads how many there are"),
     "constant": (lambda x: x * np.array([1 / x.shape[1]], np.float32), "it reads how many there are"),
@@ -124,9 +125,25 @@ def test_what_mixes_positions_or_knows_them_is_refused(name):
         jzero.tiled(fn, tiles=3)(X)
 
 
+@pytest.mark.parametrize(
+    "fn", [lambda x, k: jnp.einsum("btd,bsd->bts", x, k), lambda x, k: jax.nn.relu(x[:, :, None] * k[:, None]) + 1]
+)
+def test_pairs_of_the_positions_of_two_arguments_are_refused(fn):
+    """Of those in a tile a tile has all pairs, so that nothing in it is wrong: only what it lacks."""
+    with pytest.raises(ValueError, match=r"it computes a number for each pair of positions \(\w+ at .*test_tiled"):
+        jzero.tiled(fn, tiles=3)(X, X + 1)
+
+
+def test_a_weight_that_begins_as_the_input_does_is_not_cut_unseen():
+    x, w = normal(5, 4, 6, 4), normal(6, 4, 6)
+    with pytest.raises(ValueError, match=r"each pair of positions .*argnums="):
+        jzero.tiled(jnp.matmul, tiles=3)(x, w)
+    np.testing.assert_allclose(jzero.tiled(jnp.matmul, tiles=3, argnums=0)(x, w), x @ w, atol=1e-6)
+
+
 def test_a_table_that_is_an_argument_has_to_be_cut():
     """The remedy of the message: positions come in as an argument with the input's dims."""
-    with pytest.raises(ValueError, match=r"pass what depends on positions as an argument that is cut \(argnums=\)"):
+    with pytest.raises(ValueError, match=r"pass what depends on positions as an argument that is cut: one"):
         jzero.tiled(lambda x, t: x + t, tiles=3)(X, TABLE)
     cut = jzero.tiled(lambda x, t: x + t, tiles=3, argnums=(0, 1))(X, jnp.broadcast_to(TABLE, X.shape))
     np.testing.assert_array_equal(cut, X + TABLE)
@@ -141,6 +158,10 @@ def test_bad_input():
         jzero.tiled(jnp.sin)(POSITIONS)
     with pytest.raises(ValueError, match=r"is cut along dim 1, which f32\[16\] lacks"):
         jzero.tiled(jnp.sin)(X[0, 0])
+    with pytest.raises(ValueError, match=r"other sizes there: f32\[8,12,16\], f32\[8,3\]\. Leave"):
+        jzero.tiled(lambda x, y: x, argnums=(0, 1))(X, normal(7, 8, 3))
+    with pytest.raises(TypeError, match=r"is a linen module\. Tile its class: jzero\.tiled\(Dense\)"):
+        jzero.tiled(nn.Dense(8))
 
 
 @jax.custom_vjp
