@@ -339,9 +339,8 @@ class ZeroConfig:
         if not self.row.params:
             why = f"needs stage 3: at stage {self.stage} the model reads whole params on the device. Pass stage=3"
         elif not self.reshard_after_forward or self.kept_gathered_bytes:
-            some = "reshard_after_forward=False keeps all"
-            some = "kept_gathered_bytes keeps some" if self.kept_gathered_bytes else some
-            why = f"fetches a weight for each use, and {some} of them on the device. Leave one of the two out"
+            field = "kept_gathered_bytes" if self.kept_gathered_bytes else "reshard_after_forward=False"
+            why = f"fetches a weight for each use, and {field} keeps weights on the device. Leave one of the two out"
         elif self.updates == "delta":
             why = (
                 'and updates="delta" exclude each other: JAX has no sum of a param in host memory and a difference in '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from jzero.layout.blocks import why_not_in_codes
@@ -28,16 +29,12 @@ def kept_gathered(plan: Any) -> frozenset[str]:
     A table whose rows are only looked up gains nothing by it, and which one that is a plan does not know: tables are
     large, and the smallest come first.
     """
-    config, found = plan.config, list[str]()
-    weights = [x for x in plan.layouts if config.row.params and x.stored != x.used]
-    if not config.reshard_after_forward:
-        return frozenset(x.name for x in weights)
-    sizes, left = {x.name: held_gathered(x, plan) for x in weights}, config.kept_gathered_bytes
-    for name in sorted(filter(sizes.get, sizes), key=lambda name: (sizes[name], name)):
-        left -= sizes[name]
-        if left >= 0:
-            found.append(name)
-    return frozenset(found)
+    if not plan.config.reshard_after_forward:
+        return frozenset(x.name for x in plan.layouts if plan.config.row.params and x.stored != x.used)
+    sizes = sorted((n, x.name) for x in plan.layouts if (n := held_gathered(x, plan)))
+    sums = itertools.accumulate(n for n, _ in sizes)
+    pairs = zip(sizes, sums, strict=True)
+    return frozenset(name for (_, name), total in pairs if total <= plan.config.kept_gathered_bytes)
 
 
 def held_gathered(x: Layout, plan: Any) -> int:

@@ -434,7 +434,7 @@ def test_what_small_leaves_do(mesh):
     ("fields", "message"),
     [
         ({"stage": 2}, "needs stage 3"),
-        ({"stage": 3, "reshard_after_forward": False}, "reshard_after_forward=False keeps"),
+        ({"stage": 3, "reshard_after_forward": False}, "reshard_after_forward=False keeps weights"),
         ({"stage": 3, "updates": "delta"}, 'updates="delta" exclude each other'),
     ],
 )

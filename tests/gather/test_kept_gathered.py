@@ -51,7 +51,7 @@ def test_weights_in_pieces_do_not_stay():
     [
         ({"stage": 2}, "has no effect at stage 2"),
         ({"stage": 3, "reshard_after_forward": False}, "has no effect beside reshard_after_forward=False"),
-        ({"stage": 3, "offload": jzero.Offload(params="host")}, "kept_gathered_bytes keeps some of them"),
+        ({"stage": 3, "offload": jzero.Offload(params="host")}, "kept_gathered_bytes keeps weights on the device"),
     ],
 )
 def test_what_does_not_go_together(fields, message):
