@@ -98,22 +98,25 @@ class Worker:
 
     def start(self) -> None:
         """A new process for what is left."""
-        self.log = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 (read when the process ends)
+        log = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 (closed by the listener)
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=self.log, env=self.env, cwd=TESTS.parent,
+            stderr=log, env=self.env, cwd=TESTS.parent,
         )  # fmt: skip
-        self.listener = threading.Thread(target=self.listen, args=(self.process,), daemon=True)
+        self.listener = threading.Thread(target=self.listen, args=(self.process, log), daemon=True)
         self.listener.start()
         self.send()
 
-    def listen(self, process) -> None:
-        """Hand on what a process answers."""
+    def listen(self, process, log) -> None:
+        """Hand on what a process answers, and keep its last words."""
         for line in process.stdout:
             if line.startswith("@"):
                 self.answers.put((self, process, json.loads(line[1:])))
         process.stdout.close()
         process.wait()
+        log.seek(0)
+        self.last_words = "".join(log.readlines()[-5:])
+        log.close()
         self.answers.put((self, process, None))
 
     def send(self) -> None:
@@ -137,8 +140,8 @@ class Worker:
         code = self.process.wait()
         with contextlib.suppress(OSError):  # what it has not read
             self.process.stdin.close()
-        self.log.seek(0)
-        last = "".join(self.log.readlines()[-5:])
+        self.listener.join()
+        last = self.last_words
         if self.cases:
             self.start()
         why = f"no answer after {SECONDS} s" if hung else f"the process ended with {code}"
