@@ -25,7 +25,7 @@ class Figures:
     """Bytes of one device.
 
     Attributes:
-      planned, compiled: its memory in parts, by the closed form and in the program.
+      planned, compiled: its memory in parts, by the closed form and in the program; empty where that cannot be read.
       wire_planned: what it sends in a step, by the closed form.
       wire: what it sends in the program, by operation; None where that cannot be read.
       unread: why.
@@ -48,13 +48,13 @@ class Figures:
 
     def __str__(self) -> str:
         """Model states and bytes on the wire, as planned and as compiled."""
-        states = [sum(x[k] for k in ("params", "optimizer state")) / 1e6 for x in (self.planned, self.compiled)]
-        memory = (
-            f"MB per device: {states[0]:.3f} of params and optimizer state planned, {states[1]:.3f} compiled, "
-            f"{self.compiled[ELSE] / 1e6:.1f} more while a step runs"
-        )
+        def states(parts: Mapping[str, int]) -> str:
+            return f"{(parts['params'] + parts['optimizer state']) / 1e6:.3f}"
+
+        memory = f"MB per device: {states(self.planned)} of params and optimizer state planned"
         if self.wire is None:
-            return f"{memory}\nbytes on the wire are not known: {self.unread}"
+            return f"{memory}; what was compiled and its bytes on the wire are not known: {self.unread}"
+        memory += f", {states(self.compiled)} compiled, {self.compiled[ELSE] / 1e6:.1f} more while a step runs"
         sent, planned = sum(self.wire.values()), self.wire_planned
         share = f", {sent / planned:.2f} of the closed form ({human_bytes(planned)})" if planned else ""
         note = f"; {_simulated()}" if _simulated() else ""
@@ -67,9 +67,7 @@ def figures_of(program: jax.stages.Compiled, plan: jzero.Plan, estimate: jzero.E
     try:
         report = jzero.explain(program, plan)
     except jzero.ProofError as error:  # a run does not end because of what cannot be shown
-        stats: Any = program.memory_analysis()
-        parts = dict(planned) | {ELSE: stats.temp_size_in_bytes}
-        return Figures(planned, parts, estimate.wire, None, str(error))
+        return Figures(planned, {}, estimate.wire, None, str(error))
     held = report.memory
     assert held is not None
     assert held.params is not None
@@ -80,7 +78,7 @@ def figures_of(program: jax.stages.Compiled, plan: jzero.Plan, estimate: jzero.E
 
 
 def peak_bytes() -> int:
-    """The most memory in use so far: of the first GPU; where there is none, of this process."""
+    """Peak memory so far: of the first GPU, or of this process if there is no GPU."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("peak_bytes_in_use") or host_peak()
 

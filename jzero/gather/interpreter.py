@@ -70,7 +70,8 @@ def evaluate(
         for found in ties.get((number, False), ()):
             tie(found, graph, env, walk)
         with node.scope():
-            env.update({i: kept(env[i], walk) for i in _to_keep(node, env)})
+            if walk.plan.kept_gathered:
+                env.update({i: kept(env[i], walk) for i in _to_keep(node, env)})
             outs = equation(node.eqn, [env[i] for i in node.ins], walk)
         env.update(zip(node.outs, outs, strict=True))
         for found in ties.get((number, True), ()):

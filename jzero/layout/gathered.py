@@ -20,7 +20,10 @@ def gathered_bytes(x: Layout, plan: Any) -> int:
 
 def is_in_pieces(x: Layout, plan: Any) -> bool:
     """Whether a matmul, a lookup or a tiled loss gathers a param in pieces: see [Note: pieces of a weight]."""
-    return _is_large(x, plan) and x.name not in plan.kept_gathered
+    config = plan.config
+    drops = config.row.params and config.reshard_after_forward and x.stored != x.used
+    in_codes = config.gather_dtype is not None and not why_not_in_codes(x, plan)
+    return drops and not in_codes and len(x.layer_shape) == 2 and gathered_bytes(x, plan) > plan.whole_bytes
 
 
 def kept_gathered(plan: Any) -> frozenset[str]:
@@ -39,12 +42,5 @@ def kept_gathered(plan: Any) -> frozenset[str]:
 
 def held_gathered(x: Layout, plan: Any) -> int:
     """Bytes of a param on one device if all of it stays gathered; 0 for one that does not."""
-    stays = plan.config.row.params and x.stored != x.used and not _is_large(x, plan)
+    stays = plan.config.row.params and x.stored != x.used and not is_in_pieces(x, plan)
     return gathered_bytes(x, plan) * x.layers if stays else 0
-
-
-def _is_large(x: Layout, plan: Any) -> bool:
-    config = plan.config
-    drops = config.row.params and config.reshard_after_forward and x.stored != x.used
-    in_codes = config.gather_dtype is not None and not why_not_in_codes(x, plan)
-    return drops and not in_codes and len(x.layer_shape) == 2 and gathered_bytes(x, plan) > plan.whole_bytes

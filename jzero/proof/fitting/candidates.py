@@ -36,6 +36,7 @@ from jzero.sharding import Plan
 
 WHERE = "jzero.fit"
 KEPT_SHARES = (0.25, 0.5, 0.75)
+"""Of the gathered weights: how many may stay, between none and all."""
 NO_REMAT = {"xla_gpu_memory_limit_slop_factor": 1000}
 """XLA computes again what does not fit, for minutes and at the cost of speed. A program that fits is the same."""
 

@@ -191,13 +191,13 @@ class Search:
     def worth_compiling(self) -> Candidate | None:
         """The next candidate to compile; of more than `compiles`, one that would be faster by far or surely fits."""
         best, done = self.best(), len(self.compiled)
-        for c, least in ((self.next(), WORTH_TRYING), (choice(filter(self.fits, self.known)), WORTH)):
+        for c in (self.next(), choice(filter(self.fits, self.known))):
             if c is None or c in self.compiled:
                 return None
             if best is None or done < self.compiles:
                 return c
             gain, fits = self.gain(c, best), self.fits(c)
-            if done < 2 * self.compiles and gain >= (WORTH if fits else least):
+            if done < 2 * self.compiles and gain >= (WORTH if fits else WORTH_TRYING):
                 return c
             what = f"{'fits' if fits else 'may fit'} by the estimate and would be {gain:.0%} faster"
             self.note(f"{c.option}: {what}; it was not compiled (compiles={self.compiles}).")
