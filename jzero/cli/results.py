@@ -37,6 +37,7 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
     say(f"compiling for {len(subject.pod.devices)} {subject.pod.gpu}")
     compiled = subject.compile(state, plan, subject.micro_batch, buffers=subject.job.page)
     report = explain(compiled, plan)
+    found = findings(compiled, plan)
     assert report.memory is not None
     total, limit = report.memory.total, subject.job.fraction * subject.pod.memory_bytes
     answer: Json = {
@@ -47,7 +48,7 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
         "estimate": estimate_json(planned),
         "compiled": report_json(report, planned.devices_per_process),
         "fits": total <= limit,
-        "findings": [dataclasses.asdict(f) for f in findings(compiled, plan)],
+        "findings": [dataclasses.asdict(f) for f in found],
     }
     rates = {name: value * 1e9 for name, value in subject.job.bandwidths.items()}
     within, between = rates.pop("within_host"), rates.pop("between_hosts")
@@ -58,7 +59,7 @@ def result(subject: Subject, stage: int, say: Say) -> Json:
     if subject.job.detail:
         answer["report"] = str(report)
     if subject.job.page:
-        answer["page"] = program_of(compiled, plan)
+        answer["page"] = program_of(compiled, plan, report, found)
     if subject.job.search and subject.micro_batch:
         cuts = known["uses"].micro_batches if subject.model is None else 1
         answer["largest"] = search(subject, state, plan, total, limit, say, cuts)

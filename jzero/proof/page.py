@@ -15,7 +15,9 @@ from jzero.core.compile_only import buffers_of
 from jzero.core.errors import check_kind
 from jzero.core.traces import innermost
 from jzero.proof.buffers import read_buffers
+from jzero.proof.check import Findings, findings
 from jzero.proof.page_data import Json, page_data
+from jzero.proof.report import Report, explain
 from jzero.sharding import Plan, check_plan
 
 
@@ -53,15 +55,16 @@ def write_html(path: str | os.PathLike[str], compiled: jax.stages.Compiled, plan
     folder = Path(path).resolve().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{where}: there is no folder {folder}.")
-    html = page_of([program_of(compiled, plan)], title=title or "A step, as compiled")
+    program = program_of(compiled, plan, explain(compiled, plan), findings(compiled, plan))
+    html = page_of([program], title=title or "A step, as compiled")
     Path(path).write_text(html, encoding="utf-8")
 
 
-def program_of(compiled: jax.stages.Compiled, plan: Plan) -> Json:
-    """What a page shows of one program, as plain data."""
+def program_of(compiled: jax.stages.Compiled, plan: Plan, report: Report, found: Findings) -> Json:
+    """What a page shows of one program, as plain data; `report`, `found`: what `explain` and `findings` say of it."""
     compiled = innermost(compiled, jax.stages.Compiled)
     text = buffers_of(compiled)
-    return page_data(compiled, plan, read_buffers(text) if text else None)
+    return page_data(compiled, plan, read_buffers(text) if text else None, report, found)
 
 
 def page_of(programs: Sequence[Json], *, title: str, subtitle: str = "", limit: float | None = None) -> str:

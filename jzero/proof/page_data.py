@@ -13,14 +13,14 @@ from jzero.core.errors import typed_shape
 from jzero.layout.specs import shard_factor
 from jzero.proof.arguments import arguments_given
 from jzero.proof.buffers import Buffers, BufferSlot
-from jzero.proof.check import findings
+from jzero.proof.check import Findings
 from jzero.proof.collectives import read_collectives
 from jzero.proof.groups import axes_of
 from jzero.proof.hlo import SAME, Instruction, Module, parse
 from jzero.proof.leaves import kinds_of, names_of, roles_of
 from jzero.proof.places import Place, phase_of, primitive_of, scope_of, walk
 from jzero.proof.record import record_of
-from jzero.proof.report import explain, text_of
+from jzero.proof.report import Report, text_of
 from jzero.proof.source_lines import SourceLines
 from jzero.sharding import Plan
 
@@ -51,17 +51,19 @@ class Strings:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def page_data(compiled: jax.stages.Compiled, plan: Plan, buffers: Buffers | None) -> Json:
+def page_data(
+    compiled: jax.stages.Compiled, plan: Plan, buffers: Buffers | None, report: Report, found: Findings
+) -> Json:
     """Everything about one program; bytes are those of one device.
 
     Args:
       compiled: the program.
       plan: its plan.
       buffers: its device memory, None where it was compiled without.
+      report, found: what `explain` and `findings` say of it.
     """
-    text, report = text_of(compiled), explain(compiled, plan)
-    module, strings = parse(text), Strings()
-    found = findings(compiled, plan)
+    text, strings = text_of(compiled), Strings()
+    module = parse(text)
     program = _Program(module, SourceLines(text), buffers)
     data: Json = {
         "title": plan.title,

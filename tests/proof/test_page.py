@@ -219,4 +219,5 @@ def test_a_browser_shows_another_place_and_all_rows(page, tmp_path):
 def test_a_page_of_unrolled_layers_is_small():
     """Its size follows the number of instructions; 36 layers, as in a GPT of 7.5B, take 0.7 MB."""
     one = made(size=(("layers", 10), ("dim", 128), ("heads", 4)))
-    assert len(page_of([program_of(one.program, one.plan)], title="10 layers")) < 400_000
+    shown = program_of(one.program, one.plan, one.report, jzero.findings(one.program, one.plan))
+    assert len(page_of([shown], title="10 layers")) < 400_000
