@@ -1,6 +1,6 @@
 """Whether `jzero.fit` finds what an exhaustive search finds, and whether compiling agrees.
 
-    python benchmarks/fit.py                       # by closed forms alone: every preset x pod x batch, 10 minutes
+    python benchmarks/fit.py                       # by closed forms alone: 13 models x 4 pods x 2 batches, 2 hours
     python benchmarks/fit.py --compile 12          # and of 12 sampled cells the choice and the next faster, compiled
     python benchmarks/fit.py --models gpt2-xl --pods h100:2
 
@@ -21,26 +21,26 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import jzero  # noqa: I001  (before jax)
-from jzero.cli.fit import creator_of
-from jzero.cli.presets import PRESETS, train_step
+from jzero.cli.presets import PRESETS
 from jzero.proof.fitting.candidates import Candidate, Task
 from jzero.proof.fitting.fit import HOST_BYTES, Search
 from jzero.proof.fitting.options import Option
 from jzero.proof.fitting.rates import GPUS
 from jzero.proof.pod import JAX_TAKES
-import jax
 import tyro
+from benchmarks.catalogue import ENTRIES, preset_entry
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What is compared."""
 
-    models: tuple[str, ...] = tuple(PRESETS)
+    models: tuple[str, ...] = tuple(ENTRIES)
+    """Of `benchmarks/catalogue.py`, or presets of `jzero plan`."""
     pods: tuple[str, ...] = ("a100-80gb:1", "h100:2", "b200:4", "h200:8")
     """GPU and hosts."""
     each: tuple[int, ...] = (1, 8)
-    """Sequences of a GPU in a step."""
+    """Examples of a GPU in a step."""
     compile: int = 0
     """Cells to compile."""
     seed: int = 0
@@ -59,7 +59,7 @@ def main(config: Config) -> None:
     cells = [(m, p, n) for m in config.models for p in config.pods for n in config.each]
     sample = set(random.Random(config.seed).sample(range(len(cells)), min(config.compile, len(cells))))
     agree = refuted = 0
-    print("model, pod, sequences per GPU | choice | ms | ms / best | options | seconds")
+    print("model, pod, examples per GPU | choice | ms | ms / best | options | seconds")
     for number, cell in enumerate(cells):
         began, task = time.perf_counter(), task_of(ByClosedForms, *cell)
         limit = JAX_TAKES * task.pod.memory_bytes
@@ -83,12 +83,10 @@ def main(config: Config) -> None:
 
 def task_of(kind: type[Task], model: str, pod: str, each: int) -> Task:
     """A cell."""
-    (gpu, hosts), preset = pod.split(":"), PRESETS[model]
+    (gpu, hosts), entry = pod.split(":"), preset_entry(model) if model in PRESETS else ENTRIES[model]
     machine = jzero.pod(gpu, hosts=int(hosts))
-    rows = each * len(machine.devices)
-    batch = {"tokens": jax.ShapeDtypeStruct((rows, preset.seq + 1), "int32")}
-    sizes = dataclasses.asdict(preset.transformer(seq=preset.seq, batch=1))
-    return kind(creator_of(preset, preset.seq), train_step, (batch,), machine, GPUS[gpu], sizes)
+    batch = entry.batch(each * len(machine.devices))
+    return kind(entry.create, entry.step, (batch,), machine, GPUS[gpu], entry.sizes)
 
 
 def searched(task: Task, limit: float) -> Search:

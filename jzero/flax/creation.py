@@ -186,9 +186,11 @@ def _home(plan: Plan) -> Plan:
     return plan.update_plan if plan.config.updates_outside and is_real(plan) else plan
 
 
-def trace_creator(
-    create: Callable[[], Any], trainable: Any = None
-) -> tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]:
+TracedState = tuple[Parts, Callable[[Parts], Any], dict[tuple[str, ...], int | None]]
+"""The shapes of a state, a function that puts such a state together, and its stacks."""
+
+
+def trace_creator(create: Callable[[], Any], trainable: Any = None) -> TracedState:
     """The shapes that a creation function returns, a function that puts such a state together, and its stacks."""
     box: list[Any] = []
 

@@ -35,7 +35,7 @@ from jzero.flax.conversion import (
     with_masters,
     without_padding,
 )
-from jzero.flax.creation import born_sharded, checked_creator, trace_creator
+from jzero.flax.creation import TracedState, born_sharded, checked_creator, trace_creator
 from jzero.flax.state_plan import (
     check_devices,
     check_placeable,
@@ -175,12 +175,25 @@ def abstract(
     adapters.check_state(state, where="jzero.abstract")
     config = make_config(config, fields, where="jzero.abstract")
     _check_trace(None, "jzero.abstract")
+    traced = traced_state(state, trainable)
+    return abstract_from(traced, config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes)
+
+
+def traced_state(state: Any, trainable: Any = None) -> TracedState:
+    """What `abstract` reads from a state or from a creation function: the same for every config and mesh."""
     if adapters.is_creator(state):
         with auto_context():
-            shapes, rebuild, stacks = trace_creator(checked_creator(state, "jzero.abstract"), trainable)
-    else:
-        parts = on_auto_mesh(parts_of(state, trainable, where="jzero.abstract"))
-        shapes, rebuild, stacks = jax.tree.map(_shape, parts), adapters.rebuilder(state), {}
+            return trace_creator(checked_creator(state, "jzero.abstract"), trainable)
+    parts = on_auto_mesh(parts_of(state, trainable, where="jzero.abstract"))
+    return jax.tree.map(_shape, parts), adapters.rebuilder(state), {}
+
+
+def abstract_from(
+    traced: TracedState, config: ZeroConfig, *, mesh: Mesh | None, param_specs: PyTree = None,
+    scan_axes: Mapping[str, int | None] | None = None,
+) -> Any:  # fmt: skip
+    """The abstract state; the mesh and the layouts are those of `abstract`."""
+    shapes, rebuild, stacks = traced
     plan = plan_of_parts(
         shapes, stacks, config=config, mesh=mesh, param_specs=param_specs, scan_axes=scan_axes
     )

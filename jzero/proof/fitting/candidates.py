@@ -19,7 +19,8 @@ from jzero.core.token_loss_rules import GRADIENTS
 from jzero.core.traces import as_written, innermost
 from jzero.core.types import PyTree
 from jzero.flax.adapters import is_pair
-from jzero.flax.shard import abstract, plan_of
+from jzero.flax.creation import TracedState
+from jzero.flax.shard import abstract_from, plan_of, traced_state
 from jzero.layout.gathered import held_gathered, is_in_pieces
 from jzero.layout.specs import axis_size
 from jzero.proof.arguments import fill_shardings, jitted_fn
@@ -204,8 +205,13 @@ class Task:
 
     def state(self, config: ZeroConfig, axes: Mapping[str, int], offered: Mapping[str, bool]) -> PyTree:
         """The abstract state."""
-        create = functools.partial(self.create, **offered) if offered else self.create
-        return abstract(create, config, mesh=self.pod.mesh(axes), trainable=self.trainable)
+        return abstract_from(self._made(tuple(offered.items())), config, mesh=self.pod.mesh(axes))
+
+    @functools.cache  # noqa: B019
+    def _made(self, offered: tuple[tuple[str, bool], ...]) -> TracedState:
+        """What the creation function returns; it is traced once for all configs."""
+        create = functools.partial(self.create, **dict(offered)) if offered else self.create
+        return traced_state(create, self.trainable)
 
     @functools.cache  # noqa: B019
     def _traced(self, offered: tuple, accumulate: int = 1) -> StepTrace:
