@@ -1,8 +1,8 @@
 """Thirteen published models as Flax modules, from their configs, for benchmarks that ask about real sizes.
 
-Their params are those of `tests/shapes.py` (`tests/benchmarks/test_catalogue.py` compares the counts); layers are in a
-scan. ResNet normalizes over groups of channels, so that a step has no running statistics. What a model computes is
-close to the published one in FLOPs and in sizes of values, no more: nobody trains these.
+Their params are those of `tests/shapes.py` (`test_catalogue_models.py` compares the counts); layers are in a scan.
+ResNet normalizes over groups of channels, so that a step has no running statistics. What a model computes is close to
+the published one in FLOPs and in sizes of values, no more: nobody trains these.
 """
 
 from __future__ import annotations

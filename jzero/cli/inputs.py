@@ -241,3 +241,13 @@ def parse_bytes(text: str, flag: str) -> int:
     if found is None or found[2] not in UNITS or float(found[1]) <= 0:
         raise InputError(f"{flag} {text!r}: write a number and a unit, as in {flag} 72GB ({', '.join(UNITS)}).")
     return round(float(found[1]) * UNITS[found[2]])
+
+
+def check_file(path: Path, flag: str, *endings: str) -> None:
+    """Raises InputError if a flag's file cannot be written; checked before anything is compiled."""
+    if path.suffix not in endings:
+        *others, last = endings
+        said = f"{', '.join(others)} or {last}" if others else last
+        raise InputError(f"{flag} {path}: the name must end in {said}.")
+    if not path.resolve().parent.is_dir():
+        raise InputError(f"{flag} {path}: there is no folder {path.resolve().parent}.")

@@ -15,6 +15,7 @@ import tyro
 from jzero.cli.bandwidths import BANDWIDTHS, Bandwidths
 from jzero.cli.inputs import (
     InputError,
+    check_file,
     names_function,
     parse_axes,
     parse_batch,
@@ -33,6 +34,7 @@ from jzero.proof.pod import JAX_TAKES, check_pod, gpu_bytes
 
 FETCHES, OUTSIDE = 3, 2
 """The least stage whose params can live in host memory, and that of an update outside of the program."""
+ALONE = f"which alone gathers weights: --stages {FETCHES}, or --stage {FETCHES} of jzero explain"
 WHOLE_BELOW = "below it the model reads whole params on the device"
 NO_FILES = "no files are written by a plan"
 OF_FIT = {"global_batch", "memory", "host_memory", "lower_precision"}
@@ -53,6 +55,9 @@ class Inputs(Asked):
     """Mesh axes that split the batch; --axis if omitted."""
     param_axis: str | None = None
     """Stage 3: mesh axes that share params; --axis if omitted."""
+    kept_gathered_bytes: int = 0
+    """Stage 3 alone: bytes of gathered weights of a device that stay for the backward pass, the smallest weights
+    first."""
     min_shard_bytes: int | Literal["auto"] = "auto"
     """Leaves smaller than this stay whole; "auto" lets them add at most 1 % to a device's optimizer state."""
     master_dtype: Literal["remainder"] | None = None
@@ -101,7 +106,11 @@ class Inputs(Asked):
             if getattr(self, name) is not None:
                 fields[name] = parse_names(getattr(self, name))
         if self.gather_dtype is not None and stages != [FETCHES]:
-            raise InputError(f"--gather-dtype needs stage {FETCHES}, which alone gathers weights: --stages {FETCHES}.")
+            raise InputError(f"--gather-dtype needs stage {FETCHES}, {ALONE}.")
+        if self.kept_gathered_bytes != 0:
+            if stages != [FETCHES]:
+                raise InputError(f"--kept-gathered-bytes needs stage {FETCHES}, {ALONE}.")
+            fields["kept_gathered_bytes"] = self.kept_gathered_bytes
         gather_new = {1, 2} if self.param_axis is None else {1, 2, FETCHES}
         if self.update_dtype is not None and not set(stages) <= gather_new:
             raise InputError(
@@ -319,13 +328,3 @@ def as_json(job: Job, answers: Answers) -> Json:
     if answers["lines"]:
         out["total_by_gpus"] = answers["lines"]
     return out
-
-
-def check_file(path: Path, flag: str, *endings: str) -> None:
-    """Raises InputError if a flag's file cannot be written; checked before anything is compiled."""
-    if path.suffix not in endings:
-        *others, last = endings
-        said = f"{', '.join(others)} or {last}" if others else last
-        raise InputError(f"{flag} {path}: the name must end in {said}.")
-    if not path.resolve().parent.is_dir():
-        raise InputError(f"{flag} {path}: there is no folder {path.resolve().parent}.")

@@ -172,6 +172,7 @@ def test_presets_have_the_published_number_of_params(name, billions):
         (["plan", "--fit", "--preset", "gpt2-xl", "--memory", "72"], "write a number and a unit, as in --memory 72GB"),
         (["plan", "--fit", *SUBJECT, "--global-batch", "8"], "--global-batch belongs to --preset"),
         (["plan", "--preset", "gpt2-xl", "--memory", "72GB"], "--memory belongs to --fit"),
+        (["explain", *SUBJECT, "--kept-gathered-bytes", "9"], "--stages 3, or --stage 3 of jzero explain"),
     ],
 )
 def test_flags_are_refused_before_anything_starts(args, message, capsys, monkeypatch):
@@ -250,6 +251,11 @@ def test_plan_as_a_table_and_a_page_with_a_jitted_step(capsys, tmp_path):
     assert "jzero.check: nothing found at stage 2." in out
     assert "fits: in 0.75 of a GPU's memory (--memory-fraction)" in out
     assert "XLA_CLIENT_MEM_FRACTION says before Python starts" in out
+
+
+def test_bytes_that_stay_gathered_reach_the_config():
+    job = PlanCommand(preset="gpt2-small", kept_gathered_bytes=7).job(stages=[3], search=False)
+    assert job.fields["kept_gathered_bytes"] == 7
 
 
 def test_the_memory_that_jax_takes(monkeypatch):

@@ -512,6 +512,29 @@ def listing_moments():
     )
 
 
+def test_an_update_is_read_once_for_all_plans_and_each_update_for_itself(mesh):
+    calls = []
+
+    def update(factor):
+        def run(grads, state, params=None):
+            calls.append(factor)
+            return jax.tree.map(lambda g: factor * g if factor else jnp.zeros_like(g), grads), state
+
+        return run
+
+    init = lambda params: optax.EmptyState()  # noqa: E731
+    trains, freezes = (optax.GradientTransformation(init, update(x)) for x in (2.0, 0.0))
+    params = {"w": jnp.ones((16, 16))}
+    frozen = []
+    for tx in (trains, freezes, trains):
+        for stage in (1, 2):
+            state = TrainState(step=0, apply_fn=None, params=params, tx=tx, opt_state=tx.init(params))
+            plan = jzero.plan_of(jzero.abstract(state, stage=stage, mesh=mesh))
+            frozen.append(plan.layouts[0].frozen is not None)
+    assert frozen == [False, False, True, True, False, False]
+    assert calls.count(2.0) == 1
+
+
 def test_positions_in_a_state_are_not_names_of_params(mesh):
     """Params named by numbers, and params in a list of which the state covers some: nothing says of which."""
     tx, given = listing_moments(), {"stage": 3, "mesh": mesh, "min_shard_bytes": 0}
