@@ -12,6 +12,7 @@ _hide_plugin()  # before jax is imported for the first time: on jax 0.10 that lo
 from jzero.activations.remat import remat
 from jzero.activations.tiled import tiled
 from jzero.config import Offload, ZeroConfig
+from jzero.core.deadline import deadline
 from jzero.core.errors import ProofError
 from jzero.flax.jit import jit
 from jzero.flax.shard import abstract, plan_of, shard, unshard
@@ -74,6 +75,7 @@ __all__ = [
     "abstract",
     "check",
     "checkpoint",
+    "deadline",
     "deepspeed",
     "estimate",
     "explain",

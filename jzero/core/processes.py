@@ -66,6 +66,11 @@ def key_value_client() -> Any:
     return distributed.global_state.client
 
 
+def number_and_count() -> tuple[int, int]:
+    """The number of this process, and how many there are; without starting a backend."""
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
 def wait_for(client: Any, key: str, milliseconds: int) -> str | None:
     """The value that another process writes under a key; None if the wait times out."""
     try:
