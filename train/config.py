@@ -109,6 +109,11 @@ class Config:
     """Seconds that the processes wait for each other at the start."""
     heartbeat: int = 30
     """Seconds without a sign of a process after which the others end."""
+    step_deadline: float | None = None
+    """Seconds that a step may take before all processes say what they are doing and end with status 75; ten times the
+    median of the last steps, and at least 60, if omitted."""
+    pause_deadline: float = 1800
+    """The same for the time between two steps: data, evaluation, checkpoints."""
     model: Annotated[Model, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Model)
     optim: Annotated[Optim, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Optim)
 
@@ -228,6 +233,9 @@ def check_alone(config: Config) -> None:
             f"--lose-at-most {config.lose_at_most}: there is a checkpoint every {config.save_every} steps only. Pass "
             f"--save-every {config.lose_at_most}, or --lose-at-most {config.save_every} or more."
         )
+    for name, seconds in (("step-deadline", config.step_deadline), ("pause-deadline", config.pause_deadline)):
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"--{name} {seconds:g}: must be more than 0 seconds.")
     if config.heartbeat < 5 or config.start_timeout <= 0:
         raise ValueError(
             f"--heartbeat {config.heartbeat} --start-timeout {config.start_timeout:g}: a heartbeat of at least 5 s, "

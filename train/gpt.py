@@ -302,7 +302,9 @@ def train(config: Config, corpus: data.Corpus) -> Result:
     # -- state: born sharded, or read shard by shard
     checkpoints, state = first_state(config, corpus, create, like, stream, log)
     step, stopped = start, None
-    with checkpoints, log, Stopping() as stopping:
+    late = {"seconds": config.step_deadline, "pause_seconds": config.pause_deadline, "folder": config.out}
+    on_time = jzero.deadline(step_fn, **late)
+    with checkpoints, log, Stopping() as stopping, on_time:
         heldout = [plan.place_batch({"tokens": x[me * rows : (me + 1) * rows]}) for x in windows]
 
         # -- train
@@ -311,7 +313,7 @@ def train(config: Config, corpus: data.Corpus) -> Result:
             if checkpoints.must_wait(step):
                 with log.not_training():
                     checkpoints.wait()
-            state, metrics = step_fn(state, plan.place_batch(next(stream)))
+            state, metrics = on_time(state, plan.place_batch(next(stream)))
             log.step(step, metrics)
             last = step == config.steps
             stopped = None if last else stopping.after(step)

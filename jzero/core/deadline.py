@@ -31,7 +31,7 @@ from typing import Any
 
 import jax
 
-from jzero.core.errors import check_function, check_number
+from jzero.core.errors import check_function, check_kind, check_number
 from jzero.core.jaxprs import is_tracer
 from jzero.core.roll_call import RollCall, Told, within
 
@@ -101,6 +101,7 @@ def deadline(
     for name, value in times.items():
         if value is not None or name != "seconds":
             check_number(value, name, "be a positive number of seconds", lambda x: x > 0, where=WHERE)
+    check_kind(folder, "folder", (str, Path), "a path", where=WHERE, optional=True)
     path = Path(tempfile.gettempdir() if folder is None else folder)
     if not path.is_dir() or not os.access(path, os.W_OK):
         raise ValueError(f"{WHERE}: folder {path} is not a folder that can be written.")
