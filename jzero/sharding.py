@@ -34,7 +34,7 @@ from jzero.core.errors import check_arrays, check_int, check_kind, check_transfo
 from jzero.core.jaxprs import is_tracer
 from jzero.core.random_keys import is_key
 from jzero.core.types import PyTree, PyTreeDef
-from jzero.core.xla_options import compiler_options, params_on_host_limit
+from jzero.core.xla_options import compiler_options, params_on_host_limit, warn_of_pipelined_offload
 from jzero.layout.aliasing import HeldMemory
 from jzero.layout.batches import micro_batches, place_batch
 from jzero.layout.describe import describe_plan
@@ -499,7 +499,10 @@ def plan_for(params: PyTree, config: ZeroConfig, *, trained_tree: PyTreeDef | No
     """
     layouts, mesh, least, notes = tree_layouts(params, config, **given)
     check_pairs([x for x in layouts if x.frozen is None], config)
-    limit = params_on_host_limit(mesh.devices.flat[0].platform, 'Offload(params="host")')
+    platform = mesh.devices.flat[0].platform
+    limit = params_on_host_limit(platform, 'Offload(params="host")')
+    if config.streams or config.params_on_host:
+        warn_of_pipelined_offload(platform, "state")
     if config.params_on_host and limit:
         raise NotImplementedError(f"jzero: {limit}")
     if all(x.frozen is not Frozen.APART for x in layouts):

@@ -54,7 +54,8 @@ def environment(default_xla: bool) -> dict[str, str]:
 def gpu_environment(jobs: int) -> dict[str, str]:
     """Of one of `jobs` workers that share a GPU: exact products, and no timing of kernels."""
     env = environment(default_xla=True) | {"JAX_PLATFORMS": "cuda,cpu", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / jobs:.3f}"} | env | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+    env.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the older name: jaxlib refuses both together
+    return {"XLA_CLIENT_MEM_FRACTION": f"{0.9 / jobs:.3f}"} | env | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
 
 
 def on_one_device(case: dict) -> dict | None:

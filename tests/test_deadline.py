@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -124,19 +125,28 @@ def test_a_pause_that_never_ends(ended, tmp_path):
     step.close()
 
 
-def test_compiling_is_no_step(ended):
-    """Also a shape that comes late; and after `close` nothing is watched."""
+def test_compiling_is_no_step(ended, capfd):
+    """Also for a shape that comes late."""
 
     @jax.jit
     def plain(x):
-        time.sleep(0.6)  # while it is traced
+        time.sleep(1.5)  # while it is traced
         return x + 1
 
-    with jzero.deadline(plain, seconds=0.2, pause_seconds=0.6) as step:
+    with jzero.deadline(plain, seconds=0.9, pause_seconds=30) as step:
         for size in (1, 1, 2, 2):
             step(jnp.ones(size))
-    time.sleep(0.8)
-    assert ended.codes == []
+    assert ended.codes == [], capfd.readouterr()
+
+
+def test_after_the_end_nothing_is_watched(ended, capfd):
+    with jzero.deadline(jax.jit(lambda x: x + 1), seconds=9, pause_seconds=1) as step:
+        step(jnp.ones(2))
+    step(jnp.ones(2))  # begins again
+    del step
+    gc.collect()
+    time.sleep(1.5)
+    assert ended.codes == [], capfd.readouterr()
 
 
 def test_a_step_may_return_donated_state_alone_or_nothing(ended):

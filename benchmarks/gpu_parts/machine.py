@@ -38,7 +38,9 @@ def environment(tiny: bool, jobs: int = 1, xla: str = "") -> dict[str, str]:
     ours = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     }
-    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.92 / jobs:.2f}"}
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the older name: jaxlib refuses both together
+        defaults["XLA_CLIENT_MEM_FRACTION"] = f"{0.92 / jobs:.2f}"
     free = host_memory()
     if free:  # JAX pins at most 64 GB unless this is set
         defaults["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(max(int(HOST_SHARE * free / 2**30), 1))

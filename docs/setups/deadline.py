@@ -1,8 +1,6 @@
 """What pages presume (`<!-- setup: deadline -->`): a step, a state and batches."""
 
-import jax
 import jax.numpy as jnp
-import jzero
 
 
 def train_step(state, batch):

@@ -26,7 +26,7 @@ from jzero.core.errors import (
 )
 from jzero.core.nnx_modules import has_module, is_module_class
 from jzero.core.types import PyTree
-from jzero.core.xla_options import host_loop_limit
+from jzero.core.xla_options import host_loop_limit, warn_of_pipelined_offload
 from jzero.layout.mesh import in_shard_map
 from jzero.layout.placement import check_host
 from jzero.layout.specs import axis_size, check_axes, make_spec, named_on
@@ -212,6 +212,8 @@ class _Block:
         """How this input is kept. An input that cannot be split raises only when it is kept, so `init` still runs."""
         platform = self.plan.mesh.devices.flat[0].platform
         limit = host_loop_limit(platform, WHERE) if self.host else ""
+        if self.host:
+            warn_of_pipelined_offload(platform, "a block's input")
         if not self.axes:
             return InputStorage(None, None, 0, self.host, loop_limit=limit)
         parts = axis_size(self.plan.mesh, self.axes)

@@ -10,8 +10,12 @@ numbers nor bytes on the wire. `benchmarks/buckets.py` prints what they do.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jaxlib
 
 from jzero.core.errors import warn
@@ -19,6 +23,9 @@ from jzero.core.errors import warn
 GPUS = ("gpu", "cuda", "rocm")
 TESTED = ((0, 10), (0, 12))  # oldest and newest jaxlib that these names were compiled with
 IN_FLIGHT = 4
+PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
+FROM_O1 = ("O1", "O2", "O3", "15", "19", "23")
+"""Optimization levels that pipeline copies to and from the host in some versions of XLA, by JAX's names and XLA's."""
 HOST_LOOPS = (0, 11, 2)  # the first jaxlib whose backward loops read the right slice of a host array
 
 
@@ -69,6 +76,28 @@ def params_on_host_limit(platform: str, where: str) -> str:
     """Why params cannot live on the host with this jaxlib, as loops over layers read them; empty if they can."""
     why = _old_host_loops(platform, where)
     return why and f'{why}, or Offload(params="device") (the default: optimizer state alone is in host memory).'
+
+
+def warn_of_pipelined_offload(platform: str, what: str, options: Mapping[str, Any] | None = None) -> None:
+    """Warns where copies to and from host memory meet XLA's pipelining of them, of which wrong training is reported.
+
+    Args:
+      platform: of the devices.
+      what: is in host memory.
+      options: of the compilation, besides `XLA_FLAGS` and JAX's config.
+    """
+    given = options or {}
+    level = str(given.get("optimization_level") or getattr(jax.config, "jax_optimization_level", ""))
+    flags = os.environ.get("XLA_FLAGS", "").lower()
+    flag = str(given.get(PIPELINED, "")).lower() == "true" or f"{PIPELINED}=true" in flags
+    if platform in GPUS and (flag or level in FROM_O1):
+        asked = PIPELINED if flag else f"optimization_level={level}"
+        warn(
+            f"jzero: {what} is in host memory, and {asked} lets XLA move its copies into other iterations of a loop. "
+            "With that a training run did not converge (openxla/xla pull requests 37979 and 45393); jzero has not "
+            "tried it on a GPU. Compile with optimization_level O0, or compare the losses of some hundred steps with "
+            "those without offload."
+        )
 
 
 def _old_host_loops(platform: str, what: str) -> str:

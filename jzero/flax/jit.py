@@ -14,6 +14,7 @@ from jzero.core.jaxprs import every_equation, is_tracer, of_any_leaves
 from jzero.core.traces import keeping, traced
 from jzero.core.types import PyTree
 from jzero.core.update_mark import UPDATE
+from jzero.core.xla_options import warn_of_pipelined_offload
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
 from jzero.flax.donation import (
     Key,
@@ -267,7 +268,10 @@ class Jit:
 
     @property
     def _compiler_options(self) -> dict[str, Any]:
-        return {**self.plan.compiler_options, **(self.options.get("compiler_options") or {})}
+        given = self.options.get("compiler_options") or {}
+        if given and self.plan.config.offload is not None:
+            warn_of_pipelined_offload(self.plan.mesh.devices.flat[0].platform, "state", given)
+        return {**self.plan.compiler_options, **given}
 
     def _donated(
         self, given: Mapping[Key, Any], traced: jax.stages.Traced, static: Sequence[Key], updates: bool

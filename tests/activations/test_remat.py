@@ -522,3 +522,42 @@ def test_only_gpus_with_an_old_jaxlib(version, wrong, monkeypatch):
     assert bool(xla_options.host_loop_limit("gpu", "here")) == wrong
     assert not xla_options.host_loop_limit("cpu", "here")
     assert not xla_options.host_loop_limit("tpu", "here")
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "level", "warned"),
+    [
+        ({}, "", "UNKNOWN", ""),
+        ({"optimization_level": "O1"}, "", "UNKNOWN", "optimization_level=O1"),
+        ({}, "", "O2", "optimization_level=O2"),
+        ({}, f"--{xla_options.PIPELINED}=true", "O0", xla_options.PIPELINED),
+        ({xla_options.PIPELINED: True}, "", "UNKNOWN", xla_options.PIPELINED),
+        ({"optimization_level": "O0"}, "", "O1", ""),
+    ],
+)
+def test_copies_that_xla_may_pipeline(given, flags, level, warned, monkeypatch, recwarn):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    before = jax.config.jax_optimization_level
+    jax.config.update("jax_optimization_level", level)
+    try:
+        for platform in ("cpu", "gpu"):
+            assert not recwarn.list
+            xla_options.warn_of_pipelined_offload(platform, "state", given)
+    finally:
+        jax.config.update("jax_optimization_level", before)
+    assert [warned in str(w.message) for w in recwarn.list] == ([True] if warned else [])
+
+
+def test_offload_that_xla_may_pipeline_is_warned_of(mesh, monkeypatch):
+    """In a plan, in the options of a jitted step, and where a block's input is kept."""
+    monkeypatch.setattr(xla_options, "GPUS", ("cpu",))
+    plan = plan_for(fn_params(), mesh, 2, offload=jzero.Offload(tier="host"))
+    step = jzero.jit(lambda params, x: params, plan, compiler_options={"optimization_level": "O1"})
+    with pytest.warns(UserWarning, match="state is in host memory, and optimization_level=O1"):
+        step.lower(jax.tree.map(jnp.asarray, fn_params()), inputs())
+    monkeypatch.setenv("XLA_FLAGS", f"--{xla_options.PIPELINED}=true")
+    with pytest.warns(UserWarning, match=f"state is in host memory, and {xla_options.PIPELINED}"):
+        plan_for(fn_params(), mesh, 2, offload=jzero.Offload(tier="host"))
+    block = jzero.remat(block_fn, plan, offload="host", argnums=1)
+    with pytest.warns(UserWarning, match="a block's input is in host memory"):
+        jax.eval_shape(jax.grad(lambda p, x: jnp.sum(block(p, x))), jax.tree.map(lambda a: a[0], fn_params()), inputs())
