@@ -269,7 +269,7 @@ class GradientReduce:
         def leaving(param, x):
             if x is None or x.padded or not is_tracer(param):
                 return param
-            return linear(lambda p: [p], lambda g: [self._leaving(g, x)], [], [param])[0]
+            return linear(lambda p: [p], lambda g: [self._leaving(g, x)], [], [param], same_types=True)[0]
 
         return [leaving(p, x) for p, x in zip(params, layouts, strict=True)]
 

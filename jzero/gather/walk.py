@@ -76,7 +76,8 @@ def on_shards(values: Sequence[Any], walk: Walk) -> list[Any]:
     """
 
     def pinned(weight: Weight) -> Weight:
-        (shard,) = linear(lambda x: [walk.plan.constrain(x, weight.stored)], lambda g: [g], [], [weight.shard])
+        pin = functools.partial(walk.plan.constrain, spec=weight.stored)
+        (shard,) = linear(lambda x: [pin(x)], lambda g: [g], [], [weight.shard], same_types=True)
         return dataclasses.replace(weight, shard=shard)
 
     return [pinned(v) if isinstance(v, Weight) and v.split and v.source.direct else v for v in values]
@@ -109,7 +110,7 @@ def gathered(value: Any, walk: Walk, *, reduces: bool = True, kind: str = OTHER)
     if not (reduces and gradients.at_use(value, ordered=walk.ordered)):
         return value.shard
     # reduced in the dtype in which it is made, before what casts it
-    return linear(lambda x: [x], reduce, [], [value.shard])[0]
+    return linear(lambda x: [x], reduce, [], [value.shard], same_types=True)[0]
 
 
 def _gathered(weight: Weight, walk: Walk, reduce: Callable[[Any], list[Any]]) -> Any:
@@ -140,7 +141,7 @@ def before_loop(weight: Weight, walk: Walk, dtype: DTypeLike | None = None) -> A
         return [walk.comm.gradients.by_layout(grad, weight.used, weight.grad, by)]
 
     if not weight.split:
-        return linear(lambda x: [x], reduce, [], [weight.shard])[0]
+        return linear(lambda x: [x], reduce, [], [weight.shard], same_types=True)[0]
     return _gathered(weight, walk, reduce)
 
 
