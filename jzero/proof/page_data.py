@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jzero.core.errors import typed_shape
 from jzero.layout.specs import shard_factor
@@ -22,6 +23,7 @@ from jzero.proof.places import Place, phase_of, primitive_of, scope_of, walk
 from jzero.proof.record import record_of
 from jzero.proof.report import Report, text_of
 from jzero.proof.source_lines import SourceLines
+from jzero.proof.timeline import key_of, overlap_on
 from jzero.sharding import Plan
 
 KINDS = (
@@ -73,7 +75,7 @@ def page_data(
         "wire": {"total": report.wire.total, "psi": report.wire.psi_bytes, "by_axis": dict(report.wire.by_axis),
                  "by_op": dict(report.wire.by_op), "by_phase": dict(report.wire.by_phase)},
         "pcie": report.pcie,
-        "collectives": _collectives(program, dict(plan.mesh.shape), strings),
+        "collectives": _collectives(program, plan.mesh, strings),
         "findings": [dataclasses.asdict(x) for x in found],
         "notes": [*found.notes, *(f"{kind} was not looked for, {why}" for kind, why in found.left_out.items())],
         "leaves": _leaves(plan),
@@ -193,8 +195,9 @@ def _held(
     return rows
 
 
-def _collectives(program: _Program, mesh_shape: dict[str, int], strings: Strings) -> list[list[Any]]:
+def _collectives(program: _Program, mesh: Mesh, strings: Strings) -> list[list[Any]]:
     sites, _ = read_collectives(program.module)
+    mesh_shape, waits = dict(mesh.shape), overlap_on(mesh, program.module, sites)[1]
     rows = []
     for s in sites:
         home, start = s.place.pair or (s.place.computation, s.instruction)
@@ -204,6 +207,7 @@ def _collectives(program: _Program, mesh_shape: dict[str, int], strings: Strings
             strings("+".join(axes_of(s.groups, mesh_shape)) or "?"), strings(f"{s.phase or '?'} {s.scope}".strip()),
             first, max(first, program.order.get(home.done(start).name, first)),
             _overlap(s.asynchronous, s.compute_bytes), strings(program.lines.of(s.instruction)), strings(s.stack),
+            round(100 * waits[key_of(s)].hidden) if key_of(s) in waits else -1,
         ])  # fmt: skip
     return rows
 

@@ -110,12 +110,17 @@ def work_before(home: Computation) -> tuple[list[int], list[int]]:
     """
     ops, written = [0], [0]
     for i in home.schedule:
-        idle = i.opcode in IDLE or i.opcode.removesuffix("-start") in IDLE
-        idle = idle or (i.opcode not in CALLERS and touches_host(home, i))
-        size = 0 if idle else output_bytes(home, i)
+        size = output_bytes(home, i) if computes(home, i) else 0
         ops.append(ops[-1] + (size > 0 or i.opcode in CALLERS))
         written.append(written[-1] + size)
     return ops, written
+
+
+def computes(home: Computation, i: Instruction) -> bool:
+    """False for what only moves, waits or names values, and for what reads or writes host memory."""
+    if i.opcode in IDLE or i.opcode.removesuffix("-start") in IDLE:
+        return False
+    return i.opcode in CALLERS or not touches_host(home, i)
 
 
 def work_between(work: Work, home: Computation, start: Instruction, done: Instruction) -> tuple[int, int]:

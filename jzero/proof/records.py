@@ -29,6 +29,8 @@ class Collective(Move):
       computation: HLO computation in which they stand; `entry` for the one that runs once.
       names: of the instructions.
       in_branch: True in a branch of a conditional: they are counted, whichever branch a step takes.
+      hidden: the part of their time on the wire that runs beside arithmetic, by the model of `timeline.py`; None where
+        the rates of the devices are not known.
     """
 
     op: str
@@ -41,6 +43,7 @@ class Collective(Move):
     parts: int
     names: tuple[str, ...]
     in_branch: bool = False
+    hidden: float | None = None
 
     @property
     def overlapped(self) -> bool:
@@ -51,6 +54,21 @@ class Collective(Move):
     def total_wire_bytes(self) -> int:
         """Bytes that one device sends in a step for all of them: `wire_bytes` x `count` x `trips`."""
         return self.wire_bytes * self.count * self.trips
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """What hides behind arithmetic, by the model of `timeline.py`, which no GPU has timed.
+
+    Attributes:
+      hidden: the part of the bytes on the wire that travels while the program does not wait for them.
+      waits: seconds in which a step waits for collectives.
+      rates: the machine that is modelled, in words.
+    """
+
+    hidden: float
+    waits: float
+    rates: str
 
 
 @dataclasses.dataclass(frozen=True)

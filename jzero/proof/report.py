@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jzero.core.errors import ProofError, counted
 from jzero.core.traces import innermost
@@ -20,7 +20,8 @@ from jzero.proof.hlo import parse
 from jzero.proof.leaves import kinds_of, roles_of
 from jzero.proof.models import check_plan_fits, other_trained_params
 from jzero.proof.record import record_of
-from jzero.proof.records import Collective, Memory, Wire
+from jzero.proof.records import Collective, Memory, Overlap, Wire
+from jzero.proof.timeline import Waits, key_of, overlap_on
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.proof.unread import read, unknown_calls
 from jzero.sharding import Plan, check_plan
@@ -42,6 +43,8 @@ class Report:
         each stands in the program; what they send is not counted.
       activations: bytes of one device that the forward pass saves for the backward pass in device memory (`saved`) and
         in host memory (`host`), and that are made again there (`recomputed`); None without a backward pass.
+      overlap: how much of the wire hides behind arithmetic, by a model of the schedule at the rates of these GPUs; None
+        on devices whose rates are not known, and where nothing is sent.
     """
 
     collectives: tuple[Collective, ...]
@@ -52,6 +55,7 @@ class Report:
     mesh_shape: Mapping[str, int] | None
     activations: Activations | None = None
     unknown_calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    overlap: Overlap | None = None
 
     @property
     def is_lower_bound(self) -> bool:
@@ -114,14 +118,16 @@ def explain(compiled: jax.stages.Compiled, plan: Plan | None = None) -> Report:
         else:
             others = sum(other_trained_params(given, compiled, plan).values())
         psi = _psi_bytes(plan, others)
-    mesh_shape = _mesh_shape(compiled, plan)
+    mesh = _mesh(compiled, plan)
+    mesh_shape = None if mesh is None else dict(mesh.shape)
     sites, failed = read(module)
     if failed:
         raise ProofError(
             f"jzero.explain: {counted(len(failed), 'part')} of this program cannot be read, so its bytes are not "
             "known: " + "; ".join(failed)
         )
-    collectives = _grouped(sites, mesh_shape, module.entry)
+    overlap, waits = overlap_on(mesh, module, sites)
+    collectives = _grouped(sites, mesh_shape, module.entry, waits)
     transfers = find_transfers(module)
     return Report(
         collectives=collectives,
@@ -132,6 +138,7 @@ def explain(compiled: jax.stages.Compiled, plan: Plan | None = None) -> Report:
         mesh_shape=mesh_shape,
         activations=find_activations(module, transfers),
         unknown_calls=unknown_calls(module),
+        overlap=overlap,
     )
 
 
@@ -152,16 +159,16 @@ def text_of(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def _mesh_shape(compiled: jax.stages.Compiled, plan: Plan | None) -> dict[str, int] | None:
+def _mesh(compiled: jax.stages.Compiled, plan: Plan | None) -> Mesh | None:
     """From the plan, else from the first NamedSharding of an argument or a result."""
     if plan is not None:
-        return dict(plan.mesh.shape)
+        return plan.mesh
     leaves = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return next((dict(whole_mesh(s.mesh).shape) for s in leaves if isinstance(s, NamedSharding)), None)
+    return next((whole_mesh(s.mesh) for s in leaves if isinstance(s, NamedSharding)), None)
 
 
 def _grouped(
-    sites: Iterable[Site], mesh_shape: Mapping[str, int] | None, entry: str
+    sites: Iterable[Site], mesh_shape: Mapping[str, int] | None, entry: str, waits: Mapping[tuple[str, str], Waits]
 ) -> tuple[Collective, ...]:
     """Equal sites of one computation as one row, the largest traffic first."""
     rows: dict[tuple, list[Site]] = {}
@@ -172,11 +179,11 @@ def _grouped(
     found = []
     for same in rows.values():
         axes = axes_of(same[0].groups, mesh_shape) if mesh_shape else ()
-        found.append(_collective(same, axes, entry))
+        found.append(_collective(same, axes, entry, [waits[k] for k in map(key_of, same) if k in waits]))
     return tuple(sorted(found, key=lambda c: -c.total_wire_bytes))
 
 
-def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collective:
+def _collective(same: list[Site], axes: tuple[str, ...], entry: str, waits: Sequence[Waits]) -> Collective:
     s = same[0]
     return Collective(
         op=s.op, count=len(same), dtype=s.dtype, bytes=s.bytes, wire_bytes=s.wire_bytes, axes=axes,
@@ -184,6 +191,7 @@ def _collective(same: list[Site], axes: tuple[str, ...], entry: str) -> Collecti
         compute_ops=sum(x.compute_ops for x in same), compute_bytes=sum(x.compute_bytes for x in same),
         sliced=s.sliced, parts=s.tensors, computation="entry" if s.computation == entry else s.computation,
         names=tuple(x.name for x in same), in_branch=s.place.in_branch,
+        hidden=sum(w.hidden for w in waits) / len(waits) if waits else None,
     )  # fmt: skip
 
 

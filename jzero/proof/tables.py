@@ -28,10 +28,17 @@ def render(report: Report) -> str:
     mesh = " x ".join(f"{size} {name}" for name, size in (report.mesh_shape or {}).items())
     hidden = len(report.collectives) - MOST_ROWS
     lines = [counted(report.devices, "device") + (f" ({mesh})" if mesh else "")]
-    title = "collectives (tensor and wire: of one execution; overlap: output of the compute in between)"
+    what = "overlap: output of the compute in between"
+    if report.overlap is not None:
+        what = "hidden: part of the time that it does not cost, by a model"
+    title = f"collectives (tensor and wire: of one execution; {what})"
     lines += ["", title, *(lines_of(_collectives(report)) if report.collectives else [" none"])]
     lines += [f" ... and {counted(hidden, 'row')} with less traffic"] if hidden > 0 else []
     lines += ["", "sent by one device in a step", *lines_of(_wire(report))] if report.collectives else []
+    if (overlap := report.overlap) is not None:
+        waits = f"{1e3 * overlap.waits:.3g} ms"
+        lines += [f" hidden : {overlap.hidden:.0%} of these bytes; a step waits {waits} for the others"]
+        lines += [f"   (a model, which no GPU has timed; {overlap.rates})"]
     if report.is_upper_bound:
         lines += [" branch : a collective in a branch of a conditional is counted, whether or not a step takes it"]
     if report.is_lower_bound:
@@ -64,7 +71,8 @@ def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def _collectives(report: Report) -> Table:
-    columns = ("collective", "tensor", "wire", "axes", "where", "phase", "overlap", "per step")
+    title = "overlap" if report.overlap is None else "hidden"
+    columns = ("collective", "tensor", "wire", "axes", "where", "phase", title, "per step")
     table = plain_table(*columns, right=("tensor", "wire", "per step"))
     for c in report.collectives[:MOST_ROWS]:
         name = f"{c.count} x {c.op}" + (" + slice" if c.sliced else "")
@@ -93,6 +101,8 @@ def _where(c: Collective) -> str:
 def _overlap(c: Collective) -> str:
     if not c.asynchronous:
         return "?" if c.asynchronous is None else "sync"
+    if c.hidden is not None:
+        return f"{c.hidden:.0%}"
     return human_bytes(c.compute_bytes) if c.overlapped else "nothing"
 
 

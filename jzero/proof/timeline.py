@@ -1,0 +1,181 @@
+"""How much of the time that collectives take runs beside arithmetic: a model of the compiled schedule, at stated rates.
+
+[Note: what is modelled]
+One stream computes, in the order of the schedule. An instruction takes the longer of its matmuls' FLOPs at the part of
+the data sheet's rate that matmuls reach, and of its output, written and read once, through the device's memory. So its
+time is rather too short, and so is what hides behind it. Two links send, one inside of a host and one between hosts,
+one collective at a time, each at full rate from its start on or from when the link is free. At its `-done` the program
+waits for what is left; a collective that XLA left synchronous it waits for whole.
+
+A collective is *hidden* for the part of its time in which the program did not wait for it. Several in flight share
+their link: what stands beside them hides them once, not each of them. No latency, no launch of kernels, and a loop
+begins with free links. No GPU has timed this model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.sharding import Mesh
+
+from jzero.layout.topology import hosts_of
+from jzero.proof.collectives import Site
+from jzero.proof.fitting.rates import GPUS, Rates
+from jzero.proof.hlo import Computation, Instruction, Module
+from jzero.proof.places import computes, output_bytes
+from jzero.proof.records import Overlap
+
+Key = tuple[str, str]
+"""A computation and an instruction in it."""
+_DOT = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_CALL = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+
+@dataclasses.dataclass(frozen=True)
+class Waits:
+    """Of one execution of a collective, in seconds.
+
+    Attributes:
+      wire: that it takes.
+      waits: that the program waits for it.
+    """
+
+    wire: float
+    waits: float
+
+    @property
+    def hidden(self) -> float:
+        """The part of it that the program does not wait for."""
+        return 1 - self.waits / self.wire if self.wire else 1.0
+
+
+def rates_of_kind(device_kind: str) -> tuple[str, Rates] | None:
+    """A GPU of the table and its rates, by the name that its devices have; None for other devices."""
+    words = re.split(r"[^a-z0-9]+", device_kind.lower())
+    return next(((name, rates) for name, rates in GPUS.items() if name.partition("-")[0] in words), None)
+
+
+def waits_of(module: Module, sites: Iterable[Site], hosts: Sequence[int], rates: Rates) -> dict[Key, Waits]:
+    """What each collective takes, and what the program waits for it.
+
+    Args:
+      module: a scheduled program.
+      sites: its collectives.
+      hosts: of each device, in the order of the groups.
+      rates: of the machine.
+    """
+    return _Timeline(module, sites, hosts, rates).found
+
+
+def key_of(site: Site) -> Key:
+    """Of a collective."""
+    return site.place.computation.name, site.name
+
+
+class _Timeline:
+    def __init__(self, module: Module, sites: Iterable[Site], hosts: Sequence[int], rates: Rates) -> None:
+        self.module, self.hosts, self.rates = module, hosts, rates
+        self.sites = dict[Key, tuple[Site, Instruction, Key]]()
+        for s in sites:
+            home, start = s.place.pair or (s.place.computation, s.instruction)
+            self.sites[home.name, start.name] = s, home.done(start), key_of(s)
+        self.found = dict[Key, Waits]()
+        self.seconds(module.computations[module.entry])
+
+    @functools.cache  # noqa: B019 - a timeline lives as long as one call
+    def seconds(self, home: Computation) -> float:
+        """Of one execution of a computation."""
+        now, free, ends = 0.0, dict[bool, float](), dict[str, tuple[float, float, Key]]()
+        for i in home.schedule:
+            if (home.name, i.name) in self.sites:
+                site, done, key = self.sites[home.name, i.name]
+                wire, between = self.wire(site)
+                end = free[between] = max(now, free.get(between, 0.0)) + wire
+                if site.asynchronous is False:
+                    self.found[key] = Waits(wire, wire)
+                    now = end
+                else:
+                    ends[done.name if done is not i else ""] = end, wire, key
+            elif i.name in ends:
+                now = self.wait(now, *ends.pop(i.name))
+            elif i.opcode == "while":
+                now += (i.trips or 1) * sum(self.seconds(c) for c in self.called(i, "body"))
+            elif i.opcode in ("call", "conditional"):
+                now += max((self.seconds(c) for c in self.called(i)), default=0.0)
+            else:
+                now += self.work(home, i)
+        for left in ends.values():  # whose done is in the next round of a loop
+            now = self.wait(now, *left)
+        return now
+
+    def wait(self, now: float, end: float, wire: float, key: Key) -> float:
+        """The time at which the program goes on."""
+        self.found[key] = Waits(wire, min(max(end - now, 0.0), wire))
+        return max(now, end)
+
+    def called(self, i: Instruction, *roles: str) -> list[Computation]:
+        """The computations that an instruction runs."""
+        return [self.module.computations[c] for c in i.callees(*roles) if c in self.module.computations]
+
+    def wire(self, site: Site) -> tuple[float, bool]:
+        """Seconds at a full link, and whether that is the one between hosts."""
+        on = [{self.hosts[p] for p in group} for group in site.groups]
+        leaving = max(map(len, on), default=1) > 1
+        within = site.wire_bytes / self.rates.within_host
+        if not leaving:
+            return within, False
+        groups = max(sum(h in some for some in on if len(some) > 1) for h in set(self.hosts))
+        return max(within, groups * site.wire_bytes / self.rates.between_hosts), True
+
+    def work(self, home: Computation, i: Instruction) -> float:
+        """Seconds of arithmetic, or of the memory that it writes."""
+        if not computes(home, i):
+            return 0.0
+        flops = self.flops(home, i) / (self.rates.flops * self.rates.reached)
+        return max(flops, 2 * output_bytes(home, i) / self.rates.memory)
+
+    def flops(self, home: Computation, i: Instruction) -> int:
+        """Of the matmuls in it."""
+        contracted = None
+        if i.opcode == "dot":
+            contracted = _DOT.search(i.attrs)
+        elif i.opcode == "custom-call" and i.operands:
+            contracted = _CALL.search(i.attrs)
+        elif (body := self.module.body(i)) is not None:
+            return sum(self.flops(body, x) for x in body.schedule)
+        if contracted is None or i.operands[0] not in home.instructions:
+            return 0
+        dims = home.instructions[i.operands[0]].shapes[0].dims
+        each = math.prod(dims[int(d.strip(' "'))] for d in contracted[1].split(",") if d.strip(' "'))
+        return 2 * each * i.shapes[0].size
+
+
+def overlap_on(
+    mesh: Mesh | None, module: Module, sites: Sequence[Site]
+) -> tuple[Overlap | None, Mapping[Key, Waits]]:
+    """What hides behind arithmetic, and what is waited for; nothing on devices whose rates are not known."""
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
+    known = rates_of_kind(devices[0].device_kind) if devices else None
+    if known is None:
+        return None, {}
+    hosts = [x.slice * len(devices) + x.host for x in hosts_of(devices)]
+    waits = waits_of(module, sites, hosts, known[1])
+    return _overlap_of(waits, sites, *known), waits
+
+
+def _overlap_of(found: Mapping[Key, Waits], sites: Iterable[Site], gpu: str, rates: Rates) -> Overlap | None:
+    """Of a whole step; None where nothing is sent."""
+    rows = [(s, found[key_of(s)]) for s in sites]
+    total = sum(s.wire_bytes * s.trips for s, _ in rows)
+    if not total:
+        return None
+    hidden = sum(s.wire_bytes * s.trips * w.hidden for s, w in rows)
+    said = (
+        f"{gpu}: {rates.reached:g} x {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e12:.3g} TB/s, links "
+        f"{rates.within_host / 1e9:.0f} and {rates.between_hosts / 1e9:.0f} GB/s"
+    )
+    return Overlap(hidden / total, sum(s.trips * w.waits for s, w in rows), said)
