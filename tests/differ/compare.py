@@ -597,7 +597,7 @@ class Tolerances:
             error = self.error(g, w)
             # differences that cancel in 16 bits, not quite in 32; an update that is a difference of params is rounded
             # as they are, where the gradient is zero too
-            near = self.rounded_state or self.case["optimizer"].startswith("schedule_free")
+            near = self.rounded_state or self.case["optimizer"].startswith(("schedule_free", "madgrad"))
             least = 1e-6 if near else 1e-9
             largest = float(np.max(np.abs(w), initial=0))
             allowed = part * largest + least + min(8 * apart[i], 0.02 * largest)
