@@ -642,6 +642,20 @@ def _():
     wrap(jax.random, "fold_in", same)
 
 
+@mutation("a deadline takes compiling for a step that hangs", "deadline")
+def _():
+    from jzero.core import deadline
+
+    deadline.compiles = lambda frame: False
+
+
+@mutation("a collective is hidden by whatever stands beside it", "timeline")
+def _():
+    from jzero.proof import timeline
+
+    timeline._Timeline.work = lambda self, home, i: 1e9
+
+
 def apply(number: str) -> None:
     """Puts a fault in place; raises AttributeError where it replaces a name that jzero no longer has."""
     FOUND[int(number)].apply()
