@@ -73,7 +73,8 @@ def deadline(
 
     Returns:
       A function like `step`, with its attributes (`lower`, `trace`). `close()`, or the end of `with`, ends the watch;
-      so does the end of the program, or the last reference to it.
+      so does the end of the program, or the last reference to it. A loop that ends without that is in a pause, also in
+      a notebook.
 
     Raises:
       TypeError, ValueError: `step` is not a function; a time is not a positive number; `folder` cannot be written.
@@ -165,9 +166,10 @@ class Deadline:
         self.close()
 
     def __del__(self) -> None:
-        """Ends the watch."""
-        if "_watch" in self.__dict__:
-            self.close()
+        """Ends the watch, without its lock: the collector may run in a thread that holds it."""
+        closed = self._watch.closed if "_watch" in self.__dict__ else None
+        if closed is not None:
+            closed.set()
 
     def close(self) -> None:
         """Ends the watch; a later call begins it again."""
@@ -234,7 +236,8 @@ class Watched:
     def _wait_for_results(self, closed: threading.Event) -> None:
         while True:
             with self._arrived:
-                self._arrived.wait_for(lambda: self.results or closed.is_set())
+                while not self.results and not closed.is_set():
+                    self._arrived.wait(BEAT)
                 if closed.is_set():
                     return
                 _, began, leaf = self.results[0]
