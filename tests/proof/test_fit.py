@@ -16,10 +16,10 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.proof.fitting.candidates import Task
-from jzero.proof.fitting.fit import choice
+from jzero.proof.fitting.candidates import Candidate, Task
+from jzero.proof.fitting.fit import Search, choice
 from jzero.proof.fitting.flops import flops_of
-from jzero.proof.fitting.options import layouts, options, smaller
+from jzero.proof.fitting.options import Option, layouts, options, smaller
 from jzero.proof.fitting.rates import GPUS
 from jzero.proof.fitting.seconds import Seconds
 
@@ -281,3 +281,25 @@ def test_bad_input(given, error, message):
     good = {"create": create_state, "train": step, "batch": batch_of(pod()), "pod": pod()} | given
     with pytest.raises(error, match=message):
         jzero.fit(good.pop("create"), good.pop("train"), good.pop("batch"), **good)
+
+
+@pytest.mark.unit
+def test_stage_3_is_tried_before_it_is_called_too_large():
+    """What a program of stage 2 took beyond its estimate may be what stage 3 does not hold."""
+    took = {("2", False): 300, ("2", True): 80, ("3", False): 90}
+
+    def candidate(stage, remat, seconds):
+        estimate = types.SimpleNamespace(total=40, host_per_node=0, params=1, opt_state=1)
+        option = Option(jzero.ZeroConfig(stage=stage), {"data": 8}, 1, {"remat": remat})
+        return Candidate(option, types.SimpleNamespace(total=seconds), 1, lambda: estimate)
+
+    known = [candidate(2, False, 0.7), candidate(2, True, 1.0), candidate(3, False, 0.75)]
+    task = types.SimpleNamespace(
+        candidates=lambda: known, smaller=lambda large, lower_precision: [],
+        compiled_bytes=lambda o: took[str(o.config.stage), o.offered["remat"]],
+        pod=types.SimpleNamespace(devices=[0] * 8, gpu="h100"),
+    )  # fmt: skip
+    search = Search(task, 100, 0, 4, lambda text: None, lower_precision=False)
+    search.run()
+    assert search.best() is known[2]
+    assert list(search.compiled) == known

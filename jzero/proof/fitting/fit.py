@@ -6,6 +6,8 @@ allocated corrects the estimate: by the bytes that it was off, for all options w
 examples of a micro-batch, or along the line through two programs with different numbers of them. The search goes on
 with the fastest option that is then below the limit, and ends when that one is compiled and fits. Offloading, and fewer
 bits, make no option faster; so they are tried for those that would be faster than what was found, and are too large.
+What a program of stage 2 took beyond its estimate may be gradients that stage 3 does not hold: one of stage 3 is
+compiled before an option that would be faster by a fifth is called too large.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ UNSURE = 0.1
 """An estimate may be off by this part: what exceeds the limit by no more is compiled, too."""
 WORTH_TRYING = 0.2
 """The same for one that may not fit."""
+LEAST_HELD = (3, True, 0)
+"""`Option.held` of the options with the fewest weights and gradients whole."""
 SAME = 0.02
 """Options whose modelled times differ by no more than this part count as equally fast."""
 
@@ -193,7 +197,7 @@ class Search:
         best, done = self.best(), len(self.compiled)
         for c in (self.next(), choice(filter(self.fits, self.known))):
             if c is None or c in self.compiled:
-                return None
+                break
             if best is None or done < self.compiles:
                 return c
             gain, fits = self.gain(c, best), self.fits(c)
@@ -201,7 +205,18 @@ class Search:
                 return c
             what = f"{'fits' if fits else 'may fit'} by the estimate and would be {gain:.0%} faster"
             self.note(f"{c.option}: {what}; it was not compiled (compiles={self.compiles}).")
-        return None
+        c = choice(filter(self.untold, self.known))
+        worth = best is not None and c is not None and self.gain(c, best) >= WORTH_TRYING
+        return c if worth and done < 2 * self.compiles else None
+
+    def untold(self, c: Candidate) -> bool:
+        """It may fit, and only programs that hold more weights or gradients whole say that it does not.
+
+        What these took beyond their estimates may be just that.
+        """
+        if c.option.held != LEAST_HELD or c.estimate.total > self.limit or c.estimate.host_per_node > self.host_bytes:
+            return False
+        return not any(o.option.held == LEAST_HELD for o in self.like(c))
 
     @staticmethod
     def gain(c: Candidate, best: Candidate) -> float:
