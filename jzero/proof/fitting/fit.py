@@ -35,6 +35,8 @@ WORTH = 0.05
 """The part of a step's time for which one more program is compiled."""
 UNSURE = 0.1
 """An estimate may be off by this part: what exceeds the limit by no more is compiled, too."""
+UNSURE_ALIKE = 0.02
+"""The same once a program with the same weights and gradients whole has been compiled."""
 WORTH_TRYING = 0.2
 """The same for one that may not fit."""
 LEAST_HELD = (3, True, 0)
@@ -249,10 +251,14 @@ class Search:
         """
         failed = len(self.compiled) if self.best() is None else 0
         if failed < 2:
-            return choice(c for c in self.known if self.fits(c, unsure=UNSURE))
+            return choice(c for c in self.known if self.fits(c, unsure=self.unsure(c)))
         sizes = {c: self.predicted(c) for c in self.known if self.fits(c)}
         least = min(sizes.values(), default=0.0)
         return choice(c for c, size in sizes.items() if size <= least + (self.limit - least) / 2 ** (failed - 1))
+
+    def unsure(self, c: Candidate) -> float:
+        """By what part its bytes may be off."""
+        return UNSURE_ALIKE if any(o.option.held == c.option.held for o in self.like(c)) else UNSURE
 
     def best(self) -> Candidate | None:
         """The fastest that was compiled and fits."""
