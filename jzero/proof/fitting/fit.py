@@ -36,7 +36,7 @@ WORTH = 0.05
 UNSURE = 0.1
 """An estimate may be off by this part: what exceeds the limit by no more is compiled, too."""
 UNSURE_ALIKE = 0.02
-"""The same once a program with the same weights and gradients whole has been compiled."""
+"""The same once a program with the same weights and gradients whole, and as many examples, has been compiled."""
 WORTH_TRYING = 0.2
 """The same for one that may not fit."""
 LEAST_HELD = (3, True, 0)
@@ -258,7 +258,8 @@ class Search:
 
     def unsure(self, c: Candidate) -> float:
         """By what part its bytes may be off."""
-        return UNSURE_ALIKE if any(o.option.held == c.option.held for o in self.like(c)) else UNSURE
+        alike = (o.option.held == c.option.held and o.examples == c.examples for o in self.like(c))
+        return UNSURE_ALIKE if any(alike) else UNSURE
 
     def best(self) -> Candidate | None:
         """The fastest that was compiled and fits."""
