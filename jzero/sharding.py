@@ -499,15 +499,22 @@ def plan_for(params: PyTree, config: ZeroConfig, *, trained_tree: PyTreeDef | No
     """
     layouts, mesh, least, notes = tree_layouts(params, config, **given)
     check_pairs([x for x in layouts if x.frozen is None], config)
-    platform = mesh.devices.flat[0].platform
-    limit = params_on_host_limit(platform, 'Offload(params="host")')
-    if config.streams or config.params_on_host:
-        warn_of_pipelined_offload(platform, "state")
+    limit = params_on_host_limit(mesh.devices.flat[0].platform, 'Offload(params="host")')
+    check_copies(config, mesh)
     if config.params_on_host and limit:
         raise NotImplementedError(f"jzero: {limit}")
     if all(x.frozen is not Frozen.APART for x in layouts):
         trained_tree = None
     return Plan(config, mesh, layouts, notes, jax.tree.structure(params), least, trained_tree)
+
+
+def check_copies(config: ZeroConfig, mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
+    """Warns where a program with a state in host memory is compiled so that XLA may pipeline its copies.
+
+    `options`: of the compilation; None: those of the process.
+    """
+    if config.streams or config.params_on_host:
+        warn_of_pipelined_offload(mesh.devices.flat[0].platform, "state", options)
 
 
 def check_plan(plan: Any, *, where: str, optional: bool = False) -> None:

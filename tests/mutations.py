@@ -644,9 +644,9 @@ def _():
 
 @mutation("a deadline takes compiling for a step that hangs", "deadline")
 def _():
-    from jzero.core import deadline
+    from jzero.core import step_watch
 
-    deadline.compiles = lambda frame: False
+    step_watch.compiles = lambda frame: False
 
 
 @mutation("a collective is hidden by whatever stands beside it", "timeline")

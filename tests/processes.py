@@ -26,12 +26,12 @@ def names(text: str, me: int, gone: int) -> bool:
     return reason in text and f"[process {me}] JAX says above which task is gone" in text
 
 
-def launch(script: str, count: int, *given: object, timeout: int) -> list[dict]:
-    """What each of `count` processes says; one that hangs longer than `timeout` seconds is a failure."""
+def start(script: str, count: int, *given: object) -> list[subprocess.Popen]:
+    """`count` processes of a script; what they print is in their `stdout`."""
     port = free_port()
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
     env.pop("XLA_FLAGS", None)
-    workers = [
+    return [
         subprocess.Popen(
             [sys.executable, str(HERE / script), str(rank), str(count), port, *map(str, given)],
             stdout=subprocess.PIPE,
@@ -41,6 +41,11 @@ def launch(script: str, count: int, *given: object, timeout: int) -> list[dict]:
         )
         for rank in range(count)
     ]
+
+
+def launch(script: str, count: int, *given: object, timeout: int) -> list[dict]:
+    """What each of `count` processes says; one that hangs longer than `timeout` seconds is a failure."""
+    workers = start(script, count, *given)
     try:
         texts = [w.communicate(timeout=timeout)[0] for w in workers]
     finally:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -14,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from processes import HERE, free_port
+from processes import start
 
 import jzero
-from jzero.core import deadline as module
-from jzero.core.deadline import STATUS
+from jzero.core import step_watch
+from jzero.core.step_watch import STATUS
 
 COUNT = 2
 
@@ -33,7 +30,7 @@ def ended(monkeypatch, capfd):
         over.set()
         time.sleep(60)
 
-    monkeypatch.setattr(module.os, "_exit", leave)
+    monkeypatch.setattr(step_watch.os, "_exit", leave)
 
     def wait(seconds=10):
         assert over.wait(seconds)
@@ -49,16 +46,7 @@ def ended(monkeypatch, capfd):
     ("kind", "who"), [("stop", 0), ("stop", 1), ("loop", 1), ("io", 0), ("save", 1), ("slow", 0)]
 )
 def test_processes(kind, who, tmp_path):
-    port = free_port()
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
-    env.pop("XLA_FLAGS", None)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "deadline_worker.py"), *map(str, (i, COUNT, port, tmp_path, kind, who))],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
-        )
-        for i in range(COUNT)
-    ]  # fmt: skip
+    workers = start("deadline_worker.py", COUNT, tmp_path, kind, who)
     living = [i for i in range(COUNT) if (kind, i) != ("stop", who)]
     try:
         said = {i: workers[i].communicate(timeout=90)[0] for i in living}
@@ -109,7 +97,7 @@ def test_a_program_that_never_ends(ended, tmp_path):
     """As where dispatch is asynchronous: calls return, and the loop goes on until it reads a result."""
     go = threading.Event()
     leaf = types.SimpleNamespace(block_until_ready=lambda: go.wait(20))
-    watched = module.Watched(module.Limits(0.5, 60.0, 60.0), tmp_path, 0)
+    watched = step_watch.Watched(step_watch.Limits(0.5, 60.0, 60.0), tmp_path, 0)
     for _ in range(3):
         watched.begin()
         watched.called(leaf)
@@ -168,10 +156,10 @@ def test_a_step_may_return_donated_state_alone_or_nothing(ended):
 
 
 def test_the_default_limit_is_ten_times_the_median_and_a_minute_at_least():
-    limits = module.Limits(None, 900.0, 60.0)
-    assert limits.of_step(module.deque([1.0] * 4)) == (900, "")
-    assert limits.of_step(module.deque([1.0] * 5))[0] == 60
-    assert limits.of_step(module.deque([7.0, 8, 9, 100, 9]))[0] == 90
+    limits = step_watch.Limits(None, 900.0, 60.0)
+    assert limits.of_step(step_watch.deque([1.0] * 4)) == (900, "")
+    assert limits.of_step(step_watch.deque([1.0] * 5))[0] == 60
+    assert limits.of_step(step_watch.deque([7.0, 8, 9, 100, 9]))[0] == 90
 
 
 def test_it_has_the_attributes_of_the_step():

@@ -102,3 +102,16 @@ class Job(Asked):
         job = json.loads(text)
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in job["fields"].items()}
         return cls(**(job | {"fields": fields}))
+
+
+def as_json(job: Job, answers: Answers) -> Json:
+    """What `--json` prints."""
+    asked = {k: v for k, v in dataclasses.asdict(job).items() if k not in ("detail", "sizes", "page")}
+    out: Json = {
+        "asked": asked,
+        "pod": answers["about"],
+        "stages": list(answers["results"].values()),
+    }
+    if answers["lines"]:
+        out["total_by_gpus"] = answers["lines"]
+    return out

@@ -23,7 +23,7 @@ from jzero.cli.inputs import (
     parse_names,
     parse_stages,
 )
-from jzero.cli.job import Answers, Asked, Job, Json
+from jzero.cli.job import Answers, Asked, Job, Json, as_json
 from jzero.cli.presets import PRESETS
 from jzero.cli.process import run_fit, run_job
 from jzero.cli.show import OLDER, VARIABLE, findings_text, stage_table, title
@@ -315,16 +315,3 @@ class ExplainCommand(Inputs):
         print("\n".join([title(job, answers), "", *report, *findings_text([result])]))
         self.write_page(job, answers)
         return int("crash" in result or bool(result["findings"]))
-
-
-def as_json(job: Job, answers: Answers) -> Json:
-    """What `--json` prints."""
-    asked = {k: v for k, v in dataclasses.asdict(job).items() if k not in ("detail", "sizes", "page")}
-    out: Json = {
-        "asked": asked,
-        "pod": answers["about"],
-        "stages": list(answers["results"].values()),
-    }
-    if answers["lines"]:
-        out["total_by_gpus"] = answers["lines"]
-    return out

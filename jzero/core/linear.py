@@ -50,7 +50,7 @@ def linear(
 class _Types:
     """The types of the results of one function, by those of its arguments: its derivative has the same ones.
 
-    Each bind of a primitive asks for them; a trace for each would be a third of the time in which a step is traced.
+    Each bind of a primitive asks for them, and tracing the function each time would slow down the tracing of a step.
     """
 
     def __init__(self, same: bool = False) -> None:

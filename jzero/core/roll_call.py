@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from jzero.core.errors import listing
 from jzero.core.processes import key_value_client, number_and_count
 
 T = TypeVar("T")
@@ -50,9 +51,37 @@ class Told:
         return self.limit - self.seconds
 
     @property
+    def where(self) -> tuple[int, str]:
+        """Step and phase."""
+        return self.step, self.phase
+
+    @property
     def text(self) -> str:
         """In words."""
         return f"{PHASES[self.phase].format(step=self.step)} for {self.seconds:.1f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What is known of another process.
+
+    Attributes:
+      told: what it said last; None: nothing yet.
+      gives_sign: it has said something new while it was being asked.
+    """
+
+    told: Told | None
+    gives_sign: bool
+
+    @property
+    def last(self) -> str:
+        """What it said last, in words."""
+        return "nor was there one before" if self.told is None else f"last {self.told.text}"
+
+    @property
+    def has_time(self) -> bool:
+        """It is at work, and its limit is not reached."""
+        return self.gives_sign and self.told is not None and self.told.left > 0
 
 
 class RollCall:
@@ -95,8 +124,8 @@ class RollCall:
         said = {int(key.rpartition("/")[2]): json.loads(value) for key, value in rows}
         return {i: (number, Told(*told)) for i, (number, told) in said.items() if i != self.me}
 
-    def answers(self, bound: float) -> dict[int, Told | None] | None:
-        """What the other processes do now, None for those that give no sign; None if the store does not answer."""
+    def answers(self, bound: float) -> dict[int, Answer] | None:
+        """What the other processes do now; None if the store does not answer."""
         if self.count == 1:
             return {}
         before = within(bound, self._read)
@@ -106,33 +135,28 @@ class RollCall:
         after = within(bound, self._read)
         if after is None:
             return None
-        self.before = {i: told for i, (_, told) in before.items()}
-        others = (i for i in range(self.count) if i != self.me)
-        return {i: after[i][1] if i in after and after[i] != before.get(i) else None for i in others}
+        others = {i: after.get(i) for i in range(self.count) if i != self.me}
+        return {i: Answer(x and x[1], gives_sign=x is not None and x != before.get(i)) for i, x in others.items()}
 
-    def account(self, mine: Told, others: Mapping[int, Told | None] | None) -> list[str]:
-        """Who is late, a line each: those without a sign, then by step."""
+    def account(self, mine: Told, others: Mapping[int, Answer] | None) -> list[str]:
+        """Who is late, and a line for each process: those that give no sign, then by step."""
         if others is None:
             return ["Process 0, which has the key-value store, does not answer: it is the late one, or gone."]
         if not others:
             return []
-        silent = [i for i, x in others.items() if x is None]
-        known: list[tuple[int, Told]] = [(self.me, mine), *((i, x) for i, x in others.items() if x is not None)]
-        known.sort(key=lambda row: (row[1].step, row[1].phase != "pause", row[0]))
-        rows = [f"  process {i}: no sign of it{self._last(i)}" for i in silent]
-        rows += [f"  process {i}: {x.text}" for i, x in known]
-        first = known[0][1]
-        alike = all((x.step, x.phase) == (first.step, first.phase) for _, x in known)
-        late = silent or ([] if alike else [i for i, x in known if (x.step, x.phase) == (first.step, first.phase)])
+        silent = {i: x for i, x in others.items() if not x.gives_sign}
+        known = {self.me: mine, **{i: x.told for i, x in others.items() if x.gives_sign and x.told is not None}}
+        order = sorted(known, key=lambda i: (known[i].step, known[i].phase != "pause", i))
+        rows = [f"process {i}: no sign of it, {x.last}" for i, x in silent.items()]
+        rows += [f"process {i}: {known[i].text}" for i in order]
+        first = known[order[0]].where
+        behind = [i for i in order if known[i].where == first]
+        late = list(silent) or (behind if len(behind) < len(known) else [])
         said = "All are in the same step: something in it never ends."
         if late:
             more = f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
             said = f"Late: process{'es' * (len(late) > 1)} {', '.join(map(str, late[:SHOWN]))}{more}."
-        hidden = [f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
-        return [said, *rows[:SHOWN], *hidden]
-
-    def _last(self, i: int) -> str:
-        return f"; the last: {self.before[i].text}" if i in self.before else ", nor was there one before"
+        return [said, listing([[row] for row in rows], most=SHOWN)]
 
     def alarm(self, text: str, bound: float) -> None:
         """Ends the other processes, which hear the first account alone."""

@@ -24,8 +24,8 @@ GPUS = ("gpu", "cuda", "rocm")
 TESTED = ((0, 10), (0, 12))  # oldest and newest jaxlib that these names were compiled with
 IN_FLIGHT = 4
 PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
-FROM_O1 = ("O1", "O2", "O3", "15", "19", "23")
-"""Optimization levels that pipeline copies to and from the host in some versions of XLA, by JAX's names and XLA's."""
+FROM_O1 = ("O1", "O2", "O3", "19", "29", "39")
+"""Levels at which some versions of XLA pipeline copies to and from the host, by JAX's names and by XLA's numbers."""
 HOST_LOOPS = (0, 11, 2)  # the first jaxlib whose backward loops read the right slice of a host array
 
 
@@ -93,10 +93,10 @@ def warn_of_pipelined_offload(platform: str, what: str, options: Mapping[str, An
     if platform in GPUS and (flag or level in FROM_O1):
         asked = PIPELINED if flag else f"optimization_level={level}"
         warn(
-            f"jzero: {what} is in host memory, and {asked} lets XLA move its copies into other iterations of a loop. "
-            "With that a training run did not converge (openxla/xla pull requests 37979 and 45393); jzero has not "
-            "tried it on a GPU. Compile with optimization_level O0, or compare the losses of some hundred steps with "
-            "those without offload."
+            f"jzero: {what} is in host memory, and {asked} lets XLA move its copies into other iterations of a loop. A "
+            "training run has failed to converge with this combination (openxla/xla pull requests 37979 and 45393); "
+            "jzero has not tried it on a GPU. Compile with optimization_level O0, or compare the losses of a few "
+            "hundred steps with those of a run without offload."
         )
 
 

@@ -14,7 +14,6 @@ from jzero.core.jaxprs import every_equation, is_tracer, of_any_leaves
 from jzero.core.traces import keeping, traced
 from jzero.core.types import PyTree
 from jzero.core.update_mark import UPDATE
-from jzero.core.xla_options import warn_of_pipelined_offload
 from jzero.flax.adapters import is_nnx_optimizer, is_train_state
 from jzero.flax.donation import (
     Key,
@@ -31,7 +30,7 @@ from jzero.flax.step_batches import check_differ, is_object, is_unplaced, rows_o
 from jzero.layout.batches import abstract_batch
 from jzero.layout.leaf_rule import keyed_shapes
 from jzero.layout.state_layouts import stored_copies
-from jzero.sharding import Plan, check_plan
+from jzero.sharding import Plan, check_copies, check_plan
 
 
 def jit(step: Callable[..., Any], plan: Plan | None = None, **options) -> Jit:
@@ -269,8 +268,8 @@ class Jit:
     @property
     def _compiler_options(self) -> dict[str, Any]:
         given = self.options.get("compiler_options") or {}
-        if given and self.plan.config.offload is not None:
-            warn_of_pipelined_offload(self.plan.mesh.devices.flat[0].platform, "state", given)
+        if given:
+            check_copies(self.plan.config, self.plan.mesh, given)
         return {**self.plan.compiler_options, **given}
 
     def _donated(

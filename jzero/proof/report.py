@@ -21,7 +21,7 @@ from jzero.proof.leaves import kinds_of, roles_of
 from jzero.proof.models import check_plan_fits, other_trained_params
 from jzero.proof.record import record_of
 from jzero.proof.records import Collective, Memory, Overlap, Wire
-from jzero.proof.timeline import Waits, key_of, overlap_on
+from jzero.proof.timeline import Key, Waits, key_of, overlap_on
 from jzero.proof.transfers import Transfer, find_transfers
 from jzero.proof.unread import read, unknown_calls
 from jzero.sharding import Plan, check_plan
@@ -168,7 +168,7 @@ def _mesh(compiled: jax.stages.Compiled, plan: Plan | None) -> Mesh | None:
 
 
 def _grouped(
-    sites: Iterable[Site], mesh_shape: Mapping[str, int] | None, entry: str, waits: Mapping[tuple[str, str], Waits]
+    sites: Iterable[Site], mesh_shape: Mapping[str, int] | None, entry: str, waits: Mapping[Key, Waits]
 ) -> tuple[Collective, ...]:
     """Equal sites of one computation as one row, the largest traffic first."""
     rows: dict[tuple, list[Site]] = {}

@@ -26,14 +26,14 @@ NO_MEMORY = "memory: not reported by this backend"
 def render(report: Report) -> str:
     """A `Report` as text: collectives, totals, host traffic, memory."""
     mesh = " x ".join(f"{size} {name}" for name, size in (report.mesh_shape or {}).items())
-    hidden = len(report.collectives) - MOST_ROWS
+    left_out = len(report.collectives) - MOST_ROWS
     lines = [counted(report.devices, "device") + (f" ({mesh})" if mesh else "")]
     what = "overlap: output of the compute in between"
     if report.overlap is not None:
         what = "hidden: part of the time that it does not cost, by a model"
     title = f"collectives (tensor and wire: of one execution; {what})"
     lines += ["", title, *(lines_of(_collectives(report)) if report.collectives else [" none"])]
-    lines += [f" ... and {counted(hidden, 'row')} with less traffic"] if hidden > 0 else []
+    lines += [f" ... and {counted(left_out, 'row')} with less traffic"] if left_out > 0 else []
     lines += ["", "sent by one device in a step", *lines_of(_wire(report))] if report.collectives else []
     if (overlap := report.overlap) is not None:
         waits = f"{1e3 * overlap.waits:.3g} ms"

@@ -1,16 +1,18 @@
 """How much of the time that collectives take runs beside arithmetic: a model of the compiled schedule, at stated rates.
 
 [Note: what is modelled]
-One stream computes, in the order of the schedule. An instruction takes the longer of its matmuls' FLOPs at the part of
-the data sheet's rate that matmuls reach, and of its output, written and read once, through the device's memory; of an
-update in place that is the slice. What jaxlib 0.12 puts on streams of their own (`fusion-start`) takes no time. So the
-time of an instruction is rather too short, and so is what hides behind it. Two links send, one inside of a host and one
-between hosts, one collective at a time, each at full rate from its start on or from when the link is free. At its
-`-done` the program waits for what is left; a collective that XLA left synchronous it waits for whole.
+One stream computes, in the order of the schedule. An instruction takes as long as its matmuls need at the rate that
+matmuls reach (a stated part of the data sheet's), or as long as writing its output and reading it once takes, whichever
+is longer. An update in place writes only its slice, and what jaxlib 0.12 puts on a stream of its own (`fusion-start`)
+takes no time. These times err on the short side, so the model rather understates what is hidden.
 
-A collective is *hidden* for the part of its time on the link in which the program computes, and waits for nothing.
-Several in flight share their link: what stands beside them hides them once, not each of them. No latency, no launch of
-kernels, and a loop begins with free links. No GPU has timed this model.
+There are two links, one within a host and one between hosts. Each carries one collective at a time, at full rate, from
+its start or as soon as the link is free. At a `-done` the program waits until that collective has finished. If XLA has
+left a collective synchronous, the program waits for all of it.
+
+A collective is *hidden* for the part of its time on the link during which the program computes. Collectives in flight
+together queue for their link, so the same computation cannot hide two of them at once. The model has no latency and no
+kernel launches, and every loop starts with free links. No GPU has timed it.
 """
 
 from __future__ import annotations
@@ -88,11 +90,6 @@ def _slice_bytes(home: Computation, i: Instruction) -> int:
     return i.nbytes if new is None else min(new.nbytes, i.nbytes)
 
 
-def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    first, second = zip(*pairs, strict=True)
-    return sum(first), sum(second)
-
-
 def key_of(site: Site) -> Key:
     """Of a collective."""
     return site.place.computation.name, site.name
@@ -128,9 +125,10 @@ class _Timeline:
             elif i.name in ends:
                 until = ends.pop(i.name)
             elif i.opcode == "while":
-                each, times = _sum(self.run(c) for c in self.called(i, "body")), i.trips or 1
+                each, times = self.run(self.module.computations[i.callees("body")[0]]), i.trips or 1
             elif i.opcode in ("call", "conditional"):
-                each = max((self.run(c) for c in self.called(i)), default=each)
+                branches = (self.module.computations[c] for c in i.callees() if c in self.module.computations)
+                each = max(map(self.run, branches), default=each)
             else:
                 each = self.work(home, i), 0.0
             if until > now:
@@ -143,10 +141,6 @@ class _Timeline:
             exposed = sum(max(0.0, min(end, b) - max(begin, a)) for a, b in idle)
             self.found[key] = Waits(end - begin, exposed)
         return now, inside + sum(b - a for a, b in idle)
-
-    def called(self, i: Instruction, *roles: str) -> list[Computation]:
-        """The computations that an instruction runs."""
-        return [self.module.computations[c] for c in i.callees(*roles) if c in self.module.computations]
 
     def wire(self, site: Site) -> tuple[float, bool]:
         """Seconds at a full link, and whether that is the one between hosts."""

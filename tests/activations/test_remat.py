@@ -533,6 +533,8 @@ def test_only_gpus_with_an_old_jaxlib(version, wrong, monkeypatch):
         ({}, f"--{xla_options.PIPELINED}=true", "O0", xla_options.PIPELINED),
         ({xla_options.PIPELINED: True}, "", "UNKNOWN", xla_options.PIPELINED),
         ({"optimization_level": "O0"}, "", "O1", ""),
+        ({"optimization_level": 9}, "", "O1", ""),
+        ({"optimization_level": 29}, "", "UNKNOWN", "optimization_level=29"),
     ],
 )
 def test_copies_that_xla_may_pipeline(given, flags, level, warned, monkeypatch, recwarn):

@@ -286,7 +286,7 @@ def test_bad_input(given, error, message):
 @pytest.mark.unit
 def test_stage_3_is_tried_before_it_is_called_too_large():
     """What a program of stage 2 took beyond its estimate may be what stage 3 does not hold."""
-    took = {("2", False): 300, ("2", True): 80, ("3", False): 90}
+    took = {(2, False): 300, (2, True): 80, (3, False): 90}
 
     def candidate(stage, remat, seconds):
         estimate = types.SimpleNamespace(total=40, host_per_node=0, params=1, opt_state=1)
@@ -296,7 +296,7 @@ def test_stage_3_is_tried_before_it_is_called_too_large():
     known = [candidate(2, False, 0.7), candidate(2, True, 1.0), candidate(3, False, 0.75)]
     task = types.SimpleNamespace(
         candidates=lambda: known, smaller=lambda large, lower_precision: [],
-        compiled_bytes=lambda o: took[str(o.config.stage), o.offered["remat"]],
+        compiled_bytes=lambda o: took[o.config.stage, o.offered["remat"]],
         pod=types.SimpleNamespace(devices=[0] * 8, gpu="h100"),
     )  # fmt: skip
     search = Search(task, 100, 0, 4, lambda text: None, lower_precision=False)
