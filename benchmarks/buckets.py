@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent)]
@@ -24,9 +25,9 @@ import peak
 MIB = 2**20
 
 
-def measure(model, stage: int, hosts: int, bucket: int, options: bool, clip: bool):
-    """The report of the step compiled for H100."""
-    own = ("plan",) if options else ()
+def measure(model, stage: int, hosts: int, bucket: int, options: bool, clip: bool, xla: Sequence[str] = ()):
+    """The report of the step compiled for H100; `xla`: more options, each "name=value"."""
+    own = (*(["plan"] if options else []), *xla)
     return peak.compiled(model, stage, hosts, clip, own, bucket_bytes=bucket)[2]
 
 
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=1024, help="tokens per device")
     parser.add_argument("--hosts", type=int, default=8, help="of 8 H100 each")
     parser.add_argument("--clip", action="store_true", help="clip_by_global_norm before AdamW")
+    parser.add_argument("--xla", nargs="+", default=[], help="more XLA options, each name=value")
     parser.add_argument("--only-options", action="store_true", help="not without the XLA options")
     args = parser.parse_args()
     columns = "stage, layers, bucket, XLA options, peak, wire, collectives, largest, asynchronous, hidden, waits"
@@ -61,7 +63,7 @@ def main() -> None:
             model = peak.Gpt(args.depth, args.dim, args.heads, 50304, args.seq, layers == "scan", "2d")
             for bucket in args.buckets:
                 for options in [True] if args.only_options else [False, True]:
-                    report = measure(model, stage, args.hosts, bucket * MIB, options, args.clip)
+                    report = measure(model, stage, args.hosts, bucket * MIB, options, args.clip, args.xla)
                     count, largest, beside = row(report)
                     print(
                         f"| {stage} | {layers} | {bucket} MiB | {'yes' if options else 'no'} | "
@@ -70,7 +72,8 @@ def main() -> None:
                         f"{1e3 * report.overlap.waits:.1f} ms |",
                         flush=True,
                     )
-    print(f"\n{8 * args.hosts} H100, d {args.dim}, {args.depth} layers, {args.seq} tokens each; jax {jax.__version__}.")
+    given = ", ".join([f"{8 * args.hosts} H100, d {args.dim}, {args.depth} layers, {args.seq} tokens", *args.xla])
+    print(f"\n{given}; jax {jax.__version__}.")
 
 
 if __name__ == "__main__":

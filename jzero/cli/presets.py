@@ -119,7 +119,7 @@ def creator(preset: Preset, *, seq: int) -> Callable[[], PyTree]:
             q, k, v = (t.reshape(*t.shape[:2], -1, head) for t in (q, k, v))
             if p.gated:
                 q, k = _rotated(q), _rotated(k)
-            x = x + dense(p.width, name="out")(_attention(q, k, v).reshape(x.shape))
+            x = x + dense(p.width, name="out")(attention(q, k, v).reshape(x.shape))
             y = norm(name="norm_mlp")(x)
             hidden = dense(p.ffn, name="up")(y)
             hidden = nn.silu(dense(p.ffn, name="gate")(y)) * hidden if p.gated else nn.gelu(hidden)
@@ -163,15 +163,22 @@ def _rotated(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention, a strip of queries at a time; see [Note: attention of the presets]."""
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, bias: jax.Array | None = None
+) -> jax.Array:
+    """Attention of [batch, positions, heads, features], a strip of queries at a time.
+
+    See [Note: attention of the presets]. `bias`: [heads, queries, keys], added to the scores.
+    """
     seq = q.shape[1]
     strip = QUERIES if seq % QUERIES == 0 else seq
 
     @jax.checkpoint
     def attend(first, part):
-        seen = jnp.arange(seq)[None, :] <= first + jnp.arange(strip)[:, None]
-        return jax.nn.dot_product_attention(part, k, v, mask=seen[None, None], implementation="xla")
+        seen = jnp.arange(k.shape[1])[None, :] <= first + jnp.arange(strip)[:, None]
+        mask = seen[None, None] if causal else None
+        added = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, first, strip, 1)[None]
+        return jax.nn.dot_product_attention(part, k, v, bias=added, mask=mask, implementation="xla")
 
     if strip == seq:
         return attend(0, q)
