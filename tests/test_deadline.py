@@ -172,7 +172,7 @@ def test_it_has_the_attributes_of_the_step():
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({"seconds": 0}, ValueError, "seconds=0"),
+        ({"seconds": 0}, ValueError, "seconds=0\\): seconds must be a positive number"),
         ({"compile_seconds": None}, TypeError, "compile_seconds=None"),
         ({"pause_seconds": "1"}, TypeError, "pause_seconds='1'"),
         ({"folder": "/no/such"}, ValueError, "folder /no/such"),

@@ -77,7 +77,7 @@ def deadline(
     times = {"seconds": seconds, "compile_seconds": compile_seconds, "pause_seconds": pause_seconds}
     for name, value in times.items():
         if value is not None or name != "seconds":
-            check_number(value, name, "be a positive number of seconds", lambda x: x > 0, where=WHERE)
+            check_number(value, name, "a positive number of seconds", lambda x: x > 0, where=WHERE)
     check_kind(folder, "folder", (str, Path), "a path", where=WHERE, optional=True)
     path = Path(tempfile.gettempdir() if folder is None else folder)
     if not path.is_dir() or not os.access(path, os.W_OK):
